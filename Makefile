@@ -1,0 +1,48 @@
+# `make demo` and `make test` do all set-up in .venv; a second run installs nothing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types imports docs unit clean
+
+help:
+	@echo "make demo   set up and run the main job"
+	@echo "make test   set up and run every check: lint, types, import direction, docs, tests"
+	@echo "make clean  remove the environment and what the checks wrote"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo-ready: $(BIN)/python pyproject.toml constraints.txt
+	$(INSTALL) -e '.[plots]'
+	@touch $@
+
+$(VENV)/.test-ready: $(BIN)/python pyproject.toml constraints.txt
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.demo-ready
+
+demo: $(VENV)/.demo-ready
+	$(BIN)/meshflash demo
+
+test: lint types imports docs unit
+
+lint: $(VENV)/.test-ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test-ready
+	$(BIN)/mypy
+
+imports: $(VENV)/.test-ready
+	$(BIN)/lint-imports --no-cache
+
+docs: $(VENV)/.test-ready
+	$(BIN)/mkdocs build --strict --quiet
+
+unit: $(VENV)/.test-ready
+	$(BIN)/pytest
+
+clean:
+	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

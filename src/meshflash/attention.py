@@ -1,0 +1,207 @@
+"""The public call: exact attention from one function. Checks what it is given; computes nothing itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from meshflash.core.mask import Mask
+from meshflash.engine.local import attention_op
+from meshflash.kernels import registry
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **features: Any
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **features: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    q_offset: int = 0,
+    head_offset: int = 0,
+    kernel: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention on one device, in memory linear in the number of tokens.
+
+    Args:
+        q: queries, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]`.
+        k: keys, `[batch, key_tokens, kv_heads, dim]`; `kv_heads` divides `heads` (GQA, MQA).
+        v: values, `[batch, key_tokens, kv_heads, value_dim]`.
+        mask: which keys a query sees; None means all. Packed sequences are `Mask.documents(lengths)`.
+        scale: what scores are multiplied by; `dim ** -0.5` by default.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        sink_logits: `[heads]`, one more logit in each softmax that carries no value; learned.
+        alibi_slopes: `[heads]` or `[batch, heads]`; scores lose `slope * |i - j|`. Not learned.
+        dropout: the probability with which a pair is dropped, by position: the same pairs in any kernel.
+        seed: of the dropout; drawn from torch's default generator where None.
+        q_offset: the position of the first query. 0 aligns the first query with the first key,
+            `key_tokens - tokens` the last with the last, as in decoding.
+        head_offset: the global number of the first head, where heads are split over devices.
+        kernel: "auto" takes the fastest that can do all that is asked; a name forces one.
+        deterministic: the same inputs give the same bits. On CPUs every kernel does.
+        return_lse: also return the log-sum-exp of each row's scores, `[batch, heads, tokens]`
+            (`[heads, tokens]` packed); float32, or float64 for float64. Gradients flow through it.
+
+    Rows that see no key are 0, with an LSE of -inf and gradients of 0.
+
+    >>> q = k = v = torch.randn(1, 5, 2, 8)
+    >>> flash_attention(q, k, v, mask=Mask.causal()).shape
+    torch.Size([1, 5, 2, 8])
+    """
+    packed = _check_shapes(q, k, v)
+    if packed:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    q, k, v = _autocast(q, k, v)
+    _check_dtypes(q, k, v)
+    batch, _, heads, dim = q.shape
+    _check_mask(mask)
+    scale = dim**-0.5 if scale is None else _finite("scale", scale)
+    if softcap is not None and _finite("softcap", softcap) <= 0:
+        raise ValueError(f"softcap={softcap}: expected a number > 0, or None")
+    if sink_logits is not None:
+        _check_per_head("sink_logits", sink_logits, q, [(heads,)])
+    if alibi_slopes is not None:
+        alibi_slopes = _slopes(alibi_slopes, q)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout={dropout}: expected a probability, 0 <= dropout < 1")
+    for name, value in (("q_offset", q_offset), ("head_offset", head_offset)):
+        if value < 0:
+            raise ValueError(f"{name}={value}: expected a number >= 0")
+    if kernel not in registry.names():
+        raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(registry.names())}")
+
+    text, lengths = (Mask.full() if mask is None else mask).pack()
+    documents = [x if isinstance(x, Tensor) else torch.from_numpy(x) for x in lengths]
+    out, lse = attention_op(
+        q,
+        k,
+        v,
+        sink_logits,
+        alibi_slopes,
+        _seed(seed) if dropout else None,
+        documents,
+        text,
+        scale,
+        0.0 if softcap is None else float(softcap),
+        float(dropout),
+        q_offset,
+        head_offset,
+        kernel,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
+    if packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the inputs are packed; ValueError where their shapes do not fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.ndim != q.ndim or x.ndim not in (3, 4):
+            raise ValueError(
+                f"{name}: expected [batch, tokens, heads, dim], or packed [tokens, heads, dim], "
+                f"the same for q, k and v; got {_shape(x)} beside q {_shape(q)}"
+            )
+    if q.ndim == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"batch sizes differ: q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
+    if k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ValueError(f"k and v must have the same tokens and heads; got k {_shape(k)}, v {_shape(v)}")
+    if q.shape[-1] != k.shape[-1] or not q.shape[-1] or not v.shape[-1]:
+        raise ValueError(f"q and k must have the same dim, not 0; got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
+    if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"{k.shape[-2]} heads in k do not divide {q.shape[-2]} heads in q; "
+            "each key head serves the same number of query heads"
+        )
+    return q.ndim == 3
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise ValueError(
+            f"q, k and v must share one of the dtypes {names}; got q {q.dtype}, k {k.dtype}, v {v.dtype}"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device; got q {q.device}, k {k.device}, v {v.device}")
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask: expected a meshflash.Mask, such as Mask.causal(), or None for no mask; got {type(mask).__name__}. "
+            "Masks are rules on positions, not matrices: combine Mask primitives with & and |"
+        )
+
+
+def _check_per_head(name: str, x: Any, q: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    if not isinstance(x, Tensor) or tuple(x.shape) not in shapes or not x.is_floating_point():
+        got = f"{x.dtype} {_shape(x)}" if isinstance(x, Tensor) else type(x).__name__
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name}: expected a floating-point tensor of shape {wanted}; got {got}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected it on {q.device}, where q is; got {x.device}")
+
+
+def _slopes(alibi_slopes: Tensor, q: Tensor) -> Tensor:
+    batch, _, heads, _ = q.shape
+    _check_per_head("alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
+    if alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes: gradients of the slopes are not computed; pass alibi_slopes.detach()")
+    return alibi_slopes.expand(batch, heads)
+
+
+def _seed(seed: int | Tensor | None) -> Tensor:
+    if seed is None:
+        return torch.randint(2**62, (), dtype=torch.int64)
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise ValueError(f"seed: expected an int, or an int64 tensor of one element; got {seed.dtype} {_shape(seed)}")
+        return seed
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
+    return torch.tensor(seed, dtype=torch.int64)
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) or not math.isfinite(value):
+        raise ValueError(f"{name}={value}: expected a finite number")
+    return float(value)
+
+
+def _shape(x: Tensor) -> list[int]:
+    return list(x.shape)

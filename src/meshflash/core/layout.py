@@ -1,0 +1,183 @@
+"""Layouts: which positions of a sequence each rank holds, as ranges with a step.
+
+Any length on any number of ranks: shards may differ in size or be empty, nothing has to divide
+anything. How data gets there is not said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshflash.core.mask import Array, Mask
+from meshflash.core.tiles import visible_per_query
+
+#: `balanced` stops cutting finer once the busiest rank is this close to the mean.
+BALANCE_GOAL = 1.01
+#: ... or once a rank holds this many ranges.
+MAX_RANGES_PER_RANK = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which positions of a sequence each rank holds, in the order of its local rows.
+
+    >>> Layout.zigzag(10, 2).ranges
+    ((range(0, 3), range(8, 10)), (range(3, 8),))
+    """
+
+    ranges: tuple[tuple[range, ...], ...]
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        if not self.ranges:
+            raise ValueError("Layout(ranges): expected at least one rank")
+        for held in self.ranges:
+            for r in held:
+                if r.step < 1 or r.start < 0 or not len(r):
+                    raise ValueError(f"Layout(ranges): {r} is empty, runs backwards or begins below 0")
+        held = np.sort(np.concatenate([self.positions(rank) for rank in range(self.world)]))
+        wrong = np.flatnonzero(held != np.arange(len(held)))
+        if len(wrong):
+            raise ValueError(
+                f"Layout(ranges): the ranks must hold each position from 0 to {len(held) - 1} exactly once; "
+                f"position {int(wrong[0])} is missing or held twice"
+            )
+
+    @cached_property
+    def tokens(self) -> int:
+        """The length of the whole sequence."""
+        return sum(self.lengths)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranges)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """How many positions each rank holds."""
+        return tuple(sum(len(r) for r in held) for held in self.ranges)
+
+    def positions(self, rank: int) -> Array:
+        """The positions of a rank's rows, in their local order."""
+        return _expand(self.ranges[rank])
+
+    @staticmethod
+    def contiguous(tokens: int, world: int) -> Layout:
+        """Each rank holds one run of the sequence.
+
+        >>> Layout.contiguous(5, 2).ranges
+        ((range(0, 3),), (range(3, 5),))
+        """
+        cuts = _even_cuts(tokens, world, world)
+        return _layout("contiguous", [[range(cuts[r], cuts[r + 1])] for r in range(world)])
+
+    @staticmethod
+    def zigzag(tokens: int, world: int) -> Layout:
+        """Rank r holds the r-th piece from the front and the r-th from the back: equal causal work."""
+        n = 2 * world
+        cuts = _even_cuts(tokens, world, n)
+        return _layout(
+            "zigzag",
+            [[range(cuts[r], cuts[r + 1]), range(cuts[n - 1 - r], cuts[n - r])] for r in range(world)],
+        )
+
+    @staticmethod
+    def striped(tokens: int, world: int) -> Layout:
+        """Rank r holds positions r, r + world, r + 2 * world, ...
+
+        >>> Layout.striped(5, 2).ranges
+        ((range(0, 5, 2),), (range(1, 5, 2),))
+        """
+        _even_cuts(tokens, world, world)
+        return _layout("striped", [[range(r, tokens, world)] for r in range(world)])
+
+    @staticmethod
+    def balanced(masks: Mask | Sequence[Mask], tokens: int, world: int) -> Layout:
+        """Ranks hold about as many tokens each, and about as much work under each of the masks.
+
+        Give several masks where layers differ (window here, full there): each is balanced.
+        The sequence is cut into equal pieces, dealt out heaviest first, and cut finer until the
+        busiest rank is within 1% of the mean or a rank would hold more than 16 ranges.
+
+        >>> Layout.balanced(Mask.causal(), 1024, 4).lengths
+        (256, 256, 256, 256)
+        """
+        masks = (masks,) if isinstance(masks, Mask) else tuple(masks)
+        if not masks:
+            raise ValueError("balanced(masks): expected a mask, or several")
+        _even_cuts(tokens, world, world)
+        work = np.stack([visible_per_query(mask, tokens) for mask in masks]).astype(np.float64)
+        best: Layout | None = None
+        best_load = np.inf
+        pieces = 1
+        while pieces <= MAX_RANGES_PER_RANK and best_load > BALANCE_GOAL:
+            candidate, load = _deal(work, tokens, world, pieces)
+            if load < best_load:
+                best, best_load = candidate, load
+            pieces *= 2
+        assert best is not None
+        return best
+
+
+def positions(layout: Layout, rank: int) -> Array:
+    """The positions of the tokens that a rank holds, in local order: for RoPE, labels, masks.
+
+    >>> positions(Layout.striped(5, 2), 1).tolist()
+    [1, 3]
+    """
+    if not 0 <= rank < layout.world:
+        raise ValueError(f"positions(rank={rank}): expected a rank from 0 to {layout.world - 1}")
+    return layout.positions(rank)
+
+
+def _deal(work: Array, tokens: int, world: int, pieces: int) -> tuple[Layout, float]:
+    """Deal `world * pieces` equal pieces, heaviest first, to the least loaded rank with room."""
+    n = world * pieces
+    cuts = _even_cuts(tokens, world, n)
+    sums = np.concatenate([np.zeros((len(work), 1)), np.cumsum(work, axis=1)], axis=1)
+    weight = np.diff(sums[:, cuts], axis=1)
+    totals = weight.sum(axis=1, keepdims=True)
+    weight = weight / np.where(totals == 0, 1, totals) * world
+    load = np.zeros((world, len(work)))
+    held: list[list[int]] = [[] for _ in range(world)]
+    for piece in np.argsort(-weight.sum(axis=0), kind="stable"):
+        room = [rank for rank in range(world) if len(held[rank]) < pieces]
+        rank = min(room, key=lambda r: float((load[r] + weight[:, piece]).max()))
+        held[rank].append(int(piece))
+        load[rank] += weight[:, piece]
+    layout = _layout("balanced", [[range(cuts[p], cuts[p + 1]) for p in sorted(h)] for h in held])
+    return layout, float(load.max())
+
+
+def _layout(name: str, ranges: list[list[range]]) -> Layout:
+    return Layout(tuple(tuple(_joined(held)) for held in ranges), name)
+
+
+def _joined(ranges: list[range]) -> list[range]:
+    """The ranges that hold anything, neighbouring runs as one."""
+    out: list[range] = []
+    for r in ranges:
+        if out and out[-1].step == r.step == 1 and out[-1].stop == r.start:
+            out[-1] = range(out[-1].start, r.stop)
+        elif len(r):
+            out.append(r)
+    return out
+
+
+def _expand(ranges: Sequence[range]) -> Array:
+    parts = [np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in ranges]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _even_cuts(tokens: int, world: int, pieces: int) -> list[int]:
+    if tokens < 0:
+        raise ValueError(f"Layout(tokens={tokens}): expected a length >= 0")
+    if world < 1:
+        raise ValueError(f"Layout(world={world}): expected at least one rank")
+    size, extra = divmod(tokens, pieces)
+    return [piece * size + min(piece, extra) for piece in range(pieces + 1)]

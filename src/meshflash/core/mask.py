@@ -1,0 +1,531 @@
+"""Masks: which keys a query may see, as an algebra over token positions.
+
+`Mask.visible(i, j)` is the definition; everything else (tiles, layouts, kernels) is derived from
+it or checked against it. A mask knows nothing of tensors, devices or how a sequence is split.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+#: Stands for "no limit" in bands and intervals; a position stays below it, and a sum of two fits int32.
+UNBOUNDED = 2**30
+
+
+class Mask:
+    """Which keys a query may see. Build one from the primitives and combine with `&` and `|`.
+
+    >>> prefix_lm = Mask.causal() | Mask.first(3)
+    >>> prefix_lm.visible(0, 2), prefix_lm.visible(0, 3)
+    (True, False)
+    >>> Mask.causal() & (Mask.window(2, 0) | Mask.first(1))
+    causal & (window(2, 0) | first(1))
+    """
+
+    @staticmethod
+    def full() -> Mask:
+        """Every query sees every key.
+
+        >>> Mask.full().visible(0, 100)
+        True
+        """
+        return Band(None, None)
+
+    @staticmethod
+    def causal() -> Mask:
+        """A query sees keys at its own position and before.
+
+        >>> Mask.causal().visible(3, 3), Mask.causal().visible(3, 4)
+        (True, False)
+        """
+        return Band(None, 0)
+
+    @staticmethod
+    def window(left: int | None, right: int | None) -> Mask:
+        """A query at i sees keys from i - left to i + right; None means no limit on that side.
+
+        >>> Mask.window(2, 0).visible(5, 3), Mask.window(2, 0).visible(5, 2)
+        (True, False)
+        """
+        for name, value in (("left", left), ("right", right)):
+            if value is not None and _integer(value, f"window({name})") < 0:
+                raise ValueError(
+                    f"window({name}={value}): expected a number >= 0, or None for no limit on that side"
+                )
+        return Band(None if left is None else -left, right)
+
+    @staticmethod
+    def first(n: int, *, per_document: bool = False) -> Mask:
+        """Every query sees the first n keys, or with `per_document` the first n of its own document.
+
+        >>> (Mask.documents([4, 4]) & Mask.first(1, per_document=True)).visible(6, [0, 4, 5]).tolist()
+        [False, True, False]
+        """
+        if _integer(n, "first(n)") < 1:
+            raise ValueError(f"first(n={n}): expected n >= 1, for n = 0 shows no key to anyone")
+        return First(n, per_document)
+
+    @staticmethod
+    def documents(lengths: Any, *, k_lengths: Any = None, pad: bool = False) -> Mask:
+        """A query sees the keys of its own document, whatever their order.
+
+        `lengths` lists the documents in order: one list for all batch rows, or a list for each row.
+        They must add up to the sequence, unless `pad` says that what follows the last document is
+        padding, which sees nothing and is seen by nobody. `k_lengths` gives the keys documents of
+        their own (cross-attention): the n-th document of the queries sees the n-th of the keys.
+
+        >>> Mask.documents([2, 3]).visible(1, [0, 1, 2]).tolist()
+        [True, True, False]
+        >>> Mask.documents([[2, 3], [5]]).visible(1, 2, batch=1)
+        True
+        """
+        k = None if k_lengths is None else _as_lengths(k_lengths, "k_lengths")
+        return Documents(_as_lengths(lengths, "lengths"), k, pad)
+
+    @staticmethod
+    def from_cu_seqlens(cu_seqlens: Any, cu_seqlens_k: Any = None) -> Mask:
+        """Documents from cumulative lengths `[0, n1, n1 + n2, ...]`, as variable-length kernels take them.
+
+        Takes a list, an array or a tensor. A tensor is not read before it is used, so this can stand
+        inside a compiled function; one that lies on a device costs a copy to the host there.
+
+        >>> Mask.from_cu_seqlens([0, 2, 5]) == Mask.documents([2, 3])
+        True
+        """
+        k = None if cu_seqlens_k is None else _differences(cu_seqlens_k, "cu_seqlens_k")
+        return Documents(_differences(cu_seqlens, "cu_seqlens"), k, False)
+
+    def __and__(self, other: Mask) -> Mask:
+        return _combine(And, self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return _combine(Or, self, other)
+
+    def visible(self, i: Any, j: Any, batch: int = 0) -> Any:
+        """Whether the query at position i sees the key at position j; arrays broadcast.
+
+        >>> Mask.causal().visible([[0], [1]], [0, 1]).tolist()
+        [[True, False], [True, True]]
+        """
+        seen = self._visible(np.asarray(i), np.asarray(j), batch, self.documents_node)
+        return seen if seen.ndim else bool(seen)
+
+    @cached_property
+    def documents_nodes(self) -> tuple[Documents, ...]:
+        """The distinct sets of documents this mask speaks of, in the order of the expression."""
+        return tuple(dict.fromkeys(node for node in self._leaves() if isinstance(node, Documents)))
+
+    @property
+    def documents_node(self) -> Documents | None:
+        """The only set of documents, or None where there is none or more than one."""
+        return self.documents_nodes[0] if len(self.documents_nodes) == 1 else None
+
+    @cached_property
+    def batch_rows(self) -> int | None:
+        """How many batch rows have documents of their own; None where one mask serves all rows."""
+        rows = {node.rows for node in self.documents_nodes if node.rows is not None}
+        if len(rows) > 1:
+            raise ValueError(f"documents(lengths): masks for {sorted(rows)} batch rows cannot be combined")
+        return rows.pop() if rows else None
+
+    def check(self, q_tokens: int, k_tokens: int, batch: int, q_offset: int = 0) -> None:
+        """Raise ValueError unless this mask fits queries and keys of these lengths.
+
+        >>> Mask.documents([2, 3]).check(6, 6, batch=1)
+        Traceback (most recent call last):
+            ...
+        ValueError: documents(lengths): 5 tokens in the documents, 6 in the sequence; ...
+        """
+        if self.batch_rows is not None and self.batch_rows != batch:
+            raise ValueError(
+                f"documents(lengths): {self.batch_rows} rows of documents for a batch of {batch}; "
+                "give one list for all rows, or a list for each row"
+            )
+        for node in self._leaves():
+            if isinstance(node, First) and node.per_document and self.documents_node is None:
+                raise ValueError(
+                    f"first(n={node.n}, per_document=True): the mask must hold exactly one documents(...), "
+                    f"this one holds {len(self.documents_nodes)}"
+                )
+        for documents in self.documents_nodes:
+            documents.check_lengths(q_tokens, k_tokens, q_offset)
+
+    def positions_in_document(self, tokens: int) -> Array:
+        """Each token's place in its own document, for RoPE: `[tokens]`, or `[rows, tokens]`.
+
+        >>> Mask.documents([2, 3]).positions_in_document(5).tolist()
+        [0, 1, 0, 1, 2]
+        """
+        places = np.arange(tokens, dtype=np.int64)
+        if not self.documents_nodes:
+            return places
+        node = self.documents_node
+        if node is None:
+            raise ValueError("positions_in_document: the mask holds more than one documents(...)")
+        rows = [places - _starts(node.q_cuts(b), places) for b in range(node.rows or 1)]
+        return rows[0] if node.rows is None else np.stack(rows)
+
+    @cached_property
+    def terms(self) -> tuple[Term, ...]:
+        """This mask as a union of terms: a band on j - i, within documents, among first keys."""
+        found: list[Term] = []
+        for term in self._terms(self.documents_node):
+            if any(term.within(other) for other in found):
+                continue
+            found = [other for other in found if not other.within(term)] + [term]
+        return tuple(found)
+
+    def pack(self) -> tuple[str, list[Any]]:
+        """This mask as a text and the arrays of document lengths that the text refers to."""
+        arrays: list[Any] = []
+        return self._pack(arrays), arrays
+
+    @staticmethod
+    def unpack(text: str, arrays: Sequence[Any]) -> Mask:
+        """The mask that `pack` took apart.
+
+        >>> mask = Mask.causal() & Mask.documents([2, 3])
+        >>> Mask.unpack(*mask.pack()) == mask
+        True
+        """
+        return _unpack(json.loads(text), arrays)
+
+    def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
+        raise NotImplementedError
+
+    def _leaves(self) -> Iterator[Mask]:
+        yield self
+
+    def _terms(self, documents: Documents | None) -> list[Term]:
+        raise NotImplementedError
+
+    def _pack(self, arrays: list[Any]) -> str:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Term:
+    """One conjunction: `lo <= j - i <= hi`, same document in each of `documents`, j among the first.
+
+    `first` counts from the start of the sequence, `first_in_document` from the start of the
+    document in `documents[0]`.
+    """
+
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+    documents: tuple[Documents, ...] = ()
+    first: int = UNBOUNDED
+    first_in_document: int = UNBOUNDED
+
+    def within(self, other: Term) -> bool:
+        """Whether every pair of this term is a pair of the other."""
+        return (
+            other.lo <= self.lo
+            and self.hi <= other.hi
+            and set(other.documents) <= set(self.documents)
+            and self.first <= other.first
+            and self.first_in_document <= other.first_in_document
+        )
+
+    def __and__(self, other: Term) -> Term:
+        return Term(
+            max(self.lo, other.lo),
+            min(self.hi, other.hi),
+            tuple(dict.fromkeys(self.documents + other.documents)),
+            min(self.first, other.first),
+            min(self.first_in_document, other.first_in_document),
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Band(Mask):
+    """`lo <= j - i <= hi`, None where there is no limit."""
+
+    lo: int | None
+    hi: int | None
+
+    def __repr__(self) -> str:
+        if self.lo is None:
+            return {None: "full", 0: "causal"}.get(self.hi, f"window(None, {self.hi})")
+        return f"window({-self.lo}, {self.hi})"
+
+    def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
+        distance = j - i
+        seen = np.ones(distance.shape, dtype=np.bool_)
+        if self.lo is not None:
+            seen &= distance >= self.lo
+        if self.hi is not None:
+            seen &= distance <= self.hi
+        return seen
+
+    def _terms(self, documents: Documents | None) -> list[Term]:
+        return [Term(-UNBOUNDED if self.lo is None else self.lo, UNBOUNDED if self.hi is None else self.hi)]
+
+    def _pack(self, arrays: list[Any]) -> str:
+        lo = "null" if self.lo is None else f"{self.lo}"
+        hi = "null" if self.hi is None else f"{self.hi}"
+        return f'["band", {lo}, {hi}]'
+
+
+@dataclass(frozen=True, repr=False)
+class First(Mask):
+    """`j < n`, or j among the first n keys of the query's own document."""
+
+    n: int
+    per_document: bool
+
+    def __repr__(self) -> str:
+        return f"first({self.n}, per_document=True)" if self.per_document else f"first({self.n})"
+
+    def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
+        if not self.per_document:
+            return np.broadcast_to(j < self.n, np.broadcast_shapes(i.shape, j.shape))
+        documents = _the_documents(documents, self)
+        place = j - _starts(documents.k_cuts(batch), j)
+        return documents._visible(i, j, batch, documents) & (place < self.n)
+
+    def _terms(self, documents: Documents | None) -> list[Term]:
+        if not self.per_document:
+            return [Term(first=self.n)]
+        return [Term(documents=(_the_documents(documents, self),), first_in_document=self.n)]
+
+    def _pack(self, arrays: list[Any]) -> str:
+        return f'["first", {self.n}, {"true" if self.per_document else "false"}]'
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(Mask):
+    """Same document on both sides. Lengths are `[documents]` or `[rows, documents]`; 0 means no document."""
+
+    lengths: Any
+    k_lengths: Any
+    pad: bool
+
+    def __repr__(self) -> str:
+        shape = " x ".join(str(n) for n in self.lengths.shape)
+        return f"documents({shape} lengths{', pad=True' if self.pad else ''})"
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        sides = (self._q, self._k)
+        return (self.pad, *((side.shape, side.tobytes()) for side in sides))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Documents) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _q(self) -> Array:
+        return _host_lengths(self.lengths, "lengths")
+
+    @cached_property
+    def _k(self) -> Array:
+        if self.k_lengths is None:
+            return self._q
+        k = _host_lengths(self.k_lengths, "k_lengths")
+        if k.shape != self._q.shape:
+            raise ValueError(
+                f"documents(k_lengths): shape {k.shape} for lengths of shape {self._q.shape}; "
+                "queries and keys need the same number of documents"
+            )
+        return k
+
+    @cached_property
+    def rows(self) -> int | None:
+        """How many batch rows have documents of their own."""
+        return int(self.lengths.shape[0]) if len(self.lengths.shape) == 2 else None
+
+    def q_cuts(self, batch: int) -> Array:
+        """Where the documents of the queries begin, and where the last one ends."""
+        return self._cuts[0][batch if self.rows is not None else 0]
+
+    def k_cuts(self, batch: int) -> Array:
+        """The same for the keys."""
+        return self._cuts[1][batch if self.rows is not None else 0]
+
+    @cached_property
+    def _cuts(self) -> tuple[Array, Array]:
+        def cuts(lengths: Array) -> Array:
+            ends = np.cumsum(np.atleast_2d(lengths), axis=1)
+            return np.concatenate([np.zeros((len(ends), 1), np.int64), ends], axis=1)
+
+        return cuts(self._q), cuts(self._k)
+
+    def check_lengths(self, q_tokens: int, k_tokens: int, q_offset: int) -> None:
+        """Raise ValueError unless the documents add up to the sequence."""
+        q_end = q_offset + q_tokens
+        if self.k_lengths is None:
+            sides = [("lengths", self._q, max(q_end, k_tokens))]
+        else:
+            sides = [("lengths", self._q, q_end), ("k_lengths", self._k, k_tokens)]
+        for name, lengths, tokens in sides:
+            totals = np.atleast_2d(lengths).sum(axis=1)
+            wrong = totals > tokens if self.pad else totals != tokens
+            if wrong.any():
+                total = int(totals[np.argmax(wrong)])
+                hint = "" if total > tokens else "; pad=True if the rest is padding"
+                raise ValueError(
+                    f"documents({name}): {total} tokens in the documents, {tokens} in the sequence{hint}"
+                )
+
+    def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
+        q_cuts, k_cuts = self.q_cuts(batch), self.k_cuts(batch)
+        i_document = np.searchsorted(q_cuts, i, "right")
+        j_document = np.searchsorted(k_cuts, j, "right")
+        return (i_document == j_document) & (i < q_cuts[-1]) & (j < k_cuts[-1])
+
+    def _terms(self, documents: Documents | None) -> list[Term]:
+        return [Term(documents=(self,))]
+
+    def _pack(self, arrays: list[Any]) -> str:
+        arrays.append(self.lengths)
+        if self.k_lengths is not None:
+            arrays.append(self.k_lengths)
+        k = "null" if self.k_lengths is None else f"{len(arrays) - 1}"
+        q = len(arrays) - (1 if self.k_lengths is None else 2)
+        return f'["documents", {q}, {k}, {"true" if self.pad else "false"}]'
+
+
+@dataclass(frozen=True, repr=False)
+class And(Mask):
+    """Both."""
+
+    parts: tuple[Mask, ...]
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in self.parts)
+
+    def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
+        return np.logical_and.reduce([part._visible(i, j, batch, documents) for part in self.parts])
+
+    def _leaves(self) -> Iterator[Mask]:
+        for part in self.parts:
+            yield from part._leaves()
+
+    def _terms(self, documents: Documents | None) -> list[Term]:
+        product = [Term()]
+        for part in self.parts:
+            product = [left & right for left in product for right in part._terms(documents)]
+        return [term for term in product if term.lo <= term.hi]
+
+    def _pack(self, arrays: list[Any]) -> str:
+        return _pack_parts("and", self.parts, arrays)
+
+
+@dataclass(frozen=True, repr=False)
+class Or(Mask):
+    """Either."""
+
+    parts: tuple[Mask, ...]
+
+    def __repr__(self) -> str:
+        return " | ".join(str(part) for part in self.parts)
+
+    def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
+        return np.logical_or.reduce([part._visible(i, j, batch, documents) for part in self.parts])
+
+    def _leaves(self) -> Iterator[Mask]:
+        for part in self.parts:
+            yield from part._leaves()
+
+    def _terms(self, documents: Documents | None) -> list[Term]:
+        return [term for part in self.parts for term in part._terms(documents)]
+
+    def _pack(self, arrays: list[Any]) -> str:
+        return _pack_parts("or", self.parts, arrays)
+
+
+def _pack_parts(name: str, parts: tuple[Mask, ...], arrays: list[Any]) -> str:
+    return f'["{name}", ' + ", ".join([part._pack(arrays) for part in parts]) + "]"
+
+
+def _unpack(node: list[Any], arrays: Sequence[Any]) -> Mask:
+    kind, *fields = node
+    match kind:
+        case "band":
+            return Band(*fields)
+        case "first":
+            return First(*fields)
+        case "documents":
+            q, k, pad = fields
+            return Documents(arrays[q], None if k is None else arrays[k], pad)
+        case "and":
+            return And(tuple(_unpack(part, arrays) for part in fields))
+        case "or":
+            return Or(tuple(_unpack(part, arrays) for part in fields))
+    raise ValueError(f"not a mask: {node!r}")
+
+
+def _combine(kind: type[And] | type[Or], left: Mask, right: Mask) -> Mask:
+    parts: tuple[Mask, ...] = ()
+    for mask in (left, right):
+        if not isinstance(mask, Mask):
+            raise TypeError(f"a mask combines with a mask, not with {type(mask).__name__}")
+        parts += mask.parts if isinstance(mask, kind) else (mask,)
+    return kind(parts)
+
+
+def _the_documents(documents: Documents | None, node: First) -> Documents:
+    if documents is None:
+        raise ValueError(f"{node}: the mask must hold exactly one documents(...)")
+    return documents
+
+
+def _starts(cuts: Array, positions: Array) -> Array:
+    """Where the document of each position begins; padding counts as a last document."""
+    return cuts[np.searchsorted(cuts, positions, "right") - 1]
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    return int(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether this is an array of some framework, which is not to be read before it is used."""
+    return hasattr(value, "shape") and hasattr(value, "device") and not isinstance(value, np.ndarray)
+
+
+def _as_lengths(lengths: Any, name: str) -> Any:
+    if _is_tensor(lengths):
+        return lengths
+    rows = list(lengths)
+    if rows and all(hasattr(row, "__len__") for row in rows):
+        width = max(len(row) for row in rows)
+        rows = [list(row) + [0] * (width - len(row)) for row in rows]
+    return _host_lengths(np.asarray(rows), name)
+
+
+def _differences(cumulative: Any, name: str) -> Any:
+    if not _is_tensor(cumulative):
+        cumulative = np.asarray(cumulative)
+        if cumulative.ndim != 1 or not len(cumulative) or cumulative[0] != 0:
+            raise ValueError(f"from_cu_seqlens({name}): expected [0, n1, n1 + n2, ...], got {cumulative!r}")
+        return _host_lengths(np.diff(cumulative), name)
+    return cumulative[1:] - cumulative[:-1]
+
+
+def _host_lengths(lengths: Any, name: str) -> Array:
+    if _is_tensor(lengths):
+        lengths = lengths.cpu().numpy()
+    array = np.asarray(lengths)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
+        raise ValueError(f"documents({name}): expected a list of integers, or a list of them for each row")
+    if (array < 0).any():
+        raise ValueError(f"documents({name}): lengths must be >= 0, got {int(array.min())}")
+    return np.ascontiguousarray(array, dtype=np.int64)

@@ -1,0 +1,438 @@
+"""Tiles: a mask over given query and key rows, as the worklist that kernels walk.
+
+A worklist has two tables. `by_query` cuts the query rows into disjoint segments, each with an ordered
+list of key spans; `by_key` is the transpose, made from the mask in the same way and not from the
+first table. Work is O(documents x ranges), in numpy. No kernel and no schedule is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from meshflash.core.mask import UNBOUNDED, Array, BoolArray, Mask, Term
+
+Int32 = npt.NDArray[np.int32]
+
+#: Columns of `Table.segments`.
+SEGMENT = ("batch", "row", "rows", "position", "step")
+#: Columns of `Table.spans`.
+SPAN = ("row", "rows", "position", "step", "lo", "hi")
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Disjoint segments of rows, each with an ordered list of spans of the other side, in CSR form.
+
+    `segments[s]` is (batch, row, rows, position, step): local rows `row .. row + rows`, at positions
+    `position + step * n`, of one batch row or of all (-1). `spans[indptr[s]:indptr[s + 1]]` are its
+    (row, rows, position, step, lo, hi): the tile shows the pairs with `lo <= j - i <= hi`, where i is
+    the query's position and j the key's in both tables. A side that cannot bind is +-UNBOUNDED. Where
+    neither binds, spans of several ranges may be fused, and positions then mean nothing.
+    """
+
+    segments: Int32
+    indptr: Int32
+    spans: Int32
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Query rows x key rows; where `causal`, row r of the rectangle sees its first r + 1 keys."""
+
+    batch: int
+    q: slice
+    k: slice
+    causal: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Worklist:
+    """What one device has to compute: the pairs of these query and key rows that the mask shows.
+
+    >>> work = worklist(Mask.causal(), (range(0, 4),), (range(0, 4),))
+    >>> work.by_query.spans.tolist(), work.pairs
+    ([[0, 4, 0, 1, -1073741824, 0]], 10)
+    """
+
+    mask: Mask
+    q_ranges: tuple[range, ...]
+    k_ranges: tuple[range, ...]
+    exact_positions: bool
+
+    @cached_property
+    def by_query(self) -> Table:
+        """Segments of query rows with spans of key rows: together they hold every query row once."""
+        return _build(self.mask, self.q_ranges, self.k_ranges, False, self.exact_positions)
+
+    @cached_property
+    def by_key(self) -> Table:
+        """Segments of key rows with spans of query rows: together they hold every key row once."""
+        return _build(self.mask, self.k_ranges, self.q_ranges, True, self.exact_positions)
+
+    @cached_property
+    def rectangles(self) -> tuple[Rectangle, ...] | None:
+        """The same pairs as plain rectangles, whole or top-left causal; None where a band has a left limit
+        or the steps of the two sides differ. Kernels that know nothing of positions can serve these.
+        """
+        return _rectangles(self.by_query)
+
+    @cached_property
+    def disjoint(self) -> bool:
+        """Whether no query row and no key row takes part in two rectangles."""
+        if self.rectangles is None:
+            return False
+        for side in ("q", "k"):
+            taken = sorted((r.batch, getattr(r, side).start, getattr(r, side).stop) for r in self.rectangles)
+            if any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(taken)):
+                return False
+        return True
+
+    @cached_property
+    def pairs(self) -> int:
+        """How many (query, key) pairs are visible, for one head; summed over the mask's batch rows."""
+        return int(sum(n.sum() for _, _, n in _span_counts(self.by_query)))
+
+
+@lru_cache(maxsize=256)
+def worklist(
+    mask: Mask, q_ranges: tuple[range, ...], k_ranges: tuple[range, ...], exact_positions: bool = False
+) -> Worklist:
+    """The worklist of a mask over these rows; cached, so that the layers of a model share one.
+
+    With `exact_positions` every span keeps true positions (ALiBi and dropout read them); without,
+    spans that are wholly visible are fused across ranges.
+    """
+    return Worklist(mask, q_ranges, k_ranges, exact_positions)
+
+
+def visible_per_query(mask: Mask, tokens: int) -> Array:
+    """How many keys each query sees in a sequence of this length, summed over the mask's batch rows.
+
+    >>> visible_per_query(Mask.causal(), 4).tolist()
+    [1, 2, 3, 4]
+    """
+    mask.check(tokens, tokens, mask.batch_rows or 1)
+    whole = (range(tokens),)
+    counts = np.zeros(tokens, np.int64)
+    for row, rows, seen in _span_counts(_build(mask, whole, whole, False, True)):
+        counts[row : row + rows] += seen
+    return counts
+
+
+def _span_counts(table: Table) -> list[tuple[int, int, Array]]:
+    """For each span of a by-query table: first row, rows, and how many keys each of them sees."""
+    out = []
+    for s in range(len(table)):
+        _, row, rows, position, step = (int(x) for x in table.segments[s])
+        i = position + step * np.arange(rows, dtype=np.int64)
+        for _, keys, start, key_step, lo, hi in table.spans[table.indptr[s] : table.indptr[s + 1]].tolist():
+            first = -((start - i - lo) // key_step) if lo > -UNBOUNDED else np.zeros_like(i)
+            last = (i + hi - start) // key_step + 1 if hi < UNBOUNDED else np.full_like(i, keys)
+            out.append((row, rows, np.clip(np.minimum(last, keys) - np.maximum(first, 0), 0, None)))
+    return out
+
+
+def _rectangles(table: Table) -> tuple[Rectangle, ...] | None:
+    out = []
+    for s, (batch, row, rows, position, step) in enumerate(table.segments.tolist()):
+        for k_row, k_rows, k_position, k_step, lo, hi in table.spans[table.indptr[s] : table.indptr[s + 1]].tolist():
+            if hi == UNBOUNDED and lo == -UNBOUNDED:
+                out.append(Rectangle(batch, slice(row, row + rows), slice(k_row, k_row + k_rows), False))
+                continue
+            if lo > -UNBOUNDED or step != k_step:
+                return None
+            # in rows: query r sees keys up to r + shift
+            shift = (hi + position - k_position) // step
+            q_row, whole = row + max(0, -shift), max(0, shift)
+            if whole:
+                out.append(Rectangle(batch, slice(q_row, row + rows), slice(k_row, k_row + whole), False))
+            out.append(Rectangle(batch, slice(q_row, row + rows), slice(k_row + whole, k_row + k_rows), True))
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of rows at affine positions: row, rows, first position, step; one entry each."""
+
+    row: Array
+    rows: Array
+    position: Array
+    step: Array
+
+    @property
+    def last(self) -> Array:
+        return self.position + self.step * (self.rows - 1)
+
+    def take(self, index: Array | BoolArray) -> _Runs:
+        return _Runs(self.row[index], self.rows[index], self.position[index], self.step[index])
+
+    def part(self, begin: Array, end: Array) -> _Runs:
+        """The rows from begin to end of each run."""
+        return _Runs(self.row + begin, end - begin, self.position + self.step * begin, self.step)
+
+    @staticmethod
+    def of(ranges: Sequence[range]) -> _Runs:
+        rows = np.array([len(r) for r in ranges], dtype=np.int64)
+        return _Runs(
+            np.cumsum(rows) - rows,
+            rows,
+            np.array([r.start for r in ranges], dtype=np.int64),
+            np.array([r.step for r in ranges], dtype=np.int64),
+        ).take(rows > 0)
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Spans of the column side with the segment they belong to and their band on `column - row`."""
+
+    segment: Array
+    runs: _Runs
+    lo: Array
+    hi: Array
+
+    def take(self, index: Array | BoolArray) -> _Spans:
+        if index.dtype == np.bool_ and index.all():
+            return self
+        return _Spans(self.segment[index], self.runs.take(index), self.lo[index], self.hi[index])
+
+    def in_order(self) -> _Spans:
+        """By segment, then by row."""
+        key = self.segment * UNBOUNDED + self.runs.row
+        return self if (key[1:] >= key[:-1]).all() else self.take(np.argsort(key, kind="stable"))
+
+    def join(self, continued: bool) -> _Spans:
+        """Neighbours as one: those whose positions continue under the same band, or any wholly visible."""
+        runs, lo, hi = self.runs, self.lo, self.hi
+        joined = (self.segment[1:] == self.segment[:-1]) & (runs.row[1:] == runs.row[:-1] + runs.rows[:-1])
+        joined &= (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
+        if continued:
+            joined &= (runs.position[1:] == runs.last[:-1] + runs.step[1:]) & (runs.step[1:] == runs.step[:-1])
+        else:
+            joined &= (lo[1:] == -UNBOUNDED) & (hi[1:] == UNBOUNDED)
+        if not joined.any():
+            return self
+        heads = np.flatnonzero(np.concatenate([[True], ~joined]))
+        rows = np.add.reduceat(runs.rows, heads)
+        kept = runs.take(heads)
+        return _Spans(
+            self.segment[heads], _Runs(kept.row, rows, kept.position, kept.step), lo[heads], hi[heads]
+        )
+
+
+def _build(
+    mask: Mask, row_ranges: Sequence[range], column_ranges: Sequence[range], by_key: bool, exact: bool
+) -> Table:
+    for r in (*row_ranges, *column_ranges):
+        if r.step < 1 or r.start < 0:
+            raise ValueError(f"worklist(ranges): {r} runs backwards or begins below 0")
+    rows, columns = _Runs.of(row_ranges), _Runs.of(column_ranges)
+    order = np.argsort(columns.position, kind="stable")
+    columns = columns.take(order)
+    parts = []
+    for batch in range(mask.batch_rows or 1):
+        table = _build_row(mask.terms, batch, rows, columns, by_key, exact)
+        table.segments[:, 0] = batch if mask.batch_rows else -1
+        parts.append(table)
+    if len(parts) == 1:
+        return parts[0]
+    counts = np.concatenate([np.diff(part.indptr) for part in parts])
+    return Table(
+        np.concatenate([part.segments for part in parts]),
+        _indptr(counts),
+        np.concatenate([part.spans for part in parts]),
+    )
+
+
+def _build_row(
+    terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs, by_key: bool, exact: bool
+) -> Table:
+    """The table of one batch row. Bands are kept on `column - row` until the end."""
+    segments = _split(rows, _cuts(terms, batch, by_key))
+    lo, hi = _intervals(terms, batch, segments.position, by_key)
+    bands = [(-t.hi, -t.lo) if by_key else (t.lo, t.hi) for t in terms]
+    segment, lo, hi, band_lo, band_hi = _sweep(lo, hi, bands)
+    lo = np.maximum(lo, segments.position[segment] + band_lo)
+    hi = np.minimum(hi, segments.last[segment] + band_hi + 1)
+    which, runs = _intersect(columns, lo, hi)
+    spans = _Spans(segment[which], runs, band_lo[which], band_hi[which])
+
+    own = segments.take(spans.segment)
+    near, far = runs.position - own.last, runs.last - own.position
+    reached = np.maximum(near, spans.lo)
+    reached += (near - reached) % np.gcd(own.step, runs.step)
+    spans = spans.take(reached <= np.minimum(far, spans.hi)).in_order().join(continued=True)
+
+    near = spans.runs.position - segments.last[spans.segment]
+    far = spans.runs.last - segments.position[spans.segment]
+    spans.lo[spans.lo <= near] = -UNBOUNDED
+    spans.hi[spans.hi >= far] = UNBOUNDED
+    if not exact:
+        spans = spans.join(continued=False)
+    runs, band_lo, band_hi = spans.runs, spans.lo, spans.hi
+    if by_key:
+        band_lo, band_hi = -band_hi, -band_lo
+    table = Table(
+        _stack(segments.row * 0, segments.row, segments.rows, segments.position, segments.step),
+        _indptr(np.bincount(spans.segment, minlength=len(segments.row))),
+        _stack(runs.row, runs.rows, runs.position, runs.step, band_lo, band_hi),
+    )
+    return table if exact else _fuse_segments(table)
+
+
+def _cuts(terms: tuple[Term, ...], batch: int, by_key: bool) -> Array:
+    """The positions of the row side where what a term shows can change."""
+    cuts = [np.zeros(0, np.int64)]
+    for term in terms:
+        for documents in term.documents:
+            cuts.append(documents.k_cuts(batch) if by_key else documents.q_cuts(batch))
+        if by_key and term.first < UNBOUNDED:
+            cuts.append(np.array([term.first]))
+        if by_key and term.first_in_document < UNBOUNDED:
+            k_cuts = term.documents[0].k_cuts(batch)
+            cuts.append(np.minimum(k_cuts[:-1] + term.first_in_document, k_cuts[1:]))
+    return np.unique(np.concatenate(cuts))
+
+
+def _split(runs: _Runs, cuts: Array) -> _Runs:
+    """The runs, cut at these positions."""
+    first = np.searchsorted(cuts, runs.position, "right")
+    pieces = np.searchsorted(cuts, runs.last, "right") - first + 1
+    run, piece = _expand(pieces)
+    runs, first, pieces = runs.take(run), first[run], pieces[run]
+    padded = np.append(cuts, 0)
+    begin = np.where(piece == 0, 0, _row_at(runs, padded[first + piece - 1]))
+    end = np.where(piece == pieces - 1, runs.rows, _row_at(runs, padded[np.minimum(first + piece, len(cuts))]))
+    parts = runs.part(begin, end)
+    return parts.take(parts.rows > 0)
+
+
+def _intervals(terms: tuple[Term, ...], batch: int, position: Array, by_key: bool) -> tuple[Array, Array]:
+    """For each segment and term, the interval of the column side, its band aside: [segments, terms]."""
+    lo = np.zeros((len(position), len(terms)), np.int64)
+    hi = np.full_like(lo, UNBOUNDED)
+    for t, term in enumerate(terms):
+        for n, documents in enumerate(term.documents):
+            q_cuts, k_cuts = documents.q_cuts(batch), documents.k_cuts(batch)
+            own, other = (k_cuts, q_cuts) if by_key else (q_cuts, k_cuts)
+            document = np.searchsorted(own, position, "right") - 1
+            inside = document < len(own) - 1
+            document = np.minimum(document, len(own) - 2)
+            if len(own) < 2:
+                hi[:, t] = 0
+                continue
+            lo[:, t] = np.maximum(lo[:, t], other[document])
+            hi[:, t] = np.minimum(hi[:, t], np.where(inside, other[document + 1], 0))
+            if n == 0 and term.first_in_document < UNBOUNDED:
+                limit = k_cuts[document] + term.first_in_document
+                if by_key:
+                    hi[:, t] = np.where(position < limit, hi[:, t], 0)
+                else:
+                    hi[:, t] = np.minimum(hi[:, t], limit)
+        if term.first < UNBOUNDED:
+            hi[:, t] = np.where(position < term.first, hi[:, t], 0) if by_key else np.minimum(hi[:, t], term.first)
+    return lo, hi
+
+
+def _sweep(
+    lo: Array, hi: Array, bands: list[tuple[int, int]]
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Disjoint (segment, lo, hi, band_lo, band_hi) from the terms' overlapping intervals."""
+    if not bands:
+        none = np.zeros(0, np.int64)
+        return none, none, none, none, none
+    points = np.sort(np.concatenate([lo, hi], axis=1), axis=1)
+    left, right = points[:, :-1], points[:, 1:]
+    active = (lo[:, None, :] <= left[:, :, None]) & (right[:, :, None] <= hi[:, None, :])
+    active &= (left < right)[:, :, None]
+    code = active @ (1 << np.arange(len(bands), dtype=np.int64))
+    out = []
+    for subset in np.unique(code):
+        where = code == subset
+        segment = np.nonzero(where)[0]
+        for band_lo, band_hi in _union([band for t, band in enumerate(bands) if subset >> t & 1]):
+            limits = np.full((2, len(segment)), [[band_lo], [band_hi]])
+            out.append((segment, left[where], right[where], limits[0], limits[1]))
+    if not out:
+        none = np.zeros(0, np.int64)
+        return none, none, none, none, none
+    segment, lo, hi, band_lo, band_hi = (np.concatenate(column) for column in zip(*out, strict=True))
+    return segment, lo, hi, band_lo, band_hi
+
+
+def _union(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Intervals of integers as disjoint, non-touching intervals."""
+    out: list[tuple[int, int]] = []
+    for lo, hi in sorted(bands):
+        if out and lo <= out[-1][1] + 1:
+            out[-1] = (out[-1][0], max(hi, out[-1][1]))
+        else:
+            out.append((lo, hi))
+    return out
+
+
+def _intersect(columns: _Runs, lo: Array, hi: Array) -> tuple[Array, _Runs]:
+    """The rows of each run that lie in each interval [lo, hi): (which interval, rows)."""
+    first = np.searchsorted(np.maximum.accumulate(columns.last), lo, "left")
+    count = np.searchsorted(columns.position, hi, "left") - first
+    interval, nth = _expand(np.maximum(count, 0))
+    runs = columns.take(first[interval] + nth)
+    begin = np.maximum(_row_at(runs, lo[interval]), 0)
+    end = np.minimum(_row_at(runs, hi[interval]), runs.rows)
+    parts = runs.part(begin, end)
+    keep = begin < end
+    return (interval, parts) if keep.all() else (interval[keep], parts.take(keep))
+
+
+def _row_at(runs: _Runs, position: Array) -> Array:
+    """The first row, counted from the run's own, at or after a position; may lie outside the run."""
+    return -((runs.position - position) // runs.step)
+
+
+def _fuse_segments(table: Table) -> Table:
+    """Neighbouring segments that see the same spans, all of them wholly, as one."""
+    segments, spans, indptr, counts = table.segments, table.spans, table.indptr, np.diff(table.indptr)
+    if not len(spans):
+        first = np.zeros((len(segments), 2), np.int32)
+    else:
+        first = spans[np.minimum(indptr[:-1], len(spans) - 1), :2]
+    alike = (counts[1:] == counts[:-1]) & ((first[1:] == first[:-1]).all(axis=1) | (counts[1:] == 0))
+    pair = np.flatnonzero(alike & (segments[1:, 1] == segments[:-1, 1] + segments[:-1, 2]))
+    owner, nth = _expand(counts[pair])
+    mine, theirs = spans[indptr[pair][owner] + nth], spans[indptr[pair + 1][owner] + nth]
+    differs = (mine[:, :2] != theirs[:, :2]).any(axis=1)
+    for side in (mine, theirs):
+        differs |= (side[:, 4] != -UNBOUNDED) | (side[:, 5] != UNBOUNDED)
+    joined = np.zeros(len(segments), np.bool_)
+    joined[pair + 1] = np.bincount(owner, differs, minlength=len(pair)) == 0
+    if not joined.any():
+        return table
+    heads = np.flatnonzero(~joined)
+    kept = segments[heads]
+    kept[:, 2] = np.add.reduceat(segments[:, 2], heads)
+    return Table(kept, _indptr(counts[heads]), table.spans[np.repeat(~joined, counts)])
+
+
+def _expand(counts: Array) -> tuple[Array, Array]:
+    """(owner, number within the owner) for `counts[owner]` items of each owner."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _indptr(counts: Array) -> Int32:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def _stack(*columns: Array) -> Int32:
+    out = np.empty((len(columns[0]), len(columns)), np.int32)
+    for n, column in enumerate(columns):
+        out[:, n] = column
+    return out

@@ -1,0 +1,1 @@
+"""Runs attention on tensors: the autograd boundary and the `torch.library` op."""

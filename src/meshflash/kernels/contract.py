@@ -1,0 +1,115 @@
+"""What a kernel is: attention on one device over a worklist, and what it must say it cannot do.
+
+Shapes, here and in every kernel: B batch, T query tokens, S key tokens, H query heads, K key heads,
+G = H / K, D head dim, E value dim. Inputs are `[B, T, H, D]`; LSE and delta are `[B, H, T]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshflash.core.tiles import Worklist
+
+Pass = Literal["forward", "backward"]
+HALF = (torch.float16, torch.bfloat16)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial results and the LSE are kept in: float64 for float64, float32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """The numbers of one call besides q, k and v. Positions and heads are global ones.
+
+    A score is `softcap * tanh(scale * q.k / softcap) - slope * |i - j|`; 0 means no softcap. A kept
+    probability is divided by `1 - dropout`. Each head's sink logit joins the softmax without a value:
+    where rows are computed over several calls, only the last one gets `sink_logits_H`.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    dropout: float = 0.0
+    seed: int = 0
+    head_offset: int = 0
+    alibi_slopes_BH: Tensor | None = None
+    sink_logits_H: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What one call computes: queries against keys and values, over a worklist."""
+
+    q_BTHD: Tensor
+    k_BSKD: Tensor
+    v_BSKE: Tensor
+    work: Worklist
+    features: Features
+
+
+@dataclass(frozen=True, eq=False)
+class Grads:
+    """Where gradients go. What is added to is in the accumulator's dtype; the rest is overwritten."""
+
+    dq_BTHD: Tensor
+    dk_BSKD: Tensor
+    dv_BSKE: Tensor
+    add_dq: bool = False
+    add_dkv: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """What one call asks of a kernel."""
+
+    direction: Pass
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    work: Worklist
+    features: Features
+    carry: bool = False
+    lse_gradient: bool = False
+    deterministic: bool = False
+
+
+class Kernel(ABC):
+    """Attention on one device over a worklist, forward and backward."""
+
+    name: str
+    summary: str
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """Why this kernel cannot run on this machine at all, or None."""
+
+    @abstractmethod
+    def lacks(self, ask: Ask) -> str | None:
+        """What this kernel lacks for a call, in words that follow "lacks", or None if it can do it."""
+
+    @abstractmethod
+    def forward(
+        self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Write every row of `out` and `lse`.
+
+        `out` in the accumulator's dtype is a partial result, in the input's dtype the final one.
+        `carry` is the (out, lse) of earlier calls over other keys, in the accumulator's dtype, and
+        is continued; it may be the very tensors that are written. Rows that see no key get 0 and -inf.
+        """
+
+    @abstractmethod
+    def backward(
+        self, x: Inputs, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, delta_BHT: Tensor, grads: Grads
+    ) -> None:
+        """Write or add this worklist's share of the gradients.
+
+        `out`, `lse` and `delta = sum(dout * out) - dlse` are those of the whole rows, over all keys.
+        """

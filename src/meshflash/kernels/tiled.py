@@ -1,0 +1,230 @@
+"""FlashAttention-2 in plain PyTorch: blocks of queries against blocks of keys, O(T) memory.
+
+Runs on any device and in any dtype, with every feature of the contract. It walks the worklist on the
+host and masks only the blocks that a band crosses. The fallback where no faster kernel can serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshflash.core.mask import UNBOUNDED
+from meshflash.core.tiles import Worklist
+from meshflash.kernels import dropout
+from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, accumulator_dtype
+
+#: Elements of scores in one block of queries x keys, over batch and heads; measured on two Arm cores.
+BLOCK_ELEMENTS = 2**20
+MIN_BLOCK, MAX_BLOCK = 64, 1024
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Query rows, and the key blocks they see."""
+
+    batch: slice
+    q: slice
+    i: range
+    keys: list[_Keys]
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Key rows at affine positions, with the band where it crosses this block."""
+
+    k: slice
+    j: range
+    lo: int
+    hi: int
+    crossed: bool
+
+
+class Tiled(Kernel):
+    """FlashAttention-2 in plain PyTorch."""
+
+    name = "tiled"
+    summary = "FlashAttention-2 in plain PyTorch: any device, any dtype, every feature"
+
+    def __init__(self, block_size: int | None = None) -> None:
+        self.block_size = block_size
+
+    def missing(self) -> str | None:
+        return None
+
+    def lacks(self, ask: Ask) -> str | None:
+        return None
+
+    def forward(
+        self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        q_BTHD, k_BSKD, v_BSKE, features = x.q_BTHD, x.k_BSKD, x.v_BSKE, x.features
+        kv_heads = k_BSKD.shape[2]
+        for block in _blocks(x.work, self._size(q_BTHD)):
+            q = _by_head(q_BTHD[block.batch, block.q], kv_heads) * features.scale
+            shape = (*q.shape[:-1], v_BSKE.shape[-1])
+            if carry is None:
+                acc = q.new_zeros(shape)
+                top = q.new_full(shape[:-1], -torch.inf)
+                total = torch.zeros_like(top)
+            else:
+                # a carried (out, lse) is a running softmax whose maximum is lse and whose sum is 1
+                acc = _by_head(carry[0][block.batch, block.q], kv_heads)
+                top = carry[1][block.batch, :, block.q].reshape(shape[:-1]).to(acc.dtype)
+                total = (top > -torch.inf).to(acc.dtype)
+            for keys in block.keys:
+                k, v = (_by_head(y[block.batch, keys.k], kv_heads) for y in (k_BSKD, v_BSKE))
+                s, _ = _scores(q, k, block, keys, features, kv_heads)
+                new_top = torch.maximum(top, s.amax(dim=-1))
+                reference = new_top.masked_fill(new_top == -torch.inf, 0.0)
+                p = s.sub_(reference[..., None]).exp_()
+                decay = torch.exp(top - reference)
+                total = total * decay + p.sum(dim=-1)
+                if features.dropout:
+                    p.mul_(_keep(p, block, keys, features, kv_heads))
+                acc.mul_(decay[..., None]).add_(p @ v)
+                top = new_top
+            if features.sink_logits_H is not None:
+                sink = _sinks(features.sink_logits_H, top, kv_heads)
+                new_top = torch.maximum(top, sink)
+                reference = new_top.masked_fill(new_top == -torch.inf, 0.0)
+                decay = torch.exp(top - reference)
+                total = total * decay + torch.exp(sink - reference)
+                acc.mul_(decay[..., None])
+                top = new_top
+            acc.div_(total.masked_fill(total == 0, 1.0)[..., None])
+            out_BTHE[block.batch, block.q] = _by_token(acc, block).to(out_BTHE.dtype)
+            lse = (top + torch.log(total)).to(lse_BHT.dtype)
+            lse_BHT[block.batch, :, block.q] = lse.view(lse.shape[0], -1, len(block.i))
+
+    def backward(
+        self, x: Inputs, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, delta_BHT: Tensor, grads: Grads
+    ) -> None:
+        q_BTHD, k_BSKD, v_BSKE, features = x.q_BTHD, x.k_BSKD, x.v_BSKE, x.features
+        kv_heads = k_BSKD.shape[2]
+        dtype = accumulator_dtype(q_BTHD.dtype)
+        dk_sum, dv_sum = (
+            grad if grads.add_dkv else torch.zeros_like(grad, dtype=dtype) for grad in (grads.dk_BSKD, grads.dv_BSKE)
+        )
+        for block in _blocks(x.work, self._size(q_BTHD)):
+            q = _by_head(q_BTHD[block.batch, block.q], kv_heads) * features.scale
+            dout = _by_head(dout_BTHE[block.batch, block.q], kv_heads)
+            lse, delta = (
+                y[block.batch, :, block.q].reshape(q.shape[:-1]).to(dtype) for y in (lse_BHT, delta_BHT)
+            )
+            lse.masked_fill_(lse == -torch.inf, torch.inf)  # rows that see nothing: p = exp(-inf) = 0
+            dq = torch.zeros_like(q)
+            for keys in block.keys:
+                k, v = (_by_head(y[block.batch, keys.k], kv_heads) for y in (k_BSKD, v_BSKE))
+                s, slope = _scores(q, k, block, keys, features, kv_heads)
+                p = s.sub_(lse[..., None]).exp_()
+                dp = dout @ v.mT
+                if features.dropout:
+                    keep = _keep(p, block, keys, features, kv_heads)
+                    dp.mul_(keep)
+                    dv = (p * keep).mT @ dout
+                else:
+                    dv = p.mT @ dout
+                ds = dp.sub_(delta[..., None]).mul_(p)
+                if slope is not None:
+                    ds.mul_(slope)
+                dq.add_(ds @ k)
+                dv_sum[block.batch, keys.k] += dv.transpose(1, 2)
+                dk_sum[block.batch, keys.k] += (ds.mT @ q).transpose(1, 2)
+            dq_rows = grads.dq_BTHD[block.batch, block.q]
+            dq = _by_token(dq, block) * features.scale
+            dq_rows.copy_(dq_rows + dq if grads.add_dq else dq)
+        if not grads.add_dkv:
+            grads.dk_BSKD.copy_(dk_sum)
+            grads.dv_BSKE.copy_(dv_sum)
+
+    def _size(self, q_BTHD: Tensor) -> int:
+        if self.block_size is not None:
+            return self.block_size
+        size = (BLOCK_ELEMENTS // max(1, q_BTHD.shape[0] * q_BTHD.shape[2])) ** 0.5
+        return min(MAX_BLOCK, max(MIN_BLOCK, 1 << int(size).bit_length() - 1))
+
+
+def _blocks(work: Worklist, size: int) -> Iterator[_Block]:
+    """The worklist in blocks of at most size x size; blocks that the band misses are left out."""
+    table = work.by_query
+    spans = table.spans.tolist()
+    for s, (batch, row, rows, position, step) in enumerate(table.segments.tolist()):
+        which = slice(None) if batch < 0 else slice(batch, batch + 1)
+        mine = spans[table.indptr[s] : table.indptr[s + 1]]
+        for begin in range(0, rows, size):
+            i = range(position, position + step * rows, step)[begin : begin + size]
+            keys = [keys for span in mine for keys in _key_blocks(span, i, size)]
+            yield _Block(which, slice(row + begin, row + begin + len(i)), i, keys)
+
+
+def _key_blocks(span: list[int], i: range, size: int) -> Iterator[_Keys]:
+    row, rows, position, step, lo, hi = span
+    bounded = lo > -UNBOUNDED or hi < UNBOUNDED
+    first = max(0, -((position - (i[0] + lo)) // step)) if bounded else 0
+    end = min(rows, (i[-1] + hi - position) // step + 1) if bounded else rows
+    for begin in range(first, end, size):
+        j = range(position, position + step * end, step)[begin : begin + size]
+        crossed = bounded and (j[0] - i[-1] < lo or j[-1] - i[0] > hi)
+        yield _Keys(slice(row + begin, row + begin + len(j)), j, lo, hi, crossed)
+
+
+def _by_head(x_BTHD: Tensor, kv_heads: int) -> Tensor:
+    """`[B, K, G * T, D]`, contiguous, in the accumulator's dtype."""
+    x = x_BTHD.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    return x.to(accumulator_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True).flatten(2, 3)
+
+
+def _by_token(x: Tensor, block: _Block) -> Tensor:
+    """`[B, K, G * T, D]` back to `[B, T, H, D]`."""
+    return x.unflatten(2, (-1, len(block.i))).flatten(1, 2).transpose(1, 2)
+
+
+def _scores(
+    q: Tensor, k: Tensor, block: _Block, keys: _Keys, features: Features, kv_heads: int
+) -> tuple[Tensor, Tensor | None]:
+    """Scores of scaled queries, -inf where not visible, and the softcap's slope; `[B, K, G * T, S]`."""
+    s, slope = q @ k.mT, None
+    if features.softcap:
+        capped = s.div_(features.softcap).tanh_()
+        slope = 1 - capped * capped
+        s = capped * features.softcap
+    tile = s.unflatten(2, (-1, len(block.i)))
+    if features.alibi_slopes_BH is not None:
+        slopes = features.alibi_slopes_BH[block.batch].to(s.dtype).unflatten(1, (kv_heads, -1))
+        tile.addcmul_(slopes[..., None, None], _distance(block, keys, s.device).abs(), value=-1)
+    if keys.crossed:
+        distance = _distance(block, keys, s.device)
+        tile.masked_fill_((distance < keys.lo) | (distance > keys.hi), -torch.inf)
+    return s, slope
+
+
+def _keep(p: Tensor, block: _Block, keys: _Keys, features: Features, kv_heads: int) -> Tensor:
+    """Dropout's factor for one block: 0, or 1 / (1 - dropout)."""
+    device = p.device
+    heads = kv_heads * (p.shape[2] // len(block.i))
+    first = block.batch.start or 0
+    batch = torch.arange(first, first + p.shape[0], device=device)[:, None, None, None]
+    head = torch.arange(heads, device=device)[None, :, None, None] + features.head_offset
+    query, key = _range(block.i, device)[:, None], _range(keys.j, device)
+    kept = dropout.keep(features.seed, batch, head, query, key, features.dropout)
+    return kept.view(p.shape).to(p.dtype).div_(1 - features.dropout)
+
+
+def _sinks(sink_logits_H: Tensor, like: Tensor, kv_heads: int) -> Tensor:
+    """Each row's sink logit, `[1, K, G * T]`."""
+    group = sink_logits_H.shape[0] // kv_heads
+    sinks = sink_logits_H.to(like.dtype).view(1, kv_heads, group, 1)
+    return sinks.expand(-1, -1, -1, like.shape[2] // group).flatten(2)
+
+
+def _distance(block: _Block, keys: _Keys, device: torch.device) -> Tensor:
+    """j - i over the block."""
+    return _range(keys.j, device) - _range(block.i, device)[:, None]
+
+
+def _range(r: range, device: torch.device) -> Tensor:
+    return torch.arange(r.start, r.stop, r.step, device=device)

@@ -1,0 +1,114 @@
+"""The flash kernel that torch ships for CPUs, through aten, wrapped to the contract.
+
+It knows rectangles, whole or causal, and nothing else: a worklist is cut into them, and where rows
+take part in several, their partial results are merged here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshflash.core.tiles import Rectangle
+from meshflash.kernels.contract import HALF, Ask, Grads, Inputs, Kernel
+from meshflash.kernels.merge import merge_
+
+_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Vendor(Kernel):
+    """torch's own flash attention on the CPU."""
+
+    name = "vendor"
+    summary = "torch's CPU flash attention: full, causal, documents, GQA"
+
+    def missing(self) -> str | None:
+        return None if hasattr(torch.ops.aten, _FORWARD) else f"this torch has no aten::{_FORWARD}"
+
+    def lacks(self, ask: Ask) -> str | None:
+        if ask.device != "cpu":
+            return f"the device {ask.device}; it runs on cpu"
+        if ask.head_dim != ask.value_dim:
+            return f"a value dim of {ask.value_dim} with a head dim of {ask.head_dim}"
+        for name, wanted in (
+            ("softcap", bool(ask.features.softcap)),
+            ("ALiBi", ask.features.alibi_slopes_BH is not None),
+            ("dropout by position", bool(ask.features.dropout)),
+            ("gradients through the LSE", ask.lse_gradient),
+        ):
+            if wanted:
+                return name
+        rectangles = ask.work.rectangles
+        if rectangles is None:
+            return "windows, and positions that step differently in queries and keys"
+        parts = ask.carry or ask.features.sink_logits_H is not None or not ask.work.disjoint
+        if ask.dtype in HALF and parts:
+            return f"float32 partial results for {ask.dtype} inputs, which this mask, a sink or a carry needs"
+        return None
+
+    def forward(
+        self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        rectangles = x.work.rectangles
+        assert rectangles is not None
+        if carry is not None:
+            out_BTHE.copy_(carry[0])
+            lse_BHT.copy_(carry[1])
+        elif len(rectangles) != 1 or rectangles[0].q != slice(0, x.q_BTHD.shape[1]):
+            out_BTHE.zero_()
+            lse_BHT.fill_(-torch.inf)
+        once = carry is None and x.work.disjoint
+        for r in rectangles:
+            batch, q, k = _batch(r), r.q, r.k
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(_heads_first(y) for y in (x.q_BTHD[batch, q], x.k_BSKD[batch, k], x.v_BSKE[batch, k])),
+                is_causal=r.causal,
+                scale=x.features.scale,
+            )
+            rows, lse_rows = out_BTHE[batch, q], lse_BHT[batch, :, q]
+            if once:
+                rows.copy_(out.transpose(1, 2))
+                lse_rows.copy_(lse)
+            else:
+                merge_(rows, lse_rows, out.transpose(1, 2), lse)
+        if x.features.sink_logits_H is not None:
+            sink = x.features.sink_logits_H.to(lse_BHT.dtype)[None, :, None].expand_as(lse_BHT)
+            merge_(out_BTHE, lse_BHT, out_BTHE.new_zeros(()).expand_as(out_BTHE), sink)
+
+    def backward(
+        self, x: Inputs, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, delta_BHT: Tensor, grads: Grads
+    ) -> None:
+        rectangles = x.work.rectangles
+        assert rectangles is not None
+        targets = ((grads.dq_BTHD, grads.add_dq), (grads.dk_BSKD, grads.add_dkv), (grads.dv_BSKE, grads.add_dkv))
+        for target, add in targets:
+            if not add:
+                target.zero_()
+        for r in rectangles:
+            batch, q, k = _batch(r), r.q, r.k
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(
+                    _heads_first(y)
+                    for y in (
+                        dout_BTHE[batch, q],
+                        x.q_BTHD[batch, q],
+                        x.k_BSKD[batch, k],
+                        x.v_BSKE[batch, k],
+                        out_BTHE[batch, q],
+                    )
+                ),
+                lse_BHT[batch, :, q],
+                0.0,
+                r.causal,
+                scale=x.features.scale,
+            )
+            for (target, _), part, rows in zip(targets, parts, (q, k, k), strict=True):
+                target[batch, rows] += part.transpose(1, 2)
+
+
+def _batch(r: Rectangle) -> slice:
+    return slice(None) if r.batch < 0 else slice(r.batch, r.batch + 1)
+
+
+def _heads_first(x_BTHD: Tensor) -> Tensor:
+    return x_BTHD.transpose(1, 2)
