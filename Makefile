@@ -39,7 +39,7 @@ imports: $(VENV)/.test-ready
 	$(BIN)/lint-imports --no-cache
 
 docs: $(VENV)/.test-ready
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: $(VENV)/.test-ready
 	$(BIN)/pytest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,15 +15,31 @@ from meshflash.kernels import registry
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+class FlashOptions(TypedDict, total=False):
+    """What `flash_attention` takes by name, for type checkers."""
+
+    mask: Mask | None
+    scale: float | None
+    softcap: float | None
+    sink_logits: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout: float
+    seed: int | Tensor | None
+    q_offset: int
+    head_offset: int
+    kernel: str
+    deterministic: bool
+
+
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **features: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[FlashOptions]
 ) -> Tensor: ...
 
 
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **features: Any
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[FlashOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -77,7 +93,7 @@ def flash_attention(
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     q, k, v = _autocast(q, k, v)
     _check_dtypes(q, k, v)
-    batch, _, heads, dim = q.shape
+    heads, dim = q.shape[2:]
     _check_mask(mask)
     scale = dim**-0.5 if scale is None else _finite("scale", scale)
     if softcap is not None and _finite("softcap", softcap) <= 0:
@@ -153,9 +169,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise ValueError(
-            f"q, k and v must share one of the dtypes {names}; got q {q.dtype}, k {k.dtype}, v {v.dtype}"
-        )
+        raise ValueError(f"q, k and v must share one of the dtypes {names}; got q {q.dtype}, k {k.dtype}, v {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got q {q.device}, k {k.device}, v {v.device}")
 
@@ -190,7 +204,9 @@ def _seed(seed: int | Tensor | None) -> Tensor:
         return torch.randint(2**62, (), dtype=torch.int64)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
-            raise ValueError(f"seed: expected an int, or an int64 tensor of one element; got {seed.dtype} {_shape(seed)}")
+            raise ValueError(
+                f"seed: expected an int, or an int64 tensor of one element; got {seed.dtype} {_shape(seed)}"
+            )
         return seed
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from meshflash.core.mask import Array, Mask
 from meshflash.core.tiles import visible_per_query
@@ -35,8 +36,8 @@ class Layout:
     def __post_init__(self) -> None:
         if not self.ranges:
             raise ValueError("Layout(ranges): expected at least one rank")
-        for held in self.ranges:
-            for r in held:
+        for ranges in self.ranges:
+            for r in ranges:
                 if r.step < 1 or r.start < 0 or not len(r):
                     raise ValueError(f"Layout(ranges): {r} is empty, runs backwards or begins below 0")
         held = np.sort(np.concatenate([self.positions(rank) for rank in range(self.world)]))
@@ -135,7 +136,7 @@ def positions(layout: Layout, rank: int) -> Array:
     return layout.positions(rank)
 
 
-def _deal(work: Array, tokens: int, world: int, pieces: int) -> tuple[Layout, float]:
+def _deal(work: npt.NDArray[np.float64], tokens: int, world: int, pieces: int) -> tuple[Layout, float]:
     """Deal `world * pieces` equal pieces, heaviest first, to the least loaded rank with room."""
     n = world * pieces
     cuts = _even_cuts(tokens, world, n)

@@ -59,9 +59,7 @@ class Mask:
         """
         for name, value in (("left", left), ("right", right)):
             if value is not None and _integer(value, f"window({name})") < 0:
-                raise ValueError(
-                    f"window({name}={value}): expected a number >= 0, or None for no limit on that side"
-                )
+                raise ValueError(f"window({name}={value}): expected a number >= 0, or None for no limit on that side")
         return Band(None if left is None else -left, right)
 
     @staticmethod
@@ -349,11 +347,13 @@ class Documents(Mask):
 
     def q_cuts(self, batch: int) -> Array:
         """Where the documents of the queries begin, and where the last one ends."""
-        return self._cuts[0][batch if self.rows is not None else 0]
+        cuts: Array = self._cuts[0][batch if self.rows is not None else 0]
+        return cuts
 
     def k_cuts(self, batch: int) -> Array:
         """The same for the keys."""
-        return self._cuts[1][batch if self.rows is not None else 0]
+        cuts: Array = self._cuts[1][batch if self.rows is not None else 0]
+        return cuts
 
     @cached_property
     def _cuts(self) -> tuple[Array, Array]:
@@ -376,15 +376,14 @@ class Documents(Mask):
             if wrong.any():
                 total = int(totals[np.argmax(wrong)])
                 hint = "" if total > tokens else "; pad=True if the rest is padding"
-                raise ValueError(
-                    f"documents({name}): {total} tokens in the documents, {tokens} in the sequence{hint}"
-                )
+                raise ValueError(f"documents({name}): {total} tokens in the documents, {tokens} in the sequence{hint}")
 
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
         q_cuts, k_cuts = self.q_cuts(batch), self.k_cuts(batch)
         i_document = np.searchsorted(q_cuts, i, "right")
         j_document = np.searchsorted(k_cuts, j, "right")
-        return (i_document == j_document) & (i < q_cuts[-1]) & (j < k_cuts[-1])
+        seen: BoolArray = (i_document == j_document) & (i < q_cuts[-1]) & (j < k_cuts[-1])
+        return seen
 
     def _terms(self, documents: Documents | None) -> list[Term]:
         return [Term(documents=(self,))]
@@ -408,7 +407,8 @@ class And(Mask):
         return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in self.parts)
 
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
-        return np.logical_and.reduce([part._visible(i, j, batch, documents) for part in self.parts])
+        seen: BoolArray = np.logical_and.reduce([part._visible(i, j, batch, documents) for part in self.parts])
+        return seen
 
     def _leaves(self) -> Iterator[Mask]:
         for part in self.parts:
@@ -434,7 +434,8 @@ class Or(Mask):
         return " | ".join(str(part) for part in self.parts)
 
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
-        return np.logical_or.reduce([part._visible(i, j, batch, documents) for part in self.parts])
+        seen: BoolArray = np.logical_or.reduce([part._visible(i, j, batch, documents) for part in self.parts])
+        return seen
 
     def _leaves(self) -> Iterator[Mask]:
         for part in self.parts:

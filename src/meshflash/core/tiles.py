@@ -80,8 +80,9 @@ class Worklist:
 
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...] | None:
-        """The same pairs as plain rectangles, whole or top-left causal; None where a band has a left limit
-        or the steps of the two sides differ. Kernels that know nothing of positions can serve these.
+        """The same pairs as plain rectangles, for kernels that know nothing of positions; None where there are none.
+
+        There are none where a band has a left limit, or where the steps of the two sides differ.
         """
         return _rectangles(self.by_query)
 
@@ -223,14 +224,10 @@ class _Spans:
         heads = np.flatnonzero(np.concatenate([[True], ~joined]))
         rows = np.add.reduceat(runs.rows, heads)
         kept = runs.take(heads)
-        return _Spans(
-            self.segment[heads], _Runs(kept.row, rows, kept.position, kept.step), lo[heads], hi[heads]
-        )
+        return _Spans(self.segment[heads], _Runs(kept.row, rows, kept.position, kept.step), lo[heads], hi[heads])
 
 
-def _build(
-    mask: Mask, row_ranges: Sequence[range], column_ranges: Sequence[range], by_key: bool, exact: bool
-) -> Table:
+def _build(mask: Mask, row_ranges: Sequence[range], column_ranges: Sequence[range], by_key: bool, exact: bool) -> Table:
     for r in (*row_ranges, *column_ranges):
         if r.step < 1 or r.start < 0:
             raise ValueError(f"worklist(ranges): {r} runs backwards or begins below 0")
@@ -252,9 +249,7 @@ def _build(
     )
 
 
-def _build_row(
-    terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs, by_key: bool, exact: bool
-) -> Table:
+def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs, by_key: bool, exact: bool) -> Table:
     """The table of one batch row. Bands are kept on `column - row` until the end."""
     segments = _split(rows, _cuts(terms, batch, by_key))
     lo, hi = _intervals(terms, batch, segments.position, by_key)
@@ -342,30 +337,22 @@ def _intervals(terms: tuple[Term, ...], batch: int, position: Array, by_key: boo
     return lo, hi
 
 
-def _sweep(
-    lo: Array, hi: Array, bands: list[tuple[int, int]]
-) -> tuple[Array, Array, Array, Array, Array]:
+def _sweep(lo: Array, hi: Array, bands: list[tuple[int, int]]) -> tuple[Array, Array, Array, Array, Array]:
     """Disjoint (segment, lo, hi, band_lo, band_hi) from the terms' overlapping intervals."""
-    if not bands:
-        none = np.zeros(0, np.int64)
-        return none, none, none, none, none
     points = np.sort(np.concatenate([lo, hi], axis=1), axis=1)
     left, right = points[:, :-1], points[:, 1:]
     active = (lo[:, None, :] <= left[:, :, None]) & (right[:, :, None] <= hi[:, None, :])
     active &= (left < right)[:, :, None]
     code = active @ (1 << np.arange(len(bands), dtype=np.int64))
-    out = []
+    found: list[Array] = [np.zeros((5, 0), np.int64)]
     for subset in np.unique(code):
         where = code == subset
         segment = np.nonzero(where)[0]
         for band_lo, band_hi in _union([band for t, band in enumerate(bands) if subset >> t & 1]):
             limits = np.full((2, len(segment)), [[band_lo], [band_hi]])
-            out.append((segment, left[where], right[where], limits[0], limits[1]))
-    if not out:
-        none = np.zeros(0, np.int64)
-        return none, none, none, none, none
-    segment, lo, hi, band_lo, band_hi = (np.concatenate(column) for column in zip(*out, strict=True))
-    return segment, lo, hi, band_lo, band_hi
+            found.append(np.stack([segment, left[where], right[where], *limits]))
+    segment, lo, hi, lower, upper = np.concatenate(found, axis=1)
+    return segment, lo, hi, lower, upper
 
 
 def _union(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:

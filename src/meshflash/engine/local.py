@@ -18,7 +18,6 @@ from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, accumulator_dtype
 from meshflash.kernels.registry import choose, tell_spies
 
-
 #: What both ops take after their own tensors.
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink_logits, Tensor? alibi_slopes, Tensor? seed, Tensor[] documents, "
@@ -47,7 +46,7 @@ def inputs(
 def forward(x: Inputs, kernel: str = "auto", deterministic: bool = False) -> tuple[Tensor, Tensor]:
     """(out, lse) by the kernel of this name."""
     q, v = x.q_BTHD, x.v_BSKE
-    out_BTHE, lse_BHT = _outputs(q, v)
+    out_BTHE, lse_BHT = outputs(q, v)
     chosen = _choose(x, kernel, "forward", deterministic)
     chosen.forward(x, out_BTHE, lse_BHT)
     return out_BTHE, lse_BHT
@@ -95,7 +94,8 @@ def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_grad
     return kernel
 
 
-def _outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for (out, lse)."""
     batch, tokens, heads, _ = q_BTHD.shape
     out_BTHE = q_BTHD.new_empty(batch, tokens, heads, v_BSKE.shape[-1])
     return out_BTHE, q_BTHD.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q_BTHD.dtype))
@@ -141,7 +141,7 @@ def attention_op(*call: Any) -> tuple[Tensor, Tensor]:
 
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(q, v)
+    return outputs(q, v)
 
 
 @torch.library.custom_op(

@@ -95,9 +95,7 @@ class Kernel(ABC):
         """What this kernel lacks for a call, in words that follow "lacks", or None if it can do it."""
 
     @abstractmethod
-    def forward(
-        self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def forward(self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None) -> None:
         """Write every row of `out` and `lse`.
 
         `out` in the accumulator's dtype is a partial result, in the input's dtype the final one.

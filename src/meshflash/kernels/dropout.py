@@ -7,7 +7,6 @@ on any split of the sequence.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 _ROUNDS = 10
@@ -29,6 +28,7 @@ def threshold(probability: float) -> int:
 def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
     """The first 32-bit word of Philox 4x32-10 at these counters, as int64.
 
+    >>> import torch
     >>> zero = torch.zeros((), dtype=torch.int64)
     >>> hex(philox(0, zero, zero, zero, zero).item())
     '0x6627e8d5'

@@ -41,9 +41,7 @@ class Reference(Kernel):
     def lacks(self, ask: Ask) -> str | None:
         return None
 
-    def forward(
-        self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def forward(self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None) -> None:
         q, k, v, work = x.q_BTHD.double(), x.k_BSKD.double(), x.v_BSKE.double(), x.work
         s, _, visible, keep = _scores(q, k, work.mask, work.q_ranges, work.k_ranges, x.features)
         lse = torch.logsumexp(s, dim=-1)

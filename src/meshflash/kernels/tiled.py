@@ -58,9 +58,7 @@ class Tiled(Kernel):
     def lacks(self, ask: Ask) -> str | None:
         return None
 
-    def forward(
-        self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def forward(self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None) -> None:
         q_BTHD, k_BSKD, v_BSKE, features = x.q_BTHD, x.k_BSKD, x.v_BSKE, x.features
         kv_heads = k_BSKD.shape[2]
         for block in _blocks(x.work, self._size(q_BTHD)):
@@ -112,10 +110,8 @@ class Tiled(Kernel):
         for block in _blocks(x.work, self._size(q_BTHD)):
             q = _by_head(q_BTHD[block.batch, block.q], kv_heads) * features.scale
             dout = _by_head(dout_BTHE[block.batch, block.q], kv_heads)
-            lse, delta = (
-                y[block.batch, :, block.q].reshape(q.shape[:-1]).to(dtype) for y in (lse_BHT, delta_BHT)
-            )
-            lse.masked_fill_(lse == -torch.inf, torch.inf)  # rows that see nothing: p = exp(-inf) = 0
+            lse, delta = (y[block.batch, :, block.q].reshape(q.shape[:-1]).to(dtype) for y in (lse_BHT, delta_BHT))
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # rows that see nothing: p = exp(-inf) = 0
             dq = torch.zeros_like(q)
             for keys in block.keys:
                 k, v = (_by_head(y[block.batch, keys.k], kv_heads) for y in (k_BSKD, v_BSKE))
@@ -222,7 +218,7 @@ def _sinks(sink_logits_H: Tensor, like: Tensor, kv_heads: int) -> Tensor:
 
 
 def _distance(block: _Block, keys: _Keys, device: torch.device) -> Tensor:
-    """j - i over the block."""
+    """J - i over the block."""
     return _range(keys.j, device) - _range(block.i, device)[:, None]
 
 

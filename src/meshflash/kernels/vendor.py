@@ -46,9 +46,7 @@ class Vendor(Kernel):
             return f"float32 partial results for {ask.dtype} inputs, which this mask, a sink or a carry needs"
         return None
 
-    def forward(
-        self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def forward(self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None) -> None:
         rectangles = x.work.rectangles
         assert rectangles is not None
         if carry is not None:
@@ -80,7 +78,11 @@ class Vendor(Kernel):
     ) -> None:
         rectangles = x.work.rectangles
         assert rectangles is not None
-        targets = ((grads.dq_BTHD, grads.add_dq), (grads.dk_BSKD, grads.add_dkv), (grads.dv_BSKE, grads.add_dkv))
+        targets = (
+            (grads.dq_BTHD, grads.add_dq),
+            (grads.dk_BSKD, grads.add_dkv),
+            (grads.dv_BSKE, grads.add_dkv),
+        )
         for target, add in targets:
             if not add:
                 target.zero_()
@@ -111,4 +113,5 @@ def _batch(r: Rectangle) -> slice:
 
 
 def _heads_first(x_BTHD: Tensor) -> Tensor:
-    return x_BTHD.transpose(1, 2)
+    """`[B, H, T, D]`; the op reads a row as D neighbouring numbers, whatever its stride says."""
+    return (x_BTHD if x_BTHD.stride(-1) == 1 else x_BTHD.contiguous()).transpose(1, 2)

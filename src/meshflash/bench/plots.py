@@ -1,0 +1,46 @@
+"""Pictures from records. matplotlib comes with the extra `plots`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def kernels(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Bars of milliseconds and of peak memory for each kernel, a group for each pass and shape."""
+    plt = _pyplot()
+    names = list(dict.fromkeys(row["kernel"] for row in rows))
+    groups = list(dict.fromkeys(_group(row) for row in rows))
+    figure, axes = plt.subplots(1, 2, figsize=(max(9.0, 1.5 * len(groups) + 5), 4.2), layout="constrained")
+    width = 0.8 / len(names)
+    for n, name in enumerate(names):
+        mine = {_group(row): row for row in rows if row["kernel"] == name}
+        places = [groups.index(group) + (n - (len(names) - 1) / 2) * width for group in mine]
+        axes[0].bar(places, [row["ms"] for row in mine.values()], width, label=name)
+        axes[1].bar(places, [row["peak_bytes"] / 2**20 for row in mine.values()], width, label=name)
+    for axis, label in zip(axes, ("milliseconds", "peak memory, MiB"), strict=True):
+        axis.set_xticks(range(len(groups)), groups, fontsize=8)
+        axis.set_ylabel(label)
+        axis.set_yscale("log")
+        axis.grid(axis="y", alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
+    figure.suptitle(title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _group(row: dict[str, Any]) -> str:
+    return f"{row['mask']}\nT={row['tokens']:,} D={row['head_dim']}\n{row['pass']}"
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RuntimeError("plots need matplotlib: pip install 'meshflash[plots]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -1,0 +1,93 @@
+"""A run's record: a header that says where the figures come from, and flat rows, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import meshflash
+
+
+def header(command: str) -> dict[str, Any]:
+    """Machine, versions, commit, date and command of this run."""
+    import torch
+
+    machine: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+    }
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+    versions = {
+        "python": platform.python_version(),
+        "meshflash": meshflash.__version__,
+        "torch": torch.__version__,
+    }
+    for package in ("triton", "numpy"):
+        versions[package] = _version(package)
+    return {
+        "machine": machine,
+        "versions": versions,
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
+    """Write a record; the folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"header": header(command), "rows": rows}, indent=1) + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A record that `write` made."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def command_line() -> str:
+    """The command of this process, as one would type it."""
+    return " ".join(["meshflash", *sys.argv[1:]])
+
+
+def _cpu_name() -> str:
+    if shutil.which("lscpu"):
+        for line in _output("lscpu").splitlines():
+            if line.startswith("Model name:"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _commit() -> str:
+    here = str(Path(__file__).parent)
+    commit = _output("git", "-C", here, "rev-parse", "--short", "HEAD").strip()
+    if not commit:
+        return "unknown"
+    changed = _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no", "--", ".").strip()
+    return f"{commit} and changes" if changed else commit
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

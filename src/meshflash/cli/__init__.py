@@ -1,0 +1,39 @@
+"""The command line: one small file per command, each with a function that `app` names below.
+
+Nothing here imports torch before a command runs, so help answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshflash import __version__
+from meshflash.cli import bench, demo, doctor
+
+app = typer.Typer(
+    name="meshflash",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.command)
+app.command("doctor")(doctor.command)
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshflash {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
+    ] = False,
+) -> None:
+    """Exact attention over sequences that no single device can hold."""

@@ -1,0 +1,1 @@
+"""Other projects' calling conventions, served by meshflash."""

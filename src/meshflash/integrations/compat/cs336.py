@@ -1,0 +1,95 @@
+"""The names of Stanford's CS336, assignment 2: attention on `[..., tokens, dim]`, causal from the top left.
+
+`FlashAttentionTorch.apply(q, k, v, is_causal)` runs the tiled kernel and saves, beside its inputs and
+output, one tensor of shape `q.shape[:-1]`: the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshflash.core.mask import Mask
+from meshflash.engine import local
+from meshflash.kernels.contract import Features, Inputs
+from meshflash.kernels.reference import dense_attention
+from meshflash.kernels.tiled import Tiled
+
+_KERNEL = "tiled"
+
+
+class FlashAttentionTorch(torch.autograd.Function):
+    """FlashAttention-2 in plain PyTorch, as an autograd function.
+
+    >>> q = k = v = torch.randn(2, 5, 8)
+    >>> FlashAttentionTorch.apply(q, k, v, True).shape
+    torch.Size([2, 5, 8])
+    """
+
+    @classmethod
+    def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Any:
+        """Attention of `[..., tokens, dim]` tensors."""
+        return super().apply(q, k, v, is_causal)
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out, lse = local.forward(_inputs(q, k, v, is_causal), _KERNEL)
+        out = out.view(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, lse.view(q.shape[:-1]))
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        x = _inputs(q, k, v, ctx.is_causal)
+        out, dout = (y.reshape(x.q_BTHD.shape[0], -1, 1, v.shape[-1]) for y in (out, dout))
+        lse = lse.reshape(x.q_BTHD.shape[0], 1, -1)
+        dq, dk, dv, _ = local.backward(x, out, lse, dout, None, _KERNEL)
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None
+
+
+FlashAttentionFunction = FlashAttentionTorch
+
+
+def flash_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, block_size: int = 64
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `[..., tokens, dim]` tensors, in blocks of `block_size` queries and keys.
+
+    >>> q = k = v = torch.randn(1, 2, 5, 8)
+    >>> out, lse = flash_attention_forward(q, k, v, True, block_size=2)
+    >>> out.shape, lse.shape
+    (torch.Size([1, 2, 5, 8]), torch.Size([1, 2, 5]))
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size}: expected at least 1")
+    x = _inputs(q, k, v, is_causal)
+    out, lse = local.outputs(x.q_BTHD, x.v_BSKE)
+    Tiled(block_size).forward(x, out, lse)
+    return out.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1])
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """Dense attention of `[..., tokens, dim]` tensors: what the others are measured against."""
+    x = _inputs(q, k, v, is_causal)
+    out, _ = dense_attention(x.q_BTHD, x.k_BSKD, x.v_BSKE, x.work.mask, x.features)
+    return out.view(*q.shape[:-1], v.shape[-1])
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Inputs:
+    if q.ndim < 2 or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        raise ValueError(
+            f"expected q, k and v of shape [..., tokens, dim] with the same leading dimensions; got "
+            f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"expected the same dim in q and k and the same tokens in k and v; got "
+            f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    mask = Mask.causal() if is_causal else Mask.full()
+    q, k, v = (x.reshape(-1, x.shape[-2], 1, x.shape[-1]) for x in (q, k, v))
+    return local.inputs(q, k, v, mask, Features(scale=q.shape[-1] ** -0.5))

@@ -1,0 +1,1 @@
+"""How a process was started and what it finds around it."""

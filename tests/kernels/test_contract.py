@@ -1,0 +1,109 @@
+"""Kernels as steps of a longer computation: carried partial results, added gradients, any layout of rows."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshflash import Layout, Mask
+from meshflash.core.tiles import worklist
+from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, accumulator_dtype
+from meshflash.kernels.merge import merge_
+from meshflash.kernels.reference import Reference
+from meshflash.kernels.registry import kernels, refusal
+from meshflash.kernels.tiled import Tiled
+from meshflash.kernels.vendor import Vendor
+from oracle import Case, check, replace
+
+CAUSAL = Mask.causal()
+CASES = {
+    "causal": Case(CAUSAL, heads=4, kv_heads=2),
+    "documents": Case(CAUSAL & Mask.documents([[11, 26], [36]], pad=True)),
+    "window": Case(CAUSAL & (Mask.window(6, 0) | Mask.first(3)), softcap=2.0),
+    "positions": Case(CAUSAL, heads=4, kv_heads=2, alibi=True, dropout=0.25, sinks=True),
+}
+LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+
+
+def ring_in_one_process(kernel: Kernel, case: Case, layout: Layout, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the ranks of a layout compute together: each against each, carrying (out, lse), adding gradients."""
+    q, k, v = (leaves[name].detach() for name in "qkv")
+    dtype = accumulator_dtype(q.dtype)
+    reads_positions = case.alibi or case.dropout > 0
+    features = case.features({name: x.detach() for name, x in leaves.items()})
+    without_sink = replace(features, sink_logits_H=None)
+    rows = [torch.from_numpy(layout.positions(rank)) for rank in range(layout.world)]
+
+    def step(rank: int, other: int, last: bool) -> Inputs:
+        work = worklist(case.mask, layout.ranges[rank], layout.ranges[other], reads_positions)
+        own, keys = rows[rank], rows[other]
+        return Inputs(q[:, own], k[:, keys], v[:, keys], work, features if last else without_sink)
+
+    out = torch.empty_like(q[..., :1].expand(*q.shape[:-1], v.shape[-1]))
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype)
+    for rank, own in enumerate(rows):
+        carry: tuple[Tensor, Tensor] | None = None
+        for n in range(layout.world):
+            last = n == layout.world - 1
+            part = torch.empty(*out[:, own].shape, dtype=out.dtype if last else dtype)
+            part_lse = torch.empty(*lse[..., own].shape, dtype=dtype)
+            kernel.forward(step(rank, (rank + n) % layout.world, last), part, part_lse, carry)
+            carry = (part, part_lse)
+        assert carry is not None
+        out[:, own], lse[..., own] = carry
+
+    generator = torch.Generator().manual_seed(7)
+    dout = torch.randn(out.shape, generator=generator).to(out)
+    delta = (dout.to(dtype) * out).sum(-1).transpose(1, 2).contiguous()
+    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+    for rank, own in enumerate(rows):
+        dq_own = torch.zeros_like(dq[:, own])
+        for other, keys in enumerate(rows):
+            grads = Grads(dq_own, dk[:, keys], dv[:, keys], add_dq=True, add_dkv=True)
+            whole_rows = (out[:, own], dout[:, own], lse[..., own], delta[..., own])
+            kernel.backward(step(rank, other, True), *whole_rows, grads)
+            dk[:, keys], dv[:, keys] = grads.dk_BSKD, grads.dv_BSKE
+        dq[:, own] = dq_own
+    return {"out": out, "lse": lse, "dq": dq.to(q.dtype), "dk": dk.to(q.dtype), "dv": dv.to(q.dtype)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kernel", [Tiled(block_size=4), Reference()], ids=lambda k: k.name)
+def test_a_ring_in_one_process(kernel, dtype, name, layout):
+    case = CASES[name]
+    leaves = case.inputs(dtype)
+    got = ring_in_one_process(kernel, case, LAYOUTS[layout](37, 3), leaves)
+    check(got, case, leaves)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_a_ring_of_the_vendor_kernel(name, layout):
+    case = CASES[name]
+    leaves = case.inputs(torch.float32)
+    check(ring_in_one_process(Vendor(), case, LAYOUTS[layout](37, 3), leaves), case, leaves)
+
+
+def test_vendor_refuses_a_carry_in_half_precision():
+    work = worklist(CAUSAL, (range(4, 8),), (range(4),))
+    case = Case(CAUSAL)
+    features = case.features(case.inputs(torch.bfloat16))
+    ask = Ask("forward", "cpu", torch.bfloat16, 16, 16, work, features)
+    assert refusal(Vendor(), ask) is None
+    assert "float32 partial results" in (refusal(Vendor(), replace(ask, carry=True)) or "")
+    assert "device cuda" in (refusal(Vendor(), replace(ask, device="cuda")) or "")
+
+
+def test_merge_of_empty_parts_is_empty():
+    out, lse = torch.zeros(1, 3, 1, 2), torch.full((1, 1, 3), -torch.inf)
+    other, other_lse = torch.ones(1, 3, 1, 2), torch.tensor([[[-torch.inf, 0.5, -torch.inf]]])
+    other[:, 0] = other[:, 2] = 0
+    merge_(out, lse, other, other_lse)
+    assert out[0, :, 0, 0].tolist() == [0.0, 1.0, 0.0]
+    assert lse.flatten().tolist() == [-torch.inf, 0.5, -torch.inf]
+
+
+def test_every_kernel_tells_what_it_is():
+    assert [kernel.name for kernel in kernels()] == ["vendor", "tiled", "reference"]
+    assert all(kernel.summary for kernel in kernels())

@@ -1,0 +1,148 @@
+"""The float64 oracle and FlashAttention's tolerance rule, for every test that compares numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from meshflash import Mask, flash_attention
+from meshflash.kernels.contract import Features
+from meshflash.kernels.reference import dense_attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: shapes, mask and features."""
+
+    mask: Mask = field(default_factory=Mask.full)
+    batch: int = 2
+    tokens: int = 37
+    k_tokens: int | None = None
+    heads: int = 2
+    kv_heads: int | None = None
+    dim: int = 16
+    value_dim: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    dropout: float = 0.0
+    q_offset: int = 0
+    lse_gradient: bool = False
+
+    def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
+        """Fresh leaves: q, k, v and what else takes gradients."""
+        generator = torch.Generator().manual_seed(seed)
+        k_tokens = self.tokens if self.k_tokens is None else self.k_tokens
+        kv_heads = self.kv_heads or self.heads
+        shapes: dict[str, tuple[int, ...]] = {
+            "q": (self.batch, self.tokens, self.heads, self.dim),
+            "k": (self.batch, k_tokens, kv_heads, self.dim),
+            "v": (self.batch, k_tokens, kv_heads, self.value_dim or self.dim),
+        }
+        if self.sinks:
+            shapes["sink_logits"] = (self.heads,)
+        leaves = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return {name: x.to(device, dtype).requires_grad_() for name, x in leaves.items()}
+
+    def slopes(self, device: str = "cpu") -> Tensor | None:
+        """ALiBi slopes, one for each head."""
+        return torch.linspace(0.1, 0.6, self.heads, device=device) if self.alibi else None
+
+    def run(self, leaves: dict[str, Tensor], kernel: str = "auto") -> tuple[Tensor, Tensor]:
+        """(out, lse) by meshflash."""
+        return flash_attention(
+            leaves["q"],
+            leaves["k"],
+            leaves["v"],
+            sink_logits=leaves.get("sink_logits"),
+            mask=self.mask,
+            scale=self.scale,
+            softcap=self.softcap,
+            alibi_slopes=self.slopes(leaves["q"].device.type),
+            dropout=self.dropout,
+            seed=1234 if self.dropout else None,
+            q_offset=self.q_offset,
+            kernel=kernel,
+            return_lse=True,
+        )
+
+    def features(self, leaves: dict[str, Tensor]) -> Features:
+        """The same, as a kernel takes them."""
+        q, slopes = leaves["q"], self.slopes(leaves["q"].device.type)
+        return Features(
+            scale=self.dim**-0.5 if self.scale is None else self.scale,
+            softcap=self.softcap or 0.0,
+            dropout=self.dropout,
+            seed=1234 if self.dropout else 0,
+            alibi_slopes_BH=None if slopes is None else slopes.expand(q.shape[0], -1),
+            sink_logits_H=leaves.get("sink_logits"),
+        )
+
+    def dense(self, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(out, lse), plainly written, in the dtype of the leaves."""
+        q, k, v = leaves["q"], leaves["k"], leaves["v"]
+        return dense_attention(q, k, v, self.mask, self.features(leaves), self.q_offset)
+
+
+def gradients(outputs: tuple[Tensor, Tensor], leaves: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """Output, LSE and every gradient, by name, for fixed upstream gradients."""
+    out, lse = outputs
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    generator = torch.Generator().manual_seed(7)
+    dout = torch.randn(out.shape, generator=generator).to(out)
+    dlse = torch.randn(lse.shape, generator=generator).to(lse)
+    loss = (out * dout).sum() + ((finite * dlse).sum() if case.lse_gradient else 0.0)
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {
+        "out": out.detach(),
+        "lse": lse.detach(),
+        **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)},
+    }
+
+
+def as_dtype(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same numbers as leaves of another dtype."""
+    return {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+
+
+def check(got: dict[str, Tensor], case: Case, leaves: dict[str, Tensor]) -> None:
+    """Hold outputs and gradients to the tolerance rule against the oracle in float64.
+
+    An error may be twice that of plain PyTorch in the same dtype (thrice with softcap or sinks), plus
+    twice the rounding of the values themselves, plus 8 units in the last place of the accumulator for
+    inputs of size 1: a gradient that is truly 0 is a difference of rounded numbers here, and exactly 0
+    in plain PyTorch. In float64 the oracle rounds too: 1e-12 there. Empty rows must be exactly 0 and -inf.
+    """
+    dtype = leaves["q"].dtype
+    exact = as_dtype(leaves, torch.float64)
+    want = gradients(case.dense(exact), exact, case)
+    plain_leaves = as_dtype(leaves, dtype)
+    plain = gradients(case.dense(plain_leaves), plain_leaves, case)
+    floor = 1e-12 if dtype == torch.float64 else 8 * torch.finfo(torch.float32).eps
+    factor = 3 if case.softcap or case.sinks else 2
+    for name, value in got.items():
+        reference = want[name]
+        assert value.shape == reference.shape, name
+        assert not value.isnan().any(), f"{name} has NaN"
+        empty = reference == -torch.inf
+        assert torch.equal(value == -torch.inf, empty), f"{name}: -inf elsewhere than expected"
+        if name == "out":
+            dead = (want["lse"] == -torch.inf).transpose(1, 2)
+            assert (value[dead] == 0).all(), "rows that see no key must be 0"
+        error = _max_error(value, reference)
+        rounded = reference.to(value.dtype)
+        rounding = 2 * _max_error(rounded + 0.3 - 0.3, rounded.double())
+        allowed = factor * _max_error(plain[name], reference) + rounding + floor
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def _max_error(value: Tensor, reference: Tensor) -> float:
+    finite = reference > -torch.inf
+    difference = (value.double() - reference)[finite].abs()
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+__all__ = ["Case", "as_dtype", "check", "gradients", "replace"]

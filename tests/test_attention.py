@@ -1,0 +1,81 @@
+"""CS336's own tests by their names: FlashAttention as an autograd function on `[..., tokens, dim]`."""
+
+import pytest
+import torch
+
+from meshflash.integrations.compat.cs336 import (
+    FlashAttentionFunction,
+    FlashAttentionTorch,
+    flash_attention_forward,
+    standard_attention,
+)
+
+
+def _inputs(*shape):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(*shape, generator=generator).requires_grad_() for _ in range(4))
+
+
+def _attention_and_lse(q, k, v, is_causal):
+    scores = torch.einsum("...qd,...kd->...qk", q, k) / q.shape[-1] ** 0.5
+    if is_causal:
+        visible = torch.arange(q.shape[-2])[:, None] >= torch.arange(k.shape[-2])
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(4, 128, 64), (2, 3, 37, 16)])
+def test_flash_forward_pass_pytorch(shape, is_causal):
+    q, k, v, _ = _inputs(*shape)
+    out = FlashAttentionTorch.apply(q, k, v, is_causal)
+    want, want_lse = _attention_and_lse(q, k, v, is_causal)
+    saved = [x for x in out.grad_fn.saved_tensors if x.shape == q.shape[:-1]]
+    assert len(saved) == 1
+    assert torch.allclose(out, want, atol=1e-5)
+    assert torch.allclose(saved[0], want_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(4, 128, 64), (2, 3, 37, 16)])
+def test_flash_backward_pytorch(shape, is_causal):
+    q, k, v, dout = _inputs(*shape)
+    got = torch.autograd.grad(FlashAttentionTorch.apply(q, k, v, is_causal), (q, k, v), dout)
+    want = torch.autograd.grad(_attention_and_lse(q, k, v, is_causal)[0], (q, k, v), dout)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block_size", [1, 7, 64])
+def test_flash_attention_forward(is_causal, block_size):
+    q, k, v, _ = _inputs(2, 3, 37, 16)
+    out, lse = flash_attention_forward(q, k, v, is_causal, block_size)
+    want, want_lse = _attention_and_lse(q, k, v, is_causal)
+    assert torch.allclose(out, want, atol=1e-5)
+    assert torch.allclose(lse, want_lse, atol=1e-5)
+
+
+def test_is_causal_is_false_by_default_and_names_are_the_same():
+    q, k, v, _ = _inputs(2, 9, 8)
+    assert FlashAttentionFunction is FlashAttentionTorch
+    assert torch.equal(FlashAttentionTorch.apply(q, k, v), FlashAttentionTorch.apply(q, k, v, False))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_causal_is_aligned_at_the_top_left(is_causal):
+    q, k, v, _ = _inputs(2, 9, 8)
+    for queries, keys in ((q[:, :4], k), (q, k[:, :4])):
+        values = v[:, : keys.shape[1]]
+        want = _attention_and_lse(queries, keys, values, is_causal)[0]
+        assert torch.allclose(FlashAttentionTorch.apply(queries, keys, values, is_causal), want, atol=1e-5)
+        assert torch.allclose(standard_attention(queries, keys, values, is_causal), want, atol=1e-5)
+
+
+def test_errors():
+    q, k, v, _ = _inputs(2, 9, 8)
+    with pytest.raises(ValueError, match=r"same leading dimensions; got \[2, 9, 8\], \[1, 9, 8\]"):
+        FlashAttentionTorch.apply(q, k[:1], v)
+    with pytest.raises(ValueError, match="same dim in q and k"):
+        FlashAttentionTorch.apply(q, k[..., :4], v)
+    with pytest.raises(ValueError, match="block_size=0: expected at least 1"):
+        flash_attention_forward(q, k, v, True, block_size=0)
