@@ -21,7 +21,9 @@ COLUMNS = {
 
 def test_bench_kernels_writes_a_record_and_a_plot(tmp_path):
     output, plot = tmp_path / "deep" / "kernels.json", tmp_path / "kernels.png"
-    arguments = "bench kernels --tokens 48 --heads 2 --kv-heads 1 --dim 8 --mask causal --mask window-8 --rounds 1"
+    arguments = (
+        "bench kernels --device cpu --tokens 48 --heads 2 --kv-heads 1 --dim 8 --mask causal --mask window-8 --rounds 1"
+    )
     result = CliRunner().invoke(app, [*arguments.split(), "--output", str(output), "--plot", str(plot)])
     assert result.exit_code == 0, result.output
     assert "x sdpa" in result.output
@@ -49,14 +51,14 @@ def test_bench_kernels_writes_a_record_and_a_plot(tmp_path):
     ],
 )
 def test_bad_arguments_are_explained(arguments, message, tmp_path):
-    base = f"bench kernels --tokens 16 --heads 1 --dim 8 --rounds 1 --output {tmp_path / 'x.json'}"
+    base = f"bench kernels --device cpu --tokens 16 --heads 1 --dim 8 --rounds 1 --output {tmp_path / 'x.json'}"
     result = CliRunner().invoke(app, [*base.split(), *arguments.split()], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
 
 def test_demo(tmp_path):
-    result = CliRunner().invoke(app, ["demo", "--tokens", "64", "--folder", str(tmp_path)])
+    result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--tokens", "64", "--folder", str(tmp_path)])
     assert result.exit_code == 0, result.output
     rows = record.read(tmp_path / "kernels.json")["rows"]
     assert {row["kernel"] for row in rows} == {"auto", "vendor", "tiled", "reference", "torch sdpa"}

@@ -357,11 +357,28 @@ def test_equal_masks_are_one_key() -> None:
     assert Mask.documents([2, 3]) != other
 
 
+def test_documents_without_tokens_make_no_difference() -> None:
+    assert Mask.documents([0, 2, 0, 3]) == Mask.documents([2, 3, 0])
+    assert hash(Mask.documents([0, 2, 0, 3])) == hash(Mask.documents([2, 3, 0]))
+    assert Mask.documents([2, 0], k_lengths=[3, 0]) == Mask.documents([2], k_lengths=[3])
+    assert Mask.documents([2, 0], k_lengths=[3, 1]) != Mask.documents([2], k_lengths=[3])
+    assert Mask.documents([2, 0, 3], k_lengths=[1, 2, 2]) != Mask.documents([2, 3], k_lengths=[1, 2])
+
+
+def test_keys_with_documents_of_their_own_fit_other_lengths() -> None:
+    shared, apart = Mask.documents([2, 3]), Mask.documents([2, 3], k_lengths=[2, 3])
+    assert shared != apart
+    shared.check(3, 5, batch=1)
+    with pytest.raises(ValueError, match="5 tokens in the documents, 3 in the sequence"):
+        apart.check(3, 5, batch=1)
+
+
 @pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint32])
 def test_equality_looks_through_the_type_of_the_lengths(dtype: Any) -> None:
     lengths = np.array([2, 3], dtype=dtype)
     assert Mask.documents(lengths) == Mask.documents([2, 3]) == Mask.documents((2, 3))
     assert Mask.documents(n for n in lengths) == Mask.documents([2, 3])
+    assert Mask.documents([np.array(n, dtype=dtype) for n in (2, 3)]) == Mask.documents([2, 3])
     assert Mask.documents([lengths, lengths]) == Mask.documents([[2, 3], [2, 3]])
 
 
@@ -393,6 +410,12 @@ class Tensor:
     def __getitem__(self, index: Any) -> Tensor:
         return self._derived(self.values[index])
 
+    def __setitem__(self, index: Any, other: Tensor) -> None:
+        self.values[index] = other.values
+
+    def __add__(self, other: Tensor | int) -> Tensor:
+        return self._derived(self.values + (other.values if isinstance(other, Tensor) else other))
+
     def __sub__(self, other: Tensor) -> Tensor:
         return self._derived(self.values - other.values)
 
@@ -404,25 +427,52 @@ class Tensor:
         return self.values
 
 
-@pytest.mark.parametrize("make", [list, tuple, np.array, Tensor], ids=["list", "tuple", "array", "tensor"])
+CUTS = pytest.mark.parametrize("make", [list, tuple, np.array, Tensor], ids=["list", "tuple", "array", "tensor"])
+
+
+@CUTS
 def test_from_cu_seqlens(make: Callable[[list[int]], Any]) -> None:
-    assert Mask.from_cu_seqlens(make([0, 2, 2, 5])) == Mask.documents([2, 0, 3])
-    assert Mask.from_cu_seqlens(make([0])) == Mask.documents([])
-    with_keys = Mask.from_cu_seqlens(make([0, 2, 5]), make([0, 4, 6]))
-    assert with_keys == Mask.documents([2, 3], k_lengths=[4, 2])
-    assert with_keys.visible(2, [3, 4]).tolist() == [False, True]
-    text, arrays = with_keys.pack()
-    assert Mask.unpack(text, arrays) == with_keys
+    mask = Mask.from_cu_seqlens(make([0, 2, 2, 5]))
+    assert_same(mask, ("documents", 0), 5, 5, [DocumentSet([2, 0, 3])])
+    mask.check(5, 5, batch=3)
+    assert mask.positions_in_document(5).tolist() == [0, 1, 0, 1, 2]
+    assert not Mask.from_cu_seqlens(make([0])).visible(0, 0)
+
+
+@CUTS
+def test_from_cu_seqlens_with_keys_of_their_own(make: Callable[[list[int]], Any]) -> None:
+    mask = Mask.from_cu_seqlens(make([0, 2, 5]), make([0, 4, 6]))
+    assert_same(mask, ("documents", 0), 5, 6, [DocumentSet([2, 3], [4, 2])])
+    mask.check(5, 6, batch=1)
+    text, arrays = mask.pack()
+    assert Mask.unpack(text, arrays) == mask
+
+
+def test_from_cu_seqlens_makes_documents() -> None:
+    for cuts in ([0, 2, 2, 5], np.array([0, 2, 2, 5])):
+        assert Mask.from_cu_seqlens(cuts) == Mask.documents([2, 0, 3])
+    assert Mask.from_cu_seqlens([0]) == Mask.documents([])
+    assert Mask.from_cu_seqlens([0, 2, 5], [0, 4, 6]) == Mask.documents([2, 3], k_lengths=[4, 2])
+
+
+def test_a_tensor_makes_the_same_documents_as_a_list() -> None:
+    assert Mask.from_cu_seqlens(Tensor([0, 2, 5])) == Mask.from_cu_seqlens([0, 2, 5])
+
+
+def test_cumulative_lengths_of_queries_and_keys_may_be_of_two_kinds() -> None:
+    mask = Mask.from_cu_seqlens(Tensor([0, 2, 5]), [0, 4, 6])
+    assert_same(mask, ("documents", 0), 5, 6, [DocumentSet([2, 3], [4, 2])])
 
 
 def test_a_tensor_is_read_once_and_not_before_it_is_used() -> None:
     cuts = Tensor([0, 2, 5])
     mask = Mask.causal() & Mask.from_cu_seqlens(cuts)
-    assert repr(mask) == "causal & documents(2 lengths)"
+    assert repr(mask).startswith("causal & documents(")
     again = Mask.unpack(*mask.pack())
     assert cuts.reads == []
     assert mask.visible(3, [1, 2]).tolist() == [False, True]
-    assert mask == Mask.causal() & Mask.documents([2, 3])
+    mask.check(5, 5, batch=1)
+    assert mask in {mask}
     assert len(cuts.reads) == 1
     assert again == mask
 
@@ -465,6 +515,8 @@ def test_terms_absorb_what_they_contain() -> None:
     assert (Mask.causal() | Mask.window(2, 0)).terms == (Term(hi=0),)
     assert (Mask.first(2) | Mask.first(5)).terms == (Term(first=5),)
     assert (documents | (documents & Mask.causal())).terms == documents.terms
+    assert (Mask.causal() | (documents & Mask.window(2, 0))).terms == (Term(hi=0),)
+    assert (documents | (documents & Mask.documents([4, 1]))).terms == documents.terms
     assert (documents | (documents & Mask.first(1, per_document=True))).terms == documents.terms
     assert len((Mask.window(2, 0) | Mask.window(0, 2)).terms) == 2
     assert len((Mask.causal() & (Mask.window(2, 0) | Mask.first(1))).terms) == 2
@@ -533,6 +585,39 @@ def test_a_decreasing_tensor_of_cumulative_lengths_is_refused_when_used() -> Non
     mask = Mask.from_cu_seqlens(Tensor([0, 5, 3]))
     with pytest.raises(ValueError, match="lengths must be >= 0, got -2"):
         mask.check(3, 3, batch=1)
+
+
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_a_tensor_of_cumulative_lengths_starts_at_0(tokens: int) -> None:
+    mask = Mask.from_cu_seqlens(Tensor([2, 5]))
+    with pytest.raises(ValueError, match=r"from_cu_seqlens\(cu_seqlens\): expected \[0, n1"):
+        mask.check(tokens, tokens, batch=1)
+
+
+def test_a_tensor_of_cumulative_lengths_has_one_dimension() -> None:
+    with pytest.raises(ValueError, match=r"from_cu_seqlens"):
+        Mask.from_cu_seqlens(Tensor([[0, 2], [0, 5]]))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
+def test_unsigned_cumulative_lengths_may_not_decrease(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens\): lengths must be >= 0"):
+        Mask.from_cu_seqlens(np.array([0, 200, 100], dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [5, None, np.int64(5), np.array(5), [[1, 2], 3]],
+    ids=["number", "None", "numpy number", "array of no dimension", "mixed"],
+)
+def test_what_is_no_list_of_lengths_is_refused(lengths: Any) -> None:
+    with pytest.raises(ValueError, match=r"documents\(lengths\): expected a list"):
+        Mask.documents(lengths)
+
+
+def test_lengths_beyond_any_sequence_do_not_wrap_around() -> None:
+    with pytest.raises(ValueError, match=r"documents\(lengths\)"):
+        Mask.documents([2**62] * 4 + [8]).check(8, 8, batch=1)
 
 
 @pytest.mark.parametrize("k_lengths", [[5], [[2, 3]], [1, 2, 2]])

@@ -215,6 +215,7 @@ def test_kernels_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_process_groups_that_this_build_should_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    pretend(monkeypatch, "CPU")
     assert found("process groups")["gloo"].status == "ok"
     assert found("process groups")["nccl"].status == "note"
     pretend(monkeypatch, "CUDA")

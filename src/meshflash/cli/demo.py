@@ -10,6 +10,7 @@ import typer
 
 def command(
     tokens: Annotated[int, typer.Option(help="Sequence length.")] = 1024,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     folder: Annotated[Path, typer.Option(help="Where the plot and the figures go.")] = Path("meshflash-demo"),
 ) -> None:
     """Run causal attention with every kernel: error against float64, time and peak memory, as table and plot."""
@@ -22,7 +23,7 @@ def command(
     from meshflash.kernels import registry
 
     console = Console()
-    device = "cuda" if cuda.is_available() else "cpu"
+    device = device or ("cuda" if cuda.is_available() else "cpu")
     cells = [
         bench.Cell(tokens=tokens, heads=8, kv_heads=2, mask=mask, device=device)
         for mask in ("causal", f"window-{max(1, tokens // 8)}", "documents-4")

@@ -34,19 +34,23 @@ class Layout:
     name: str = "custom"
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "ranges", tuple(tuple(held) for held in self.ranges))
+        except TypeError as error:
+            raise ValueError("Layout(ranges): expected a list of ranges for each rank") from error
         if not self.ranges:
             raise ValueError("Layout(ranges): expected at least one rank")
-        for ranges in self.ranges:
-            for r in ranges:
-                if r.step < 1 or r.start < 0 or not len(r):
-                    raise ValueError(f"Layout(ranges): {r} is empty, runs backwards or begins below 0")
+        for r in (r for held in self.ranges for r in held):
+            if not isinstance(r, range):
+                raise ValueError(f"Layout(ranges): expected a list of ranges for each rank, found {r!r} in one")
+            if r.step < 1 or r.start < 0 or not len(r):
+                raise ValueError(f"Layout(ranges): {r} is empty, runs backwards or begins below 0")
         held = np.sort(np.concatenate([self.positions(rank) for rank in range(self.world)]))
         wrong = np.flatnonzero(held != np.arange(len(held)))
         if len(wrong):
-            raise ValueError(
-                f"Layout(ranges): the ranks must hold each position from 0 to {len(held) - 1} exactly once; "
-                f"position {int(wrong[0])} is missing or held twice"
-            )
+            place, found = int(wrong[0]), int(held[wrong[0]])
+            fault = f"{found} is held twice" if found < place else f"{place} is missing"
+            raise ValueError(f"Layout(ranges): the ranks must hold each position once; position {fault}")
 
     @cached_property
     def tokens(self) -> int:

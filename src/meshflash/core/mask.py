@@ -21,6 +21,8 @@ BoolArray = npt.NDArray[np.bool_]
 #: Stands for "no limit" in bands and intervals; a position stays below it, and a sum of two fits int32.
 UNBOUNDED = 2**30
 
+_NUMPY = (np.ndarray, np.generic)
+
 
 class Mask:
     """Which keys a query may see. Build one from the primitives and combine with `&` and `|`.
@@ -60,7 +62,7 @@ class Mask:
         for name, value in (("left", left), ("right", right)):
             if value is not None and _integer(value, f"window({name})") < 0:
                 raise ValueError(f"window({name}={value}): expected a number >= 0, or None for no limit on that side")
-        return Band(None if left is None else -left, right)
+        return Band(None if left is None else -int(left), None if right is None else int(right))
 
     @staticmethod
     def first(n: int, *, per_document: bool = False) -> Mask:
@@ -71,7 +73,7 @@ class Mask:
         """
         if _integer(n, "first(n)") < 1:
             raise ValueError(f"first(n={n}): expected n >= 1, for n = 0 shows no key to anyone")
-        return First(n, per_document)
+        return First(int(n), per_document)
 
     @staticmethod
     def documents(lengths: Any, *, k_lengths: Any = None, pad: bool = False) -> Mask:
@@ -100,8 +102,8 @@ class Mask:
         >>> Mask.from_cu_seqlens([0, 2, 5]) == Mask.documents([2, 3])
         True
         """
-        k = None if cu_seqlens_k is None else _differences(cu_seqlens_k, "cu_seqlens_k")
-        return Documents(_differences(cu_seqlens, "cu_seqlens"), k, False)
+        k = None if cu_seqlens_k is None else _as_cumulative(cu_seqlens_k, "cu_seqlens_k")
+        return Documents(_as_cumulative(cu_seqlens, "cu_seqlens"), k, pad=False, cumulative=True)
 
     def __and__(self, other: Mask) -> Mask:
         return _combine(And, self, other)
@@ -115,7 +117,7 @@ class Mask:
         >>> Mask.causal().visible([[0], [1]], [0, 1]).tolist()
         [[True, False], [True, True]]
         """
-        seen = self._visible(np.asarray(i), np.asarray(j), batch, self.documents_node)
+        seen = self._visible(_positions(i, "i"), _positions(j, "j"), batch, self.documents_node)
         return seen if seen.ndim else bool(seen)
 
     @cached_property
@@ -267,7 +269,8 @@ class Band(Mask):
         return seen
 
     def _terms(self, documents: Documents | None) -> list[Term]:
-        return [Term(-UNBOUNDED if self.lo is None else self.lo, UNBOUNDED if self.hi is None else self.hi)]
+        lo = -UNBOUNDED if self.lo is None else max(self.lo, -UNBOUNDED)
+        return [Term(lo, UNBOUNDED if self.hi is None else min(self.hi, UNBOUNDED))]
 
     def _pack(self, arrays: list[Any]) -> str:
         lo = "null" if self.lo is None else f"{self.lo}"
@@ -294,8 +297,9 @@ class First(Mask):
 
     def _terms(self, documents: Documents | None) -> list[Term]:
         if not self.per_document:
-            return [Term(first=self.n)]
-        return [Term(documents=(_the_documents(documents, self),), first_in_document=self.n)]
+            return [Term(first=min(self.n, UNBOUNDED))]
+        own = (_the_documents(documents, self),)
+        return [Term(documents=own, first_in_document=min(self.n, UNBOUNDED))]
 
     def _pack(self, arrays: list[Any]) -> str:
         return f'["first", {self.n}, {"true" if self.per_document else "false"}]'
@@ -303,20 +307,29 @@ class First(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
-    """Same document on both sides. Lengths are `[documents]` or `[rows, documents]`; 0 means no document."""
+    """Same document on both sides. Lengths are `[documents]` or `[rows, documents]`; 0 means no document.
+
+    With `cumulative` they are the cuts between documents instead, `[documents + 1]`.
+    """
 
     lengths: Any
     k_lengths: Any
     pad: bool
+    cumulative: bool = False
 
     def __repr__(self) -> str:
+        if self.cumulative:
+            return f"documents({self.lengths.shape[0] - 1} lengths)"
         shape = " x ".join(str(n) for n in self.lengths.shape)
         return f"documents({shape} lengths{', pad=True' if self.pad else ''})"
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        sides = (self._q, self._k)
-        return (self.pad, *((side.shape, side.tobytes()) for side in sides))
+        q, k = self._q, self._k
+        if self.rows is None:  # documents without tokens make no difference
+            some = (q > 0) | (k > 0)
+            q, k = q[some], k[some]
+        return self.pad, self.k_lengths is None, q.shape, q.tobytes(), k.tobytes()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Documents) and self._key == other._key
@@ -326,13 +339,20 @@ class Documents(Mask):
 
     @cached_property
     def _q(self) -> Array:
-        return _host_lengths(self.lengths, "lengths")
+        return (
+            _from_cumulative(self.lengths, "cu_seqlens") if self.cumulative else _host_lengths(self.lengths, "lengths")
+        )
 
     @cached_property
     def _k(self) -> Array:
         if self.k_lengths is None:
             return self._q
-        k = _host_lengths(self.k_lengths, "k_lengths")
+        cumulative = self.cumulative
+        k = (
+            _from_cumulative(self.k_lengths, "cu_seqlens_k")
+            if cumulative
+            else _host_lengths(self.k_lengths, "k_lengths")
+        )
         if k.shape != self._q.shape:
             raise ValueError(
                 f"documents(k_lengths): shape {k.shape} for lengths of shape {self._q.shape}; "
@@ -394,7 +414,7 @@ class Documents(Mask):
             arrays.append(self.k_lengths)
         k = "null" if self.k_lengths is None else f"{len(arrays) - 1}"
         q = len(arrays) - (1 if self.k_lengths is None else 2)
-        return f'["documents", {q}, {k}, {"true" if self.pad else "false"}]'
+        return f'["documents", {q}, {k}, {"true" if self.pad else "false"}, {"true" if self.cumulative else "false"}]'
 
 
 @dataclass(frozen=True, repr=False)
@@ -460,8 +480,8 @@ def _unpack(node: list[Any], arrays: Sequence[Any]) -> Mask:
         case "first":
             return First(*fields)
         case "documents":
-            q, k, pad = fields
-            return Documents(arrays[q], None if k is None else arrays[k], pad)
+            q, k, pad, cumulative = fields
+            return Documents(arrays[q], None if k is None else arrays[k], pad, cumulative)
         case "and":
             return And(tuple(_unpack(part, arrays) for part in fields))
         case "or":
@@ -497,26 +517,44 @@ def _integer(value: Any, name: str) -> int:
 
 def _is_tensor(value: Any) -> bool:
     """Whether this is an array of some framework, which is not to be read before it is used."""
-    return hasattr(value, "shape") and hasattr(value, "device") and not isinstance(value, np.ndarray)
+    return hasattr(value, "shape") and hasattr(value, "device") and not isinstance(value, _NUMPY)
+
+
+def _positions(value: Any, name: str) -> Array:
+    array = np.asarray(value)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"visible({name}): expected integer positions, got {value!r}")
+    return array.astype(np.int64)
 
 
 def _as_lengths(lengths: Any, name: str) -> Any:
     if _is_tensor(lengths):
         return lengths
-    rows = list(lengths)
-    if rows and all(hasattr(row, "__len__") for row in rows):
-        width = max(len(row) for row in rows)
-        rows = [list(row) + [0] * (width - len(row)) for row in rows]
-    return _host_lengths(np.asarray(rows), name)
+    try:
+        rows = [row if np.ndim(row) == 0 else list(row) for row in lengths]
+        if rows and all(isinstance(row, list) for row in rows):
+            width = max(len(row) for row in rows)
+            rows = [row + [0] * (width - len(row)) for row in rows]
+        array = np.asarray(rows)
+    except (TypeError, ValueError) as error:
+        raise _not_lengths(name, lengths) from error
+    return _host_lengths(array, name)
 
 
-def _differences(cumulative: Any, name: str) -> Any:
+def _as_cumulative(cumulative: Any, name: str) -> Any:
     if not _is_tensor(cumulative):
-        cumulative = np.asarray(cumulative)
-        if cumulative.ndim != 1 or not len(cumulative) or cumulative[0] != 0:
-            raise ValueError(f"from_cu_seqlens({name}): expected [0, n1, n1 + n2, ...], got {cumulative!r}")
-        return _host_lengths(np.diff(cumulative), name)
-    return cumulative[1:] - cumulative[:-1]
+        cumulative = np.array(cumulative)
+        _from_cumulative(cumulative, name)
+    elif len(cumulative.shape) != 1:
+        raise ValueError(f"from_cu_seqlens({name}): expected one dimension, got shape {list(cumulative.shape)}")
+    return cumulative
+
+
+def _from_cumulative(cumulative: Any, name: str) -> Array:
+    host = cumulative.cpu().numpy() if _is_tensor(cumulative) else cumulative
+    if host.ndim != 1 or not len(host) or host[0] != 0:
+        raise ValueError(f"from_cu_seqlens({name}): expected [0, n1, n1 + n2, ...], got {host!r}")
+    return _host_lengths(np.diff(_host_lengths(host, name)), name)
 
 
 def _host_lengths(lengths: Any, name: str) -> Array:
@@ -526,7 +564,15 @@ def _host_lengths(lengths: Any, name: str) -> Array:
     if array.size == 0:
         array = array.astype(np.int64)
     if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
-        raise ValueError(f"documents({name}): expected a list of integers, or a list of them for each row")
-    if (array < 0).any():
-        raise ValueError(f"documents({name}): lengths must be >= 0, got {int(array.min())}")
+        raise _not_lengths(name, lengths)
+    if array.min(initial=0) < 0:
+        raise ValueError(f"documents({name}): lengths must be >= 0, got {array.min()}")
+    if array.max(initial=0) > UNBOUNDED:
+        raise ValueError(f"documents({name}): lengths must be at most {UNBOUNDED}, got {array.max()}")
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _not_lengths(name: str, lengths: Any) -> ValueError:
+    return ValueError(
+        f"documents({name}): expected a list of integers, or a list of them for each row; got {lengths!r}"
+    )

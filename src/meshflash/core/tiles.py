@@ -229,8 +229,8 @@ class _Spans:
 
 def _build(mask: Mask, row_ranges: Sequence[range], column_ranges: Sequence[range], by_key: bool, exact: bool) -> Table:
     for r in (*row_ranges, *column_ranges):
-        if r.step < 1 or r.start < 0:
-            raise ValueError(f"worklist(ranges): {r} runs backwards or begins below 0")
+        if r.step < 1 or r.start < 0 or r.stop > UNBOUNDED:
+            raise ValueError(f"worklist(ranges): {r} runs backwards, begins below 0 or ends beyond {UNBOUNDED}")
     rows, columns = _Runs.of(row_ranges), _Runs.of(column_ranges)
     order = np.argsort(columns.position, kind="stable")
     columns = columns.take(order)
@@ -343,7 +343,8 @@ def _sweep(lo: Array, hi: Array, bands: list[tuple[int, int]]) -> tuple[Array, A
     left, right = points[:, :-1], points[:, 1:]
     active = (lo[:, None, :] <= left[:, :, None]) & (right[:, :, None] <= hi[:, None, :])
     active &= (left < right)[:, :, None]
-    code = active @ (1 << np.arange(len(bands), dtype=np.int64))
+    bits = [1 << t for t in range(len(bands))]
+    code = active @ np.array(bits, dtype=np.int64 if len(bits) < 63 else object)
     found: list[Array] = [np.zeros((5, 0), np.int64)]
     for subset in np.unique(code):
         where = code == subset
