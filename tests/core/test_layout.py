@@ -250,3 +250,27 @@ def test_balanced_needs_masks_that_fit() -> None:
 def test_positions_of_a_rank_that_is_not_there(rank: int) -> None:
     with pytest.raises(ValueError, match=rf"positions\(rank={rank}\): expected a rank from 0 to 1"):
         positions(Layout.contiguous(8, 2), rank)
+
+
+def test_balanced_keeps_token_counts_even_where_most_is_padding() -> None:
+    mask = Mask.documents([10], pad=True) & Mask.causal()
+    lengths = Layout.balanced(mask, 100, 8).lengths
+    assert max(lengths) - min(lengths) <= 2
+
+
+def test_a_name_does_not_make_another_layout() -> None:
+    assert Layout.contiguous(8, 1) == Layout.zigzag(8, 1)
+    assert hash(Layout.contiguous(8, 1)) == hash(Layout.zigzag(8, 1))
+
+
+@pytest.mark.parametrize("make", [Layout.contiguous, Layout.zigzag, Layout.striped])
+def test_sizes_are_integers(make: Callable[[Any, Any], Layout]) -> None:
+    with pytest.raises(ValueError, match=r"Layout\(tokens\): expected an integer, got 10.0"):
+        make(10.0, 2)
+    with pytest.raises(ValueError, match=r"Layout\(world\): expected an integer, got '2'"):
+        make(10, "2")
+
+
+def test_balanced_takes_masks_only() -> None:
+    with pytest.raises(ValueError, match=r"balanced\(masks\): expected a mask, or several"):
+        Layout.balanced("causal", 8, 1)  # type: ignore[arg-type]

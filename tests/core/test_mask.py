@@ -721,3 +721,25 @@ def test_first_per_document_needs_one_set_of_documents() -> None:
 def test_positions_in_two_sets_of_documents_mean_nothing() -> None:
     with pytest.raises(ValueError, match="the mask holds more than one documents"):
         (Mask.documents([2, 3]) & Mask.documents([1, 4])).positions_in_document(5)
+
+
+def test_a_mask_is_neither_true_nor_false() -> None:
+    with pytest.raises(TypeError, match=r"combine masks with & and \|"):
+        Mask.causal() and Mask.first(3)
+
+
+@pytest.mark.parametrize("batch", [-1, 2])
+def test_a_batch_row_that_is_not_there(batch: int) -> None:
+    with pytest.raises(ValueError, match=rf"visible\(batch={batch}\): expected a row from 0 to 1"):
+        Mask.documents([[2, 3], [5]]).visible(0, 0, batch=batch)
+
+
+def test_positions_in_documents_that_do_not_add_up() -> None:
+    with pytest.raises(ValueError, match=r"documents\(lengths\): 5 tokens in the documents, 10 in the sequence"):
+        Mask.documents([2, 3]).positions_in_document(10)
+    assert Mask.documents([2, 3], pad=True).positions_in_document(6).tolist() == [0, 1, 0, 1, 2, 0]
+
+
+def test_ragged_rows_need_as_many_documents_for_the_keys() -> None:
+    with pytest.raises(ValueError, match=r"documents\(k_lengths\): \[2, 2\] documents for \[2, 1\] in lengths"):
+        Mask.documents([[2, 3], [5]], k_lengths=[[2, 3], [4, 1]])

@@ -7,19 +7,21 @@ anything. How data gets there is not said here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from meshflash.core.mask import Array, Mask
+from meshflash.core.mask import Array, Mask, as_integer
 from meshflash.core.tiles import visible_per_query
 
 #: `balanced` stops cutting finer once the busiest rank is this close to the mean.
 BALANCE_GOAL = 1.01
 #: ... or once a rank holds this many ranges.
 MAX_RANGES_PER_RANK = 16
+#: ... or once pieces would be so short that one token more or less in each makes ranks unequal.
+MIN_PIECE = 8
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Layout:
     """
 
     ranges: tuple[tuple[range, ...], ...]
-    name: str = "custom"
+    name: str = field(default="custom", compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -45,7 +47,10 @@ class Layout:
                 raise ValueError(f"Layout(ranges): expected a list of ranges for each rank, found {r!r} in one")
             if r.step < 1 or r.start < 0 or not len(r):
                 raise ValueError(f"Layout(ranges): {r} is empty, runs backwards or begins below 0")
-        held = np.sort(np.concatenate([self.positions(rank) for rank in range(self.world)]))
+        runs = sorted((r for held in self.ranges for r in held), key=lambda r: r.start)
+        if all(r.step == 1 for r in runs) and [r.start for r in runs] == [0, *(r.stop for r in runs[:-1])][: len(runs)]:
+            return
+        held = np.sort(_expand(runs))
         wrong = np.flatnonzero(held != np.arange(len(held)))
         if len(wrong):
             place, found = int(wrong[0]), int(held[wrong[0]])
@@ -78,14 +83,16 @@ class Layout:
         >>> Layout.contiguous(5, 2).ranges
         ((range(0, 3),), (range(3, 5),))
         """
-        cuts = _even_cuts(tokens, world, world)
+        tokens, world = _sizes(tokens, world)
+        cuts = _even_cuts(tokens, world)
         return _layout("contiguous", [[range(cuts[r], cuts[r + 1])] for r in range(world)])
 
     @staticmethod
     def zigzag(tokens: int, world: int) -> Layout:
         """Rank r holds the r-th piece from the front and the r-th from the back: equal causal work."""
+        tokens, world = _sizes(tokens, world)
         n = 2 * world
-        cuts = _even_cuts(tokens, world, n)
+        cuts = _even_cuts(tokens, n)
         return _layout(
             "zigzag",
             [[range(cuts[r], cuts[r + 1]), range(cuts[n - 1 - r], cuts[n - r])] for r in range(world)],
@@ -98,7 +105,7 @@ class Layout:
         >>> Layout.striped(5, 2).ranges
         ((range(0, 5, 2),), (range(1, 5, 2),))
         """
-        _even_cuts(tokens, world, world)
+        tokens, world = _sizes(tokens, world)
         return _layout("striped", [[range(r, tokens, world)] for r in range(world)])
 
     @staticmethod
@@ -113,14 +120,16 @@ class Layout:
         (256, 256, 256, 256)
         """
         masks = (masks,) if isinstance(masks, Mask) else tuple(masks)
-        if not masks:
-            raise ValueError("balanced(masks): expected a mask, or several")
-        _even_cuts(tokens, world, world)
+        if not masks or not all(isinstance(mask, Mask) for mask in masks):
+            raise ValueError(f"balanced(masks): expected a mask, or several; got {masks!r}")
+        tokens, world = _sizes(tokens, world)
         work = np.stack([visible_per_query(mask, tokens) for mask in masks]).astype(np.float64)
         best: Layout | None = None
         best_load = np.inf
         pieces = 1
-        while pieces <= MAX_RANGES_PER_RANK and best_load > BALANCE_GOAL:
+        while best_load > BALANCE_GOAL and pieces <= MAX_RANGES_PER_RANK:
+            if best is not None and tokens < MIN_PIECE * world * pieces:
+                break
             candidate, load = _deal(work, tokens, world, pieces)
             if load < best_load:
                 best, best_load = candidate, load
@@ -135,7 +144,7 @@ def positions(layout: Layout, rank: int) -> Array:
     >>> positions(Layout.striped(5, 2), 1).tolist()
     [1, 3]
     """
-    if not 0 <= rank < layout.world:
+    if not 0 <= as_integer(rank, "positions(rank)") < layout.world:
         raise ValueError(f"positions(rank={rank}): expected a rank from 0 to {layout.world - 1}")
     return layout.positions(rank)
 
@@ -143,7 +152,7 @@ def positions(layout: Layout, rank: int) -> Array:
 def _deal(work: npt.NDArray[np.float64], tokens: int, world: int, pieces: int) -> tuple[Layout, float]:
     """Deal `world * pieces` equal pieces, heaviest first, to the least loaded rank with room."""
     n = world * pieces
-    cuts = _even_cuts(tokens, world, n)
+    cuts = _even_cuts(tokens, n)
     sums = np.concatenate([np.zeros((len(work), 1)), np.cumsum(work, axis=1)], axis=1)
     weight = np.diff(sums[:, cuts], axis=1)
     totals = weight.sum(axis=1, keepdims=True)
@@ -179,10 +188,15 @@ def _expand(ranges: Sequence[range]) -> Array:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _even_cuts(tokens: int, world: int, pieces: int) -> list[int]:
+def _sizes(tokens: int, world: int) -> tuple[int, int]:
+    tokens, world = as_integer(tokens, "Layout(tokens)"), as_integer(world, "Layout(world)")
     if tokens < 0:
         raise ValueError(f"Layout(tokens={tokens}): expected a length >= 0")
     if world < 1:
         raise ValueError(f"Layout(world={world}): expected at least one rank")
+    return tokens, world
+
+
+def _even_cuts(tokens: int, pieces: int) -> list[int]:
     size, extra = divmod(tokens, pieces)
     return [piece * size + min(piece, extra) for piece in range(pieces + 1)]

@@ -60,7 +60,7 @@ class Mask:
         (True, False)
         """
         for name, value in (("left", left), ("right", right)):
-            if value is not None and _integer(value, f"window({name})") < 0:
+            if value is not None and as_integer(value, f"window({name})") < 0:
                 raise ValueError(f"window({name}={value}): expected a number >= 0, or None for no limit on that side")
         return Band(None if left is None else -int(left), None if right is None else int(right))
 
@@ -71,7 +71,7 @@ class Mask:
         >>> (Mask.documents([4, 4]) & Mask.first(1, per_document=True)).visible(6, [0, 4, 5]).tolist()
         [False, True, False]
         """
-        if _integer(n, "first(n)") < 1:
+        if as_integer(n, "first(n)") < 1:
             raise ValueError(f"first(n={n}): expected n >= 1, for n = 0 shows no key to anyone")
         return First(int(n), per_document)
 
@@ -89,8 +89,14 @@ class Mask:
         >>> Mask.documents([[2, 3], [5]]).visible(1, 2, batch=1)
         True
         """
-        k = None if k_lengths is None else _as_lengths(k_lengths, "k_lengths")
-        return Documents(_as_lengths(lengths, "lengths"), k, pad)
+        if k_lengths is None:
+            return Documents(_as_lengths(lengths, "lengths"), None, pad)
+        if _counts(lengths) != _counts(k_lengths):
+            raise ValueError(
+                f"documents(k_lengths): {_counts(k_lengths)} documents for {_counts(lengths)} in lengths; "
+                "queries and keys need the same number of documents, in each row"
+            )
+        return Documents(_as_lengths(lengths, "lengths"), _as_lengths(k_lengths, "k_lengths"), pad)
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Any, cu_seqlens_k: Any = None) -> Mask:
@@ -105,6 +111,9 @@ class Mask:
         k = None if cu_seqlens_k is None else _as_cumulative(cu_seqlens_k, "cu_seqlens_k")
         return Documents(_as_cumulative(cu_seqlens, "cu_seqlens"), k, pad=False, cumulative=True)
 
+    def __bool__(self) -> bool:
+        raise TypeError("a mask is neither true nor false: combine masks with & and |, not with and, or, not")
+
     def __and__(self, other: Mask) -> Mask:
         return _combine(And, self, other)
 
@@ -117,6 +126,8 @@ class Mask:
         >>> Mask.causal().visible([[0], [1]], [0, 1]).tolist()
         [[True, False], [True, True]]
         """
+        if not 0 <= batch < (self.batch_rows or batch + 1):
+            raise ValueError(f"visible(batch={batch}): expected a row from 0 to {(self.batch_rows or 1) - 1}")
         seen = self._visible(_positions(i, "i"), _positions(j, "j"), batch, self.documents_node)
         return seen if seen.ndim else bool(seen)
 
@@ -161,7 +172,7 @@ class Mask:
             documents.check_lengths(q_tokens, k_tokens, q_offset)
 
     def positions_in_document(self, tokens: int) -> Array:
-        """Each token's place in its own document, for RoPE: `[tokens]`, or `[rows, tokens]`.
+        """Each query's place in its own document, for RoPE: `[tokens]`, or `[rows, tokens]`.
 
         >>> Mask.documents([2, 3]).positions_in_document(5).tolist()
         [0, 1, 0, 1, 2]
@@ -172,6 +183,7 @@ class Mask:
         node = self.documents_node
         if node is None:
             raise ValueError("positions_in_document: the mask holds more than one documents(...)")
+        node.check_side("lengths", tokens)
         rows = [places - _starts(node.q_cuts(b), places) for b in range(node.rows or 1)]
         return rows[0] if node.rows is None else np.stack(rows)
 
@@ -387,16 +399,19 @@ class Documents(Mask):
         """Raise ValueError unless the documents add up to the sequence."""
         q_end = q_offset + q_tokens
         if self.k_lengths is None:
-            sides = [("lengths", self._q, max(q_end, k_tokens))]
+            self.check_side("lengths", max(q_end, k_tokens))
         else:
-            sides = [("lengths", self._q, q_end), ("k_lengths", self._k, k_tokens)]
-        for name, lengths, tokens in sides:
-            totals = np.atleast_2d(lengths).sum(axis=1)
-            wrong = totals > tokens if self.pad else totals != tokens
-            if wrong.any():
-                total = int(totals[np.argmax(wrong)])
-                hint = "" if total > tokens else "; pad=True if the rest is padding"
-                raise ValueError(f"documents({name}): {total} tokens in the documents, {tokens} in the sequence{hint}")
+            self.check_side("lengths", q_end)
+            self.check_side("k_lengths", k_tokens)
+
+    def check_side(self, name: str, tokens: int) -> None:
+        """Raise ValueError unless the `lengths` or the `k_lengths` add up to this many tokens."""
+        totals = np.atleast_2d(self._k if name == "k_lengths" else self._q).sum(axis=1)
+        wrong = totals > tokens if self.pad else totals != tokens
+        if wrong.any():
+            total = int(totals[np.argmax(wrong)])
+            hint = "" if total > tokens else "; pad=True if the rest is padding"
+            raise ValueError(f"documents({name}): {total} tokens in the documents, {tokens} in the sequence{hint}")
 
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
         q_cuts, k_cuts = self.q_cuts(batch), self.k_cuts(batch)
@@ -509,7 +524,8 @@ def _starts(cuts: Array, positions: Array) -> Array:
     return cuts[np.searchsorted(cuts, positions, "right") - 1]
 
 
-def _integer(value: Any, name: str) -> int:
+def as_integer(value: Any, name: str) -> int:
+    """A Python integer, or ValueError with the name of the argument."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name}: expected an integer, got {value!r}")
     return int(value)
@@ -525,6 +541,17 @@ def _positions(value: Any, name: str) -> Array:
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"visible({name}): expected integer positions, got {value!r}")
     return array.astype(np.int64)
+
+
+def _counts(lengths: Any) -> Any:
+    """How many documents there are, in each row where rows have their own; from the shape alone."""
+    if hasattr(lengths, "shape"):
+        return [lengths.shape[1]] * lengths.shape[0] if len(lengths.shape) == 2 else lengths.shape
+    try:
+        rows = list(lengths)
+    except TypeError:
+        return ()
+    return [len(row) for row in rows] if rows and all(np.ndim(row) for row in rows) else (len(rows),)
 
 
 def _as_lengths(lengths: Any, name: str) -> Any:
