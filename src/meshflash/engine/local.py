@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,15 +123,21 @@ def _unpack_call(
     kernel: str,
     deterministic: bool,
 ) -> tuple[Inputs, str, bool]:
-    mask = Mask.unpack(text, documents) if documents else _plain_mask(text)
+    mask = _mask(text, tuple(_frozen(lengths) for lengths in documents))
     number = 0 if seed is None else int(seed)
     features = Features(scale, softcap, dropout, number, head_offset, alibi_slopes, sink_logits)
     return inputs(q, k, v, mask, features, q_offset), kernel, deterministic
 
 
+def _frozen(lengths: Tensor) -> tuple[bytes, str, torch.Size]:
+    array = lengths.cpu().numpy()
+    return array.tobytes(), array.dtype.str, lengths.shape
+
+
 @lru_cache(maxsize=256)
-def _plain_mask(text: str) -> Mask:
-    return Mask.unpack(text, ())
+def _mask(text: str, documents: tuple[tuple[bytes, str, torch.Size], ...]) -> Mask:
+    """The mask of an op's arguments: cached, for what a mask knows of itself is worked out only once."""
+    return Mask.unpack(text, [np.frombuffer(data, dtype).reshape(shape) for data, dtype, shape in documents])
 
 
 @torch.library.custom_op("meshflash::attention", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
