@@ -6,7 +6,7 @@ from torch import Tensor
 
 from meshflash import Layout, Mask
 from meshflash.core.tiles import worklist
-from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, accumulator_dtype
+from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, Rows, accumulator_dtype
 from meshflash.kernels.merge import merge_
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.registry import kernels, refusal
@@ -41,15 +41,14 @@ def ring_in_one_process(kernel: Kernel, case: Case, layout: Layout, leaves: dict
     out = torch.empty_like(q[..., :1].expand(*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype)
     for rank, own in enumerate(rows):
-        carry: tuple[Tensor, Tensor] | None = None
+        # the partial result is continued in place, and the last step stores the final dtype
+        partial = (torch.empty(*out[:, own].shape, dtype=dtype), torch.empty(*lse[..., own].shape, dtype=dtype))
+        final = (torch.empty_like(out[:, own]), torch.empty_like(lse[..., own]))
         for n in range(layout.world):
             last = n == layout.world - 1
-            part = torch.empty(*out[:, own].shape, dtype=out.dtype if last else dtype)
-            part_lse = torch.empty(*lse[..., own].shape, dtype=dtype)
-            kernel.forward(step(rank, (rank + n) % layout.world, last), part, part_lse, carry)
-            carry = (part, part_lse)
-        assert carry is not None
-        out[:, own], lse[..., own] = carry
+            x = step(rank, (rank + n) % layout.world, last)
+            kernel.forward(x, final if last else partial, partial if n else None)
+        out[:, own], lse[..., own] = final
 
     generator = torch.Generator().manual_seed(7)
     dout = torch.randn(out.shape, generator=generator).to(out)
@@ -59,8 +58,8 @@ def ring_in_one_process(kernel: Kernel, case: Case, layout: Layout, leaves: dict
         dq_own = torch.zeros_like(dq[:, own])
         for other, keys in enumerate(rows):
             grads = Grads(dq_own, dk[:, keys], dv[:, keys], add_dq=True, add_dkv=True)
-            whole_rows = (out[:, own], dout[:, own], lse[..., own], delta[..., own])
-            kernel.backward(step(rank, other, True), *whole_rows, grads)
+            whole_rows = Rows(out[:, own], dout[:, own], lse[..., own], delta[..., own])
+            kernel.backward(step(rank, other, True), whole_rows, grads)
             dk[:, keys], dv[:, keys] = grads.dk_BSKD, grads.dv_BSKE
         dq[:, own] = dq_own
     return {"out": out, "lse": lse, "dq": dq.to(q.dtype), "dk": dk.to(q.dtype), "dv": dv.to(q.dtype)}

@@ -11,7 +11,8 @@ def kernels(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     plt = _pyplot()
     names = list(dict.fromkeys(row["kernel"] for row in rows))
     groups = list(dict.fromkeys(_group(row) for row in rows))
-    figure, axes = plt.subplots(1, 2, figsize=(max(9.0, 1.5 * len(groups) + 5), 4.2), layout="constrained")
+    size = (max(7.0, 1.1 * len(groups) + 2), 6.5)
+    figure, axes = plt.subplots(2, 1, figsize=size, sharex=True, layout="constrained")
     width = 0.8 / len(names)
     for n, name in enumerate(names):
         mine = {_group(row): row for row in rows if row["kernel"] == name}
@@ -19,11 +20,14 @@ def kernels(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         axes[0].bar(places, [row["ms"] for row in mine.values()], width, label=name)
         axes[1].bar(places, [row["peak_bytes"] / 2**20 for row in mine.values()], width, label=name)
     for axis, label in zip(axes, ("milliseconds", "peak memory, MiB"), strict=True):
-        axis.set_xticks(range(len(groups)), groups, fontsize=8)
+        heights = [bar.get_height() for bar in axis.patches]
+        if max(heights) > 20 * min(heights):
+            axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:g}")
         axis.set_ylabel(label)
-        axis.set_yscale("log")
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_xticks(range(len(groups)), groups, fontsize=8)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +36,7 @@ def kernels(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def _group(row: dict[str, Any]) -> str:
-    return f"{row['mask']}\nT={row['tokens']:,} D={row['head_dim']}\n{row['pass']}"
+    return f"{row['mask']}\nT={row['tokens']:,}\nD={row['head_dim']}\n{row['pass']}"
 
 
 def _pyplot() -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import worklist
-from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, accumulator_dtype
+from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, Rows, new_outputs
 from meshflash.kernels.registry import choose, tell_spies
 
 #: What both ops take after their own tensors.
@@ -46,11 +46,7 @@ def inputs(
 
 def forward(x: Inputs, kernel: str = "auto", deterministic: bool = False) -> tuple[Tensor, Tensor]:
     """(out, lse) by the kernel of this name."""
-    q, v = x.q_BTHD, x.v_BSKE
-    out_BTHE, lse_BHT = outputs(q, v)
-    chosen = _choose(x, kernel, "forward", deterministic)
-    chosen.forward(x, out_BTHE, lse_BHT)
-    return out_BTHE, lse_BHT
+    return _choose(x, kernel, "forward", deterministic).forward(x)
 
 
 def backward(
@@ -63,13 +59,13 @@ def backward(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits) from the gradients of out and lse, either of which may be None."""
-    dq, dk, dv = _empty_like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
     dout = torch.zeros_like(out_BTHE) if dout_BTHE is None else dout_BTHE
     delta_BHT = (dout.to(lse_BHT.dtype) * out_BTHE).sum(dim=-1).transpose(1, 2).contiguous()
     if dlse_BHT is not None:
         delta_BHT -= dlse_BHT
     chosen = _choose(x, kernel, "backward", deterministic, lse_gradient=dlse_BHT is not None)
-    chosen.backward(x, out_BTHE, dout, lse_BHT, delta_BHT, Grads(dq, dk, dv))
+    grads = chosen.backward(x, Rows(out_BTHE, dout, lse_BHT, delta_BHT))
+    dq, dk, dv = grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE
     sink_logits = x.features.sink_logits_H
     if sink_logits is None:
         return dq, dk, dv, None
@@ -93,17 +89,6 @@ def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_grad
     kernel = choose(name, ask)
     tell_spies(kernel, direction)
     return kernel
-
-
-def outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for (out, lse)."""
-    batch, tokens, heads, _ = q_BTHD.shape
-    out_BTHE = q_BTHD.new_empty(batch, tokens, heads, v_BSKE.shape[-1])
-    return out_BTHE, q_BTHD.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q_BTHD.dtype))
-
-
-def _empty_like(*tensors: Tensor) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
 
 
 def _unpack_call(
@@ -148,7 +133,7 @@ def attention_op(*call: Any) -> tuple[Tensor, Tensor]:
 
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return outputs(q, v)
+    return new_outputs(q, v)
 
 
 @torch.library.custom_op(
@@ -177,8 +162,13 @@ def _(
     sink_logits: Tensor | None,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = _empty_like(q, k, v)
-    return dq, dk, dv, out.new_empty(0) if sink_logits is None else torch.empty_like(sink_logits)
+    grads = Grads.like(q, k, v)
+    return (
+        grads.dq_BTHD,
+        grads.dk_BSKD,
+        grads.dv_BSKE,
+        out.new_empty(0) if sink_logits is None else torch.empty_like(sink_logits),
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

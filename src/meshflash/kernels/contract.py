@@ -53,6 +53,27 @@ class Inputs:
     features: Features
 
 
+#: (out_BTHE, lse_BHT)
+Outputs = tuple[Tensor, Tensor]
+
+
+def new_outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> Outputs:
+    """Room for the final (out, lse)."""
+    batch, tokens, heads, _ = q_BTHD.shape
+    out_BTHE = q_BTHD.new_empty(batch, tokens, heads, v_BSKE.shape[-1])
+    return out_BTHE, q_BTHD.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q_BTHD.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What a backward knows of its query rows, over all the keys that there are: delta = sum(dout * out) - dlse."""
+
+    out_BTHE: Tensor
+    dout_BTHE: Tensor
+    lse_BHT: Tensor
+    delta_BHT: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Grads:
     """Where gradients go. What is added to is in the accumulator's dtype; the rest is overwritten."""
@@ -62,6 +83,12 @@ class Grads:
     dv_BSKE: Tensor
     add_dq: bool = False
     add_dkv: bool = False
+
+    @staticmethod
+    def like(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor) -> Grads:
+        """Room for the final gradients of q, k and v."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHD, k_BSKD, v_BSKE))
+        return Grads(dq, dk, dv)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,19 +122,15 @@ class Kernel(ABC):
         """What this kernel lacks for a call, in words that follow "lacks", or None if it can do it."""
 
     @abstractmethod
-    def forward(self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None) -> None:
-        """Write every row of `out` and `lse`.
+    def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
+        """Compute every row of (out, lse), into `outputs` where they are given, and return them.
 
-        `out` in the accumulator's dtype is a partial result, in the input's dtype the final one.
-        `carry` is the (out, lse) of earlier calls over other keys, in the accumulator's dtype, and
-        is continued; it may be the very tensors that are written. Rows that see no key get 0 and -inf.
+        `out` in the accumulator's dtype is a partial result, in the input's dtype the final one; what the
+        kernel makes itself is final, contiguous and new. `carry` is the (out, lse) of earlier calls over
+        other keys, in the accumulator's dtype, and is continued; it may be the very tensors that are
+        written. Rows that see no key get 0 and -inf.
         """
 
     @abstractmethod
-    def backward(
-        self, x: Inputs, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, delta_BHT: Tensor, grads: Grads
-    ) -> None:
-        """Write or add this worklist's share of the gradients.
-
-        `out`, `lse` and `delta = sum(dout * out) - dlse` are those of the whole rows, over all keys.
-        """
+    def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
+        """Compute this worklist's share of the gradients, into `grads` where they are given, and return them."""

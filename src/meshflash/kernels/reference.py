@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshflash.core.mask import Mask
 from meshflash.kernels import dropout
-from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel
+from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Outputs, Rows, new_outputs
 from meshflash.kernels.merge import merge_
 
 
@@ -41,7 +41,8 @@ class Reference(Kernel):
     def lacks(self, ask: Ask) -> str | None:
         return None
 
-    def forward(self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None) -> None:
+    def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
+        out_BTHE, lse_BHT = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
         q, k, v, work = x.q_BTHD.double(), x.k_BSKD.double(), x.v_BSKE.double(), x.work
         s, _, visible, keep = _scores(q, k, work.mask, work.q_ranges, work.k_ranges, x.features)
         lse = torch.logsumexp(s, dim=-1)
@@ -53,16 +54,16 @@ class Reference(Kernel):
             merge_(out, lse, torch.zeros_like(out), sink)
         out_BTHE.copy_(out)
         lse_BHT.copy_(lse)
+        return out_BTHE, lse_BHT
 
-    def backward(
-        self, x: Inputs, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, delta_BHT: Tensor, grads: Grads
-    ) -> None:
+    def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
+        grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
         q, k, v, work = x.q_BTHD.double(), x.k_BSKD.double(), x.v_BSKE.double(), x.work
-        dout = dout_BTHE.double()
+        dout = rows.dout_BTHE.double()
         s, slope, visible, keep = _scores(q, k, work.mask, work.q_ranges, work.k_ranges, x.features)
-        p = _probabilities(s, lse_BHT.double(), visible)
+        p = _probabilities(s, rows.lse_BHT.double(), visible)
         dp = torch.einsum("bthe,bshe->bhts", dout, _per_query_head(v, q)) * keep
-        ds = p * (dp - delta_BHT.double()[..., None]) * slope * x.features.scale
+        ds = p * (dp - rows.delta_BHT.double()[..., None]) * slope * x.features.scale
         heads = (k.shape[2], q.shape[2] // k.shape[2])
         dq = torch.einsum("bhts,bshd->bthd", ds, _per_query_head(k, q))
         dk = torch.einsum("bhts,bthd->bshd", ds, q).unflatten(2, heads).sum(3)
@@ -70,6 +71,7 @@ class Reference(Kernel):
         grads.dq_BTHD.copy_(dq + grads.dq_BTHD if grads.add_dq else dq)
         grads.dk_BSKD.copy_(dk + grads.dk_BSKD if grads.add_dkv else dk)
         grads.dv_BSKE.copy_(dv + grads.dv_BSKE if grads.add_dkv else dv)
+        return grads
 
 
 def _scores(

@@ -17,7 +17,17 @@ from torch import Tensor
 from meshflash.core.mask import UNBOUNDED
 from meshflash.core.tiles import Worklist
 from meshflash.kernels import dropout
-from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, accumulator_dtype
+from meshflash.kernels.contract import (
+    Ask,
+    Features,
+    Grads,
+    Inputs,
+    Kernel,
+    Outputs,
+    Rows,
+    accumulator_dtype,
+    new_outputs,
+)
 
 #: Elements of scores in one block of queries x keys, over batch and heads; measured on two Neoverse-N1 cores,
 #: where 2**20 was 10% slower for causal masks and 2**22 for 32 heads.
@@ -61,7 +71,8 @@ class Tiled(Kernel):
     def lacks(self, ask: Ask) -> str | None:
         return None
 
-    def forward(self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None) -> None:
+    def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
+        out_BTHE, lse_BHT = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
         q_BTHD, k_BSKD, v_BSKE, features = x.q_BTHD, x.k_BSKD, x.v_BSKE, x.features
         kv_heads = k_BSKD.shape[2]
         for block in _blocks(x.work, self._size(x)):
@@ -100,10 +111,10 @@ class Tiled(Kernel):
             out_BTHE[block.batch, block.q] = _by_token(acc, block).to(out_BTHE.dtype)
             lse = (top + torch.log(total)).to(lse_BHT.dtype)
             lse_BHT[block.batch, :, block.q] = lse.view(lse.shape[0], -1, len(block.i))
+        return out_BTHE, lse_BHT
 
-    def backward(
-        self, x: Inputs, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, delta_BHT: Tensor, grads: Grads
-    ) -> None:
+    def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
+        grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
         q_BTHD, k_BSKD, v_BSKE, features = x.q_BTHD, x.k_BSKD, x.v_BSKE, x.features
         kv_heads = k_BSKD.shape[2]
         dtype = accumulator_dtype(q_BTHD.dtype)
@@ -112,8 +123,10 @@ class Tiled(Kernel):
         )
         for block in _blocks(x.work, self._size(x)):
             q = _by_head(q_BTHD[block.batch, block.q], kv_heads) * features.scale
-            dout = _by_head(dout_BTHE[block.batch, block.q], kv_heads)
-            lse, delta = (y[block.batch, :, block.q].reshape(q.shape[:-1]).to(dtype) for y in (lse_BHT, delta_BHT))
+            dout = _by_head(rows.dout_BTHE[block.batch, block.q], kv_heads)
+            lse, delta = (
+                y[block.batch, :, block.q].reshape(q.shape[:-1]).to(dtype) for y in (rows.lse_BHT, rows.delta_BHT)
+            )
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # rows that see nothing: p = exp(-inf) = 0
             dq = torch.zeros_like(q)
             for keys in block.keys:
@@ -139,6 +152,7 @@ class Tiled(Kernel):
         if not grads.add_dkv:
             grads.dk_BSKD.copy_(dk_sum)
             grads.dv_BSKE.copy_(dv_sum)
+        return grads
 
     def _size(self, x: Inputs) -> int:
         """Rows of a block: a power of two, no wider than the widest band, for what lies beside it is wasted."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshflash.core.tiles import Rectangle
-from meshflash.kernels.contract import HALF, Ask, Grads, Inputs, Kernel
+from meshflash.kernels.contract import HALF, Ask, Grads, Inputs, Kernel, Outputs, Rows, new_outputs
 from meshflash.kernels.merge import merge_
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -46,66 +46,81 @@ class Vendor(Kernel):
             return f"float32 partial results for {ask.dtype} inputs, which this mask, a sink or a carry needs"
         return None
 
-    def forward(self, x: Inputs, out_BTHE: Tensor, lse_BHT: Tensor, carry: tuple[Tensor, Tensor] | None = None) -> None:
+    def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
         rectangles = x.work.rectangles
         assert rectangles is not None
+        sinks = x.features.sink_logits_H
+        whole = carry is None and len(rectangles) == 1 and rectangles[0].q == slice(0, x.q_BTHD.shape[1])
+        if whole and outputs is None and sinks is None:
+            out, lse = _forward(x, rectangles[0])
+            return out.contiguous(), lse.contiguous()
+        out_BTHE, lse_BHT = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
         if carry is not None:
             out_BTHE.copy_(carry[0])
             lse_BHT.copy_(carry[1])
-        elif len(rectangles) != 1 or rectangles[0].q != slice(0, x.q_BTHD.shape[1]):
+        elif not whole:
             out_BTHE.zero_()
             lse_BHT.fill_(-torch.inf)
         once = carry is None and x.work.disjoint
         for r in rectangles:
-            batch, q, k = _batch(r), r.q, r.k
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *(_heads_first(y) for y in (x.q_BTHD[batch, q], x.k_BSKD[batch, k], x.v_BSKE[batch, k])),
-                is_causal=r.causal,
-                scale=x.features.scale,
-            )
-            rows, lse_rows = out_BTHE[batch, q], lse_BHT[batch, :, q]
+            out, lse = _forward(x, r)
+            out_rows, lse_rows = out_BTHE[_batch(r), r.q], lse_BHT[_batch(r), :, r.q]
             if once:
-                rows.copy_(out.transpose(1, 2))
+                out_rows.copy_(out)
                 lse_rows.copy_(lse)
             else:
-                merge_(rows, lse_rows, out.transpose(1, 2), lse)
-        if x.features.sink_logits_H is not None:
-            sink = x.features.sink_logits_H.to(lse_BHT.dtype)[None, :, None].expand_as(lse_BHT)
+                merge_(out_rows, lse_rows, out, lse)
+        if sinks is not None:
+            sink = sinks.to(lse_BHT.dtype)[None, :, None].expand_as(lse_BHT)
             merge_(out_BTHE, lse_BHT, out_BTHE.new_zeros(()).expand_as(out_BTHE), sink)
+        return out_BTHE, lse_BHT
 
-    def backward(
-        self, x: Inputs, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, delta_BHT: Tensor, grads: Grads
-    ) -> None:
+    def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
         rectangles = x.work.rectangles
         assert rectangles is not None
-        targets = (
-            (grads.dq_BTHD, grads.add_dq),
-            (grads.dk_BSKD, grads.add_dkv),
-            (grads.dv_BSKE, grads.add_dkv),
-        )
+        everything = (slice(0, x.q_BTHD.shape[1]), slice(0, x.k_BSKD.shape[1]))
+        if grads is None and len(rectangles) == 1 and (rectangles[0].q, rectangles[0].k) == everything:
+            dq, dk, dv = (part.contiguous() for part in _backward(x, rows, rectangles[0]))
+            return Grads(dq, dk, dv)
+        grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
+        targets = ((grads.dq_BTHD, grads.add_dq), (grads.dk_BSKD, grads.add_dkv), (grads.dv_BSKE, grads.add_dkv))
         for target, add in targets:
             if not add:
                 target.zero_()
         for r in rectangles:
-            batch, q, k = _batch(r), r.q, r.k
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(
-                    _heads_first(y)
-                    for y in (
-                        dout_BTHE[batch, q],
-                        x.q_BTHD[batch, q],
-                        x.k_BSKD[batch, k],
-                        x.v_BSKE[batch, k],
-                        out_BTHE[batch, q],
-                    )
-                ),
-                lse_BHT[batch, :, q],
-                0.0,
-                r.causal,
-                scale=x.features.scale,
-            )
-            for (target, _), part, rows in zip(targets, parts, (q, k, k), strict=True):
-                target[batch, rows] += part.transpose(1, 2)
+            for (target, _), part, place in zip(targets, _backward(x, rows, r), (r.q, r.k, r.k), strict=True):
+                target[_batch(r), place] += part
+        return grads
+
+
+def _forward(x: Inputs, r: Rectangle) -> Outputs:
+    """(out, lse) of one rectangle."""
+    batch, q, k = _batch(r), r.q, r.k
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _heads_first(x.q_BTHD[batch, q]),
+        _heads_first(x.k_BSKD[batch, k]),
+        _heads_first(x.v_BSKE[batch, k]),
+        is_causal=r.causal,
+        scale=x.features.scale,
+    )
+    return out.transpose(1, 2), lse
+
+
+def _backward(x: Inputs, rows: Rows, r: Rectangle) -> list[Tensor]:
+    """(dq, dk, dv) of one rectangle."""
+    batch, q, k = _batch(r), r.q, r.k
+    parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _heads_first(rows.dout_BTHE[batch, q]),
+        _heads_first(x.q_BTHD[batch, q]),
+        _heads_first(x.k_BSKD[batch, k]),
+        _heads_first(x.v_BSKE[batch, k]),
+        _heads_first(rows.out_BTHE[batch, q]),
+        rows.lse_BHT[batch, :, q],
+        0.0,
+        r.causal,
+        scale=x.features.scale,
+    )
+    return [part.transpose(1, 2) for part in parts]
 
 
 def _batch(r: Rectangle) -> slice:

@@ -67,8 +67,7 @@ def flash_attention_forward(
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: expected at least 1")
     x = _inputs(q, k, v, is_causal)
-    out, lse = local.outputs(x.q_BTHD, x.v_BSKE)
-    Tiled(block_size).forward(x, out, lse)
+    out, lse = Tiled(block_size).forward(x)
     return out.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1])
 
 
