@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshflash.core.mask import UNBOUNDED, Mask, Term
+from meshflash.core.lengths import UNBOUNDED
+from meshflash.core.mask import Mask, Term
 
 # A mask as nested tuples: ("causal",), ("window", left, right), ("first", n), ("first_of_own", n),
 # ("documents", which), ("and", a, b), ("or", a, b).

@@ -15,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshflash.core.layout import Layout
-from meshflash.core.mask import UNBOUNDED, Mask
+from meshflash.core.lengths import UNBOUNDED
+from meshflash.core.mask import Mask
 from meshflash.core.tiles import SEGMENT, SPAN, Table, Worklist, visible_per_query, worklist
 
 Ranges = tuple[range, ...]

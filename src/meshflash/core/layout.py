@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from meshflash.core.mask import Array, Mask, as_integer
+from meshflash.core.lengths import Array, as_integer
+from meshflash.core.mask import Mask
 from meshflash.core.tiles import visible_per_query
 
 #: `balanced` stops cutting finer once the busiest rank is this close to the mean.

@@ -10,18 +10,23 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.int64]
+from meshflash.core.lengths import (
+    UNBOUNDED,
+    Array,
+    as_cumulative,
+    as_integer,
+    as_lengths,
+    counts,
+    from_cumulative,
+    on_host,
+)
+
 BoolArray = npt.NDArray[np.bool_]
-
-#: Stands for "no limit" in bands and intervals; a position stays below it, and a sum of two fits int32.
-UNBOUNDED = 2**30
-
-_NUMPY = (np.ndarray, np.generic)
 
 
 class Mask:
@@ -90,13 +95,13 @@ class Mask:
         True
         """
         if k_lengths is None:
-            return Documents(_as_lengths(lengths, "lengths"), None, pad)
-        if _counts(lengths) != _counts(k_lengths):
+            return Documents(as_lengths(lengths, "lengths"), None, pad)
+        if counts(lengths) != counts(k_lengths):
             raise ValueError(
-                f"documents(k_lengths): {_counts(k_lengths)} documents for {_counts(lengths)} in lengths; "
+                f"documents(k_lengths): {counts(k_lengths)} documents for {counts(lengths)} in lengths; "
                 "queries and keys need the same number of documents, in each row"
             )
-        return Documents(_as_lengths(lengths, "lengths"), _as_lengths(k_lengths, "k_lengths"), pad)
+        return Documents(as_lengths(lengths, "lengths"), as_lengths(k_lengths, "k_lengths"), pad)
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Any, cu_seqlens_k: Any = None) -> Mask:
@@ -108,8 +113,8 @@ class Mask:
         >>> Mask.from_cu_seqlens([0, 2, 5]) == Mask.documents([2, 3])
         True
         """
-        k = None if cu_seqlens_k is None else _as_cumulative(cu_seqlens_k, "cu_seqlens_k")
-        return Documents(_as_cumulative(cu_seqlens, "cu_seqlens"), k, pad=False, cumulative=True)
+        k = None if cu_seqlens_k is None else as_cumulative(cu_seqlens_k, "cu_seqlens_k")
+        return Documents(as_cumulative(cu_seqlens, "cu_seqlens"), k, pad=False, cumulative=True)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask is neither true nor false: combine masks with & and |, not with and, or, not")
@@ -351,20 +356,14 @@ class Documents(Mask):
 
     @cached_property
     def _q(self) -> Array:
-        return (
-            _from_cumulative(self.lengths, "cu_seqlens") if self.cumulative else _host_lengths(self.lengths, "lengths")
-        )
+        return from_cumulative(self.lengths, "cu_seqlens") if self.cumulative else on_host(self.lengths, "lengths")
 
     @cached_property
     def _k(self) -> Array:
         if self.k_lengths is None:
             return self._q
         cumulative = self.cumulative
-        k = (
-            _from_cumulative(self.k_lengths, "cu_seqlens_k")
-            if cumulative
-            else _host_lengths(self.k_lengths, "k_lengths")
-        )
+        k = from_cumulative(self.k_lengths, "cu_seqlens_k") if cumulative else on_host(self.k_lengths, "k_lengths")
         if k.shape != self._q.shape:
             raise ValueError(
                 f"documents(k_lengths): shape {k.shape} for lengths of shape {self._q.shape}; "
@@ -433,21 +432,33 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True, repr=False)
-class And(Mask):
-    """Both."""
+class _Combination(Mask):
+    """Several masks as one."""
 
     parts: tuple[Mask, ...]
-
-    def __repr__(self) -> str:
-        return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in self.parts)
+    kind: ClassVar[str]
+    ufunc: ClassVar[np.ufunc]
 
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
-        seen: BoolArray = np.logical_and.reduce([part._visible(i, j, batch, documents) for part in self.parts])
+        seen: BoolArray = self.ufunc.reduce([part._visible(i, j, batch, documents) for part in self.parts])
         return seen
 
     def _leaves(self) -> Iterator[Mask]:
         for part in self.parts:
             yield from part._leaves()
+
+    def _pack(self, arrays: list[Any]) -> str:
+        return f'["{self.kind}", ' + ", ".join([part._pack(arrays) for part in self.parts]) + "]"
+
+
+class And(_Combination):
+    """All of them."""
+
+    kind = "and"
+    ufunc = np.logical_and
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in self.parts)
 
     def _terms(self, documents: Documents | None) -> list[Term]:
         product = [Term()]
@@ -455,36 +466,18 @@ class And(Mask):
             product = [left & right for left in product for right in part._terms(documents)]
         return [term for term in product if term.lo <= term.hi]
 
-    def _pack(self, arrays: list[Any]) -> str:
-        return _pack_parts("and", self.parts, arrays)
 
+class Or(_Combination):
+    """Any of them."""
 
-@dataclass(frozen=True, repr=False)
-class Or(Mask):
-    """Either."""
-
-    parts: tuple[Mask, ...]
+    kind = "or"
+    ufunc = np.logical_or
 
     def __repr__(self) -> str:
         return " | ".join(str(part) for part in self.parts)
 
-    def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
-        seen: BoolArray = np.logical_or.reduce([part._visible(i, j, batch, documents) for part in self.parts])
-        return seen
-
-    def _leaves(self) -> Iterator[Mask]:
-        for part in self.parts:
-            yield from part._leaves()
-
     def _terms(self, documents: Documents | None) -> list[Term]:
         return [term for part in self.parts for term in part._terms(documents)]
-
-    def _pack(self, arrays: list[Any]) -> str:
-        return _pack_parts("or", self.parts, arrays)
-
-
-def _pack_parts(name: str, parts: tuple[Mask, ...], arrays: list[Any]) -> str:
-    return f'["{name}", ' + ", ".join([part._pack(arrays) for part in parts]) + "]"
 
 
 def _unpack(node: list[Any], arrays: Sequence[Any]) -> Mask:
@@ -524,82 +517,8 @@ def _starts(cuts: Array, positions: Array) -> Array:
     return cuts[np.searchsorted(cuts, positions, "right") - 1]
 
 
-def as_integer(value: Any, name: str) -> int:
-    """A Python integer, or ValueError with the name of the argument."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name}: expected an integer, got {value!r}")
-    return int(value)
-
-
-def _is_tensor(value: Any) -> bool:
-    """Whether this is an array of some framework, which is not to be read before it is used."""
-    return hasattr(value, "shape") and hasattr(value, "device") and not isinstance(value, _NUMPY)
-
-
 def _positions(value: Any, name: str) -> Array:
     array = np.asarray(value)
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"visible({name}): expected integer positions, got {value!r}")
     return array.astype(np.int64)
-
-
-def _counts(lengths: Any) -> Any:
-    """How many documents there are, in each row where rows have their own; from the shape alone."""
-    if hasattr(lengths, "shape"):
-        return [lengths.shape[1]] * lengths.shape[0] if len(lengths.shape) == 2 else lengths.shape
-    try:
-        rows = list(lengths)
-    except TypeError:
-        return ()
-    return [len(row) for row in rows] if rows and all(np.ndim(row) for row in rows) else (len(rows),)
-
-
-def _as_lengths(lengths: Any, name: str) -> Any:
-    if _is_tensor(lengths):
-        return lengths
-    try:
-        rows = [row if np.ndim(row) == 0 else list(row) for row in lengths]
-        if rows and all(isinstance(row, list) for row in rows):
-            width = max(len(row) for row in rows)
-            rows = [row + [0] * (width - len(row)) for row in rows]
-        array = np.asarray(rows)
-    except (TypeError, ValueError) as error:
-        raise _not_lengths(name, lengths) from error
-    return _host_lengths(array, name)
-
-
-def _as_cumulative(cumulative: Any, name: str) -> Any:
-    if not _is_tensor(cumulative):
-        cumulative = np.array(cumulative)
-        _from_cumulative(cumulative, name)
-    elif len(cumulative.shape) != 1:
-        raise ValueError(f"from_cu_seqlens({name}): expected one dimension, got shape {list(cumulative.shape)}")
-    return cumulative
-
-
-def _from_cumulative(cumulative: Any, name: str) -> Array:
-    host = cumulative.cpu().numpy() if _is_tensor(cumulative) else cumulative
-    if host.ndim != 1 or not len(host) or host[0] != 0:
-        raise ValueError(f"from_cu_seqlens({name}): expected [0, n1, n1 + n2, ...], got {host!r}")
-    return _host_lengths(np.diff(_host_lengths(host, name)), name)
-
-
-def _host_lengths(lengths: Any, name: str) -> Array:
-    if _is_tensor(lengths):
-        lengths = lengths.cpu().numpy()
-    array = np.asarray(lengths)
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
-        raise _not_lengths(name, lengths)
-    if array.min(initial=0) < 0:
-        raise ValueError(f"documents({name}): lengths must be >= 0, got {array.min()}")
-    if array.max(initial=0) > UNBOUNDED:
-        raise ValueError(f"documents({name}): lengths must be at most {UNBOUNDED}, got {array.max()}")
-    return np.ascontiguousarray(array, dtype=np.int64)
-
-
-def _not_lengths(name: str, lengths: Any) -> ValueError:
-    return ValueError(
-        f"documents({name}): expected a list of integers, or a list of them for each row; got {lengths!r}"
-    )

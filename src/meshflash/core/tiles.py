@@ -15,7 +15,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from meshflash.core.mask import UNBOUNDED, Array, BoolArray, Mask, Term
+from meshflash.core.lengths import UNBOUNDED, Array
+from meshflash.core.mask import BoolArray, Mask, Term
 
 Int32 = npt.NDArray[np.int32]
 

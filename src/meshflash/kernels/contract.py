@@ -113,9 +113,9 @@ class Kernel(ABC):
     name: str
     summary: str
 
-    @abstractmethod
     def missing(self) -> str | None:
         """Why this kernel cannot run on this machine at all, or None."""
+        return None
 
     @abstractmethod
     def lacks(self, ask: Ask) -> str | None:

@@ -35,9 +35,6 @@ class Reference(Kernel):
     name = "reference"
     summary = "dense float64, the oracle: O(T^2) memory"
 
-    def missing(self) -> str | None:
-        return None
-
     def lacks(self, ask: Ask) -> str | None:
         return None
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshflash.core.mask import UNBOUNDED
+from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.tiles import Worklist
 from meshflash.kernels import dropout
 from meshflash.kernels.contract import (
@@ -64,9 +64,6 @@ class Tiled(Kernel):
 
     def __init__(self, block_size: int | None = None) -> None:
         self.block_size = block_size
-
-    def missing(self) -> str | None:
-        return None
 
     def lacks(self, ask: Ask) -> str | None:
         return None

@@ -1,0 +1,93 @@
+"""Document lengths as users give them: lists, arrays or tensors, checked, and read only when they are needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.int64]
+
+#: Stands for "no limit" in bands and intervals; a position stays below it, and a sum of two fits int32.
+UNBOUNDED = 2**30
+
+_NUMPY = (np.ndarray, np.generic)
+
+
+def as_integer(value: Any, name: str) -> int:
+    """A Python integer, or ValueError with the name of the argument."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    return int(value)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether this is an array of some framework, which is not to be read before it is used."""
+    return hasattr(value, "shape") and hasattr(value, "device") and not isinstance(value, _NUMPY)
+
+
+def counts(lengths: Any) -> Any:
+    """How many documents there are, in each row where rows have their own; from the shape alone."""
+    if hasattr(lengths, "shape"):
+        return [lengths.shape[1]] * lengths.shape[0] if len(lengths.shape) == 2 else lengths.shape
+    try:
+        rows = list(lengths)
+    except TypeError:
+        return ()
+    return [len(row) for row in rows] if rows and all(np.ndim(row) for row in rows) else (len(rows),)
+
+
+def as_lengths(lengths: Any, name: str) -> Any:
+    """Lengths as a checked array, rows filled up with 0; a tensor as it is."""
+    if is_tensor(lengths):
+        return lengths
+    try:
+        rows = [row if np.ndim(row) == 0 else list(row) for row in lengths]
+        if rows and all(isinstance(row, list) for row in rows):
+            width = max(len(row) for row in rows)
+            rows = [row + [0] * (width - len(row)) for row in rows]
+        array = np.asarray(rows)
+    except (TypeError, ValueError) as error:
+        raise _not_lengths(name, lengths) from error
+    return on_host(array, name)
+
+
+def as_cumulative(cumulative: Any, name: str) -> Any:
+    """Cumulative lengths as a checked array; a tensor as it is."""
+    if not is_tensor(cumulative):
+        cumulative = np.array(cumulative)
+        from_cumulative(cumulative, name)
+    elif len(cumulative.shape) != 1:
+        raise ValueError(f"from_cu_seqlens({name}): expected one dimension, got shape {list(cumulative.shape)}")
+    return cumulative
+
+
+def from_cumulative(cumulative: Any, name: str) -> Array:
+    """The lengths between cumulative ones; reads a tensor."""
+    host = cumulative.cpu().numpy() if is_tensor(cumulative) else cumulative
+    if host.ndim != 1 or not len(host) or host[0] != 0:
+        raise ValueError(f"from_cu_seqlens({name}): expected [0, n1, n1 + n2, ...], got {host!r}")
+    return on_host(np.diff(on_host(host, name)), name)
+
+
+def on_host(lengths: Any, name: str) -> Array:
+    """Lengths as a checked array of int64; reads a tensor."""
+    if is_tensor(lengths):
+        lengths = lengths.cpu().numpy()
+    array = np.asarray(lengths)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
+        raise _not_lengths(name, lengths)
+    if array.min(initial=0) < 0:
+        raise ValueError(f"documents({name}): lengths must be >= 0, got {array.min()}")
+    if array.max(initial=0) > UNBOUNDED:
+        raise ValueError(f"documents({name}): lengths must be at most {UNBOUNDED}, got {array.max()}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _not_lengths(name: str, lengths: Any) -> ValueError:
+    return ValueError(
+        f"documents({name}): expected a list of integers, or a list of them for each row; got {lengths!r}"
+    )
