@@ -261,11 +261,13 @@ def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs,
     which, runs = _intersect(columns, lo, hi)
     spans = _Spans(segment[which], runs, band_lo[which], band_hi[which])
 
-    own = segments.take(spans.segment)
-    near, far = runs.position - own.last, runs.last - own.position
+    # the steps reach distances from `near` to `far`, `stride` apart: one of them must lie in the band
+    near = runs.position - segments.last[spans.segment]
+    far = runs.last - segments.position[spans.segment]
     reached = np.maximum(near, spans.lo)
-    reached += (near - reached) % np.gcd(own.step, runs.step)
-    spans = spans.take(reached <= np.minimum(far, spans.hi)).in_order().join(continued=True)
+    if (runs.step > 1).any():
+        reached += (near - reached) % np.gcd(segments.step[spans.segment], runs.step)
+    spans = spans.take((runs.rows > 0) & (reached <= np.minimum(far, spans.hi))).in_order().join(continued=True)
 
     near = spans.runs.position - segments.last[spans.segment]
     far = spans.runs.last - segments.position[spans.segment]
@@ -369,16 +371,14 @@ def _union(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _intersect(columns: _Runs, lo: Array, hi: Array) -> tuple[Array, _Runs]:
-    """The rows of each run that lie in each interval [lo, hi): (which interval, rows)."""
+    """The rows of each run that lie in each interval [lo, hi): (which interval, rows); some have none."""
     first = np.searchsorted(np.maximum.accumulate(columns.last), lo, "left")
     count = np.searchsorted(columns.position, hi, "left") - first
     interval, nth = _expand(np.maximum(count, 0))
     runs = columns.take(first[interval] + nth)
     begin = np.maximum(_row_at(runs, lo[interval]), 0)
     end = np.minimum(_row_at(runs, hi[interval]), runs.rows)
-    parts = runs.part(begin, end)
-    keep = begin < end
-    return (interval, parts) if keep.all() else (interval[keep], parts.take(keep))
+    return interval, runs.part(begin, end)
 
 
 def _row_at(runs: _Runs, position: Array) -> Array:
