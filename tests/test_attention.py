@@ -71,11 +71,47 @@ def test_causal_is_aligned_at_the_top_left(is_causal):
         assert torch.allclose(standard_attention(queries, keys, values, is_causal), want, atol=1e-5)
 
 
+def test_second_derivatives_are_refused():
+    q, k, v, _ = _inputs(2, 9, 8)
+    grad = torch.autograd.grad(FlashAttentionTorch.apply(q, k, v).sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 8), (0, 9, 8)])
+def test_nothing_to_attend(shape):
+    q, k, v, _ = _inputs(*shape)
+    out = FlashAttentionTorch.apply(q, k, v, True)
+    out.sum().backward()
+    assert out.shape == shape
+    assert q.grad.shape == shape
+
+
+def test_inside_compiled_code():
+    torch._dynamo.reset()
+    q, k, v, dout = _inputs(2, 9, 8)
+    compiled = torch.compile(
+        lambda q, k, v: FlashAttentionTorch.apply(q, k, v, True), backend="aot_eager", fullgraph=True
+    )
+    got = torch.autograd.grad(compiled(q, k, v), (q, k, v), dout)
+    want = torch.autograd.grad(FlashAttentionTorch.apply(q, k, v, True), (q, k, v), dout)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
+
+
+def test_the_forward_alone_builds_no_graph():
+    q, k, v, _ = _inputs(2, 9, 8)
+    out, lse = flash_attention_forward(q, k, v, True)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+
+
 def test_errors():
     q, k, v, _ = _inputs(2, 9, 8)
     with pytest.raises(ValueError, match=r"same leading dimensions; got \[2, 9, 8\], \[1, 9, 8\]"):
         FlashAttentionTorch.apply(q, k[:1], v)
     with pytest.raises(ValueError, match="same dim in q and k"):
         FlashAttentionTorch.apply(q, k[..., :4], v)
+    with pytest.raises(ValueError, match=r"one floating-point dtype; got torch.int64"):
+        FlashAttentionTorch.apply(q.long(), k.long(), v.long())
     with pytest.raises(ValueError, match="block_size=0: expected at least 1"):
         flash_attention_forward(q, k, v, True, block_size=0)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from meshflash import Mask, flash_attention
@@ -96,6 +97,83 @@ def test_autocast():
     assert q.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("features", [dict(softcap=30.0), dict(mask=Mask.window(9, 0))], ids=str)
+def test_autocast_leaves_the_accumulators_alone(features):
+    q, k, v = qkv(1, 65, 2, 16, dtype=torch.bfloat16)
+    plain, plain_lse = flash_attention(q, k, v, return_lse=True, **features)
+    wanted = torch.autograd.grad(plain.float().square().sum(), (q, k, v))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = flash_attention(q, k, v, return_lse=True, **features)
+        got = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert torch.equal(out, plain)
+    assert torch.equal(lse, plain_lse)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_autocast_does_not_hide_other_dtypes(dtype):
+    q, k, v = qkv(1, 7, 2, 8, requires_grad=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="must share one of the dtypes"):
+        flash_attention(q, k.to(dtype), v)
+
+
+def test_tensors_without_values():
+    q, k, v = (torch.empty(1, 7, 2, 8, device="meta") for _ in range(3))
+    out, lse = flash_attention(q, k, v, mask=CAUSAL, return_lse=True)
+    assert out.shape == (1, 7, 2, 8)
+    assert lse.shape == (1, 2, 7)
+    assert out.is_meta
+
+
+def test_dropout_under_another_default_device():
+    q, k, v = qkv(1, 7, 2, 8)
+    torch.manual_seed(0)
+    plain = flash_attention(q, k, v, dropout=0.5)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        assert torch.equal(flash_attention(q, k, v, dropout=0.5), plain)
+
+
+def test_forward_mode_is_refused():
+    x = torch.randn(1, 7, 2, 8)
+    with pytest.raises(ValueError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda a: flash_attention(a, a, a), (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="no forward-mode derivative"):
+        flash_attention(forward_ad.make_dual(x, torch.ones_like(x)), x, x)
+    with forward_ad.dual_level():
+        flash_attention(x, x, x)
+
+
+def test_a_mask_does_not_follow_a_reused_buffer():
+    q, k, v = qkv(9, 2, 8)
+    cu_seqlens = torch.tensor([0, 4, 9])
+    mask = Mask.from_cu_seqlens(cu_seqlens)
+    before = flash_attention(q, k, v, mask=mask)
+    cu_seqlens[1] = 2
+    assert torch.equal(flash_attention(q, k, v, mask=mask), before)
+    assert mask.positions_in_document(9).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "reference"])
+def test_what_comes_back_through_the_lse_of_an_empty_row_has_no_meaning(kernel):
+    q, k, v = qkv(1, 9, 2, 8)
+    mask = Mask.window(2, 0) & Mask.first(3)
+    out, lse = flash_attention(q, k, v, mask=mask, kernel=kernel, return_lse=True)
+    dlse = torch.ones_like(lse).masked_fill(lse == -torch.inf, torch.nan)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), dlse))
+    assert not any(grad.isnan().any() for grad in grads)
+
+
+def test_inputs_changed_before_the_backward_are_noticed():
+    q, k, v = qkv(1, 7, 2, 8)
+    out = flash_attention(q * 1, k, v)
+    k.data.add_(0)  # not a change that autograd sees
+    with torch.no_grad():
+        v.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_activation_checkpointing_replays_dropout():
     q, k, v = qkv(1, 16, 2, 8)
 
@@ -132,7 +210,7 @@ def _op_arguments(features, mask):
     sinks = torch.randn(2, requires_grad=True) if features.get("sinks") else None
     slopes = torch.rand(2, 2) if features.get("alibi") else None
     documents = [torch.from_numpy(x) for x in lengths]
-    numbers = (text, 0.3, features.get("softcap", 0.0), features.get("dropout", 0.0), 0, 0, "auto", False)
+    numbers = (text, 0.3, features.get("softcap", 0.0), features.get("dropout", 0.0), 0, 0, 0, "auto", False)
     return q, k, v, sinks, slopes, seed, documents, *numbers
 
 
@@ -260,7 +338,26 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         r"pass alibi_slopes.detach\(\)",
     ),
     "dropout": (dict(dropout=1.0), r"dropout=1.0: expected a probability, 0 <= dropout < 1"),
-    "dropout nan": (dict(dropout=float("nan")), r"dropout=nan: expected a probability"),
+    "dropout nan": (dict(dropout=float("nan")), r"dropout=nan: expected a finite number"),
+    "dropout none": (dict(dropout=None), r"dropout=None: expected a finite number"),
+    "scale text": (dict(scale="1"), r"scale=1: expected a finite number"),
+    "seed float": (dict(seed=1.7), r"seed=1.7: expected an int, or an int64 tensor"),
+    "seed bool": (dict(seed=True), r"seed=True: expected an int"),
+    "seed meta": (dict(seed=torch.zeros((), dtype=torch.int64, device="meta")), r"seed: its tensor is on the meta"),
+    "mask meta": (
+        dict(mask=Mask.documents(torch.zeros(2, dtype=torch.int64, device="meta"))),
+        r"mask: its tensor is on the meta device",
+    ),
+    "q_offset float": (dict(q_offset=1.5), r"q_offset=1.5: expected an integer"),
+    "q_offset huge": (dict(q_offset=2**31), r"q_offset=2147483648: expected a number >= 0 and below"),
+    "batch_offset": (dict(batch_offset=None), r"batch_offset=None: expected an integer"),
+    "deterministic": (dict(deterministic="no"), r"deterministic='no': expected True or False"),
+    "no heads": (dict(q=X[:, :, :0]), r"4 heads in k do not divide 0 heads in q"),
+    "lengths bf16": (
+        dict(mask=Mask.documents(torch.ones(5).bfloat16())),
+        r"lengths must be integers; got torch.bfloat16",
+    ),
+    "cumulative": (dict(mask=Mask.from_cu_seqlens([0, 3])), r"from_cu_seqlens\(cu_seqlens\): 3 tokens in the"),
     "seed": (dict(dropout=0.5, seed=-1), r"seed=-1: expected 0 <= seed < 2\*\*63"),
     "seed tensor": (dict(dropout=0.5, seed=torch.zeros(2)), r"seed: expected an int, or an int64 tensor"),
     "q_offset": (dict(q_offset=-1), r"q_offset=-1: expected a number >= 0"),

@@ -7,7 +7,9 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
 from meshflash.engine.local import attention_op
 from meshflash.kernels import registry
@@ -26,6 +28,7 @@ class FlashOptions(TypedDict, total=False):
     dropout: float
     seed: int | Tensor | None
     q_offset: int
+    batch_offset: int
     head_offset: int
     kernel: str
     deterministic: bool
@@ -56,6 +59,7 @@ def flash_attention(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
     q_offset: int = 0,
+    batch_offset: int = 0,
     head_offset: int = 0,
     kernel: str = "auto",
     deterministic: bool = False,
@@ -76,13 +80,15 @@ def flash_attention(
         seed: of the dropout; drawn from torch's default generator where None.
         q_offset: the position of the first query. 0 aligns the first query with the first key,
             `key_tokens - tokens` the last with the last, as in decoding.
-        head_offset: the global number of the first head, where heads are split over devices.
+        batch_offset: the global number of the first batch row, and
+        head_offset: that of the first head: dropout goes by them where batch or heads are split over devices.
         kernel: "auto" takes the fastest that can do all that is asked; a name forces one.
         deterministic: the same inputs give the same bits. On CPUs every kernel does.
         return_lse: also return the log-sum-exp of each row's scores, `[batch, heads, tokens]`
             (`[heads, tokens]` packed); float32, or float64 for float64. Gradients flow through it.
 
-    Rows that see no key are 0, with an LSE of -inf and gradients of 0.
+    Rows that see no key are 0, with an LSE of -inf (or the sink logit) and gradients of 0. Reverse-mode
+    autograd only, and once: no forward mode, no second derivatives, no `torch.func` transforms.
 
     >>> q = k = v = torch.randn(1, 5, 2, 8)
     >>> flash_attention(q, k, v, mask=Mask.causal()).shape
@@ -102,29 +108,39 @@ def flash_attention(
         _check_per_head("sink_logits", sink_logits, q, [(heads,)])
     if alibi_slopes is not None:
         alibi_slopes = _slopes(alibi_slopes, q)
-    if not 0.0 <= dropout < 1.0:
+    if not 0.0 <= _finite("dropout", dropout) < 1.0:
         raise ValueError(f"dropout={dropout}: expected a probability, 0 <= dropout < 1")
-    for name, value in (("q_offset", q_offset), ("head_offset", head_offset)):
-        if value < 0:
-            raise ValueError(f"{name}={value}: expected a number >= 0")
+    seed = None if seed is None else _seed(seed, q)
+    if dropout and seed is None:
+        seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
+    for name, value in (("q_offset", q_offset), ("batch_offset", batch_offset), ("head_offset", head_offset)):
+        _check_offset(name, value)
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic={deterministic!r}: expected True or False")
     if kernel not in registry.names():
         raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(registry.names())}")
 
     text, lengths = (Mask.full() if mask is None else mask).pack()
     documents = [x if isinstance(x, Tensor) else torch.from_numpy(x) for x in lengths]
+    for x in documents:
+        _check_readable("mask", x, q)
+        if x.is_floating_point():
+            raise ValueError(f"mask: document lengths must be integers; got {x.dtype}")
+    _refuse_forward_mode(q, k, v, sink_logits)
     out, lse = attention_op(
         q,
         k,
         v,
         sink_logits,
         alibi_slopes,
-        _seed(seed) if dropout else None,
+        seed if dropout else None,
         documents,
         text,
         scale,
         0.0 if softcap is None else float(softcap),
         float(dropout),
         q_offset,
+        batch_offset,
         head_offset,
         kernel,
         deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -150,7 +166,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         raise ValueError(f"k and v must have the same tokens and heads; got k {_shape(k)}, v {_shape(v)}")
     if q.shape[-1] != k.shape[-1] or not q.shape[-1] or not v.shape[-1]:
         raise ValueError(f"q and k must have the same dim, not 0; got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
-    if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
+    if not k.shape[-2] or not q.shape[-2] or q.shape[-2] % k.shape[-2]:
         raise ValueError(
             f"{k.shape[-2]} heads in k do not divide {q.shape[-2]} heads in q; "
             "each key head serves the same number of query heads"
@@ -160,9 +176,11 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    low = (torch.float16, torch.bfloat16, torch.float32)
+    q, k, v = (x.to(dtype) if x.dtype in low else x for x in (q, k, v))
     return q, k, v
 
 
@@ -194,29 +212,53 @@ def _check_per_head(name: str, x: Any, q: Tensor, shapes: list[tuple[int, ...]])
 def _slopes(alibi_slopes: Tensor, q: Tensor) -> Tensor:
     batch, _, heads, _ = q.shape
     _check_per_head("alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
-    if alibi_slopes.requires_grad:
+    if alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes: gradients of the slopes are not computed; pass alibi_slopes.detach()")
     return alibi_slopes.expand(batch, heads)
 
 
-def _seed(seed: int | Tensor | None) -> Tensor:
-    if seed is None:
-        return torch.randint(2**62, (), dtype=torch.int64)
+def _seed(seed: int | Tensor, q: Tensor) -> Tensor:
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise ValueError(
                 f"seed: expected an int, or an int64 tensor of one element; got {seed.dtype} {_shape(seed)}"
             )
+        _check_readable("seed", seed, q)
         return seed
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r}: expected an int, or an int64 tensor of one element")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
-    return torch.tensor(seed, dtype=torch.int64)
+    return torch.tensor(seed, dtype=torch.int64, device="cpu")
+
+
+def _check_offset(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r}: expected an integer")
+    if value < 0 or value >= UNBOUNDED:
+        raise ValueError(f"{name}={value}: expected a number >= 0 and below {UNBOUNDED}")
+
+
+def _check_readable(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device.type == "meta" and q.device.type != "meta":
+        raise ValueError(f"{name}: its tensor is on the meta device and has no values; q is on {q.device}")
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """A custom op passes over forward-mode tangents in silence."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise ValueError("flash_attention has no forward-mode derivative; use reverse mode")
 
 
 def _finite(name: str, value: Any) -> float:
-    if isinstance(value, Tensor) or not math.isfinite(value):
-        raise ValueError(f"{name}={value}: expected a finite number")
-    return float(value)
+    try:
+        if not isinstance(value, Tensor | str) and math.isfinite(value):
+            return float(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name}={value}: expected a finite number")
 
 
 def _shape(x: Tensor) -> list[int]:

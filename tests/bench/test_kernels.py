@@ -48,11 +48,14 @@ def test_bench_kernels_writes_a_record_and_a_plot(tmp_path):
         ("--dtype int8", "expected one of float64"),
         ("--kernel fast", "expected one of auto, vendor"),
         ("--kernel vendor --mask window-4", "lacks windows"),
+        ("--device tpu", "device 'tpu'"),
+        ("--tokens 0", "'--tokens'"),
+        ("--kv-heads 0", "'--kv-heads'"),
     ],
 )
 def test_bad_arguments_are_explained(arguments, message, tmp_path):
-    base = f"bench kernels --device cpu --tokens 16 --heads 1 --dim 8 --rounds 1 --output {tmp_path / 'x.json'}"
-    result = CliRunner().invoke(app, [*base.split(), *arguments.split()], env={"COLUMNS": "300"})
+    base = f"bench kernels --tokens 16 --heads 1 --dim 8 --rounds 1 --output {tmp_path / 'x.json'}"
+    result = CliRunner().invoke(app, [*base.split(), "--device", "cpu", *arguments.split()], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 

@@ -12,7 +12,7 @@ def _qkv(*shape):
     return tuple(torch.randn(*shape, requires_grad=True) for _ in range(3))
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 17, 8), (3, 17, 8), (2, 2, 3, 17, 8)])
+@pytest.mark.parametrize("shape", [(2, 3, 17, 8), (3, 17, 8), (2, 2, 3, 17, 8), (17, 8), (2, 3, 0, 8)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_equals_torch(shape, is_causal):
     q, k, v = _qkv(*shape)
@@ -48,6 +48,8 @@ def test_masks_and_features():
         (dict(key=torch.zeros(1, 1, 17, 8)), "2 heads in query, 1 in key: enable_gqa=True"),
         (dict(key=torch.zeros(3, 2, 17, 8)), "must have the same batch"),
         (dict(query=torch.zeros(17, 8)), "the same number of dimensions, at least"),
+        (dict(return_lse=True), "return_lse: expected only softcap, sink_logits"),
+        (dict(mask=Mask.causal()), "mask: expected only softcap, sink_logits"),
     ],
 )
 def test_errors(arguments, message):

@@ -54,6 +54,13 @@ def test_the_mask_of_a_head_does_not_depend_on_where_the_head_is_computed():
     assert torch.allclose(whole[:, :, 2:], part, atol=1e-6)
 
 
+def test_the_mask_of_a_batch_row_does_not_depend_on_where_the_row_is_computed():
+    q, k, v = (torch.randn(3, 9, 2, 8) for _ in range(3))
+    whole = flash_attention(q, k, v, dropout=0.5, seed=11)
+    part = flash_attention(q[1:], k[1:], v[1:], dropout=0.5, seed=11, batch_offset=1)
+    assert torch.allclose(whole[1:], part, atol=1e-6)
+
+
 def test_the_mask_of_a_query_does_not_depend_on_how_the_queries_are_split():
     q, k, v = (torch.randn(1, 9, 1, 8) for _ in range(3))
     whole = flash_attention(q, k, v, dropout=0.5, seed=11, mask=Mask.causal())

@@ -88,6 +88,17 @@ class Row:
         }
 
 
+def pick_device(name: str | None) -> str:
+    """The device of this name if it can be used; the GPU, if there is one, for None."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from error
+    return name
+
+
 def parse_mask(name: str, tokens: int) -> Mask:
     """A mask by name: full, causal, window-N (causal, N keys back), documents-N (causal, N equal documents).
 

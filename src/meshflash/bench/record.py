@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def command_line() -> str:
     """The command of this process, as one would type it."""
-    return " ".join(["meshflash", *sys.argv[1:]])
+    return shlex.join(["meshflash", *sys.argv[1:]])
 
 
 def _cpu_name() -> str:

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 
 
-def interleaved(
-    functions: Mapping[str, Callable[[], Any]],
-    device: torch.device,
-    rounds: int,
-    after_round: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
+def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, float]:
     """The median milliseconds of each function over `rounds` rounds, in each of which all take their turn."""
     for function in functions.values():
         function()
@@ -24,7 +19,6 @@ def interleaved(
     for _ in range(rounds):
         for name, function in functions.items():
             times[name].append(_milliseconds(function, device))
-        after_round()
     return {name: statistics.median(values) for name, values in times.items()}
 
 

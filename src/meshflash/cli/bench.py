@@ -13,12 +13,12 @@ app = typer.Typer(no_args_is_help=True, help="Measure, with the peers beside us.
 
 @app.command()
 def kernels(
-    tokens: Annotated[list[int], typer.Option(help="Sequence length; repeat for several.")] = [2048],  # noqa: B006 - typer copies it
+    tokens: Annotated[list[int], typer.Option(min=1, help="Sequence length; repeat for several.")] = [2048],  # noqa: B006 - typer copies it
     mask: Annotated[list[str], typer.Option(help="full, causal, window-N or documents-N; repeat for several.")] = [  # noqa: B006
         "causal",
         "full",
     ],
-    dim: Annotated[list[int], typer.Option(help="Head dim; repeat for several.")] = [64],  # noqa: B006
+    dim: Annotated[list[int], typer.Option(min=1, help="Head dim; repeat for several.")] = [64],  # noqa: B006
     dtype: Annotated[list[str], typer.Option(help="float32, bfloat16, float16 or float64; repeat for several.")] = [  # noqa: B006
         "float32"
     ],
@@ -27,11 +27,11 @@ def kernels(
         "tiled",
         "torch sdpa",
     ],
-    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads; as many as query heads by default.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; as many as query heads by default.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds, in each of which every kernel takes its turn.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every kernel takes its turn.")] = 9,
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
 ) -> None:
@@ -41,27 +41,21 @@ def kernels(
     """
     from rich.console import Console
     from rich.progress import track
-    from torch import cuda
 
     from meshflash.bench import kernels as bench
-    from meshflash.bench import plots, record, tables
+    from meshflash.bench.report import report
 
     console = Console()
-    device = device or ("cuda" if cuda.is_available() else "cpu")
-    cells = [
-        bench.Cell(t, batch, heads, kv_heads or heads, d, m, dt, device)
-        for dt, m, d, t in product(dtype, mask, dim, tokens)
-    ]
     rows = []
     try:
+        device = bench.pick_device(device)
+        cells = [
+            bench.Cell(t, batch, heads, kv_heads or heads, d, m, dt, device)
+            for dt, m, d, t in product(dtype, mask, dim, tokens)
+        ]
         for cell in track(cells, "measuring", console=console, transient=True):
             rows += [row.flat() for row in bench.run(cell, tuple(kernel), rounds)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    console.print(*tables.kernels(rows, beside=bench.SDPA), sep="\n")
     path = output or Path("benchmarks/results") / f"kernels-{device}.json"
-    record.write(path, rows, record.command_line())
-    console.print(f"written: {path}")
-    if plot is not None:
-        plots.kernels(rows, f"attention kernels on {device}", plot)
-        console.print(f"written: {plot}")
+    report(console, rows, path, plot, f"attention kernels on {device}")

@@ -9,24 +9,26 @@ import typer
 
 
 def command(
-    tokens: Annotated[int, typer.Option(help="Sequence length.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, max=4096, help="Sequence length.")] = 1024,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     folder: Annotated[Path, typer.Option(help="Where the plot and the figures go.")] = Path("meshflash-demo"),
 ) -> None:
-    """Run causal attention with every kernel: error against float64, time and peak memory, as table and plot."""
+    """Run attention with every kernel and three masks: error against float64, time, peak memory; tables and a plot."""
     from rich.console import Console
     from rich.progress import track
-    from torch import cuda
 
     from meshflash.bench import kernels as bench
-    from meshflash.bench import plots, record, tables
+    from meshflash.bench.report import report
     from meshflash.kernels import registry
 
     console = Console()
-    device = device or ("cuda" if cuda.is_available() else "cpu")
+    try:
+        device = bench.pick_device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     cells = [
         bench.Cell(tokens=tokens, heads=8, kv_heads=2, mask=mask, device=device)
-        for mask in ("causal", f"window-{max(1, tokens // 8)}", "documents-4")
+        for mask in ("causal", f"window-{max(1, tokens // 8)}", f"documents-{min(4, tokens)}")
     ]
     console.print(
         f"One sequence of {tokens:,} tokens, 8 query heads on 2 key heads, on {device}: "
@@ -36,12 +38,5 @@ def command(
     for cell in track(cells, "measuring", console=console, transient=True):
         able = tuple(kernel.name for kernel in registry.kernels() if bench.able(kernel, cell))
         rows += [row.flat() for row in bench.run(cell, ("auto", *able, bench.SDPA), rounds=3)]
-    console.print(*tables.kernels(rows, beside=bench.SDPA), sep="\n")
-    figures, picture = folder / "kernels.json", folder / "kernels.png"
-    record.write(figures, rows, record.command_line())
-    console.print(f"written: {figures}")
-    try:
-        plots.kernels(rows, f"meshflash demo: {tokens:,} tokens on {device}", picture)
-        console.print(f"written: {picture}")
-    except RuntimeError as error:
-        console.print(f"no picture: {error}")
+    title = f"meshflash demo: {tokens:,} tokens on {device}"
+    report(console, rows, folder / "kernels.json", folder / "kernels.png", title)

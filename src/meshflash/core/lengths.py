@@ -1,4 +1,7 @@
-"""Document lengths as users give them: lists, arrays or tensors, checked, and read only when they are needed."""
+"""Document lengths as users give them: lists, arrays or tensors, checked, and read only when they are needed.
+
+`name` is what an error calls them: the call and its argument.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ Array = npt.NDArray[np.int64]
 UNBOUNDED = 2**30
 
 _NUMPY = (np.ndarray, np.generic)
+_INTEGERS = (int, np.integer)
 
 
 def as_integer(value: Any, name: str) -> int:
     """A Python integer, or ValueError with the name of the argument."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise ValueError(f"{name}: expected an integer, got {value!r}")
     return int(value)
 
@@ -39,9 +43,9 @@ def counts(lengths: Any) -> Any:
 
 
 def as_lengths(lengths: Any, name: str) -> Any:
-    """Lengths as a checked array, rows filled up with 0; a tensor as it is."""
+    """Lengths as a checked array, rows filled up with 0; a tensor as a copy, which no later change reaches."""
     if is_tensor(lengths):
-        return lengths
+        return lengths + 0
     try:
         rows = [row if np.ndim(row) == 0 else list(row) for row in lengths]
         if rows and all(isinstance(row, list) for row in rows):
@@ -54,40 +58,44 @@ def as_lengths(lengths: Any, name: str) -> Any:
 
 
 def as_cumulative(cumulative: Any, name: str) -> Any:
-    """Cumulative lengths as a checked array; a tensor as it is."""
-    if not is_tensor(cumulative):
-        cumulative = np.array(cumulative)
-        from_cumulative(cumulative, name)
-    elif len(cumulative.shape) != 1:
-        raise ValueError(f"from_cu_seqlens({name}): expected one dimension, got shape {list(cumulative.shape)}")
+    """Cumulative lengths as a checked array; a tensor as a copy, which no later change reaches."""
+    if is_tensor(cumulative):
+        if len(cumulative.shape) != 1:
+            raise ValueError(f"{name}: expected one dimension, got shape {list(cumulative.shape)}")
+        return cumulative + 0
+    cumulative = np.array(cumulative)
+    from_cumulative(cumulative, name)
     return cumulative
 
 
 def from_cumulative(cumulative: Any, name: str) -> Array:
     """The lengths between cumulative ones; reads a tensor."""
-    host = cumulative.cpu().numpy() if is_tensor(cumulative) else cumulative
+    host = _read(cumulative, name)
     if host.ndim != 1 or not len(host) or host[0] != 0:
-        raise ValueError(f"from_cu_seqlens({name}): expected [0, n1, n1 + n2, ...], got {host!r}")
+        raise ValueError(f"{name}: expected [0, n1, n1 + n2, ...], got {host!r}")
     return on_host(np.diff(on_host(host, name)), name)
 
 
 def on_host(lengths: Any, name: str) -> Array:
     """Lengths as a checked array of int64; reads a tensor."""
-    if is_tensor(lengths):
-        lengths = lengths.cpu().numpy()
-    array = np.asarray(lengths)
+    array = _read(lengths, name)
     if array.size == 0:
         array = array.astype(np.int64)
     if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
         raise _not_lengths(name, lengths)
     if array.min(initial=0) < 0:
-        raise ValueError(f"documents({name}): lengths must be >= 0, got {array.min()}")
+        raise ValueError(f"{name}: lengths must be >= 0, got {array.min()}")
     if array.max(initial=0) > UNBOUNDED:
-        raise ValueError(f"documents({name}): lengths must be at most {UNBOUNDED}, got {array.max()}")
+        raise ValueError(f"{name}: lengths must be at most {UNBOUNDED}, got {array.max()}")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
+def _read(lengths: Any, name: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(lengths.cpu().numpy() if is_tensor(lengths) else lengths)
+    except TypeError as error:
+        raise _not_lengths(name, lengths) from error
+
+
 def _not_lengths(name: str, lengths: Any) -> ValueError:
-    return ValueError(
-        f"documents({name}): expected a list of integers, or a list of them for each row; got {lengths!r}"
-    )
+    return ValueError(f"{name}: expected a list of integers, or a list of them for each row; got {lengths!r}")

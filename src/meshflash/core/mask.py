@@ -28,6 +28,12 @@ from meshflash.core.lengths import (
 
 BoolArray = npt.NDArray[np.bool_]
 
+#: What errors call the documents of queries and keys, given as lengths and given as cumulative lengths.
+_LENGTHS = {
+    False: ("documents(lengths)", "documents(k_lengths)"),
+    True: ("from_cu_seqlens(cu_seqlens)", "from_cu_seqlens(cu_seqlens_k)"),
+}
+
 
 class Mask:
     """Which keys a query may see. Build one from the primitives and combine with `&` and `|`.
@@ -94,14 +100,17 @@ class Mask:
         >>> Mask.documents([[2, 3], [5]]).visible(1, 2, batch=1)
         True
         """
+        if not isinstance(pad, bool):
+            raise ValueError(f"documents(pad={pad!r}): expected True or False")
         if k_lengths is None:
-            return Documents(as_lengths(lengths, "lengths"), None, pad)
+            return Documents(as_lengths(lengths, _LENGTHS[False][0]), None, pad)
         if counts(lengths) != counts(k_lengths):
             raise ValueError(
                 f"documents(k_lengths): {counts(k_lengths)} documents for {counts(lengths)} in lengths; "
                 "queries and keys need the same number of documents, in each row"
             )
-        return Documents(as_lengths(lengths, "lengths"), as_lengths(k_lengths, "k_lengths"), pad)
+        q_name, k_name = _LENGTHS[False]
+        return Documents(as_lengths(lengths, q_name), as_lengths(k_lengths, k_name), pad)
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Any, cu_seqlens_k: Any = None) -> Mask:
@@ -113,8 +122,9 @@ class Mask:
         >>> Mask.from_cu_seqlens([0, 2, 5]) == Mask.documents([2, 3])
         True
         """
-        k = None if cu_seqlens_k is None else as_cumulative(cu_seqlens_k, "cu_seqlens_k")
-        return Documents(as_cumulative(cu_seqlens, "cu_seqlens"), k, pad=False, cumulative=True)
+        q_name, k_name = _LENGTHS[True]
+        k = None if cu_seqlens_k is None else as_cumulative(cu_seqlens_k, k_name)
+        return Documents(as_cumulative(cu_seqlens, q_name), k, pad=False, cumulative=True)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask is neither true nor false: combine masks with & and |, not with and, or, not")
@@ -188,7 +198,7 @@ class Mask:
         node = self.documents_node
         if node is None:
             raise ValueError("positions_in_document: the mask holds more than one documents(...)")
-        node.check_side("lengths", tokens)
+        node.check_side(0, tokens)
         rows = [places - _starts(node.q_cuts(b), places) for b in range(node.rows or 1)]
         return rows[0] if node.rows is None else np.stack(rows)
 
@@ -356,17 +366,16 @@ class Documents(Mask):
 
     @cached_property
     def _q(self) -> Array:
-        return from_cumulative(self.lengths, "cu_seqlens") if self.cumulative else on_host(self.lengths, "lengths")
+        return self._on_host(self.lengths, 0)
 
     @cached_property
     def _k(self) -> Array:
         if self.k_lengths is None:
             return self._q
-        cumulative = self.cumulative
-        k = from_cumulative(self.k_lengths, "cu_seqlens_k") if cumulative else on_host(self.k_lengths, "k_lengths")
+        k = self._on_host(self.k_lengths, 1)
         if k.shape != self._q.shape:
             raise ValueError(
-                f"documents(k_lengths): shape {k.shape} for lengths of shape {self._q.shape}; "
+                f"{_LENGTHS[self.cumulative][1]}: shape {k.shape} for lengths of shape {self._q.shape}; "
                 "queries and keys need the same number of documents"
             )
         return k
@@ -398,19 +407,24 @@ class Documents(Mask):
         """Raise ValueError unless the documents add up to the sequence."""
         q_end = q_offset + q_tokens
         if self.k_lengths is None:
-            self.check_side("lengths", max(q_end, k_tokens))
+            self.check_side(0, max(q_end, k_tokens))
         else:
-            self.check_side("lengths", q_end)
-            self.check_side("k_lengths", k_tokens)
+            self.check_side(0, q_end)
+            self.check_side(1, k_tokens)
 
-    def check_side(self, name: str, tokens: int) -> None:
-        """Raise ValueError unless the `lengths` or the `k_lengths` add up to this many tokens."""
-        totals = np.atleast_2d(self._k if name == "k_lengths" else self._q).sum(axis=1)
+    def _on_host(self, lengths: Any, side: int) -> Array:
+        name = _LENGTHS[self.cumulative][side]
+        return from_cumulative(lengths, name) if self.cumulative else on_host(lengths, name)
+
+    def check_side(self, side: int, tokens: int) -> None:
+        """Raise ValueError unless the documents of the queries (0) or keys (1) add up to this many tokens."""
+        totals = np.atleast_2d(self._k if side else self._q).sum(axis=1)
         wrong = totals > tokens if self.pad else totals != tokens
         if wrong.any():
             total = int(totals[np.argmax(wrong)])
-            hint = "" if total > tokens else "; pad=True if the rest is padding"
-            raise ValueError(f"documents({name}): {total} tokens in the documents, {tokens} in the sequence{hint}")
+            hint = "" if total > tokens or self.cumulative else "; pad=True if the rest is padding"
+            name = _LENGTHS[self.cumulative][side]
+            raise ValueError(f"{name}: {total} tokens in the documents, {tokens} in the sequence{hint}")
 
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
         q_cuts, k_cuts = self.q_cuts(batch), self.k_cuts(batch)

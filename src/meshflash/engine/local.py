@@ -7,6 +7,7 @@ that compiled code does not depend on the lengths. Arguments are checked by the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +23,8 @@ from meshflash.kernels.registry import choose, tell_spies
 #: What both ops take after their own tensors.
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink_logits, Tensor? alibi_slopes, Tensor? seed, Tensor[] documents, "
-    "str mask, float scale, float softcap, float dropout, SymInt q_offset, SymInt head_offset, "
+    "str mask, float scale, float softcap, float dropout, SymInt q_offset, SymInt batch_offset, "
+    "SymInt head_offset, "
     "str kernel, bool deterministic"
 )
 
@@ -46,7 +48,11 @@ def inputs(
 
 def forward(x: Inputs, kernel: str = "auto", deterministic: bool = False) -> tuple[Tensor, Tensor]:
     """(out, lse) by the kernel of this name."""
-    return _choose(x, kernel, "forward", deterministic).forward(x)
+    chosen = _choose(x, kernel, "forward", deterministic)
+    if not x.q_BTHD.shape[0]:
+        return new_outputs(x.q_BTHD, x.v_BSKE)
+    with _without_autocast(x.q_BTHD):
+        return chosen.forward(x)
 
 
 def backward(
@@ -59,12 +65,29 @@ def backward(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits) from the gradients of out and lse, either of which may be None."""
+    with _without_autocast(x.q_BTHD):
+        return _backward(x, out_BTHE, lse_BHT, dout_BTHE, dlse_BHT, kernel, deterministic)
+
+
+def _backward(
+    x: Inputs,
+    out_BTHE: Tensor,
+    lse_BHT: Tensor,
+    dout_BTHE: Tensor | None,
+    dlse_BHT: Tensor | None,
+    kernel: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dout = torch.zeros_like(out_BTHE) if dout_BTHE is None else dout_BTHE
     delta_BHT = (dout.to(lse_BHT.dtype) * out_BTHE).sum(dim=-1).transpose(1, 2).contiguous()
     if dlse_BHT is not None:
-        delta_BHT -= dlse_BHT
+        # the LSE of an empty row is -inf whatever the inputs are: what comes back there has no meaning
+        delta_BHT = (delta_BHT - dlse_BHT).masked_fill(lse_BHT == -torch.inf, 0.0)
     chosen = _choose(x, kernel, "backward", deterministic, lse_gradient=dlse_BHT is not None)
-    grads = chosen.backward(x, Rows(out_BTHE, dout, lse_BHT, delta_BHT))
+    if x.q_BTHD.shape[0]:
+        grads = chosen.backward(x, Rows(out_BTHE, dout, lse_BHT, delta_BHT))
+    else:
+        grads = Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
     dq, dk, dv = grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE
     sink_logits = x.features.sink_logits_H
     if sink_logits is None:
@@ -72,6 +95,14 @@ def backward(
     weight = torch.exp(sink_logits.to(lse_BHT.dtype)[None, :, None] - lse_BHT)
     weight = weight.masked_fill(lse_BHT == -torch.inf, 0.0)
     return dq, dk, dv, -(weight * delta_BHT).sum(dim=(0, 2)).to(sink_logits.dtype)
+
+
+def _without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
+    """Autocast has had its say in the inputs' dtype; inside, it would round float32 accumulators."""
+    device = q_BTHD.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Kernel:
@@ -104,13 +135,14 @@ def _unpack_call(
     softcap: float,
     dropout: float,
     q_offset: int,
+    batch_offset: int,
     head_offset: int,
     kernel: str,
     deterministic: bool,
 ) -> tuple[Inputs, str, bool]:
     mask = _mask(text, tuple(_frozen(lengths) for lengths in documents))
     number = 0 if seed is None else int(seed)
-    features = Features(scale, softcap, dropout, number, head_offset, alibi_slopes, sink_logits)
+    features = Features(scale, softcap, dropout, number, batch_offset, head_offset, alibi_slopes, sink_logits)
     return inputs(q, k, v, mask, features, q_offset), kernel, deterministic
 
 
@@ -178,7 +210,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _backward_op(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     out, lse, *rest = ctx.saved_tensors
     tensors, documents = rest[:6], rest[6:]
     dq, dk, dv, dsink = attention_backward_op(out, lse, dout, dlse, *tensors, documents, *ctx.plain)
@@ -186,4 +218,4 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return dq, dk, dv, dsink, None, None, [None] * len(documents), *[None] * len(ctx.plain)
 
 
-attention_op.register_autograd(_backward, setup_context=_setup)
+attention_op.register_autograd(_backward_op, setup_context=_setup)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TypedDict, Unpack
 
 from torch import Tensor
 
 from meshflash.attention import flash_attention
 from meshflash.core.mask import Mask
+
+
+class SdpaFeatures(TypedDict, total=False):
+    """What `flash_attention` takes beyond torch's own arguments."""
+
+    softcap: float | None
+    sink_logits: Tensor | None
+    alibi_slopes: Tensor | None
+    seed: int | Tensor | None
+    q_offset: int
+    batch_offset: int
+    head_offset: int
+    kernel: str
+    deterministic: bool
 
 
 def scaled_dot_product_attention(
@@ -19,7 +34,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    **features: Any,
+    **features: Unpack[SdpaFeatures],
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, with a `Mask` where that takes a matrix.
 
@@ -40,11 +55,17 @@ def scaled_dot_product_attention(
         )
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True with attn_mask: give one of them; Mask.causal() & other combines two")
-    if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
+    unknown = features.keys() - SdpaFeatures.__annotations__.keys()
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))}: expected only {', '.join(SdpaFeatures.__annotations__)}")
+    if query.ndim < 2 or not query.ndim == key.ndim == value.ndim:
         raise ValueError(
-            f"query, key and value must have the same number of dimensions, at least [heads, tokens, dim]; got "
+            f"query, key and value must have the same number of dimensions, at least [tokens, dim]; got "
             f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
         )
+    alone = query.ndim == 2
+    if alone:
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"{query.shape[-3]} heads in query, {key.shape[-3]} in key: enable_gqa=True if they are to be shared"
@@ -54,11 +75,13 @@ def scaled_dot_product_attention(
             f"query, key and value must have the same batch; got "
             f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
         )
+    batch = math.prod(query.shape[:-3])
     out = flash_attention(
-        *(x.reshape(-1, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value)),
+        *(x.reshape(batch, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value)),
         mask=Mask.causal() if is_causal else attn_mask,
         dropout=dropout_p,
         scale=scale,
         **features,
     )
-    return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+    out = out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+    return out.squeeze(0) if alone else out

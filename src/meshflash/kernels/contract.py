@@ -37,6 +37,7 @@ class Features:
     softcap: float = 0.0
     dropout: float = 0.0
     seed: int = 0
+    batch_offset: int = 0
     head_offset: int = 0
     alibi_slopes_BH: Tensor | None = None
     sink_logits_H: Tensor | None = None

@@ -97,7 +97,7 @@ def _scores(
         s = s - features.alibi_slopes_BH.to(dtype)[:, :, None, None] * (i_T1 - j_1S).abs()
     keep = torch.ones((), dtype=dtype, device=device)
     if features.dropout:
-        b = torch.arange(batch, device=device)[:, None, None, None]
+        b = torch.arange(batch, device=device)[:, None, None, None] + features.batch_offset
         h = torch.arange(heads, device=device)[None, :, None, None] + features.head_offset
         kept = dropout.keep(features.seed, b, h, i_T1, j_1S, features.dropout)
         keep = kept.to(dtype) / (1 - features.dropout)

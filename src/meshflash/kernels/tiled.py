@@ -220,7 +220,7 @@ def _keep(p: Tensor, block: _Block, keys: _Keys, features: Features, kv_heads: i
     """Dropout's factor for one block: 0, or 1 / (1 - dropout)."""
     device = p.device
     heads = kv_heads * (p.shape[2] // len(block.i))
-    first = block.batch.start or 0
+    first = (block.batch.start or 0) + features.batch_offset
     batch = torch.arange(first, first + p.shape[0], device=device)[:, None, None, None]
     head = torch.arange(heads, device=device)[None, :, None, None] + features.head_offset
     query, key = _range(block.i, device)[:, None], _range(keys.j, device)

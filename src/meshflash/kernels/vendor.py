@@ -41,6 +41,8 @@ class Vendor(Kernel):
         rectangles = ask.work.rectangles
         if rectangles is None:
             return "windows, and positions that step differently in queries and keys"
+        if ask.features.scale <= 0 and any(r.causal for r in rectangles):
+            return "a scale of 0 or below with a causal mask, for it masks before it scales"
         parts = ask.carry or ask.features.sink_logits_H is not None or not ask.work.disjoint
         if ask.dtype in HALF and parts:
             return f"float32 partial results for {ask.dtype} inputs, which this mask, a sink or a carry needs"
@@ -50,7 +52,7 @@ class Vendor(Kernel):
         rectangles = x.work.rectangles
         assert rectangles is not None
         sinks = x.features.sink_logits_H
-        whole = carry is None and len(rectangles) == 1 and rectangles[0].q == slice(0, x.q_BTHD.shape[1])
+        whole = carry is None and _alone(x) and rectangles[0].q == slice(0, x.q_BTHD.shape[1])
         if whole and outputs is None and sinks is None:
             out, lse = _forward(x, rectangles[0])
             return out.contiguous(), lse.contiguous()
@@ -79,7 +81,7 @@ class Vendor(Kernel):
         rectangles = x.work.rectangles
         assert rectangles is not None
         everything = (slice(0, x.q_BTHD.shape[1]), slice(0, x.k_BSKD.shape[1]))
-        if grads is None and len(rectangles) == 1 and (rectangles[0].q, rectangles[0].k) == everything:
+        if grads is None and _alone(x) and (rectangles[0].q, rectangles[0].k) == everything:
             dq, dk, dv = (part.contiguous() for part in _backward(x, rows, rectangles[0]))
             return Grads(dq, dk, dv)
         grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
@@ -121,6 +123,12 @@ def _backward(x: Inputs, rows: Rows, r: Rectangle) -> list[Tensor]:
         scale=x.features.scale,
     )
     return [part.transpose(1, 2) for part in parts]
+
+
+def _alone(x: Inputs) -> bool:
+    """Whether there is one rectangle, and it is that of every batch row."""
+    rectangles = x.work.rectangles
+    return rectangles is not None and len(rectangles) == 1 and (rectangles[0].batch < 0 or x.q_BTHD.shape[0] == 1)
 
 
 def _batch(r: Rectangle) -> slice:

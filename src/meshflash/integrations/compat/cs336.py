@@ -6,6 +6,7 @@ output, one tensor of shape `q.shape[:-1]`: the log-sum-exp.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,11 +14,9 @@ from torch import Tensor
 
 from meshflash.core.mask import Mask
 from meshflash.engine import local
-from meshflash.kernels.contract import Features, Inputs
+from meshflash.kernels.contract import Features
 from meshflash.kernels.reference import dense_attention
 from meshflash.kernels.tiled import Tiled
-
-_KERNEL = "tiled"
 
 
 class FlashAttentionTorch(torch.autograd.Function):
@@ -35,7 +34,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        out, lse = local.forward(_inputs(q, k, v, is_causal), _KERNEL)
+        out, lse = local.attention_op(*_op_arguments(q, k, v, is_causal))
         out = out.view(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, lse.view(q.shape[:-1]))
         ctx.is_causal = is_causal
@@ -44,16 +43,17 @@ class FlashAttentionTorch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        x = _inputs(q, k, v, ctx.is_causal)
-        out, dout = (y.reshape(x.q_BTHD.shape[0], -1, 1, v.shape[-1]) for y in (out, dout))
-        lse = lse.reshape(x.q_BTHD.shape[0], 1, -1)
-        dq, dk, dv, _ = local.backward(x, out, lse, dout, None, _KERNEL)
+        arguments = _op_arguments(q, k, v, ctx.is_causal)
+        batch, tokens = arguments[0].shape[:2]
+        out, dout = (y.reshape(batch, tokens, 1, v.shape[-1]) for y in (out, dout))
+        dq, dk, dv, _ = local.attention_backward_op(out, lse.reshape(batch, 1, tokens), dout, None, *arguments)
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None
 
 
 FlashAttentionFunction = FlashAttentionTorch
 
 
+@torch.no_grad()
 def flash_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, block_size: int = 64
 ) -> tuple[Tensor, Tensor]:
@@ -66,19 +66,25 @@ def flash_attention_forward(
     """
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: expected at least 1")
-    x = _inputs(q, k, v, is_causal)
-    out, lse = Tiled(block_size).forward(x)
+    (q_BTHD, k_BSKD, v_BSKE), mask, scale = _one_head(q, k, v, is_causal)
+    out, lse = Tiled(block_size).forward(local.inputs(q_BTHD, k_BSKD, v_BSKE, mask, Features(scale)))
     return out.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1])
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """Dense attention of `[..., tokens, dim]` tensors: what the others are measured against."""
-    x = _inputs(q, k, v, is_causal)
-    out, _ = dense_attention(x.q_BTHD, x.k_BSKD, x.v_BSKE, x.work.mask, x.features)
+    inputs, mask, scale = _one_head(q, k, v, is_causal)
+    out, _ = dense_attention(*inputs, mask, Features(scale))
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Inputs:
+def _op_arguments(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Any, ...]:
+    inputs, mask, scale = _one_head(q, k, v, is_causal)
+    return *inputs, None, None, None, [], mask.pack()[0], scale, 0.0, 0.0, 0, 0, 0, "tiled", False
+
+
+def _one_head(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Mask, float]:
+    """The inputs as `[batch, tokens, 1, dim]`, the mask and the scale."""
     if q.ndim < 2 or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
         raise ValueError(
             f"expected q, k and v of shape [..., tokens, dim] with the same leading dimensions; got "
@@ -89,6 +95,9 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Inputs:
             f"expected the same dim in q and k and the same tokens in k and v; got "
             f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"expected q, k and v of one floating-point dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
     mask = Mask.causal() if is_causal else Mask.full()
-    q, k, v = (x.reshape(-1, x.shape[-2], 1, x.shape[-1]) for x in (q, k, v))
-    return local.inputs(q, k, v, mask, Features(scale=q.shape[-1] ** -0.5))
+    batch = math.prod(q.shape[:-2])
+    q, k, v = (x.reshape(batch, x.shape[-2], 1, x.shape[-1]) for x in (q, k, v))
+    return (q, k, v), mask, q.shape[-1] ** -0.5
