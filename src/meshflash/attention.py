@@ -176,7 +176,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     device = q.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if q.is_meta or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     low = (torch.float16, torch.bfloat16, torch.float32)
