@@ -59,3 +59,35 @@ def kernels(
         raise typer.BadParameter(str(error)) from error
     path = output or Path("benchmarks/results") / f"kernels-{device}.json"
     report(console, rows, path, plot, f"attention kernels on {device}")
+
+
+@app.command()
+def tiles(
+    tokens: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 131072,
+    documents: Annotated[int, typer.Option(min=1, help="Documents packed into it.")] = 256,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks that share it.")] = 64,
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("benchmarks/results/tiles.json"),
+) -> None:
+    """Worklists: how long one rank's table takes to build, against one rank's keys and against all of them."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshflash.bench import record
+    from meshflash.bench import tiles as bench
+
+    try:
+        rows = [asdict(row) for row in bench.run(tokens, documents, ranks)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    title = f"{documents} documents, {ranks} ranks, {tokens:,} tokens"
+    table = Table("layout", title=title, title_justify="left", title_style="bold")
+    for name in ("one rank's keys, ms", "spans", "all keys, ms", "spans"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        numbers = (f"{row['step_ms']:.2f}", f"{row['step_spans']:,}", f"{row['all_ms']:.2f}", f"{row['all_spans']:,}")
+        table.add_row(row["layout"], *numbers)
+    Console().print(table)
+    record.write(output, rows, record.command_line())
+    typer.echo(f"written: {output}")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ from meshflash.core.lengths import UNBOUNDED, Array
 from meshflash.core.mask import BoolArray, Mask, Term
 
 Int32 = npt.NDArray[np.int32]
+#: Rows, positions and indices: int64, or int32 where there are many.
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 #: Columns of `Table.segments`.
 SEGMENT = ("batch", "row", "rows", "position", "step")
@@ -165,19 +168,24 @@ def _rectangles(table: Table) -> tuple[Rectangle, ...] | None:
 class _Runs:
     """Runs of rows at affine positions: row, rows, first position, step; one entry each."""
 
-    row: Array
-    rows: Array
-    position: Array
-    step: Array
+    row: Ints
+    rows: Ints
+    position: Ints
+    step: Ints
 
     @property
-    def last(self) -> Array:
+    def last(self) -> Ints:
         return self.position + self.step * (self.rows - 1)
 
-    def take(self, index: Array | BoolArray) -> _Runs:
+    def take(self, index: Ints | BoolArray) -> _Runs:
         return _Runs(self.row[index], self.rows[index], self.position[index], self.step[index])
 
-    def part(self, begin: Array, end: Array) -> _Runs:
+    def narrow(self) -> _Runs:
+        """The same in int32."""
+        row, rows, position, step = (x.astype(np.int32) for x in (self.row, self.rows, self.position, self.step))
+        return _Runs(row, rows, position, step)
+
+    def part(self, begin: Ints, end: Ints) -> _Runs:
         """The rows from begin to end of each run."""
         return _Runs(self.row + begin, end - begin, self.position + self.step * begin, self.step)
 
@@ -196,19 +204,19 @@ class _Runs:
 class _Spans:
     """Spans of the column side with the segment they belong to and their band on `column - row`."""
 
-    segment: Array
+    segment: Ints
     runs: _Runs
-    lo: Array
-    hi: Array
+    lo: Ints
+    hi: Ints
 
-    def take(self, index: Array | BoolArray) -> _Spans:
+    def take(self, index: Ints | BoolArray) -> _Spans:
         if index.dtype == np.bool_ and index.all():
             return self
         return _Spans(self.segment[index], self.runs.take(index), self.lo[index], self.hi[index])
 
     def in_order(self) -> _Spans:
         """By segment, then by row."""
-        key = self.segment * UNBOUNDED + self.runs.row
+        key = self.segment * UNBOUNDED + self.runs.row  # in int64, as segment is
         return self if (key[1:] >= key[:-1]).all() else self.take(np.argsort(key, kind="stable"))
 
     def join(self, continued: bool) -> _Spans:
@@ -258,7 +266,10 @@ def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs,
     segment, lo, hi, band_lo, band_hi = _sweep(lo, hi, bands)
     lo = np.maximum(lo, segments.position[segment] + band_lo)
     hi = np.minimum(hi, segments.last[segment] + band_hi + 1)
-    which, runs = _intersect(columns, lo, hi)
+    # from here on there may be documents x ranges of everything, and half the width is half the time
+    lo, hi, band_lo, band_hi = (np.clip(x, -UNBOUNDED, UNBOUNDED).astype(np.int32) for x in (lo, hi, band_lo, band_hi))
+    segments = segments.narrow()
+    which, runs = _intersect(columns.narrow(), lo, hi)
     spans = _Spans(segment[which], runs, band_lo[which], band_hi[which])
 
     # the steps reach distances from `near` to `far`, `stride` apart: one of them must lie in the band
@@ -286,7 +297,7 @@ def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs,
     return table if exact else _fuse_segments(table)
 
 
-def _cuts(terms: tuple[Term, ...], batch: int, by_key: bool) -> Array:
+def _cuts(terms: tuple[Term, ...], batch: int, by_key: bool) -> Ints:
     """The positions of the row side where what a term shows can change."""
     cuts = [np.zeros(0, np.int64)]
     for term in terms:
@@ -300,7 +311,7 @@ def _cuts(terms: tuple[Term, ...], batch: int, by_key: bool) -> Array:
     return np.unique(np.concatenate(cuts))
 
 
-def _split(runs: _Runs, cuts: Array) -> _Runs:
+def _split(runs: _Runs, cuts: Ints) -> _Runs:
     """The runs, cut at these positions."""
     first = np.searchsorted(cuts, runs.position, "right")
     pieces = np.searchsorted(cuts, runs.last, "right") - first + 1
@@ -313,7 +324,7 @@ def _split(runs: _Runs, cuts: Array) -> _Runs:
     return parts.take(parts.rows > 0)
 
 
-def _intervals(terms: tuple[Term, ...], batch: int, position: Array, by_key: bool) -> tuple[Array, Array]:
+def _intervals(terms: tuple[Term, ...], batch: int, position: Ints, by_key: bool) -> tuple[Ints, Ints]:
     """For each segment and term, the interval of the column side, its band aside: [segments, terms]."""
     lo = np.zeros((len(position), len(terms)), np.int64)
     hi = np.full_like(lo, UNBOUNDED)
@@ -340,7 +351,7 @@ def _intervals(terms: tuple[Term, ...], batch: int, position: Array, by_key: boo
     return lo, hi
 
 
-def _sweep(lo: Array, hi: Array, bands: list[tuple[int, int]]) -> tuple[Array, Array, Array, Array, Array]:
+def _sweep(lo: Ints, hi: Ints, bands: list[tuple[int, int]]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Disjoint (segment, lo, hi, band_lo, band_hi) from the terms' overlapping intervals."""
     points = np.sort(np.concatenate([lo, hi], axis=1), axis=1)
     left, right = points[:, :-1], points[:, 1:]
@@ -348,7 +359,7 @@ def _sweep(lo: Array, hi: Array, bands: list[tuple[int, int]]) -> tuple[Array, A
     active &= (left < right)[:, :, None]
     bits = [1 << t for t in range(len(bands))]
     code = active @ np.array(bits, dtype=np.int64 if len(bits) < 63 else object)
-    found: list[Array] = [np.zeros((5, 0), np.int64)]
+    found: list[Ints] = [np.zeros((5, 0), np.int64)]
     for subset in np.unique(code):
         where = code == subset
         segment = np.nonzero(where)[0]
@@ -370,7 +381,7 @@ def _union(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def _intersect(columns: _Runs, lo: Array, hi: Array) -> tuple[Array, _Runs]:
+def _intersect(columns: _Runs, lo: Ints, hi: Ints) -> tuple[Ints, _Runs]:
     """The rows of each run that lie in each interval [lo, hi): (which interval, rows); some have none."""
     first = np.searchsorted(np.maximum.accumulate(columns.last), lo, "left")
     count = np.searchsorted(columns.position, hi, "left") - first
@@ -381,7 +392,7 @@ def _intersect(columns: _Runs, lo: Array, hi: Array) -> tuple[Array, _Runs]:
     return interval, runs.part(begin, end)
 
 
-def _row_at(runs: _Runs, position: Array) -> Array:
+def _row_at(runs: _Runs, position: Ints) -> Ints:
     """The first row, counted from the run's own, at or after a position; may lie outside the run."""
     return -((runs.position - position) // runs.step)
 
@@ -410,17 +421,17 @@ def _fuse_segments(table: Table) -> Table:
     return Table(kept, _indptr(counts[heads]), table.spans[np.repeat(~joined, counts)])
 
 
-def _expand(counts: Array) -> tuple[Array, Array]:
+def _expand(counts: Ints) -> tuple[Ints, Ints]:
     """(owner, number within the owner) for `counts[owner]` items of each owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _indptr(counts: Array) -> Int32:
+def _indptr(counts: Ints) -> Int32:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
-def _stack(*columns: Array) -> Int32:
+def _stack(*columns: Ints) -> Int32:
     out = np.empty((len(columns[0]), len(columns)), np.int32)
     for n, column in enumerate(columns):
         out[:, n] = column
