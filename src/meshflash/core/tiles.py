@@ -216,8 +216,7 @@ class _Spans:
 
     def in_order(self) -> _Spans:
         """By segment, then by row."""
-        key = self.segment * UNBOUNDED + self.runs.row  # in int64, as segment is
-        return self if (key[1:] >= key[:-1]).all() else self.take(np.argsort(key, kind="stable"))
+        return self.take(np.lexsort((self.runs.row, self.segment)))
 
     def join(self, continued: bool) -> _Spans:
         """Neighbours as one: those whose positions continue under the same band, or any wholly visible."""
@@ -276,9 +275,15 @@ def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs,
     near = runs.position - segments.last[spans.segment]
     far = runs.last - segments.position[spans.segment]
     reached = np.maximum(near, spans.lo)
-    if (runs.step > 1).any():
-        reached += (near - reached) % np.gcd(segments.step[spans.segment], runs.step)
-    spans = spans.take((runs.rows > 0) & (reached <= np.minimum(far, spans.hi))).in_order().join(continued=True)
+    if _all_same(segments.step) and _all_same(columns.step):
+        stride = np.gcd(segments.step[:1], columns.step[:1].astype(np.int32))
+    else:
+        stride = np.gcd(segments.step[spans.segment], runs.step)
+    reached += (near - reached) % stride
+    spans = spans.take((runs.rows > 0) & (reached <= np.minimum(far, spans.hi)))
+    if len(terms) > 1 or (np.diff(columns.row) < 0).any():
+        spans = spans.in_order()
+    spans = spans.join(continued=True)
 
     near = spans.runs.position - segments.last[spans.segment]
     far = spans.runs.last - segments.position[spans.segment]
@@ -419,6 +424,10 @@ def _fuse_segments(table: Table) -> Table:
     kept = segments[heads]
     kept[:, 2] = np.add.reduceat(segments[:, 2], heads)
     return Table(kept, _indptr(counts[heads]), table.spans[np.repeat(~joined, counts)])
+
+
+def _all_same(values: Ints) -> bool:
+    return len(values) > 0 and bool((values == values[0]).all())
 
 
 def _expand(counts: Ints) -> tuple[Ints, Ints]:
