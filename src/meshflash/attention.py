@@ -17,21 +17,26 @@ from meshflash.kernels import registry
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class FlashOptions(TypedDict, total=False):
-    """What `flash_attention` takes by name, for type checkers."""
+class FlashFeatures(TypedDict, total=False):
+    """What `flash_attention` takes by name beyond what torch's own function has."""
 
-    mask: Mask | None
-    scale: float | None
     softcap: float | None
     sink_logits: Tensor | None
     alibi_slopes: Tensor | None
-    dropout: float
     seed: int | Tensor | None
     q_offset: int
     batch_offset: int
     head_offset: int
     kernel: str
     deterministic: bool
+
+
+class FlashOptions(FlashFeatures, total=False):
+    """All that `flash_attention` takes by name, for type checkers."""
+
+    mask: Mask | None
+    scale: float | None
+    dropout: float
 
 
 @overload

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
-from meshflash.attention import flash_attention
+from meshflash.attention import FlashFeatures, flash_attention
 from meshflash.core.mask import Mask
-
-
-class SdpaFeatures(TypedDict, total=False):
-    """What `flash_attention` takes beyond torch's own arguments."""
-
-    softcap: float | None
-    sink_logits: Tensor | None
-    alibi_slopes: Tensor | None
-    seed: int | Tensor | None
-    q_offset: int
-    batch_offset: int
-    head_offset: int
-    kernel: str
-    deterministic: bool
 
 
 def scaled_dot_product_attention(
@@ -34,7 +20,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    **features: Unpack[SdpaFeatures],
+    **features: Unpack[FlashFeatures],
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, with a `Mask` where that takes a matrix.
 
@@ -55,9 +41,9 @@ def scaled_dot_product_attention(
         )
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True with attn_mask: give one of them; Mask.causal() & other combines two")
-    unknown = features.keys() - SdpaFeatures.__annotations__.keys()
+    unknown = features.keys() - FlashFeatures.__annotations__.keys()
     if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))}: expected only {', '.join(SdpaFeatures.__annotations__)}")
+        raise ValueError(f"{', '.join(sorted(unknown))}: expected only {', '.join(FlashFeatures.__annotations__)}")
     if query.ndim < 2 or not query.ndim == key.ndim == value.ndim:
         raise ValueError(
             f"query, key and value must have the same number of dimensions, at least [tokens, dim]; got "
