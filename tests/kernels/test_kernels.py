@@ -46,7 +46,7 @@ def test_tiled_with_its_own_block_size(name, dtype):
     _run(CASES[name][0], dtype, "tiled")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_reference(name, dtype):
     _run(CASES[name][0], dtype, "reference")
