@@ -317,7 +317,7 @@ class First(Mask):
 
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
         if not self.per_document:
-            return np.broadcast_to(j < self.n, np.broadcast_shapes(i.shape, j.shape))
+            return np.broadcast_to(j < self.n, np.broadcast_shapes(i.shape, j.shape)).copy()
         documents = _the_documents(documents, self)
         place = j - _starts(documents.k_cuts(batch), j)
         return documents._visible(i, j, batch, documents) & (place < self.n)
