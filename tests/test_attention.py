@@ -71,6 +71,14 @@ def test_causal_is_aligned_at_the_top_left(is_causal):
         assert torch.allclose(standard_attention(queries, keys, values, is_causal), want, atol=1e-5)
 
 
+def test_autocast_does_not_round_the_accumulators():
+    q, k, v, _ = _inputs(2, 65, 16)
+    plain, wanted = FlashAttentionTorch.apply(q, k, v, True), flash_attention_forward(q, k, v, True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(FlashAttentionTorch.apply(q, k, v, True), plain)
+        assert all(torch.equal(a, b) for a, b in zip(flash_attention_forward(q, k, v, True), wanted, strict=True))
+
+
 def test_second_derivatives_are_refused():
     q, k, v, _ = _inputs(2, 9, 8)
     grad = torch.autograd.grad(FlashAttentionTorch.apply(q, k, v).sum(), q, create_graph=True)[0]

@@ -23,8 +23,7 @@ from meshflash.kernels.registry import choose, tell_spies
 #: What both ops take after their own tensors.
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink_logits, Tensor? alibi_slopes, Tensor? seed, Tensor[] documents, "
-    "str mask, float scale, float softcap, float dropout, SymInt q_offset, SymInt batch_offset, "
-    "SymInt head_offset, "
+    "str mask, float scale, float softcap, float dropout, SymInt q_offset, SymInt batch_offset, SymInt head_offset, "
     "str kernel, bool deterministic"
 )
 
@@ -51,8 +50,7 @@ def forward(x: Inputs, kernel: str = "auto", deterministic: bool = False) -> tup
     chosen = _choose(x, kernel, "forward", deterministic)
     if not x.q_BTHD.shape[0]:
         return new_outputs(x.q_BTHD, x.v_BSKE)
-    with _without_autocast(x.q_BTHD):
-        return chosen.forward(x)
+    return chosen.forward(x)
 
 
 def backward(
@@ -65,19 +63,6 @@ def backward(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits) from the gradients of out and lse, either of which may be None."""
-    with _without_autocast(x.q_BTHD):
-        return _backward(x, out_BTHE, lse_BHT, dout_BTHE, dlse_BHT, kernel, deterministic)
-
-
-def _backward(
-    x: Inputs,
-    out_BTHE: Tensor,
-    lse_BHT: Tensor,
-    dout_BTHE: Tensor | None,
-    dlse_BHT: Tensor | None,
-    kernel: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dout = torch.zeros_like(out_BTHE) if dout_BTHE is None else dout_BTHE
     delta_BHT = (dout.to(lse_BHT.dtype) * out_BTHE).sum(dim=-1).transpose(1, 2).contiguous()
     if dlse_BHT is not None:
@@ -97,7 +82,7 @@ def _backward(
     return dq, dk, dv, -(weight * delta_BHT).sum(dim=(0, 2)).to(sink_logits.dtype)
 
 
-def _without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
+def without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
     """Autocast has had its say in the inputs' dtype; inside, it would round float32 accumulators."""
     device = q_BTHD.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -160,7 +145,9 @@ def _mask(text: str, documents: tuple[tuple[bytes, str, torch.Size], ...]) -> Ma
 @torch.library.custom_op("meshflash::attention", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
 def attention_op(*call: Any) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
-    return forward(*_unpack_call(*call))
+    x, kernel, deterministic = _unpack_call(*call)
+    with without_autocast(x.q_BTHD):
+        return forward(x, kernel, deterministic)
 
 
 @attention_op.register_fake
@@ -178,7 +165,8 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink_logits), the last one empty where there are no sink logits."""
     x, kernel, deterministic = _unpack_call(*call)
-    dq, dk, dv, dsink = backward(x, out, lse, dout, dlse, kernel, deterministic)
+    with without_autocast(x.q_BTHD):
+        dq, dk, dv, dsink = backward(x, out, lse, dout, dlse, kernel, deterministic)
     return dq, dk, dv, out.new_empty(0) if dsink is None else dsink
 
 

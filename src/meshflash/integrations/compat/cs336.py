@@ -67,7 +67,9 @@ def flash_attention_forward(
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: expected at least 1")
     (q_BTHD, k_BSKD, v_BSKE), mask, scale = _one_head(q, k, v, is_causal)
-    out, lse = Tiled(block_size).forward(local.inputs(q_BTHD, k_BSKD, v_BSKE, mask, Features(scale)))
+    x = local.inputs(q_BTHD, k_BSKD, v_BSKE, mask, Features(scale))
+    with local.without_autocast(q_BTHD):
+        out, lse = Tiled(block_size).forward(x)
     return out.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1])
 
 
