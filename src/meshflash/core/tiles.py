@@ -133,6 +133,33 @@ def visible_per_query(mask: Mask, tokens: int) -> Array:
     return counts
 
 
+def seen(mask: Mask, ranges: Sequence[range], by_key: bool = False) -> list[tuple[int, int]]:
+    """Which positions of keys these queries see, or with `by_key` which queries see these keys.
+
+    Sorted intervals `[lo, hi)`, of any batch row. They may hold a few positions more, where queries that
+    lie apart look through a window narrower than the distance between them.
+
+    >>> seen(Mask.causal() & (Mask.window(2, 0) | Mask.first(1)), [range(8, 12)])
+    [(0, 1), (6, 12)]
+    """
+    rows = _Runs.of(ranges)
+    found = []
+    for batch in range(mask.batch_rows or 1):
+        segments = _split(rows, _cuts(mask.terms, batch, by_key))
+        lo, hi = _intervals(mask.terms, batch, segments.position, by_key)
+        for t, term in enumerate(mask.terms):
+            band_lo, band_hi = (-term.hi, -term.lo) if by_key else (term.lo, term.hi)
+            begin = np.maximum(lo[:, t], segments.position + band_lo)
+            end = np.minimum(hi[:, t], segments.last + band_hi + 1)
+            found.append(np.stack([begin, end], axis=1)[begin < end])
+    intervals = np.concatenate(found) if found else np.zeros((0, 2), np.int64)
+    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(intervals[:, 1])
+    first = np.flatnonzero(np.concatenate([[True], intervals[1:, 0] > reach[:-1]])[: len(intervals)])
+    ends = reach[np.append(first[1:], len(reach)) - 1] if len(reach) else reach
+    return list(zip(intervals[first, 0].tolist(), ends.tolist(), strict=True))
+
+
 def _span_counts(table: Table) -> list[tuple[int, int, Array]]:
     """For each span of a by-query table: first row, rows, and how many keys each of them sees."""
     out = []

@@ -1,0 +1,76 @@
+"""What a schedule has to solve: who holds which queries and keys, and which pairs the mask shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshflash.core import rows
+from meshflash.core.mask import Mask
+from meshflash.core.program import Interval, Ranges
+from meshflash.core.rows import Rows
+from meshflash.core.tiles import seen
+
+Option = int | float | bool | str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Queries and keys, as the positions that each rank holds, and the mask between them.
+
+    `options` are the schedule's own. What a rank needs of another's keys is worked out here, once.
+
+    >>> from meshflash.core.layout import Layout
+    >>> layout = Layout.contiguous(8, 2)
+    >>> Problem(layout.ranges, layout.ranges, Mask.causal() & Mask.window(1, 0)).needs[0]
+    (((0, 4),), ((3, 4),))
+    """
+
+    q: tuple[Ranges, ...]
+    k: tuple[Ranges, ...]
+    mask: Mask
+    heads: int = 1
+    kv_heads: int = 1
+    options: tuple[tuple[str, Option], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.q) != len(self.k) or not self.q:
+            raise ValueError(f"Problem: queries are held by {len(self.q)} ranks, keys by {len(self.k)}")
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"Problem: {self.kv_heads} key heads do not divide {self.heads} query heads")
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.q)
+
+    @property
+    def option(self) -> dict[str, Option]:
+        """The options by name."""
+        return dict(self.options)
+
+    @cached_property
+    def q_lengths(self) -> tuple[int, ...]:
+        """How many queries each rank holds."""
+        return tuple(sum(map(len, held)) for held in self.q)
+
+    @cached_property
+    def k_lengths(self) -> tuple[int, ...]:
+        """How many keys each rank holds."""
+        return tuple(sum(map(len, held)) for held in self.k)
+
+    @cached_property
+    def needs(self) -> tuple[tuple[Rows, ...], ...]:
+        """`needs[c][d]`: the key rows of rank c that queries of rank d see."""
+        wanted = [seen(self.mask, held) if held else [] for held in self.q]
+        return tuple(tuple(rows.among(held, intervals) for intervals in wanted) for held in self.k)
+
+    @cached_property
+    def everything_needed(self) -> bool:
+        """Whether every rank needs every key."""
+        return all(rows.count(need) == n for n, row in zip(self.k_lengths, self.needs, strict=True) for need in row)
+
+    def q_rows(self, rank: int, k_positions: Ranges) -> Interval:
+        """The query rows of a rank from the first to the last that sees any of these keys."""
+        found = rows.among(self.q[rank], seen(self.mask, k_positions, by_key=True))
+        return (found[0][0], found[-1][1]) if found else (0, 0)

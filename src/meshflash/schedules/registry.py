@@ -1,0 +1,142 @@
+"""The schedules there are, by name, and how a user adds one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+from typing import Protocol
+
+from meshflash.core.layout import Layout
+from meshflash.core.problem import Option, Problem
+from meshflash.core.program import Direction, Program
+
+
+class Builder(Protocol):
+    """A pure function: the program of one rank. All ranks' programs must fit together."""
+
+    def __call__(self, problem: Problem, rank: int, name: str) -> Program: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule: its two builders, the layout it is at home on, and its options with their defaults."""
+
+    name: str
+    forward: Builder
+    backward: Builder
+    layout: Callable[[int, int], Layout]
+    summary: str = ""
+    options: tuple[tuple[str, Option], ...] = ()
+
+
+_SCHEDULES: dict[str, Schedule] = {}
+#: Each registers its own when imported.
+_FAMILIES = ("ring", "allgather")
+
+
+def register(schedule: Schedule) -> None:
+    """Make a schedule known by its name."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", schedule.name) or schedule.name == "auto":
+        raise ValueError(f"schedule name {schedule.name!r}: expected a lower-case identifier other than auto")
+    if schedule.name in _SCHEDULES:
+        raise ValueError(f"schedule {schedule.name!r} is registered already")
+    _SCHEDULES[schedule.name] = schedule
+
+
+def register_schedule(
+    name: str,
+    forward: Builder,
+    backward: Builder,
+    *,
+    layout: Callable[[int, int], Layout] = Layout.contiguous,
+    summary: str = "",
+    options: Mapping[str, Option] | None = None,
+) -> None:
+    """Add a schedule of your own: two pure functions `(problem, rank, name) -> Program`.
+
+    Check it with `verify_programs` before you run it: every visible pair once, every gradient home, no
+    deadlock, no buffer touched while it moves.
+
+    >>> from meshflash.schedules import ring
+    >>> register_schedule("my_ring", ring.forward, ring.backward, summary="ring by another name")
+    >>> "my_ring" in names()
+    True
+    >>> unregister_schedule("my_ring")
+    """
+    _load()
+    register(Schedule(name, forward, backward, layout, summary, tuple((options or {}).items())))
+    build.cache_clear()
+
+
+def unregister_schedule(name: str) -> None:
+    """Forget a schedule."""
+    find(name)
+    del _SCHEDULES[name]
+    build.cache_clear()
+
+
+def schedules() -> tuple[Schedule, ...]:
+    """Every schedule."""
+    _load()
+    return tuple(_SCHEDULES.values())
+
+
+def names() -> tuple[str, ...]:
+    """The names of all schedules."""
+    return tuple(schedule.name for schedule in schedules())
+
+
+def find(name: str) -> Schedule:
+    """The schedule of this name."""
+    _load()
+    if name not in _SCHEDULES:
+        raise ValueError(f"schedule={name!r}: expected one of auto, {', '.join(names())}")
+    return _SCHEDULES[name]
+
+
+def parse(text: str) -> tuple[Schedule, tuple[tuple[str, Option], ...]]:
+    """A schedule and its options, from `name` or `name(option=value, ...)`.
+
+    >>> parse("allgather(head_stride=2)")[1]
+    (('head_stride', 2),)
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"schedule={text!r}: expected a name, or name(option=value)")
+    schedule = find(match[1])
+    given = dict(schedule.options)
+    for item in filter(None, (item.strip() for item in (match[2] or "").split(","))):
+        key, _, value = (part.strip() for part in item.partition("="))
+        if key not in given:
+            known = ", ".join(given) or "none"
+            raise ValueError(f"schedule={text!r}: {schedule.name} has no option {key!r}; it has: {known}")
+        given[key] = _value(text, key, value, given[key])
+    return schedule, tuple(given.items())
+
+
+def _value(text: str, key: str, value: str, default: Option) -> Option:
+    try:
+        if isinstance(default, bool):
+            return {"True": True, "False": False}[value]
+        if isinstance(default, int) and int(value) < 0:
+            raise ValueError
+        return type(default)(value)
+    except (KeyError, ValueError):
+        kind = "True or False" if isinstance(default, bool) else "a number >= 0" if default is not str else "a text"
+        raise ValueError(f"schedule={text!r}: {key}={value!r}, expected {kind}") from None
+
+
+@lru_cache(maxsize=256)
+def build(schedule: str, problem: Problem, rank: int, direction: Direction) -> Program:
+    """The program of one rank; cached. The problem's options are those that the schedule names."""
+    found, options = parse(schedule)
+    builder = found.forward if direction == "forward" else found.backward
+    return builder(replace(problem, options=options), rank, found.name)
+
+
+def _load() -> None:
+    for family in _FAMILIES:
+        import_module(f"meshflash.schedules.{family}")
