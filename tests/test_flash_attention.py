@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from meshflash import Mask, flash_attention
-from meshflash.engine.local import attention_op
+from meshflash.engine.op import attention_op
 from meshflash.kernels.registry import spy
 from oracle import Case, check, gradients
 
@@ -210,7 +210,7 @@ def _op_arguments(features, mask):
     sinks = torch.randn(2, requires_grad=True) if features.get("sinks") else None
     slopes = torch.rand(2, 2) if features.get("alibi") else None
     documents = [torch.from_numpy(x) for x in lengths]
-    numbers = (text, 0.3, features.get("softcap", 0.0), features.get("dropout", 0.0), 0, 0, 0, "auto", False)
+    numbers = (text, 0.3, features.get("softcap", 0.0), features.get("dropout", 0.0), 0, 0, 0, "auto", False, "", "")
     return q, k, v, sinks, slopes, seed, documents, *numbers
 
 

@@ -5,17 +5,44 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from meshflash.attention import flash_attention
+    from meshflash.api import attention, flash_attention
     from meshflash.core.layout import Layout, positions
     from meshflash.core.mask import Mask
+    from meshflash.core.problem import Problem
+    from meshflash.core.program import Program
+    from meshflash.core.verify import verify_programs
+    from meshflash.schedules.registry import build_program, register_schedule
+    from meshflash.sharding import shard, unshard
 
-__all__ = ["Layout", "Mask", "__version__", "flash_attention", "positions"]
+__all__ = [
+    "Layout",
+    "Mask",
+    "Problem",
+    "Program",
+    "__version__",
+    "attention",
+    "build_program",
+    "flash_attention",
+    "positions",
+    "register_schedule",
+    "shard",
+    "unshard",
+    "verify_programs",
+]
 
 _HOMES = {
-    "flash_attention": "meshflash.attention",
+    "attention": "meshflash.api",
+    "build_program": "meshflash.schedules.registry",
+    "flash_attention": "meshflash.api",
     "Layout": "meshflash.core.layout",
     "Mask": "meshflash.core.mask",
     "positions": "meshflash.core.layout",
+    "Problem": "meshflash.core.problem",
+    "Program": "meshflash.core.program",
+    "register_schedule": "meshflash.schedules.registry",
+    "shard": "meshflash.sharding",
+    "unshard": "meshflash.sharding",
+    "verify_programs": "meshflash.core.verify",
 }
 
 

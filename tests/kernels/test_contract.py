@@ -90,7 +90,7 @@ def test_vendor_refuses_a_carry_in_half_precision():
     features = case.features(case.inputs(torch.bfloat16))
     ask = Ask("forward", "cpu", torch.bfloat16, 16, 16, work, features)
     assert refusal(Vendor(), ask) is None
-    assert "float32 partial results" in (refusal(Vendor(), replace(ask, carry=True)) or "")
+    assert "float32 partial results" in (refusal(Vendor(), replace(ask, partial=True)) or "")
     assert "device cuda" in (refusal(Vendor(), replace(ask, device="cuda")) or "")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshflash.attention import flash_attention
+from meshflash.api import flash_attention
 from meshflash.bench.timing import interleaved, peak_bytes
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import worklist

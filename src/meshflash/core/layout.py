@@ -6,6 +6,7 @@ anything. How data gets there is not said here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,6 +78,32 @@ class Layout:
         """The positions of a rank's rows, in their local order."""
         return _expand(self.ranges[rank])
 
+    def text(self) -> str:
+        """This layout as a short text, for `parse`.
+
+        >>> Layout.zigzag(10, 2).text(), Layout(((range(1, 2),), (range(0, 1),))).text()
+        ('zigzag 10 2', '[[[1, 2, 1]], [[0, 1, 1]]]')
+        """
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        if self.name in _NAMED and _NAMED[self.name](self.tokens, self.world) == self:
+            return f"{self.name} {self.tokens} {self.world}"
+        return json.dumps([[[r.start, r.stop, r.step] for r in held] for held in self.ranges])
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """The layout that `text` wrote.
+
+        >>> Layout.parse("striped 5 2") == Layout.striped(5, 2)
+        True
+        """
+        name, *sizes = text.split()
+        if name in _NAMED and len(sizes) == 2:
+            return _NAMED[name](*map(int, sizes))
+        return Layout(tuple(tuple(range(*r) for r in held) for held in json.loads(text)))
+
     @staticmethod
     def contiguous(tokens: int, world: int) -> Layout:
         """Each rank holds one run of the sequence.
@@ -137,6 +164,9 @@ class Layout:
             pieces *= 2
         assert best is not None
         return best
+
+
+_NAMED = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 
 
 def positions(layout: Layout, rank: int) -> Array:

@@ -284,16 +284,17 @@ class Program:
         return sizes.row_bytes(buffer.kind, buffer.dtype) == sizes.row_bytes(output.kind, output.dtype)
 
     def staged(self, post: Post, sizes: Sizes) -> list[Slice]:
-        """The slices of a post that are sent from the caller's tensors by way of a packed copy.
+        """The slices of a post that are sent by way of a packed copy.
 
-        Messages are rows of the whole batch, one after another. A caller's tensor lies like that only
-        with a batch of 1, and only for all of its heads; one slice is packed once for all its peers.
+        Messages are rows of the whole batch and of all heads, one after another: scratch lies like that.
+        A caller's tensor does only with a batch of 1. One slice is packed once for all its peers.
         """
         out: dict[Slice, None] = {}
         for part in post.sends:
             buffer = self.buffer[part.slice.buffer]
-            whole = part.slice.heads == (0, buffer.heads)
-            if not whole or (buffer.role != "scratch" and sizes.batch > 1):
+            by_rows = buffer.role == "scratch" and not self.shares(buffer, sizes)
+            by_rows |= sizes.batch == 1 and all(field.width for field in KINDS[buffer.kind])
+            if not by_rows or part.slice.heads != (0, buffer.heads):
                 out[part.slice] = None
         return list(out)
 

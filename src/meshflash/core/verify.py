@@ -8,9 +8,9 @@ backends: what passes here deadlocks on none.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NoReturn
 
@@ -22,6 +22,7 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
     KEY_KINDS,
+    KINDS,
     Add,
     Attend,
     AttendGrad,
@@ -41,6 +42,7 @@ from meshflash.core.program import (
 from meshflash.core.tiles import Table, worklist
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Counts = npt.NDArray[np.int16]
 
 #: What a cell holds besides (position, head): nothing yet, and a zero of nobody's.
@@ -64,11 +66,14 @@ class Report:
         return tuple(sum(row.values()) for row in self.received)
 
 
-def verify_programs(programs: Sequence[Program], problem: Problem, sizes: Sizes | None = None) -> Report:
+def verify_programs(
+    programs: Sequence[Program], problem: Problem, sizes: Sizes | None = None, tables: bool = True
+) -> Report:
     """Raise VerificationError unless these programs, one of each rank, solve the problem together.
 
     Every visible (batch row, head, query, key) is computed once; every output and gradient is complete
-    and home; nothing deadlocks; no buffer is read before it is written or touched while it moves.
+    and home; nothing deadlocks; no buffer is read before it is written or touched while it moves. With
+    `tables`, the tables that kernels walk are held against the mask as well, for the rows of each step.
 
     >>> from meshflash.core.layout import Layout
     >>> from meshflash.schedules.registry import build
@@ -83,38 +88,84 @@ def verify_programs(programs: Sequence[Program], problem: Problem, sizes: Sizes 
         raise VerificationError(f"expected one program for each of {problem.world} ranks, in their order")
     if len({program.direction for program in programs}) != 1:
         raise VerificationError("some programs are forward and some backward")
-    ranks = [_Rank(program, problem) for program in programs]
+    truth = _Truth(problem)
+    ranks = [_Rank(program, problem, truth, tables) for program in programs]
+    _check_groups(ranks)
     _run(ranks)
     for rank in ranks:
         rank.check_end()
     received = []
-    for rank in ranks:
+    for program in programs:
         row: dict[int, int] = defaultdict(int)
-        for post in rank.posts.values():
-            for part in post.step.recvs:
-                if part.peer != rank.program.rank:
-                    row[part.peer] += rank.program.slice_bytes(part.slice, sizes)
+        for post in (step for step in program.steps if isinstance(step, Post)):
+            for part in post.recvs:
+                if part.peer != program.rank:
+                    row[part.peer] += program.slice_bytes(part.slice, sizes)
         received.append(dict(row))
     return Report(tuple(received), tuple(program.scratch_bytes(sizes) for program in programs))
 
 
+class _Truth:
+    """What the mask shows, [batch, query positions, key positions], from its definition alone."""
+
+    def __init__(self, problem: Problem) -> None:
+        held = []
+        for side, ranks in (("queries", problem.q), ("keys", problem.k)):
+            positions = np.concatenate([_expand(ranges) for ranges in ranks])
+            if not _distinct(tuple(r for ranges in ranks for r in ranges)):
+                raise VerificationError(f"the ranks of the problem hold a position of the {side} twice")
+            held.append(np.zeros(1 + positions.max(initial=-1), np.bool_))
+            held[-1][positions] = True
+        everything = _visible(problem.mask, *(np.arange(len(side)) for side in held))
+        self.visible = everything * held[0][:, None] * held[1]
+        self.batch, self.q_tokens, self.k_tokens = self.visible.shape
+
+
 @dataclass(eq=False)
 class _Content:
-    """What some cells hold: [rows, heads] of (position, head), and [batch, rows, heads, ...] of counts."""
+    """What some cells hold: [rows, heads] of (position, head), and [batch, rows, heads, ...] of counts.
+
+    Counts are of keys for each query and head, and for gradients of keys of (query head in its group,
+    query); other kinds have none. A result is `finished` once sink logits are in it.
+    """
 
     cells: Ints
     counts: Counts | None
-    finished: npt.NDArray[np.bool_]
+    finished: Bools
+
+    def at(self, place: Slice) -> _Content:
+        """Some of these cells: the same memory."""
+        index = _index(place)
+        counts = None if self.counts is None else self.counts[(slice(None), *index)]
+        return _Content(self.cells[index], counts, self.finished[index])
+
+    def copy(self) -> _Content:
+        """The same in memory of its own."""
+        return _Content(self.cells.copy(), None if self.counts is None else self.counts.copy(), self.finished.copy())
+
+    def put(self, new: _Content) -> None:
+        """Overwrite."""
+        self.cells[:], self.finished[:] = new.cells, new.finished
+        if self.counts is not None:
+            assert new.counts is not None
+            self.counts[:] = new.counts
+
+    def clear(self) -> None:
+        """Hold nobody's zero."""
+        self.cells[:], self.finished[:] = ZERO, False
+        if self.counts is not None:
+            self.counts[:] = 0
 
 
 @dataclass(eq=False)
 class _Posted:
-    """A post on its way."""
+    """A post on its way: what it sends, and for each part the post that it met."""
 
+    rank: _Rank
     step: Post
-    number: int
-    matches: list[tuple[_Posted, Part] | None] = field(default_factory=list)
-    contents: list[_Content] = field(default_factory=list)
+    contents: list[_Content]
+    met: list[_Posted] = field(default_factory=list)
+    arrived: dict[int, _Content] = field(default_factory=dict)
     complete: bool = False
     waited: bool = False
 
@@ -122,41 +173,52 @@ class _Posted:
 class _Rank:
     """One rank: its program, how far it is, and what its buffers hold."""
 
-    def __init__(self, program: Program, problem: Problem) -> None:
-        self.program, self.problem = program, problem
-        self.at = 0
+    def __init__(self, program: Program, problem: Problem, truth: _Truth, tables: bool) -> None:
+        self.program, self.problem, self.truth, self.tables = program, problem, truth, tables
+        self.number = program.rank
+        self.at = len(program.steps)  # nowhere yet
+        self.group = problem.heads // problem.kv_heads
         self.posts: dict[str, _Posted] = {}
-        self.in_flight: list[tuple[str, Slice, bool]] = []
-        self.batch = problem.mask.batch_rows or 1
-        self.q_tokens, self.k_tokens = sum(problem.q_lengths), sum(problem.k_lengths)
-        self.ends: dict[str, Slice] = {}
-        if len(program.buffer) != len(program.buffers):
-            self.fail("two buffers have the same name")
-        for name, members in program.groups:
-            if program.rank not in members or len(set(members)) != len(members):
-                self.fail(f"group {name} does not hold this rank once")
-        self._check_buffers()
-        self.buffers = {b.name: self._undefined(b.kind, b.rows, b.heads) for b in program.buffers}
+        #: by memory: what moves, which post moves it, and whether it is sent
+        self.in_flight: dict[str, list[tuple[Slice, str, bool]]] = defaultdict(list)
+        self._check_program()
+        #: scratch that becomes an output may be its memory; the cells that have become it are done
+        self.memory = {b.name: b.becomes or b.name for b in program.buffers}
+        self.source = {b.becomes: b.name for b in program.buffers if b.becomes}
+        self.done = {b.name: np.zeros((b.rows, b.heads), np.bool_) for b in program.buffers if b.becomes}
+        self.buffers = {b.name: self._new(b.kind, b.rows, b.heads) for b in program.buffers}
         for buffer in program.buffers:
             if buffer.role == "input":
                 self.buffers[buffer.name].cells[:] = self._expected(buffer.kind)
+        self.at = 0
 
     def fail(self, message: str) -> NoReturn:
         """Say where and what."""
         place = ""
         if self.at < len(self.program.steps):
             place = f", step {self.at} ({self.program.steps[self.at]})"
-        raise VerificationError(f"{self.program.direction} of rank {self.program.rank}{place}: {message}")
+        raise VerificationError(f"{self.program.direction} of rank {self.number}{place}: {message}")
 
     @property
     def step(self) -> Step | None:
         """The step that comes next."""
         return self.program.steps[self.at] if self.at < len(self.program.steps) else None
 
-    def take(self) -> None:
+    def blocked(self) -> bool:
+        """Whether there is no next step, or it waits for what has not come yet."""
+        step = self.step
+        if not isinstance(step, Wait):
+            return step is None
+        post = self.posts.get(step.post)
+        if post is None or post.waited:
+            self.fail("there is nothing to wait for")
+        return not post.complete
+
+    def take(self) -> Step:
         """Do the next step; of a wait, take what has arrived."""
         step = self.step
-        self._check_access(step) if not isinstance(step, Wait) else None
+        assert step is not None
+        self._check_access(step)
         match step:
             case Attend():
                 self._attend(step)
@@ -165,18 +227,17 @@ class _Rank:
             case Post():
                 self._post(step)
             case Wait():
-                self._arrive(step)
+                self._wait(step)
             case Copy():
-                self._same_kind(step.src, step.dst)
-                self._note_end(step.src, step.dst)
-                self._set(step.dst, self._get(step.src))
+                self._copy(step)
             case Add():
                 self._add(step)
             case Clear():
-                self._set(step.dst, self._zero(step.dst))
+                self._at(step.dst).clear()
             case Finish():
                 self._finish(step)
         self.at += 1
+        return step
 
     def check_end(self) -> None:
         """Everything was waited for, and the outputs are what they must be."""
@@ -186,410 +247,411 @@ class _Rank:
         for buffer in self.program.buffers:
             if buffer.role != "output":
                 continue
-            content, expected = self.buffers[buffer.name], self._expected(buffer.kind)
-            known = (content.cells == expected) | (content.cells == ZERO)
+            content = self.buffers[buffer.name]
+            known = (content.cells == self._expected(buffer.kind)) | (content.cells == ZERO)
             if not known.all():
                 self.fail(f"output {buffer.name}: {int((~known).sum())} cells are not the rows they should be")
             if buffer.kind == "out" and not content.finished.all():
                 self.fail("output out is not the finished result")
             assert content.counts is not None
-            wanted = self._wanted(buffer.kind)
-            difference = content.counts - wanted
+            difference = content.counts - self._wanted(buffer.kind)
             if difference.any():
                 missing, extra = int((difference < 0).sum()), int((difference > 0).sum())
                 self.fail(f"output {buffer.name}: {missing} pairs are missing, {extra} are repeated or not visible")
-        if self.program.direction == "forward":
-            unknown = set(self.program.saves) - {b.name for b in self.program.buffers if b.role != "scratch"}
-            if unknown or not {"q", "kv", "out"} <= set(self.program.saves):
-                self.fail(f"saves {self.program.saves}: expected q, kv, out and buffers of the caller")
 
-    def _check_buffers(self) -> None:
-        problem, rank = self.problem, self.program.rank
+    def _check_program(self) -> None:
+        program, problem = self.program, self.problem
+        if program.world != problem.world:
+            self.fail(f"is written for {program.world} ranks, the problem has {problem.world}")
+        for name, members in program.groups:
+            if self.number not in members or len(set(members)) != len(members):
+                self.fail(f"group {name} does not hold this rank once")
+        if len(program.group) != len(program.groups):
+            self.fail("two groups have the same name")
+        if len(program.buffer) != len(program.buffers):
+            self.fail("two buffers have the same name")
         forward = {"q": "input", "kv": "input", "out": "output"}
         backward = {"q": "input", "kv": "input", "rows": "input", "dq": "output", "dkv": "output"}
-        wanted = forward if self.program.direction == "forward" else backward
-        found = {b.name: b.role for b in self.program.buffers if b.role != "scratch"}
+        wanted = forward if program.direction == "forward" else backward
+        found = {b.name: b.role for b in program.buffers if b.role != "scratch"}
         if found != wanted:
             self.fail(f"the caller's buffers are {found}, expected {wanted}")
-        for b in self.program.buffers:
-            n = (problem.k_lengths if b.kind in KEY_KINDS else problem.q_lengths)[rank]
+        saved = sorted(forward) if program.direction == "forward" else []
+        if sorted(program.saves) != sorted(saved):
+            self.fail(f"saves {program.saves}, expected {saved}")
+        for b in program.buffers:
+            if b.kind not in KINDS or b.rows < 0 or b.heads < 1:
+                self.fail(f"{b.name} is of no known kind, or of no size")
+            lengths = problem.k_lengths if b.kind in KEY_KINDS else problem.q_lengths
             heads = problem.kv_heads if b.kind in KEY_KINDS else problem.heads
-            if b.role != "scratch" and (b.name, b.rows, b.heads, b.dtype) != (b.kind, n, heads, "input"):
+            own = (b.kind, lengths[self.number], heads, "input", "")
+            if b.role != "scratch" and (b.name, b.rows, b.heads, b.dtype, b.becomes) != own:
                 self.fail(f"the caller's buffer {b.name} does not have the shape and dtype of the problem")
             if b.becomes:
-                target = self.program.buffer.get(b.becomes)
-                if target is None or target.role != "output" or target.kind != b.kind or b.role != "scratch":
+                target = program.buffer.get(b.becomes)
+                if target is None or (target.role, target.kind) != ("output", b.kind) or b.dtype == "reduce":
                     self.fail(f"{b.name} cannot become {b.becomes}")
                 if (target.rows, target.heads) != (b.rows, b.heads):
                     self.fail(f"{b.name} becomes {b.becomes} and has another shape")
-                if sum(other.becomes == b.becomes for other in self.program.buffers) > 1:
+                if sum(other.becomes == b.becomes for other in program.buffers) > 1:
                     self.fail(f"two buffers become {b.becomes}")
 
     def _expected(self, kind: str) -> Ints:
         """(position, head) of a caller's cells."""
         keys = kind in KEY_KINDS
-        ranges = (self.problem.k if keys else self.problem.q)[self.program.rank]
+        ranges = (self.problem.k if keys else self.problem.q)[self.number]
         heads = self.problem.kv_heads if keys else self.problem.heads
         return _expand(ranges)[:, None] * heads + np.arange(heads)
 
     def _wanted(self, kind: str) -> Counts:
         """How often each pair must be counted: what the mask shows, once."""
-        shown = _visible(self.problem, self.program.rank, kind in KEY_KINDS)
         if kind in KEY_KINDS:
-            return np.broadcast_to(shown[:, :, None, None, :], self._counts_shape(kind, shown.shape[1]))
-        return np.broadcast_to(shown[:, :, None, :], self._counts_shape(kind, shown.shape[1]))
+            shown = self.truth.visible[:, :, _expand(self.problem.k[self.number])]
+            return shown.transpose(0, 2, 1)[:, :, None, None, :]
+        return self.truth.visible[:, _expand(self.problem.q[self.number])][:, :, None, :]
 
-    def _counts_shape(self, kind: str, rows: int, heads: int | None = None) -> tuple[int, ...]:
-        if kind in KEY_KINDS:
-            group = self.problem.heads // self.problem.kv_heads
-            return (self.batch, rows, heads or self.problem.kv_heads, group, self.q_tokens)
-        return (self.batch, rows, heads or self.problem.heads, self.k_tokens)
-
-    def _undefined(self, kind: str, rows: int, heads: int) -> _Content:
-        counts = None
-        if kind in ("out", "dq", "dkv"):
-            counts = np.zeros(self._counts_shape(kind, rows, heads), np.int16)
+    def _new(self, kind: str, rows: int, heads: int) -> _Content:
+        counts: Counts | None = None
+        if kind in ("out", "dq"):
+            counts = np.zeros((self.truth.batch, rows, heads, self.truth.k_tokens), np.int16)
+        elif kind == "dkv":
+            counts = np.zeros((self.truth.batch, rows, heads, self.group, self.truth.q_tokens), np.int16)
         return _Content(np.full((rows, heads), UNDEFINED), counts, np.zeros((rows, heads), np.bool_))
 
-    def _zero(self, place: Slice) -> _Content:
-        content = self._get(place, defined=False)
-        content.cells[:] = ZERO
-        if content.counts is not None:
-            content.counts[:] = 0
-        content.finished[:] = False
+    def _at(self, place: Slice) -> _Content:
+        return self.buffers[place.buffer].at(place)
+
+    def _read(self, place: Slice) -> _Content:
+        content = self._at(place)
+        if (content.cells == UNDEFINED).any():
+            self.fail(f"{place} is read before it is written, or after it was finished")
         return content
 
-    def _get(self, place: Slice, defined: bool = True) -> _Content:
-        content = self.buffers[place.buffer]
-        index = (slice(*place.rows), slice(*place.heads))
-        if defined and (content.cells[index] == UNDEFINED).any():
-            self.fail(f"{place} is read before it is written")
-        counts = None if content.counts is None else content.counts[(slice(None), *index)].copy()
-        return _Content(content.cells[index].copy(), counts, content.finished[index].copy())
-
-    def _set(self, place: Slice, new: _Content) -> None:
-        content = self.buffers[place.buffer]
-        index = (slice(*place.rows), slice(*place.heads))
-        content.cells[index] = new.cells
-        content.finished[index] = new.finished
-        if content.counts is not None:
-            assert new.counts is not None
-            content.counts[(slice(None), *index)] = new.counts
-
-    def _check_access(self, step: Step | None) -> None:
-        assert step is not None
+    def _check_access(self, step: Step) -> None:
+        """What a step touches is there, is not on its way, and may be written."""
         touched = list(slices(step))
-        for place, how in touched:
+        if isinstance(step, Finish):
+            touched[0] = step.src, "update"  # sink logits may join in place
+        for n, (place, how) in enumerate(touched):
             buffer = self.program.buffer.get(place.buffer)
             if buffer is None:
                 self.fail(f"there is no buffer {place.buffer}")
             for (begin, end), size in ((place.rows, buffer.rows), (place.heads, buffer.heads)):
                 if not 0 <= begin <= end <= size:
                     self.fail(f"{place} lies outside its buffer of {buffer.rows} rows and {buffer.heads} heads")
-            if how != "read" and buffer.role == "input":
-                self.fail(f"{place} is the caller's and may not be written")
-            if how != "read" and buffer.name in self.ends or how == "update" and buffer.role == "output":
-                self.fail(f"{place} is written after it was done, or added to where only results go")
-            if how != "read" and self._shared_with(buffer.name) and not isinstance(step, Copy | Finish):
-                self.fail(f"{place} may share memory with {self._shared_with(buffer.name)}")
-            for name, moving, sent in self.in_flight:
-                if _overlap(place, moving) and (how != "read" or not sent):
+            if how != "read":
+                self._check_writable(step, place, how == "update")
+            for moving, name, sent in self.in_flight.get(self.memory[place.buffer], ()):
+                if not (sent and how == "read") and _overlap(place, moving):
                     verb = "sends" if sent else "receives"
                     self.fail(f"{place} is touched while post {name} still {verb} {moving}")
-        written = [place for place, how in touched if how != "read"]
-        for n, place in enumerate(written):
-            others = written[:n] + [other for other, how in touched if how == "read"]
-            if any(_overlap(place, other) for other in others):
-                self.fail(f"{place} is written and used otherwise by the same step")
+            for other, other_how in touched[:n]:
+                if other.buffer == place.buffer and (how, other_how) != ("read", "read") and _overlap(place, other):
+                    self.fail(f"{place} is written and used otherwise by the same step")
 
-    def _shared_with(self, name: str) -> str:
-        return next((b.name for b in self.program.buffers if b.becomes == name), "")
+    def _check_writable(self, step: Step, place: Slice, update: bool) -> None:
+        buffer, source = self.program.buffer[place.buffer], self.source.get(place.buffer)
+        if buffer.role == "input":
+            self.fail(f"{place} is the caller's and may not be written")
+        if isinstance(step, Post) and (buffer.role == "output" or buffer.becomes):
+            self.fail(f"{place} is, or may become, the caller's: messages arrive in scratch of their own")
+        if buffer.role == "output" and update:
+            self.fail(f"{place} is added to, where only results go")
+        if source and not (isinstance(step, Copy | Finish) and step.src == replace(place, buffer=source)):
+            self.fail(f"{place} may be the memory of {source}, and can only be written from the same place there")
+        if buffer.becomes and self.done[buffer.name][_index(place)].any():
+            self.fail(f"{place} is written after it became {buffer.becomes}")
 
-    def _note_end(self, src: Slice, dst: Slice) -> None:
-        """An output that scratch becomes is written only from there, in place, and the scratch is then done."""
-        source, target = self.program.buffer[src.buffer], self.program.buffer[dst.buffer]
-        shared = self._shared_with(target.name)
-        if shared and (shared != source.name or (src.rows, src.heads) != (dst.rows, dst.heads)):
-            self.fail(f"{dst} shares memory with {shared} and may only be copied from the same place there")
-        if source.becomes and target.name != source.becomes and target.role == "output":
-            self.fail(f"{src} becomes {source.becomes}, not {target.name}")
-
-    def _same_kind(self, src: Slice, dst: Slice) -> None:
+    def _check_alike(self, src: Slice, dst: Slice) -> None:
         kinds = [self.program.buffer[place.buffer].kind for place in (src, dst)]
-        shapes = [[b - a for a, b in (place.rows, place.heads)] for place in (src, dst)]
-        if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
+        if kinds[0] != kinds[1] or _shape(src) != _shape(dst):
             self.fail("source and target differ in kind or shape")
 
+    def _become(self, src: Slice, dst: Slice) -> None:
+        """Scratch that became an output is done: to write there would change the output, where they are one."""
+        if self.program.buffer[src.buffer].becomes == dst.buffer:
+            self.done[src.buffer][_index(src)] = True
+
+    def _copy(self, step: Copy) -> None:
+        self._check_alike(step.src, step.dst)
+        self._at(step.dst).put(self._read(step.src))
+        self._become(step.src, step.dst)
+
+    def _add(self, step: Add) -> None:
+        self._check_alike(step.src, step.dst)
+        buffer, new, old = self.program.buffer[step.dst.buffer], self._read(step.src), self._read(step.dst)
+        if buffer.kind not in ("dq", "dkv") or buffer.dtype == "input":
+            self.fail("only gradients are added, in the dtype of partial results or of reductions")
+        if not ((new.cells == ZERO) | (old.cells == ZERO) | (old.cells == new.cells)).all():
+            self.fail("adds rows to other rows")
+        assert new.counts is not None
+        assert old.counts is not None
+        old.cells[:] = np.where(old.cells == ZERO, new.cells, old.cells)
+        old.counts += new.counts
+
+    def _finish(self, step: Finish) -> None:
+        self._check_alike(step.src, step.dst)
+        content = self._read(step.src)
+        source, target = (self.program.buffer[place.buffer] for place in (step.src, step.dst))
+        if source.kind != "out" or (source.dtype, target.dtype) != ("partial", "input") or content.finished.any():
+            self.fail("finishes what is no partial result, or to where no result goes")
+        heads = np.arange(*step.heads)
+        if (
+            len(heads) != content.cells.shape[1]
+            or not ((content.cells % self.problem.heads == heads) | (content.cells == ZERO)).all()
+        ):
+            self.fail("its heads are not those that it names")
+        result = self._at(step.dst)
+        result.put(content)
+        result.finished[:] = True
+        content.cells[:] = UNDEFINED
+        self._become(step.src, step.dst)
+
     def _attend(self, step: Attend) -> None:
-        pairs = self._pairs(step, backward=False)
+        q, _ = self._operands(step)
         buffer = self.program.buffer[step.out.buffer]
-        if buffer.dtype != ("input" if step.final else "partial"):
+        if buffer.kind != "out" or buffer.dtype != ("input" if step.final else "partial"):
             self.fail("a final result is in the input's dtype, any other in that of partial results")
-        if buffer.kind != "out" or (step.carry and step.final):
-            self.fail("the result goes where no result goes")
-        q = self._get(step.q)
-        if step.carry:
-            old = self._get(step.out)
-            if not ((old.cells == q.cells) | (old.cells == ZERO)).all() or old.finished.any():
-                self.fail("carries on from other rows, or from what is finished")
-            assert old.counts is not None
-            pairs = pairs + old.counts
-        finished = np.full(q.cells.shape, step.final)
-        self._set_like(step.out, _Content(q.cells, pairs, finished))
+        if step.carry and step.final:
+            self.fail("a final result carries on from nothing")
+        out = self._target(step.out, q.cells, step.carry)
+        if step.carry and out.finished.any():
+            self.fail(f"carries on from {step.out}, which is finished")
+        out.finished[:] = step.final
+        assert out.counts is not None
+        out.counts[..., _expand(step.k_positions)] += self._shown(step)[:, :, None, :]
 
     def _attend_grad(self, step: AttendGrad) -> None:
-        if not np.array_equal(self._get(step.q).cells, self._get(step.rows).cells):
-            self.fail("q and what is known of its rows are not the same rows")
-        pairs = self._pairs(step, backward=True)
-        kv = self._get(step.kv)
-        heads = kv.cells.shape[1]
-        by_key = np.zeros(self._counts_shape("kv", len(kv.cells), heads), np.int16)
-        q_positions = _expand(step.q_positions)
-        shown = _table_pairs(self.problem.mask, step.q_positions, step.k_positions, True)
-        group = self.problem.heads // self.problem.kv_heads
-        first = step.heads[0]
-        for head in range(*step.heads):
-            key_head = (head - first) * heads // (step.heads[1] - first)
-            by_key[:, :, key_head, head % group][:, :, q_positions] += shown.transpose(0, 2, 1)
-        for place, cells, counts, add, kind in (
-            (step.dq, self._get(step.q).cells, pairs, step.add_dq, "dq"),
-            (step.dkv, kv.cells, by_key, step.add_dkv, "dkv"),
+        q, kv = self._operands(step)
+        if self.program.buffer[step.rows.buffer].kind != "rows" or not np.array_equal(
+            q.cells, self._read(step.rows).cells
         ):
+            self.fail("q and what is known of its rows are not the same rows")
+        for place, kind, add in ((step.dq, "dq", step.add_dq), (step.dkv, "dkv", step.add_dkv)):
             buffer = self.program.buffer[place.buffer]
             if buffer.kind != kind or (add and buffer.dtype != "partial"):
                 self.fail(f"{place} cannot take these gradients: sums are kept in the dtype of partial results")
-            if add:
-                old = self._get(place)
-                if not ((old.cells == cells) | (old.cells == ZERO)).all():
-                    self.fail(f"adds to {place}, which holds other rows")
-                assert old.counts is not None
-                counts = counts + old.counts
-            self._set_like(place, _Content(cells, counts, np.zeros(cells.shape, np.bool_)))
+        dq = self._target(step.dq, q.cells, step.add_dq)
+        dkv = self._target(step.dkv, kv.cells, step.add_dkv)
+        assert dq.counts is not None
+        assert dkv.counts is not None
+        shown, q_positions, k_positions = self._shown(step), _expand(step.q_positions), _expand(step.k_positions)
+        dq.counts[..., k_positions] += shown[:, :, None, :]
+        per_key = q.cells.shape[1] // kv.cells.shape[1]
+        for n, head in enumerate(range(*step.heads)):
+            dkv.counts[:, :, n // per_key, head % self.group][..., q_positions] += shown.transpose(0, 2, 1)
 
-    def _set_like(self, place: Slice, content: _Content) -> None:
-        if tuple(b - a for a, b in (place.rows, place.heads)) != content.cells.shape:
-            self.fail(f"{place} does not have the shape of its source")
-        self._set(place, content)
-
-    def _pairs(self, step: Attend | AttendGrad, backward: bool) -> Counts:
-        """What this step computes, [batch, q rows, heads, keys], after checking that its rows are what it says."""
-        q, kv, problem = self._get(step.q), self._get(step.kv), self.problem
-        kinds = tuple(self.program.buffer[place.buffer].kind for place in (step.q, step.kv))
-        if kinds != ("q", "kv"):
-            self.fail(f"attends {kinds[0]} to {kinds[1]}")
-        q_positions, k_positions = _expand(step.q_positions), _expand(step.k_positions)
-        heads = np.arange(*step.heads)
-        if len(heads) != q.cells.shape[1] or len(q_positions) != len(q.cells) or len(k_positions) != len(kv.cells):
+    def _operands(self, step: Attend | AttendGrad) -> tuple[_Content, _Content]:
+        """The queries and keys of a step, after checking that they are what it says."""
+        problem = self.problem
+        for place, kind in ((step.q, "q"), (step.kv, "kv")):
+            buffer = self.program.buffer[place.buffer]
+            if (buffer.kind, buffer.dtype) != (kind, "input"):
+                self.fail(f"takes {buffer.name} ({buffer.kind}, {buffer.dtype}) for {kind} in the input's dtype")
+        q, kv = self._read(step.q), self._read(step.kv)
+        q_positions, k_positions, heads = _expand(step.q_positions), _expand(step.k_positions), np.arange(*step.heads)
+        if (len(q_positions), len(heads)) != q.cells.shape or len(k_positions) != len(kv.cells):
             self.fail("names other rows or heads than it takes")
-        if not (q.cells == q_positions[:, None] * problem.heads + heads).all():
+        if not _distinct(step.q_positions) or not _distinct(step.k_positions):
+            self.fail("names a position twice")
+        if not np.array_equal(q.cells, q_positions[:, None] * problem.heads + heads):
             self.fail("its queries are not at the positions and heads that it names")
-        if kv.cells.size and not (kv.cells // problem.kv_heads == k_positions[:, None]).all():
-            self.fail("its keys are not at the positions that it names")
-        key_heads = kv.cells[0] % problem.kv_heads if len(kv.cells) else np.zeros(0, np.int64)
-        if len(key_heads):
-            per_key = len(heads) // max(1, len(key_heads))
-            group = problem.heads // problem.kv_heads
-            if per_key * len(key_heads) != len(heads) or not (np.repeat(key_heads, per_key) == heads // group).all():
-                self.fail("its key heads do not serve its query heads")
-            if not (kv.cells % problem.kv_heads == key_heads).all():
-                self.fail("its keys mix heads")
-        shown = _table_pairs(problem.mask, step.q_positions, step.k_positions, False)
-        out = np.zeros((self.batch, len(q_positions), len(heads), self.k_tokens), np.int16)
-        out[..., k_positions] += shown[:, :, None, :]
-        return out
+        key_heads = kv.cells.shape[1]
+        if not key_heads or len(heads) % key_heads:
+            self.fail("its key heads do not divide its query heads")
+        serving = heads[:: len(heads) // key_heads] // self.group
+        if (heads // self.group != np.repeat(serving, len(heads) // key_heads)).any():
+            self.fail("its query heads of one key head are not of one group")
+        if not np.array_equal(kv.cells, k_positions[:, None] * problem.kv_heads + serving):
+            self.fail("its keys are not at the positions that it names, or their heads do not serve its queries")
+        return q, kv
 
-    def _add(self, step: Add) -> None:
-        self._same_kind(step.src, step.dst)
-        new, old = self._get(step.src), self._get(step.dst)
-        if new.counts is None or old.counts is None or self.program.buffer[step.src.buffer].kind == "out":
-            self.fail("only gradients are added")
-        nobody = (old.cells == ZERO) | (new.cells == ZERO)
-        if not (nobody | (old.cells == new.cells)).all():
-            self.fail("adds rows to other rows")
-        cells = np.where(old.cells == ZERO, new.cells, old.cells)
-        self._set(step.dst, _Content(cells, old.counts + new.counts, old.finished))
+    def _shown(self, step: Attend | AttendGrad) -> Counts:
+        """The pairs that a step computes, [batch, q rows, k rows]: those of its rows that the mask shows."""
+        q, k = step.q_positions, step.k_positions
+        shown = self.truth.visible[:, _expand(q)][:, :, _expand(k)]
+        for by_key in (False, True)[: 1 + isinstance(step, AttendGrad)] if self.tables else ():
+            if not np.array_equal(_table_pairs(self.problem.mask, q, k, by_key), shown):
+                self.fail("the table for its rows does not hold each pair that the mask shows once")
+        return shown
 
-    def _finish(self, step: Finish) -> None:
-        self._same_kind(step.src, step.dst)
-        self._note_end(step.src, step.dst)
-        content = self._get(step.src)
-        if self.program.buffer[step.src.buffer].kind != "out" or content.finished.any():
-            self.fail("finishes what is no partial result")
-        heads = np.arange(*step.heads)
-        named = (content.cells % self.problem.heads == heads) if len(heads) == content.cells.shape[1] else None
-        if named is None or not (named | (content.cells == ZERO)).all():
-            self.fail("its heads are not those that it names")
-        content.finished[:] = True
-        self._set(step.dst, content)
+    def _target(self, place: Slice, cells: Ints, add: bool) -> _Content:
+        """Where a step adds its pairs for these cells: what is there, or nothing yet."""
+        content = self._read(place) if add else self._at(place)
+        if content.cells.shape != cells.shape:
+            self.fail(f"{place} does not have the shape of its source")
+        if not add:
+            content.clear()
+        if not ((content.cells == cells) | (content.cells == ZERO)).all():
+            self.fail(f"adds to {place}, which holds other rows")
+        content.cells[:] = cells
+        return content
 
     def _post(self, step: Post) -> None:
-        if step.name in self.posts and not self.posts[step.name].waited:
-            self.fail(f"post {step.name} is made again before it was waited for")
         if step.name in self.posts:
             self.fail(f"two posts are called {step.name}")
         members = self.program.group.get(step.group)
         if members is None:
             self.fail(f"there is no group {step.group}")
-        for part in (*step.sends, *step.recvs):
+        parts = (*step.sends, *step.recvs)
+        for part in parts:
             if part.peer not in members:
                 self.fail(f"rank {part.peer} is not in group {step.group}")
-        contents = [self._get(part.slice) for part in step.sends]
-        self.posts[step.name] = _Posted(step, len(self.posts), contents=contents)
-        self.in_flight += [(step.name, part.slice, True) for part in step.sends]
-        self.in_flight += [(step.name, part.slice, False) for part in step.recvs]
+        if not parts or not all(part.slice.cells for part in parts):
+            self.fail("moves nothing, or has parts that are empty")
+        for part in step.recvs:
+            if part.slice.heads != (0, self.program.buffer[part.slice.buffer].heads):
+                self.fail(f"receives into some heads of {part.slice.buffer}: messages are whole rows")
+        self.posts[step.name] = _Posted(self, step, [self._read(part.slice).copy() for part in step.sends])
+        for part in step.sends:
+            self.in_flight[self.memory[part.slice.buffer]].append((part.slice, step.name, True))
+        for part in step.recvs:
+            self.in_flight[self.memory[part.slice.buffer]].append((part.slice, step.name, False))
 
-    def _arrive(self, step: Wait) -> None:
+    def _wait(self, step: Wait) -> None:
         post = self.posts[step.post]
         post.waited = True
-        self.in_flight = [entry for entry in self.in_flight if entry[0] != step.post]
-        for part, match in zip(post.step.recvs, post.matches, strict=True):
-            assert match is not None
-            other, sent = match
-            self._set(part.slice, other.contents[other.step.sends.index(sent)])
+        for memory in {self.memory[part.slice.buffer] for part in (*post.step.sends, *post.step.recvs)}:
+            self.in_flight[memory] = [entry for entry in self.in_flight[memory] if entry[1] != step.post]
+        for n, part in enumerate(post.step.recvs):
+            self._at(part.slice).put(post.arrived[n])
+
+
+class _Mesh:
+    """What is on its way between all ranks. The posts of a rank in a group begin one after another."""
+
+    def __init__(self) -> None:
+        self.queues: dict[tuple[str, int], deque[_Posted]] = defaultdict(deque)
+        #: by group, source and target: parts that have begun and were not met yet
+        self.sends: dict[tuple[str, int, int], deque[tuple[_Posted, int]]] = defaultdict(deque)
+        self.recvs: dict[tuple[str, int, int], deque[tuple[_Posted, int]]] = defaultdict(deque)
+
+    def post(self, post: _Posted) -> None:
+        """Take a post; it begins once those before it are complete, and so may others then."""
+        queue = self.queues[post.step.group, post.rank.number]
+        queue.append(post)
+        begun = deque([post] if len(queue) == 1 else [])
+        while begun:
+            begun += self._begin(begun.popleft())
+
+    def _begin(self, post: _Posted) -> list[_Posted]:
+        """Let the parts of a post meet those of others, in order. Which posts begin after what that completes?"""
+        group, me = post.step.group, post.rank.number
+        following = []
+        for n, part in enumerate(post.step.sends):
+            self.sends[group, me, part.peer].append((post, n))
+            following += self._meet(group, me, part.peer)
+        for n, part in enumerate(post.step.recvs):
+            self.recvs[group, part.peer, me].append((post, n))
+            following += self._meet(group, part.peer, me)
+        return following
+
+    def _meet(self, group: str, source: int, target: int) -> list[_Posted]:
+        sends, recvs = self.sends[group, source, target], self.recvs[group, source, target]
+        if not sends or not recvs:
+            return []
+        (sender, n), (receiver, m) = sends.popleft(), recvs.popleft()
+        _check_match(sender.rank, sender.step.sends[n], receiver.rank, receiver.step.recvs[m])
+        receiver.arrived[m] = sender.contents[n]
+        sender.met.append(receiver)
+        receiver.met.append(sender)
+        following = []
+        for post in {id(sender): sender, id(receiver): receiver}.values():
+            if len(post.met) == len(post.step.sends) + len(post.step.recvs):
+                if post.step.collective:
+                    _check_collective(post)
+                post.complete = True
+                queue = self.queues[group, post.rank.number]
+                queue.popleft()
+                following += list(queue)[:1]
+        return following
+
+
+def _check_groups(ranks: list[_Rank]) -> None:
+    for name, members in {group for rank in ranks for group in rank.program.groups}:
+        for member in members:
+            if not 0 <= member < len(ranks) or ranks[member].program.group.get(name) != members:
+                raise VerificationError(f"group {name}: rank {member} does not agree that it has the ranks {members}")
 
 
 def _run(ranks: list[_Rank]) -> None:
     """Let every rank go as far as it can until all are done, or none can go on."""
-    groups = {(name, members): 0 for rank in ranks for name, members in rank.program.groups}
-    for name, members in groups:
-        for member in members:
-            if not 0 <= member < len(ranks) or ranks[member].program.group.get(name) != members:
-                raise VerificationError(f"group {name}: rank {member} does not agree that it has the ranks {members}")
+    mesh = _Mesh()
     progress = True
     while progress:
         progress = False
         for rank in ranks:
-            while (step := rank.step) is not None:
-                if isinstance(step, Wait):
-                    post = rank.posts.get(step.post)
-                    if post is None or post.waited:
-                        rank.fail("there is nothing to wait for")
-                    if not post.complete:
-                        break
-                rank.take()
+            while not rank.blocked():
+                step = rank.take()
+                if isinstance(step, Post):
+                    mesh.post(rank.posts[step.name])
                 progress = True
-        progress |= _complete(ranks)
     stuck = [rank for rank in ranks if rank.step is not None]
     if stuck:
-        places = "; ".join(f"rank {r.program.rank} at step {r.at} ({r.step})" for r in stuck)
+        places = "; ".join(f"rank {rank.number} at step {rank.at} ({rank.step})" for rank in stuck)
         raise VerificationError(f"deadlock: {places}")
-    for rank in ranks:
-        for post in rank.posts.values():
-            if not post.complete:
-                rank.fail(f"post {post.step.name} is never completed by the other side")
 
 
-def _complete(ranks: list[_Rank]) -> bool:
-    """Complete what posts can be: begun, with all parts met by posts that have begun. Whether any was."""
-    begun: list[dict[str, list[_Posted]]] = []
-    for rank in ranks:
-        mine: dict[str, list[_Posted]] = defaultdict(list)
-        for post in rank.posts.values():
-            queue = mine[post.step.group]
-            if not queue or queue[-1].complete:
-                queue.append(post)
-        begun.append(mine)
-    sent = _by_pair(begun, sends=True)
-    awaited = _by_pair(begun, sends=False)
-    completed = False
-    for n, rank in enumerate(ranks):
-        for queue in begun[n].values():
-            post = queue[-1]
-            if post.complete:
-                continue
-            me = rank.program.rank
-            outgoing = all(
-                _nth(awaited, post.step.group, me, part.peer, _index(sent, post, part, me, part.peer))
-                for part in post.step.sends
-            )
-            post.matches = [
-                _nth(sent, post.step.group, part.peer, me, _index(awaited, post, part, part.peer, me))
-                for part in post.step.recvs
-            ]
-            if not outgoing or not all(post.matches):
-                continue
-            for part, match in zip(post.step.recvs, post.matches, strict=True):
-                assert match is not None
-                _check_match(rank, part, ranks[part.peer], match[1])
-            if post.step.collective:
-                _check_collective(ranks, rank, post)
-            post.complete = completed = True
-    return completed
+def _check_match(source: _Rank, sent: Part, target: _Rank, received: Part) -> None:
+    theirs, mine = source.program.buffer[sent.slice.buffer], target.program.buffer[received.slice.buffer]
+    if _shape(sent.slice) != _shape(received.slice) or (theirs.kind, theirs.dtype) != (mine.kind, mine.dtype):
+        target.fail(
+            f"receives {received.slice} and rank {source.number} sends {sent.slice}: not the same shape, kind and dtype"
+        )
 
 
-_Pairs = dict[tuple[str, int, int], list[tuple[_Posted, Part]]]
-
-
-def _by_pair(begun: list[dict[str, list[_Posted]]], sends: bool) -> _Pairs:
-    """The parts between two ranks of a group, in order."""
-    out: _Pairs = defaultdict(list)
-    for rank, groups in enumerate(begun):
-        for group, queue in groups.items():
-            for post in queue:
-                for part in post.step.sends if sends else post.step.recvs:
-                    out[(group, rank, part.peer) if sends else (group, part.peer, rank)].append((post, part))
-    return out
-
-
-def _index(pairs: _Pairs, post: _Posted, part: Part, source: int, target: int) -> int:
-    return next(n for n, (p, other) in enumerate(pairs[post.step.group, source, target]) if p is post and other is part)
-
-
-def _nth(pairs: _Pairs, group: str, source: int, target: int, n: int) -> tuple[_Posted, Part] | None:
-    found = pairs.get((group, source, target), [])
-    return found[n] if n < len(found) else None
-
-
-def _check_match(rank: _Rank, part: Part, other: _Rank, sent: Part) -> None:
-    mine, theirs = rank.program.buffer[part.slice.buffer], other.program.buffer[sent.slice.buffer]
-    shapes = [[b - a for a, b in (p.slice.rows, p.slice.heads)] for p in (part, sent)]
-    if shapes[0] != shapes[1] or (mine.kind, mine.dtype) != (theirs.kind, theirs.dtype):
-        rank.fail(f"receives {part.slice} and rank {part.peer} sends {sent.slice}: not the same shape, kind and dtype")
-    if part.slice.heads != (0, mine.heads):
-        rank.fail(f"receives into some heads of {part.slice.buffer}: messages are whole rows")
-
-
-def _check_collective(ranks: list[_Rank], rank: _Rank, post: _Posted) -> None:
+def _check_collective(post: _Posted) -> None:
     """Every rank of the group makes this call with equal parts for all, in the order of the group."""
-    members = rank.program.group[post.step.group]
-    forms = set()
-    for member in members:
-        begun = [p for p in ranks[member].posts.values() if p.step.group == post.step.group]
-        mine = [p for p in rank.posts.values() if p.step.group == post.step.group]
-        place = mine.index(post)
-        theirs = begun[place].step if place < len(begun) else None
-        forms.add(None if theirs is None else theirs.collective)
-    peers = [[part.peer for part in side] for side in (post.step.sends, post.step.recvs)]
-    cells = {part.slice.cells for part in (*post.step.sends, *post.step.recvs)}
-    if forms != {post.step.collective} or peers != [list(members)] * 2 or len(cells) != 1:
-        rank.fail(f"post {post.step.name} is no {post.step.collective}: the ranks or their parts differ")
-    if post.step.collective == "all_gather" and len({part.slice for part in post.step.sends}) != 1:
-        rank.fail("an all_gather sends one slice to all")
-    sides = [post.step.recvs] + ([post.step.sends] if post.step.collective == "all_to_all" else [])
-    for side in sides:
-        ends = [(part.slice.buffer, part.slice.rows[0]) for part in side[1:]]
-        if ends != [(part.slice.buffer, part.slice.rows[1]) for part in side[:-1]]:
-            rank.fail(f"the parts of an {post.step.collective} do not lie one after another")
+    step, rank = post.step, post.rank
+    members = list(rank.program.group[step.group])
+    peers = [[part.peer for part in side] for side in (step.sends, step.recvs)]
+    shapes = {_shape(part.slice) for part in (*step.sends, *step.recvs)}
+    forms = {other.step.collective for other in post.met}
+    if peers != [members] * 2 or len(shapes) != 1 or forms != {step.collective} or len(set(post.met)) != len(members):
+        rank.fail(f"post {step.name} is no {step.collective}: the ranks or their parts differ")
+    if step.collective == "all_gather":
+        if len({part.slice for part in step.sends}) != 1:
+            rank.fail("an all_gather sends one slice to all")
+    else:
+        buffer = rank.program.buffer[step.sends[0].slice.buffer]
+        if buffer.role != "scratch" or buffer.becomes or step.sends[0].slice.heads != (0, buffer.heads):
+            rank.fail("an all_to_all sends whole rows of scratch")
+    for side in [step.recvs] + ([step.sends] if step.collective == "all_to_all" else []):
+        begins = [(part.slice.buffer, part.slice.rows[0]) for part in side[1:]]
+        if begins != [(part.slice.buffer, part.slice.rows[1]) for part in side[:-1]]:
+            rank.fail(f"the parts of an {step.collective} do not lie one after another")
 
 
 def _overlap(a: Slice, b: Slice) -> bool:
-    return a.buffer == b.buffer and all(
-        max(x[0], y[0]) < min(x[1], y[1]) for x, y in ((a.rows, b.rows), (a.heads, b.heads))
-    )
+    """Whether two slices of one memory have cells in common."""
+    return all(max(x[0], y[0]) < min(x[1], y[1]) for x, y in ((a.rows, b.rows), (a.heads, b.heads)))
 
 
+def _shape(place: Slice) -> tuple[int, int]:
+    return place.rows[1] - place.rows[0], place.heads[1] - place.heads[0]
+
+
+def _index(place: Slice) -> tuple[slice, slice]:
+    return slice(*place.rows), slice(*place.heads)
+
+
+@lru_cache(maxsize=8192)
 def _expand(ranges: Ranges) -> Ints:
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(r.start, r.stop, r.step) for r in ranges)])
+    out = np.concatenate([np.zeros(0, np.int64), *(np.arange(r.start, r.stop, r.step) for r in ranges)])
+    out.flags.writeable = False
+    return out
 
 
-@lru_cache(maxsize=64)
-def _visible(problem: Problem, rank: int, by_key: bool) -> Counts:
-    """[batch, own rows, the other side's positions], from the mask's definition alone."""
-    own = _expand((problem.k if by_key else problem.q)[rank])
-    other = np.arange(sum(problem.q_lengths if by_key else problem.k_lengths))
-    i, j = (other[None, :], own[:, None]) if by_key else (own[:, None], other[None, :])
-    rows = [problem.mask.visible(i, j, batch) for batch in range(problem.mask.batch_rows or 1)]
-    return np.stack([np.broadcast_to(shown, (len(own), len(other))) for shown in rows]).astype(np.int16)
+@lru_cache(maxsize=8192)
+def _distinct(ranges: Ranges) -> bool:
+    positions = _expand(ranges)
+    return len(np.unique(positions)) == len(positions)
+
+
+def _visible(mask: Mask, i: Ints, j: Ints) -> Counts:
+    """[batch, queries, keys], from the mask's definition alone."""
+    shown = [mask.visible(i[:, None], j[None, :], batch) for batch in range(mask.batch_rows or 1)]
+    return np.stack([np.broadcast_to(row, (len(i), len(j))) for row in shown]).astype(np.int16)
 
 
 @lru_cache(maxsize=8192)

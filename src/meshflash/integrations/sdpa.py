@@ -7,7 +7,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from meshflash.attention import FlashFeatures, flash_attention
+from meshflash.api import FlashFeatures, flash_attention
 from meshflash.core.mask import Mask
 
 

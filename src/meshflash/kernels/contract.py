@@ -94,7 +94,7 @@ class Grads:
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """What one call asks of a kernel."""
+    """What one call asks of a kernel. `partial` results are continued or summed, in the accumulator's dtype."""
 
     direction: Pass
     device: str
@@ -103,7 +103,7 @@ class Ask:
     value_dim: int
     work: Worklist
     features: Features
-    carry: bool = False
+    partial: bool = False
     lse_gradient: bool = False
     deterministic: bool = False
 

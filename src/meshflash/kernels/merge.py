@@ -14,3 +14,9 @@ def merge_(out_BTHE: Tensor, lse_BHT: Tensor, other_BTHE: Tensor, other_lse_BHT:
     theirs = torch.exp(other_lse_BHT - reference).transpose(1, 2).unsqueeze(-1)
     out_BTHE.mul_(mine).addcmul_(other_BTHE.to(out_BTHE.dtype), theirs)
     lse_BHT.copy_(total)
+
+
+def add_sinks_(out_BTHE: Tensor, lse_BHT: Tensor, sink_logits_H: Tensor) -> None:
+    """Let each head's sink logit join the softmax of a result over all keys, in place."""
+    sink = sink_logits_H.to(lse_BHT.dtype)[None, :, None].expand_as(lse_BHT)
+    merge_(out_BTHE, lse_BHT, out_BTHE.new_zeros(()).expand_as(out_BTHE), sink)

@@ -10,8 +10,18 @@ import torch
 from torch import Tensor
 
 from meshflash.core.tiles import Rectangle
-from meshflash.kernels.contract import HALF, Ask, Grads, Inputs, Kernel, Outputs, Rows, new_outputs
-from meshflash.kernels.merge import merge_
+from meshflash.kernels.contract import (
+    HALF,
+    Ask,
+    Grads,
+    Inputs,
+    Kernel,
+    Outputs,
+    Rows,
+    accumulator_dtype,
+    new_outputs,
+)
+from meshflash.kernels.merge import add_sinks_, merge_
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -43,9 +53,9 @@ class Vendor(Kernel):
             return "windows, and positions that step differently in queries and keys"
         if ask.features.scale <= 0 and any(r.causal for r in rectangles):
             return "a scale of 0 or below with a causal mask, for it masks before it scales"
-        parts = ask.carry or ask.features.sink_logits_H is not None or not ask.work.disjoint
+        parts = ask.partial or ask.features.sink_logits_H is not None or not ask.work.disjoint
         if ask.dtype in HALF and parts:
-            return f"float32 partial results for {ask.dtype} inputs, which this mask, a sink or a carry needs"
+            return f"float32 partial results for {ask.dtype} inputs, which this mask, a sink or other ranks need"
         return None
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
@@ -73,8 +83,7 @@ class Vendor(Kernel):
             else:
                 merge_(out_rows, lse_rows, out, lse)
         if sinks is not None:
-            sink = sinks.to(lse_BHT.dtype)[None, :, None].expand_as(lse_BHT)
-            merge_(out_BTHE, lse_BHT, out_BTHE.new_zeros(()).expand_as(out_BTHE), sink)
+            add_sinks_(out_BTHE, lse_BHT, sinks)
         return out_BTHE, lse_BHT
 
     def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
@@ -86,12 +95,19 @@ class Vendor(Kernel):
             return Grads(dq, dk, dv)
         grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
         targets = ((grads.dq_BTHD, grads.add_dq), (grads.dk_BSKD, grads.add_dkv), (grads.dv_BSKE, grads.add_dkv))
+        dtype = accumulator_dtype(x.q_BTHD.dtype)
+        sums = []
         for target, add in targets:
+            once = add or target.dtype == dtype or x.work.disjoint
+            sums.append(target if once else torch.empty_like(target, dtype=dtype))
             if not add:
-                target.zero_()
+                sums[-1].zero_()
         for r in rectangles:
-            for (target, _), part, place in zip(targets, _backward(x, rows, r), (r.q, r.k, r.k), strict=True):
-                target[_batch(r), place] += part
+            for total, part, place in zip(sums, _backward(x, rows, r), (r.q, r.k, r.k), strict=True):
+                total[_batch(r), place] += part
+        for (target, _), total in zip(targets, sums, strict=True):
+            if target is not total:
+                target.copy_(total)
         return grads
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from meshflash.core import rows
 from meshflash.core.layout import Layout
 from meshflash.core.problem import Problem
-from meshflash.core.program import Add, Clear, Copy, Interval, Post, Program, Ranges, Slice
+from meshflash.core.program import Add, Clear, Copy, Interval, Part, Post, Program, Ranges, Slice
 from meshflash.core.rows import Rows
 from meshflash.schedules.registry import Schedule, register
 from meshflash.schedules.writer import SAVES, Writer, parts, pieces
@@ -125,7 +125,7 @@ def _gather(w: Writer, strides: list[Interval], n: int) -> None:
         if not _only_own(problem, d)
         for part in parts(d, own, everything, problem.needs[rank][d])
     ]
-    recvs = []
+    recvs: list[Part] = []
     if not _only_own(problem, rank):
         held = _held(problem, rank)
         for c, slot in enumerate(_slots(_keys(w, heads, n), held)):

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Protocol
 
 from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
 from meshflash.core.problem import Option, Problem
 from meshflash.core.program import Direction, Program
 
@@ -125,7 +126,7 @@ def _value(text: str, key: str, value: str, default: Option) -> Option:
             raise ValueError
         return type(default)(value)
     except (KeyError, ValueError):
-        kind = "True or False" if isinstance(default, bool) else "a number >= 0" if default is not str else "a text"
+        kind = "True or False" if isinstance(default, bool) else "a number >= 0"
         raise ValueError(f"schedule={text!r}: {key}={value!r}, expected {kind}") from None
 
 
@@ -134,7 +135,34 @@ def build(schedule: str, problem: Problem, rank: int, direction: Direction) -> P
     """The program of one rank; cached. The problem's options are those that the schedule names."""
     found, options = parse(schedule)
     builder = found.forward if direction == "forward" else found.backward
-    return builder(replace(problem, options=options), rank, found.name)
+    return builder(_with_options(problem, options), rank, found.name)
+
+
+@lru_cache(maxsize=256)
+def _with_options(problem: Problem, options: tuple[tuple[str, Option], ...]) -> Problem:
+    """The same object for every rank and both passes, so that what a problem needs is worked out once."""
+    return replace(problem, options=options)
+
+
+def build_program(
+    schedule: str,
+    layout: Layout,
+    mask: Mask,
+    rank: int,
+    *,
+    direction: Direction = "forward",
+    heads: int = 1,
+    kv_heads: int = 1,
+    k_layout: Layout | None = None,
+) -> Program:
+    """The program of one rank of a layout; keys may have a layout of their own.
+
+    >>> program = build_program("ring", Layout.contiguous(8, 2), Mask.causal(), rank=1)
+    >>> print(program.steps[1])
+    attend q[0:4, 0:1] x kv[0:4, 0:1] -> out.sum[0:4, 0:1]
+    """
+    problem = Problem(layout.ranges, (k_layout or layout).ranges, mask, heads, kv_heads)
+    return build(schedule, problem, rank, direction)
 
 
 def _load() -> None:

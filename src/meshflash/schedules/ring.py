@@ -6,6 +6,7 @@ needs them; each way round is weighed, and both at once. Gradients of keys follo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -45,8 +46,7 @@ def wires(problem: Problem, lane: Lane) -> tuple[tuple[Rows, ...], ...]:
     out = []
     for chunk in range(world):
         needs = [problem.needs[chunk][lane.holder(chunk, hop, world)] for hop in range(1, lane.hops + 1)]
-        suffixes = accumulate(reversed(needs), rows.union, initial=())
-        out.append(((), *reversed(list(suffixes))))
+        out.append(((), *reversed(_unions(reversed(needs)))))
     return tuple(out)
 
 
@@ -55,13 +55,7 @@ def gathered(problem: Problem, lane: Lane) -> tuple[tuple[Rows, ...], ...]:
     """`[chunk][hop]`: the rows for which a rank up to this hop has gradients."""
     world = problem.world
     return tuple(
-        tuple(
-            accumulate(
-                (problem.needs[chunk][lane.holder(chunk, hop, world)] for hop in range(1, lane.hops + 1)),
-                rows.union,
-                initial=(),
-            )
-        )
+        ((), *_unions(problem.needs[chunk][lane.holder(chunk, hop, world)] for hop in range(1, lane.hops + 1)))
         for chunk in range(world)
     )
 
@@ -244,10 +238,8 @@ def _hop(w: Writer, way: tuple[Lane, ...], hop: int) -> None:
             continue
         leaving, coming = lane.chunk(rank, hop - 1, world), lane.chunk(rank, hop, world)
         wire = wires(problem, lane)
-        if hop == 1:
-            held, source = ((0, w.k_rows),), w.own("kv")
-        else:
-            held, source = wire[leaving][hop - 1], _room(w, lane, hop - 1)
+        held: Rows = ((0, w.k_rows),) if hop == 1 else wire[leaving][hop - 1]
+        source = w.own("kv") if hop == 1 else _room(w, lane, hop - 1)
         sends = parts(lane.holder(rank, 1, world), source, held, wire[leaving][hop])
         arriving = wire[coming][hop]
         w.post(
@@ -268,6 +260,11 @@ def _room(w: Writer, lane: Lane, hop: int) -> Slice:
     """Where the keys of this hop are: two rooms for each lane, by turns."""
     held = wires(w.problem, lane)[lane.chunk(w.rank, hop, w.problem.world)][hop]
     return w.scratch(f"kv{lane.toward:+d}.{hop % 2}", "kv", rows.count(held))
+
+
+def _unions(sets: Iterable[Rows]) -> list[Rows]:
+    """The union of the first one, of the first two, and so on."""
+    return list(accumulate(sets, lambda a, b: rows.union(a, b)))
 
 
 def _last(way: tuple[Lane, ...]) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshflash.core.mask import Mask
-from meshflash.engine import local
+from meshflash.engine import local, op
 from meshflash.kernels.contract import Features
 from meshflash.kernels.reference import dense_attention
 from meshflash.kernels.tiled import Tiled
@@ -34,7 +34,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        out, lse = local.attention_op(*_op_arguments(q, k, v, is_causal))
+        out, lse = op.attention_op(*_op_arguments(q, k, v, is_causal))
         out = out.view(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, lse.view(q.shape[:-1]))
         ctx.is_causal = is_causal
@@ -46,7 +46,7 @@ class FlashAttentionTorch(torch.autograd.Function):
         arguments = _op_arguments(q, k, v, ctx.is_causal)
         batch, tokens = arguments[0].shape[:2]
         out, dout = (y.reshape(batch, tokens, 1, v.shape[-1]) for y in (out, dout))
-        dq, dk, dv, _ = local.attention_backward_op(out, lse.reshape(batch, 1, tokens), dout, None, *arguments)
+        dq, dk, dv, _ = op.attention_backward_op(out, lse.reshape(batch, 1, tokens), dout, None, *arguments)
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None
 
 
@@ -68,7 +68,7 @@ def flash_attention_forward(
         raise ValueError(f"block_size={block_size}: expected at least 1")
     (q_BTHD, k_BSKD, v_BSKE), mask, scale = _one_head(q, k, v, is_causal)
     x = local.inputs(q_BTHD, k_BSKD, v_BSKE, mask, Features(scale))
-    with local.without_autocast(q_BTHD):
+    with op.without_autocast(q_BTHD):
         out, lse = Tiled(block_size).forward(x)
     return out.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1])
 
@@ -82,7 +82,7 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False)
 
 def _op_arguments(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Any, ...]:
     inputs, mask, scale = _one_head(q, k, v, is_causal)
-    return *inputs, None, None, None, [], mask.pack()[0], scale, 0.0, 0.0, 0, 0, 0, "tiled", False
+    return *inputs, None, None, None, [], mask.pack()[0], scale, 0.0, 0.0, 0, 0, 0, "tiled", False, "", ""
 
 
 def _one_head(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Mask, float]:

@@ -1,9 +1,9 @@
-"""The public call: exact attention from one function. Checks what it is given; computes nothing itself."""
+"""The checks that every call's arguments pass, and their form as arguments of the op."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,94 +11,30 @@ from torch.autograd import forward_ad
 
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
-from meshflash.engine.local import attention_op
 from meshflash.kernels import registry
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class FlashFeatures(TypedDict, total=False):
-    """What `flash_attention` takes by name beyond what torch's own function has."""
-
-    softcap: float | None
-    sink_logits: Tensor | None
-    alibi_slopes: Tensor | None
-    seed: int | Tensor | None
-    q_offset: int
-    batch_offset: int
-    head_offset: int
-    kernel: str
-    deterministic: bool
-
-
-class FlashOptions(FlashFeatures, total=False):
-    """All that `flash_attention` takes by name, for type checkers."""
-
-    mask: Mask | None
-    scale: float | None
-    dropout: float
-
-
-@overload
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[FlashOptions]
-) -> Tensor: ...
-
-
-@overload
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[FlashOptions]
-) -> tuple[Tensor, Tensor]: ...
-
-
-def flash_attention(
+def op_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    q_offset: int = 0,
-    batch_offset: int = 0,
-    head_offset: int = 0,
-    kernel: str = "auto",
-    deterministic: bool = False,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention on one device, in memory linear in the number of tokens.
-
-    Args:
-        q: queries, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]`.
-        k: keys, `[batch, key_tokens, kv_heads, dim]`; `kv_heads` divides `heads` (GQA, MQA).
-        v: values, `[batch, key_tokens, kv_heads, value_dim]`.
-        mask: which keys a query sees; None means all. Packed sequences are `Mask.documents(lengths)`.
-        scale: what scores are multiplied by; `dim ** -0.5` by default.
-        softcap: scores become `softcap * tanh(score / softcap)`.
-        sink_logits: `[heads]`, one more logit in each softmax that carries no value; learned.
-        alibi_slopes: `[heads]` or `[batch, heads]`; scores lose `slope * |i - j|`. Not learned.
-        dropout: the probability with which a pair is dropped, by position: the same pairs in any kernel.
-        seed: of the dropout; drawn from torch's default generator where None.
-        q_offset: the position of the first query. 0 aligns the first query with the first key,
-            `key_tokens - tokens` the last with the last, as in decoding.
-        batch_offset: the global number of the first batch row, and
-        head_offset: that of the first head: dropout goes by them where batch or heads are split over devices.
-        kernel: "auto" takes the fastest that can do all that is asked; a name forces one.
-        deterministic: the same inputs give the same bits. On CPUs every kernel does.
-        return_lse: also return the log-sum-exp of each row's scores, `[batch, heads, tokens]`
-            (`[heads, tokens]` packed); float32, or float64 for float64. Gradients flow through it.
-
-    Rows that see no key are 0, with an LSE of -inf (or the sink logit) and gradients of 0. Reverse-mode
-    autograd only, and once: no forward mode, no second derivatives, no `torch.func` transforms.
-
-    >>> q = k = v = torch.randn(1, 5, 2, 8)
-    >>> flash_attention(q, k, v, mask=Mask.causal()).shape
-    torch.Size([1, 5, 2, 8])
-    """
+    mask: Mask | None,
+    scale: float | None,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout: float,
+    seed: int | Tensor | None,
+    q_offset: int,
+    batch_offset: int,
+    head_offset: int,
+    kernel: str,
+    deterministic: bool,
+) -> tuple[list[Any], bool]:
+    """The op's arguments but for plan and group, and whether the inputs were packed; ValueError if any is wrong."""
     packed = _check_shapes(q, k, v)
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -132,7 +68,7 @@ def flash_attention(
         if x.is_floating_point():
             raise ValueError(f"mask: document lengths must be integers; got {x.dtype}")
     _refuse_forward_mode(q, k, v, sink_logits)
-    out, lse = attention_op(
+    arguments = [
         q,
         k,
         v,
@@ -149,10 +85,15 @@ def flash_attention(
         head_offset,
         kernel,
         deterministic or torch.are_deterministic_algorithms_enabled(),
-    )
-    if packed:
-        out, lse = out.squeeze(0), lse.squeeze(0)
-    return (out, lse) if return_lse else out
+    ]
+    return arguments, packed
+
+
+def check_reduce_dtype(reduce_dtype: Any) -> None:
+    """ValueError unless sums may travel in this dtype."""
+    if reduce_dtype is not None and reduce_dtype not in _DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise ValueError(f"reduce_dtype={reduce_dtype!r}: expected one of the torch dtypes {names}, or None")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> bool:

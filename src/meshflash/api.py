@@ -1,0 +1,290 @@
+"""The public calls: exact attention over all ranks, or on one device. They compute nothing themselves."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from meshflash.arguments import check_reduce_dtype, op_arguments
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.engine import mesh as engine
+from meshflash.engine.check import check_rows
+from meshflash.engine.explain import explain
+from meshflash.engine.membership import member
+from meshflash.engine.op import attention_op, features_of
+from meshflash.groups import group_of
+from meshflash.kernels import registry
+from meshflash.kernels.contract import Pass
+from meshflash.schedules import registry as schedules
+
+engine.build_with(schedules.build)
+
+#: "auto" gathers keys and values while those of the whole sequence take at most so many bytes a rank.
+GATHER_BYTES = 64 * 2**20
+
+
+class FlashFeatures(TypedDict, total=False):
+    """What `flash_attention` takes by name beyond what torch's own function has."""
+
+    softcap: float | None
+    sink_logits: Tensor | None
+    alibi_slopes: Tensor | None
+    seed: int | Tensor | None
+    q_offset: int
+    batch_offset: int
+    head_offset: int
+    kernel: str
+    deterministic: bool
+
+
+class FlashOptions(FlashFeatures, total=False):
+    """All that `flash_attention` takes by name, for type checkers."""
+
+    mask: Mask | None
+    scale: float | None
+    dropout: float
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[FlashOptions]
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[FlashOptions]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    q_offset: int = 0,
+    batch_offset: int = 0,
+    head_offset: int = 0,
+    kernel: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention on one device, in memory linear in the number of tokens.
+
+    Args:
+        q: queries, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]`.
+        k: keys, `[batch, key_tokens, kv_heads, dim]`; `kv_heads` divides `heads` (GQA, MQA).
+        v: values, `[batch, key_tokens, kv_heads, value_dim]`.
+        mask: which keys a query sees; None means all. Packed sequences are `Mask.documents(lengths)`.
+        scale: what scores are multiplied by; `dim ** -0.5` by default.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        sink_logits: `[heads]`, one more logit in each softmax that carries no value; learned.
+        alibi_slopes: `[heads]` or `[batch, heads]`; scores lose `slope * |i - j|`. Not learned.
+        dropout: the probability with which a pair is dropped, by position: the same pairs in any kernel.
+        seed: of the dropout; drawn from torch's default generator where None.
+        q_offset: the position of the first query. 0 aligns the first query with the first key,
+            `key_tokens - tokens` the last with the last, as in decoding.
+        batch_offset: the global number of the first batch row, and
+        head_offset: that of the first head: dropout goes by them where batch or heads are split over devices.
+        kernel: "auto" takes the fastest that can do all that is asked; a name forces one.
+        deterministic: the same inputs give the same bits. On CPUs every kernel does.
+        return_lse: also return the log-sum-exp of each row's scores, `[batch, heads, tokens]`
+            (`[heads, tokens]` packed); float32, or float64 for float64. Gradients flow through it.
+
+    Rows that see no key are 0, with an LSE of -inf (or the sink logit) and gradients of 0. Reverse-mode
+    autograd only, and once: no forward mode, no second derivatives, no `torch.func` transforms.
+
+    >>> import torch
+    >>> q = k = v = torch.randn(1, 5, 2, 8)
+    >>> flash_attention(q, k, v, mask=Mask.causal()).shape
+    torch.Size([1, 5, 2, 8])
+    """
+    arguments, packed = op_arguments(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        alibi_slopes=alibi_slopes,
+        dropout=dropout,
+        seed=seed,
+        q_offset=q_offset,
+        batch_offset=batch_offset,
+        head_offset=head_offset,
+        kernel=kernel,
+        deterministic=deterministic,
+    )
+    out, lse = attention_op(*arguments, "", "")
+    if packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Any = None,
+    layout: Layout | None = None,
+    k_layout: Layout | None = None,
+    schedule: str = "auto",
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    q_offset: int = 0,
+    batch_offset: int = 0,
+    head_offset: int = 0,
+    kernel: str = "auto",
+    reduce_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_plan: bool = False,
+    verify: bool = False,
+) -> Any:
+    """Exact attention over a sequence that is spread over the ranks of a group; on one rank, over this device.
+
+    Every rank calls it with its own tokens of q, k and v and gets its own tokens of the result, and of
+    every gradient. `shard` and `unshard` spread a sequence and bring it together.
+
+    Args:
+        q: this rank's queries, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]`.
+        k: this rank's keys, and
+        v: its values.
+        mesh: a process group, or a DeviceMesh of one dimension; the default group where None. Where no
+            group was initialised, or it has one rank, this is `flash_attention`.
+        layout: which positions each rank holds. Where None, the home layout of the schedule for shards of
+            equal length: contiguous, unless it is called zigzag or striped.
+        k_layout: that of the keys, where it is another one (cross-attention).
+        schedule: how ranks work together: "ring", "zigzag", "striped", "allgather", or a name that was
+            registered; options in brackets, as in "allgather(head_stride=2)". "auto" gathers while the keys
+            and values of the whole sequence take at most 64 MiB, and passes them round beyond; it never
+            changes the layout.
+        mask: over positions of the whole sequence, the same on all ranks.
+        scale: as in `flash_attention`, like
+        softcap: this, and
+        alibi_slopes: these, and
+        dropout: this; the pairs that are dropped do not depend on how the sequence is spread.
+        seed: of the dropout; on more than one rank it must be given, the same on all.
+        q_offset: the position of the sequence's first query, on whichever rank.
+        batch_offset: as in `flash_attention`, like
+        head_offset: this.
+        kernel: which runs on each device.
+        sink_logits: its gradient is the share of this rank's tokens, to be summed over ranks like that of
+            any weight.
+        reduce_dtype: what gradients of k and v travel and are summed in on their way; float32 by default
+            (float64 for float64).
+        deterministic: the same inputs on the same ranks give the same bits.
+        return_lse: also return the log-sum-exp of each row.
+        return_plan: also return what ran: schedule, layout, transport, kernels, bytes, and the program.
+        verify: check 16 of this rank's rows against plainly written attention over all ranks' keys.
+
+    >>> import torch
+    >>> q = k = v = torch.randn(1, 5, 2, 8)
+    >>> attention(q, k, v, mask=Mask.causal()).shape
+    torch.Size([1, 5, 2, 8])
+    """
+    group, rank, world = group_of(mesh)
+    arguments, packed = op_arguments(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        alibi_slopes=alibi_slopes,
+        dropout=dropout,
+        seed=seed,
+        q_offset=q_offset,
+        batch_offset=batch_offset,
+        head_offset=head_offset,
+        kernel=kernel,
+        deterministic=deterministic,
+    )
+    check_reduce_dtype(reduce_dtype)
+    if dropout and seed is None and world > 1:
+        raise ValueError("seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own")
+    q, k, v = arguments[:3]
+    plan, reason = _plan(q, k, v, rank, world, schedule, layout, k_layout, q_offset, reduce_dtype)
+    if world > 1:
+        arguments[:3] = q.contiguous(), k.contiguous(), v.contiguous()
+        arguments[11] = 0  # the plan has the offset
+    names = (plan.text(), group) if world > 1 else ("", "")
+    ran: list[tuple[str, Pass]] = []
+    if return_plan:
+        with registry.spy() as ran:
+            out, lse = attention_op(*arguments, *names)
+    else:
+        out, lse = attention_op(*arguments, *names)
+    if verify or return_plan:
+        here = member(group) if world > 1 else None
+        if verify:
+            check_rows(plan, here and here.group, rank, mask or Mask.full(), features_of(arguments), q, k, v, out, lse)
+        explanation = explain(plan, reason, here, [kernel for kernel, _ in ran])
+    if packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    extras: tuple[Any, ...] = (lse,) if return_lse else ()
+    if return_plan:
+        extras += (explanation,)
+    return (out, *extras) if extras else out
+
+
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rank: int,
+    world: int,
+    schedule: str,
+    layout: Layout | None,
+    k_layout: Layout | None,
+    q_offset: int,
+    reduce_dtype: torch.dtype | None,
+) -> tuple[engine.Plan, str]:
+    """How these tensors are spread and attended to, and why so."""
+    reason = "asked for"
+    if schedule == "auto":
+        name = "ring" if layout is None or layout.name not in ("zigzag", "striped") else layout.name
+        gathered = world * (k.numel() * k.element_size() + v.numel() * v.element_size())
+        schedule = "allgather" if gathered <= GATHER_BYTES else name
+        word = "at most" if gathered <= GATHER_BYTES else "more than"
+        reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
+    found, _ = schedules.parse(schedule)
+    if layout is not None and k_layout is None and k.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"k has {k.shape[1]} tokens, q has {q.shape[1]}: give the keys a layout of their own with k_layout"
+        )
+    q_held = _held("layout", layout, found, q.shape[1], world)
+    k_held = _held("k_layout", k_layout or layout, found, k.shape[1], world)
+    dtype = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
+    return engine.Plan(schedule, q_held, k_held, q_offset, dtype), reason
+
+
+def _held(name: str, layout: Any, schedule: schedules.Schedule, tokens: int, world: int) -> Layout:
+    """The layout that was given, or the schedule's own for shards of equal length."""
+    if layout is None:
+        return schedule.layout(world * tokens, world)
+    if not isinstance(layout, Layout):
+        raise ValueError(f"{name}: expected a meshflash.Layout, such as Layout.zigzag(tokens, world); got {layout!r}")
+    if layout.world != world:
+        raise ValueError(f"{name}: it is for {layout.world} ranks, the group has {world}")
+    if world == 1 and layout.tokens != tokens:
+        raise ValueError(f"{name}: it has {layout.tokens} tokens, the tensor {tokens}")
+    return layout

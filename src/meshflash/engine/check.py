@@ -1,0 +1,134 @@
+"""What `verify=True` does: some rows of a result against plainly written attention over all ranks' keys.
+
+Every rank lends its keys to the rows of all others, a block at a time, in float64 and by the oracle's code;
+parts are merged by their LSE. All ranks raise if one of them is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as _distributed
+
+from meshflash.core import rows
+from meshflash.core.mask import Mask
+from meshflash.core.tiles import worklist
+from meshflash.engine.mesh import Plan
+from meshflash.kernels.contract import Features, Inputs
+from meshflash.kernels.merge import add_sinks_
+from meshflash.kernels.reference import Reference
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+#: Rows of each rank that are checked.
+ROWS = 16
+#: Keys that the oracle takes at a time.
+BLOCK = 1024
+#: The largest error, as a share of the largest value, that rounding in a dtype explains.
+ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class WrongResultError(RuntimeError):
+    """A result that differs from plainly written attention by more than rounding explains."""
+
+
+@torch.no_grad()
+def check_rows(
+    plan: Plan,
+    group: Any,
+    rank: int,
+    mask: Mask,
+    features: Features,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Raise WrongResultError on every rank unless ROWS rows of each rank are right; group is None on one rank."""
+    world = plan.q.world
+    problem = plan.problem(mask, q.shape[2], k.shape[2])
+    chosen = [_spread(n) for n in problem.q_lengths]
+    positions = tuple(
+        r
+        for other in range(world)
+        for row in chosen[other]
+        for r in rows.positions(problem.q[other], ((row, row + 1),))
+    )
+    mine = torch.tensor(chosen[rank], dtype=torch.int64, device=q.device)
+    queries = [q.new_empty(q.shape[0], len(taken), *q.shape[2:], dtype=torch.float64) for taken in chosen]
+    queries[rank].copy_(q[:, mine])
+    for other, part in enumerate(queries):
+        _broadcast(part, other, group)
+    total, total_lse = _attend(torch.cat(queries, dim=1), positions, problem.k[rank], mask, features, k, v)
+    if group is not None:
+        top = total_lse.clone()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        weight = torch.exp(total_lse - top.masked_fill(top == -torch.inf, 0.0))
+        total.mul_(weight.transpose(1, 2).unsqueeze(-1))
+        dist.all_reduce(total, group=group)
+        dist.all_reduce(weight, group=group)
+        total.div_(weight.masked_fill(weight == 0, 1.0).transpose(1, 2).unsqueeze(-1))
+        total_lse = top + torch.log(weight)
+    if features.sink_logits_H is not None:
+        add_sinks_(total, total_lse, features.sink_logits_H)
+    before = sum(len(taken) for taken in chosen[:rank])
+    want = total[:, before : before + len(mine)]
+    error = _error(out[:, mine].double(), want)
+    both = torch.stack([error, _error(lse[:, :, mine].double(), total_lse[:, :, before : before + len(mine)])])
+    worst = both.max().reshape(1).repeat(world)
+    if group is not None:
+        dist.all_gather(list(worst.split(1)), both.max().reshape(1), group=group)
+    allowed = ALLOWED[q.dtype]
+    wrong = [other for other, value in enumerate(worst.tolist()) if not value <= allowed]
+    if wrong:
+        raise WrongResultError(
+            f"verify: rank {wrong[0]} of the group is off by {worst[wrong[0]]:.1e} of the largest value, where "
+            f"{q.dtype} allows {allowed:.0e}; schedule {plan.schedule}, layout {plan.q.name}, mask {mask}. "
+            "Please report this"
+        )
+
+
+def _spread(n: int) -> list[int]:
+    """Up to ROWS of n rows, the first and the last among them."""
+    if n <= ROWS:
+        return list(range(n))
+    return [row * (n - 1) // (ROWS - 1) for row in range(ROWS)]
+
+
+def _attend(
+    q: Tensor,
+    positions: tuple[range, ...],
+    keys: tuple[range, ...],
+    mask: Mask,
+    features: Features,
+    k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of these queries over this rank's keys."""
+    features = replace(features, sink_logits_H=None)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
+    for begin in range(0, k.shape[1], BLOCK):
+        end = min(begin + BLOCK, k.shape[1])
+        work = worklist(mask, positions, rows.positions(keys, ((begin, end),)))
+        Reference().forward(Inputs(q, k[:, begin:end], v[:, begin:end], work, features), (out, lse), (out, lse))
+    return out, lse
+
+
+def _broadcast(x: Tensor, source: int, group: Any) -> None:
+    if group is not None and x.numel():
+        dist.broadcast(x, group=group, group_src=source)
+
+
+def _error(value: Tensor, want: Tensor) -> Tensor:
+    """The largest difference as a share of the largest value; infinite where only one of them is infinite."""
+    if not want.numel():
+        return want.new_zeros(())
+    same = value == want
+    difference = (value - want).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf)
+    largest = want.masked_fill(want == -torch.inf, 0.0).abs().max()
+    return difference.max() / largest.clamp(min=1.0)

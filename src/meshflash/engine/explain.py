@@ -1,0 +1,63 @@
+"""What ran and why: what `return_plan` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshflash.core.program import Post, Program
+from meshflash.engine.membership import Member
+from meshflash.engine.mesh import Plan
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One call on one rank: how the ranks worked together, what moved, and which kernels ran.
+
+    `received_bytes` and `scratch_bytes` are those of the forward pass; on one rank there is no program.
+    """
+
+    schedule: str
+    reason: str
+    layout: str
+    world: int
+    transport: str
+    kernels: tuple[str, ...]
+    received_bytes: int = 0
+    scratch_bytes: int = 0
+    program: Program | None = None
+
+    def __str__(self) -> str:
+        kernels = ", ".join(self.kernels)
+        if self.program is None:
+            return f"one rank; kernels: {kernels}"
+        return (
+            f"{self.schedule} ({self.reason}) over {self.world} ranks, layout {self.layout}, by {self.transport}; "
+            f"kernels: {kernels}; forward: {self.received_bytes:,} bytes received, {self.scratch_bytes:,} of scratch"
+        )
+
+
+def explain(plan: Plan, reason: str, member: Member | None, kernels: list[str]) -> Explanation:
+    """What the last call of this rank was."""
+    ran = tuple(dict.fromkeys(kernels))
+    if member is None or member.last is None:
+        return Explanation("local", "one rank", plan.q.name, 1, "none", ran)
+    prepared = member.last
+    program, sizes = prepared.program("forward"), prepared.setting.sizes
+    received = sum(
+        program.slice_bytes(part.slice, sizes)
+        for step in program.steps
+        if isinstance(step, Post)
+        for part in step.recvs
+        if part.peer != program.rank
+    )
+    return Explanation(
+        schedule=plan.schedule,
+        reason=reason,
+        layout=plan.q.name,
+        world=member.world,
+        transport=member.transport(prepared.setting.device).name,
+        kernels=ran,
+        received_bytes=received,
+        scratch_bytes=program.scratch_bytes(sizes),
+        program=program,
+    )

@@ -1,0 +1,152 @@
+"""What a rank knows of a process group: its place, its transport, and that all ranks agree.
+
+Ranks agree by a handshake on the host, over the group's store and never over the device: once for each
+new kind of call. Rank 0 compares what all say and tells them; who disagrees or never comes is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as _distributed
+
+from meshflash.transport.contract import Transport
+from meshflash.transport.process_group import ProcessGroupTransport
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+#: Seconds that a rank waits for another, unless MESHFLASH_TIMEOUT says otherwise.
+TIMEOUT = 300.0
+#: Words of a difference that are shown.
+SHOWN = 160
+
+
+class DisagreementError(ValueError):
+    """Ranks called attention with different arguments; the message names rank and field."""
+
+
+class MissingRankError(RuntimeError):
+    """A rank did not come to a handshake in time; the message names it."""
+
+
+def timeout() -> float:
+    """Seconds that a rank waits for another."""
+    text = os.environ.get("MESHFLASH_TIMEOUT", "")
+    try:
+        seconds = float(text) if text else TIMEOUT
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ValueError(f"MESHFLASH_TIMEOUT={text!r}: expected a number of seconds > 0")
+    return seconds
+
+
+class Member:
+    """This rank as a member of one process group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.handshakes = 0
+        self.prepared: dict[Any, Any] = {}
+        self.last: Any = None
+        self._transports: dict[torch.device, Transport] = {}
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+
+    def transport(self, device: torch.device) -> Transport:
+        """How this group moves tensors of a device."""
+        found = self._transports.get(device)
+        if found is None:
+            found = ProcessGroupTransport({"mesh": self.group}, device, timeout())
+            self._transports[device] = found
+        return found
+
+    def tell(self, error: Exception) -> None:
+        """Let the others know, if they come to a handshake, why this rank will not join their call."""
+        number = self.handshakes
+        self.handshakes += 1
+        if self.rank:
+            self._store.set(self._name(number, self.rank), json.dumps({"error": str(error)}))
+        else:
+            self._store.set(self._name(number, "verdict"), f"rank {self.global_rank(0)} raised: {error}")
+
+    def global_rank(self, rank: int) -> int:
+        """A rank of this group, as the whole job numbers it."""
+        return int(dist.get_global_rank(self.group, rank))
+
+    def agree(self, fields: dict[str, Any]) -> None:
+        """Compare these fields with those of all other ranks; all must come to it, in the same order."""
+        number = self.handshakes
+        self.handshakes += 1
+        seconds = timeout()
+        if self.rank == 0:
+            try:
+                verdict = self._judge(number, fields, seconds)
+            except MissingRankError as missing:
+                self._store.set(self._name(number, "verdict"), f"missing: {missing}")
+                raise
+            self._store.set(self._name(number, "verdict"), verdict)
+        else:
+            self._store.set(self._name(number, self.rank), json.dumps(fields))
+            # rank 0 may wait as long for the last of the others before it speaks
+            verdict = self._read(self._name(number, "verdict"), 0, 2 * seconds, number)
+        if number:
+            self._store.delete_key(self._name(number - 1, "verdict" if self.rank == 0 else self.rank))
+        if verdict.startswith("missing: "):
+            raise MissingRankError(verdict.removeprefix("missing: "))
+        if verdict != "agreed":
+            raise DisagreementError(verdict)
+
+    def _judge(self, number: int, mine: dict[str, Any], seconds: float) -> str:
+        deadline = time.monotonic() + seconds
+        for rank in range(1, self.world):
+            remaining = max(0.001, deadline - time.monotonic())
+            theirs = json.loads(self._read(self._name(number, rank), rank, remaining, number))
+            who = f"rank {self.global_rank(rank)}"
+            if "error" in theirs:
+                return f"{who} raised: {theirs['error']}"
+            for field in mine | theirs:
+                a, b = mine.get(field), theirs.get(field)
+                if json.dumps(a) != json.dumps(b):
+                    return (
+                        f"ranks disagree in {field}: rank {self.global_rank(0)} has {_short(a)}, {who} has "
+                        f"{_short(b)}; all ranks of a group must make the same call, each with its own shard"
+                    )
+        return "agreed"
+
+    def _read(self, name: str, rank: int, seconds: float, number: int) -> str:
+        try:
+            self._store.wait([name], timedelta(seconds=seconds))
+        except RuntimeError as error:
+            who = f"rank {self.global_rank(rank)}"
+            raise MissingRankError(
+                f"{who} did not come to handshake {number} within {timeout():g} s. It may have raised, been ended, "
+                "or be in another call; look at its output first. MESHFLASH_TIMEOUT sets the seconds"
+            ) from error
+        return bytes(self._store.get(name)).decode()
+
+    @staticmethod
+    def _name(number: int, who: int | str) -> str:
+        return f"meshflash/{number}/{who}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
+
+
+_members: dict[str, Member] = {}
+
+
+def member(name: str) -> Member:
+    """This rank as a member of the group of this name."""
+    group = dist.distributed_c10d._resolve_process_group(name)
+    found = _members.get(name)
+    if found is None or found.group is not group:
+        found = _members[name] = Member(group)
+    return found

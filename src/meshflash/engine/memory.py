@@ -1,0 +1,91 @@
+"""Scratch memory: one flat piece for each call that runs at a time, kept for the next one.
+
+A call asks for as many bytes as its program's scratch takes, and gives them back. What autograd saves and
+what the caller gets are never from here.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Where a tensor in an arena may begin: what the widest loads and device copies want.
+ALIGNMENT = 256
+
+
+@dataclass(eq=False)
+class Arena:
+    """A flat piece of memory, and what was bound to it, so that a repeated call builds nothing."""
+
+    memory: Tensor
+    bound: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.memory.numel()
+
+
+@dataclass
+class Usage:
+    """What the pool did: bytes that calls hold now and at most, and how often it had to allocate."""
+
+    live: int = 0
+    peak: int = 0
+    allocations: int = 0
+
+
+class Pool:
+    """Arenas of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.usage = Usage()
+        self._free: list[Arena] = []
+        self._lock = threading.Lock()
+
+    def take(self, wanted: int, used: int) -> Arena:
+        """An arena of at least so many bytes, of which the call uses so many."""
+        with self._lock:
+            self.usage.live += used
+            self.usage.peak = max(self.usage.peak, self.usage.live)
+            able = [arena for arena in self._free if arena.bytes >= wanted]
+            if able:
+                arena = min(able, key=lambda arena: arena.bytes)
+                self._free.remove(arena)
+                return arena
+            if self._free:  # one that is too small gives way to a larger one
+                self._free.remove(max(self._free, key=lambda arena: arena.bytes))
+            self.usage.allocations += 1
+            return Arena(torch.empty(max(wanted, 1), dtype=torch.uint8, device=self.device))
+
+    def give_back(self, arena: Arena, used: int) -> None:
+        """For the next call."""
+        with self._lock:
+            self.usage.live -= used
+            self._free.append(arena)
+
+    def drop(self, used: int) -> None:
+        """Forget an arena that a failed call held: a late message may still be written to it."""
+        with self._lock:
+            self.usage.live -= used
+
+    def clear(self) -> None:
+        """Free what no call holds."""
+        with self._lock:
+            self._free.clear()
+
+
+_pools: dict[torch.device, Pool] = {}
+
+
+def pool(device: torch.device) -> Pool:
+    """The pool of a device."""
+    found = _pools.get(device)
+    if found is None:
+        found = _pools.setdefault(device, Pool(device))
+    return found

@@ -1,0 +1,192 @@
+"""Attention as one `torch.library` op with its own backward: the autograd boundary of every call.
+
+The op takes tensors, plain values, and names: of the process group, and of a plan as text ("" on one
+device). A mask travels as a text and tensors of document lengths, so that compiled code does not depend
+on the lengths. Arguments are checked by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshflash.core.mask import Mask
+from meshflash.engine import local, mesh
+from meshflash.engine.membership import member
+from meshflash.kernels.contract import Features, Grads, new_outputs
+
+#: What both ops take after their own tensors.
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink_logits, Tensor? alibi_slopes, Tensor? seed, Tensor[] documents, "
+    "str mask, float scale, float softcap, float dropout, SymInt q_offset, SymInt batch_offset, SymInt head_offset, "
+    "str kernel, bool deterministic, str plan, str group"
+)
+
+_Documents = tuple[tuple[bytes, str, torch.Size], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The arguments of a call, read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    features: Features
+    mask_key: tuple[str, _Documents]
+    q_offset: int
+    kernel: str
+    deterministic: bool
+    plan: str
+    group: str
+
+    @property
+    def mask(self) -> Mask:
+        return _mask(*self.mask_key)
+
+    @property
+    def over_mesh(self) -> mesh.MeshCall:
+        return mesh.MeshCall(self.plan, self.mask, self.mask_key, self.features, self.kernel, self.deterministic)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        if self.group:
+            return mesh.forward(self.over_mesh, member(self.group), self.q, self.k, self.v)
+        x = local.inputs(self.q, self.k, self.v, self.mask, self.features, self.q_offset)
+        return local.forward(x, self.kernel, self.deterministic)
+
+    def backward(
+        self, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if self.group:
+            rows = local.rows_of(out, lse, dout, dlse)
+            sinks = self.features.sink_logits_H
+            grads = mesh.backward(
+                self.over_mesh, member(self.group), self.q, self.k, self.v, rows, lse_gradient=dlse is not None
+            )
+            return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, local.sink_gradient(sinks, rows)
+        x = local.inputs(self.q, self.k, self.v, self.mask, self.features, self.q_offset)
+        return local.backward(x, out, lse, dout, dlse, self.kernel, self.deterministic)
+
+
+def _read(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_logits: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    documents: Sequence[Tensor],
+    text: str,
+    scale: float,
+    softcap: float,
+    dropout: float,
+    q_offset: int,
+    batch_offset: int,
+    head_offset: int,
+    kernel: str,
+    deterministic: bool,
+    plan: str,
+    group: str,
+) -> _Call:
+    number = 0 if seed is None else int(seed)
+    features = Features(scale, softcap, dropout, number, batch_offset, head_offset, alibi_slopes, sink_logits)
+    key = (text, tuple(_frozen(lengths) for lengths in documents))
+    return _Call(q, k, v, features, key, q_offset, kernel, deterministic, plan, group)
+
+
+def features_of(arguments: Sequence[Any]) -> Features:
+    """The features among the op's arguments, of which the last two may be missing."""
+    return _read(*arguments, *[""] * (18 - len(arguments))).features
+
+
+def without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
+    """Autocast has had its say in the inputs' dtype; inside, it would round float32 accumulators."""
+    device = q_BTHD.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+def _frozen(lengths: Tensor) -> tuple[bytes, str, torch.Size]:
+    array = lengths.cpu().numpy()
+    return array.tobytes(), array.dtype.str, lengths.shape
+
+
+@lru_cache(maxsize=256)
+def _mask(text: str, documents: _Documents) -> Mask:
+    """The mask of an op's arguments: cached, for what a mask knows of itself is worked out only once."""
+    return Mask.unpack(text, [np.frombuffer(data, dtype).reshape(shape) for data, dtype, shape in documents])
+
+
+@torch.library.custom_op("meshflash::attention", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
+def attention_op(*call: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    read = _read(*call)
+    with without_autocast(read.q):
+        return read.forward()
+
+
+@attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return new_outputs(q, v)
+
+
+@torch.library.custom_op(
+    "meshflash::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def attention_backward_op(
+    out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *call: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsink_logits), the last one empty where there are no sink logits."""
+    read = _read(*call)
+    with without_autocast(read.q):
+        dq, dk, dv, dsink = read.backward(out, lse, dout, dlse)
+    return dq, dk, dv, out.new_empty(0) if dsink is None else dsink
+
+
+@attention_backward_op.register_fake
+def _(
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_logits: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads = Grads.like(q, k, v)
+    return (
+        grads.dq_BTHD,
+        grads.dk_BSKD,
+        grads.dv_BSKE,
+        out.new_empty(0) if sink_logits is None else torch.empty_like(sink_logits),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, documents, plain = inputs[:6], inputs[6], inputs[7:]
+    ctx.save_for_backward(*output, *tensors, *documents)
+    ctx.plain = plain
+    ctx.set_materialize_grads(False)
+
+
+def _backward_op(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    out, lse, *rest = ctx.saved_tensors
+    tensors, documents = rest[:6], rest[6:]
+    dq, dk, dv, dsink = attention_backward_op(out, lse, dout, dlse, *tensors, documents, *ctx.plain)
+    dsink = None if tensors[3] is None else dsink
+    return dq, dk, dv, dsink, None, None, [None] * len(documents), *[None] * len(ctx.plain)
+
+
+attention_op.register_autograd(_backward_op, setup_context=_setup)

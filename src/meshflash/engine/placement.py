@@ -1,0 +1,107 @@
+"""Where a program's scratch lies: every field of every buffer, and every packed copy, in one arena.
+
+In memory a field is `[rows, batch, heads, width]`, so that any run of rows is one message; kernels see it
+as `[batch, rows, heads, width]`, or `[batch, heads, rows]` where it has no width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshflash.core.program import KINDS, Dtype, Field, Post, Program, Sizes, Slice
+from meshflash.engine.memory import ALIGNMENT
+from meshflash.kernels.contract import accumulator_dtype
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a bound program depends on besides its steps and its mask."""
+
+    batch: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    device: torch.device
+    kernel: str
+    deterministic: bool
+    lse_gradient: bool = False
+
+    @property
+    def sizes(self) -> Sizes:
+        """For counting bytes."""
+        partial = accumulator_dtype(self.dtype).itemsize
+        return Sizes(self.batch, self.dim, self.value_dim, self.dtype.itemsize, partial, self.reduce_dtype.itemsize)
+
+    def torch_dtype(self, dtype: Dtype) -> torch.dtype:
+        """What a program's word for a dtype means here."""
+        if dtype == "partial":
+            return accumulator_dtype(self.dtype)
+        return self.reduce_dtype if dtype == "reduce" else self.dtype
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One field: where it begins, and its shape in memory."""
+
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class Placement:
+    """The scratch of one program in one setting: `bytes` of an arena, of which it uses `used`."""
+
+    def __init__(self, program: Program, setting: Setting) -> None:
+        self.program, self.setting = program, setting
+        self._pieces: dict[tuple[Any, str], _Piece] = {}
+        self.bytes = self.used = 0
+        sizes = setting.sizes
+        for buffer in program.buffers:
+            if buffer.role == "scratch" and not program.shares(buffer, sizes):
+                self._place(buffer.name, buffer.name, buffer.rows, buffer.heads)
+        for step in program.steps:
+            if isinstance(step, Post):
+                for part in program.staged(step, sizes):
+                    (a, b), (c, d) = part.rows, part.heads
+                    self._place((step.name, part), part.buffer, b - a, d - c)
+
+    def _place(self, key: Any, buffer: str, rows: int, heads: int) -> None:
+        setting, held = self.setting, self.program.buffer[buffer]
+        for field in KINDS[held.kind]:
+            shape = (rows, setting.batch, heads) + ((setting.sizes.width(field),) if field.width else ())
+            dtype = setting.torch_dtype("partial" if field.always_partial else held.dtype)
+            piece = _Piece(self.bytes, shape, dtype)
+            self._pieces[key, field.name] = piece
+            self.used += piece.bytes
+            self.bytes += -(-piece.bytes // ALIGNMENT) * ALIGNMENT
+
+    def message(self, memory: Tensor, key: Any, field: Field, place: Slice) -> Tensor:
+        """Rows of a field as one flat message."""
+        whole = self._tensor(memory, key, field)
+        return whole[slice(*place.rows)].view(-1) if key == place.buffer else whole.view(-1)
+
+    def view(self, memory: Tensor, place: Slice, field: Field) -> Tensor:
+        """Rows and heads of a field of a scratch buffer, as kernels take them."""
+        return as_kernels_take(self._tensor(memory, place.buffer, field)[slice(*place.rows), :, slice(*place.heads)])
+
+    def copy(self, memory: Tensor, key: Any, field: Field) -> Tensor:
+        """All of a packed copy, as kernels take it."""
+        return as_kernels_take(self._tensor(memory, key, field))
+
+    def _tensor(self, memory: Tensor, key: Any, field: Field) -> Tensor:
+        piece = self._pieces[key, field.name]
+        return memory[piece.begin : piece.begin + piece.bytes].view(piece.dtype).view(piece.shape)
+
+
+def as_kernels_take(x: Tensor) -> Tensor:
+    """`[rows, batch, heads, width]` as `[batch, rows, heads, width]`; without a width as `[batch, heads, rows]`."""
+    return x.transpose(0, 1) if x.ndim == 4 else x.permute(1, 2, 0)

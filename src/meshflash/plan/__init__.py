@@ -1,0 +1,1 @@
+"""Plans: what programs will do before any device runs them, as times and as pictures."""

@@ -1,0 +1,105 @@
+"""Spreading a sequence over ranks and bringing it together: token ids, labels, images, activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as _distributed
+
+from meshflash.core.layout import Layout
+from meshflash.engine.membership import member
+from meshflash.groups import group_of
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+
+def shard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor:
+    """This rank's tokens of a whole sequence, in the order of the layout.
+
+    Every rank has the whole of x. Its gradient on each rank is that rank's share, 0 for the tokens of others.
+
+    >>> shard(torch.arange(6).reshape(1, 6), Layout.contiguous(6, 1)).tolist()
+    [[0, 1, 2, 3, 4, 5]]
+    """
+    _, rank, world = _check(x, layout, mesh, dim, "shard")
+    if x.shape[dim] != layout.tokens:
+        raise ValueError(f"shard: x has {x.shape[dim]} tokens in dimension {dim}, the layout {layout.tokens}")
+    if world == 1 and layout.ranges == (((range(layout.tokens),),) if layout.tokens else ((),)):
+        return x
+    held = layout.ranges[rank]
+    if not held:
+        return x.narrow(dim, 0, 0)
+    index = [slice(None)] * (dim % x.ndim)
+    return torch.cat([x[(*index, slice(r.start, r.stop, r.step))] for r in held], dim=dim)
+
+
+def unshard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor:
+    """The whole sequence on every rank, in order, from each rank's tokens.
+
+    The gradient of a token is the sum of what all ranks' losses say of it, as for torch's own all-gather:
+    where all ranks compute the same loss from the whole, divide it by their number.
+
+    >>> unshard(torch.arange(6).reshape(1, 6), Layout.contiguous(6, 1)).tolist()
+    [[0, 1, 2, 3, 4, 5]]
+    """
+    name, rank, world = _check(x, layout, mesh, dim, "unshard")
+    if x.shape[dim] != layout.lengths[rank]:
+        raise ValueError(
+            f"unshard: x has {x.shape[dim]} tokens in dimension {dim}, "
+            f"the layout gives rank {rank} {layout.lengths[rank]}"
+        )
+    if world == 1:
+        return x.index_select(dim, _places(layout, x.device))
+    whole: Tensor = _Unshard.apply(x, layout, name, rank, dim % x.ndim)
+    return whole
+
+
+class _Unshard(torch.autograd.Function):
+    """All-gather of shards padded to the longest; backward is its transpose, a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, name: str, rank: int, dim: int) -> Tensor:
+        ctx.layout, ctx.name, ctx.rank, ctx.dim = layout, name, rank, dim
+        longest = max(layout.lengths)
+        rows = x.movedim(dim, 0)
+        padded = x.new_zeros(longest, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in range(layout.world)]
+        dist.all_gather(gathered, padded, group=member(name).group)
+        joined = torch.cat([part[:length] for part, length in zip(gathered, layout.lengths, strict=True)])
+        return joined.index_select(0, _places(layout, x.device)).movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        layout, dim = ctx.layout, ctx.dim
+        rows = grad.movedim(dim, 0)
+        longest = max(layout.lengths)
+        parts = []
+        for rank, length in enumerate(layout.lengths):
+            part = grad.new_zeros(longest, *rows.shape[1:])
+            part[:length] = rows.index_select(0, torch.from_numpy(layout.positions(rank)).to(grad.device))
+            parts.append(part)
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts, group=member(ctx.name).group)
+        return mine[: layout.lengths[ctx.rank]].movedim(0, dim).contiguous(), None, None, None, None
+
+
+def _places(layout: Layout, device: torch.device) -> Tensor:
+    """For each position, where it is among all ranks' tokens one after another."""
+    order = torch.cat([torch.from_numpy(layout.positions(rank)) for rank in range(layout.world)])
+    return torch.argsort(order).to(device)
+
+
+def _check(x: Any, layout: Any, mesh: Any, dim: int, name: str) -> tuple[str, int, int]:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if not isinstance(layout, Layout):
+        raise ValueError(f"{name}: expected a meshflash.Layout, such as Layout.zigzag(tokens, world); got {layout!r}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{name}: dim={dim}, and x has {x.ndim} dimensions")
+    group, rank, world = group_of(mesh)
+    if layout.world != world:
+        raise ValueError(f"{name}: the layout is for {layout.world} ranks, the group has {world}")
+    return group, rank, world

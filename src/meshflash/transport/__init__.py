@@ -1,0 +1,1 @@
+"""Transports: how bytes move between ranks. None of them knows what the bytes mean."""

@@ -1,0 +1,97 @@
+"""What a transport is: messages between the ranks of named groups, begun and then waited for.
+
+A message is a flat, contiguous tensor. Ranks are numbered within a group. Messages between two ranks of
+a group arrive in the order in which they were begun.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+#: (rank in the group, flat tensor)
+Message = tuple[int, Tensor]
+Collective = Literal["all_gather", "all_to_all"]
+
+
+class TransportError(RuntimeError):
+    """A peer was lost, or did not answer in time; the message names it."""
+
+
+@dataclass
+class Counters:
+    """What a transport has moved since it was made: bytes by group and peer, and calls by form."""
+
+    received: Counter[tuple[str, int]] = field(default_factory=Counter)
+    sent: Counter[tuple[str, int]] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def received_bytes(self) -> int:
+        """What was received from all peers."""
+        return sum(self.received.values())
+
+    def clear(self) -> None:
+        """Count from 0 again."""
+        for counter in (self.received, self.sent, self.calls):
+            counter.clear()
+
+
+class Transport(ABC):
+    """Moves messages. What it begins returns a ticket for `wait`."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+
+    def exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
+        """Begin to send and receive these messages, all at once. Those to and from ourselves are copied."""
+        me = self.rank(group)
+        received, sent = self.counters.received, self.counters.sent
+        own = [tensor for peer, tensor in sends if peer == me]
+        if own:
+            for tensor, source in zip((tensor for peer, tensor in recvs if peer == me), own, strict=True):
+                tensor.copy_(source)
+            sends = [message for message in sends if message[0] != me]
+            recvs = [message for message in recvs if message[0] != me]
+        for peer, tensor in sends:
+            sent[group, peer] += tensor.nbytes
+        for peer, tensor in recvs:
+            received[group, peer] += tensor.nbytes
+        self.counters.calls["exchange"] += 1
+        return self._exchange(group, sends, recvs)
+
+    def collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
+        """Begin a collective: everyone's source to all, or its n-th part to rank n; in the order of the group."""
+        me, world = self.rank(group), self.world(group)
+        each = source.nbytes if form == "all_gather" else source.nbytes // world
+        for peer in range(world):
+            if peer != me:
+                self.counters.received[group, peer] += each
+                self.counters.sent[group, peer] += each
+        self.counters.calls[form] += 1
+        return self._collective(form, group, source, target)
+
+    @abstractmethod
+    def rank(self, group: str) -> int:
+        """Our number within a group."""
+
+    @abstractmethod
+    def world(self, group: str) -> int:
+        """How many ranks a group has."""
+
+    @abstractmethod
+    def wait(self, ticket: Any) -> None:
+        """Wait until what this ticket stands for has moved; TransportError if a peer is lost."""
+
+    @abstractmethod
+    def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any: ...
+
+    @abstractmethod
+    def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any: ...

@@ -1,0 +1,102 @@
+"""The transport over torch's process groups: gloo, NCCL, XCCL, MPI by one code.
+
+Point-to-point messages go in one group call where the backend has one; even patterns are collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as _distributed
+
+from meshflash.transport.contract import Collective, Message, Transport, TransportError
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+
+class ProcessGroupTransport(Transport):
+    """Moves messages over torch's process groups, given by the names that programs call them."""
+
+    def __init__(self, groups: Mapping[str, Any], device: torch.device, timeout: float) -> None:
+        super().__init__()
+        self.groups, self.timeout = dict(groups), timeout
+        self._limit = timedelta(seconds=timeout)
+        self._ranks = {name: (dist.get_rank(group), dist.get_world_size(group)) for name, group in groups.items()}
+        backends = {name: backend_of(group, device) for name, group in groups.items()}
+        for name, backend in backends.items():
+            if backend is None:
+                raise ValueError(f"group {name} has no backend for tensors on {device.type}")
+            if backend == "gloo" and device.type != "cpu":
+                # it would end the process: gloo reads device memory as if it were the host's
+                raise ValueError(
+                    f"gloo cannot move tensors on {device.type}; initialise the process group with a backend of "
+                    f'that device, such as "cpu:gloo,cuda:nccl"'
+                )
+        self.name = "+".join(sorted({str(backend) for backend in backends.values()}))
+        self._coalesces = all(backend not in ("gloo", "mpi") for backend in backends.values())
+
+    def rank(self, group: str) -> int:
+        return int(self._ranks[group][0])
+
+    def world(self, group: str) -> int:
+        return int(self._ranks[group][1])
+
+    def wait(self, ticket: list[tuple[Any, str]]) -> None:
+        for work, peer in ticket:
+            try:
+                if self._coalesces:
+                    work.wait()  # a wait of the device's stream; the backend's watchdog has the timeout
+                else:
+                    work.wait(self._limit)
+            except RuntimeError as error:
+                reason = str(error).strip().splitlines()[0]
+                raise TransportError(
+                    f"{peer} was lost or did not answer within {self.timeout:g} s ({reason}). It may have raised, been "
+                    "ended, or called attention with other arguments; look at its output first"
+                ) from error
+
+    def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
+        pg = self.groups[group]
+        if not self._coalesces:
+            try:
+                ticket = [(pg.recv([tensor], peer, 0), self._peer(group, peer)) for peer, tensor in recvs]
+                return ticket + [(pg.send([tensor], peer, 0), self._peer(group, peer)) for peer, tensor in sends]
+            except RuntimeError as error:
+                peers, reason = self._peers(group, sends, recvs), str(error).splitlines()[0]
+                raise TransportError(f"{peers} was lost: {reason}") from error
+        operations = [dist.P2POp(dist.irecv, tensor, group=pg, group_peer=peer) for peer, tensor in recvs]
+        operations += [dist.P2POp(dist.isend, tensor, group=pg, group_peer=peer) for peer, tensor in sends]
+        peers = self._peers(group, sends, recvs)
+        return [(work, peers) for work in dist.batch_isend_irecv(operations)] if operations else []
+
+    def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
+        call = _ALL_GATHER if form == "all_gather" else dist.all_to_all_single
+        try:
+            work = call(target, source, group=self.groups[group], async_op=True)
+        except RuntimeError as error:
+            raise TransportError(f"a rank of group {group} was lost: {str(error).splitlines()[0]}") from error
+        return [(work, f"a rank of group {group}")]
+
+    def _peers(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> str:
+        return " or ".join(self._peer(group, peer) for peer in sorted({peer for peer, _ in (*sends, *recvs)}))
+
+    def _peer(self, group: str, peer: int) -> str:
+        return f"rank {dist.get_global_rank(self.groups[group], peer)}"
+
+
+#: torch 2.13 renamed it and warns of the old name.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def backend_of(group: Any, device: torch.device) -> str | None:
+    """The backend that moves a group's tensors on a device, or None."""
+    config = dist.get_backend_config(group)
+    for part in str(config).split(","):
+        kind, _, backend = part.partition(":")
+        if kind == device.type:
+            return backend
+    return None

@@ -1,0 +1,138 @@
+"""Cases spread over ranks: what a worker does with one, and the whole put together again for the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshflash import Layout
+from meshflash.api import attention
+from meshflash.core.program import Direction
+from meshflash.core.verify import verify_programs
+from meshflash.engine.membership import member
+from meshflash.engine.memory import pool
+from meshflash.schedules.registry import build, parse
+from oracle import Case, as_dtype
+
+WHOLE = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One case with the schedule and layouts that spread it; the schedule's own layout by default."""
+
+    case: Case
+    schedule: str
+    world: int
+    dtype: torch.dtype = torch.float32
+    layout: Layout | None = None
+    k_layout: Layout | None = None
+    reduce_dtype: torch.dtype | None = None
+    kernel: str = "auto"
+
+    @property
+    def q(self) -> Layout:
+        return self.layout or parse(self.schedule)[0].layout(self.case.tokens, self.world)
+
+    @property
+    def k(self) -> Layout:
+        tokens = self.case.tokens if self.case.k_tokens is None else self.case.k_tokens
+        if self.k_layout is None and self.case.k_tokens is None:
+            return self.q
+        return self.k_layout or parse(self.schedule)[0].layout(tokens, self.world)
+
+
+def shards(item: Item, leaves: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """A rank's own leaves."""
+    out = {}
+    for name, x in leaves.items():
+        part = x.detach()
+        if name in WHOLE:
+            part = part[:, torch.from_numpy((item.q if name == "q" else item.k).positions(rank))]
+        out[name] = part.clone().requires_grad_()
+    return out
+
+
+def run_item(rank: int, group: Any, item: Item) -> dict[str, Tensor]:
+    """Output, LSE and every gradient of one rank; what moved and what was held is as the verifier says."""
+    case = item.case
+    local = shards(item, case.inputs(item.dtype), rank)
+    mover = member(group.group_name).transport(torch.device("cpu"))
+    usage = pool(torch.device("cpu")).usage
+    mover.counters.clear()
+    usage.peak = 0
+    out, lse = attention(
+        local["q"],
+        local["k"],
+        local["v"],
+        mesh=group,
+        layout=item.q,
+        k_layout=item.k,
+        schedule=item.schedule,
+        mask=case.mask,
+        scale=case.scale,
+        softcap=case.softcap,
+        sink_logits=local.get("sink_logits"),
+        alibi_slopes=case.slopes(),
+        dropout=case.dropout,
+        seed=1234 if case.dropout else None,
+        q_offset=case.q_offset,
+        kernel=item.kernel,
+        reduce_dtype=item.reduce_dtype,
+        return_lse=True,
+    )
+    _check_counters(item, rank, "forward", mover, usage)
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.from_numpy(item.q.positions(rank))
+    shape = (case.batch, case.tokens, case.heads, case.value_dim or case.dim)
+    dout = torch.randn(shape, generator=generator).to(out)[:, rows]
+    dlse = torch.randn(case.batch, case.heads, case.tokens, generator=generator).to(lse)[:, :, rows]
+    loss = (out * dout).sum()
+    if case.lse_gradient:
+        loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()
+    mover.counters.clear()
+    usage.peak = 0
+    grads = torch.autograd.grad(loss, list(local.values()))
+    _check_counters(item, rank, "backward", mover, usage)
+    assert usage.live == 0
+    return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(local, grads, strict=True)}}
+
+
+def _check_counters(item: Item, rank: int, direction: Direction, mover: Any, usage: Any) -> None:
+    """What this rank received and held is what the verifier says of the programs that the engine ran."""
+    if item.world == 1 or not item.case.batch:
+        return
+    prepared = member(mover.groups["mesh"].group_name).last
+    problem, sizes = prepared.problem, prepared.setting.sizes
+    programs = [build(item.schedule, problem, other, direction) for other in range(item.world)]
+    assert programs[rank] is prepared.program(direction)
+    report = verify_programs(programs, problem, sizes)
+    received = {peer: n for (_, peer), n in mover.counters.received.items()}
+    assert received == report.received[rank], (direction, received, report.received[rank])
+    assert usage.peak == report.scratch_bytes[rank], (direction, usage.peak, report.scratch_bytes[rank])
+
+
+def run_items(rank: int, world: int, group: Any, items: list[Item]) -> list[dict[str, Tensor]]:
+    """For a pool of workers."""
+    return [run_item(rank, group, item) for item in items]
+
+
+def whole(item: Item, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The ranks' results as those of one device; shares of weights are summed."""
+    out = {}
+    for name in parts[0]:
+        pieces = [part[name] for part in parts]
+        if name.removeprefix("d") not in (*WHOLE, "out", "lse"):
+            out[name] = torch.stack(pieces).to(torch.float64).sum(0).to(pieces[0].dtype)
+            continue
+        layout = item.k if name in ("dk", "dv") else item.q
+        order = torch.cat([torch.from_numpy(layout.positions(rank)) for rank in range(item.world)])
+        joined = torch.cat(pieces, dim=2 if name == "lse" else 1)
+        out[name] = joined.index_select(2 if name == "lse" else 1, torch.argsort(order))
+    return out
+
+
+__all__ = ["Item", "as_dtype", "run_item", "run_items", "shards", "whole"]
