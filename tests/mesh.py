@@ -10,12 +10,14 @@ from torch import Tensor
 
 from meshflash import Layout
 from meshflash.api import attention
-from meshflash.core.program import Direction
+from meshflash.core.program import Direction, Sizes
 from meshflash.core.verify import verify_programs
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
+from meshflash.engine.mesh import Plan
+from meshflash.kernels.contract import accumulator_dtype
 from meshflash.schedules.registry import build, parse
-from oracle import Case, as_dtype
+from oracle import Case
 
 WHOLE = ("q", "k", "v")
 
@@ -56,12 +58,33 @@ def shards(item: Item, leaves: dict[str, Tensor], rank: int) -> dict[str, Tensor
     return out
 
 
-def run_item(rank: int, group: Any, item: Item) -> dict[str, Tensor]:
-    """Output, LSE and every gradient of one rank; what moved and what was held is as the verifier says."""
+@dataclass(frozen=True)
+class Moved:
+    """What one rank received from each, and the scratch that it held, in one pass."""
+
+    received: dict[int, int]
+    scratch_bytes: int
+
+
+#: Output, LSE and every gradient of one rank, and what each pass moved.
+Result = tuple[dict[str, Tensor], dict[Direction, Moved]]
+
+
+def run_item(rank: int, group: Any, item: Item) -> Result:
+    """A rank's part of one case."""
     case = item.case
     local = shards(item, case.inputs(item.dtype), rank)
     mover = member(group.group_name).transport(torch.device("cpu"))
     usage = pool(torch.device("cpu")).usage
+    moved: dict[Direction, Moved] = {}
+
+    def note(direction: Direction) -> None:
+        received = {peer: n for (_, peer), n in mover.counters.received.items()}
+        moved[direction] = Moved(received, usage.peak)
+        mover.counters.clear()
+        usage.peak = 0
+        assert usage.live == 0
+
     mover.counters.clear()
     usage.peak = 0
     out, lse = attention(
@@ -84,7 +107,7 @@ def run_item(rank: int, group: Any, item: Item) -> dict[str, Tensor]:
         reduce_dtype=item.reduce_dtype,
         return_lse=True,
     )
-    _check_counters(item, rank, "forward", mover, usage)
+    note("forward")
     generator = torch.Generator().manual_seed(7)
     rows = torch.from_numpy(item.q.positions(rank))
     shape = (case.batch, case.tokens, case.heads, case.value_dim or case.dim)
@@ -93,31 +116,32 @@ def run_item(rank: int, group: Any, item: Item) -> dict[str, Tensor]:
     loss = (out * dout).sum()
     if case.lse_gradient:
         loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()
-    mover.counters.clear()
-    usage.peak = 0
     grads = torch.autograd.grad(loss, list(local.values()))
-    _check_counters(item, rank, "backward", mover, usage)
-    assert usage.live == 0
-    return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(local, grads, strict=True)}}
+    note("backward")
+    results = {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(local, grads, strict=True)}}
+    return results, moved
 
 
-def _check_counters(item: Item, rank: int, direction: Direction, mover: Any, usage: Any) -> None:
-    """What this rank received and held is what the verifier says of the programs that the engine ran."""
-    if item.world == 1 or not item.case.batch:
-        return
-    prepared = member(mover.groups["mesh"].group_name).last
-    problem, sizes = prepared.problem, prepared.setting.sizes
-    programs = [build(item.schedule, problem, other, direction) for other in range(item.world)]
-    assert programs[rank] is prepared.program(direction)
-    report = verify_programs(programs, problem, sizes)
-    received = {peer: n for (_, peer), n in mover.counters.received.items()}
-    assert received == report.received[rank], (direction, received, report.received[rank])
-    assert usage.peak == report.scratch_bytes[rank], (direction, usage.peak, report.scratch_bytes[rank])
-
-
-def run_items(rank: int, world: int, group: Any, items: list[Item]) -> list[dict[str, Tensor]]:
+def run_items(rank: int, world: int, group: Any, items: list[Item]) -> list[Result]:
     """For a pool of workers."""
     return [run_item(rank, group, item) for item in items]
+
+
+def check_moved(item: Item, moved: list[dict[Direction, Moved]]) -> None:
+    """What ranks received and held is what the verifier says of the programs that they ran."""
+    case, partial = item.case, accumulator_dtype(item.dtype)
+    if item.world == 1 or not case.batch:
+        return
+    problem = Plan(item.schedule, item.q, item.k, case.q_offset).problem(
+        case.mask, case.heads, case.kv_heads or case.heads
+    )
+    widths = (case.batch, case.dim, case.value_dim or case.dim)
+    sizes = Sizes(*widths, item.dtype.itemsize, partial.itemsize, (item.reduce_dtype or partial).itemsize)
+    for direction in ("forward", "backward"):
+        programs = [build(item.schedule, problem, rank, direction) for rank in range(item.world)]
+        report = verify_programs(programs, problem, sizes)
+        assert [rank[direction].received for rank in moved] == list(report.received), direction
+        assert [rank[direction].scratch_bytes for rank in moved] == list(report.scratch_bytes), direction
 
 
 def whole(item: Item, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -133,6 +157,3 @@ def whole(item: Item, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         joined = torch.cat(pieces, dim=2 if name == "lse" else 1)
         out[name] = joined.index_select(2 if name == "lse" else 1, torch.argsort(order))
     return out
-
-
-__all__ = ["Item", "as_dtype", "run_item", "run_items", "shards", "whole"]

@@ -1,25 +1,85 @@
-"""Attention over 2, 3 and 4 ranks against the oracle on one: every schedule, mask, dtype and feature."""
+"""Attention over 2, 3 and 4 ranks against the oracle on one: every schedule, mask, dtype and feature.
+
+What each rank received and held is compared with the verifier's word in every one of them.
+"""
 
 import pytest
+import torch
 
 from cases import CASES
-from mesh import Item, run_items, whole
-from oracle import check
+from mesh import Item, check_moved, run_items, whole
+from meshflash import Layout, Mask
+from oracle import Case, check
 
+CAUSAL = Mask.causal()
 SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
 
+FAMILIES = {
+    "full": Mask.full(),
+    "causal": CAUSAL,
+    "window": CAUSAL & Mask.window(9, 0),
+    "both sides": Mask.window(4, 6),
+    "prefix": CAUSAL | Mask.first(11),
+    "sink tokens": CAUSAL & (Mask.window(6, 0) | Mask.first(4)),
+    "documents": CAUSAL & Mask.documents([5, 0, 20, 12]),
+    "documents by row": Mask.documents([[5, 32], [37]]),
+    "padding": CAUSAL & Mask.documents([[5, 20], [30]], pad=True),
+}
+HEADS = ((4, 4), (4, 2), (3, 1))
 
-def _run(pool, items):
-    world = items[0].world
-    parts = pool.run(world, run_items, items, timeout=240.0)
+
+def run(pool, items):
+    parts = pool.run(items[0].world, run_items, items, timeout=240.0)
     for n, item in enumerate(items):
         try:
-            check(whole(item, [results[n] for results in parts]), item.case, item.case.inputs(item.dtype))
+            results = whole(item, [part[n][0] for part in parts])
+            check(results, item.case, item.case.inputs(item.dtype))
+            check_moved(item, [part[n][1] for part in parts])
         except AssertionError as error:
             raise AssertionError(f"{item}: {error}") from None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_case_is_right(pool, world, schedule):
-    _run(pool, [Item(case, schedule, world) for case, _, _ in CASES.values()])
+def test_every_case(pool, world, schedule):
+    run(pool, [Item(case, schedule, world) for case, _, _ in CASES.values()])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_mask_in_every_dtype_and_with_every_ratio_of_heads(pool, schedule):
+    dtypes = (torch.float64, torch.bfloat16, torch.float16)
+    items = []
+    for n, mask in enumerate(FAMILIES.values()):
+        for m, dtype in enumerate(dtypes):
+            heads, kv_heads = HEADS[(n + m) % len(HEADS)]
+            items.append(Item(Case(mask, heads=heads, kv_heads=kv_heads), schedule, 3, dtype))
+    run(pool, items)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_lengths_from_1_that_divide_nothing(pool, schedule):
+    cases = [Case(CAUSAL, batch=1 + tokens % 2, tokens=tokens) for tokens in (1, 2, 3, 5, 7, 11, 29)]
+    run(pool, [Item(case, schedule, 4) for case in cases])
+
+
+def test_any_schedule_on_any_layout(pool):
+    tokens = 41
+    odd = Layout(((range(40, 41), range(3, 9, 2)), (), (range(9, 40), range(0, 3), range(4, 9, 2))))
+    layouts = [Layout.balanced(CAUSAL, tokens, 3), odd, *(make(tokens, 3) for make in (Layout.zigzag, Layout.striped))]
+    items = [
+        Item(Case(mask, tokens=tokens, heads=4, kv_heads=2), schedule, 3, layout=layout, k_layout=k_layout)
+        for schedule in ("ring", "allgather")
+        for mask in (CAUSAL, CAUSAL & (Mask.window(7, 0) | Mask.first(3)), Mask.documents([20, 21]))
+        for layout, k_layout in zip(layouts, [*layouts[1:], None], strict=True)
+    ]
+    run(pool, items)
+
+
+def test_gradients_may_travel_in_bfloat16(pool):
+    case = Case(CAUSAL, heads=4, kv_heads=2)
+    items = [Item(case, schedule, 3, torch.bfloat16, reduce_dtype=torch.bfloat16) for schedule in SCHEDULES]
+    run(pool, items)
+
+
+def test_world_1(pool):
+    run(pool, [Item(case, "zigzag", 1) for case, _, _ in list(CASES.values())[::7]])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshflash.bench import kernels, plots, record
+from meshflash.bench import kernels, plots
 from meshflash.bench.timing import interleaved, peak_bytes
 from meshflash.cli import app
 from meshflash.core.mask import Mask
@@ -58,14 +58,6 @@ def test_bad_arguments_are_explained(arguments, message, tmp_path):
     result = CliRunner().invoke(app, [*base.split(), "--device", "cpu", *arguments.split()], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
-
-
-def test_demo(tmp_path):
-    result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--tokens", "64", "--folder", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    rows = record.read(tmp_path / "kernels.json")["rows"]
-    assert {row["kernel"] for row in rows} == {"auto", "vendor", "tiled", "reference", "torch sdpa"}
-    assert (tmp_path / "kernels.png").exists()
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):

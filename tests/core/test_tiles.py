@@ -392,15 +392,20 @@ def test_a_causal_block_of_its_own() -> None:
     assert work.disjoint
 
 
-def test_zigzag_own_block_is_two_triangles_and_a_rectangle() -> None:
-    work = half_block(1, 1)
+def test_own_rows_are_one_causal_square_however_many_ranges_they_come_from() -> None:
+    for held in (Layout.zigzag(64, 4).ranges[1], (range(0, 3), range(9, 16), range(20, 22), range(30, 40))):
+        work = worklist(Mask.causal(), held, held)
+        rows = sum(map(len, held))
+        assert work.rectangles is not None
+        assert [(r.q, r.k, r.causal) for r in work.rectangles] == [(slice(0, rows), slice(0, rows), True)]
+        assert work.disjoint
+
+
+def test_squares_that_do_not_make_a_staircase_stay_apart() -> None:
+    documents = Mask.causal() & Mask.documents([8, 8])
+    work = worklist(documents, (range(16),), (range(16),))
     assert work.rectangles is not None
-    assert sorted((r.q.start, r.k.start, r.causal) for r in work.rectangles) == [
-        (0, 0, True),
-        (8, 0, False),
-        (8, 8, True),
-    ]
-    assert not work.disjoint
+    assert [(r.q.start, r.k.start, r.causal) for r in work.rectangles] == [(0, 0, True), (8, 8, True)]
 
 
 def test_neighbouring_ranks_are_one_span() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from meshflash.bench.timing import interleaved, peak_bytes
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import worklist
 from meshflash.kernels import registry
-from meshflash.kernels.contract import Ask, Features, Kernel, Pass
 
 #: The oracle is dense up to this many tokens; beyond, the tiled kernel in float64 stands in for it.
 DENSE_TOKENS = 4096
@@ -147,20 +146,6 @@ def _sdpa(cell: Cell) -> Attention:
         ).transpose(1, 2)
 
     return attention
-
-
-def able(kernel: Kernel, cell: Cell) -> bool:
-    """Whether a kernel can serve a cell, forward and backward."""
-    whole = (range(cell.tokens),)
-    work, features = worklist(cell.rule, whole, whole), Features(scale=1.0)
-    return all(
-        registry.refusal(
-            kernel,
-            Ask(direction, cell.device, cell.torch_dtype, cell.head_dim, cell.head_dim, work, features),
-        )
-        is None
-        for direction in get_args(Pass)
-    )
 
 
 def run(cell: Cell, names: tuple[str, ...], rounds: int) -> Iterator[Row]:

@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 def kernels(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Bars of milliseconds and of peak memory for each kernel, a group for each pass and shape."""
+    _bars(rows, "kernel", _group, {"milliseconds": ("ms", 1), "peak memory, MiB": ("peak_bytes", 2**20)}, title, path)
+
+
+def schedules(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Bars of speed against one rank and of megabytes received for each schedule, a group for each pass."""
+    panels = {"times one rank's speed": ("speedup", 1), "received by a rank, MB": ("received_mean", 1e6)}
+    _bars(rows, "schedule", lambda row: row["pass"], panels, title, path)
+
+
+def _bars(
+    rows: list[dict[str, Any]],
+    named: str,
+    group: Callable[[dict[str, Any]], str],
+    panels: dict[str, tuple[str, float]],
+    title: str,
+    path: Path,
+) -> None:
+    """A panel for each column of the rows, in its unit: bars by name, in groups."""
     plt = _pyplot()
-    names = list(dict.fromkeys(row["kernel"] for row in rows))
-    groups = list(dict.fromkeys(_group(row) for row in rows))
+    names = list(dict.fromkeys(row[named] for row in rows))
+    groups = list(dict.fromkeys(group(row) for row in rows))
     size = (max(7.0, 1.1 * len(groups) + 2), 6.5)
-    figure, axes = plt.subplots(2, 1, figsize=size, sharex=True, layout="constrained")
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, layout="constrained")
     width = 0.8 / len(names)
-    for n, name in enumerate(names):
-        mine = {_group(row): row for row in rows if row["kernel"] == name}
-        places = [groups.index(group) + (n - (len(names) - 1) / 2) * width for group in mine]
-        axes[0].bar(places, [row["ms"] for row in mine.values()], width, label=name)
-        axes[1].bar(places, [row["peak_bytes"] / 2**20 for row in mine.values()], width, label=name)
-    for axis, label in zip(axes, ("milliseconds", "peak memory, MiB"), strict=True):
+    for axis, (label, (column, unit)) in zip(axes, panels.items(), strict=True):
+        for n, name in enumerate(names):
+            mine = {group(row): row for row in rows if row[named] == name}
+            places = [groups.index(key) + (n - (len(names) - 1) / 2) * width for key in mine]
+            axis.bar(places, [row[column] / unit for row in mine.values()], width, label=name)
         heights = [bar.get_height() for bar in axis.patches]
-        if max(heights) > 20 * min(heights):
+        if min(heights) > 0 and max(heights) > 20 * min(heights):
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter("{x:g}")
         axis.set_ylabel(label)
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[1].set_xticks(range(len(groups)), groups, fontsize=8)
+    axes[-1].set_xticks(range(len(groups)), groups, fontsize=8)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)

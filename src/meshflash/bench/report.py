@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from meshflash.bench import kernels, plots, record, tables
+from meshflash.bench import record
+
+Plot = Callable[[list[dict[str, Any]], str, Path], None]
 
 
-def report(console: Console, rows: list[dict[str, Any]], output: Path, plot: Path | None, title: str) -> None:
+def report(
+    console: Console,
+    tables: list[Table],
+    rows: list[dict[str, Any]],
+    output: Path,
+    plot: Path | None,
+    draw: Plot,
+    title: str,
+) -> None:
     """Print the tables, write the record, and the plot where one is wanted and can be made."""
-    console.print(*tables.kernels(rows, beside=kernels.SDPA), sep="\n")
+    console.print(*tables, sep="\n")
     record.write(output, rows, record.command_line())
-    console.print(f"written: {output}")
+    console.print(f"written: {output}", soft_wrap=True)
     if plot is None:
         return
     try:
-        plots.kernels(rows, title, plot)
-        console.print(f"written: {plot}")
+        draw(rows, title, plot)
+        console.print(f"written: {plot}", soft_wrap=True)
     except RuntimeError as error:
         console.print(f"no picture: {error}")

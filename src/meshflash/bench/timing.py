@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,24 +25,38 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
     """The most memory that a call holds at once beyond what was held before it."""
+    return watched(function, device).peak_bytes
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A call's result, the most memory that it held beyond what was held before, and what it still holds."""
+
+    result: Any
+    peak_bytes: int
+    held_bytes: int
+
+
+def watched(function: Callable[[], Any], device: torch.device) -> Watched:
+    """Call a function and watch the memory that it takes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        function()
+        result = function()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return Watched(result, peak - before, held - before)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would announce itself on stderr
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         result = function()
-    del result
     assert profile.kineto_results is not None
     held = peak = 0
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return peak
+    return Watched(result, peak, held)
 
 
 def _milliseconds(function: Callable[[], Any], device: torch.device) -> float:

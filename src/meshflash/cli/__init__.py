@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from meshflash import __version__
-from meshflash.cli import bench, demo, doctor
+from meshflash.cli import bench, demo, doctor, draw
 
 app = typer.Typer(
     name="meshflash",
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.command)
 app.command("doctor")(doctor.command)
+app.command("draw")(draw.command)
 app.add_typer(bench.app, name="bench")
 
 

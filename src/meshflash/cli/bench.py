@@ -43,6 +43,7 @@ def kernels(
     from rich.progress import track
 
     from meshflash.bench import kernels as bench
+    from meshflash.bench import plots, tables
     from meshflash.bench.report import report
 
     console = Console()
@@ -58,7 +59,8 @@ def kernels(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     path = output or Path("benchmarks/results") / f"kernels-{device}.json"
-    report(console, rows, path, plot, f"attention kernels on {device}")
+    title = f"attention kernels on {device}"
+    report(console, tables.kernels(rows, beside=bench.SDPA), rows, path, plot, plots.kernels, title)
 
 
 @app.command()
@@ -88,6 +90,83 @@ def tiles(
     for row in rows:
         numbers = (f"{row['step_ms']:.2f}", f"{row['step_spans']:,}", f"{row['all_ms']:.2f}", f"{row['all_spans']:,}")
         table.add_row(row["layout"], *numbers)
+    Console().print(table)
+    record.write(output, rows, record.command_line())
+    typer.echo(f"written: {output}")
+
+
+@app.command()
+def attention(
+    schedule: Annotated[
+        list[str],
+        typer.Option(help='A schedule, with options as in "allgather(head_stride=2)", or "torch all-gather"; repeat.'),
+    ] = ["zigzag", "ring", "striped", "allgather", "torch all-gather"],  # noqa: B006
+    world: Annotated[int, typer.Option("--world", "-n", min=1, help="Ranks, each a process of this machine.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; as many as query heads by default.")] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 64,
+    mask: Annotated[str, typer.Option(help="full, causal, window-N or documents-N.")] = "causal",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each rank, and of the one rank beside them.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every schedule takes its turn.")] = 7,
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("benchmarks/results/attention-cpu.json"),
+    plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
+) -> None:
+    """Attention over ranks: each schedule's time beside one rank on the same total work, bytes and memory.
+
+    Every schedule is checked against one rank before it is timed; one that is wrong is an error, not a time.
+    """
+    from rich.console import Console
+
+    from meshflash.bench import attention as bench
+    from meshflash.bench import plots, tables
+    from meshflash.bench.report import report
+
+    console = Console()
+    shape = bench.Shape(tokens, batch, heads, kv_heads or heads, dim, mask, dtype)
+    try:
+        with console.status("starting") as status:
+            listen = lambda text: status.update(str(text))  # noqa: E731
+            rows = [row.flat() for row in bench.run(shape, tuple(schedule), world, rounds, threads, listen)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    title = f"{mask}, {tokens:,} tokens over {world} ranks of {threads} threads"
+    report(console, tables.schedules(rows, bench.ONE), rows, output, plot, plots.schedules, title)
+
+
+@app.command()
+def engine(
+    schedule: Annotated[list[str], typer.Option(help="A schedule; repeat for several.")] = [  # noqa: B006
+        "ring",
+        "zigzag",
+        "striped",
+        "allgather",
+    ],
+    world: Annotated[int, typer.Option("--world", "-n", min=2, help="Ranks, of which rank 0 is played.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 21,
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("benchmarks/results/engine.json"),
+) -> None:
+    """The engine's own time for each step of a program: kernels and transport do nothing."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshflash.bench import engine as bench
+    from meshflash.bench import record
+
+    try:
+        rows = [asdict(row) for row in bench.run(tuple(schedule), world, rounds)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    title = f"the engine's own time, {world} ranks"
+    table = Table("schedule", "pass", title=title, title_justify="left", title_style="bold")
+    for name in ("steps", "us a step"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row["schedule"], row["direction"], str(row["steps"]), f"{row['microseconds']:.1f}")
     Console().print(table)
     record.write(output, rows, record.command_line())
     typer.echo(f"written: {output}")

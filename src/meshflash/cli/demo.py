@@ -1,4 +1,4 @@
-"""`meshflash demo`: attention with every kernel that runs here, in under a minute."""
+"""`meshflash demo`: one sequence over four ranks of this machine, with every schedule."""
 
 from __future__ import annotations
 
@@ -7,36 +7,55 @@ from typing import Annotated
 
 import typer
 
+SCHEDULES = ("ring", "zigzag", "striped", "allgather")
+#: Bytes a second of the links that the timeline is drawn for; said beside it.
+LINK = 1e9
+
 
 def command(
-    tokens: Annotated[int, typer.Option(min=1, max=4096, help="Sequence length.")] = 1024,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
-    folder: Annotated[Path, typer.Option(help="Where the plot and the figures go.")] = Path("meshflash-demo"),
+    tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 16384,
+    world: Annotated[int, typer.Option("--world", "-n", min=2, max=16, help="Ranks, each a process.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads; half as many key heads.")] = 2,
+    schedule: Annotated[str, typer.Option(help="The schedule that is drawn.")] = "zigzag",
+    folder: Annotated[Path, typer.Option(help="Where the figures and the pictures go.")] = Path("meshflash-demo"),
 ) -> None:
-    """Run attention with every kernel and three masks: error against float64, time, peak memory; tables and a plot."""
+    """Attend to one causal sequence spread over ranks: errors, bytes, memory of each schedule, and pictures of one."""
     from rich.console import Console
-    from rich.progress import track
 
-    from meshflash.bench import kernels as bench
-    from meshflash.bench.report import report
-    from meshflash.kernels import registry
+    from meshflash.bench import attention as bench
+    from meshflash.bench import pictures, record, tables
+    from meshflash.core.program import Sizes
+    from meshflash.core.tiles import worklist
+    from meshflash.plan.timeline import Rates
 
     console = Console()
+    shape = bench.Shape(tokens=tokens, heads=heads, kv_heads=max(1, heads // 2))
+    sizes = Sizes(dim=shape.head_dim, value_dim=shape.head_dim, input_bytes=4)
     try:
-        device = bench.pick_device(device)
+        built = pictures.programs(schedule, tokens, world, heads, shape.kv_heads, shape.rule, "forward", sizes)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    cells = [
-        bench.Cell(tokens=tokens, heads=8, kv_heads=2, mask=mask, device=device)
-        for mask in ("causal", f"window-{max(1, tokens // 8)}", f"documents-{min(4, tokens)}")
-    ]
     console.print(
-        f"One sequence of {tokens:,} tokens, 8 query heads on 2 key heads, on {device}: "
-        "every kernel that runs here, checked against float64 before it is timed."
+        f"One causal sequence of {tokens:,} tokens over {world} processes joined by gloo, {heads} query heads on "
+        f"{shape.kv_heads} key heads: every schedule, forward and backward, checked against one device."
     )
-    rows = []
-    for cell in track(cells, "measuring", console=console, transient=True):
-        able = tuple(kernel.name for kernel in registry.kernels() if bench.able(kernel, cell))
-        rows += [row.flat() for row in bench.run(cell, ("auto", *able, bench.SDPA), rounds=3)]
-    title = f"meshflash demo: {tokens:,} tokens on {device}"
-    report(console, rows, folder / "kernels.json", folder / "kernels.png", title)
+    with console.status("starting the processes") as status:
+        listen = lambda text: status.update(str(text))  # noqa: E731
+        rows = bench.run(shape, SCHEDULES, world, rounds=0, listen=listen)
+    flat = [row.flat() for row in rows]
+    console.print(*tables.schedules(flat, bench.ONE))
+    console.print(
+        "MB in: what a rank received, on average; peers' MB: what their implementations move. Error: of the output, "
+        "and the largest of output and gradients, relative to one device. Peak: memory beyond the inputs, on the rank "
+        "that held most.\n"
+    )
+    whole = (range(tokens),)
+    seconds = next(row.ms for row in rows if row.schedule == bench.ONE and row.direction == "forward") / 1e3
+    pairs = worklist(shape.rule, whole, whole).pairs * heads
+    drawn = pictures.draw(
+        built, f"{schedule}: {tokens:,} tokens over {world} ranks", Rates(pairs / seconds, LINK, 1e-4)
+    )
+    console.print(drawn.coverage, drawn.timeline, sep="\n", highlight=False, soft_wrap=True)
+    record.write(folder / "demo.json", flat, record.command_line())
+    (folder / "demo.svg").write_text(drawn.svg)
+    console.print(f"written: {folder / 'demo.json'}, {folder / 'demo.svg'}", soft_wrap=True)

@@ -188,7 +188,28 @@ def _rectangles(table: Table) -> tuple[Rectangle, ...] | None:
             if whole:
                 out.append(Rectangle(batch, slice(q_row, row + rows), slice(k_row, k_row + whole), False))
             out.append(Rectangle(batch, slice(q_row, row + rows), slice(k_row + whole, k_row + k_rows), True))
-    return tuple(out)
+    return tuple(_staircase(out))
+
+
+def _staircase(rectangles: list[Rectangle]) -> list[Rectangle]:
+    """Causal squares down a diagonal, with all that lies below them, as one causal square.
+
+    A rank's own rows are this under a causal mask, however many ranges they come from.
+    """
+    out: list[Rectangle] = []
+    for r in rectangles:
+        out.append(r)
+        if len(out) < 3:
+            continue
+        upper, below, lower = out[-3:]
+        corner, step = (upper.q.stop, upper.k.start, upper.k.stop), (lower.q, lower.k.start)
+        fits = (below.q.start, below.k.start, below.k.stop) == corner and (below.q, below.k.stop) == step
+        square = all(side.q.stop - side.q.start == side.k.stop - side.k.start for side in (upper, lower))
+        same = upper.batch == below.batch == lower.batch
+        if fits and square and same and upper.causal and lower.causal and not below.causal:
+            q, k = slice(upper.q.start, lower.q.stop), slice(upper.k.start, lower.k.stop)
+            out[-3:] = [Rectangle(upper.batch, q, k, True)]
+    return out
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from meshflash.core.program import (
     Add,
     Attend,
     AttendGrad,
+    Buffer,
     Clear,
     Copy,
     Field,
@@ -36,7 +36,7 @@ from meshflash.engine.placement import Placement
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, Rows
 from meshflash.kernels.merge import add_sinks_
 from meshflash.kernels.registry import choose, tell_spies
-from meshflash.transport.contract import Message, Transport
+from meshflash.transport.contract import Transport
 
 #: The caller's tensors of each pass, in the order in which a call lists them: (buffer, field).
 TENSORS: dict[Pass, tuple[tuple[str, str], ...]] = {
@@ -57,7 +57,7 @@ TENSORS: dict[Pass, tuple[tuple[str, str], ...]] = {
 
 
 class Call:
-    """One run: the caller's tensors, the features of each set of heads, the transport, and what is on its way."""
+    """One run: its tensors, the features of each set of heads, the transport, and what is on its way."""
 
     __slots__ = ("features", "tensors", "tickets", "transport")
 
@@ -66,12 +66,15 @@ class Call:
         self.tickets: list[Any] = [None] * posts
 
 
-Run = Callable[[Call], None]
-Get = Callable[[list[Tensor]], Tensor]
+Run = Callable[[Call], Any]
 
 
 class Bound:
-    """A program whose steps are functions, and the kernels that they run."""
+    """A program whose steps are functions, and the kernels that they run.
+
+    The tensors of a call are one list, and steps know theirs by number: first the caller's, then views of
+    scratch, which are the same in every call, and parts of the caller's, each made once a call.
+    """
 
     def __init__(self, placement: Placement, mask: Mask, features: Features, memory: Tensor) -> None:
         self.program, self.setting = program, setting = placement.program, placement.setting
@@ -79,18 +82,25 @@ class Bound:
         self._mask, self._features, self._placement, self._memory = mask, features, placement, memory
         self._exact = features.alibi_slopes_BH is not None or features.dropout > 0
         self._heads: dict[tuple[Interval, bool], int] = {}
-        self._index = {key: n for n, key in enumerate(TENSORS[program.direction])}
+        self._caller = {key: n for n, key in enumerate(TENSORS[program.direction])}
         for buffer in program.buffers:
             if program.shares(buffer, setting.sizes):
                 for field in KINDS[buffer.kind]:
-                    self._index[buffer.name, field.name] = self._index[buffer.becomes, field.name]
+                    self._caller[buffer.name, field.name] = self._caller[buffer.becomes, field.name]
         self._posts = {step.name: n for n, step in enumerate(s for s in program.steps if isinstance(s, Post))}
+        self._tensors: list[Tensor] = [memory] * len(TENSORS[program.direction])
+        self._parts: list[tuple[int, Callable[[list[Tensor]], Tensor]]] = []
+        self._numbers: dict[Any, int] = {}
         self.runs = [run for step in program.steps for run in self._bind(step)]
 
     def call(self, tensors: list[Tensor], features: Features, transport: Transport) -> None:
         """Run it on these tensors, in the order of TENSORS."""
+        everything = self._tensors.copy()
+        everything[: len(tensors)] = tensors
+        for number, part in self._parts:
+            everything[number] = part(tensors)
         by_heads = [_of_heads(features, heads, sinks) for heads, sinks in self._heads]
-        call = Call(tensors, by_heads, transport, len(self._posts))
+        call = Call(everything, by_heads, transport, len(self._posts))
         for run in self.runs:
             run(call)
 
@@ -116,14 +126,14 @@ class Bound:
     def _attend(self, step: Attend) -> Run:
         kernel, work = self._kernel(step, partial=not step.final)
         features = self._features_of(step.heads, sinks=step.final)
-        (q,), (k, v), (out, lse) = self._gets(step.q), self._gets(step.kv), self._gets(step.out)
+        (q,), (k, v), (out, lse) = self._views(step.q), self._views(step.kv), self._views(step.out)
         carry = step.carry
 
         def run(call: Call) -> None:
             t = call.tensors
-            outputs = out(t), lse(t)
+            outputs = t[out], t[lse]
             tell_spies(kernel, "forward")
-            x = Inputs(q(t), k(t), v(t), work, call.features[features])
+            x = Inputs(t[q], t[k], t[v], work, call.features[features])
             kernel.forward(x, outputs, outputs if carry else None)
 
         return run
@@ -132,84 +142,76 @@ class Bound:
         partial = any(self.program.buffer[place.buffer].dtype != "input" for place in (step.dq, step.dkv))
         kernel, work = self._kernel(step, partial)
         features = self._features_of(step.heads, sinks=False)
-        (q,), (k, v), (dq,), (dk, dv) = (self._gets(place) for place in (step.q, step.kv, step.dq, step.dkv))
-        out, dout, lse, delta = self._gets(step.rows)
+        (q,), (k, v), (dq,), (dk, dv) = (self._views(place) for place in (step.q, step.kv, step.dq, step.dkv))
+        out, dout, lse, delta = self._views(step.rows)
         add_dq, add_dkv = step.add_dq, step.add_dkv
 
         def run(call: Call) -> None:
             t = call.tensors
             tell_spies(kernel, "backward")
-            x = Inputs(q(t), k(t), v(t), work, call.features[features])
-            rows = Rows(out(t), dout(t), lse(t), delta(t))
-            kernel.backward(x, rows, Grads(dq(t), dk(t), dv(t), add_dq, add_dkv))
+            x = Inputs(t[q], t[k], t[v], work, call.features[features])
+            rows = Rows(t[out], t[dout], t[lse], t[delta])
+            kernel.backward(x, rows, Grads(t[dq], t[dk], t[dv], add_dq, add_dkv))
 
         return run
 
     def _pack(self, step: Post) -> list[Run]:
         """Copy what cannot be sent from where it lies."""
         return [
-            _copy_to(self._placement.copy(self._memory, (step.name, place), field), get)
+            _copy_to(self._placement.copy(self._memory, (step.name, place), field), number)
             for place in self.program.staged(step, self.setting.sizes)
-            for field, get in zip(self._fields(place), self._gets(place), strict=True)
+            for field, number in zip(self._fields(place), self._views(place), strict=True)
         ]
 
     def _post(self, step: Post) -> Run:
-        members, ticket = self.program.group[step.group], self._posts[step.name]
-        group, staged = step.group, set(self.program.staged(step, self.setting.sizes))
+        ticket, group = self._posts[step.name], step.group
+        staged = set(self.program.staged(step, self.setting.sizes))
         if step.collective:
             form = step.collective
-            sources, targets = self._whole(step, step.sends, staged), self._whole(step, step.recvs, staged)
+            sources, targets = (self._whole(step, parts, staged) for parts in (step.sends, step.recvs))
+            pairs = list(zip(sources, targets, strict=True))
 
             def together(call: Call) -> None:
                 t = call.tensors
                 call.tickets[ticket] = [
-                    call.transport.collective(form, group, source(t), target(t))
-                    for source, target in zip(sources, targets, strict=True)
+                    call.transport.collective(form, group, t[source], t[target]) for source, target in pairs
                 ]
 
             return together
-
-        def messages(parts: tuple[Part, ...]) -> list[tuple[int, Get]]:
-            return [
-                (members.index(part.peer), get) for part in parts for get in self._messages(step, part.slice, staged)
+        members = self.program.group[group]
+        sends, recvs = (
+            [
+                (members.index(part.peer), number)
+                for part in parts
+                for number in self._messages(step, part.slice, staged)
             ]
+            for parts in (step.sends, step.recvs)
+        )
 
-        sends, recvs = messages(step.sends), [(peer, get([])) for peer, get in messages(step.recvs)]
-        if all(_fixed(get) for _, get in sends):
-            fixed: list[Message] = [(peer, get([])) for peer, get in sends]
-
-            def exchange(call: Call) -> None:
-                call.tickets[ticket] = [call.transport.exchange(group, fixed, recvs)]
-
-            return exchange
-
-        def from_caller(call: Call) -> None:
+        def exchange(call: Call) -> None:
             t = call.tensors
-            call.tickets[ticket] = [call.transport.exchange(group, [(peer, get(t)) for peer, get in sends], recvs)]
+            out = [(peer, t[number]) for peer, number in sends]
+            back = [(peer, t[number]) for peer, number in recvs]
+            call.tickets[ticket] = [call.transport.exchange(group, out, back)]
 
-        return from_caller
+        return exchange
 
-    def _whole(self, step: Post, parts: tuple[Part, ...], staged: set[Slice]) -> list[Get]:
+    def _whole(self, step: Post, parts: tuple[Part, ...], staged: set[Slice]) -> list[int]:
         """The parts of a collective as one message for each field: they lie one after another, or are one slice."""
         first, last = parts[0].slice, parts[-1].slice
         return self._messages(step, replace(first, rows=(first.rows[0], last.rows[1])), staged)
 
-    def _messages(self, step: Post, place: Slice, staged: set[Slice]) -> list[Get]:
+    def _messages(self, step: Post, place: Slice, staged: set[Slice]) -> list[int]:
         """A slice as flat messages, one for each field."""
-        out: list[Get] = []
+        out = []
         for field in self._fields(place):
-            index = self._index.get((place.buffer, field.name))
-            if place in staged or index is None:
+            caller = self._caller.get((place.buffer, field.name))
+            if place in staged or caller is None:
                 key = (step.name, place) if place in staged else place.buffer
-                out.append(_Fixed(self._placement.message(self._memory, key, field, place)))
-                continue
-            assert field.width, "LSE and delta of the caller are packed before they are sent"
-            begin, end = place.rows
-
-            def rows(t: list[Tensor], index: int = index, begin: int = begin, end: int = end) -> Tensor:
-                return t[index][0, begin:end].view(-1)
-
-            out.append(rows)
+                message = self._placement.message(self._memory, key, field, place)
+                out.append(self._fixed(("message", key, field, place), message))
+            else:
+                out.append(self._part(("message", field, place), _rows(caller, place.rows)))
         return out
 
     def _wait(self, step: Wait) -> Run:
@@ -222,27 +224,27 @@ class Bound:
         return run
 
     def _apply(self, step: Copy | Add, operation: Callable[[Tensor, Tensor], Tensor]) -> Run:
-        pairs = list(zip(self._gets(step.dst), self._gets(step.src), strict=True))
+        pairs = list(zip(self._views(step.dst), self._views(step.src), strict=True))
 
         def run(call: Call) -> None:
             t = call.tensors
             for dst, src in pairs:
-                operation(dst(t), src(t))
+                operation(t[dst], t[src])
 
         return run
 
     def _clear(self, step: Clear) -> Run:
         values = [(-torch.inf if field.name == "lse" else 0.0) for field in self._fields(step.dst)]
-        targets = list(zip(self._gets(step.dst), values, strict=True))
+        targets = list(zip(self._views(step.dst), values, strict=True))
 
         def run(call: Call) -> None:
             for target, value in targets:
-                target(call.tensors).fill_(value)
+                call.tensors[target].fill_(value)
 
         return run
 
     def _finish(self, step: Finish) -> list[Run]:
-        (src, src_lse), (dst, dst_lse) = self._gets(step.src), self._gets(step.dst)
+        (src, src_lse), (dst, dst_lse) = self._views(step.src), self._views(step.dst)
         same = self._same(step.src, step.dst)
         if same and self._features.sink_logits_H is None:
             return []
@@ -250,13 +252,13 @@ class Bound:
 
         def run(call: Call) -> None:
             t = call.tensors
-            out, lse = src(t), src_lse(t)
+            out, lse = t[src], t[src_lse]
             sinks = call.features[features].sink_logits_H
             if sinks is not None:
                 add_sinks_(out, lse, sinks)
             if not same:
-                dst(t).copy_(out)
-                dst_lse(t).copy_(lse)
+                t[dst].copy_(out)
+                t[dst_lse].copy_(lse)
 
         return [run]
 
@@ -286,62 +288,57 @@ class Bound:
     def _fields(self, place: Slice) -> tuple[Field, ...]:
         return KINDS[self.program.buffer[place.buffer].kind]
 
-    def _gets(self, place: Slice) -> list[Get]:
-        """The tensors of a slice, as functions of the caller's tensors."""
+    def _views(self, place: Slice) -> list[int]:
+        """The tensors of a slice, by their numbers."""
         buffer = self.program.buffer[place.buffer]
-        whole_rows, whole_heads = place.rows == (0, buffer.rows), place.heads == (0, buffer.heads)
-        out: list[Get] = []
+        out = []
         for field in KINDS[buffer.kind]:
-            index = self._index.get((place.buffer, field.name))
-            if index is None:
-                out.append(_Fixed(self._placement.view(self._memory, place, field)))
-            elif whole_rows and whole_heads:
-                out.append(itemgetter(index))
+            caller = self._caller.get((place.buffer, field.name))
+            if caller is None:
+                out.append(self._fixed((field, place), self._placement.view(self._memory, place, field)))
+            elif (place.rows, place.heads) == ((0, buffer.rows), (0, buffer.heads)):
+                out.append(caller)
             else:
-                out.append(_part(index, place, rows_at=1 if field.width else 2))
+                part = _rows_and_heads(caller, place, buffer, rows_at=1 if field.width else 2)
+                out.append(self._part((caller, place.rows, place.heads), part))
         return out
+
+    def _fixed(self, key: Any, tensor: Tensor) -> int:
+        if key not in self._numbers:
+            self._numbers[key] = len(self._tensors)
+            self._tensors.append(tensor)
+        return self._numbers[key]
+
+    def _part(self, key: Any, part: Callable[[list[Tensor]], Tensor]) -> int:
+        if key not in self._numbers:
+            self._parts.append((len(self._tensors), part))
+        return self._fixed(key, self._memory)
 
     def _same(self, src: Slice, dst: Slice) -> bool:
         """Whether a copy would copy memory to itself."""
         indices = [
-            [self._index.get((place.buffer, field.name)) for field in self._fields(place)] for place in (src, dst)
+            [self._caller.get((place.buffer, field.name)) for field in self._fields(place)] for place in (src, dst)
         ]
         return indices[0] == indices[1] and None not in indices[0] and (src.rows, src.heads) == (dst.rows, dst.heads)
 
 
-class _Fixed:
-    """A tensor that is the same in every call."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __call__(self, _: list[Tensor]) -> Tensor:
-        return self.tensor
+def _copy_to(target: Tensor, number: int) -> Run:
+    return lambda call: target.copy_(call.tensors[number])
 
 
-def _copy_to(target: Tensor, get: Get) -> Run:
-    def run(call: Call) -> None:
-        target.copy_(get(call.tensors))
-
-    return run
-
-
-def _fixed(get: Get) -> bool:
-    return isinstance(get, _Fixed)
+def _rows(caller: int, rows: Interval) -> Callable[[list[Tensor]], Tensor]:
+    """Some rows of a caller's tensor of batch 1, as a flat message."""
+    begin, end = rows
+    return lambda tensors: tensors[caller][0, begin:end].view(-1)
 
 
-def _part(index: int, place: Slice, rows_at: int) -> Get:
+def _rows_and_heads(caller: int, place: Slice, buffer: Buffer, rows_at: int) -> Callable[[list[Tensor]], Tensor]:
     """Some rows and heads of a caller's tensor."""
-    begin, rows = place.rows[0], place.rows[1] - place.rows[0]
-    first, heads = place.heads[0], place.heads[1] - place.heads[0]
+    (begin, end), (first, last) = place.rows, place.heads
     heads_at = 3 - rows_at
-
-    def get(t: list[Tensor]) -> Tensor:
-        return t[index].narrow(rows_at, begin, rows).narrow(heads_at, first, heads)
-
-    return get
+    if place.heads == (0, buffer.heads):
+        return lambda tensors: tensors[caller].narrow(rows_at, begin, end - begin)
+    return lambda tensors: tensors[caller].narrow(rows_at, begin, end - begin).narrow(heads_at, first, last - first)
 
 
 def _of_heads(features: Features, heads: Interval, sinks: bool) -> Features:

@@ -30,8 +30,8 @@ def document(drawing: Drawing) -> str:
     margin = 12
     width, height = drawing.width + 2 * margin, drawing.height + 2 * margin
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-margin} {-margin} {width:.4g} {height:.4g}" '
-        f'width="{width:.4g}" height="{height:.4g}" font-family="ui-sans-serif, system-ui, sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-margin} {-margin} {width:.6g} {height:.6g}" '
+        f'width="{width:.6g}" height="{height:.6g}" font-family="ui-sans-serif, system-ui, sans-serif" '
         f'font-size="11" fill="{INK}">\n{drawing.body}\n</svg>\n'
     )
 
@@ -50,7 +50,7 @@ def beside(drawings: list[Drawing], title: str = "", gap: float = 28) -> Drawing
 
 def moved(drawing: Drawing, x: float, y: float) -> str:
     """A drawing at another place."""
-    return f'<g transform="translate({x:.4g} {y:.4g})">\n{drawing.body}\n</g>'
+    return f'<g transform="translate({x:.6g} {y:.6g})">\n{drawing.body}\n</g>'
 
 
 def colour(n: int, count: int) -> str:
@@ -77,12 +77,12 @@ def ink_on(background: str) -> str:
 
 def text(x: float, y: float, content: str, anchor: str = "start", **attributes: str | float) -> str:
     """A line of text; `y` is its baseline."""
-    return f'<text x="{x:.4g}" y="{y:.4g}"{_listed(text_anchor=anchor, **attributes)}>{escape(content)}</text>'
+    return f'<text x="{x:.6g}" y="{y:.6g}"{_listed(text_anchor=anchor, **attributes)}>{escape(content)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, title: str = "", **attributes: str | float) -> str:
     """A rectangle; the title is seen where the pointer rests on it."""
-    shape = f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}"{_listed(**attributes)}'
+    shape = f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"{_listed(**attributes)}'
     return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
 
 

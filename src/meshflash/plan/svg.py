@@ -83,7 +83,7 @@ def _square(grid: Grid, programs: Sequence[Program], most: int, size: float, cap
     body += _holders(grid.q, size, left - 14, top, down=True)
     body += _holders(grid.k, size, left, top - 14, down=False)
     across, down = (size / max(1, len(side)) for side in (grid.k, grid.q))
-    place = f"translate({left:.4g} {top + down / 2:.6g}) scale({across:.6g} {down:.6g})"
+    place = f"translate({left:.6g} {top + down / 2:.6g}) scale({across:.6g} {down:.6g})"
     body.append(f'<g transform="{place}" fill="none" stroke-width="1" shape-rendering="crispEdges">')
     strokes = _strokes(grid, by_rank=True)
     if len(strokes) > TITLED:
@@ -93,7 +93,7 @@ def _square(grid: Grid, programs: Sequence[Program], most: int, size: float, cap
         body.append(shapes.path(commands, _cell_title(programs, rank, number), stroke=colour))
     body.append("</g>")
     body.append(shapes.text(left + size / 2, top - 18, "keys", "middle"))
-    turned = f"rotate(-90 {left - 22:.4g} {top + size / 2:.4g})"
+    turned = f"rotate(-90 {left - 22:.6g} {top + size / 2:.6g})"
     body.append(shapes.text(left - 22, top + size / 2, "queries", "middle", transform=turned))
     for side, vertical in ((grid.q, True), (grid.k, False)):
         if len(side):

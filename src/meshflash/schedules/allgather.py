@@ -156,6 +156,8 @@ def _collect(w: Writer, strides: list[Interval], n: int) -> None:
         return
     heads, needs = strides[n], w.problem.needs[w.rank]
     w.wait(f"dkv {n}")
+    if not w.k_rows:
+        return
     total = w.scratch("dkv.sum", "dkv", w.k_rows, "partial", becomes="dkv")
     total = Slice(total.buffer, total.rows, heads)
     everything = ((0, w.k_rows),)

@@ -1,0 +1,94 @@
+"""The engine's own time: programs run with kernels and a transport that do nothing, a step at a time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from meshflash.core.mask import Mask
+from meshflash.core.program import Direction
+from meshflash.engine import binding, mesh
+from meshflash.engine.placement import Setting
+from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Outputs, Rows
+from meshflash.schedules import registry
+from meshflash.transport.loopback import Loopback
+
+#: Calls in a round.
+CALLS = 50
+
+
+@dataclass(frozen=True)
+class Row:
+    """One program: its steps, and microseconds a step that are the engine's."""
+
+    schedule: str
+    direction: str
+    world: int
+    steps: int
+    microseconds: float
+
+
+class _Nothing(Kernel):
+    """A kernel that computes nothing."""
+
+    name = "nothing"
+    summary = "computes nothing"
+
+    def lacks(self, ask: Ask) -> str | None:
+        return None
+
+    def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
+        assert outputs is not None
+        return outputs
+
+    def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
+        assert grads is not None
+        return grads
+
+
+def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[Row]:
+    """The engine's time on rank 0 of each schedule, for a short causal sequence; steps that copy or add included."""
+    rows = []
+    mesh.build_with(registry.build)
+    with mock.patch.object(binding, "choose", return_value=_Nothing()):
+        for schedule in schedules:
+            layout = registry.parse(schedule)[0].layout(64 * world, world)
+            for direction in ("forward", "backward"):
+                rows.append(_measure(schedule, mesh.Plan(schedule, layout, layout), direction, world, rounds))
+    return rows
+
+
+def _measure(schedule: str, plan: mesh.Plan, direction: Direction, world: int, rounds: int) -> Row:
+    q, k = torch.zeros(1, 64, 4, 16), torch.zeros(1, 64, 2, 16)
+    lse = torch.zeros(1, 4, 64)
+    setting = Setting(1, 16, 16, q.dtype, q.dtype, q.device, "auto", False)
+    prepared = mesh.Prepared(plan, Mask.causal(), 4, 2, 0, setting)
+    forward = [q, k, k.clone(), q.clone(), lse]
+    tensors = forward if direction == "forward" else [q, k, k, q, q, lse, lse, q.clone(), k.clone(), k.clone()]
+    transport, features = _Silent(0, world), Features(scale=1.0)
+    prepared.run(direction, tensors, features, transport)
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            prepared.run(direction, tensors, features, transport)
+        times.append((time.perf_counter() - begin) / CALLS)
+    steps = len(prepared.program(direction).steps)
+    return Row(schedule, direction, world, steps, statistics.median(times) / steps * 1e6)
+
+
+class _Silent(Loopback):
+    """A transport whose calls cost nothing, not even counting."""
+
+    def exchange(self, *_: object) -> None:
+        return None
+
+    def collective(self, *_: object) -> None:
+        return None
+
+    def wait(self, ticket: object) -> None:
+        return None

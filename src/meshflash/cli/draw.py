@@ -1,0 +1,41 @@
+"""`meshflash draw`: a schedule's programs as pictures and as text, proved before they are drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    schedule: Annotated[str, typer.Argument(help='A schedule, with options as in "allgather(head_stride=1)".')],
+    tokens: Annotated[int, typer.Option(min=1, max=1024, help="Sequence length.")] = 256,
+    world: Annotated[int, typer.Option("--world", "-n", min=1, max=16, help="Ranks.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 2,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; as many as query heads by default.")] = None,
+    mask: Annotated[str, typer.Option(help="full, causal, window-N or documents-N.")] = "causal",
+    backward: Annotated[bool, typer.Option(help="The backward pass instead of the forward.")] = False,
+    steps: Annotated[bool, typer.Option(help="Print the steps of every rank too.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write the pictures to this file as well.")] = None,
+) -> None:
+    """Which rank attends to what, in which step, and when bytes move: after proving that the programs are right."""
+    from meshflash.bench.kernels import parse_mask
+    from meshflash.bench.pictures import draw, prove
+
+    try:
+        rule = parse_mask(mask, tokens)
+        proved = prove(schedule, tokens, world, heads, kv_heads or heads, rule, "backward" if backward else "forward")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    drawn = draw(proved, f"{schedule}: {tokens:,} tokens over {world} ranks, {mask}")
+    if steps:
+        for program in proved.programs:
+            typer.echo(program.text() + "\n")
+    typer.echo(f"{drawn.coverage}\n\n{drawn.timeline}")
+    received = ", ".join(f"{n:,}" for n in proved.report.received_bytes)
+    typer.echo(f"\nproved right; bytes received, with a head dim of {proved.sizes.dim} in bfloat16: {received}")
+    if svg is not None:
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        svg.write_text(drawn.svg)
+        typer.echo(f"written: {svg}")

@@ -1,0 +1,147 @@
+"""Ranks as processes of this machine, joined by a gloo group: for the demo, benchmarks and checks.
+
+Jobs that a launcher starts (torchrun, mpiexec, srun) do not come through here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+#: Seconds that the others get to end by themselves once one rank has failed.
+GRACE = 5.0
+
+#: Says to the process that started the ranks how far a rank is.
+Tell = Callable[[Any], None]
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or took too long; the message names it."""
+
+
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    threads: int = 1,
+    timeout: float = 600.0,
+    listen: Tell | None = None,
+) -> list[Any]:
+    """Call `function(rank, world, tell, *args)` in so many processes; their results, by rank.
+
+    The function stands at the top level of a module; arguments and results are pickled. What a rank
+    tells goes to `listen`. The default process group is there while the function runs.
+    """
+    if world < 1:
+        raise ValueError(f"world={world}: expected at least one rank")
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="meshflash-") as folder, _environment(threads):
+        pipes: dict[Connection, int] = {}
+        processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            call = (rank, world, theirs, str(Path(folder) / "store"), threads, timeout, function, args)
+            process = context.Process(target=_rank, args=call, daemon=True, name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes[ours] = rank
+        try:
+            return _collect(pipes, processes, timeout, listen)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(pipes: dict[Connection, int], processes: list[Any], timeout: float, listen: Tell | None) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    deadline = time.monotonic() + timeout
+    world = len(processes)
+    while pipes:
+        ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(str(rank) for rank in sorted(pipes.values()))
+            failures.append(f"rank {late} did not end" + ("" if failures else f" within {timeout:g} s"))
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pipes[pipe]
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                processes[rank].join()
+                kind, value = "failure", f"died with exit code {processes[rank].exitcode}"
+            if kind == "told":
+                if listen is not None:
+                    listen(value)
+                continue
+            del pipes[pipe]
+            if kind == "result":
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank} {value}")
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if failures:
+        raise RankError("\n".join(failures))
+    return [results[rank] for rank in range(world)]
+
+
+def _rank(
+    rank: int,
+    world: int,
+    pipe: Connection,
+    store: str,
+    threads: int,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    try:
+        import torch
+        from torch import distributed
+
+        dist: Any = distributed  # torch does not declare all that it exports here
+        torch.set_num_threads(threads)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+        try:
+            result = function(rank, world, lambda value: pipe.send(("told", value)), *args)
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+        pipe.send(("result", result))
+    except BaseException:
+        pipe.send(("failure", f"of {world} raised:\n{traceback.format_exc()}"))
+
+
+class _environment:  # noqa: N801 - used like a function
+    """The variables that processes started inside the block find."""
+
+    def __init__(self, threads: int) -> None:
+        # without an interface gloo looks up the host's name, which need not resolve
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
+        self.new = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": interface}
+
+    def __enter__(self) -> None:
+        self.old = {name: os.environ.get(name) for name in self.new}
+        os.environ.update(self.new)
+
+    def __exit__(self, *_: Any) -> None:
+        for name, value in self.old.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

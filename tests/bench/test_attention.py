@@ -1,0 +1,77 @@
+"""Benchmarks over ranks: what they write, and that a wrong schedule is an error."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from meshflash.bench import attention, engine, record
+from meshflash.bench.peers import peer_bytes
+from meshflash.cli import app
+
+SMALL = "--tokens 48 --heads 2 --dim 8"
+
+
+def test_bench_attention_writes_every_schedule_and_pass(tmp_path):
+    words = f"bench attention {SMALL} --rounds 1 -n 2 --schedule zigzag --schedule allgather"
+    files = ["--output", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
+    result = CliRunner().invoke(app, [*words.split(), "--schedule", attention.PLAIN, *files])
+    assert result.exit_code == 0, result.output
+    rows = record.read(tmp_path / "x.json")["rows"]
+    names = (attention.ONE, "zigzag", "allgather", attention.PLAIN)
+    assert [(row["schedule"], row["pass"]) for row in rows] == [(n, p) for p in attention.PASSES for n in names]
+    for row in rows:
+        assert row["ms"] > 0
+        assert row["error"] < 1e-5
+        assert row["world"] == (1 if row["schedule"] == attention.ONE else 2)
+        if row["peer_bytes"] is not None:
+            assert 0 < row["received_bytes"] <= row["peer_bytes"]
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_demo_proves_draws_and_writes(tmp_path):
+    words = ["demo", "--tokens", "70", "-n", "3", "--heads", "2", "--folder", str(tmp_path)]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    for name in ("ring", "zigzag", "striped", "allgather", "keys of", "link", "demo.svg"):
+        assert name in result.output
+    rows = json.loads((tmp_path / "demo.json").read_text())["rows"]
+    assert {row["schedule"] for row in rows} == {attention.ONE, "ring", "zigzag", "striped", "allgather"}
+    assert all(row["error"] < 1e-5 for row in rows)
+    assert ElementTree.fromstring((tmp_path / "demo.svg").read_text()).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("bench attention --schedule spiral", "expected one of auto, ring"),
+        ("bench attention --dtype int8", "expected one of float32"),
+        ("bench attention --mask diagonal", "expected full"),
+        ("demo --schedule spiral", "expected one of auto, ring"),
+        ("bench engine --schedule spiral", "expected one of auto, ring"),
+    ],
+)
+def test_bad_arguments_are_explained(words, message):
+    result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_bench_engine_times_every_program(tmp_path):
+    words = f"bench engine -n 3 --rounds 1 --schedule zigzag --output {tmp_path / 'x.json'}"
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 0, result.output
+    rows = record.read(tmp_path / "x.json")["rows"]
+    assert [(row["schedule"], row["direction"]) for row in rows] == [("zigzag", "forward"), ("zigzag", "backward")]
+    assert all(row["microseconds"] > 0 and row["steps"] > 5 for row in rows)
+    assert engine.run(("zigzag",), 3, 1)[0].steps == rows[0]["steps"]
+
+
+def test_peers_formulas():
+    shape = attention.Shape(tokens=64, heads=4, kv_heads=2, head_dim=8, dtype="bfloat16")
+    keys = 16 * 2 * 8 * 2
+    assert peer_bytes("zigzag", shape, 4, "forward") == 3 * 2 * keys
+    assert peer_bytes("zigzag", shape, 4, "forward+backward") == 2 * 3 * 2 * keys + 4 * 4 * keys
+    assert peer_bytes("allgather(head_stride=1)", shape, 4, "forward+backward") == 2 * 3 * 2 * keys + 3 * 4 * keys
+    assert peer_bytes("my_own", shape, 4, "forward") is None

@@ -1,0 +1,409 @@
+"""Programs that are broken in one place: what goes wrong on numbers, the verifier must refuse."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from core.interpreter import Numbers, fault
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import (
+    Add,
+    Attend,
+    AttendGrad,
+    Clear,
+    Copy,
+    Direction,
+    Part,
+    Post,
+    Program,
+    Slice,
+    Step,
+    Wait,
+)
+from meshflash.core.verify import VerificationError, verify_programs
+from meshflash.schedules.registry import build, parse
+
+CAUSAL = Mask.causal()
+#: schedule, tokens, ranks, mask, query heads, key heads
+CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
+    "ring, causal": ("ring", 11, 3, CAUSAL, 4, 2),
+    "ring, window: gradients go straight home": ("ring", 13, 4, CAUSAL & Mask.window(1, 0), 4, 2),
+    "ring, window both ways: two lanes": ("ring", 14, 4, Mask.window(3, 3), 2, 1),
+    "ring, documents of batch rows": ("ring", 10, 3, CAUSAL & Mask.documents([[4, 6], [10]]), 2, 2),
+    "ring, a rank without tokens": ("ring", 2, 3, Mask.full(), 2, 1),
+    "zigzag, causal": ("zigzag", 16, 3, CAUSAL, 4, 2),
+    "zigzag, sink tokens": ("zigzag", 17, 4, CAUSAL & (Mask.window(3, 0) | Mask.first(2)), 2, 1),
+    "striped, causal": ("striped", 12, 4, CAUSAL, 2, 1),
+    "striped, window": ("striped", 13, 3, Mask.window(2, 1), 4, 2),
+    "allgather, even: collectives": ("allgather", 12, 3, Mask.full(), 4, 2),
+    "allgather, even, head by head": ("allgather(head_stride=1)", 8, 4, Mask.full(), 4, 2),
+    "allgather, uneven": ("allgather", 11, 3, CAUSAL, 4, 2),
+    "allgather, documents, head by head": ("allgather(head_stride=1)", 12, 3, Mask.documents([5, 7]), 6, 3),
+    "allgather, padding": ("allgather", 9, 2, CAUSAL & Mask.documents([2, 4], pad=True), 2, 1),
+}
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+@cache
+def made(case: str) -> tuple[Problem, Numbers, dict[Direction, list[Program]]]:
+    schedule, tokens, world, mask, heads, kv_heads = CASES[case]
+    layout: Layout = parse(schedule)[0].layout(tokens, world)
+    problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads)
+    programs = {d: [build(schedule, problem, rank, d) for rank in range(world)] for d in DIRECTIONS}
+    return problem, Numbers(problem), programs
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_programs_that_are_right_agree_with_dense_attention(case: str, direction: Direction) -> None:
+    problem, numbers, programs = made(case)
+    assert fault(programs[direction], numbers) == ""
+    verify_programs(programs[direction], problem)
+
+
+def test_the_cases_are_what_they_are_called() -> None:
+    def posts(case: str, direction: Direction) -> list[Post]:
+        return [s for program in made(case)[2][direction] for s in program.steps if isinstance(s, Post)]
+
+    assert {p.collective for p in posts("allgather, even: collectives", "backward")} == {"all_gather", "all_to_all"}
+    assert {p.collective for p in posts("allgather, uneven", "backward")} == {""}
+    assert any(p.name.startswith("dkv-1") for p in posts("ring, window: gradients go straight home", "backward"))
+    assert {p.name[:4] for p in posts("ring, window both ways: two lanes", "forward")} == {"kv+1", "kv-1"}
+    assert any(p.name == "dkv 1" for p in posts("zigzag, causal", "backward"))
+
+
+def with_steps(program: Program, steps: list[Step]) -> Program:
+    return replace(program, steps=tuple(steps))
+
+
+def with_step(program: Program, n: int, step: Step) -> Program:
+    return with_steps(program, [*program.steps[:n], step, *program.steps[n + 1 :]])
+
+
+def places(step: Any) -> Iterator[tuple[Slice, Callable[[Slice], Step]]]:
+    """The slices of a step, each with how to exchange it for another."""
+
+    def whole(name: str) -> Callable[[Slice], Step]:
+        return lambda new: replace(step, **{name: new})
+
+    def part(name: str, n: int) -> Callable[[Slice], Step]:
+        parts = getattr(step, name)
+        return lambda new: replace(step, **{name: (*parts[:n], replace(parts[n], slice=new), *parts[n + 1 :])})
+
+    for field in fields(step):
+        value = getattr(step, field.name)
+        if isinstance(value, Slice):
+            yield value, whole(field.name)
+        if field.name in ("sends", "recvs"):
+            yield from ((each.slice, part(field.name, n)) for n, each in enumerate(value))
+
+
+def pick(rng: random.Random, program: Program, *kinds: type[Step]) -> tuple[int, Any] | None:
+    found = [(n, step) for n, step in enumerate(program.steps) if not kinds or isinstance(step, kinds)]
+    return rng.choice(found) if found else None
+
+
+def drop(rng: random.Random, program: Program) -> Program | None:
+    n = rng.randrange(len(program.steps))
+    return with_steps(program, [*program.steps[:n], *program.steps[n + 1 :]])
+
+
+def duplicate(rng: random.Random, program: Program) -> Program | None:
+    n = rng.randrange(len(program.steps))
+    again = rng.randint(n, len(program.steps))
+    return with_steps(program, [*program.steps[:again], program.steps[n], *program.steps[again:]])
+
+
+def swap(rng: random.Random, program: Program) -> Program | None:
+    if len(program.steps) < 2:
+        return None
+    n = rng.randrange(len(program.steps) - 1)
+    return with_steps(program, [*program.steps[:n], program.steps[n + 1], program.steps[n], *program.steps[n + 2 :]])
+
+
+def another_peer(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program, Post)
+    if found is None:
+        return None
+    n, step = found
+    side = rng.choice([name for name in ("sends", "recvs") if getattr(step, name)])
+    parts: list[Part] = list(getattr(step, side))
+    which = rng.randrange(len(parts))
+    peer = rng.choice([rank for rank in range(program.world) if rank != parts[which].peer])
+    parts[which] = replace(parts[which], peer=peer)
+    return with_step(program, n, replace(step, **{side: tuple(parts)}))
+
+
+def parts_exchanged(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program, Post)
+    if found is None:
+        return None
+    n, step = found
+    side = rng.choice(["sends", "recvs"])
+    parts: list[Part] = list(getattr(step, side))
+    if len(parts) < 2:
+        return None
+    a, b = rng.sample(range(len(parts)), 2)
+    parts[a], parts[b] = replace(parts[a], slice=parts[b].slice), replace(parts[b], slice=parts[a].slice)
+    return with_step(program, n, replace(step, **{side: tuple(parts)}))
+
+
+def a_part_less(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program, Post)
+    if found is None:
+        return None
+    n, step = found
+    side = rng.choice([name for name in ("sends", "recvs") if getattr(step, name)])
+    parts: list[Part] = list(getattr(step, side))
+    del parts[rng.randrange(len(parts))]
+    return with_step(program, n, replace(step, **{side: tuple(parts)}))
+
+
+def moved(rng: random.Random, interval: tuple[int, int]) -> tuple[int, int]:
+    begin, end = interval
+    return rng.choice(
+        [
+            (begin + 1, end + 1),
+            (begin - 1, end - 1),
+            (begin + 1, end),
+            (begin, end - 1),
+            (begin - 1, end),
+            (begin, end + 1),
+        ]
+    )
+
+
+def other_rows(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program)
+    slices = list(places(found[1])) if found else []
+    if found is None or not slices:
+        return None
+    place, exchange = rng.choice(slices)
+    return with_step(program, found[0], exchange(replace(place, rows=moved(rng, place.rows))))
+
+
+def other_rows_throughout(rng: random.Random, program: Program) -> Program | None:
+    """All slices of a step move together, so that their shapes still agree."""
+    found = pick(rng, program)
+    if found is None:
+        return None
+    n, step = found
+    by = rng.choice([-1, 1])
+    for which in range(len(list(places(step)))):
+        place, exchange = list(places(step))[which]
+        step = exchange(replace(place, rows=(place.rows[0] + by, place.rows[1] + by)))
+    return with_step(program, n, step)
+
+
+def other_heads(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program)
+    slices = list(places(found[1])) if found else []
+    if found is None or not slices:
+        return None
+    n, step = found
+    if hasattr(step, "heads") and rng.random() < 0.3:
+        return with_step(program, n, replace(step, heads=moved(rng, step.heads)))
+    place, exchange = rng.choice(slices)
+    heads = program.buffer[place.buffer].heads
+    choices = [(a, b) for a in range(heads) for b in range(a + 1, heads + 1) if (a, b) != place.heads]
+    return with_step(program, n, exchange(replace(place, heads=rng.choice(choices)))) if choices else None
+
+
+def other_positions(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program, Attend, AttendGrad)
+    if found is None:
+        return None
+    n, step = found
+    name = rng.choice(["q_positions", "k_positions"])
+    ranges = list(getattr(step, name))
+    if not ranges:
+        return None
+    which = rng.randrange(len(ranges))
+    r = ranges[which]
+    ways = [
+        [*ranges[:which], range(r.start + 1, r.stop + 1, r.step), *ranges[which + 1 :]],
+        [*ranges[:which], range(r.start, r.start + (r.step + 1) * len(r), r.step + 1), *ranges[which + 1 :]],
+        [*ranges[:which], *ranges[which + 1 :]],
+        ranges[::-1],
+    ]
+    if r.start:
+        ways.append([*ranges[:which], range(r.start - 1, r.stop - 1, r.step), *ranges[which + 1 :]])
+    return with_step(program, n, replace(step, **{name: tuple(rng.choice(ways))}))
+
+
+def another_buffer(rng: random.Random, program: Program) -> Program | None:
+    """One step, or every step from some point on, takes another buffer of the same kind."""
+    kinds = [
+        (b.name, c.name) for b in program.buffers for c in program.buffers if b.kind == c.kind and b.name != c.name
+    ]
+    if not kinds:
+        return None
+    old, new = rng.choice(kinds)
+    taken = [n for n, step in enumerate(program.steps) if any(place.buffer == old for place, _ in places(step))]
+    if not taken:
+        return None
+    first = rng.choice(taken)
+    steps = list(program.steps)
+    for n in taken if rng.random() < 0.3 else [first]:
+        if n < first:
+            continue
+        for which in range(len(list(places(steps[n])))):
+            place, exchange = list(places(steps[n]))[which]
+            if place.buffer == old:
+                steps[n] = exchange(replace(place, buffer=new))
+    return with_steps(program, steps)
+
+
+def no_wait(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program, Wait)
+    return None if found is None else with_steps(program, [s for s in program.steps if s is not found[1]])
+
+
+def moved_step(kind: type[Step]) -> Callable[[random.Random, Program], Program | None]:
+    def mutate(rng: random.Random, program: Program) -> Program | None:
+        found = pick(rng, program, kind)
+        if found is None:
+            return None
+        n, step = found
+        rest = [*program.steps[:n], *program.steps[n + 1 :]]
+        to = rng.randint(0, len(rest))
+        return with_steps(program, [*rest[:to], step, *rest[to:]])
+
+    return mutate
+
+
+def another_group(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program, Post)
+    if found is None:
+        return None
+    members = tuple(range(program.world))
+    way = rng.randrange(3)
+    if way == 0:
+        return with_step(program, found[0], replace(found[1], group="other"))
+    if way == 1:
+        return replace(program, groups=(("mesh", members[:-1] if program.rank < program.world - 1 else members[1:]),))
+    other = with_step(program, found[0], replace(found[1], group="other"))
+    return replace(other, groups=(*program.groups, ("other", members)))
+
+
+def another_flag(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program, Attend, AttendGrad)
+    if found is None:
+        return None
+    n, step = found
+    name = rng.choice(["carry", "final"] if isinstance(step, Attend) else ["add_dq", "add_dkv"])
+    return with_step(program, n, replace(step, **{name: not getattr(step, name)}))
+
+
+def another_form(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program, Post)
+    if found is None:
+        return None
+    form = rng.choice([form for form in ("", "all_gather", "all_to_all") if form != found[1].collective])
+    return with_step(program, found[0], replace(found[1], collective=form))
+
+
+def copy_for_add(rng: random.Random, program: Program) -> Program | None:
+    found = pick(rng, program, Add, Copy)
+    if found is None:
+        return None
+    n, step = found
+    return with_step(program, n, (Copy if isinstance(step, Add) else Add)(step.src, step.dst))
+
+
+def another_becomes(rng: random.Random, program: Program) -> Program | None:
+    """Scratch that is said to become an output, or to be of its own."""
+    outputs = {b.kind: b.name for b in program.buffers if b.role == "output"}
+    able = [n for n, b in enumerate(program.buffers) if b.role == "scratch" and b.kind in outputs]
+    if not able:
+        return None
+    n = rng.choice(able)
+    b = program.buffers[n]
+    new = replace(b, becomes="" if b.becomes else outputs[b.kind])
+    return replace(program, buffers=(*program.buffers[:n], new, *program.buffers[n + 1 :]))
+
+
+def cleared(rng: random.Random, program: Program) -> Program | None:
+    """Some rows are set to nothing at some point."""
+    able = [b for b in program.buffers if b.role != "input" and b.rows]
+    if not able:
+        return None
+    b, n = rng.choice(able), rng.randint(0, len(program.steps))
+    begin = rng.randrange(b.rows)
+    place = Slice(b.name, (begin, rng.randint(begin + 1, b.rows)), (0, b.heads))
+    return with_steps(program, [*program.steps[:n], Clear(place), *program.steps[n:]])
+
+
+MUTATORS: dict[str, Callable[[random.Random, Program], Program | None]] = {
+    "drop": drop,
+    "duplicate": duplicate,
+    "swap": swap,
+    "peer": another_peer,
+    "parts exchanged": parts_exchanged,
+    "a part less": a_part_less,
+    "rows": other_rows,
+    "rows throughout": other_rows_throughout,
+    "heads": other_heads,
+    "positions": other_positions,
+    "buffer": another_buffer,
+    "no wait": no_wait,
+    "wait moved": moved_step(Wait),
+    "post moved": moved_step(Post),
+    "group": another_group,
+    "flag": another_flag,
+    "form": another_form,
+    "copy for add": copy_for_add,
+    "becomes": another_becomes,
+    "cleared": cleared,
+}
+MUTANTS_EACH = int(__import__("os").environ.get("N", 34))
+
+
+def mutants(name: str, count: int) -> Iterator[tuple[str, Direction, int, Program]]:
+    """Mutants of programs picked at random: their case, direction and rank."""
+    rng = random.Random(f"mutants of {name}")
+    seen: set[tuple[str, Program]] = set()
+    for _ in range(50 * count):
+        if len(seen) == count:
+            break
+        case, direction = rng.choice(list(CASES)), rng.choice(DIRECTIONS)
+        program = rng.choice(made(case)[2][direction])
+        mutant = MUTATORS[name](rng, program) if program.steps else None
+        if mutant is not None and mutant != program and (case, mutant) not in seen:
+            seen.add((case, mutant))
+            yield case, direction, program.rank, mutant
+
+
+def refused(programs: list[Program], problem: Problem) -> bool:
+    try:
+        verify_programs(programs, problem)
+    except VerificationError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", MUTATORS)
+def test_programs_that_go_wrong_are_refused(name: str) -> None:
+    tally: Counter[str] = Counter()
+    live = []
+    for case, direction, rank, mutant in mutants(name, MUTANTS_EACH):
+        problem, numbers, programs = made(case)
+        changed = [*programs[direction]]
+        changed[rank] = mutant
+        wrong, caught = fault(changed, numbers), refused(changed, problem)
+        tally["effective" if wrong else "equivalent"] += 1
+        tally["caught" if wrong and caught else "strict" if caught else "passed"] += 1
+        if wrong and not caught:
+            live.append(f"{case}, {direction} of rank {rank} ({wrong}):\n{mutant.text()}")
+    print(name, dict(tally))
+    assert tally["effective"] >= tally.total() // 8, tally
+    assert not live, "\n\n".join(live)
