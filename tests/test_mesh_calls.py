@@ -567,7 +567,7 @@ def compiled(rank, world, group):
         compiled_once(lambda *x, layout=layout: attention(*x, layout=layout, mask=CAUSAL) * 2, inputs, 1)
     arguments = [(*each, Layout.zigzag(24, world)) for each in inputs]
     compiled_once(lambda q, k, v, layout: attention(q, k, v, layout=layout, schedule="ring"), arguments, 1)
-    compiled_once(lambda *x: attention(*x, layout=Layout.striped(24, world), schedule="striped"), inputs, 1)
+    compiled_once(lambda *x: attention(*x, layout=Layout.zigzag(24, world), schedule="zigzag"), inputs, 1)
 
     def everything(q, k, v, logits, seed):
         call = dict(mask=CAUSAL, softcap=2.0, sink_logits=logits, dropout=0.2, seed=seed, layout=layouts[0])

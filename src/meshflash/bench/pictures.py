@@ -13,7 +13,7 @@ from meshflash.plan.timeline import Rates, simulate
 from meshflash.schedules import registry
 
 #: What a timeline is drawn for where nothing was measured, said beside it: it shows an order, not a speed.
-RATES = Rates(pairs_per_second=1e9, bytes_per_second=1e9, latency=1e-6)
+RATES = Rates(pairs_per_second=1e9, bytes_per_second=2e10, latency=1e-7)
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,8 @@ class _Rank:
                 self._at(step.dst).clear()
             case Finish():
                 self._finish(step)
+            case _:
+                self.fail("this is no step")
         self.at += 1
         return step
 
@@ -470,9 +472,11 @@ class _Rank:
         """The pairs that a step computes, [batch, q rows, k rows]: those of its rows that the mask shows."""
         q, k = step.q_positions, step.k_positions
         shown = self.truth.visible[:, _expand(q)][:, :, _expand(k)]
-        for by_key in (False, True)[: 1 + isinstance(step, AttendGrad)] if self.tables else ():
-            if not np.array_equal(_table_pairs(self.problem.mask, q, k, by_key), shown):
-                self.fail("the table for its rows does not hold each pair that the mask shows once")
+        walked = (False,) if isinstance(step, Attend) else (False, True)
+        if self.tables and not all(
+            np.array_equal(_table_pairs(self.problem.mask, q, k, by_key), shown) for by_key in walked
+        ):
+            self.fail("the tables for its rows do not hold each pair that the mask shows once")
         return shown
 
     def _target(self, place: Slice, cells: Ints, add: bool) -> _Content:
@@ -535,7 +539,7 @@ class _Mesh:
             begun += self._begin(begun.popleft())
 
     def _begin(self, post: _Posted) -> list[_Posted]:
-        """Let the parts of a post meet those of others, in order. Which posts begin after what that completes?"""
+        """Let the parts of a post meet those of others, in order; the posts that can begin after that."""
         group, me = post.step.group, post.rank.number
         following = []
         for n, part in enumerate(post.step.sends):

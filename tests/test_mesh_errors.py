@@ -1,0 +1,360 @@
+"""What goes wrong over a mesh ends on every rank, in time, with a message that says where and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as _distributed
+
+import meshflash
+from meshflash import Layout, Mask, attention
+from meshflash.engine.membership import DisagreementError, MissingRankError, member
+from meshflash.transport.contract import TransportError
+from pool import WorkerError
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+CAUSAL = Mask.causal()
+TOKENS = 12
+WORLD = 3
+
+
+@contextmanager
+def seconds(limit: float) -> Iterator[None]:
+    """MESHFLASH_TIMEOUT of so many seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHFLASH_TIMEOUT", str(limit))
+        yield
+
+
+def call(world, tokens=None, batch=1, heads=2, kv_heads=2, dim=8, value_dim=None, dtype=torch.float32, **options):
+    """Attention with shards of so many tokens each; 4 by default."""
+    tokens = 4 if tokens is None else tokens
+    q = torch.ones(batch, tokens, heads, dim, dtype=dtype)
+    k = torch.ones(batch, tokens, kv_heads, dim, dtype=dtype)
+    v = torch.ones(batch, tokens, kv_heads, value_dim or dim, dtype=dtype)
+    options = dict(layout=Layout.contiguous(4 * world, world), schedule="ring", mask=CAUSAL) | options
+    return attention(q, k, v, **options)
+
+
+def message(kind, function, *arguments, **options):
+    """What a call raises, and how long it took."""
+    began = time.monotonic()
+    with pytest.raises(kind) as error:
+        function(*arguments, **options)
+    return str(error.value), time.monotonic() - began
+
+
+#: What one rank does otherwise: (arguments of all, arguments of that rank, what the message says)
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "dtype": ({}, dict(dtype=torch.float64), r'dtype: rank 0 has "torch.float32", rank {} has "torch.float64"'),
+    "batch": ({}, dict(batch=2), r"batch: rank 0 has 1, rank {} has 2"),
+    "heads": ({}, dict(heads=4), r"heads: rank 0 has 2, rank {} has 4"),
+    "key heads": ({}, dict(kv_heads=1), r"key heads: rank 0 has 2, rank {} has 1"),
+    "dim": (dict(scale=1.0, value_dim=8), dict(dim=16), r"dim: rank 0 has 8, rank {} has 16"),
+    "value dim": ({}, dict(value_dim=4), r"value dim: rank 0 has 8, rank {} has 4"),
+    "mask": ({}, dict(mask=None), r'mask: rank 0 has "causal", rank {} has "full"'),
+    "window": (dict(mask=Mask.window(3, 0)), dict(mask=Mask.window(2, 0)), r"mask: rank 0 has .*, rank {} has "),
+    "documents": (
+        dict(mask=CAUSAL & Mask.documents([5, 7])),
+        dict(mask=CAUSAL & Mask.documents([6, 6])),
+        r"mask's documents: rank 0 has .*, rank {} has ",
+    ),
+    "documents of a tensor": (
+        dict(mask=CAUSAL & Mask.documents(torch.tensor([5, 7]))),
+        dict(mask=CAUSAL & Mask.documents(torch.tensor([5, 5, 2]))),
+        r"mask.*: rank 0 has .*, rank {} has ",
+    ),
+    "layout": (
+        {},
+        dict(layout=Layout.zigzag(TOKENS, WORLD)),
+        r'layout: rank 0 has "contiguous 12 3", rank {} has "zigzag 12 3"',
+    ),
+    "key layout": (
+        {},
+        dict(k_layout=Layout.striped(TOKENS, WORLD)),
+        r'key layout: rank 0 has "contiguous 12 3", rank {} has "striped 12 3"',
+    ),
+    "no layout": (dict(layout=None), dict(tokens=5), r'layout: rank 0 has "contiguous 12 3", rank {} has "con.* 15 3"'),
+    "schedule": ({}, dict(schedule="allgather"), r'schedule: rank 0 has "ring", rank {} has "allgather"'),
+    "schedule's option": (
+        dict(schedule="allgather(head_stride=1)"),
+        dict(schedule="allgather"),
+        r'schedule: rank 0 has "allgather\(head_stride=1\)", rank {} has "allgather"',
+    ),
+    "scale": ({}, dict(scale=0.5), r"scale: rank 0 has 0.35\d+, rank {} has 0.5"),
+    "softcap": ({}, dict(softcap=2.0), r"softcap: rank 0 has 0.0, rank {} has 2.0"),
+    "dropout": (dict(seed=1), dict(dropout=0.1), r"dropout: rank 0 has 0.0, rank {} has 0.1"),
+    "seed": (dict(dropout=0.1, seed=1), dict(seed=2), r"seed: rank 0 has 1, rank {} has 2"),
+    "q_offset": ({}, dict(q_offset=3), r"q_offset: rank 0 has 0, rank {} has 3"),
+    "batch_offset": ({}, dict(batch_offset=3), r"batch_offset: rank 0 has 0, rank {} has 3"),
+    "head_offset": ({}, dict(head_offset=3), r"head_offset: rank 0 has 0, rank {} has 3"),
+    "slopes": ({}, dict(alibi_slopes=torch.ones(2)), r'alibi_slopes: rank 0 has "none", rank {} has "torch.float32 \['),
+    "slopes' values": (
+        dict(alibi_slopes=torch.ones(2)),
+        dict(alibi_slopes=torch.zeros(2)),
+        r"alibi_slopes: rank 0 has .*, rank {} has ",
+    ),
+    "sinks": ({}, dict(sink_logits=torch.ones(2)), r'sink_logits: rank 0 has "none", rank {} has "torch.float32 \[2\] '),
+    "no sinks": (dict(sink_logits=torch.ones(2)), dict(sink_logits=None), r'sink_logits: .*, rank {} has "none"'),
+    "reduce_dtype": ({}, dict(reduce_dtype=torch.bfloat16), r'reduce_dtype: rank 0 has "", rank {} has "bfloat16"'),
+    "kernel": ({}, dict(kernel="tiled"), r'kernel: rank 0 has "auto", rank {} has "tiled"'),
+    "deterministic": ({}, dict(deterministic=True), r"deterministic: rank 0 has false, rank {} has true"),
+    "version": ({}, dict(version="9.9"), r'version: rank 0 has ".*", rank {} has "9.9"'),
+}
+
+
+def differ(rank, world, group, bad):
+    messages = {}
+    for name, (everyone, one, _) in DIFFERENCES.items():
+        options = everyone | (one if rank == bad else {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meshflash, "__version__", options.pop("version", meshflash.__version__))
+            messages[name], _ = message(DisagreementError, call, world, **options)
+    call(world)  # all agree again
+    return messages
+
+
+@pytest.fixture(scope="module")
+def differences(pool):
+    """What each rank was told, by the rank that differed."""
+    return {bad: pool.run(WORLD, differ, bad) for bad in (1, 2)}
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_names_rank_and_field_on_every_rank(differences, name, bad):
+    told = [messages[name] for messages in differences[bad]]
+    assert told == [told[0]] * WORLD
+    assert_matches(r"^ranks disagree in " + DIFFERENCES[name][2].format(bad), told[0])
+    assert told[0].endswith("; all ranks of a group must make the same call, each with its own shard")
+
+
+def assert_matches(pattern, text):
+    assert re.search(pattern, text), f"{text!r} does not match {pattern!r}"
+
+
+def rank_0_differs(rank, world, group):
+    return message(DisagreementError, call, world, scale=0.5 if rank == 0 else 0.25)[0]
+
+
+def test_if_rank_0_differs_it_is_compared_with_rank_1(pool):
+    told = pool.run(WORLD, rank_0_differs)
+    want = "ranks disagree in scale: rank 0 has 0.5, rank 1 has 0.25"
+    assert all(text.startswith(want) for text in told)
+
+
+def sub_group(rank, world, group):
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    return message(DisagreementError, call, 2, mesh=half, scale=float(rank + 1))[0]
+
+
+def test_messages_number_ranks_as_the_job_does(pool):
+    told = pool.run(4, sub_group)
+    assert [text.partition(";")[0] for text in told] == [
+        *["ranks disagree in scale: rank 0 has 1.0, rank 1 has 2.0"] * 2,
+        *["ranks disagree in scale: rank 2 has 3.0, rank 3 has 4.0"] * 2,
+    ]
+
+
+def wrong_length(rank, world, group, bad):
+    errors = [message(ValueError, call, world, tokens=5 if rank == bad else 4)[0]]
+    errors.append(message(ValueError, call, world, mask=Mask.documents([7] if rank == bad else [12]))[0])
+    call(world)
+    return errors
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_wrong_length_on_one_rank_raises_on_all(pool, bad):
+    for rank, (length, documents) in enumerate(pool.run(2, wrong_length, bad)):
+        told = "" if rank == bad else f"rank {bad} raised: "
+        layout = "its layout (contiguous, 8 tokens over 2 ranks) gives it 4"
+        assert length == f"{told}q has 5 tokens on rank {bad} of the group; {layout}"
+        assert documents.startswith(told)
+        assert "7 tokens in the documents, 8 in" in documents or "12 tokens in the documents, 8 in" in documents
+
+
+def wrong_length_later(rank, world, group):
+    with seconds(1.0):
+        call(world)
+        return message(ValueError if rank else TransportError, call, world, tokens=5 if rank else 4)
+
+
+def test_a_wrong_length_in_a_repeated_call(pool):
+    (lost, waited), (wrong, _) = pool.run(2, wrong_length_later)
+    assert wrong.startswith("q has 5 tokens on rank 1 of the group; its layout (contiguous, 8 tokens over 2 ranks)")
+    assert "rank 1 was lost or did not answer within 1 s" in lost
+    assert waited < 3
+
+
+def missing(rank, world, group, absent):
+    with seconds(0.7):
+        if rank == absent:
+            return "", 0.0
+        return message(MissingRankError, call, world)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_never_calls_is_named(pool, absent):
+    for rank, (told, waited) in enumerate(pool.run(WORLD, missing, absent)):
+        if rank != absent:
+            assert told.startswith(f"rank {absent} did not come to handshake 0 within 0.7 s. It may have raised,")
+            assert "look at its output first. MESHFLASH_TIMEOUT sets the seconds" in told
+            assert waited < 3
+
+
+def late(rank, world, group):
+    with seconds(0.5):
+        if rank == 1:
+            time.sleep(0.8)
+        first = message(MissingRankError, call, world)[0]
+    with seconds(5):
+        call(world)
+    return first
+
+
+def test_a_rank_that_comes_late_is_told_and_the_next_call_works(pool):
+    told = pool.run(2, late)
+    assert all(text.startswith("rank 1 did not come to handshake 0 within 0.5 s") for text in told)
+
+
+def absent_later(rank, world, group, schedule):
+    with seconds(0.7):
+        call(world, schedule=schedule)
+        dist.barrier()
+        if rank == 1:
+            return "", 0.0
+        return message(TransportError, call, world, schedule=schedule, mask=CAUSAL)
+
+
+@pytest.mark.parametrize(("schedule", "named"), [("ring", "rank 1"), ("allgather", "rank 1")])
+def test_a_rank_that_is_missing_in_a_repeated_call_is_named(pool, schedule, named):
+    (told, waited), _ = pool.run(2, absent_later, schedule)
+    assert told.startswith(f"{named} was lost or did not answer within 0.7 s (")
+    assert told.endswith("look at its output first")
+    assert waited < 3
+
+
+def another_call(rank, world, group):
+    with seconds(0.7):
+        call(world)
+        if rank:
+            return message((TransportError, MissingRankError), call, world)
+        return message((TransportError, MissingRankError), call, world, scale=0.5)
+
+
+def test_a_new_call_beside_a_known_one_ends_in_time(pool):
+    (new, waited), (known, also) = pool.run(2, another_call)
+    assert new.startswith("rank 1 did not come to handshake 1 within 0.7 s. It may have raised, been ended, or be in")
+    assert known.startswith("rank 0 was lost or did not answer within 0.7 s")
+    assert "called attention with other arguments" in known
+    assert max(waited, also) < 3
+
+
+def dies(rank, world, group):
+    with seconds(30):
+        for n in range(4):
+            if rank == 1 and n == 2:
+                os._exit(3)
+            call(world)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_a_repeated_call_is_named_at_once(pool):
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as error:
+        pool.run(2, dies, timeout=20)
+    text = str(error.value)
+    assert text.startswith("rank 1 died with exit code 3")
+    assert_matches(r"TransportError: rank 1 was lost", text)
+    assert time.monotonic() - began < 10
+
+
+#: What all ranks do alike, and what all are told.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "layout's type": (dict(layout="zigzag"), r"layout: expected a meshflash.Layout, such as .*; got 'zigzag'"),
+    "k_layout's type": (dict(k_layout=[1]), r"k_layout: expected a meshflash.Layout, such as .*; got \[1\]"),
+    "layout's world": (dict(layout=Layout.zigzag(8, 4)), r"layout: it is for 4 ranks, the group has 2"),
+    "k_layout's world": (dict(k_layout=Layout.zigzag(8, 3)), r"k_layout: it is for 3 ranks, the group has 2"),
+    "schedule": (dict(schedule="rings"), r"schedule='rings': expected one of auto, ring, zigzag, striped, allgather"),
+    "schedule's type": (dict(schedule=3), r"schedule=3: expected a name, or name\(option=value\)"),
+    "option": (dict(schedule="ring(x=1)"), r"ring has no option 'x'; it has: none"),
+    "other option": (dict(schedule="allgather(stride=1)"), r"no option 'stride'; it has: head_stride"),
+    "head_stride": (dict(schedule="allgather(head_stride=-1)"), r"head_stride='-1', expected a number >= 0"),
+    "head_stride's type": (dict(schedule="allgather(head_stride=x)"), r"head_stride='x', expected a number >= 0"),
+    "reduce_dtype": (dict(reduce_dtype=torch.int8), r"reduce_dtype=torch.int8: expected one of the torch dtypes float16"),
+    "reduce_dtype's type": (dict(reduce_dtype="float32"), r"reduce_dtype='float32': expected one of the torch dtypes"),
+    "mesh": (dict(mesh="cpu"), r"mesh: expected a process group that this rank is in, or a DeviceMesh, .*got str"),
+    "mesh's number": (dict(mesh=0), r"mesh: expected a process group that this rank is in, .*got int"),
+    "key tokens": (dict(k_layout=Layout.zigzag(6, 2)), r"k has 4 tokens on rank \d of the group; its layout \(zigzag, 6"),
+    "no seed": (dict(dropout=0.5), r"seed: give the same seed on all ranks"),
+    "mask": (dict(mask=Mask.documents([3])), r"3 tokens in the documents, 8 in"),
+    "kernel": (dict(kernel="vendor", softcap=1.0), r'kernel="vendor" lacks .*; able here: tiled'),
+}
+
+
+def refuse(rank, world, group):
+    told = {name: message(ValueError, call, world, **options)[0] for name, (options, _) in REFUSED.items()}
+    grid = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    told["grid"] = message(ValueError, call, world, mesh=grid)[0]
+    told["no names"] = message(ValueError, call, world, mesh=dist.init_device_mesh("cpu", (2, 1)))[0]
+    foreign = dist.new_group([0])
+    told["foreign"] = message(ValueError, call, world, mesh=foreign)[0] if rank else ""
+    for text in ("0", "-3", "soon", "nan"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MESHFLASH_TIMEOUT", text)
+            told[f"timeout {text}"] = message(ValueError, call, world, scale=0.1)[0]
+    call(world)
+    return told
+
+
+@pytest.fixture(scope="module")
+def refused(pool):
+    return pool.run(2, refuse)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_with_what_is_expected(refused, name):
+    for told in refused:
+        assert_matches(REFUSED[name][1], told[name])
+
+
+def test_a_mesh_of_two_dimensions_is_refused(refused):
+    wanted = r"mesh: it has 2 dimensions, and a sequence is spread over one; pass a sub-mesh: "
+    for told in refused:
+        assert_matches(wanted + r'mesh\["dp"\]$', told["grid"])
+        assert_matches(wanted + r'init_device_mesh\(..., mesh_dim_names=\("cp",\)\)\["cp"\]$', told["no names"])
+
+
+def test_a_group_without_this_rank_is_refused(refused):
+    assert_matches(r"mesh: expected a process group that this rank is in", refused[1]["foreign"])
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "soon", "nan"])
+def test_a_timeout_is_a_number_of_seconds(refused, text):
+    for told in refused:
+        assert told[f"timeout {text}"] == f"MESHFLASH_TIMEOUT={text!r}: expected a number of seconds > 0"
+
+
+def handshakes(rank, world, group):
+    here = member(group.group_name)
+    call(world)
+    call(world)
+    assert here.handshakes == 1
+    call(world, scale=0.5)
+    for scale in (None, 0.5):
+        call(world, scale=scale)
+    call(world, dropout=0.1, seed=1)
+    call(world, dropout=0.1, seed=2)
+    assert here.handshakes == 3
+
+
+def test_ranks_shake_hands_once_for_each_kind_of_call(pool):
+    pool.run(2, handshakes)
