@@ -34,6 +34,7 @@ class Item:
     k_layout: Layout | None = None
     reduce_dtype: torch.dtype | None = None
     kernel: str = "auto"
+    device: str = "cpu"
 
     @property
     def q(self) -> Layout:
@@ -53,7 +54,8 @@ def shards(item: Item, leaves: dict[str, Tensor], rank: int) -> dict[str, Tensor
     for name, x in leaves.items():
         part = x.detach()
         if name in WHOLE:
-            part = part[:, torch.from_numpy((item.q if name == "q" else item.k).positions(rank))]
+            rows = torch.from_numpy((item.q if name == "q" else item.k).positions(rank))
+            part = part[:, rows.to(part.device)]
         out[name] = part.clone().requires_grad_()
     return out
 
@@ -73,9 +75,10 @@ Result = tuple[dict[str, Tensor], dict[Direction, Moved]]
 def run_item(rank: int, group: Any, item: Item) -> Result:
     """A rank's part of one case."""
     case = item.case
-    local = shards(item, case.inputs(item.dtype), rank)
-    mover = member(group.group_name).transport(torch.device("cpu"))
-    usage = pool(torch.device("cpu")).usage
+    local = shards(item, case.inputs(item.dtype, item.device), rank)
+    device = local["q"].device
+    mover = member(group.group_name).transport(device)
+    usage = pool(device).usage
     moved: dict[Direction, Moved] = {}
 
     def note(direction: Direction) -> None:
@@ -99,7 +102,7 @@ def run_item(rank: int, group: Any, item: Item) -> Result:
         scale=case.scale,
         softcap=case.softcap,
         sink_logits=local.get("sink_logits"),
-        alibi_slopes=case.slopes(),
+        alibi_slopes=case.slopes(item.device),
         dropout=case.dropout,
         seed=1234 if case.dropout else None,
         q_offset=case.q_offset,
@@ -111,8 +114,8 @@ def run_item(rank: int, group: Any, item: Item) -> Result:
     generator = torch.Generator().manual_seed(7)
     rows = torch.from_numpy(item.q.positions(rank))
     shape = (case.batch, case.tokens, case.heads, case.value_dim or case.dim)
-    dout = torch.randn(shape, generator=generator).to(out)[:, rows]
-    dlse = torch.randn(case.batch, case.heads, case.tokens, generator=generator).to(lse)[:, :, rows]
+    dout = torch.randn(shape, generator=generator)[:, rows].to(out)
+    dlse = torch.randn(case.batch, case.heads, case.tokens, generator=generator)[:, :, rows].to(lse)
     loss = (out * dout).sum()
     if case.lse_gradient:
         loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,10 +74,10 @@ def compare(rank, world, whole, layout, k_layout=None, given=None, share=None, *
     k_layout = k_layout or layout
     own = {name: call.pop(name) for name in ("mesh", "schedule", "reduce_dtype", "verify") if name in call}
     given = dict(layout=layout, k_layout=None if k_layout is layout else k_layout) if given is None else given
-    out, dq, dk, dv = gradients(lambda *x: flash_attention(*x, **call), *whole)
+    out, dq, dk, dv = gradients(partial(flash_attention, **call), *whole)
     want = [cut(out, layout, rank), cut(dq, layout, rank), cut(dk, k_layout, rank), cut(dv, k_layout, rank)]
     local = [cut(x, held, rank) for x, held in zip(whole, (layout, k_layout, k_layout), strict=True)]
-    assert_close(gradients(lambda *x: attention(*x, **given, **own, **call), *local), want, share)
+    assert_close(gradients(partial(attention, **(given | own | call)), *local), want, share)
 
 
 def no_layout(rank, world, group):
@@ -139,12 +140,11 @@ def test_no_group_is_one_rank():
     assert_equal(got, flash_attention(*one_rank_without, mask=CAUSAL, return_lse=True))
 
 
-@pytest.mark.xfail(strict=True, reason="on one rank the order of the layout is not looked at")
-def test_the_order_of_a_layout_counts_on_one_rank():
+def test_a_layout_that_is_out_of_order_is_refused_on_one_rank():
     layout = Layout(((range(5, 9), range(5)),))
-    whole = qkv(9)
-    got = attention(*(cut(x, layout, 0) for x in whole), layout=layout, mask=CAUSAL)
-    assert_close([got], [cut(flash_attention(*whole, mask=CAUSAL), layout, 0)])
+    inputs = [cut(x, layout, 0) for x in qkv(9)]
+    with pytest.raises(ValueError, match=r"layout: on one rank positions must be in order"):
+        attention(*inputs, layout=layout, mask=CAUSAL)
 
 
 def packed(rank, world, group):
@@ -219,11 +219,13 @@ def verify(rank, world, group):
     for schedule in SCHEDULES:
         layout = home(schedule, 40, world)
         inputs = [cut(x, layout, rank) for x in whole]
-        call = dict(schedule=schedule, layout=layout, mask=CAUSAL, verify=True)
-        features = dict(sink_logits=torch.randn(4, generator=torch.Generator().manual_seed(0)), softcap=3.0)
+        call: dict[str, Any] = dict(schedule=schedule, layout=layout, mask=CAUSAL, verify=True)
+        features: dict[str, Any] = dict(
+            sink_logits=torch.randn(4, generator=torch.Generator().manual_seed(0)), softcap=3.0
+        )
         features |= dict(alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]), dropout=0.3, seed=3, q_offset=2)
         attention(*inputs, **call)
-        attention(*inputs, **call, **features)
+        attention(*inputs, **(call | features))
         attention(*(x.bfloat16() for x in inputs), **call)
     short = Layout(((range(3),), *[()] * (world - 1)))
     attention(*(cut(x, short, rank) for x in whole), layout=short, mask=CAUSAL & Mask.window(1, 0), verify=True)
@@ -271,7 +273,7 @@ def dropout(rank, world, group):
     for seed in (3, torch.tensor(4)):
         for schedule in ("ring", "zigzag", "allgather"):
             layout = home(schedule, 26, world)
-            more = dict(batch_offset=1, head_offset=2, mesh=group, schedule=schedule, mask=CAUSAL)
+            more: dict[str, Any] = dict(batch_offset=1, head_offset=2, mesh=group, schedule=schedule, mask=CAUSAL)
             compare(rank, world, whole, layout, dropout=0.4, seed=seed, **more)
     # what is dropped is seen in the values: identity matrices show the pairs that were kept
     tokens = 6 * world
@@ -349,8 +351,8 @@ def sinks(rank, world, group):
     for schedule in SCHEDULES:
         layout = home(schedule, 25, world)
 
-        def call(q, k, v, s, schedule=schedule, layout=layout):
-            return attention(q, k, v, mask=CAUSAL, sink_logits=s, schedule=schedule, layout=layout)
+        def call(q, k, v, sink_logits, schedule=schedule, layout=layout):
+            return attention(q, k, v, mask=CAUSAL, sink_logits=sink_logits, schedule=schedule, layout=layout)
 
         *_, share = gradients(call, *(cut(x, layout, rank) for x in whole), logits)
         dist.all_reduce(share, group=group)
@@ -364,16 +366,14 @@ def test_the_gradient_of_sink_logits_is_the_sum_over_ranks(pool):
 def reduced(rank, world, group):
     changed = []
     for dtype in (torch.float32, torch.bfloat16):
-        whole = qkv(40, dtype=dtype)
         for schedule in SCHEDULES:
             layout = home(schedule, 40, world)
-            local = [cut(x, layout, rank) for x in whole]
-
-            def run(reduce_dtype, schedule=schedule, layout=layout, local=local):
-                call = dict(schedule=schedule, layout=layout, mask=CAUSAL, reduce_dtype=reduce_dtype)
-                return gradients(lambda *x: attention(*x, **call), *local)
-
-            exact, low, same = run(None), run(torch.bfloat16), run(torch.float32)
+            local = [cut(x, layout, rank) for x in qkv(40, dtype=dtype)]
+            call: dict[str, Any] = dict(schedule=schedule, layout=layout, mask=CAUSAL)
+            exact, low, same = (
+                gradients(partial(attention, **call, reduce_dtype=reduce_dtype), *local)
+                for reduce_dtype in (None, torch.bfloat16, torch.float32)
+            )
             assert_equal(exact, same)
             assert_equal(exact[:2], low[:2])  # what does not travel as a sum is not rounded
             assert_close(low[2:], exact[2:], share=2**-8 * (world + (dtype == torch.bfloat16)))
@@ -412,7 +412,7 @@ def test_strided_inputs_and_gradients(pool):
 
 def autograd(rank, world, group):
     layout, whole = Layout.zigzag(25, world), qkv()
-    call = dict(layout=layout, mask=CAUSAL)
+    call: dict[str, Any] = dict(layout=layout, mask=CAUSAL)
     local = [cut(x, layout, rank) for x in whole]
     grads = gradients(lambda *x: flash_attention(*x, mask=CAUSAL), *whole)
     want = [cut(x, layout, rank) for x in grads]
@@ -461,11 +461,9 @@ def autograd(rank, world, group):
     assert_close(got, [cut(x, layout, rank) for x in deep])
 
     # checkpoints run the forward again within the backward
+    dropped = gradients(partial(flash_attention, mask=CAUSAL, dropout=0.3, seed=4), *whole)
     for reentrant in (False, True):
-        run = lambda *x, r=reentrant: checkpoint(  # noqa: E731
-            lambda *y: attention(*y, **call, dropout=0.3, seed=4), *x, use_reentrant=r
-        )
-        dropped = gradients(lambda *x: flash_attention(*x, mask=CAUSAL, dropout=0.3, seed=4), *whole)
+        run = partial(checkpoint, partial(attention, **call, dropout=0.3, seed=4), use_reentrant=reentrant)
         assert_close(gradients(run, *local), [cut(x, layout, rank) for x in dropped])
 
 
@@ -496,19 +494,15 @@ def test_autocast(pool):
 
 
 def bits(rank, world, group):
-    whole = qkv(40, dtype=torch.float32)
     for schedule in SCHEDULES:
         layout = home(schedule, 40, world)
-        local = [cut(x, layout, rank) for x in whole]
-
-        def run(schedule=schedule, layout=layout, local=local, **more):
-            return gradients(lambda *x: attention(*x, layout=layout, schedule=schedule, mask=CAUSAL, **more), *local)
-
-        first = run(deterministic=True)
-        assert_equal(first, run(deterministic=True))
+        local = [cut(x, layout, rank) for x in qkv(40, dtype=torch.float32)]
+        call = partial(attention, layout=layout, schedule=schedule, mask=CAUSAL)
+        first = gradients(partial(call, deterministic=True), *local)
+        assert_equal(first, gradients(partial(call, deterministic=True), *local))
         torch.use_deterministic_algorithms(True)
         try:
-            assert_equal(first, run())
+            assert_equal(first, gradients(call, *local))
             assert member(group.group_name).last.setting.deterministic
         finally:
             torch.use_deterministic_algorithms(False)
@@ -570,8 +564,8 @@ def compiled(rank, world, group):
     compiled_once(lambda *x: attention(*x, layout=Layout.zigzag(24, world), schedule="zigzag"), inputs, 1)
 
     def everything(q, k, v, logits, seed):
-        call = dict(mask=CAUSAL, softcap=2.0, sink_logits=logits, dropout=0.2, seed=seed, layout=layouts[0])
-        return attention(q, k, v, **call, reduce_dtype=torch.bfloat16, return_lse=True)[0]
+        call: dict[str, Any] = dict(mask=CAUSAL, softcap=2.0, dropout=0.2, seed=seed, layout=layouts[0])
+        return attention(q, k, v, **call, sink_logits=logits, reduce_dtype=torch.bfloat16, return_lse=True)[0]
 
     compiled_once(everything, [(*each, torch.ones(4), torch.tensor(n)) for n, each in enumerate(inputs)], 1)
 

@@ -236,7 +236,8 @@ def attention(
     if verify or return_plan:
         here = member(group) if world > 1 else None
         if verify:
-            check_rows(plan, here and here.group, rank, mask or Mask.full(), features_of(arguments), q, k, v, out, lse)
+            rule = Mask.full() if mask is None else mask
+            check_rows(plan, here and here.group, rank, rule, features_of(arguments), q, k, v, out, lse)
         explanation = explain(plan, reason, here, [kernel for kernel, _ in ran])
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)

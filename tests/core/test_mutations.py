@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import cache
@@ -365,7 +364,7 @@ MUTATORS: dict[str, Callable[[random.Random, Program], Program | None]] = {
     "becomes": another_becomes,
     "cleared": cleared,
 }
-MUTANTS_EACH = int(__import__("os").environ.get("N", 34))
+MUTANTS_EACH = 34
 
 
 def mutants(name: str, count: int) -> Iterator[tuple[str, Direction, int, Program]]:
@@ -393,17 +392,14 @@ def refused(programs: list[Program], problem: Problem) -> bool:
 
 @pytest.mark.parametrize("name", MUTATORS)
 def test_programs_that_go_wrong_are_refused(name: str) -> None:
-    tally: Counter[str] = Counter()
-    live = []
+    effective, live = 0, []
     for case, direction, rank, mutant in mutants(name, MUTANTS_EACH):
         problem, numbers, programs = made(case)
         changed = [*programs[direction]]
         changed[rank] = mutant
-        wrong, caught = fault(changed, numbers), refused(changed, problem)
-        tally["effective" if wrong else "equivalent"] += 1
-        tally["caught" if wrong and caught else "strict" if caught else "passed"] += 1
-        if wrong and not caught:
+        wrong = fault(changed, numbers)
+        effective += bool(wrong)
+        if wrong and not refused(changed, problem):
             live.append(f"{case}, {direction} of rank {rank} ({wrong}):\n{mutant.text()}")
-    print(name, dict(tally))
-    assert tally["effective"] >= tally.total() // 8, tally
+    assert effective >= MUTANTS_EACH // 4, "hardly any of these changes does harm"
     assert not live, "\n\n".join(live)

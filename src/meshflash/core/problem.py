@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import product
 
 from meshflash.core import rows
 from meshflash.core.mask import Mask
 from meshflash.core.program import Interval, Ranges
 from meshflash.core.rows import Rows
-from meshflash.core.tiles import seen
+from meshflash.core.tiles import seen, worklist
 
 Option = int | float | bool | str
 
@@ -62,8 +63,15 @@ class Problem:
     @cached_property
     def needs(self) -> tuple[tuple[Rows, ...], ...]:
         """`needs[c][d]`: the key rows of rank c that queries of rank d see."""
-        wanted = [seen(self.mask, held) if held else [] for held in self.q]
-        return tuple(tuple(rows.among(held, intervals) for intervals in wanted) for held in self.k)
+        wanted = [seen(self.mask, held) for held in self.q]
+        needs = [[rows.among(held, intervals) for intervals in wanted] for held in self.k]
+        steps = [r.step for held in (*self.q, *self.k) for r in held]
+        if any(term.hi - term.lo + 1 < max(steps, default=1) for term in self.mask.terms):
+            # between stripes a narrow window may pass over every key of a rank
+            for c, d in product(range(self.world), repeat=2):
+                if needs[c][d] and not len(worklist(self.mask, self.q[d], self.k[c]).by_query.spans):
+                    needs[c][d] = ()
+        return tuple(map(tuple, needs))
 
     @cached_property
     def everything_needed(self) -> bool:
@@ -72,5 +80,11 @@ class Problem:
 
     def q_rows(self, rank: int, k_positions: Ranges) -> Interval:
         """The query rows of a rank from the first to the last that sees any of these keys."""
-        found = rows.among(self.q[rank], seen(self.mask, k_positions, by_key=True))
+        found = rows.among(self.q[rank], _seeing(self.mask, k_positions))
         return (found[0][0], found[-1][1]) if found else (0, 0)
+
+
+@lru_cache(maxsize=4096)
+def _seeing(mask: Mask, k_positions: Ranges) -> tuple[Interval, ...]:
+    """Which queries see any of these keys: the same for every rank that they come by."""
+    return tuple(seen(mask, k_positions, by_key=True))

@@ -560,7 +560,7 @@ class _Mesh:
         sender.met.append(receiver)
         receiver.met.append(sender)
         following = []
-        for post in {id(sender): sender, id(receiver): receiver}.values():
+        for post in (sender,) if sender is receiver else (sender, receiver):
             if len(post.met) == len(post.step.sends) + len(post.step.recvs):
                 if post.step.collective:
                     _check_collective(post)
@@ -572,7 +572,7 @@ class _Mesh:
 
 
 def _check_groups(ranks: list[_Rank]) -> None:
-    for name, members in {group for rank in ranks for group in rank.program.groups}:
+    for name, members in dict.fromkeys(group for rank in ranks for group in rank.program.groups):
         for member in members:
             if not 0 <= member < len(ranks) or ranks[member].program.group.get(name) != members:
                 raise VerificationError(f"group {name}: rank {member} does not agree that it has the ranks {members}")

@@ -7,6 +7,7 @@ new kind of call. Rank 0 compares what all say and tells them; who disagrees or 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from datetime import timedelta
@@ -22,8 +23,10 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 
 #: Seconds that a rank waits for another, unless MESHFLASH_TIMEOUT says otherwise.
 TIMEOUT = 300.0
-#: Words of a difference that are shown.
+#: Letters of a difference that are shown.
 SHOWN = 160
+#: How a verdict begins that is not about what ranks said, but about who did not come.
+_MISSING = "missing: "
 
 
 class DisagreementError(ValueError):
@@ -41,9 +44,17 @@ def timeout() -> float:
         seconds = float(text) if text else TIMEOUT
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise ValueError(f"MESHFLASH_TIMEOUT={text!r}: expected a number of seconds > 0")
     return seconds
+
+
+def checks_always() -> bool:
+    """Whether ranks compare their arguments in every call: MESHFLASH_CHECK=always, for debugging."""
+    text = os.environ.get("MESHFLASH_CHECK", "")
+    if text not in ("", "first", "always"):
+        raise ValueError(f"MESHFLASH_CHECK={text!r}: expected first or always")
+    return text == "always"
 
 
 class Member:
@@ -83,30 +94,29 @@ class Member:
         """Compare these fields with those of all other ranks; all must come to it, in the same order."""
         number = self.handshakes
         self.handshakes += 1
-        seconds = timeout()
+        deadline = time.monotonic() + timeout()
+        self._store.set(self._name(number, self.rank), json.dumps(fields))
         if self.rank == 0:
             try:
-                verdict = self._judge(number, fields, seconds)
-            except MissingRankError as missing:
-                self._store.set(self._name(number, "verdict"), f"missing: {missing}")
+                verdict = self._judge(number, fields, deadline)
+            except MissingRankError as missing:  # the store may end with this rank, before others know
+                self._store.set(self._name(number, "verdict"), f"{_MISSING}{missing}")
                 raise
             self._store.set(self._name(number, "verdict"), verdict)
         else:
-            self._store.set(self._name(number, self.rank), json.dumps(fields))
-            # rank 0 may wait as long for the last of the others before it speaks
-            verdict = self._read(self._name(number, "verdict"), 0, 2 * seconds, number)
-        if number:
-            self._store.delete_key(self._name(number - 1, "verdict" if self.rank == 0 else self.rank))
-        if verdict.startswith("missing: "):
-            raise MissingRankError(verdict.removeprefix("missing: "))
+            verdict = self._read(number, "verdict", deadline)
+        if number and (self.rank or verdict == "agreed"):  # then all have come, and nobody reads of the last any more
+            self._store.delete_key(self._name(number - 1, self.rank))
+            if self.rank == 0:
+                self._store.delete_key(self._name(number - 1, "verdict"))
+        if verdict.startswith(_MISSING):
+            raise MissingRankError(verdict.removeprefix(_MISSING))
         if verdict != "agreed":
             raise DisagreementError(verdict)
 
-    def _judge(self, number: int, mine: dict[str, Any], seconds: float) -> str:
-        deadline = time.monotonic() + seconds
+    def _judge(self, number: int, mine: dict[str, Any], deadline: float) -> str:
         for rank in range(1, self.world):
-            remaining = max(0.001, deadline - time.monotonic())
-            theirs = json.loads(self._read(self._name(number, rank), rank, remaining, number))
+            theirs = json.loads(self._read(number, rank, deadline))
             who = f"rank {self.global_rank(rank)}"
             if "error" in theirs:
                 return f"{who} raised: {theirs['error']}"
@@ -119,14 +129,20 @@ class Member:
                     )
         return "agreed"
 
-    def _read(self, name: str, rank: int, seconds: float, number: int) -> str:
+    def _read(self, number: int, who: int | str, deadline: float) -> str:
+        """What another rank wrote; on time, or an error that names those who never came."""
+        name = self._name(number, who)
         try:
-            self._store.wait([name], timedelta(seconds=seconds))
+            self._store.wait([name], timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
-            who = f"rank {self.global_rank(rank)}"
+            try:
+                absent = [rank for rank in range(self.world) if not self._store.check([self._name(number, rank)])]
+            except RuntimeError:  # the store is gone, and so is the rank that held it
+                absent = [0]
+            ranks = ", ".join(str(self.global_rank(rank)) for rank in absent or [0])
             raise MissingRankError(
-                f"{who} did not come to handshake {number} within {timeout():g} s. It may have raised, been ended, "
-                "or be in another call; look at its output first. MESHFLASH_TIMEOUT sets the seconds"
+                f"rank {ranks} did not come to handshake {number} within {timeout():g} s. It may have raised, been "
+                "ended, or be in another call; look at its output first. MESHFLASH_TIMEOUT sets the seconds"
             ) from error
         return bytes(self._store.get(name)).decode()
 

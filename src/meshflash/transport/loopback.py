@@ -7,8 +7,9 @@ times a rank's own work. `Hub` joins ranks that run in threads, so that any worl
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +57,16 @@ class Hub:
         return HubTransport(self, rank)
 
 
+@dataclass(eq=False)
+class _Slot:
+    """Where a message is awaited."""
+
+    group: str
+    peer: int
+    tensor: Tensor
+    arrived: bool = False
+
+
 class HubTransport(Transport):
     """A rank whose peers run in other threads of this process, all in the group "mesh"."""
 
@@ -64,6 +75,7 @@ class HubTransport(Transport):
     def __init__(self, hub: Hub, rank: int) -> None:
         super().__init__()
         self.hub, self._rank = hub, rank
+        self._awaited: dict[tuple[str, int], deque[_Slot]] = defaultdict(deque)
 
     def rank(self, group: str) -> int:
         return self._rank
@@ -71,17 +83,26 @@ class HubTransport(Transport):
     def world(self, group: str) -> int:
         return self.hub.world
 
-    def wait(self, ticket: list[tuple[str, int, Tensor]]) -> None:
-        for group, peer, tensor in ticket:
-            try:
-                tensor.copy_(self.hub.boxes[group, peer, self._rank].get(timeout=self.hub.timeout))
-            except queue.Empty:
-                raise TransportError(f"rank {peer} did not send within {self.hub.timeout:g} s") from None
+    def wait(self, ticket: list[_Slot]) -> None:
+        for slot in ticket:
+            while not slot.arrived:  # messages go to where they were awaited first, whatever is waited for first
+                first = self._awaited[slot.group, slot.peer].popleft()
+                first.tensor.copy_(self._take(first.group, first.peer))
+                first.arrived = True
+
+    def _take(self, group: str, peer: int) -> Tensor:
+        try:
+            return self.hub.boxes[group, peer, self._rank].get(timeout=self.hub.timeout)
+        except queue.Empty:
+            raise TransportError(f"rank {peer} did not send within {self.hub.timeout:g} s") from None
 
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
         for peer, tensor in sends:
             self.hub.boxes[group, self._rank, peer].put(tensor.clone())
-        return [(group, peer, tensor) for peer, tensor in recvs]
+        slots = [_Slot(group, peer, tensor) for peer, tensor in recvs]
+        for slot in slots:
+            self._awaited[group, slot.peer].append(slot)
+        return slots
 
     def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
         world = self.hub.world

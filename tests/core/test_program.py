@@ -1,0 +1,269 @@
+"""Programs as data: what they say, how they travel, and the bytes that they count."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import (
+    KINDS,
+    STEPS,
+    Add,
+    Attend,
+    AttendGrad,
+    Buffer,
+    Clear,
+    Copy,
+    Direction,
+    Dtype,
+    Field,
+    Finish,
+    Part,
+    Post,
+    Program,
+    Sizes,
+    Slice,
+    Step,
+    Wait,
+    slices,
+)
+from meshflash.schedules.registry import build, parse
+
+SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
+MASKS = {
+    "full": Mask.full(),
+    "causal": Mask.causal(),
+    "window": Mask.window(3, 2),
+    "documents": Mask.causal() & Mask.documents([5, 8]),
+}
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+def place(name: str, rows: tuple[int, int] = (0, 4), heads: tuple[int, int] = (0, 2)) -> Slice:
+    return Slice(name, rows, heads)
+
+
+A, B, C, D, E = (place(name) for name in "abcde")
+AT = (range(0, 8, 2),)
+#: A step of every kind, with its line and what it touches.
+EXAMPLES: list[tuple[Step, str, list[tuple[str, str]]]] = [
+    (
+        Attend(A, B, C, AT, AT, (0, 2)),
+        "attend a[0:4, 0:2] x b[0:4, 0:2] -> c[0:4, 0:2]",
+        [("a", "read"), ("b", "read"), ("c", "write")],
+    ),
+    (
+        Attend(A, B, C, AT, AT, (0, 2), carry=True),
+        "attend carry a[0:4, 0:2] x b[0:4, 0:2] -> c[0:4, 0:2]",
+        [("a", "read"), ("b", "read"), ("c", "update")],
+    ),
+    (
+        Attend(A, B, C, AT, AT, (0, 2), final=True),
+        "attend final a[0:4, 0:2] x b[0:4, 0:2] -> c[0:4, 0:2]",
+        [("a", "read"), ("b", "read"), ("c", "write")],
+    ),
+    (
+        AttendGrad(A, B, C, D, E, AT, AT, (0, 2), add_dq=True),
+        "attend_grad a[0:4, 0:2] x c[0:4, 0:2]: d[0:4, 0:2] +=, e[0:4, 0:2] =",
+        [("a", "read"), ("b", "read"), ("c", "read"), ("d", "update"), ("e", "write")],
+    ),
+    (
+        AttendGrad(A, B, C, D, E, AT, AT, (0, 2), add_dkv=True),
+        "attend_grad a[0:4, 0:2] x c[0:4, 0:2]: d[0:4, 0:2] =, e[0:4, 0:2] +=",
+        [("a", "read"), ("b", "read"), ("c", "read"), ("d", "write"), ("e", "update")],
+    ),
+    (
+        Post("kv 1", (Part(1, A),), (Part(2, B),)),
+        "post kv 1: a[0:4, 0:2] -> rank 1, b[0:4, 0:2] <- rank 2",
+        [("a", "read"), ("b", "write")],
+    ),
+    (
+        Post("kv 1", (Part(1, A),), (), "row", "all_gather"),
+        "post kv 1 all_gather in row: a[0:4, 0:2] -> rank 1",
+        [("a", "read")],
+    ),
+    (Wait("kv 1"), "wait kv 1", []),
+    (Copy(A, B), "copy a[0:4, 0:2] -> b[0:4, 0:2]", [("a", "read"), ("b", "write")]),
+    (Add(A, B), "add a[0:4, 0:2] -> b[0:4, 0:2]", [("a", "read"), ("b", "update")]),
+    (Clear(A), "clear a[0:4, 0:2]", [("a", "write")]),
+    (Finish(A, B, (0, 2)), "finish a[0:4, 0:2] -> b[0:4, 0:2]", [("a", "read"), ("b", "write")]),
+]
+
+
+def test_there_is_an_example_of_every_step() -> None:
+    assert {type(step) for step, _, _ in EXAMPLES} == set(STEPS.values())
+
+
+@pytest.mark.parametrize(("step", "line", "touched"), EXAMPLES, ids=lambda x: str(x) if isinstance(x, Step) else "")
+def test_steps_say_what_they_do(step: Step, line: str, touched: list[tuple[str, str]]) -> None:
+    assert str(step) == line
+    assert [(touch.buffer, how) for touch, how in slices(step)] == touched
+
+
+def test_the_text_of_a_program() -> None:
+    layout = Layout.contiguous(6, 2)
+    problem = Problem(layout.ranges, layout.ranges, Mask.causal(), 2, 1)
+    assert build("ring", problem, 1, "forward").text() == (
+        "ring, forward of rank 1 of 2\n"
+        "  input q: q, 3 rows, 2 heads, input\n"
+        "  input kv: kv, 3 rows, 1 heads, input\n"
+        "  output out: out, 3 rows, 2 heads, input\n"
+        "  scratch out.sum: out, 3 rows, 2 heads, partial, becomes out\n"
+        "  scratch kv+1.1: kv, 3 rows, 1 heads, input\n"
+        "    0  post kv+1 1: kv+1.1[0:3, 0:1] <- rank 0\n"
+        "    1  attend q[0:3, 0:2] x kv[0:3, 0:1] -> out.sum[0:3, 0:2]\n"
+        "    2  wait kv+1 1\n"
+        "    3  attend carry q[0:3, 0:2] x kv+1.1[0:3, 0:1] -> out.sum[0:3, 0:2]\n"
+        "    4  finish out.sum[0:3, 0:2] -> out[0:3, 0:2]\n"
+        "  saves q, kv, out"
+    )
+
+
+def test_a_program_without_a_name_has_a_title_all_the_same() -> None:
+    assert Program("", "backward", 1, 3, (), (), ()).text() == "backward of rank 1 of 3"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_programs_survive_json(schedule: str, world: int) -> None:
+    layout = parse(schedule)[0].layout(13, world)
+    for mask, direction in product(MASKS.values(), DIRECTIONS):
+        problem = Problem(layout.ranges, layout.ranges, mask, 4, 2)
+        for rank in range(world):
+            program = build(schedule, problem, rank, direction)
+            back = Program.from_json(program.to_json())
+            assert back == program
+            assert hash(back) == hash(program)
+            assert back.text() == program.text()
+            assert program.text().count("\n") == len(program.buffers) + len(program.steps) + bool(program.saves)
+
+
+@pytest.mark.parametrize(("step", "line"), [(step, line) for step, line, _ in EXAMPLES], ids=str)
+def test_steps_survive_json(step: Step, line: str) -> None:
+    program = Program("one", "forward", 0, 1, (), (step,), (("mesh", (0,)),), ("q",))
+    assert Program.from_json(program.to_json()).steps == (step,)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"Wait": {"post": "kv"}}', "3", '"Program"'])
+def test_what_is_no_program_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Program\.from_json: this is not|Expecting"):
+        Program.from_json(text)
+
+
+def test_parts_that_no_program_has_are_refused() -> None:
+    text = Program("one", "forward", 0, 1, (), (Wait("kv"),), ()).to_json().replace('"Wait"', '"Sleep"')
+    with pytest.raises(ValueError, match=r"Program\.from_json: 'Sleep' is no part of a program"):
+        Program.from_json(text)
+
+
+def test_json_is_plain() -> None:
+    step = Attend(A, B, C, AT, AT, (0, 2))
+    coded = json.loads(Program("one", "forward", 0, 1, (), (step,), ()).to_json())
+    assert coded["Program"]["steps"][0]["Attend"]["q_positions"] == [{"range": [0, 8, 2]}]
+
+
+SIZES = Sizes(batch=3, dim=8, value_dim=16, input_bytes=2, partial_bytes=4, reduce_bytes=1)
+
+
+def test_sizes_of_fields() -> None:
+    assert [SIZES.width(field) for field in KINDS["kv"]] == [8, 16]
+    assert SIZES.width(Field("lse", "", always_partial=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "each"),
+    [
+        ("q", "input", 8 * 2),
+        ("kv", "input", 24 * 2),
+        ("kv", "partial", 24 * 4),
+        ("dkv", "reduce", 24),
+        ("out", "input", 16 * 2 + 4),
+        ("out", "partial", 16 * 4 + 4),
+        ("out", "reduce", 16 + 4),
+        ("rows", "input", 32 * 2 + 8),
+        ("dq", "partial", 8 * 4),
+    ],
+)
+def test_bytes_of_a_row_of_one_head(kind: str, dtype: Dtype, each: int) -> None:
+    assert SIZES.row_bytes(kind, dtype) == 3 * each
+    assert Buffer("x", kind, 5, 2, dtype).bytes(SIZES) == 5 * 2 * 3 * each
+    program = Program("", "forward", 0, 1, (Buffer("x", kind, 5, 2, dtype),), (), ())
+    assert program.slice_bytes(place("x", (1, 4), (1, 2)), SIZES) == 3 * 3 * each
+
+
+def test_cells_of_a_slice() -> None:
+    assert place("x", (1, 4), (0, 2)).cells == 6
+    assert place("x", (4, 4)).cells == 0
+
+
+def small(*steps: Step) -> Program:
+    buffers = (
+        Buffer("kv", "kv", 4, 2, role="input"),
+        Buffer("rows", "rows", 4, 2, role="input"),
+        Buffer("dkv", "dkv", 4, 2, role="output"),
+        Buffer("dkv.sum", "dkv", 4, 2, "partial", becomes="dkv"),
+        Buffer("room", "kv", 6, 2),
+        Buffer("rows.room", "rows", 4, 2),
+    )
+    return Program("", "backward", 0, 2, buffers, steps, (("mesh", (0, 1)),))
+
+
+def test_scratch_shares_the_memory_of_its_output_where_the_bytes_agree() -> None:
+    program = small()
+    assert not program.shares(program.buffer["dkv.sum"], SIZES)
+    assert program.shares(program.buffer["dkv.sum"], replace(SIZES, input_bytes=4))
+    for name in ("room", "dkv", "kv"):
+        assert not program.shares(program.buffer[name], SIZES)
+
+
+def test_scratch_bytes_are_those_of_buffers_that_are_not_the_callers() -> None:
+    program = small()
+    room = 6 * 2 * SIZES.row_bytes("kv", "input")
+    rows = 4 * 2 * SIZES.row_bytes("rows", "input")
+    assert program.scratch_bytes(SIZES) == room + rows + 4 * 2 * SIZES.row_bytes("dkv", "partial")
+    alike = replace(SIZES, input_bytes=4)
+    assert program.scratch_bytes(alike) == 2 * room + 4 * 2 * alike.row_bytes("rows", "input")
+
+
+def test_copies_of_what_is_sent_count_as_scratch_once_for_all_peers() -> None:
+    some = place("kv", (0, 3), (0, 1))
+    post = Post("kv 1", (Part(0, some), Part(1, some)), ())
+    assert small(post).staged(post, SIZES) == [some]
+    assert small(post).scratch_bytes(SIZES) == small().scratch_bytes(SIZES) + 3 * SIZES.row_bytes("kv", "input")
+
+
+@pytest.mark.parametrize(
+    ("buffer", "heads", "batch", "packed"),
+    [
+        ("kv", (0, 2), 1, False),
+        ("kv", (0, 2), 2, True),  # the rows of a batch lie apart
+        ("kv", (0, 1), 1, True),  # so do some heads of a row
+        ("room", (0, 2), 2, False),
+        ("room", (1, 2), 1, True),
+        ("rows", (0, 2), 1, True),  # an LSE lies head by head
+        ("rows.room", (0, 2), 2, False),
+        ("dkv.sum", (0, 2), 2, False),
+    ],
+)
+def test_what_does_not_lie_row_by_row_is_packed(buffer: str, heads: tuple[int, int], batch: int, packed: bool) -> None:
+    sent = place(buffer, (0, 4), heads)
+    post = Post("one", (Part(1, sent),), (Part(1, place("room")),))
+    assert small(post).staged(post, replace(SIZES, batch=batch)) == ([sent] if packed else [])
+
+
+def test_scratch_that_is_the_callers_memory_is_packed_like_it() -> None:
+    post = Post("one", (Part(1, place("dkv.sum")),), ())
+    assert small(post).staged(post, replace(SIZES, input_bytes=4)) == [place("dkv.sum")]
+    assert small(post).staged(post, replace(SIZES, input_bytes=4, batch=1)) == []
+
+
+def test_buffers_and_groups_by_name() -> None:
+    program = small()
+    assert program.buffer["room"].rows == 6
+    assert program.group == {"mesh": (0, 1)}

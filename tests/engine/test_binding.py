@@ -1,0 +1,134 @@
+"""Programs bound to memory, over whole worlds in threads: no result depends on what scratch held before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cases import CASES
+from hub import prepare, run_item
+from mesh import Item
+from meshflash import Layout, Mask
+from meshflash.engine.binding import Bound
+from meshflash.engine.memory import Arena, Pool
+from meshflash.transport.loopback import Loopback
+from oracle import Case, check
+
+CAUSAL = Mask.causal()
+SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
+#: Small ones with all that makes programs differ.
+WIDE = ("gqa", "no keys", "documents by row", "fewer keys", "everything")
+SCRATCH: dict[str, Case] = {
+    "batch 1": Case(CAUSAL, batch=1, heads=4, kv_heads=2),
+    "batch 3": Case(CAUSAL, batch=3, heads=4, kv_heads=2),
+    "window": Case(CAUSAL & Mask.window(5, 0), batch=3, tokens=50),
+    "documents": Case(Mask.documents([1, 30, 6]), batch=1, value_dim=24),
+    "empty rows": CASES["empty rows"][0],
+    "sinks and empty rows": Case(Mask.first(4) & Mask.window(9, 0), sinks=True, lse_gradient=True),
+    "everything": CASES["everything"][0],
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads here already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch that is NaN in every dtype whenever a call gets it."""
+    take = Pool.take
+
+    def poison(self: Pool, wanted: int, used: int) -> Arena:
+        arena = take(self, wanted, used)
+        arena.memory.fill_(0xFF)
+        return arena
+
+    monkeypatch.setattr(Pool, "take", poison)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        assert torch.full((8,), 0xFF, dtype=torch.uint8).view(dtype).isnan().all()
+
+
+def run_and_check(item: Item, times: int = 1) -> None:
+    leaves = item.case.inputs(item.dtype)
+    check(run_item(item, leaves, times), item.case, leaves)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", WIDE)
+def test_eight_ranks_are_right(name, schedule):
+    run_and_check(Item(CASES[name][0], schedule, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world", [5, 8, 13])
+def test_every_case_is_right_in_larger_worlds(world, schedule):
+    for case, _, _ in CASES.values():
+        run_and_check(Item(case, schedule, world))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", SCRATCH)
+def test_scratch_may_hold_anything(poisoned, name, schedule):
+    run_and_check(Item(SCRATCH[name], schedule, 3), times=2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_scratch_may_hold_anything_in_half_precision(poisoned, batch, schedule):
+    case = Case(CAUSAL, batch=batch, heads=4, kv_heads=2)
+    for reduce_dtype in (None, torch.bfloat16):
+        item = Item(case, schedule, 3, torch.bfloat16, reduce_dtype=reduce_dtype)
+        got, leaves = run_item(item, times=2), case.inputs(torch.bfloat16)
+        if reduce_dtype is None:
+            check(got, case, leaves)
+        assert not any(x.isnan().any() for x in got.values())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_uneven_and_empty_shards(poisoned, schedule):
+    layout = Layout(((range(20, 21),), (), (range(1, 20, 2), range(21, 25)), (range(0, 20, 2),)))
+    for mask in (CAUSAL, CAUSAL & Mask.window(3, 0)):
+        run_and_check(Item(Case(mask, tokens=25), schedule, 4, layout=layout))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rows_that_see_nothing_are_0_and_their_lse_is_minus_infinity(poisoned, schedule):
+    item = Item(Case(Mask.documents([[3], [0]], pad=True), tokens=9), schedule, 3)
+    got = run_item(item)
+    assert (got["lse"][1] == -torch.inf).all()
+    assert (got["lse"][0, :, 3:] == -torch.inf).all()
+    assert (got["lse"][0, :, :3] > -torch.inf).all()
+    for name, rows in (("out", 3), ("dq", 3), ("dk", 3), ("dv", 3)):
+        assert not got[name][1].any()
+        assert not got[name][0, rows:].any()
+
+
+def bound_of(item: Item, direction: str) -> Bound:
+    """A rank's program, run once beside nobody."""
+    case, leaves = item.case, item.case.inputs(item.dtype)
+    q, k, v = (leaves[name].detach()[:, torch.from_numpy(item.q.positions(0))] for name in ("q", "k", "v"))
+    out, lse = torch.zeros_like(q), torch.zeros(case.batch, case.heads, q.shape[1])
+    tensors = [q, k, v, out, lse]
+    if direction == "backward":
+        tensors = [q, k, v, out, out.clone(), lse, lse.clone(), *map(torch.zeros_like, (q, k, v))]
+    return prepare(item, 0).run(direction, tensors, case.features(leaves), Loopback(0, item.world))  # type: ignore[arg-type]
+
+
+def test_every_attending_step_has_a_kernel_of_its_own():
+    bound = bound_of(Item(Case(CAUSAL, tokens=64), "zigzag", 4), "forward")
+    steps = [step for step in bound.program.steps if type(step).__name__ == "Attend"]
+    assert [step for step, _ in bound.kernels] == steps
+    assert {kernel.name for _, kernel in bound.kernels} <= {"vendor", "tiled"}
+
+
+def test_a_kernel_that_cannot_serve_a_step_is_refused_when_bound():
+    with pytest.raises(ValueError, match=r'kernel="vendor" lacks .*; able here: tiled'):
+        bound_of(Item(Case(CAUSAL & Mask.window(3, 0), tokens=64), "ring", 2, kernel="vendor"), "forward")

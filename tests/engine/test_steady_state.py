@@ -1,0 +1,202 @@
+"""A repeated call allocates nothing, builds nothing and agrees on nothing; calls that differ do not pile up."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hub import prepare
+from mesh import Item, shards
+from meshflash import Layout, Mask, attention
+from meshflash.core.program import Program
+from meshflash.core.tiles import Worklist
+from meshflash.engine import mesh as engine
+from meshflash.engine.binding import Bound
+from meshflash.engine.membership import member
+from meshflash.engine.memory import pool
+from meshflash.engine.placement import Placement
+from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, Outputs, Rows, new_outputs
+from meshflash.transport.loopback import Loopback
+from oracle import Case
+
+CAUSAL = Mask.causal()
+CPU = torch.device("cpu")
+SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
+BUILT: tuple[type[Any], ...] = (Program, Bound, Worklist, Placement, engine.Prepared)
+
+
+@contextmanager
+def constructions() -> Iterator[Counter[str]]:
+    """What is built inside the block, by class."""
+    built: Counter[str] = Counter()
+
+    def counting(kind: type[Any]) -> Callable[..., None]:
+        plain = kind.__init__
+
+        def init(self: Any, *arguments: Any, **named: Any) -> None:
+            built[kind.__name__] += 1
+            plain(self, *arguments, **named)
+
+        return init
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in BUILT:
+            patch.setattr(kind, "__init__", counting(kind))
+        yield built
+
+
+def step(tokens: int, world: int, **call: Any) -> None:
+    """A forward and a backward."""
+    q, k, v = (torch.ones(2, tokens // world, 4, 8).requires_grad_() for _ in range(3))
+    attention(q, k, v, **call).sum().backward()
+
+
+def steady(rank: int, world: int, group: Any) -> None:
+    kinds: list[list[dict[str, Any]]] = [[dict(tokens=32, schedule=schedule, mask=CAUSAL)] for schedule in SCHEDULES]
+    kinds.append([call for calls in kinds for call in calls])  # one after another
+    kinds.append([dict(tokens=32, mask=CAUSAL), dict(tokens=64, mask=CAUSAL & Mask.window(9, 0), schedule="zigzag")])
+    kinds.append(
+        [dict(tokens=32, mask=CAUSAL & Mask.documents(torch.tensor([9, 23])), layout=Layout.zigzag(32, world))]
+    )
+    here, usage = member(group.group_name), pool(CPU).usage
+    for calls in kinds:
+        for _ in range(2):
+            for call in calls:
+                step(world=world, **call)
+        before = usage.allocations, here.handshakes, len(here.prepared)
+        with constructions() as built:
+            for _ in range(5):
+                for call in calls:
+                    step(world=world, **call)
+        assert not built, built
+        assert before == (usage.allocations, here.handshakes, len(here.prepared))
+        assert usage.live == 0
+
+
+def test_a_repeated_call_builds_and_allocates_nothing(pool):
+    pool.run(2, steady)
+
+
+def counts_what_is_built(rank: int, world: int, group: Any) -> None:
+    with constructions() as built:
+        step(32, world, mask=CAUSAL & Mask.window(11, 0), schedule="zigzag")
+    assert set(built) == {kind.__name__ for kind in BUILT}
+
+
+def test_a_first_call_is_seen_to_build(pool):
+    pool.run(2, counts_what_is_built)
+
+
+def seeds(rank: int, world: int, group: Any) -> None:
+    here = member(group.group_name)
+    for seed in range(10):
+        if seed == 2:
+            before = here.handshakes, len(here.prepared), pool(CPU).usage.allocations
+        slopes, logits = torch.rand(4, generator=torch.Generator().manual_seed(seed)), torch.full((4,), float(seed))
+        more = dict(dropout=0.5, seed=seed, alibi_slopes=slopes, sink_logits=logits)
+        step(32, world, mask=CAUSAL, schedule="ring", **more)
+    assert before == (here.handshakes, len(here.prepared), pool(CPU).usage.allocations)
+
+
+def test_seeds_slopes_and_logits_that_change_are_the_same_kind_of_call(pool):
+    pool.run(2, seeds)
+
+
+def packings(rank: int, world: int, group: Any) -> None:
+    draw = random.Random(0)  # the same on all ranks
+    here, memory = member(group.group_name), pool(CPU)
+    layout = Layout.zigzag(32, world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "BOUND", 6)
+        patch.setattr(engine, "PREPARED", 9)
+        for n in range(40):
+            cuts = [0, *sorted(draw.sample(range(1, 32), draw.randint(1, 5))), 32]
+            mask = CAUSAL & Mask.from_cu_seqlens(torch.tensor(cuts))
+            step(32, world, mask=mask, layout=layout, schedule=draw.choice(("zigzag", "allgather")))
+            assert len(here.prepared) <= 9
+            assert all(len(arena.bound) <= 6 for arena in memory._free)
+            assert len(memory._free) == 1
+            if n == 20:
+                allocations = memory.usage.allocations
+        # a kind of call that was forgotten is agreed on again
+        before = here.handshakes
+        step(32, world, mask=CAUSAL, layout=layout)
+        assert here.handshakes == before + 1
+    assert memory.usage.allocations - allocations <= 3  # only where a packing needs more than any before
+    assert memory.usage.live == 0
+
+
+def test_packings_that_change_every_step_do_not_pile_up(pool):
+    pool.run(2, packings)
+
+
+class Idle(Kernel):
+    """Computes nothing, so that all that is seen is the engine's own."""
+
+    name, summary = "idle", "nothing"
+
+    def lacks(self, ask: Ask) -> str | None:
+        return None
+
+    def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
+        assert outputs is not None
+        return outputs
+
+    def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
+        assert grads is not None
+        return grads
+
+
+class Watch(TorchDispatchMode):
+    """Every op that makes a tensor of its own: neither a view, nor in place, nor into a given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[str] = []
+        self.allocating: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.all.append(str(func))
+        if any(value.alias_info is None for value in func._schema.returns):
+            self.allocating.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_bound_program_makes_no_tensor(monkeypatch, schedule, batch, dtype):
+    monkeypatch.setattr("meshflash.engine.binding.choose", lambda name, ask: Idle())
+    for mask in (Mask.full(), CAUSAL, CAUSAL & Mask.window(9, 0)):
+        item = Item(Case(mask, batch=batch, tokens=37, heads=4, kv_heads=2), schedule, 3, dtype)
+        for rank in range(3):
+            local = {name: x.detach() for name, x in shards(item, item.case.inputs(dtype), rank).items()}
+            q, k, v = local.values()
+            out, lse = new_outputs(q, v)
+            passes = {
+                "forward": [q, k, v, out, lse],
+                "backward": [q, k, v, out, out.clone(), lse, lse.clone(), *map(torch.empty_like, (q, k, v))],
+            }
+            prepared, features, mover = prepare(item, rank), item.case.features(local), Loopback(rank, 3)
+            for direction, tensors in passes.items():
+                prepared.run(direction, tensors, features, mover)  # type: ignore[arg-type]
+                with Watch() as watch:
+                    prepared.run(direction, tensors, features, mover)  # type: ignore[arg-type]
+                assert not watch.allocating, (direction, watch.allocating)
+
+
+def test_the_watch_sees_what_allocates():
+    x = torch.zeros(4)
+    with Watch() as watch:
+        x.view(2, 2).narrow(0, 0, 1).fill_(1.0).add_(1.0)
+        assert not watch.allocating
+        assert watch.all
+        x.clone(), torch.empty(3), x + 1, x.reshape(2, 2).t().contiguous(), x.double()
+    assert len(watch.allocating) == 5

@@ -1,0 +1,95 @@
+"""A whole world in threads of one process: programs run over a `Hub`, without autograd and without groups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh import Item, shards, whole
+from meshflash.engine.local import rows_of, sink_gradient
+from meshflash.engine.mesh import Plan, Prepared
+from meshflash.engine.placement import Setting
+from meshflash.kernels.contract import Grads, accumulator_dtype, new_outputs
+from meshflash.transport.contract import Transport
+from meshflash.transport.loopback import Hub, HubTransport
+
+
+def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout: float = 30.0) -> list[Any]:
+    """`function(rank, transport)` on every rank, each in a thread; their results, by rank."""
+    hub = Hub(world, timeout)
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = function(rank, hub.transport(rank))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(world)]
+
+
+def prepare(item: Item, rank: int) -> Prepared:
+    """What the engine prepares for a rank of an item."""
+    case = item.case
+    setting = Setting(
+        batch=case.batch,
+        dim=case.dim,
+        value_dim=case.value_dim or case.dim,
+        dtype=item.dtype,
+        reduce_dtype=item.reduce_dtype or accumulator_dtype(item.dtype),
+        device=torch.device("cpu"),
+        kernel=item.kernel,
+        deterministic=False,
+    )
+    plan = Plan(item.schedule, item.q, item.k, case.q_offset)
+    return Prepared(plan, case.mask, case.heads, case.kv_heads or case.heads, rank, setting)
+
+
+def upstream(item: Item, out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor | None]:
+    """The gradients that the oracle sends back, of a rank's rows."""
+    case, rows = item.case, torch.from_numpy(item.q.positions(rank))
+    generator = torch.Generator().manual_seed(7)
+    shape = (case.batch, case.tokens, case.heads, case.value_dim or case.dim)
+    dout = torch.randn(shape, generator=generator)[:, rows].to(out)
+    dlse = torch.randn(case.batch, case.heads, case.tokens, generator=generator)[:, :, rows].to(lse)
+    return dout, dlse.masked_fill(lse == -torch.inf, 0.0) if case.lse_gradient else None
+
+
+def run_rank(
+    item: Item, leaves: dict[str, Tensor], rank: int, transport: Transport, times: int = 1
+) -> dict[str, Tensor]:
+    """A rank's results, forward and backward, into tensors of NaN."""
+    case, local = item.case, {name: x.detach() for name, x in shards(item, leaves, rank).items()}
+    q, k, v = local["q"], local["k"], local["v"]
+    features, prepared = case.features(local), prepare(item, rank)
+    for _ in range(times):
+        out, lse = (x.fill_(torch.nan) for x in new_outputs(q, v))
+        if case.batch:
+            prepared.run("forward", [q, k, v, out, lse], features, transport)
+        rows = rows_of(out, lse, *upstream(item, out, lse, rank))
+        grads = Grads.like(q, k, v)
+        made = [grads.dq_BTHD.fill_(torch.nan), grads.dk_BSKD.fill_(torch.nan), grads.dv_BSKE.fill_(torch.nan)]
+        if case.batch:
+            given = [q, k, v, rows.out_BTHE, rows.dout_BTHE, rows.lse_BHT, rows.delta_BHT]
+            prepared.run("backward", [*given, *made], features, transport, lse_gradient=case.lse_gradient)
+    results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *made), strict=True))
+    share = sink_gradient(features.sink_logits_H, rows)
+    return results if share is None else results | {"dsink_logits": share}
+
+
+def run_item(item: Item, leaves: dict[str, Tensor] | None = None, times: int = 1) -> dict[str, Tensor]:
+    """The whole result of an item, by as many threads as it has ranks."""
+    given = item.case.inputs(item.dtype) if leaves is None else leaves
+    return whole(item, in_threads(item.world, lambda rank, hub: run_rank(item, given, rank, hub, times)))

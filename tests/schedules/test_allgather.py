@@ -1,0 +1,166 @@
+"""What all-gather moves and holds: never more than its peers, and less where less is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import Direction, Post, Program, Sizes
+from meshflash.core.verify import verify_programs
+from meshflash.schedules.registry import build
+
+GATHERS = ("allgather", "allgather(head_stride=1)", "allgather(head_stride=3)")
+WORLDS = (2, 3, 4, 7, 8)
+ROWS = 6
+HEADS, KV_HEADS = 8, 4
+MASKS = {
+    "full": Mask.full(),
+    "causal": Mask.causal(),
+    "window": Mask.window(4, 3),
+    "sinks": Mask.causal() & (Mask.window(5, 0) | Mask.first(3)),
+}
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
+#: Bytes of one row of k (or of v), over all key heads.
+ROW = KV_HEADS * 64 * 2
+
+
+def problem_of(world: int, mask: Mask, tokens: int = 0) -> Problem:
+    held = Layout.contiguous(tokens or ROWS * world, world).ranges
+    return Problem(held, held, mask, HEADS, KV_HEADS)
+
+
+def programs_of(schedule: str, problem: Problem, direction: Direction) -> list[Program]:
+    return [build(schedule, problem, rank, direction) for rank in range(problem.world)]
+
+
+def received(schedule: str, problem: Problem, direction: Direction, sizes: Sizes = SIZES) -> tuple[int, ...]:
+    return verify_programs(programs_of(schedule, problem, direction), problem, sizes, tables=False).received_bytes
+
+
+def posts(programs: list[Program]) -> list[Post]:
+    return [step for program in programs for step in program.steps if isinstance(step, Post)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("schedule", GATHERS)
+def test_a_forward_receives_at_most_the_keys_and_values_of_all_others(schedule: str, mask: str) -> None:
+    for world in WORLDS:
+        got = received(schedule, problem_of(world, MASKS[mask]), "forward")
+        assert max(got) <= 2 * (world - 1) * ROWS * ROW
+        if mask == "full":
+            assert set(got) == {2 * (world - 1) * ROWS * ROW}
+
+
+@pytest.mark.parametrize("reduce_bytes", [4, 2])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("schedule", GATHERS)
+def test_a_backward_receives_keys_again_and_a_share_of_each_other_rank(
+    schedule: str, mask: str, reduce_bytes: int
+) -> None:
+    sizes = replace(SIZES, reduce_bytes=reduce_bytes)
+    for world in WORLDS:
+        got = received(schedule, problem_of(world, MASKS[mask]), "backward", sizes)
+        keys = 2 * (world - 1) * ROWS * ROW
+        most = keys + keys * reduce_bytes // 2
+        assert max(got) <= most
+        if mask == "full":
+            assert set(got) == {most}
+
+
+@pytest.mark.parametrize("schedule", GATHERS)
+def test_a_causal_mask_moves_half(schedule: str) -> None:
+    for world in WORLDS:
+        problem = problem_of(world, Mask.causal())
+        keys = [2 * rank * ROWS * ROW for rank in range(world)]
+        shares = [2 * (world - 1 - rank) * ROWS * ROW * 2 for rank in range(world)]
+        assert list(received(schedule, problem, "forward")) == keys
+        assert list(received(schedule, problem, "backward")) == [a + b for a, b in zip(keys, shares, strict=True)]
+
+
+@pytest.mark.parametrize("left", [1, 4, ROWS, ROWS + 2])
+def test_a_causal_window_moves_only_its_rows(left: int) -> None:
+    problem = problem_of(4, Mask.causal() & Mask.window(left, 0))
+    assert list(received("allgather", problem, "forward")) == [2 * min(left, rank * ROWS) * ROW for rank in range(4)]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("schedule", GATHERS)
+def test_documents_on_one_rank_each_move_nothing(schedule: str, direction: Direction) -> None:
+    for mask in (Mask.documents([ROWS] * 4), Mask.window(0, 0), Mask.causal() & Mask.documents([2, 4, *[ROWS] * 3])):
+        problem = problem_of(4, mask)
+        programs = programs_of(schedule, problem, direction)
+        verify_programs(programs, problem)
+        assert posts(programs) == []
+        assert all(b.role != "scratch" for program in programs for b in program.buffers), "and take no scratch"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_rank_that_sees_its_own_keys_alone_gathers_none(direction: Direction) -> None:
+    problem = problem_of(3, Mask.documents([ROWS, 2 * ROWS]))
+    programs = programs_of("allgather", problem, direction)
+    report = verify_programs(programs, problem, SIZES)
+    assert posts(programs[:1]) == []
+    assert set(report.received[1]) == {2}
+    assert set(report.received[2]) == {1}
+
+
+@pytest.mark.parametrize("schedule", GATHERS)
+def test_only_key_heads_move(schedule: str) -> None:
+    problem = problem_of(4, Mask.causal())
+    for direction in DIRECTIONS:
+        many = received(schedule, replace(problem, heads=32), direction)
+        assert many == received(schedule, problem, direction)
+        assert received(schedule, replace(problem, kv_heads=8), direction) == tuple(2 * n for n in many)
+
+
+@pytest.mark.parametrize("schedule", GATHERS)
+def test_even_patterns_are_collectives(schedule: str) -> None:
+    def forms(problem: Problem, direction: Direction) -> set[str]:
+        return {post.collective for post in posts(programs_of(schedule, problem, direction))}
+
+    assert forms(problem_of(4, Mask.full()), "forward") == {"all_gather"}
+    assert forms(problem_of(4, Mask.full()), "backward") == {"all_gather", "all_to_all"}
+    for uneven in (problem_of(4, Mask.full(), 25), problem_of(4, Mask.causal())):
+        assert forms(uneven, "backward") == {""}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "strides"),
+    [("allgather", [4]), ("allgather(head_stride=1)", [1] * 4), ("allgather(head_stride=3)", [3, 1])],
+)
+def test_heads_are_gathered_in_strides(schedule: str, strides: list[int]) -> None:
+    for program in programs_of(schedule, problem_of(3, Mask.full()), "forward"):
+        taken = [post.sends[0].slice.heads for post in posts([program])]
+        assert [end - begin for begin, end in taken] == strides
+
+
+def test_a_stride_larger_than_the_heads_is_all_of_them() -> None:
+    problem = problem_of(3, Mask.causal())
+    for direction in DIRECTIONS:
+        all_heads = programs_of("allgather", problem, direction)
+        assert [p.steps for p in programs_of("allgather(head_stride=99)", problem, direction)] == [
+            p.steps for p in all_heads
+        ]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_fewer_heads_at_a_time_take_less_scratch(direction: Direction) -> None:
+    problem = replace(problem_of(4, Mask.full()), heads=8, kv_heads=8)
+
+    def scratch(schedule: str) -> int:
+        programs = programs_of(schedule, problem, direction)
+        return max(sum(b.bytes(SIZES) for b in p.buffers if b.role == "scratch") for p in programs)
+
+    assert scratch("allgather(head_stride=1)") < scratch("allgather(head_stride=2)") < scratch("allgather")
+
+
+def test_the_next_heads_are_on_their_way_while_these_are_attended_to() -> None:
+    problem = replace(problem_of(2, Mask.full()), heads=3, kv_heads=3)
+    for program in programs_of("allgather(head_stride=1)", problem, "forward"):
+        kinds = [str(step).split()[0] for step in program.steps]
+        assert kinds == ["post", "post", "wait", "attend", "post", "wait", "attend", "wait", "attend"]

@@ -1,0 +1,186 @@
+"""Schedules by name: what there is, what a user adds, and how options are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import Program
+from meshflash.core.verify import verify_programs
+from meshflash.schedules import ring
+from meshflash.schedules.registry import (
+    build,
+    find,
+    names,
+    parse,
+    register_schedule,
+    schedules,
+    unregister_schedule,
+)
+
+HELD = Layout.contiguous(8, 2).ranges
+PROBLEM = Problem(HELD, HELD, Mask.causal(), 2, 1)
+
+
+@pytest.fixture
+def mine() -> Iterator[str]:
+    """A schedule with an option of every type."""
+    register_schedule(
+        "mine",
+        ring.forward,
+        ring.backward,
+        layout=Layout.striped,
+        summary="ring by another name",
+        options={"count": 2, "share": 0.5, "early": False, "form": "flat"},
+    )
+    yield "mine"
+    unregister_schedule("mine")
+
+
+def test_the_schedules_that_there_are() -> None:
+    assert {"ring", "zigzag", "striped", "allgather"} <= set(names())
+    assert names() == tuple(schedule.name for schedule in schedules())
+    assert all(schedule.summary for schedule in schedules())
+    assert len(set(names())) == len(names())
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("ring", "contiguous"), ("zigzag", "zigzag"), ("striped", "striped"), ("allgather", "contiguous")],
+)
+def test_the_layout_that_each_is_at_home_on(name: str, layout: str) -> None:
+    assert find(name).layout(13, 3).name == layout
+
+
+def test_a_schedule_of_ones_own(mine: str) -> None:
+    assert mine in names()
+    assert find(mine).layout(5, 2) == Layout.striped(5, 2)
+    assert find(mine).summary == "ring by another name"
+    programs = [build(mine, PROBLEM, rank, "forward") for rank in range(2)]
+    assert {program.name for program in programs} == {"mine"}
+    assert [p.steps for p in programs] == [build("ring", PROBLEM, rank, "forward").steps for rank in range(2)]
+    verify_programs(programs, PROBLEM)
+
+
+def test_a_schedule_that_is_forgotten_is_gone() -> None:
+    register_schedule("brief", ring.forward, ring.backward)
+    assert find("brief").layout is Layout.contiguous
+    build("brief", PROBLEM, 0, "forward")
+    unregister_schedule("brief")
+    assert "brief" not in names()
+    with pytest.raises(ValueError, match=r"schedule='brief': expected one of auto, ring, "):
+        build("brief", PROBLEM, 0, "forward")
+    with pytest.raises(ValueError, match="schedule='brief': expected one of auto"):
+        unregister_schedule("brief")
+
+
+def test_a_name_that_comes_again_builds_anew() -> None:
+    def other(problem: Problem, rank: int, name: str) -> Program:
+        return Program("other", "forward", rank, problem.world, (), (), ())
+
+    register_schedule("again", ring.forward, ring.backward)
+    first = build("again", PROBLEM, 0, "forward")
+    unregister_schedule("again")
+    register_schedule("again", other, ring.backward)
+    assert build("again", PROBLEM, 0, "forward") != first
+    unregister_schedule("again")
+
+
+@pytest.mark.parametrize("name", ["auto", "", "Ring", "my-ring", "2d", "ring ", "_x"])
+def test_names_that_cannot_be_written_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="expected a lower-case identifier other than auto"):
+        register_schedule(name, ring.forward, ring.backward)
+    assert name not in names()
+
+
+@pytest.mark.parametrize("name", ["ring", "allgather"])
+def test_names_are_given_once(name: str) -> None:
+    before = find(name)
+    with pytest.raises(ValueError, match=f"schedule '{name}' is registered already"):
+        register_schedule(name, ring.backward, ring.forward)
+    assert find(name) is before
+
+
+@pytest.mark.parametrize("text", ["zigzag", " zigzag ", "zigzag()", "zigzag( )"])
+def test_a_name_alone_is_a_schedule(text: str) -> None:
+    assert parse(text) == (find("zigzag"), ())
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("mine", {}),
+        ("mine(count=0)", {"count": 0}),
+        ("mine( count = 3 , early=True )", {"count": 3, "early": True}),
+        ("mine(share=0.25,form=tall)", {"share": 0.25, "form": "tall"}),
+        ("mine(early=False)", {}),
+    ],
+)
+def test_options_have_the_types_of_their_defaults(mine: str, text: str, given: dict[str, Any]) -> None:
+    schedule, options = parse(text)
+    assert schedule.name == mine
+    assert dict(options) == {"count": 2, "share": 0.5, "early": False, "form": "flat"} | given
+    assert [type(value) for _, value in options] == [int, float, bool, str]
+
+
+def test_options_reach_the_builder() -> None:
+    seen = []
+
+    def forward(problem: Problem, rank: int, name: str) -> Program:
+        seen.append(problem.option)
+        return ring.forward(problem, rank, name)
+
+    register_schedule("mine", forward, ring.backward, options={"count": 2})
+    build("mine", PROBLEM, 0, "forward")
+    build("mine(count=5)", PROBLEM, 0, "forward")
+    unregister_schedule("mine")
+    assert seen == [{"count": 2}, {"count": 5}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rign", r"schedule='rign': expected one of auto, ring, zigzag"),
+        ("", "schedule='': expected a name, or name"),
+        ("ring zigzag", "expected a name, or name"),
+        ("ring(", "expected a name, or name"),
+        ("ring[1]", "expected a name, or name"),
+        (3, "schedule=3: expected a name, or name"),
+        (None, "schedule=None: expected a name, or name"),
+        ("ring(head_stride=1)", "ring has no option 'head_stride'; it has: none"),
+        ("allgather(stride=1)", "allgather has no option 'stride'; it has: head_stride"),
+        ("allgather(head_stride)", "head_stride='', expected a number >= 0"),
+        ("allgather(head_stride=two)", "head_stride='two', expected a number >= 0"),
+        ("allgather(head_stride=-1)", "head_stride='-1', expected a number >= 0"),
+        ("allgather(head_stride=1.5)", "head_stride='1.5', expected a number >= 0"),
+        ("mine(early=yes)", "early='yes', expected True or False"),
+        ("mine(share=much)", "share='much', expected a number >= 0"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(mine: str, text: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_programs_are_built_once() -> None:
+    assert build("ring", PROBLEM, 0, "forward") is build("ring", Problem(HELD, HELD, Mask.causal(), 2, 1), 0, "forward")
+
+
+def test_what_is_needed_is_worked_out_once_for_all_ranks_and_both_passes() -> None:
+    seen = []
+
+    def look(problem: Problem, rank: int, name: str) -> Program:
+        seen.append(problem)
+        return ring.forward(problem, rank, name)
+
+    register_schedule("mine", look, look)
+    for rank in range(2):
+        build("mine", PROBLEM, rank, "forward")
+        build("mine", PROBLEM, rank, "backward")
+    unregister_schedule("mine")
+    assert len({id(problem) for problem in seen}) == 1

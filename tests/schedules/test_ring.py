@@ -1,0 +1,179 @@
+"""What the ring family moves: never more than its peers, and less where less is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import Direction, Post, Program, Sizes
+from meshflash.core.verify import verify_programs
+from meshflash.schedules.registry import build, parse
+
+RINGS = ("ring", "zigzag", "striped")
+WORLDS = (2, 3, 4, 7, 8)
+ROWS = 6  # of each rank; zigzag halves them
+HEADS, KV_HEADS = 4, 2
+MASKS = {
+    "full": Mask.full(),
+    "causal": Mask.causal(),
+    "window": Mask.window(4, 3),
+    "causal window": Mask.causal() & Mask.window(10, 0),
+    "sinks": Mask.causal() & (Mask.window(5, 0) | Mask.first(3)),
+    "prefix": Mask.causal() | Mask.first(8),
+}
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
+#: Bytes of one row of k (or of v), over all key heads.
+ROW = KV_HEADS * 64 * 2
+
+
+def problem_of(schedule: str, world: int, mask: Mask, rows: int = ROWS) -> Problem:
+    held = parse(schedule)[0].layout(rows * world, world).ranges
+    return Problem(held, held, mask, HEADS, KV_HEADS)
+
+
+def programs_of(schedule: str, problem: Problem, direction: Direction) -> list[Program]:
+    return [build(schedule, problem, rank, direction) for rank in range(problem.world)]
+
+
+def received(schedule: str, problem: Problem, direction: Direction, sizes: Sizes = SIZES) -> tuple[int, ...]:
+    return verify_programs(programs_of(schedule, problem, direction), problem, sizes, tables=False).received_bytes
+
+
+def posts(programs: list[Program]) -> list[Post]:
+    return [step for program in programs for step in program.steps if isinstance(step, Post)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("schedule", RINGS)
+def test_a_forward_receives_at_most_the_keys_and_values_of_all_others(schedule: str, mask: str) -> None:
+    for world in WORLDS:
+        got = received(schedule, problem_of(schedule, world, MASKS[mask]), "forward")
+        assert max(got) <= 2 * (world - 1) * ROWS * ROW
+        if mask == "full":
+            assert set(got) == {2 * (world - 1) * ROWS * ROW}
+
+
+@pytest.mark.parametrize("reduce_bytes", [4, 2])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("schedule", RINGS)
+def test_a_backward_receives_keys_again_and_gradients_over_one_hop_less_than_ranks(
+    schedule: str, mask: str, reduce_bytes: int
+) -> None:
+    sizes = replace(SIZES, reduce_bytes=reduce_bytes)
+    for world in WORLDS:
+        got = received(schedule, problem_of(schedule, world, MASKS[mask]), "backward", sizes)
+        keys = 2 * (world - 1) * ROWS * ROW
+        most = keys + keys * reduce_bytes // 2
+        assert max(got) <= most
+        if mask == "full":
+            assert set(got) == {most}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_causal_zigzag_moves_three_quarters(world: int) -> None:
+    """Of the W(W - 1) hops half move whole shards and half their front halves."""
+    got = received("zigzag", problem_of("zigzag", world, Mask.causal()), "forward")
+    hops = world * (world - 1)
+    assert sum(got) == hops // 2 * 2 * ROWS * ROW + hops // 2 * 2 * (ROWS // 2) * ROW
+    assert 4 * sum(got) == 3 * world * 2 * (world - 1) * ROWS * ROW
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_causal_ring_moves_half(world: int) -> None:
+    """Keys go on to later ranks only."""
+    got = received("ring", problem_of("ring", world, Mask.causal()), "forward")
+    assert got == tuple(2 * rank * ROWS * ROW for rank in range(world))
+
+
+@pytest.mark.parametrize("left", [1, 3, ROWS, ROWS + 2, 2 * ROWS])
+@pytest.mark.parametrize("world", [3, 5])
+def test_a_causal_window_moves_only_its_rows(world: int, left: int) -> None:
+    problem = problem_of("ring", world, Mask.causal() & Mask.window(left, 0))
+    assert received("ring", problem, "forward") == tuple(2 * min(left, rank * ROWS) * ROW for rank in range(world))
+
+
+@pytest.mark.parametrize("reduce_bytes", [4, 2])
+def test_gradients_of_a_window_go_straight_home(reduce_bytes: int) -> None:
+    world, left = 5, 2
+    problem = problem_of("ring", world, Mask.causal() & Mask.window(left, 0))
+    sizes = replace(SIZES, reduce_bytes=reduce_bytes)
+    keys, shares = 2 * left * ROW, 2 * left * ROW * reduce_bytes // 2
+    expected = [keys * (rank > 0) + shares * (rank < world - 1) for rank in range(world)]
+    assert list(received("ring", problem, "backward", sizes)) == expected
+
+
+def test_a_window_both_ways_goes_both_ways() -> None:
+    world = 5
+    problem = problem_of("ring", world, Mask.window(2, 1))
+    programs = programs_of("ring", problem, "forward")
+    report = verify_programs(programs, problem, SIZES)
+    assert report.received[2] == {1: 2 * 2 * ROW, 3: 2 * 1 * ROW}
+    assert {post.name for post in posts(programs)} == {"kv+1 1", "kv-1 1"}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_documents_on_one_rank_each_move_nothing(direction: Direction) -> None:
+    world = 4
+    for lengths in ([ROWS] * world, [2, ROWS - 2, *[ROWS] * (world - 1)]):
+        problem = problem_of("ring", world, Mask.causal() & Mask.documents(lengths))
+        programs = programs_of("ring", problem, direction)
+        verify_programs(programs, problem)
+        assert posts(programs) == []
+        assert all(not b.becomes and b.role != "scratch" for p in programs for b in p.buffers), "and take no scratch"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("schedule", ["ring", "zigzag"])
+def test_own_keys_alone_need_no_post(schedule: str, direction: Direction) -> None:
+    problem = problem_of(schedule, 4, Mask.window(0, 0))
+    programs = programs_of(schedule, problem, direction)
+    verify_programs(programs, problem)
+    assert posts(programs) == []
+
+
+@pytest.mark.parametrize("schedule", RINGS)
+def test_one_rank_posts_nothing(schedule: str) -> None:
+    for mask, direction in product(MASKS.values(), DIRECTIONS):
+        problem = problem_of(schedule, 1, mask)
+        assert posts(programs_of(schedule, problem, direction)) == []
+
+
+@pytest.mark.parametrize("schedule", RINGS)
+def test_only_key_heads_move(schedule: str) -> None:
+    problem = problem_of(schedule, 4, Mask.causal())
+    for direction in DIRECTIONS:
+        many = received(schedule, replace(problem, heads=32), direction)
+        assert many == received(schedule, problem, direction)
+        twice = received(schedule, replace(problem, heads=32, kv_heads=4), direction)
+        assert twice == tuple(2 * n for n in many)
+
+
+@pytest.mark.parametrize("schedule", RINGS)
+def test_two_rooms_for_keys_are_enough(schedule: str) -> None:
+    for world in (4, 8):
+        for program in programs_of(schedule, problem_of(schedule, world, Mask.full()), "forward"):
+            rooms = [b for b in program.buffers if b.role == "scratch" and b.kind == "kv"]
+            assert sum(b.rows for b in rooms) <= 2 * ROWS
+
+
+def test_a_hop_is_on_its_way_while_the_last_one_is_attended_to() -> None:
+    for program in programs_of("ring", problem_of("ring", 4, Mask.full()), "forward"):
+        kinds = [str(step).split()[0] for step in program.steps]
+        assert kinds == [
+            "post",
+            "attend",
+            "wait",
+            "post",
+            "attend",
+            "wait",
+            "post",
+            "attend",
+            "wait",
+            "attend",
+            "finish",
+        ]
