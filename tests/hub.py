@@ -30,11 +30,14 @@ def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout
         except BaseException as error:
             errors.append(error)
 
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # of each of them
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    torch.set_num_threads(before)
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(world)]

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshflash.cli import app
+from meshflash.schedules.registry import names, unregister_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,7 +21,10 @@ BLOCKS = [
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_blocks_run(block):
+    before = names()
     exec(compile(block, "docs", "exec"), {})
+    for name in set(names()) - set(before):
+        unregister_schedule(name)
 
 
 def test_there_are_blocks():

@@ -201,17 +201,27 @@ def auto(rank, world, group, limit):
         patch.setattr("meshflash.api.GATHER_BYTES", limit)
         ran = attention(*inputs, layout=Layout.zigzag(16, world), mask=CAUSAL, return_plan=True)[1]
         other = attention(*inputs, mask=CAUSAL, return_plan=True)[1]
-        uneven = [x[:, : 3 + rank] for x in inputs]
-        third = attention(*uneven, layout=Layout(((range(3),), (range(3, 7),))), return_plan=True)[1]
-    return [(each.schedule, each.layout) for each in (ran, other, third)]
+    return [(each.schedule, each.layout) for each in (ran, other)]
 
 
 def test_auto_gathers_up_to_a_limit_and_never_moves_a_token(pool):
     whole = 16 * 2 * 2 * (8 + 8) * 4  # tokens, batch, key heads, dims, bytes
-    for limit, schedules in ((whole, ["allgather"] * 3), (whole - 1, ["zigzag", "ring", "allgather"])):
+    for limit, schedules in ((whole, ["allgather", "allgather"]), (whole - 1, ["zigzag", "ring"])):
         for ran in pool.run(2, auto, limit):
-            assert [each[0] for each in ran] == schedules
-            assert [each[1] for each in ran] == ["zigzag", "contiguous", "custom"]
+            assert ran == list(zip(schedules, ["zigzag", "contiguous"], strict=True))
+
+
+def auto_uneven(rank, world, group, limit):
+    layout = Layout(((range(3),), (range(3, 7),)))
+    inputs = [cut(x, layout, rank) for x in qkv(7, batch=1, kv_heads=4, dim=8, dtype=torch.float32)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshflash.api.GATHER_BYTES", limit * 4 * (8 + 8) * 4)  # tokens, heads, dims, bytes
+        return attention(*inputs, layout=layout, mask=CAUSAL, return_plan=True)[1].schedule
+
+
+@pytest.mark.parametrize(("limit", "schedule"), [(7, "allgather"), (6, "ring")])
+def test_auto_is_the_same_on_ranks_that_hold_more_and_less(pool, limit, schedule):
+    assert pool.run(2, auto_uneven, limit) == [schedule] * 2
 
 
 def verify(rank, world, group):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ from oracle import Case, check
 CAUSAL = Mask.causal()
 SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
 #: Small ones with all that makes programs differ.
-WIDE = ("gqa", "no keys", "documents by row", "fewer keys", "everything")
+WIDE = ("gqa", "no keys", "fewer keys", "everything")
 SCRATCH: dict[str, Case] = {
     "batch 1": Case(CAUSAL, batch=1, heads=4, kv_heads=2),
     "batch 3": Case(CAUSAL, batch=3, heads=4, kv_heads=2),
@@ -29,15 +27,6 @@ SCRATCH: dict[str, Case] = {
     "sinks and empty rows": Case(Mask.first(4) & Mask.window(9, 0), sinks=True, lse_gradient=True),
     "everything": CASES["everything"][0],
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads here already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_a_schedule_that_is_forgotten_is_gone() -> None:
     build("brief", PROBLEM, 0, "forward")
     unregister_schedule("brief")
     assert "brief" not in names()
-    with pytest.raises(ValueError, match=r"schedule='brief': expected one of auto, ring, "):
+    with pytest.raises(ValueError, match=r"schedule='brief': expected one of auto, allgather, "):
         build("brief", PROBLEM, 0, "forward")
     with pytest.raises(ValueError, match="schedule='brief': expected one of auto"):
         unregister_schedule("brief")
@@ -145,7 +145,7 @@ def test_options_reach_the_builder() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rign", r"schedule='rign': expected one of auto, ring, zigzag"),
+        ("rign", r"schedule='rign': expected one of auto, allgather, "),
         ("", "schedule='': expected a name, or name"),
         ("ring zigzag", "expected a name, or name"),
         ("ring(", "expected a name, or name"),

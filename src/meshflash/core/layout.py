@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +35,8 @@ class Layout:
 
     ranges: tuple[tuple[range, ...], ...]
     name: str = field(default="custom", compare=False)
+    #: there from the start: torch.compile reads it, and guards on it alone
+    _text: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -49,6 +50,10 @@ class Layout:
                 raise ValueError(f"Layout(ranges): expected a list of ranges for each rank, found {r!r} in one")
             if r.step < 1 or r.start < 0 or not len(r):
                 raise ValueError(f"Layout(ranges): {r} is empty, runs backwards or begins below 0")
+        lists = (", ".join(f"[{r.start}, {r.stop}, {r.step}]" for r in held) for held in self.ranges)
+        text = "[" + ", ".join(f"[{ranges}]" for ranges in lists) + "]"
+        named = self.name != "custom" and self.name.isidentifier()
+        object.__setattr__(self, "_text", f"{self.name} {text}" if named else text)
         runs = sorted((r for held in self.ranges for r in held), key=lambda r: r.start)
         if all(r.step == 1 for r in runs) and [r.start for r in runs] == [0, *(r.stop for r in runs[:-1])][: len(runs)]:
             return
@@ -59,7 +64,7 @@ class Layout:
             fault = f"{found} is held twice" if found < place else f"{place} is missing"
             raise ValueError(f"Layout(ranges): the ranks must hold each position once; position {fault}")
 
-    @cached_property
+    @property
     def tokens(self) -> int:
         """The length of the whole sequence."""
         return sum(self.lengths)
@@ -69,7 +74,7 @@ class Layout:
         """The number of ranks."""
         return len(self.ranges)
 
-    @cached_property
+    @property
     def lengths(self) -> tuple[int, ...]:
         """How many positions each rank holds."""
         return tuple(sum(len(r) for r in held) for held in self.ranges)
@@ -86,12 +91,6 @@ class Layout:
         """
         return self._text
 
-    @cached_property
-    def _text(self) -> str:
-        if self.name in _NAMED and _NAMED[self.name](self.tokens, self.world) == self:
-            return f"{self.name} {self.tokens} {self.world}"
-        return json.dumps([[[r.start, r.stop, r.step] for r in held] for held in self.ranges])
-
     @staticmethod
     def parse(text: str) -> Layout:
         """The layout that `text` wrote.
@@ -99,10 +98,12 @@ class Layout:
         >>> Layout.parse("striped 5 2") == Layout.striped(5, 2)
         True
         """
-        name, *sizes = text.split()
-        if name in _NAMED and len(sizes) == 2:
-            return _NAMED[name](*map(int, sizes))
-        return Layout(tuple(tuple(range(*r) for r in held) for held in json.loads(text)))
+        name, _, rest = text.partition(" ")
+        if name in _NAMED and not rest.startswith("["):
+            tokens, world = map(int, rest.split())
+            return _NAMED[name](tokens, world)
+        name, rest = ("custom", text) if text.startswith("[") else (name, rest)
+        return Layout(tuple(tuple(range(*r) for r in held) for held in json.loads(rest)), name)
 
     @staticmethod
     def contiguous(tokens: int, world: int) -> Layout:
@@ -113,7 +114,7 @@ class Layout:
         """
         tokens, world = _sizes(tokens, world)
         cuts = _even_cuts(tokens, world)
-        return _layout("contiguous", [[range(cuts[r], cuts[r + 1])] for r in range(world)])
+        return _layout("contiguous", [[range(cuts[r], cuts[r + 1])] for r in range(world)], tokens)
 
     @staticmethod
     def zigzag(tokens: int, world: int) -> Layout:
@@ -124,6 +125,7 @@ class Layout:
         return _layout(
             "zigzag",
             [[range(cuts[r], cuts[r + 1]), range(cuts[n - 1 - r], cuts[n - r])] for r in range(world)],
+            tokens,
         )
 
     @staticmethod
@@ -134,7 +136,7 @@ class Layout:
         ((range(0, 5, 2),), (range(1, 5, 2),))
         """
         tokens, world = _sizes(tokens, world)
-        return _layout("striped", [[range(r, tokens, world)] for r in range(world)])
+        return _layout("striped", [[range(r, tokens, world)] for r in range(world)], tokens)
 
     @staticmethod
     def balanced(masks: Mask | Sequence[Mask], tokens: int, world: int) -> Layout:
@@ -199,8 +201,12 @@ def _deal(work: npt.NDArray[np.float64], tokens: int, world: int, pieces: int) -
     return layout, float(load.max())
 
 
-def _layout(name: str, ranges: list[list[range]]) -> Layout:
-    return Layout(tuple(tuple(_joined(held)) for held in ranges), name)
+def _layout(name: str, ranges: list[list[range]], tokens: int | None = None) -> Layout:
+    """With the number of tokens, name and sizes tell all of it."""
+    layout = Layout(tuple(tuple(_joined(held)) for held in ranges), name)
+    if tokens is not None:
+        object.__setattr__(layout, "_text", f"{name} {tokens} {len(ranges)}")
+    return layout
 
 
 def _joined(ranges: list[range]) -> list[range]:
@@ -229,5 +235,5 @@ def _sizes(tokens: int, world: int) -> tuple[int, int]:
 
 
 def _even_cuts(tokens: int, pieces: int) -> list[int]:
-    size, extra = divmod(tokens, pieces)
+    size, extra = tokens // pieces, tokens % pieces  # not divmod, which torch.compile cannot read
     return [piece * size + min(piece, extra) for piece in range(pieces + 1)]

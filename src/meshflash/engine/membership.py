@@ -123,9 +123,10 @@ class Member:
             for field in mine | theirs:
                 a, b = mine.get(field), theirs.get(field)
                 if json.dumps(a) != json.dumps(b):
+                    hint = "; where shards differ in length, give a layout" if field == "layout" else ""
                     return (
                         f"ranks disagree in {field}: rank {self.global_rank(0)} has {_short(a)}, {who} has "
-                        f"{_short(b)}; all ranks of a group must make the same call, each with its own shard"
+                        f"{_short(b)}; all ranks of a group must make the same call, each with its own shard{hint}"
                     )
         return "agreed"
 

@@ -7,10 +7,8 @@ is a name here, and programs come from whoever builds them.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,12 +28,15 @@ from meshflash.transport.contract import Transport
 
 #: (schedule, problem, rank, direction) -> the program of that rank
 Build = Callable[[str, Problem, int, Direction], Program]
+#: (what was asked for, tokens of q and of k on this rank, bytes of a key and its value, q_offset, world) -> the plan
+Resolve = Callable[[str, int, int, int, int, int], "Plan"]
 #: Programs of recent calls that an arena stays bound to; packings of documents come and go.
 BOUND = 64
 #: Kinds of call that a group remembers.
 PREPARED = 256
 
 _builders: list[Build] = []
+_planners: list[Resolve] = []
 
 
 def build_with(build: Build) -> None:
@@ -43,27 +44,21 @@ def build_with(build: Build) -> None:
     _builders[:] = [build]
 
 
+def plan_with(resolve: Resolve) -> None:
+    """Say who makes plans of what was asked for: the same room."""
+    _planners[:] = [resolve]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """How a sequence is spread and by which schedule it is attended to; as text it is an argument of the op."""
+    """How a sequence is spread and by which schedule it is attended to, and why by that one."""
 
     schedule: str
     q: Layout
     k: Layout
     q_offset: int = 0
     reduce_dtype: str = ""
-
-    def text(self) -> str:
-        """For the op."""
-        k = "" if self.k == self.q else self.k.text()
-        return json.dumps([self.schedule, self.q.text(), k, self.q_offset, self.reduce_dtype])
-
-    @staticmethod
-    @lru_cache(maxsize=256)
-    def parse(text: str) -> Plan:
-        """The plan that `text` wrote."""
-        schedule, q, k, q_offset, reduce_dtype = json.loads(text)
-        return Plan(schedule, Layout.parse(q), Layout.parse(k or q), q_offset, reduce_dtype)
+    reason: str = field(default="asked for", compare=False)
 
     def problem(self, mask: Mask, heads: int, kv_heads: int) -> Problem:
         """What is to be solved for so many heads."""
@@ -123,7 +118,8 @@ class Prepared:
 class MeshCall:
     """The arguments of one call besides its tensors."""
 
-    plan: str
+    asked: str
+    q_offset: int
     mask: Mask
     mask_key: Any
     features: Features
@@ -134,22 +130,21 @@ class MeshCall:
         """What was prepared for this kind of call; on its first use all ranks agree on it."""
         f = self.features
         kind = (
-            self.plan,
-            self.mask_key,
-            *(q.shape[0], *q.shape[2:], *v.shape[2:], q.dtype, q.device),
+            *(self.asked, self.q_offset, self.mask_key, q.shape, v.shape, q.dtype, q.device),
             *(f.scale, f.softcap, f.dropout, f.batch_offset, f.head_offset),
             *(f.alibi_slopes_BH is None, f.sink_logits_H is None, self.kernel, self.deterministic),
         )
         found = member.last = member.prepared.get(kind)
         if found is not None and not checks_always():
             return found
-        plan = Plan.parse(self.plan)
+        each = (k.shape[3] + v.shape[3]) * k.shape[0] * k.shape[2] * k.element_size()
         try:
+            plan = _planners[0](self.asked, q.shape[1], k.shape[1], each, self.q_offset, member.world)
             self._check(plan, member.rank, q, k)
         except ValueError as error:
             member.tell(error)
             raise
-        member.agree(self._fields(q, v))
+        member.agree(self._fields(plan, q, v))
         reduce_dtype = getattr(torch, plan.reduce_dtype) if plan.reduce_dtype else accumulator_dtype(q.dtype)
         setting = Setting(
             batch=q.shape[0],
@@ -176,9 +171,9 @@ class MeshCall:
                 )
         self.mask.check(plan.q.tokens, plan.k.tokens, q.shape[0], plan.q_offset)
 
-    def _fields(self, q: Tensor, v: Tensor) -> dict[str, Any]:
+    def _fields(self, plan: Plan, q: Tensor, v: Tensor) -> dict[str, Any]:
         """What all ranks must agree on, in words that a person knows."""
-        plan, f = Plan.parse(self.plan), self.features
+        f = self.features
         return {
             "version": meshflash.__version__,
             "schedule": plan.schedule,

@@ -53,7 +53,8 @@ class _Call:
 
     @property
     def over_mesh(self) -> mesh.MeshCall:
-        return mesh.MeshCall(self.plan, self.mask, self.mask_key, self.features, self.kernel, self.deterministic)
+        more = self.features, self.kernel, self.deterministic
+        return mesh.MeshCall(self.plan, self.q_offset, self.mask, self.mask_key, *more)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         if self.group:

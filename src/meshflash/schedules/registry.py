@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol
 
 from meshflash.core.layout import Layout
@@ -34,8 +36,9 @@ class Schedule:
 
 
 _SCHEDULES: dict[str, Schedule] = {}
-#: Each registers its own when imported.
-_FAMILIES = ("ring", "allgather")
+#: The files of this folder that are no family of schedules; every other one registers its own when imported.
+_TOOLS = {"registry", "writer"}
+_loaded: list[str] = []
 
 
 def register(schedule: Schedule) -> None:
@@ -80,9 +83,9 @@ def unregister_schedule(name: str) -> None:
 
 
 def schedules() -> tuple[Schedule, ...]:
-    """Every schedule."""
+    """Every schedule, by name."""
     _load()
-    return tuple(_SCHEDULES.values())
+    return tuple(_SCHEDULES[name] for name in sorted(_SCHEDULES))
 
 
 def names() -> tuple[str, ...]:
@@ -166,5 +169,11 @@ def build_program(
 
 
 def _load() -> None:
-    for family in _FAMILIES:
-        import_module(f"meshflash.schedules.{family}")
+    """Import every family, once."""
+    if _loaded:
+        return
+    folder = Path(__file__).parent
+    for module in pkgutil.iter_modules([str(folder)]):
+        if module.name not in _TOOLS:
+            import_module(f"meshflash.schedules.{module.name}")
+    _loaded.append("all")
