@@ -198,7 +198,7 @@ def test_the_plan_says_what_ran(pool):
 def auto(rank, world, group, limit):
     inputs = [cut(x, Layout.zigzag(16, world), rank) for x in qkv(16, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshflash.api.GATHER_BYTES", limit)
+        patch.setattr("meshflash.planning.GATHER_BYTES", limit)
         ran = attention(*inputs, layout=Layout.zigzag(16, world), mask=CAUSAL, return_plan=True)[1]
         other = attention(*inputs, mask=CAUSAL, return_plan=True)[1]
     return [(each.schedule, each.layout) for each in (ran, other)]
@@ -215,7 +215,7 @@ def auto_uneven(rank, world, group, limit):
     layout = Layout(((range(3),), (range(3, 7),)))
     inputs = [cut(x, layout, rank) for x in qkv(7, batch=1, kv_heads=4, dim=8, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshflash.api.GATHER_BYTES", limit * 4 * (8 + 8) * 4)  # tokens, heads, dims, bytes
+        patch.setattr("meshflash.planning.GATHER_BYTES", limit * 4 * (8 + 8) * 4)  # tokens, heads, dims, bytes
         return attention(*inputs, layout=layout, mask=CAUSAL, return_plan=True)[1].schedule
 
 

@@ -10,15 +10,23 @@ if TYPE_CHECKING:
     from meshflash.core.mask import Mask
     from meshflash.core.problem import Problem
     from meshflash.core.program import Program
-    from meshflash.core.verify import verify_programs
-    from meshflash.schedules.registry import build_program, register_schedule
+    from meshflash.core.verify import VerificationError, verify_programs
+    from meshflash.engine.check import WrongResultError
+    from meshflash.engine.membership import DisagreementError, MissingRankError
+    from meshflash.schedules.registry import build_program, register_schedule, unregister_schedule
     from meshflash.sharding import shard, unshard
+    from meshflash.transport.contract import TransportError
 
 __all__ = [
+    "DisagreementError",
     "Layout",
     "Mask",
+    "MissingRankError",
     "Problem",
     "Program",
+    "TransportError",
+    "VerificationError",
+    "WrongResultError",
     "__version__",
     "attention",
     "build_program",
@@ -26,11 +34,18 @@ __all__ = [
     "positions",
     "register_schedule",
     "shard",
+    "unregister_schedule",
     "unshard",
     "verify_programs",
 ]
 
 _HOMES = {
+    "DisagreementError": "meshflash.engine.membership",
+    "MissingRankError": "meshflash.engine.membership",
+    "TransportError": "meshflash.transport.contract",
+    "VerificationError": "meshflash.core.verify",
+    "WrongResultError": "meshflash.engine.check",
+    "unregister_schedule": "meshflash.schedules.registry",
     "attention": "meshflash.api",
     "build_program": "meshflash.schedules.registry",
     "flash_attention": "meshflash.api",

@@ -7,21 +7,17 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from meshflash.arguments import check_reduce_dtype, op_arguments
+from meshflash.arguments import op_arguments
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.engine import mesh as engine
 from meshflash.engine.check import check_rows
 from meshflash.engine.explain import explain
 from meshflash.engine.membership import member
-from meshflash.engine.op import attention_op, features_of
+from meshflash.engine.op import Read, attention_op
 from meshflash.groups import group_of
 from meshflash.kernels import registry
 from meshflash.kernels.contract import Pass
-from meshflash.schedules import registry as schedules
-
-#: "auto" gathers keys and values while those of the whole sequence take at most so many bytes a rank.
-GATHER_BYTES = 64 * 2**20
+from meshflash.planning import asked_for, resolve
 
 
 class FlashFeatures(TypedDict, total=False):
@@ -124,7 +120,7 @@ def flash_attention(
         kernel=kernel,
         deterministic=deterministic,
     )
-    out, lse = attention_op(*arguments, "", "")
+    out, lse = attention_op(*arguments)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -199,47 +195,51 @@ def attention(
     torch.Size([1, 5, 2, 8])
     """
     group, rank, world = group_of(mesh)
-    arguments, packed = op_arguments(
-        q,
-        k,
-        v,
-        mask=mask,
-        scale=scale,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        alibi_slopes=alibi_slopes,
-        dropout=dropout,
-        seed=seed,
-        q_offset=q_offset,
-        batch_offset=batch_offset,
-        head_offset=head_offset,
-        kernel=kernel,
-        deterministic=deterministic,
-    )
-    check_reduce_dtype(reduce_dtype)
-    if dropout and seed is None and world > 1:
-        raise ValueError("seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own")
-    q, k, v = arguments[:3]
-    asked = _asked(q, k, schedule, layout, k_layout, reduce_dtype)
+    try:
+        arguments, packed = op_arguments(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=scale,
+            softcap=softcap,
+            sink_logits=sink_logits,
+            alibi_slopes=alibi_slopes,
+            dropout=dropout,
+            seed=seed,
+            q_offset=q_offset,
+            batch_offset=batch_offset,
+            head_offset=head_offset,
+            kernel=kernel,
+            deterministic=deterministic,
+        )
+        if dropout and seed is None and world > 1:
+            raise ValueError(
+                "seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own"
+            )
+        asked = asked_for(arguments.q, arguments.k, schedule, layout, k_layout, reduce_dtype)
+    except ValueError as error:
+        if world > 1 and not torch.compiler.is_compiling():
+            member(group).tell(error)  # so that the others need not wait for this rank
+        raise
+    q, k, v = arguments.q, arguments.k, arguments.v
     if world > 1:
-        arguments[:3] = q.contiguous(), k.contiguous(), v.contiguous()
-    elif not torch.compiler.is_compiling():
-        resolve(asked, q.shape[1], k.shape[1], 0, q_offset, 1)  # for what it refuses
-    names = (asked, group) if world > 1 else ("", "")
+        arguments = arguments._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), group=group)
+    arguments = arguments._replace(asked=asked)
     ran: list[tuple[str, Pass]] = []
     if return_plan:
         with registry.spy() as ran:
-            out, lse = attention_op(*arguments, *names)
+            out, lse = attention_op(*arguments)
     else:
-        out, lse = attention_op(*arguments, *names)
+        out, lse = attention_op(*arguments)
     if verify or return_plan:
         here = member(group) if world > 1 else None
         plan = here.last.plan if here else resolve(asked, q.shape[1], k.shape[1], 0, q_offset, 1)
         if verify:
             if here:
                 here.agree({"verify": True})  # a rank that does not verify would be waited for in vain
-            rule = Mask.full() if mask is None else mask
-            check_rows(plan, here and here.group, rank, rule, features_of(arguments), q, k, v, out, lse)
+            read = Read(*arguments)
+            check_rows(plan, here and here.group, rank, read.mask, read.features, q, k, v, out, lse)
         explanation = explain(plan, plan.reason, here, [kernel for kernel, _ in ran])
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -247,64 +247,3 @@ def attention(
     if return_plan:
         extras += (explanation,)
     return (out, *extras) if extras else out
-
-
-def _asked(
-    q: Tensor,
-    k: Tensor,
-    schedule: str,
-    layout: Layout | None,
-    k_layout: Layout | None,
-    reduce_dtype: torch.dtype | None,
-) -> str:
-    """What was asked for, for the op: names and texts, no sizes, so that compiled code serves all lengths."""
-    for name, given in (("layout", layout), ("k_layout", k_layout)):
-        if given is not None and not isinstance(given, Layout):
-            raise ValueError(
-                f"{name}: expected a meshflash.Layout, such as Layout.zigzag(tokens, world); got {given!r}"
-            )
-    if not isinstance(schedule, str):
-        raise ValueError(f"schedule={schedule!r}: expected a name, or name(option=value)")
-    if layout is not None and k_layout is None:
-        if k.shape[1] != q.shape[1]:
-            raise ValueError(
-                f"k has {k.shape[1]} tokens, q has {q.shape[1]}: give the keys a layout of their own with k_layout"
-            )
-        k_layout = layout
-    texts = ["" if given is None else given.text() for given in (layout, k_layout)]
-    dtype = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
-    return "|".join((*texts, dtype, schedule))
-
-
-def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> engine.Plan:
-    """The plan for so many tokens on this rank, of whose keys and values each takes so many bytes."""
-    layout, k_layout, dtype, schedule = asked.split("|", 3)
-    given, k_given = (Layout.parse(text) if text else None for text in (layout, k_layout))
-    reason = "asked for"
-    if schedule == "auto":
-        name = "ring" if given is None or given.name not in ("zigzag", "striped") else given.name
-        gathered = each * (world * k_tokens if k_given is None else k_given.tokens)
-        schedule = "allgather" if gathered <= GATHER_BYTES else name
-        word = "at most" if gathered <= GATHER_BYTES else "more than"
-        reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
-    found, _ = schedules.parse(schedule)
-    q_held = _held("layout", given, found, q_tokens, world)
-    k_held = _held("k_layout", k_given, found, k_tokens, world)
-    return engine.Plan(schedule, q_held, k_held, q_offset, dtype, reason)
-
-
-def _held(name: str, layout: Layout | None, schedule: schedules.Schedule, tokens: int, world: int) -> Layout:
-    """The layout that was given, or the schedule's own for shards of equal length."""
-    if layout is None:
-        return schedule.layout(world * tokens, world)
-    if layout.world != world:
-        raise ValueError(f"{name}: it is for {layout.world} ranks, the group has {world}")
-    if world == 1 and layout.tokens != tokens:
-        raise ValueError(f"{name}: it has {layout.tokens} tokens, the tensor {tokens}")
-    if world == 1 and layout != Layout.contiguous(tokens, 1):
-        raise ValueError(f"{name}: on one rank positions must be in order; put the tokens in order, without a layout")
-    return layout
-
-
-engine.build_with(schedules.build)
-engine.plan_with(resolve)

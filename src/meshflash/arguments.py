@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
+from meshflash.engine.op import Arguments
 from meshflash.kernels import registry
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,8 +34,8 @@ def op_arguments(
     head_offset: int,
     kernel: str,
     deterministic: bool,
-) -> tuple[list[Any], bool]:
-    """The op's arguments but for plan and group, and whether the inputs were packed; ValueError if any is wrong."""
+) -> tuple[Arguments, bool]:
+    """The op's arguments, and whether the inputs were packed; ValueError if any is wrong."""
     packed = _check_shapes(q, k, v)
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -68,7 +69,7 @@ def op_arguments(
         if x.is_floating_point():
             raise ValueError(f"mask: document lengths must be integers; got {x.dtype}")
     _refuse_forward_mode(q, k, v, sink_logits)
-    arguments = [
+    arguments = Arguments(
         q,
         k,
         v,
@@ -85,7 +86,7 @@ def op_arguments(
         head_offset,
         kernel,
         deterministic or torch.are_deterministic_algorithms_enabled(),
-    ]
+    )
     return arguments, packed
 
 
@@ -101,6 +102,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if hasattr(x, "to_local"):
+            raise ValueError(f"{name}: it is a DTensor; pass this rank's own tokens, {name}.to_local()")
         if x.ndim != q.ndim or x.ndim not in (3, 4):
             raise ValueError(
                 f"{name}: expected [batch, tokens, heads, dim], or packed [tokens, heads, dim], "
@@ -195,7 +198,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise ValueError("flash_attention has no forward-mode derivative; use reverse mode")
+        raise ValueError("attention has no forward-mode derivative; use reverse mode")
 
 
 def _finite(name: str, value: Any) -> float:

@@ -9,9 +9,7 @@ from cases import CASES
 from hub import prepare, run_item
 from mesh import Item
 from meshflash import Layout, Mask
-from meshflash.engine.binding import Bound
 from meshflash.engine.memory import Arena, Pool
-from meshflash.transport.loopback import Loopback
 from oracle import Case, check
 
 CAUSAL = Mask.causal()
@@ -100,24 +98,16 @@ def test_rows_that_see_nothing_are_0_and_their_lse_is_minus_infinity(poisoned, s
         assert not got[name][0, rows:].any()
 
 
-def bound_of(item: Item, direction: str) -> Bound:
-    """A rank's program, run once beside nobody."""
-    case, leaves = item.case, item.case.inputs(item.dtype)
-    q, k, v = (leaves[name].detach()[:, torch.from_numpy(item.q.positions(0))] for name in ("q", "k", "v"))
-    out, lse = torch.zeros_like(q), torch.zeros(case.batch, case.heads, q.shape[1])
-    tensors = [q, k, v, out, lse]
-    if direction == "backward":
-        tensors = [q, k, v, out, out.clone(), lse, lse.clone(), *map(torch.zeros_like, (q, k, v))]
-    return prepare(item, 0).run(direction, tensors, case.features(leaves), Loopback(0, item.world))  # type: ignore[arg-type]
-
-
 def test_every_attending_step_has_a_kernel_of_its_own():
-    bound = bound_of(Item(Case(CAUSAL, tokens=64), "zigzag", 4), "forward")
-    steps = [step for step in bound.program.steps if type(step).__name__ == "Attend"]
-    assert [step for step, _ in bound.kernels] == steps
-    assert {kernel.name for _, kernel in bound.kernels} <= {"vendor", "tiled"}
+    item = Item(Case(CAUSAL, tokens=64), "zigzag", 4)
+    prepared = prepare(item, 0)
+    kernels = prepared.kernels("forward", item.case.features(item.case.inputs(item.dtype)))
+    assert list(kernels) == [step for step in prepared.program("forward").steps if type(step).__name__ == "Attend"]
+    assert {kernel.name for kernel, _ in kernels.values()} <= {"vendor", "tiled"}
 
 
-def test_a_kernel_that_cannot_serve_a_step_is_refused_when_bound():
+def test_a_kernel_that_cannot_serve_a_step_is_refused():
+    item = Item(Case(CAUSAL & Mask.window(3, 0), tokens=64), "ring", 2, kernel="vendor")
+    features = item.case.features(item.case.inputs(item.dtype))
     with pytest.raises(ValueError, match=r'kernel="vendor" lacks .*; able here: tiled'):
-        bound_of(Item(Case(CAUSAL & Mask.window(3, 0), tokens=64), "ring", 2, kernel="vendor"), "forward")
+        prepare(item, 0).kernels("forward", features)

@@ -100,6 +100,8 @@ def run(
             parse(schedule)
     if shape.dtype not in {str(dtype).removeprefix("torch.") for dtype in WORST_ERROR}:
         raise ValueError(f"dtype {shape.dtype!r}: expected one of float32, bfloat16, float16, float64")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"{shape.kv_heads} key heads do not divide {shape.heads} query heads")
     _ = shape.rule
     results = run_ranks(world, _measure, shape, schedules, rounds, threads=threads, timeout=3600.0, listen=listen)
     rows: list[Row] = results[0]

@@ -14,6 +14,7 @@ from meshflash.core.program import Direction
 from meshflash.engine import binding, mesh
 from meshflash.engine.placement import Setting
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Outputs, Rows
+from meshflash.planning import resolve
 from meshflash.schedules import registry
 from meshflash.transport.loopback import Loopback
 
@@ -53,7 +54,7 @@ class _Nothing(Kernel):
 def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[Row]:
     """The engine's time on rank 0 of each schedule, for a short causal sequence; steps that copy or add included."""
     rows = []
-    mesh.build_with(registry.build)
+    mesh.connect(registry.build, resolve)
     with mock.patch.object(binding, "choose", return_value=_Nothing()):
         for schedule in schedules:
             layout = registry.parse(schedule)[0].layout(64 * world, world)

@@ -15,7 +15,7 @@ LINK = 1e9
 def command(
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 16384,
     world: Annotated[int, typer.Option("--world", "-n", min=2, max=16, help="Ranks, each a process.")] = 4,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads; half as many key heads.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads; half as many key heads if even.")] = 2,
     schedule: Annotated[str, typer.Option(help="The schedule that is drawn.")] = "zigzag",
     folder: Annotated[Path, typer.Option(help="Where the figures and the pictures go.")] = Path("meshflash-demo"),
 ) -> None:
@@ -29,7 +29,7 @@ def command(
     from meshflash.plan.timeline import Rates
 
     console = Console()
-    shape = bench.Shape(tokens=tokens, heads=heads, kv_heads=max(1, heads // 2))
+    shape = bench.Shape(tokens=tokens, heads=heads, kv_heads=heads if heads % 2 else heads // 2)
     sizes = Sizes(dim=shape.head_dim, value_dim=shape.head_dim, input_bytes=4)
     try:
         built = pictures.programs(schedule, tokens, world, heads, shape.kv_heads, shape.rule, "forward", sizes)

@@ -298,6 +298,15 @@ class Program:
                 out[part.slice] = None
         return list(out)
 
+    def received(self, sizes: Sizes) -> dict[int, int]:
+        """The bytes that come from each other rank."""
+        out: dict[int, int] = {}
+        for step in self.steps:
+            for part in step.recvs if isinstance(step, Post) else ():
+                if part.peer != self.rank:
+                    out[part.peer] = out.get(part.peer, 0) + self.slice_bytes(part.slice, sizes)
+        return out
+
     def scratch_bytes(self, sizes: Sizes) -> int:
         """The scratch that a run holds: buffers, and packed copies of what is sent."""
         held = sum(b.bytes(sizes) for b in self.buffers if b.role == "scratch" and not self.shares(b, sizes))

@@ -94,15 +94,10 @@ def verify_programs(
     _run(ranks)
     for rank in ranks:
         rank.check_end()
-    received = []
-    for program in programs:
-        row: dict[int, int] = defaultdict(int)
-        for post in (step for step in program.steps if isinstance(step, Post)):
-            for part in post.recvs:
-                if part.peer != program.rank:
-                    row[part.peer] += program.slice_bytes(part.slice, sizes)
-        received.append(dict(row))
-    return Report(tuple(received), tuple(program.scratch_bytes(sizes) for program in programs))
+    return Report(
+        tuple(program.received(sizes) for program in programs),
+        tuple(program.scratch_bytes(sizes) for program in programs),
+    )
 
 
 class _Truth:
@@ -266,8 +261,8 @@ class _Rank:
         if program.world != problem.world:
             self.fail(f"is written for {program.world} ranks, the problem has {problem.world}")
         for name, members in program.groups:
-            if self.number not in members or len(set(members)) != len(members):
-                self.fail(f"group {name} does not hold this rank once")
+            if self.number not in members or list(members) != sorted(set(members)):
+                self.fail(f"group {name} does not hold this rank, or not its ranks once and in order")
         if len(program.group) != len(program.groups):
             self.fail("two groups have the same name")
         if len(program.buffer) != len(program.buffers):

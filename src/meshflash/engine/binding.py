@@ -27,12 +27,13 @@ from meshflash.core.program import (
     Interval,
     Part,
     Post,
+    Program,
     Slice,
     Step,
     Wait,
 )
 from meshflash.core.tiles import Worklist, worklist
-from meshflash.engine.placement import Placement
+from meshflash.engine.placement import Placement, Setting
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, Rows
 from meshflash.kernels.merge import add_sinks_
 from meshflash.kernels.registry import choose, tell_spies
@@ -56,6 +57,36 @@ TENSORS: dict[Pass, tuple[tuple[str, str], ...]] = {
 }
 
 
+#: The kernel of each step that attends, and the tiles that it walks.
+Kernels = dict[Attend | AttendGrad, tuple[Kernel, Worklist]]
+
+
+def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Features) -> Kernels:
+    """The kernels of a program; ValueError where the one that was asked for cannot serve a step."""
+    exact = features.alibi_slopes_BH is not None or features.dropout > 0
+    out: Kernels = {}
+    for step in program.steps:
+        if not isinstance(step, Attend | AttendGrad):
+            continue
+        targets = (step.out,) if isinstance(step, Attend) else (step.dq, step.dkv)
+        partial = any(program.buffer[target.buffer].dtype != "input" for target in targets)
+        work = worklist(mask, step.q_positions, step.k_positions, exact)
+        ask = Ask(
+            direction=program.direction,
+            device=setting.device.type,
+            dtype=setting.dtype,
+            head_dim=setting.dim,
+            value_dim=setting.value_dim,
+            work=work,
+            features=replace(features, sink_logits_H=None) if partial else features,
+            partial=partial,
+            lse_gradient=setting.lse_gradient,
+            deterministic=setting.deterministic,
+        )
+        out[step] = choose(setting.kernel, ask), work
+    return out
+
+
 class Call:
     """One run: its tensors, the features of each set of heads, the transport, and what is on its way."""
 
@@ -76,11 +107,9 @@ class Bound:
     scratch, which are the same in every call, and parts of the caller's, each made once a call.
     """
 
-    def __init__(self, placement: Placement, mask: Mask, features: Features, memory: Tensor) -> None:
+    def __init__(self, placement: Placement, kernels: Kernels, sinks: bool, memory: Tensor) -> None:
         self.program, self.setting = program, setting = placement.program, placement.setting
-        self.kernels: list[tuple[Step, Kernel]] = []
-        self._mask, self._features, self._placement, self._memory = mask, features, placement, memory
-        self._exact = features.alibi_slopes_BH is not None or features.dropout > 0
+        self._kernels, self._sinks, self._placement, self._memory = kernels, sinks, placement, memory
         self._heads: dict[tuple[Interval, bool], int] = {}
         self._caller = {key: n for n, key in enumerate(TENSORS[program.direction])}
         for buffer in program.buffers:
@@ -124,7 +153,7 @@ class Bound:
                 return self._finish(step)
 
     def _attend(self, step: Attend) -> Run:
-        kernel, work = self._kernel(step, partial=not step.final)
+        kernel, work = self._kernels[step]
         features = self._features_of(step.heads, sinks=step.final)
         (q,), (k, v), (out, lse) = self._views(step.q), self._views(step.kv), self._views(step.out)
         carry = step.carry
@@ -139,8 +168,7 @@ class Bound:
         return run
 
     def _attend_grad(self, step: AttendGrad) -> Run:
-        partial = any(self.program.buffer[place.buffer].dtype != "input" for place in (step.dq, step.dkv))
-        kernel, work = self._kernel(step, partial)
+        kernel, work = self._kernels[step]
         features = self._features_of(step.heads, sinks=False)
         (q,), (k, v), (dq,), (dk, dv) = (self._views(place) for place in (step.q, step.kv, step.dq, step.dkv))
         out, dout, lse, delta = self._views(step.rows)
@@ -246,7 +274,7 @@ class Bound:
     def _finish(self, step: Finish) -> list[Run]:
         (src, src_lse), (dst, dst_lse) = self._views(step.src), self._views(step.dst)
         same = self._same(step.src, step.dst)
-        if same and self._features.sink_logits_H is None:
+        if same and not self._sinks:
             return []
         features = self._features_of(step.heads, sinks=True)
 
@@ -261,25 +289,6 @@ class Bound:
                 t[dst_lse].copy_(lse)
 
         return [run]
-
-    def _kernel(self, step: Attend | AttendGrad, partial: bool) -> tuple[Kernel, Worklist]:
-        setting = self.setting
-        work = worklist(self._mask, step.q_positions, step.k_positions, self._exact)
-        ask = Ask(
-            direction=self.program.direction,
-            device=setting.device.type,
-            dtype=setting.dtype,
-            head_dim=setting.dim,
-            value_dim=setting.value_dim,
-            work=work,
-            features=replace(self._features, sink_logits_H=None) if partial else self._features,
-            partial=partial,
-            lse_gradient=setting.lse_gradient,
-            deterministic=setting.deterministic,
-        )
-        kernel = choose(setting.kernel, ask)
-        self.kernels.append((step, kernel))
-        return kernel, work
 
     def _features_of(self, heads: Interval, sinks: bool) -> int:
         """Which of a call's features a step takes: those of its heads, with or without sink logits."""

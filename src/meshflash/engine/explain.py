@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshflash.core.program import Post, Program
+from meshflash.core.program import Program
 from meshflash.engine.membership import Member
 from meshflash.engine.mesh import Plan
 
@@ -43,13 +43,6 @@ def explain(plan: Plan, reason: str, member: Member | None, kernels: list[str]) 
         return Explanation("local", "one rank", plan.q.name, 1, "none", ran)
     prepared = member.last
     program, sizes = prepared.program("forward"), prepared.setting.sizes
-    received = sum(
-        program.slice_bytes(part.slice, sizes)
-        for step in program.steps
-        if isinstance(step, Post)
-        for part in step.recvs
-        if part.peer != program.rank
-    )
     return Explanation(
         schedule=plan.schedule,
         reason=reason,
@@ -57,7 +50,7 @@ def explain(plan: Plan, reason: str, member: Member | None, kernels: list[str]) 
         world=member.world,
         transport=member.transport(prepared.setting.device).name,
         kernels=ran,
-        received_bytes=received,
+        received_bytes=sum(program.received(sizes).values()),
         scratch_bytes=program.scratch_bytes(sizes),
         program=program,
     )

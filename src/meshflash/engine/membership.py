@@ -10,6 +10,8 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -64,10 +66,15 @@ class Member:
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.handshakes = 0
+        self.left = ""
         self.prepared: dict[Any, Any] = {}
         self.last: Any = None
         self._transports: dict[torch.device, Transport] = {}
+        if dist.get_backend(group) == "mpi":
+            raise ValueError("a process group of the MPI backend has no store to agree by; start with gloo or nccl")
         self._store = dist.distributed_c10d._get_process_group_store(group)
+        # a store may outlive its group: what an earlier one of the same name left there is not for this one
+        self._epoch = self._store.add(f"meshflash/epoch/{self.rank}", 1)
 
     def transport(self, device: torch.device) -> Transport:
         """How this group moves tensors of a device."""
@@ -85,6 +92,26 @@ class Member:
             self._store.set(self._name(number, self.rank), json.dumps({"error": str(error)}))
         else:
             self._store.set(self._name(number, "verdict"), f"rank {self.global_rank(0)} raised: {error}")
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """A part in a call. A rank that leaves it by an error takes no part any more.
+
+        Messages of others may still be on their way, and would be taken for those of a later call.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.left = f"{type(error).__name__}: {error}"
+            raise
+
+    def check_here(self) -> None:
+        """Raise if this rank has left."""
+        if self.left:
+            raise RuntimeError(
+                f"this rank left an earlier call of this process group ({self.left}), whose messages may still be on "
+                "their way; make a new process group"
+            )
 
     def global_rank(self, rank: int) -> int:
         """A rank of this group, as the whole job numbers it."""
@@ -147,9 +174,8 @@ class Member:
             ) from error
         return bytes(self._store.get(name)).decode()
 
-    @staticmethod
-    def _name(number: int, who: int | str) -> str:
-        return f"meshflash/{number}/{who}"
+    def _name(self, number: int, who: int | str) -> str:
+        return f"meshflash/{self._epoch}/{number}/{who}"
 
 
 def _short(value: Any) -> str:
@@ -165,5 +191,21 @@ def member(name: str) -> Member:
     group = dist.distributed_c10d._resolve_process_group(name)
     found = _members.get(name)
     if found is None or found.group is not group:
+        for other in [other for other in _members if not _there(other)]:
+            del _members[other]
         found = _members[name] = Member(group)
     return found
+
+
+def forget() -> None:
+    """Prepare every kind of call anew: what schedules build has changed."""
+    for found in _members.values():
+        found.prepared.clear()
+
+
+def _there(name: str) -> bool:
+    """Whether the group that a member was made for still is."""
+    try:
+        return dist.distributed_c10d._resolve_process_group(name) is _members[name].group
+    except (RuntimeError, LookupError):
+        return False

@@ -80,12 +80,29 @@ class Pool:
             self._free.clear()
 
 
-_pools: dict[torch.device, Pool] = {}
+_pools: dict[tuple[torch.device, int], Pool] = {}
 
 
 def pool(device: torch.device) -> Pool:
-    """The pool of a device."""
-    found = _pools.get(device)
+    """The pool of a device and its current stream: on another stream a kernel may still use what was given back."""
+    key = (device, _stream(device))
+    found = _pools.get(key)
     if found is None:
-        found = _pools.setdefault(device, Pool(device))
+        found = _pools.setdefault(key, Pool(device))
     return found
+
+
+def _stream(device: torch.device) -> int:
+    room = getattr(torch, device.type, None)
+    if device.type == "cpu" or room is None:
+        return 0
+    return int(getattr(room.current_stream(device), f"{device.type}_stream", 0))
+
+
+def release() -> None:
+    """Free all scratch that no call holds.
+
+    >>> release()
+    """
+    for found in _pools.values():
+        found.clear()

@@ -19,7 +19,7 @@ from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Direction, Program
-from meshflash.engine.binding import Bound
+from meshflash.engine.binding import Bound, Kernels, choose_kernels
 from meshflash.engine.membership import Member, checks_always
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement, Setting
@@ -35,18 +35,22 @@ BOUND = 64
 #: Kinds of call that a group remembers.
 PREPARED = 256
 
-_builders: list[Build] = []
-_planners: list[Resolve] = []
+
+class _Above:
+    """What the room above both the schedules and this one hands down: who builds programs, and who plans."""
+
+    build: Build
+    resolve: Resolve
 
 
-def build_with(build: Build) -> None:
-    """Say who builds programs: the room above both the schedules and this one."""
-    _builders[:] = [build]
+def connect(build: Build, resolve: Resolve) -> None:
+    """Say who builds programs, and who makes plans of what was asked for."""
+    _Above.build, _Above.resolve = staticmethod(build), staticmethod(resolve)
 
 
-def plan_with(resolve: Resolve) -> None:
-    """Say who makes plans of what was asked for: the same room."""
-    _planners[:] = [resolve]
+def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> Plan:
+    """The plan for what was asked; ValueError where it does not fit."""
+    return _Above.resolve(asked, q_tokens, k_tokens, each, q_offset, world)
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,26 @@ class Prepared:
         self.plan, self.mask, self.setting, self.rank = plan, mask, setting, rank
         self.problem = plan.problem(mask, heads, kv_heads)
         self._placements: dict[tuple[Direction, bool], Placement] = {}
+        self._kernels: dict[tuple[Direction, bool], Kernels] = {}
 
     def program(self, direction: Direction) -> Program:
         """What this rank does in one pass."""
-        return _builders[0](self.plan.schedule, self.problem, self.rank, direction)
+        program = _Above.build(self.plan.schedule, self.problem, self.rank, direction)
+        if program.groups != (("mesh", tuple(range(self.problem.world))),):
+            raise ValueError(
+                f"schedule {self.plan.schedule!r} uses the groups {program.groups}; only one is run, "
+                'called "mesh", of all ranks in their order'
+            )
+        return program
+
+    def kernels(self, direction: Direction, features: Features, lse_gradient: bool = False) -> Kernels:
+        """The kernels of a pass; ValueError where the one that was asked for cannot serve it."""
+        found = self._kernels.get((direction, lse_gradient))
+        if found is None:
+            setting = self._placement(direction, lse_gradient).setting
+            found = choose_kernels(self.program(direction), self.mask, setting, features)
+            self._kernels[direction, lse_gradient] = found
+        return found
 
     def run(
         self,
@@ -87,15 +107,16 @@ class Prepared:
         features: Features,
         transport: Transport,
         lse_gradient: bool = False,
-    ) -> Bound:
-        """Run a pass on these tensors; returns what ran."""
+    ) -> None:
+        """Run a pass on these tensors."""
         placement = self._placement(direction, lse_gradient)
         memory = pool(self.setting.device)
         arena = memory.take(placement.bytes, placement.used)
         try:
             bound = arena.bound.get(placement)
             if bound is None:
-                bound = Bound(placement, self.mask, features, arena.memory)
+                kernels = self.kernels(direction, features, lse_gradient)
+                bound = Bound(placement, kernels, features.sink_logits_H is not None, arena.memory)
                 if len(arena.bound) >= BOUND:
                     del arena.bound[next(iter(arena.bound))]
                 arena.bound[placement] = bound
@@ -104,7 +125,6 @@ class Prepared:
             memory.drop(placement.used)
             raise
         memory.give_back(arena, placement.used)
-        return bound
 
     def _placement(self, direction: Direction, lse_gradient: bool) -> Placement:
         found = self._placements.get((direction, lse_gradient))
@@ -134,33 +154,41 @@ class MeshCall:
             *(f.scale, f.softcap, f.dropout, f.batch_offset, f.head_offset),
             *(f.alibi_slopes_BH is None, f.sink_logits_H is None, self.kernel, self.deterministic),
         )
-        found = member.last = member.prepared.get(kind)
-        if found is not None and not checks_always():
-            return found
+        member.check_here()
+        found = member.prepared.get(kind)
+        if found is None or checks_always():
+            try:
+                found = found or self._new(member, q, k, v)
+            except ValueError as error:
+                member.tell(error)
+                raise
+            member.agree(self._fields(found.plan, q, v))
+            if len(member.prepared) >= PREPARED and kind not in member.prepared:
+                del member.prepared[next(iter(member.prepared))]
+            member.prepared[kind] = found
+        member.last = found
+        return found
+
+    def _new(self, member: Member, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+        """A kind of call that was not made before; ValueError where it cannot be made."""
         each = (k.shape[3] + v.shape[3]) * k.shape[0] * k.shape[2] * k.element_size()
-        try:
-            plan = _planners[0](self.asked, q.shape[1], k.shape[1], each, self.q_offset, member.world)
-            self._check(plan, member.rank, q, k)
-        except ValueError as error:
-            member.tell(error)
-            raise
-        member.agree(self._fields(plan, q, v))
-        reduce_dtype = getattr(torch, plan.reduce_dtype) if plan.reduce_dtype else accumulator_dtype(q.dtype)
+        plan = resolve(self.asked, q.shape[1], k.shape[1], each, self.q_offset, member.world)
+        self._check(plan, member.rank, q, k)
         setting = Setting(
             batch=q.shape[0],
             dim=q.shape[3],
             value_dim=v.shape[3],
             dtype=q.dtype,
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=getattr(torch, plan.reduce_dtype) if plan.reduce_dtype else accumulator_dtype(q.dtype),
             device=q.device,
             kernel=self.kernel,
             deterministic=self.deterministic,
         )
-        found = Prepared(plan, self.mask, q.shape[2], k.shape[2], member.rank, setting)
-        if len(member.prepared) >= PREPARED:
-            del member.prepared[next(iter(member.prepared))]
-        member.prepared[kind] = member.last = found
-        return found
+        prepared = Prepared(plan, self.mask, q.shape[2], k.shape[2], member.rank, setting)
+        prepared.kernels("forward", self.features)
+        if self.kernel != "auto":  # "auto" finds one in every pass
+            prepared.kernels("backward", self.features)
+        return prepared
 
     def _check(self, plan: Plan, rank: int, q: Tensor, k: Tensor) -> None:
         for name, x, layout in (("q", q, plan.q), ("k", k, plan.k)):
@@ -177,12 +205,12 @@ class MeshCall:
         return {
             "version": meshflash.__version__,
             "schedule": plan.schedule,
-            "layout": plan.q.text(),
-            "key layout": plan.k.text(),
+            "layout": _words(plan.q),
+            "key layout": _words(plan.k),
             "q_offset": plan.q_offset,
             "reduce_dtype": plan.reduce_dtype,
             "mask": repr(self.mask),
-            "mask's documents": hashlib.sha256(repr(self.mask_key).encode()).hexdigest()[:16],
+            "mask's documents": [_digest(torch.as_tensor(x)) for x in self.mask.pack()[1]],
             "batch": q.shape[0],
             "heads": q.shape[2],
             "key heads": v.shape[2],
@@ -208,7 +236,8 @@ def forward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor) -> 
     prepared = call.prepare(member, q, k, v)
     out, lse = new_outputs(q, v)
     if q.shape[0]:
-        prepared.run("forward", [q, k, v, out, lse], call.features, member.transport(q.device))
+        with member.present():
+            prepared.run("forward", [q, k, v, out, lse], call.features, member.transport(q.device))
     return out, lse
 
 
@@ -219,12 +248,23 @@ def backward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor, ro
     if q.shape[0]:
         tensors = [q, k, v, rows.out_BTHE, rows.dout_BTHE, rows.lse_BHT, rows.delta_BHT]
         tensors += [grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE]
-        prepared.run("backward", tensors, call.features, member.transport(q.device), lse_gradient)
+        with member.present():
+            prepared.run("backward", tensors, call.features, member.transport(q.device), lse_gradient)
     return grads
+
+
+def _words(layout: Layout) -> str:
+    """A layout by its name and sizes where it has them, whatever it was made by."""
+    for make in (Layout.contiguous, Layout.zigzag, Layout.striped):
+        named = make(layout.tokens, layout.world)
+        if named == layout:
+            return named.text()
+    return Layout(layout.ranges).text()
 
 
 def _digest(x: Tensor | None) -> str:
     if x is None:
         return "none"
     numbers = x.detach().to("cpu", torch.float64).contiguous().numpy()
-    return f"{x.dtype} {list(x.shape)} {hashlib.sha256(numbers.tobytes()).hexdigest()[:16]}"
+    kind = str(x.dtype) if x.is_floating_point() else "integers"
+    return f"{kind} {list(x.shape)} {hashlib.sha256(numbers.tobytes()).hexdigest()[:16]}"

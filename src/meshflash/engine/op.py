@@ -1,17 +1,16 @@
 """Attention as one `torch.library` op with its own backward: the autograd boundary of every call.
 
-The op takes tensors, plain values, and names: of the process group, and of a plan as text ("" on one
-device). A mask travels as a text and tensors of document lengths, so that compiled code does not depend
-on the lengths. Arguments are checked by the caller.
+The op takes tensors, plain values, the name of the process group, and what was asked of the mesh as text.
+A mask travels as a text and tensors of document lengths, so that compiled code does not depend on the
+lengths. Arguments are checked by the caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,91 +19,90 @@ from torch import Tensor
 from meshflash.core.mask import Mask
 from meshflash.engine import local, mesh
 from meshflash.engine.membership import member
-from meshflash.kernels.contract import Features, Grads, new_outputs
+from meshflash.kernels.contract import Features, Grads, Inputs, new_outputs
 
 #: What both ops take after their own tensors.
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink_logits, Tensor? alibi_slopes, Tensor? seed, Tensor[] documents, "
     "str mask, float scale, float softcap, float dropout, SymInt q_offset, SymInt batch_offset, SymInt head_offset, "
-    "str kernel, bool deterministic, str plan, str group"
+    "str kernel, bool deterministic, str asked, str group"
 )
 
 _Documents = tuple[tuple[bytes, str, torch.Size], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """The arguments of a call, read."""
+class Arguments(NamedTuple):
+    """What the op takes. On one device `group` is empty; `asked` is too, unless a layout or schedule was given."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    features: Features
-    mask_key: tuple[str, _Documents]
+    sink_logits: Tensor | None
+    alibi_slopes: Tensor | None
+    seed: Tensor | None
+    documents: Sequence[Tensor]
+    mask: str
+    scale: float
+    softcap: float
+    dropout: float
     q_offset: int
+    batch_offset: int
+    head_offset: int
     kernel: str
     deterministic: bool
-    plan: str
-    group: str
+    asked: str = ""
+    group: str = ""
+
+
+class Read:
+    """The arguments of a call, read."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.given = x = Arguments(*arguments)
+        self.features = Features(
+            x.scale,
+            x.softcap,
+            x.dropout,
+            0 if x.seed is None else int(x.seed),
+            x.batch_offset,
+            x.head_offset,
+            x.alibi_slopes,
+            x.sink_logits,
+        )
+        self._mask_key = (x.mask, tuple(_frozen(lengths) for lengths in x.documents))
 
     @property
     def mask(self) -> Mask:
-        return _mask(*self.mask_key)
-
-    @property
-    def over_mesh(self) -> mesh.MeshCall:
-        more = self.features, self.kernel, self.deterministic
-        return mesh.MeshCall(self.plan, self.q_offset, self.mask, self.mask_key, *more)
+        """The mask."""
+        return _mask(*self._mask_key)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        if self.group:
-            return mesh.forward(self.over_mesh, member(self.group), self.q, self.k, self.v)
-        x = local.inputs(self.q, self.k, self.v, self.mask, self.features, self.q_offset)
-        return local.forward(x, self.kernel, self.deterministic)
+        """(out, lse)."""
+        x = self.given
+        if x.group:
+            return mesh.forward(self._over_mesh(), member(x.group), x.q, x.k, x.v)
+        if x.asked:
+            mesh.resolve(x.asked, x.q.shape[1], x.k.shape[1], 0, x.q_offset, 1)  # for what it refuses
+        return local.forward(self._inputs(), x.kernel, x.deterministic)
 
     def backward(
         self, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        if self.group:
-            rows = local.rows_of(out, lse, dout, dlse)
-            sinks = self.features.sink_logits_H
-            grads = mesh.backward(
-                self.over_mesh, member(self.group), self.q, self.k, self.v, rows, lse_gradient=dlse is not None
-            )
-            return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, local.sink_gradient(sinks, rows)
-        x = local.inputs(self.q, self.k, self.v, self.mask, self.features, self.q_offset)
-        return local.backward(x, out, lse, dout, dlse, self.kernel, self.deterministic)
+        """(dq, dk, dv, dsink_logits)."""
+        x = self.given
+        if not x.group:
+            return local.backward(self._inputs(), out, lse, dout, dlse, x.kernel, x.deterministic)
+        rows = local.rows_of(out, lse, dout, dlse)
+        grads = mesh.backward(self._over_mesh(), member(x.group), x.q, x.k, x.v, rows, lse_gradient=dlse is not None)
+        return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, local.sink_gradient(x.sink_logits, rows)
 
+    def _inputs(self) -> Inputs:
+        x = self.given
+        return local.inputs(x.q, x.k, x.v, self.mask, self.features, x.q_offset)
 
-def _read(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink_logits: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    documents: Sequence[Tensor],
-    text: str,
-    scale: float,
-    softcap: float,
-    dropout: float,
-    q_offset: int,
-    batch_offset: int,
-    head_offset: int,
-    kernel: str,
-    deterministic: bool,
-    plan: str,
-    group: str,
-) -> _Call:
-    number = 0 if seed is None else int(seed)
-    features = Features(scale, softcap, dropout, number, batch_offset, head_offset, alibi_slopes, sink_logits)
-    key = (text, tuple(_frozen(lengths) for lengths in documents))
-    return _Call(q, k, v, features, key, q_offset, kernel, deterministic, plan, group)
-
-
-def features_of(arguments: Sequence[Any]) -> Features:
-    """The features among the op's arguments, of which the last two may be missing."""
-    return _read(*arguments, *[""] * (18 - len(arguments))).features
+    def _over_mesh(self) -> mesh.MeshCall:
+        x = self.given
+        return mesh.MeshCall(x.asked, x.q_offset, self.mask, self._mask_key, self.features, x.kernel, x.deterministic)
 
 
 def without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
@@ -129,8 +127,8 @@ def _mask(text: str, documents: _Documents) -> Mask:
 @torch.library.custom_op("meshflash::attention", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
 def attention_op(*call: Any) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
-    read = _read(*call)
-    with without_autocast(read.q):
+    read = Read(*call)
+    with without_autocast(read.given.q):
         return read.forward()
 
 
@@ -148,8 +146,8 @@ def attention_backward_op(
     out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink_logits), the last one empty where there are no sink logits."""
-    read = _read(*call)
-    with without_autocast(read.q):
+    read = Read(*call)
+    with without_autocast(read.given.q):
         dq, dk, dv, dsink = read.backward(out, lse, dout, dlse)
     return dq, dk, dv, out.new_empty(0) if dsink is None else dsink
 

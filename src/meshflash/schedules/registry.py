@@ -39,6 +39,8 @@ _SCHEDULES: dict[str, Schedule] = {}
 #: The files of this folder that are no family of schedules; every other one registers its own when imported.
 _TOOLS = {"registry", "writer"}
 _loaded: list[str] = []
+#: Called whenever a name comes to mean another schedule.
+on_change: list[Callable[[], None]] = []
 
 
 def register(schedule: Schedule) -> None:
@@ -72,14 +74,14 @@ def register_schedule(
     """
     _load()
     register(Schedule(name, forward, backward, layout, summary, tuple((options or {}).items())))
-    build.cache_clear()
+    _changed()
 
 
 def unregister_schedule(name: str) -> None:
     """Forget a schedule."""
     find(name)
     del _SCHEDULES[name]
-    build.cache_clear()
+    _changed()
 
 
 def schedules() -> tuple[Schedule, ...]:
@@ -166,6 +168,12 @@ def build_program(
     """
     problem = Problem(layout.ranges, (k_layout or layout).ranges, mask, heads, kv_heads)
     return build(schedule, problem, rank, direction)
+
+
+def _changed() -> None:
+    build.cache_clear()
+    for tell in on_change:
+        tell()
 
 
 def _load() -> None:

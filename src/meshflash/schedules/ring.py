@@ -85,12 +85,7 @@ def forward(problem: Problem, rank: int, name: str = "ring") -> Program:
     """Attend to our own keys, then to each neighbour's as they come by."""
     w = Writer(name, "forward", problem, rank)
     way, world = lanes(problem), problem.world
-    visits = [
-        (lane, hop)
-        for hop in range(1, world)
-        for lane in way
-        if hop <= lane.hops and problem.needs[lane.chunk(rank, hop, world)][rank]
-    ]
+    visits = _visits(problem, rank)
     alone = not visits
     out = w.own("out") if alone else w.scratch("out.sum", "out", w.q_rows, "partial", becomes="out")
     _hop(w, way, 1)
@@ -114,12 +109,7 @@ def backward(problem: Problem, rank: int, name: str = "ring") -> Program:
     """The same way round for keys; their gradients are collected behind them, or sent straight home."""
     w = Writer(name, "backward", problem, rank)
     way, world = lanes(problem), problem.world
-    visits = [
-        (lane, hop)
-        for hop in range(1, world)
-        for lane in way
-        if hop <= lane.hops and problem.needs[lane.chunk(rank, hop, world)][rank]
-    ]
+    visits = _visits(problem, rank)
     guests = [d for d in range(world) if d != rank and problem.needs[rank][d]]
     dq = w.scratch("dq.sum", "dq", w.q_rows, "partial", becomes="dq") if visits else w.own("dq")
     dkv = w.scratch("dkv.sum", "dkv", w.k_rows, "partial", becomes="dkv") if guests else w.own("dkv")
@@ -145,6 +135,16 @@ def backward(problem: Problem, rank: int, name: str = "ring") -> Program:
     if guests:
         w.steps.append(Copy(dkv, w.own("dkv")))
     return w.program()
+
+
+def _visits(problem: Problem, rank: int) -> set[tuple[Lane, int]]:
+    """The hops that bring keys which a rank's own queries see."""
+    return {
+        (lane, hop)
+        for lane in lanes(problem)
+        for hop in range(1, lane.hops + 1)
+        if problem.needs[lane.chunk(rank, hop, problem.world)][rank]
+    }
 
 
 class _Round:

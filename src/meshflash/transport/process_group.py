@@ -1,4 +1,4 @@
-"""The transport over torch's process groups: gloo, NCCL, XCCL, MPI by one code.
+"""The transport over torch's process groups: gloo, NCCL, XCCL by one code.
 
 Point-to-point messages go in one group call where the backend has one; even patterns are collectives.
 """
@@ -37,7 +37,7 @@ class ProcessGroupTransport(Transport):
                     f'that device, such as "cpu:gloo,cuda:nccl"'
                 )
         self.name = "+".join(sorted({str(backend) for backend in backends.values()}))
-        self._coalesces = all(backend not in ("gloo", "mpi") for backend in backends.values())
+        self._coalesces = all(backend != "gloo" for backend in backends.values())
 
     def rank(self, group: str) -> int:
         return int(self._ranks[group][0])

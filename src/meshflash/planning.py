@@ -1,0 +1,88 @@
+"""From what a call asks for (schedule, layouts) to the plan that the engine runs.
+
+What is asked travels through the op as text, without sizes, so that compiled code serves all lengths; the
+plan is made of it inside, where sizes are numbers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from meshflash.arguments import check_reduce_dtype
+from meshflash.core.layout import Layout
+from meshflash.engine import mesh as engine
+from meshflash.engine.membership import forget
+from meshflash.schedules import registry as schedules
+
+#: "auto" gathers keys and values while those of the whole sequence take at most so many bytes a rank.
+GATHER_BYTES = 64 * 2**20
+
+
+def asked_for(
+    q: Tensor,
+    k: Tensor,
+    schedule: str,
+    layout: Layout | None,
+    k_layout: Layout | None,
+    reduce_dtype: torch.dtype | None,
+) -> str:
+    """What was asked for, for the op: names and texts, no sizes, so that compiled code serves all lengths."""
+    for name, given in (("layout", layout), ("k_layout", k_layout)):
+        if given is not None and not isinstance(given, Layout):
+            raise ValueError(
+                f"{name}: expected a meshflash.Layout, such as Layout.zigzag(tokens, world); got {given!r}"
+            )
+    check_reduce_dtype(reduce_dtype)
+    if not isinstance(schedule, str):
+        raise ValueError(f"schedule={schedule!r}: expected a name, or name(option=value)")
+    if layout is not None and k_layout is None:
+        if k.shape[1] != q.shape[1]:
+            raise ValueError(
+                f"k has {k.shape[1]} tokens, q has {q.shape[1]}: give the keys a layout of their own with k_layout"
+            )
+        k_layout = layout
+    texts = ["" if given is None else given.text() for given in (layout, k_layout)]
+    dtype = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
+    return "|".join((*texts, dtype, schedule))
+
+
+def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> engine.Plan:
+    """The plan for so many tokens on this rank, of whose keys and values each takes so many bytes."""
+    layout, k_layout, dtype, schedule = asked.split("|", 3)
+    given, k_given = (_parsed(text) if text else None for text in (layout, k_layout))
+    reason = "asked for"
+    if schedule == "auto":
+        name = "ring" if given is None or given.name not in ("zigzag", "striped") else given.name
+        gathered = each * (world * k_tokens if k_given is None else k_given.tokens)
+        schedule = "allgather" if gathered <= GATHER_BYTES else name
+        word = "at most" if gathered <= GATHER_BYTES else "more than"
+        reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
+    found, _ = schedules.parse(schedule)
+    q_held = _held("layout", given, found, q_tokens, world)
+    k_held = _held("k_layout", k_given, found, k_tokens, world)
+    return engine.Plan(schedule, q_held, k_held, q_offset, dtype, reason)
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> Layout:
+    return Layout.parse(text)
+
+
+def _held(name: str, layout: Layout | None, schedule: schedules.Schedule, tokens: int, world: int) -> Layout:
+    """The layout that was given, or the schedule's own for shards of equal length."""
+    if layout is None:
+        return schedule.layout(world * tokens, world)
+    if layout.world != world:
+        raise ValueError(f"{name}: it is for {layout.world} ranks, the group has {world}")
+    if world == 1 and layout.tokens != tokens:
+        raise ValueError(f"{name}: it has {layout.tokens} tokens, the tensor {tokens}")
+    if world == 1 and layout != Layout.contiguous(tokens, 1):
+        raise ValueError(f"{name}: on one rank positions must be in order; put the tokens in order, without a layout")
+    return layout
+
+
+engine.connect(schedules.build, resolve)
+schedules.on_change.append(forget)

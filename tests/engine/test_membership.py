@@ -1,0 +1,131 @@
+"""What a rank remembers of its groups: nothing of those that are gone, and not to go on after an error."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import distributed
+
+from meshflash import Layout, Mask, attention, register_schedule, unregister_schedule
+from meshflash.engine import membership, mesh
+from meshflash.schedules import allgather, ring
+
+CAUSAL = Mask.causal()
+
+
+def call(tokens=4, **options):
+    x = torch.randn(1, tokens, 2, 8)
+    return attention(x, x, x, mask=CAUSAL, schedule=options.pop("schedule", "ring"), **options)
+
+
+def leaves_a_call(rank, world, group):
+    call()
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mesh.Prepared, "run", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
+            with pytest.raises(MemoryError):
+                call()
+        with pytest.raises(RuntimeError, match=r"left an earlier call .*no room.*make a new process group"):
+            call()
+
+
+def test_a_rank_that_left_a_call_takes_no_part_in_later_ones(pool):
+    pool.run(2, leaves_a_call)
+
+
+def refuses_alone(rank, world, group):
+    layout = Layout(((range(3),), (range(3, 8),)))
+    x = torch.randn(1, layout.lengths[rank], 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="vendor"):
+        attention(x, x, x, mask=CAUSAL, layout=layout, schedule="ring", kernel="vendor")
+
+
+def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all(pool):
+    pool.run(2, refuses_alone)
+
+
+def fails_before_the_op(rank, world, group):
+    x = torch.randn(1, 4, 2, 8)
+    y = x if rank else x[:, :3]
+    with pytest.raises(ValueError, match="k has 3 tokens"):
+        attention(x, y, y, layout=Layout.contiguous(8, 2))
+
+
+def test_an_error_before_the_op_reaches_the_others(pool):
+    pool.run(2, fails_before_the_op, timeout=30.0)
+
+
+def again_on_the_same_store(rank, world, group):
+    store = distributed.distributed_c10d._get_default_store()
+    for scale in (1.0, 2.0):
+        distributed.destroy_process_group()
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        call(scale=scale)
+        call(scale=scale + rank * 0.0)
+
+
+def test_what_an_earlier_group_left_in_the_store_is_not_read(pool):
+    pool.run(2, again_on_the_same_store)
+
+
+def groups_come_and_go(rank, world, group):
+    for _ in range(3):
+        own = distributed.new_group([0, 1])
+        call(mesh=own)
+        distributed.destroy_process_group(own)
+    own = distributed.new_group([0, 1])
+    call(mesh=own)
+    return len(membership._members)
+
+
+def test_groups_that_are_gone_are_forgotten(pool):
+    assert pool.run(2, groups_come_and_go) == [1, 1]
+
+
+def keeps_no_graph(rank, world, group):
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    weight = torch.ones(2, requires_grad=True)
+    sinks = Seen.apply(weight)
+    node = weakref.ref(sinks)
+    call(sink_logits=sinks).sum().backward()
+    del sinks
+    gc.collect()
+    assert node() is None
+
+
+def test_a_bound_program_keeps_nothing_of_its_first_call(pool):
+    pool.run(2, keeps_no_graph)
+
+
+def renamed(rank, world, group):
+    ran = []
+    for family in (ring, allgather):
+        register_schedule("mine", family.forward, family.backward, options={"head_stride": 0})
+        plan = call(schedule="mine", return_plan=True)[1]
+        ran.append([str(step).split()[0] for step in plan.program.steps])
+        unregister_schedule("mine")
+    return ran
+
+
+def test_a_name_that_comes_to_mean_another_schedule_runs_that(pool):
+    first, second = pool.run(2, renamed)[1]
+    assert "finish" in first
+    assert "finish" not in second
+
+
+def test_compiled_calls_on_one_rank_refuse_what_plain_ones_refuse():
+    compiled = torch.compile(attention, backend="aot_eager")
+    x = torch.randn(1, 9, 1, 8)
+    with pytest.raises(ValueError, match="on one rank positions must be in order"):
+        compiled(x, x, x, layout=Layout(((range(5, 9), range(5)),)))
+    with pytest.raises(ValueError, match="expected one of auto"):
+        compiled(x, x, x, schedule="nonsense")
