@@ -32,7 +32,7 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
     world = max(row["world"] for row in rows)
     table = Table(title=f"{_title(cell)}, {world} ranks", title_justify="left", title_style="bold", header_style="bold")
     table.add_column("pass", no_wrap=True)
-    table.add_column("schedule", no_wrap=True)
+    table.add_column("schedule")
     for name in ("ms", f"x {beside.split()[0]}", "error", "MB in", "peers'", "peak MiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for direction, own in groupby(rows, key=lambda row: row["pass"]):

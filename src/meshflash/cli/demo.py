@@ -36,8 +36,8 @@ def command(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     console.print(
-        f"One causal sequence of {tokens:,} tokens over {world} processes joined by gloo, {heads} query heads on "
-        f"{shape.kv_heads} key heads: every schedule, forward and backward, checked against one device."
+        f"One causal sequence of {tokens:,} tokens over {world} processes joined by gloo, query heads and key heads "
+        f"{heads} to {shape.kv_heads}: every schedule, forward and backward, checked against one device."
     )
     with console.status("starting the processes") as status:
         listen = lambda text: status.update(str(text))  # noqa: E731
@@ -45,7 +45,7 @@ def command(
     flat = [row.flat() for row in rows]
     console.print(*tables.schedules(flat, bench.ONE))
     console.print(
-        "MB in: what a rank received, on average; peers' MB: what their implementations move. Error: of the output, "
+        "MB in: what a rank received, on average; peers': what their implementations move. Error: of the output, "
         "and the largest of output and gradients, relative to one device. Peak: memory beyond the inputs, on the rank "
         "that held most.\n"
     )
