@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pool import Pool
+
+if not torch.cuda.is_available():
+    # before anything imports Triton, which reads it once; workers of the pool find it too
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -104,5 +104,5 @@ def test_merge_of_empty_parts_is_empty():
 
 
 def test_every_kernel_tells_what_it_is():
-    assert [kernel.name for kernel in kernels()] == ["vendor", "tiled", "reference"]
+    assert [kernel.name for kernel in kernels()] == ["vendor", "triton", "tiled", "reference"]
     assert all(kernel.summary for kernel in kernels())

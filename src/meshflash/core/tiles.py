@@ -368,7 +368,7 @@ def _split(runs: _Runs, cuts: Ints) -> _Runs:
     """The runs, cut at these positions."""
     first = np.searchsorted(cuts, runs.position, "right")
     pieces = np.searchsorted(cuts, runs.last, "right") - first + 1
-    run, piece = _expand(pieces)
+    run, piece = expand(pieces)
     runs, first, pieces = runs.take(run), first[run], pieces[run]
     padded = np.append(cuts, 0)
     begin = np.where(piece == 0, 0, _row_at(runs, padded[first + piece - 1]))
@@ -438,7 +438,7 @@ def _intersect(columns: _Runs, lo: Ints, hi: Ints) -> tuple[Ints, _Runs]:
     """The rows of each run that lie in each interval [lo, hi): (which interval, rows); some have none."""
     first = np.searchsorted(np.maximum.accumulate(columns.last), lo, "left")
     count = np.searchsorted(columns.position, hi, "left") - first
-    interval, nth = _expand(np.maximum(count, 0))
+    interval, nth = expand(np.maximum(count, 0))
     runs = columns.take(first[interval] + nth)
     begin = np.maximum(_row_at(runs, lo[interval]), 0)
     end = np.minimum(_row_at(runs, hi[interval]), runs.rows)
@@ -459,7 +459,7 @@ def _fuse_segments(table: Table) -> Table:
         first = spans[np.minimum(indptr[:-1], len(spans) - 1), :2]
     alike = (counts[1:] == counts[:-1]) & ((first[1:] == first[:-1]).all(axis=1) | (counts[1:] == 0))
     pair = np.flatnonzero(alike & (segments[1:, 1] == segments[:-1, 1] + segments[:-1, 2]))
-    owner, nth = _expand(counts[pair])
+    owner, nth = expand(counts[pair])
     mine, theirs = spans[indptr[pair][owner] + nth], spans[indptr[pair + 1][owner] + nth]
     differs = (mine[:, :2] != theirs[:, :2]).any(axis=1)
     for side in (mine, theirs):
@@ -478,7 +478,7 @@ def _all_same(values: Ints) -> bool:
     return len(values) > 0 and bool((values == values[0]).all())
 
 
-def _expand(counts: Ints) -> tuple[Ints, Ints]:
+def expand(counts: Ints) -> tuple[Ints, Ints]:
     """(owner, number within the owner) for `counts[owner]` items of each owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

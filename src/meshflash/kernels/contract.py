@@ -122,6 +122,10 @@ class Kernel(ABC):
     def lacks(self, ask: Ask) -> str | None:
         """What this kernel lacks for a call, in words that follow "lacks", or None if it can do it."""
 
+    def serving(self, ask: Ask) -> Kernel:
+        """This kernel as it serves a call; another one of the same name where it must go about it otherwise."""
+        return self
+
     @abstractmethod
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
         """Compute every row of (out, lse), into `outputs` where they are given, and return them.

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from meshflash.kernels.contract import Ask, Kernel, Pass
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.tiled import Tiled
+from meshflash.kernels.triton_kernel import Triton
 from meshflash.kernels.vendor import Vendor
 
-#: Fastest first, as `meshflash bench kernels` found them on CPUs. The oracle is never chosen by itself.
-_KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Vendor(), Tiled(), Reference())}
+#: Fastest first, as `meshflash bench kernels` found them. The oracle is never chosen by itself.
+_KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Vendor(), Triton(), Tiled(), Reference())}
 _BY_NAME_ONLY = {"reference"}
 
 _spies: list[list[tuple[str, Pass]]] = []
@@ -35,10 +36,11 @@ def choose(name: str, ask: Ask) -> Kernel:
         if reason:
             able = [other.name for other in kernels() if refusal(other, ask) is None]
             raise ValueError(f'kernel="{name}" lacks {reason}; able here: {", ".join(able)}, or "auto"')
-        return kernel
+        return kernel.serving(ask)
     for kernel in kernels():
-        if kernel.name not in _BY_NAME_ONLY and refusal(kernel, ask) is None:
-            return kernel
+        interpreted = kernel.name == "triton" and ask.device == "cpu"
+        if kernel.name not in _BY_NAME_ONLY and not interpreted and refusal(kernel, ask) is None:
+            return kernel.serving(ask)
     raise AssertionError("the tiled kernel can do everything")
 
 

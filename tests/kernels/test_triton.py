@@ -1,0 +1,108 @@
+"""The Triton kernel, interpreted on CPUs, against the oracle: every case, both ways to dQ, and inside a schedule."""
+
+import os
+
+import pytest
+import torch
+
+from cases import CASES
+from mesh import Item, check_moved, run_items, whole
+from meshflash import Mask, flash_attention
+from meshflash.core.tiles import worklist
+from meshflash.kernels.contract import Ask, Features
+from meshflash.kernels.registry import choose, refusal
+from meshflash.kernels.triton_kernel import Triton
+from meshflash.kernels.triton_tables import blocks
+from oracle import Case, check, gradients, replace
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU test_gpu.py runs them")
+
+#: A row that sees one key has a true gradient of 0, of which the difference of two sums in other orders remains.
+UNITS = 16
+SMALL = {name: case for name, (case, _, _) in CASES.items() if case.tokens < 100}
+
+
+def run(case: Case, dtype: torch.dtype, deterministic: bool) -> None:
+    leaves = case.inputs(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        got = gradients(case.run(leaves, "triton"), leaves, case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    check(got, case, leaves, UNITS)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_case(name):
+    run(SMALL[name], torch.float32, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "gqa", "documents by row", "sink tokens", "empty rows", "decoding", "dim 40"]
+)
+def test_gradients_of_queries_by_atomics(name):
+    run(SMALL[name], torch.float32, deterministic=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["causal", "gqa", "sinks", "prefix", "value dim above", "one document in one row"])
+def test_half_precision(name, dtype):
+    run(SMALL[name], dtype, deterministic=True)
+
+
+def test_inside_a_schedule(pool):
+    items = [
+        Item(SMALL[name], schedule, 2, kernel="triton")
+        for schedule, name in (
+            ("zigzag", "causal"),
+            ("striped", "gqa"),
+            ("allgather", "sinks"),
+            ("ring", "causal window"),
+        )
+    ]
+    parts = pool.run(2, run_items, items, timeout=120.0)
+    for n, item in enumerate(items):
+        check(whole(item, [part[n][0] for part in parts]), item.case, item.case.inputs(item.dtype), UNITS)
+        check_moved(item, [part[n][1] for part in parts])
+
+
+def ask(**more):
+    work = worklist(Mask.causal(), (range(8),), (range(8),))
+    return replace(Ask("backward", "cpu", torch.float32, 16, 16, work, Features(1.0)), **more)
+
+
+def test_it_says_what_it_lacks(monkeypatch):
+    assert refusal(Triton(), ask()) is None
+    assert "float64" in (refusal(Triton(), ask(dtype=torch.float64)) or "")
+    assert "above 256" in (refusal(Triton(), ask(head_dim=257)) or "")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET=1" in (refusal(Triton(), ask()) or "")
+
+
+def test_it_is_never_interpreted_unasked():
+    assert choose("auto", ask()).name != "triton"
+    assert choose("auto", ask(device="cuda")).name == "triton"
+
+
+def test_determinism_is_asked_for():
+    chosen = [choose("triton", ask(deterministic=wanted)) for wanted in (False, True)]
+    assert [kernel.deterministic for kernel in chosen if isinstance(kernel, Triton)] == [False, True]
+
+
+def test_blocks_begin_with_the_heaviest_and_hold_every_row_once():
+    mask = Mask.causal() & Mask.documents([[5, 27], [32]])
+    work = worklist(mask, (range(32),), (range(32),))
+    for by_key in (False, True):
+        tiles = blocks(work, by_key, 8, 2, torch.device("cpu")).tiles.tolist()
+        rows = sorted((batch, row + n) for batch, row, count, *_ in tiles for n in range(count))
+        assert rows == [(batch, row) for batch in range(2) for row in range(32)]
+    plain = worklist(Mask.causal(), (range(32),), (range(32),))
+    firsts = [row for _, row, *_ in blocks(plain, False, 8, 1, torch.device("cpu")).tiles.tolist()]
+    assert firsts == [24, 16, 8, 0]
+    assert blocks(plain, False, 8, 1, torch.device("cpu")) is blocks(plain, False, 8, 1, torch.device("cpu"))
+
+
+def test_rows_that_are_not_in_line():
+    q, k, v = (torch.randn(1, 2, 16, 9).transpose(1, 3) for _ in range(3))
+    got = flash_attention(q, k, v, mask=Mask.causal(), kernel="triton")
+    assert torch.allclose(got, flash_attention(q, k, v, mask=Mask.causal(), kernel="reference"), atol=1e-5)
