@@ -896,7 +896,7 @@ def test_tables_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     def table(mask: Mask, q: Ranges, k: Ranges, by_key: bool) -> Any:
         return np.full((1, 3, 3), 1 + by_key, np.int16)
 
-    monkeypatch.setattr(verify, "_table_pairs", table)
+    monkeypatch.setattr(verify, "table_pairs", table)
     verify_programs(programs_of("ring", "forward"), PROBLEM)
     refused(programs_of("ring", "backward"), PROBLEM, "the tables for its rows do not hold each pair")
     verify_programs(programs_of("ring", "backward"), PROBLEM, tables=False)

@@ -102,9 +102,18 @@ class Slice:
     heads: Interval
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """How many rows and heads."""
+        return self.rows[1] - self.rows[0], self.heads[1] - self.heads[0]
+
+    @property
     def cells(self) -> int:
         """Rows times heads."""
         return (self.rows[1] - self.rows[0]) * (self.heads[1] - self.heads[0])
+
+    def overlaps(self, other: Slice) -> bool:
+        """Whether the two share rows and heads; their buffers may be two names of one memory."""
+        return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in ((self.rows, other.rows), (self.heads, other.heads)))
 
     def __str__(self) -> str:
         return f"{self.buffer}[{self.rows[0]}:{self.rows[1]}, {self.heads[0]}:{self.heads[1]}]"

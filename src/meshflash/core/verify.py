@@ -9,16 +9,14 @@ backends: what passes here deadlocks on none.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from meshflash.core.lengths import UNBOUNDED
-from meshflash.core.mask import Mask
+from meshflash.core.coverage import Counts, Ints, Truth, distinct, expand, table_pairs
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
     KEY_KINDS,
@@ -32,18 +30,14 @@ from meshflash.core.program import (
     Part,
     Post,
     Program,
-    Ranges,
     Sizes,
     Slice,
     Step,
     Wait,
     slices,
 )
-from meshflash.core.tiles import Table, worklist
 
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Counts = npt.NDArray[np.int16]
 
 #: What a cell holds besides (position, head): nothing yet, and a zero of nobody's.
 UNDEFINED, ZERO = -1, -2
@@ -76,6 +70,7 @@ def verify_programs(
     `tables`, the tables that kernels walk are held against the mask as well, for the rows of each step.
 
     >>> from meshflash.core.layout import Layout
+    >>> from meshflash.core.mask import Mask
     >>> from meshflash.schedules.registry import build
     >>> layout = Layout.zigzag(16, 2)
     >>> problem = Problem(layout.ranges, layout.ranges, Mask.causal())
@@ -88,7 +83,10 @@ def verify_programs(
         raise VerificationError(f"expected one program for each of {problem.world} ranks, in their order")
     if len({program.direction for program in programs}) != 1:
         raise VerificationError("some programs are forward and some backward")
-    truth = _Truth(problem)
+    try:
+        truth = Truth(problem)
+    except ValueError as error:
+        raise VerificationError(str(error)) from error
     ranks = [_Rank(program, problem, truth, tables) for program in programs]
     _check_groups(ranks)
     _run(ranks)
@@ -98,22 +96,6 @@ def verify_programs(
         tuple(program.received(sizes) for program in programs),
         tuple(program.scratch_bytes(sizes) for program in programs),
     )
-
-
-class _Truth:
-    """What the mask shows, [batch, query positions, key positions], from its definition alone."""
-
-    def __init__(self, problem: Problem) -> None:
-        held = []
-        for side, ranks in (("queries", problem.q), ("keys", problem.k)):
-            positions = np.concatenate([_expand(ranges) for ranges in ranks])
-            if not _distinct(tuple(r for ranges in ranks for r in ranges)):
-                raise VerificationError(f"the ranks of the problem hold a position of the {side} twice")
-            held.append(np.zeros(1 + positions.max(initial=-1), np.bool_))
-            held[-1][positions] = True
-        everything = _visible(problem.mask, *(np.arange(len(side)) for side in held))
-        self.visible = everything * held[0][:, None] * held[1]
-        self.batch, self.q_tokens, self.k_tokens = self.visible.shape
 
 
 @dataclass(eq=False)
@@ -168,7 +150,7 @@ class _Posted:
 class _Rank:
     """One rank: its program, how far it is, and what its buffers hold."""
 
-    def __init__(self, program: Program, problem: Problem, truth: _Truth, tables: bool) -> None:
+    def __init__(self, program: Program, problem: Problem, truth: Truth, tables: bool) -> None:
         self.program, self.problem, self.truth, self.tables = program, problem, truth, tables
         self.number = program.rank
         self.at = len(program.steps)  # nowhere yet
@@ -298,14 +280,14 @@ class _Rank:
         keys = kind in KEY_KINDS
         ranges = (self.problem.k if keys else self.problem.q)[self.number]
         heads = self.problem.kv_heads if keys else self.problem.heads
-        return _expand(ranges)[:, None] * heads + np.arange(heads)
+        return expand(ranges)[:, None] * heads + np.arange(heads)
 
     def _wanted(self, kind: str) -> Counts:
         """How often each pair must be counted: what the mask shows, once."""
         if kind in KEY_KINDS:
-            shown = self.truth.visible[:, :, _expand(self.problem.k[self.number])]
+            shown = self.truth.visible[:, :, expand(self.problem.k[self.number])]
             return shown.transpose(0, 2, 1)[:, :, None, None, :]
-        return self.truth.visible[:, _expand(self.problem.q[self.number])][:, :, None, :]
+        return self.truth.visible[:, expand(self.problem.q[self.number])][:, :, None, :]
 
     def _new(self, kind: str, rows: int, heads: int) -> _Content:
         counts: Counts | None = None
@@ -339,11 +321,11 @@ class _Rank:
             if how != "read":
                 self._check_writable(step, place, how == "update")
             for moving, name, sent in self.in_flight.get(self.memory[place.buffer], ()):
-                if not (sent and how == "read") and _overlap(place, moving):
+                if not (sent and how == "read") and place.overlaps(moving):
                     verb = "sends" if sent else "receives"
                     self.fail(f"{place} is touched while post {name} still {verb} {moving}")
             for other, other_how in touched[:n]:
-                if other.buffer == place.buffer and (how, other_how) != ("read", "read") and _overlap(place, other):
+                if other.buffer == place.buffer and (how, other_how) != ("read", "read") and place.overlaps(other):
                     self.fail(f"{place} is written and used otherwise by the same step")
 
     def _check_writable(self, step: Step, place: Slice, update: bool) -> None:
@@ -361,7 +343,7 @@ class _Rank:
 
     def _check_alike(self, src: Slice, dst: Slice) -> None:
         kinds = [self.program.buffer[place.buffer].kind for place in (src, dst)]
-        if kinds[0] != kinds[1] or _shape(src) != _shape(dst):
+        if kinds[0] != kinds[1] or src.shape != dst.shape:
             self.fail("source and target differ in kind or shape")
 
     def _become(self, src: Slice, dst: Slice) -> None:
@@ -416,7 +398,7 @@ class _Rank:
             self.fail(f"carries on from {step.out}, which is finished")
         out.finished[:] = step.final
         assert out.counts is not None
-        out.counts[..., _expand(step.k_positions)] += self._shown(step)[:, :, None, :]
+        out.counts[..., expand(step.k_positions)] += self._shown(step)[:, :, None, :]
 
     def _attend_grad(self, step: AttendGrad) -> None:
         q, kv = self._operands(step)
@@ -432,7 +414,7 @@ class _Rank:
         dkv = self._target(step.dkv, kv.cells, step.add_dkv)
         assert dq.counts is not None
         assert dkv.counts is not None
-        shown, q_positions, k_positions = self._shown(step), _expand(step.q_positions), _expand(step.k_positions)
+        shown, q_positions, k_positions = self._shown(step), expand(step.q_positions), expand(step.k_positions)
         dq.counts[..., k_positions] += shown[:, :, None, :]
         per_key = q.cells.shape[1] // kv.cells.shape[1]
         for n, head in enumerate(range(*step.heads)):
@@ -446,10 +428,10 @@ class _Rank:
             if (buffer.kind, buffer.dtype) != (kind, "input"):
                 self.fail(f"takes {buffer.name} ({buffer.kind}, {buffer.dtype}) for {kind} in the input's dtype")
         q, kv = self._read(step.q), self._read(step.kv)
-        q_positions, k_positions, heads = _expand(step.q_positions), _expand(step.k_positions), np.arange(*step.heads)
+        q_positions, k_positions, heads = expand(step.q_positions), expand(step.k_positions), np.arange(*step.heads)
         if (len(q_positions), len(heads)) != q.cells.shape or len(k_positions) != len(kv.cells):
             self.fail("names other rows or heads than it takes")
-        if not _distinct(step.q_positions) or not _distinct(step.k_positions):
+        if not distinct(step.q_positions) or not distinct(step.k_positions):
             self.fail("names a position twice")
         if not np.array_equal(q.cells, q_positions[:, None] * problem.heads + heads):
             self.fail("its queries are not at the positions and heads that it names")
@@ -466,10 +448,10 @@ class _Rank:
     def _shown(self, step: Attend | AttendGrad) -> Counts:
         """The pairs that a step computes, [batch, q rows, k rows]: those of its rows that the mask shows."""
         q, k = step.q_positions, step.k_positions
-        shown = self.truth.visible[:, _expand(q)][:, :, _expand(k)]
+        shown = self.truth.visible[:, expand(q)][:, :, expand(k)]
         walked = (False,) if isinstance(step, Attend) else (False, True)
         if self.tables and not all(
-            np.array_equal(_table_pairs(self.problem.mask, q, k, by_key), shown) for by_key in walked
+            np.array_equal(table_pairs(self.problem.mask, q, k, by_key), shown) for by_key in walked
         ):
             self.fail("the tables for its rows do not hold each pair that the mask shows once")
         return shown
@@ -593,7 +575,7 @@ def _run(ranks: list[_Rank]) -> None:
 
 def _check_match(source: _Rank, sent: Part, target: _Rank, received: Part) -> None:
     theirs, mine = source.program.buffer[sent.slice.buffer], target.program.buffer[received.slice.buffer]
-    if _shape(sent.slice) != _shape(received.slice) or (theirs.kind, theirs.dtype) != (mine.kind, mine.dtype):
+    if sent.slice.shape != received.slice.shape or (theirs.kind, theirs.dtype) != (mine.kind, mine.dtype):
         target.fail(
             f"receives {received.slice} and rank {source.number} sends {sent.slice}: not the same shape, kind and dtype"
         )
@@ -604,7 +586,7 @@ def _check_collective(post: _Posted) -> None:
     step, rank = post.step, post.rank
     members = list(rank.program.group[step.group])
     peers = [[part.peer for part in side] for side in (step.sends, step.recvs)]
-    shapes = {_shape(part.slice) for part in (*step.sends, *step.recvs)}
+    shapes = {part.slice.shape for part in (*step.sends, *step.recvs)}
     forms = {other.step.collective for other in post.met}
     if peers != [members] * 2 or len(shapes) != 1 or forms != {step.collective} or len(set(post.met)) != len(members):
         rank.fail(f"post {step.name} is no {step.collective}: the ranks or their parts differ")
@@ -621,58 +603,5 @@ def _check_collective(post: _Posted) -> None:
             rank.fail(f"the parts of an {step.collective} do not lie one after another")
 
 
-def _overlap(a: Slice, b: Slice) -> bool:
-    """Whether two slices of one memory have cells in common."""
-    return all(max(x[0], y[0]) < min(x[1], y[1]) for x, y in ((a.rows, b.rows), (a.heads, b.heads)))
-
-
-def _shape(place: Slice) -> tuple[int, int]:
-    return place.rows[1] - place.rows[0], place.heads[1] - place.heads[0]
-
-
 def _index(place: Slice) -> tuple[slice, slice]:
     return slice(*place.rows), slice(*place.heads)
-
-
-@lru_cache(maxsize=8192)
-def _expand(ranges: Ranges) -> Ints:
-    out = np.concatenate([np.zeros(0, np.int64), *(np.arange(r.start, r.stop, r.step) for r in ranges)])
-    out.flags.writeable = False
-    return out
-
-
-@lru_cache(maxsize=8192)
-def _distinct(ranges: Ranges) -> bool:
-    positions = _expand(ranges)
-    return len(np.unique(positions)) == len(positions)
-
-
-def _visible(mask: Mask, i: Ints, j: Ints) -> Counts:
-    """[batch, queries, keys], from the mask's definition alone."""
-    shown = [mask.visible(i[:, None], j[None, :], batch) for batch in range(mask.batch_rows or 1)]
-    return np.stack([np.broadcast_to(row, (len(i), len(j))) for row in shown]).astype(np.int16)
-
-
-@lru_cache(maxsize=8192)
-def _table_pairs(mask: Mask, q_positions: Ranges, k_positions: Ranges, by_key: bool) -> Counts:
-    """How often the table that kernels walk holds each pair, [batch, q rows, k rows]."""
-    work = worklist(mask, q_positions, k_positions)
-    sizes = [sum(map(len, ranges)) for ranges in (q_positions, k_positions)]
-    out = np.zeros((mask.batch_rows or 1, *sizes), np.int16)
-    for batch, q, k, shown in _tiles(work.by_key if by_key else work.by_query, by_key):
-        out[slice(None) if batch < 0 else batch, q, k] += shown
-    return out
-
-
-def _tiles(table: Table, by_key: bool) -> Iterator[tuple[int, slice, slice, npt.NDArray[np.bool_]]]:
-    for s, (batch, row, rows, position, step) in enumerate(table.segments.tolist()):
-        mine = position + step * np.arange(rows)
-        for first, n, start, stride, lo, hi in table.spans[table.indptr[s] : table.indptr[s + 1]].tolist():
-            other = start + stride * np.arange(n)
-            i, j = (other[:, None], mine[None, :]) if by_key else (mine[:, None], other[None, :])
-            bounded = lo > -UNBOUNDED or hi < UNBOUNDED
-            shown = (
-                (lo <= j - i) & (j - i <= hi) if bounded else np.ones(np.broadcast_shapes(i.shape, j.shape), np.bool_)
-            )
-            own, others = slice(row, row + rows), slice(first, first + n)
-            yield (batch, others, own, shown) if by_key else (batch, own, others, shown)

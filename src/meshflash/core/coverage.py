@@ -1,0 +1,80 @@
+"""What a mask shows, from its definition alone, and what tables of tiles hold: counts of pairs, for the verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from meshflash.core.lengths import UNBOUNDED
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import Ranges
+from meshflash.core.tiles import Table, worklist
+
+Ints = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int16]
+
+
+class Truth:
+    """What the mask shows, [batch, query positions, key positions], from its definition alone."""
+
+    def __init__(self, problem: Problem) -> None:
+        held = []
+        for side, ranks in (("queries", problem.q), ("keys", problem.k)):
+            positions = np.concatenate([expand(ranges) for ranges in ranks])
+            if not distinct(tuple(r for ranges in ranks for r in ranges)):
+                raise ValueError(f"the ranks of the problem hold a position of the {side} twice")
+            held.append(np.zeros(1 + positions.max(initial=-1), np.bool_))
+            held[-1][positions] = True
+        everything = _visible(problem.mask, *(np.arange(len(side)) for side in held))
+        self.visible = everything * held[0][:, None] * held[1]
+        self.batch, self.q_tokens, self.k_tokens = self.visible.shape
+
+
+@lru_cache(maxsize=8192)
+def expand(ranges: Ranges) -> Ints:
+    """The positions of ranges, one after another."""
+    out = np.concatenate([np.zeros(0, np.int64), *(np.arange(r.start, r.stop, r.step) for r in ranges)])
+    out.flags.writeable = False
+    return out
+
+
+@lru_cache(maxsize=8192)
+def distinct(ranges: Ranges) -> bool:
+    """Whether no position stands twice."""
+    positions = expand(ranges)
+    return len(np.unique(positions)) == len(positions)
+
+
+def _visible(mask: Mask, i: Ints, j: Ints) -> Counts:
+    """[batch, queries, keys], from the mask's definition alone."""
+    shown = [mask.visible(i[:, None], j[None, :], batch) for batch in range(mask.batch_rows or 1)]
+    return np.stack([np.broadcast_to(row, (len(i), len(j))) for row in shown]).astype(np.int16)
+
+
+@lru_cache(maxsize=8192)
+def table_pairs(mask: Mask, q_positions: Ranges, k_positions: Ranges, by_key: bool) -> Counts:
+    """How often the table that kernels walk holds each pair, [batch, q rows, k rows]."""
+    work = worklist(mask, q_positions, k_positions)
+    sizes = [sum(map(len, ranges)) for ranges in (q_positions, k_positions)]
+    out = np.zeros((mask.batch_rows or 1, *sizes), np.int16)
+    for batch, q, k, shown in _tiles(work.by_key if by_key else work.by_query, by_key):
+        out[slice(None) if batch < 0 else batch, q, k] += shown
+    return out
+
+
+def _tiles(table: Table, by_key: bool) -> Iterator[tuple[int, slice, slice, npt.NDArray[np.bool_]]]:
+    for s, (batch, row, rows, position, step) in enumerate(table.segments.tolist()):
+        mine = position + step * np.arange(rows)
+        for first, n, start, stride, lo, hi in table.spans[table.indptr[s] : table.indptr[s + 1]].tolist():
+            other = start + stride * np.arange(n)
+            i, j = (other[:, None], mine[None, :]) if by_key else (mine[:, None], other[None, :])
+            bounded = lo > -UNBOUNDED or hi < UNBOUNDED
+            shown = (
+                (lo <= j - i) & (j - i <= hi) if bounded else np.ones(np.broadcast_shapes(i.shape, j.shape), np.bool_)
+            )
+            own, others = slice(row, row + rows), slice(first, first + n)
+            yield (batch, others, own, shown) if by_key else (batch, own, others, shown)
