@@ -15,6 +15,7 @@ from meshflash.core.program import Ranges
 from meshflash.core.tiles import Table, worklist
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Counts = npt.NDArray[np.int16]
 
 
@@ -66,7 +67,7 @@ def table_pairs(mask: Mask, q_positions: Ranges, k_positions: Ranges, by_key: bo
     return out
 
 
-def _tiles(table: Table, by_key: bool) -> Iterator[tuple[int, slice, slice, npt.NDArray[np.bool_]]]:
+def _tiles(table: Table, by_key: bool) -> Iterator[tuple[int, slice, slice, Bools]]:
     for s, (batch, row, rows, position, step) in enumerate(table.segments.tolist()):
         mine = position + step * np.arange(rows)
         for first, n, start, stride, lo, hi in table.spans[table.indptr[s] : table.indptr[s + 1]].tolist():

@@ -111,6 +111,11 @@ class Slice:
         """Rows times heads."""
         return (self.rows[1] - self.rows[0]) * (self.heads[1] - self.heads[0])
 
+    @property
+    def index(self) -> tuple[slice, slice]:
+        """For arrays of rows and heads."""
+        return slice(*self.rows), slice(*self.heads)
+
     def overlaps(self, other: Slice) -> bool:
         """Whether the two share rows and heads; their buffers may be two names of one memory."""
         return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in ((self.rows, other.rows), (self.heads, other.heads)))

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
-from meshflash.core.coverage import Counts, Ints, Truth, distinct, expand, table_pairs
+from meshflash.core.coverage import Bools, Counts, Ints, Truth, distinct, expand, table_pairs
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
     KEY_KINDS,
@@ -36,8 +35,6 @@ from meshflash.core.program import (
     Wait,
     slices,
 )
-
-Bools = npt.NDArray[np.bool_]
 
 #: What a cell holds besides (position, head): nothing yet, and a zero of nobody's.
 UNDEFINED, ZERO = -1, -2
@@ -112,7 +109,7 @@ class _Content:
 
     def at(self, place: Slice) -> _Content:
         """Some of these cells: the same memory."""
-        index = _index(place)
+        index = place.index
         counts = None if self.counts is None else self.counts[(slice(None), *index)]
         return _Content(self.cells[index], counts, self.finished[index])
 
@@ -338,7 +335,7 @@ class _Rank:
             self.fail(f"{place} is added to, where only results go")
         if source and not (isinstance(step, Copy | Finish) and step.src == replace(place, buffer=source)):
             self.fail(f"{place} may be the memory of {source}, and can only be written from the same place there")
-        if buffer.becomes and self.done[buffer.name][_index(place)].any():
+        if buffer.becomes and self.done[buffer.name][place.index].any():
             self.fail(f"{place} is written after it became {buffer.becomes}")
 
     def _check_alike(self, src: Slice, dst: Slice) -> None:
@@ -349,7 +346,7 @@ class _Rank:
     def _become(self, src: Slice, dst: Slice) -> None:
         """Scratch that became an output is done: to write there would change the output, where they are one."""
         if self.program.buffer[src.buffer].becomes == dst.buffer:
-            self.done[src.buffer][_index(src)] = True
+            self.done[src.buffer][src.index] = True
 
     def _copy(self, step: Copy) -> None:
         self._check_alike(step.src, step.dst)
@@ -601,7 +598,3 @@ def _check_collective(post: _Posted) -> None:
         begins = [(part.slice.buffer, part.slice.rows[0]) for part in side[1:]]
         if begins != [(part.slice.buffer, part.slice.rows[1]) for part in side[:-1]]:
             rank.fail(f"the parts of an {step.collective} do not lie one after another")
-
-
-def _index(place: Slice) -> tuple[slice, slice]:
-    return slice(*place.rows), slice(*place.heads)
