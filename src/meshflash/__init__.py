@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshflash.core.verify import VerificationError, verify_programs
     from meshflash.engine.check import WrongResultError
     from meshflash.engine.membership import DisagreementError, MissingRankError
+    from meshflash.merging import merge_partials
     from meshflash.schedules.registry import build_program, register_schedule, unregister_schedule
     from meshflash.sharding import shard, unshard
     from meshflash.transport.contract import TransportError
@@ -31,6 +32,7 @@ __all__ = [
     "attention",
     "build_program",
     "flash_attention",
+    "merge_partials",
     "positions",
     "register_schedule",
     "shard",
@@ -51,6 +53,7 @@ _HOMES = {
     "flash_attention": "meshflash.api",
     "Layout": "meshflash.core.layout",
     "Mask": "meshflash.core.mask",
+    "merge_partials": "meshflash.merging",
     "positions": "meshflash.core.layout",
     "Problem": "meshflash.core.problem",
     "Program": "meshflash.core.program",
