@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshflash.bench import attention, engine, record
+from meshflash.bench.cases import Case
 from meshflash.bench.peers import peer_bytes
 from meshflash.cli import app
 
@@ -63,15 +64,15 @@ def test_bench_engine_times_every_program(tmp_path):
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 0, result.output
     rows = record.read(tmp_path / "x.json")["rows"]
-    assert [(row["schedule"], row["direction"]) for row in rows] == [("zigzag", "forward"), ("zigzag", "backward")]
+    assert [(row["schedule"], row["pass"]) for row in rows] == [("zigzag", "forward"), ("zigzag", "backward")]
     assert all(row["microseconds"] > 0 and row["steps"] > 5 for row in rows)
     assert engine.run(("zigzag",), 3, 1)[0].steps == rows[0]["steps"]
 
 
 def test_peers_formulas():
-    shape = attention.Shape(tokens=64, heads=4, kv_heads=2, head_dim=8, dtype="bfloat16")
+    case = Case(tokens=64, heads=4, kv_heads=2, head_dim=8, dtype="bfloat16")
     keys = 16 * 2 * 8 * 2
-    assert peer_bytes("zigzag", shape, 4, "forward") == 3 * 2 * keys
-    assert peer_bytes("zigzag", shape, 4, "forward+backward") == 2 * 3 * 2 * keys + 4 * 4 * keys
-    assert peer_bytes("allgather(head_stride=1)", shape, 4, "forward+backward") == 2 * 3 * 2 * keys + 3 * 4 * keys
-    assert peer_bytes("my_own", shape, 4, "forward") is None
+    assert peer_bytes("zigzag", case, 4, "forward") == 3 * 2 * keys
+    assert peer_bytes("zigzag", case, 4, "forward+backward") == 2 * 3 * 2 * keys + 4 * 4 * keys
+    assert peer_bytes("allgather(head_stride=1)", case, 4, "forward+backward") == 2 * 3 * 2 * keys + 3 * 4 * keys
+    assert peer_bytes("my_own", case, 4, "forward") is None

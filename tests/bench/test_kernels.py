@@ -1,21 +1,25 @@
 """The kernel benchmark: its records, its masks, and that a wrong kernel is refused rather than timed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshflash.bench import kernels, plots
-from meshflash.bench.timing import interleaved, peak_bytes
+from meshflash.bench import check, kernels, plots, record, timing
+from meshflash.bench.cases import Case, parse_mask
+from meshflash.bench.room import attempt
+from meshflash.bench.timing import interleaved, watched
 from meshflash.cli import app
 from meshflash.core.mask import Mask
 from meshflash.kernels.tiled import Tiled
 
 COLUMNS = {
     "kernel", "ran", "pass", "head_dim", "tokens", "batch", "heads", "kv_heads", "mask", "dtype", "device",
-    "ms", "tflops", "error", "peak_bytes",
+    "deterministic", "ms", "tflops", "error", "oracle", "peak_bytes",
 }  # fmt: skip
 
 
@@ -45,12 +49,13 @@ def test_bench_kernels_writes_a_record_and_a_plot(tmp_path):
     [
         ("--mask diagonal", "expected full, causal, window-N"),
         ("--mask window-", "expected full, causal, window-N"),
-        ("--dtype int8", "expected one of float64"),
+        ("--dtype int8", "expected one of float32"),
         ("--kernel fast", "expected one of auto, vendor"),
         ("--kernel vendor --mask window-4", "lacks windows"),
         ("--device tpu", "device 'tpu'"),
         ("--tokens 0", "'--tokens'"),
         ("--kv-heads 0", "'--kv-heads'"),
+        ("--heads 3 --kv-heads 2", "2 key heads do not divide 3 query heads"),
     ],
 )
 def test_bad_arguments_are_explained(arguments, message, tmp_path):
@@ -70,18 +75,30 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(Tiled, "forward", wrong)
     with pytest.raises(RuntimeError, match=r"tiled, forward: relative error .* it is wrong, so it is not timed"):
-        list(kernels.run(kernels.Cell(tokens=32, heads=1, kv_heads=1, head_dim=8), ("tiled",), rounds=1))
+        list(kernels.run(Case(tokens=32, heads=1, kv_heads=1, head_dim=8), ("tiled",), rounds=1))
 
 
 def test_masks_by_name():
-    assert kernels.parse_mask("full", 8) == Mask.full()
-    assert kernels.parse_mask("documents-3", 8) == Mask.causal() & Mask.documents([3, 3, 2])
-    with pytest.raises(ValueError, match="expected full"):
-        kernels.parse_mask("documents-9", 8)
+    assert parse_mask("full", 8) == Mask.full()
+    assert parse_mask("documents-3", 8) == Mask.causal() & Mask.documents([3, 3, 2])
+    for name in ("documents-9", "documents-lognormal-0", "lognormal-4", "full-2", "documents-"):
+        with pytest.raises(ValueError, match="expected full"):
+            parse_mask(name, 8)
+
+
+def test_lognormal_documents_have_their_mean_and_are_the_same_each_time():
+    mask = parse_mask("documents-lognormal-100", 100_000)
+    assert mask == parse_mask("documents-lognormal-100", 100_000)
+    (documents,) = mask.documents_nodes
+    lengths = np.diff(documents.q_cuts(0))
+    assert lengths.sum() == 100_000
+    assert 85 < lengths.mean() < 115
+    assert lengths.max() > 5 * lengths.mean()
+    assert parse_mask("documents-lognormal-100", 7) == Mask.causal() & Mask.documents([7])
 
 
 def test_flops_count_visible_pairs():
-    cell = kernels.Cell(tokens=4, batch=2, heads=3, kv_heads=1, head_dim=8, mask="causal")
+    cell = Case(tokens=4, batch=2, heads=3, kv_heads=1, head_dim=8, mask="causal")
     assert cell.flops("forward") == 4 * 2 * 3 * 8 * 10
     assert cell.flops("backward") == 2.5 * cell.flops("forward")
 
@@ -90,14 +107,68 @@ def test_peak_bytes_sees_what_is_freed_again():
     def work():
         return (torch.empty(1000, dtype=torch.float32) * 2 + 1).sum()
 
-    assert 8000 <= peak_bytes(work, torch.device("cpu")) < 20000
+    assert 8000 <= watched(work, torch.device("cpu")).peak_bytes < 20000
 
 
-def test_interleaved_gives_every_function_its_turn():
+def test_interleaved_takes_turns_in_samples(monkeypatch):
     calls = []
     functions = {name: (lambda name=name: calls.append(name)) for name in "ab"}
+    monkeypatch.setattr(timing, "MOST_CALLS", 3)
     assert set(interleaved(functions, torch.device("cpu"), rounds=2)) == {"a", "b"}
-    assert calls == ["a", "b"] * 3
+    assert "".join(calls) == "a" + "aaa" + "b" + "bbb" + 2 * ("aaa" + "bbb")
+
+
+def test_interleaved_times_slow_functions_once_and_leaves_out_what_has_no_memory(monkeypatch):
+    calls = []
+
+    def greedy():
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(timing, "SLOW_MS", -1.0)
+    times = interleaved({"greedy": greedy, "slow": lambda: calls.append(1)}, torch.device("cpu"), rounds=5)
+    assert set(times) == {"slow"}
+    assert calls == [1]
+
+
+def test_other_errors_are_not_taken_for_memory():
+    def broken():
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        attempt(broken)
+    assert attempt(lambda: torch.empty(2**60)) is None
+
+
+@pytest.mark.parametrize("oracle", ["torch sdpa in float32", "tiled in float64"])
+def test_oracles_agree_a_few_heads_at_a_time(oracle, monkeypatch):
+    case = Case(tokens=24, batch=2, heads=6, kv_heads=3, head_dim=8)
+    tensors = case.tensors()
+    want = check.truth(case, tensors)
+    assert want.oracle == "reference in float64"
+    monkeypatch.setattr(check, "oracle_of", lambda *_: oracle)
+    monkeypatch.setattr(check, "MATRIX_BYTES", 24 * 24 * 2 * 4 * 2)  # two key heads
+    for a, b in zip(check.truth(case, tensors).results, want.results, strict=True):
+        assert a.shape == b.shape
+        assert check.relative_error(a, b) < 1e-6
+
+
+def test_which_oracle_judges():
+    long = Case(tokens=8192, device="cuda", dtype="bfloat16")
+    assert check.oracle_of(long) == "torch sdpa in float32"
+    assert check.oracle_of(long, exact=True) == "tiled in float64"
+    for other in (replace(long, mask="window-4"), replace(long, dtype="float64"), replace(long, device="cpu")):
+        assert check.oracle_of(other) == "tiled in float64"
+    assert check.oracle_of(replace(long, tokens=4096)) == "reference in float64"
+
+
+def test_deterministic_reaches_the_kernel(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Tiled, "lacks", lambda self, ask: asked.append(ask.deterministic))
+    case = Case(tokens=8, heads=1, kv_heads=1, head_dim=8, deterministic=True)
+    rows = list(kernels.run(case, ("tiled",), rounds=1))
+    assert asked
+    assert all(asked)
+    assert all(record.flat(row)["deterministic"] for row in rows)
 
 
 def test_plots_say_what_is_missing(monkeypatch, tmp_path: Path):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from torch import distributed as _distributed
 from torch.nn import functional
 
 from meshflash.api import attention, flash_attention
-from meshflash.bench.kernels import WORST_ERROR, parse_mask
+from meshflash.bench.candidates import Attention
+from meshflash.bench.cases import Case, Tensors
+from meshflash.bench.check import relative_error
 from meshflash.bench.peers import peer_bytes
 from meshflash.bench.timing import watched
 from meshflash.core.mask import Mask
@@ -34,37 +36,6 @@ ONE = "one rank"
 PLAIN = "torch all-gather"
 PASSES = ("forward", "forward+backward")
 
-Local = tuple[Tensor, Tensor, Tensor, Tensor]
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One problem, over all ranks."""
-
-    tokens: int = 8192
-    batch: int = 1
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
-    mask: str = "causal"
-    dtype: str = "float32"
-
-    @property
-    def rule(self) -> Mask:
-        """The mask that the name stands for."""
-        return parse_mask(self.mask, self.tokens)
-
-    def tensors(self) -> Local:
-        """q, k, v and the gradient of the output, the same on every rank."""
-        generator = torch.Generator().manual_seed(0)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        q, k, v, dout = (
-            torch.randn(self.batch, self.tokens, h, self.head_dim, generator=generator).to(getattr(torch, self.dtype))
-            for h in heads
-        )
-        return q, k, v, dout
-
 
 @dataclass(frozen=True)
 class Row:
@@ -76,7 +47,7 @@ class Row:
     schedule: str
     direction: str
     world: int
-    shape: Shape
+    case: Case
     ms: float
     speedup: float
     received_bytes: int
@@ -85,35 +56,26 @@ class Row:
     peak_bytes: int
     error: float
 
-    def flat(self) -> dict[str, Any]:
-        """For a record."""
-        row = asdict(self)
-        return {**row.pop("shape"), **{"pass" if key == "direction" else key: value for key, value in row.items()}}
-
 
 def run(
-    shape: Shape, schedules: tuple[str, ...], world: int, rounds: int, threads: int = 1, listen: Tell | None = None
+    case: Case, schedules: tuple[str, ...], world: int, rounds: int, threads: int = 1, listen: Tell | None = None
 ) -> list[Row]:
     """Every schedule's rows, forward and forward+backward; one that is wrong raises instead of being timed."""
     for schedule in schedules:
         if schedule not in (ONE, PLAIN):
             parse(schedule)
-    if shape.dtype not in {str(dtype).removeprefix("torch.") for dtype in WORST_ERROR}:
-        raise ValueError(f"dtype {shape.dtype!r}: expected one of float32, bfloat16, float16, float64")
-    if shape.heads % shape.kv_heads:
-        raise ValueError(f"{shape.kv_heads} key heads do not divide {shape.heads} query heads")
-    _ = shape.rule
-    results = run_ranks(world, _measure, shape, schedules, rounds, threads=threads, timeout=3600.0, listen=listen)
+    results = run_ranks(world, _measure, case, schedules, rounds, threads=threads, timeout=3600.0, listen=listen)
     rows: list[Row] = results[0]
     return rows
 
 
-def _measure(rank: int, world: int, tell: Tell, shape: Shape, schedules: tuple[str, ...], rounds: int) -> list[Row]:
+def _measure(rank: int, world: int, tell: Tell, case: Case, schedules: tuple[str, ...], rounds: int) -> list[Row]:
     """One rank's part; the rows are rank 0's."""
     say = tell if rank == 0 else lambda _: None
-    whole, mask = shape.tensors(), shape.rule
-    one = _Candidate(ONE, shape, mask, whole, world)
-    calls = {ONE: one} | {name: _Candidate(name, shape, mask, whole, world) for name in schedules}
+    q, k, v, dout = case.tensors()
+    whole, mask = (q.detach(), k.detach(), v.detach(), dout), case.rule
+    one = _Candidate(ONE, case, mask, whole, world)
+    calls = {ONE: one} | {name: _Candidate(name, case, mask, whole, world) for name in schedules}
     seen: dict[str, _Seen] = {}
     errors: dict[str, tuple[float, float]] = {ONE: (0.0, 0.0)}
     tiny = torch.zeros(1, 1, 1, 8, requires_grad=True)
@@ -127,7 +89,7 @@ def _measure(rank: int, world: int, tell: Tell, shape: Shape, schedules: tuple[s
         seen[name] = call.watch()
         assert call.layout is not None
         got = [unshard(x, call.layout) for x in seen[name].results]
-        errors[name] = _errors(got, seen[ONE].results, shape) if rank == 0 else (0.0, 0.0)
+        errors[name] = _errors(got, seen[ONE].results, case) if rank == 0 else (0.0, 0.0)
     times: dict[tuple[str, str], list[float]] = {}
     for n in range(rounds):
         say(f"round {n + 1} of {rounds}")
@@ -140,7 +102,7 @@ def _measure(rank: int, world: int, tell: Tell, shape: Shape, schedules: tuple[s
         ms = {name: statistics.median(times.get((name, direction), [_most(seen[name].ms[n])])) for name in calls}
         most = {name: [int(_most(x[n])) for x in (seen[name].received, seen[name].peaks)] for name in calls}
         for name in calls:
-            peer = None if name in (ONE, PLAIN) else peer_bytes(name, shape, world, direction)
+            peer = None if name in (ONE, PLAIN) else peer_bytes(name, case, world, direction)
             received, peak = most[name]
             mean = _sum(seen[name].received[n]) / world
             rows.append(
@@ -148,7 +110,7 @@ def _measure(rank: int, world: int, tell: Tell, shape: Shape, schedules: tuple[s
                     schedule=name,
                     direction=direction,
                     world=1 if name == ONE else world,
-                    shape=shape,
+                    case=case,
                     ms=ms[name],
                     speedup=ms[ONE] / ms[name],
                     received_bytes=received,
@@ -174,14 +136,14 @@ class _Seen:
 class _Candidate:
     """One way to attend, on this rank's tokens."""
 
-    def __init__(self, name: str, shape: Shape, mask: Mask, whole: Local, world: int) -> None:
-        self.name, self.shape, self.world = name, shape, world
+    def __init__(self, name: str, case: Case, mask: Mask, whole: Tensors, world: int) -> None:
+        self.name, self.case, self.world = name, case, world
         if name == ONE:
             self.layout = None
             self.local = whole
         else:
             home = "ring" if name == PLAIN else name
-            self.layout = parse(home)[0].layout(shape.tokens, world)
+            self.layout = parse(home)[0].layout(case.tokens, world)
             self.local = tuple(shard(x, self.layout).contiguous() for x in whole)  # type: ignore[assignment]
         self.leaves = [x.requires_grad_() for x in self.local[:3]]
         self._attention = self._function(mask)
@@ -223,10 +185,12 @@ class _Candidate:
 
     def _function(self, mask: Mask) -> Attention:
         if self.name == ONE:
-            return lambda q, k, v: flash_attention(q, k, v, mask=mask)
+            return partial(flash_attention, mask=mask, deterministic=self.case.deterministic)
         if self.name == PLAIN:
             return self._plain(mask)
-        return lambda q, k, v: attention(q, k, v, mask=mask, schedule=self.name, layout=self.layout)
+        return partial(
+            attention, mask=mask, schedule=self.name, layout=self.layout, deterministic=self.case.deterministic
+        )
 
     def _plain(self, mask: Mask) -> Attention:
         """What one writes in plain torch: gather K and V, then its own attention with a matrix as the mask."""
@@ -260,14 +224,15 @@ def _time(call: _Candidate, direction: str, alone: bool, rank: int) -> float:
     return float(elapsed)
 
 
-def _errors(got: list[Tensor], want: list[Tensor] | None, shape: Shape) -> tuple[float, float]:
+def _errors(got: list[Tensor], want: list[Tensor] | None, case: Case) -> tuple[float, float]:
     """The relative error of the output, and the largest of output and gradients, against one rank."""
     if want is None:
         return 0.0, 0.0
-    each = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(got, want, strict=True)]
-    worst = WORST_ERROR[getattr(torch, shape.dtype)]
-    if not max(each) <= worst:
-        raise RuntimeError(f"relative error {max(each):.1e} against one rank, where {shape.dtype} allows {worst:.0e}")
+    each = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    if not max(each) <= case.worst_error:
+        raise RuntimeError(
+            f"relative error {max(each):.1e} against one rank, where {case.dtype} allows {case.worst_error:.0e}"
+        )
     return each[0], max(each)
 
 

@@ -14,6 +14,7 @@ from meshflash.core.program import Direction
 from meshflash.engine import binding, mesh
 from meshflash.engine.placement import Setting
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Outputs, Rows
+from meshflash.kernels.registry import Choice
 from meshflash.planning import resolve
 from meshflash.schedules import registry
 from meshflash.transport.loopback import Loopback
@@ -55,7 +56,7 @@ def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[Row]:
     """The engine's time on rank 0 of each schedule, for a short causal sequence; steps that copy or add included."""
     rows = []
     mesh.connect(registry.build, resolve)
-    with mock.patch.object(binding, "choose", return_value=_Nothing()):
+    with mock.patch.object(binding, "choose", return_value=Choice(_Nothing(), "it is given")):
         for schedule in schedules:
             layout = registry.parse(schedule)[0].layout(64 * world, world)
             for direction in ("forward", "backward"):

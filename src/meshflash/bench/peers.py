@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from meshflash.bench.cases import Case
 
 
-class _Shape(Protocol):
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-
-
-def peer_bytes(schedule: str, shape: _Shape, world: int, direction: str) -> int | None:
+def peer_bytes(schedule: str, case: Case, world: int, direction: str) -> int | None:
     """Bytes that a rank receives in peers' implementations of a schedule, sums travelling in float32.
 
     Of `n` ranks, with K = V the bytes of a rank's keys: the ring family moves 2 (n - 1) K forward, and
     backward again as much with n hops of float32 gradients; all-gather the same forward, and backward
     again as much with a reduce-scatter of n - 1 parts. None where peers have no such schedule.
     """
-    each = _BYTES[shape.dtype]
-    keys = 2 * shape.batch * -(-shape.tokens // world) * shape.kv_heads * shape.head_dim
+    each = case.torch_dtype.itemsize
+    keys = 2 * case.batch * -(-case.tokens // world) * case.kv_heads * case.head_dim
     forward = (world - 1) * keys * each
     name = schedule.partition("(")[0]
     hops = {"ring": world, "zigzag": world, "striped": world, "allgather": world - 1}.get(name)

@@ -9,6 +9,7 @@ from typing import Any
 
 def kernels(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Bars of milliseconds and of peak memory for each kernel, a group for each pass and shape."""
+    rows = [row for row in rows if row["ms"] is not None]
     _bars(rows, "kernel", _group, {"milliseconds": ("ms", 1), "peak memory, MiB": ("peak_bytes", 2**20)}, title, path)
 
 
@@ -16,6 +17,31 @@ def schedules(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Bars of speed against one rank and of megabytes received for each schedule, a group for each pass."""
     panels = {"times one rank's speed": ("speedup", 1), "received by a rank, MB": ("received_mean", 1e6)}
     _bars(rows, "schedule", lambda row: row["pass"], panels, title, path)
+
+
+def lengths(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Lines of milliseconds and of peak memory over the length, both logarithmic, one for each kernel."""
+    plt = _pyplot()
+    panels = {"forward and backward, ms": ("ms", 1), "peak memory, MiB": ("peak_bytes", 2**20)}
+    figure, axes = plt.subplots(1, len(panels), figsize=(9.0, 4.2), layout="constrained")
+    names = list(dict.fromkeys(row["kernel"] for row in rows))
+    ticks = sorted({row["tokens"] for row in rows})
+    for axis, (label, (column, unit)) in zip(axes, panels.items(), strict=True):
+        for n, name in enumerate(names):
+            points = [(row["tokens"], row[column] / unit) for row in rows if row["kernel"] == name and row[column]]
+            axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=4, label=name)
+            if 0 < len(points) < len(ticks):
+                place = {"xytext": (-6, 4), "textcoords": "offset points", "ha": "right"}
+                axis.annotate("out of memory beyond", points[-1], **place, fontsize=7, color=f"C{n}")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks], fontsize=8, rotation=30)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("tokens")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    _finish(figure, axes[0], len(names), title, path)
 
 
 def _bars(
@@ -46,11 +72,16 @@ def _bars(
         axis.grid(axis="y", alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xticks(range(len(groups)), groups, fontsize=8)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
+    _finish(figure, axes[0], len(names), title, path)
+
+
+def _finish(figure: Any, axis: Any, names: int, title: str, path: Path) -> None:
+    """One legend for all panels, the title, and the file."""
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=names, frameon=False)
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
+    _pyplot().close(figure)
 
 
 def _group(row: dict[str, Any]) -> str:

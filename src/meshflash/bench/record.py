@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -52,10 +53,26 @@ def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
     path.write_text(json.dumps({"header": header(command), "rows": rows}, indent=1) + "\n")
 
 
+def flat(row: Any) -> dict[str, Any]:
+    """A benchmark's row as a record takes it: the fields of its case beside its own; `direction` is called pass."""
+    out: dict[str, Any] = {}
+    for key, value in asdict(row).items():
+        out |= value if key == "case" else {"pass" if key == "direction" else key: value}
+    return out
+
+
 def read(path: Path) -> dict[str, Any]:
     """A record that `write` made."""
     record: dict[str, Any] = json.loads(path.read_text())
     return record
+
+
+def place(header: dict[str, Any], device: str) -> str:
+    """The machine and the versions of a record, in a few words."""
+    machine, versions = header["machine"], header["versions"]
+    name = f"{machine['cores']} x {machine['cpu']}" if device == "cpu" else machine.get("gpu", device)
+    triton = "" if device == "cpu" else f", Triton {versions['triton']}"
+    return f"{name}, torch {versions['torch']}{triton}, Python {versions['python']}"
 
 
 def command_line() -> str:

@@ -19,18 +19,22 @@ def report(
     tables: list[Table],
     rows: list[dict[str, Any]],
     output: Path,
-    plot: Path | None,
-    draw: Plot,
-    title: str,
+    plot: Path | None = None,
+    draw: Plot | None = None,
+    title: str = "",
 ) -> None:
     """Print the tables, write the record, and the plot where one is wanted and can be made."""
     console.print(*tables, sep="\n")
     record.write(output, rows, record.command_line())
     console.print(f"written: {output}", soft_wrap=True)
-    if plot is None:
-        return
+    if plot is not None and draw is not None:
+        picture(console, draw, rows, title, plot)
+
+
+def picture(console: Console, draw: Plot, rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw rows to a file, or say why not."""
     try:
-        draw(rows, title, plot)
-        console.print(f"written: {plot}", soft_wrap=True)
+        draw(rows, title, path)
+        console.print(f"written: {path}", soft_wrap=True)
     except RuntimeError as error:
         console.print(f"no picture: {error}")

@@ -1,14 +1,18 @@
-"""Tables of records for the terminal, no wider than 80 columns."""
+"""Tables of records for the terminal, no wider than 80 columns, and of lengths in Markdown."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
+from meshflash.kernels.rates import Rates
+
 #: What tells one cell from another; its passes stand in one table.
-CELL = ("mask", "tokens", "batch", "heads", "kv_heads", "head_dim", "dtype", "device")
+CELL = ("mask", "tokens", "batch", "heads", "kv_heads", "head_dim", "dtype", "device", "deterministic")
+NO_MEMORY = "out of memory"
 
 
 def kernels(rows: list[dict[str, Any]], beside: str) -> list[Table]:
@@ -21,16 +25,95 @@ def kernels(rows: list[dict[str, Any]], beside: str) -> list[Table]:
 
 def schedules(rows: list[dict[str, Any]], beside: str) -> list[Table]:
     """A table for each shape: schedules by pass, with their speed as a multiple of `beside`, and what they moved."""
-    shape = tuple(key for key in CELL if key != "device")
     return [
-        _schedules(dict(zip(shape, cell, strict=True)), list(own), beside)
-        for cell, own in groupby(rows, key=lambda row: tuple(row[key] for key in shape))
+        _schedules(dict(zip(CELL, cell, strict=True)), list(own), beside)
+        for cell, own in groupby(rows, key=lambda row: tuple(row[key] for key in CELL))
     ]
+
+
+def lengths(rows: list[dict[str, Any]]) -> Table:
+    """Kernels by length, each with its speed and memory against standard attention."""
+    head = f"{title(rows[0], tokens=False)} on {rows[0]['device']}"
+    table = _table(head, "tokens", "kernel", "forward", "backward", "both, ms", "speed-up", "peak MiB", "saved")
+    table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
+    table.columns[4].no_wrap = False
+    for tokens, own in groupby(rows, key=lambda row: row["tokens"]):
+        for n, row in enumerate(own):
+            table.add_row("" if n else f"{tokens:,}", *_length(row))
+        table.add_section()
+    return table
+
+
+def lengths_markdown(rows: list[dict[str, Any]]) -> str:
+    """The table of lengths for a document."""
+    head = ["tokens", "kernel", "forward, ms", "backward, ms", "both, ms", "speed-up", "peak, MiB", "memory saved"]
+    lines = [head, ["---"] * len(head), *([f"{row['tokens']:,}", *_length(row)] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def host(rows: list[dict[str, Any]], beside: str) -> Table:
+    """Kernels by pass, with the host's microseconds for a call as a multiple of those of `beside`."""
+    table = _table(f"{title(rows[0])} on {rows[0]['device']}", "pass", "kernel", "us a call", "least", _times(beside))
+    for direction, own in groupby(rows, key=lambda row: row["pass"]):
+        for n, row in enumerate(own):
+            numbers = (f"{row['microseconds']:.1f}", f"{row['least']:.1f}", f"{row['ratio']:.2f}")
+            table.add_row("" if n else direction, _kernel(row), *numbers)
+        table.add_section()
+    return table
+
+
+def memory(rows: list[dict[str, Any]]) -> Table:
+    """Kernels with their peak as a multiple of the bytes of q, k, v, out and their gradients."""
+    table = _table(f"{title(rows[0])} on {rows[0]['device']}", "kernel", "needed MiB", "peak MiB", "x needed")
+    for row in rows:
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        table.add_row(_kernel(row), _mebibytes(row["needed_bytes"]), _mebibytes(row["peak_bytes"]), ratio)
+    return table
+
+
+def _length(row: dict[str, Any]) -> list[str]:
+    """A row of a table of lengths, after the length."""
+    forward, backward = (_milliseconds(row[key], "") for key in ("forward_ms", "backward_ms"))
+    speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+    saved = "" if row["saved"] is None else f"{row['saved']:.0%}"
+    return [
+        _kernel(row),
+        forward,
+        backward,
+        _milliseconds(row["ms"]),
+        speedup,
+        _mebibytes(row["peak_bytes"], ""),
+        saved,
+    ]
+
+
+def _kernel(row: dict[str, Any]) -> str:
+    return row["kernel"] if row["ran"] == row["kernel"] else f"{row['kernel']} ({row['ran']})"
+
+
+def _milliseconds(number: float | None, missing: str = NO_MEMORY) -> str:
+    return missing if number is None else f"{number:,.{2 if number < 1000 else 0}f}"
+
+
+def _mebibytes(number: int | None, missing: str = NO_MEMORY) -> str:
+    return missing if number is None else f"{number / 2**20:,.1f}"
+
+
+def _times(beside: str) -> str:
+    return f"x {beside.split()[-1]}"
+
+
+def _table(head: str, *columns: str) -> Table:
+    """A table with words on the left of their columns and numbers on the right."""
+    table = Table(title=head, title_justify="left", title_style="bold", header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("pass", "kernel") else "right", no_wrap=True)
+    return table
 
 
 def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Table:
     world = max(row["world"] for row in rows)
-    table = Table(title=f"{_title(cell)}, {world} ranks", title_justify="left", title_style="bold", header_style="bold")
+    table = Table(title=f"{title(cell)}, {world} ranks", title_justify="left", title_style="bold", header_style="bold")
     table.add_column("pass", no_wrap=True)
     table.add_column("schedule")
     for name in ("ms", f"x {beside.split()[0]}", "error", "MB in", "peers'", "peak MiB"):
@@ -51,36 +134,51 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
     return table
 
 
-def _title(cell: dict[str, Any]) -> str:
+def title(cell: dict[str, Any], tokens: bool = True) -> str:
+    """A shape in words, with or without its length."""
     heads = f"{cell['heads']} heads"
     if cell["kv_heads"] != cell["heads"]:
         heads += f" on {cell['kv_heads']}"
-    return (
-        f"{cell['mask']}, {cell['tokens']:,} tokens, batch {cell['batch']}, {heads}, dim {cell['head_dim']}, "
-        f"{cell['dtype']}"
-    )
+    words = [cell["mask"], f"{cell['tokens']:,} tokens", f"batch {cell['batch']}", heads, f"dim {cell['head_dim']}"]
+    if not tokens:
+        del words[1]
+    return ", ".join([*words, cell["dtype"], *(["deterministic"] if cell["deterministic"] else [])])
 
 
 def _cell(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Table:
-    title = f"{_title(cell)} on {cell['device']}"
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    table.add_column("pass")
-    table.add_column("kernel", no_wrap=True)
-    for name in ("ms", "TFLOP/s", f"x {beside.split()[-1]}", "error", "peak MiB"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("pass", "kernel", "ms", "TFLOP/s", _times(beside), "error", "peak MiB")
+    table = _table(f"{title(cell)} on {cell['device']}", *columns)
+    table.caption, table.caption_justify = f"error: against {rows[0]['oracle']}", "left"
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
         passes = list(own)
         peer = next((row["ms"] for row in passes if row["kernel"] == beside), None)
         for n, row in enumerate(passes):
-            ran = "" if row["ran"] == row["kernel"] else f" ({row['ran']})"
+            ms = row["ms"]
             table.add_row(
                 direction if n == 0 else "",
-                row["kernel"] + ran,
-                f"{row['ms']:.2f}",
-                f"{row['tflops']:.3f}",
-                "" if peer is None else f"{peer / row['ms']:.2f}",
-                f"{row['error']:.1e}",
-                f"{row['peak_bytes'] / 2**20:.1f}",
+                _kernel(row),
+                _milliseconds(ms),
+                "" if ms is None else f"{row['tflops']:.3f}",
+                "" if peer is None or ms is None else f"{peer / ms:.2f}",
+                "" if row["error"] is None else f"{row['error']:.1e}",
+                _mebibytes(row["peak_bytes"], ""),
             )
         table.add_section()
+    return table
+
+
+def rates(found: Rates) -> Table:
+    """Measured rates, TFLOP/s, kernels beside each other; the fastest of a row is bold."""
+    names = list(dict.fromkeys(rate.kernel for rate in found.rates))
+    table = Table("pass", "mask", title=f"{found.device}: TFLOP/s", title_justify="left", title_style="bold")
+    for name in ("dim", "tokens", *names):
+        table.add_column(name, justify="right")
+    rows: dict[tuple[str, bool, int, int], dict[str, float]] = {}
+    for rate in found.rates:
+        key = (rate.direction, rate.causal, rate.head_dim, rate.tokens)
+        rows.setdefault(key, {})[rate.kernel] = rate.tflops
+    for (direction, causal, dim, tokens), row in sorted(rows.items(), reverse=True):
+        best = max(row.values())
+        cells = [("" if x is None else f"[bold]{x:.0f}[/]" if x == best else f"{x:.0f}") for x in map(row.get, names)]
+        table.add_row(direction, "causal" if causal else "full", str(dim), f"{tokens:,}", *cells)
     return table

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from meshflash.bench.room import attempt
+
+#: Milliseconds that a sample lasts at least: it is as many calls, back to back, as that takes.
+SAMPLE_MS = 5.0
+#: The most calls in a sample.
+MOST_CALLS = 1000
+#: A call of more milliseconds than this is timed once.
+SLOW_MS = 2000.0
+
 
 def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, float]:
-    """The median milliseconds of each function over `rounds` rounds, in each of which all take their turn."""
-    for function in functions.values():
-        function()
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    """The median milliseconds of a call of each function over `rounds` rounds, in each of which all take their turn.
+
+    The functions have run before. A turn is a sample of several calls without a pause: on a GPU the host
+    issues the next while the device still computes, so its time shows only where it is the longer one. A
+    function that runs out of memory is left out, and one that takes seconds is timed once.
+
+    On a GPU a call that is not timed leads each sample, so that the device has work when the clock starts.
+    """
+    times: dict[str, list[float]] = {}
+    calls: dict[str, int] = {}
+    for name, function in functions.items():
+        first = attempt(partial(_milliseconds, function, device, 1, lead=False))
+        if first is None:
+            continue
+        times[name] = []
+        calls[name] = _calls(first)
+        if first > SLOW_MS:
+            times[name].append(first)
+        elif calls[name] > 1:  # one call alone includes waiting for the host; the sample warms up too
+            calls[name] = _calls(_milliseconds(function, device, calls[name]))
+    waiting = [name for name in times if not times[name]]
     for _ in range(rounds):
-        for name, function in functions.items():
-            times[name].append(_milliseconds(function, device))
+        for name in waiting:
+            times[name].append(_milliseconds(functions[name], device, calls[name]))
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """The most memory that a call holds at once beyond what was held before it."""
-    return watched(function, device).peak_bytes
 
 
 @dataclass(frozen=True)
@@ -59,14 +82,25 @@ def watched(function: Callable[[], Any], device: torch.device) -> Watched:
     return Watched(result, peak, held)
 
 
-def _milliseconds(function: Callable[[], Any], device: torch.device) -> float:
+def _calls(milliseconds: float) -> int:
+    """How many calls of this length make a sample."""
+    return min(MOST_CALLS, max(1, math.ceil(SAMPLE_MS / max(milliseconds, 1e-6))))
+
+
+def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int, lead: bool = True) -> float:
+    """Of one call, by a sample of several."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        function()
-        end.record()
+        stream = torch.cuda.current_stream(device)
+        if lead:
+            function()
+        begin.record(stream)
+        for _ in range(calls):
+            function()
+        end.record(stream)
         end.synchronize()
-        return float(begin.elapsed_time(end))
+        return float(begin.elapsed_time(end)) / calls
     start = time.perf_counter()
-    function()
-    return (time.perf_counter() - start) * 1e3
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - start) * 1e3 / calls

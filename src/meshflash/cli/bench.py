@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -10,32 +12,60 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, help="Measure, with the peers beside us.")
 
+RESULTS = Path("benchmarks/results")
+MASKS = "full, causal, window-N, documents-N or documents-lognormal-N"
+DTYPES = "float32, bfloat16, float16 or float64"
+
+Kernels = Annotated[list[str], typer.Option(help='A kernel, "auto", "torch sdpa" or "standard"; repeat for several.')]
+MaybeKernels = Annotated[
+    list[str] | None,
+    typer.Option(
+        help='A kernel, "auto", "torch sdpa" or "standard"; repeat for several. By default all that the table needs.'
+    ),
+]
+Tokens = Annotated[int | None, typer.Option(min=1, help="Sequence length; by default what suits the device.")]
+OneMask = Annotated[str, typer.Option(help=f"{MASKS}.")]
+OneDtype = Annotated[str | None, typer.Option(help=f"{DTYPES}; bfloat16 on GPUs and float32 on CPUs by default.")]
+Batch = Annotated[int, typer.Option(min=1, help="Batch size.")]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
+KvHeads = Annotated[int | None, typer.Option(min=1, help="Key heads; as many as query heads by default.")]
+Dim = Annotated[int, typer.Option(min=1, help="Head dim.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="Our kernels' deterministic mode.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds, in each of which every kernel takes its turn.")]
+Output = Annotated[Path | None, typer.Option(help="JSON file to write.")]
+Plot = Annotated[Path | None, typer.Option(help="Picture to write.")]
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """A ValueError is the caller's mistake, and told without a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
 
 @app.command()
 def kernels(
     tokens: Annotated[list[int], typer.Option(min=1, help="Sequence length; repeat for several.")] = [2048],  # noqa: B006 - typer copies it
-    mask: Annotated[list[str], typer.Option(help="full, causal, window-N or documents-N; repeat for several.")] = [  # noqa: B006
-        "causal",
-        "full",
-    ],
+    mask: Annotated[list[str], typer.Option(help=f"{MASKS}; repeat for several.")] = ["causal", "full"],  # noqa: B006
     dim: Annotated[list[int], typer.Option(min=1, help="Head dim; repeat for several.")] = [64],  # noqa: B006
-    dtype: Annotated[list[str], typer.Option(help="float32, bfloat16, float16 or float64; repeat for several.")] = [  # noqa: B006
-        "float32"
-    ],
-    kernel: Annotated[list[str], typer.Option(help='A kernel, "auto" or "torch sdpa"; repeat for several.')] = [  # noqa: B006
-        "auto",
-        "tiled",
-        "torch sdpa",
-    ],
-    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; as many as query heads by default.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every kernel takes its turn.")] = 9,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
+    dtype: Annotated[list[str], typer.Option(help=f"{DTYPES}; repeat for several.")] = ["float32"],  # noqa: B006
+    kernel: Kernels = ["auto", "tiled", "torch sdpa"],  # noqa: B006
+    batch: Batch = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = None,
+    device: Device = None,
+    deterministic: Deterministic = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Check against float64 above 4,096 tokens too, however long it takes.")
+    ] = False,
+    rounds: Rounds = 9,
+    output: Output = None,
+    plot: Plot = None,
 ) -> None:
-    """Attention kernels, forward and backward: time, error against float64 and peak memory.
+    """Attention kernels, forward and backward: time, error and peak memory.
 
     All kernels of a cell run in turns in one process; one that is wrong is an error, not a time.
     """
@@ -43,24 +73,152 @@ def kernels(
     from rich.progress import track
 
     from meshflash.bench import kernels as bench
-    from meshflash.bench import plots, tables
+    from meshflash.bench import plots, record, tables
+    from meshflash.bench.candidates import SDPA
+    from meshflash.bench.cases import Case, pick_device
     from meshflash.bench.report import report
 
     console = Console()
     rows = []
-    try:
-        device = bench.pick_device(device)
-        cells = [
-            bench.Cell(t, batch, heads, kv_heads or heads, d, m, dt, device)
+    with _explained():
+        device = pick_device(device)
+        cases = [
+            Case(t, batch, heads, kv_heads or heads, d, m, dt, device, deterministic)
             for dt, m, d, t in product(dtype, mask, dim, tokens)
         ]
-        for cell in track(cells, "measuring", console=console, transient=True):
-            rows += [row.flat() for row in bench.run(cell, tuple(kernel), rounds)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    path = output or Path("benchmarks/results") / f"kernels-{device}.json"
+        path = output or RESULTS / f"kernels-{device}.json"
+        for case in track(cases, "measuring", console=console, transient=True):
+            rows += [record.flat(row) for row in bench.run(case, tuple(kernel), rounds, exact)]
+            record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
     title = f"attention kernels on {device}"
-    report(console, tables.kernels(rows, beside=bench.SDPA), rows, path, plot, plots.kernels, title)
+    report(console, tables.kernels(rows, beside=SDPA), rows, path, plot, plots.kernels, title)
+
+
+@app.command()
+def lengths(
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Sequence length; repeat. By default 1,024 to 65,536, on a CPU to 4,096."),
+    ] = None,
+    kernel: MaybeKernels = None,
+    mask: OneMask = "causal",
+    batch: Batch = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = None,
+    dim: Dim = 64,
+    dtype: OneDtype = None,
+    device: Device = None,
+    rounds: Rounds = 5,
+    output: Output = None,
+    plot: Plot = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+    source: Annotated[
+        Path | None, typer.Option("--from", exists=True, help="Show this record again instead of measuring.")
+    ] = None,
+) -> None:
+    """Standard attention and kernels over growing lengths: time, speed-up, peak memory and memory saved.
+
+    A kernel that runs out of memory is shown as that; one that takes seconds is timed once.
+    """
+    from rich.console import Console
+
+    from meshflash.bench import lengths as bench
+    from meshflash.bench import plots, record, tables
+    from meshflash.bench.cases import Case, pick_device, pick_dtype
+    from meshflash.bench.report import picture
+
+    console = Console()
+    path = source
+    if path is None:
+        with _explained(), console.status("starting") as status:
+            device = pick_device(device)
+            cases = [
+                Case(t, batch, heads, kv_heads or heads, dim, mask, pick_dtype(dtype, device), device)
+                for t in tokens or bench.default_lengths(device)
+            ]
+            path, rows = output or RESULTS / f"lengths-{device}.json", []
+            for case in cases:
+                say = lambda text, t=case.tokens: status.update(f"{t:,} tokens: {text}")  # noqa: E731
+                names = tuple(kernel or bench.default_kernels(device))
+                rows += [record.flat(row) for row in bench.run(case, names, rounds, say)]
+                record.write(path, rows, record.command_line())
+    with _explained():
+        written = bench.read(path)
+    rows = written["rows"]
+    place = record.place(written["header"], rows[0]["device"])
+    if markdown:
+        typer.echo(f"`{written['header']['command']}` on {place}.\n\n{tables.lengths_markdown(rows)}")
+    else:
+        console.print(tables.lengths(rows))
+    if source is None:
+        console.print(f"written: {path}", soft_wrap=True)
+    if plot is not None:
+        picture(console, plots.lengths, rows, f"{tables.title(rows[0], tokens=False)}\n{place}", plot)
+
+
+@app.command()
+def host(
+    kernel: Kernels = ["auto"],  # noqa: B006
+    tokens: Tokens = None,
+    mask: OneMask = "causal",
+    batch: Batch = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = None,
+    dim: Dim = 64,
+    dtype: OneDtype = None,
+    device: Device = None,
+    deterministic: Deterministic = False,
+    rounds: Rounds = 21,
+    output: Output = None,
+) -> None:
+    """The host's own time for a call, beside that of torch's own: 512 tokens on a GPU, 8 on a CPU."""
+    from rich.console import Console
+
+    from meshflash.bench import host as bench
+    from meshflash.bench import record, tables
+    from meshflash.bench.candidates import SDPA
+    from meshflash.bench.cases import Case, pick_device, pick_dtype
+    from meshflash.bench.report import report
+
+    console = Console()
+    with _explained(), console.status("measuring"):
+        device = pick_device(device)
+        tokens, dtype = tokens or bench.default_tokens(device), pick_dtype(dtype, device)
+        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, device, deterministic)
+        rows = [record.flat(row) for row in bench.run(case, tuple(kernel), rounds)]
+    report(console, [tables.host(rows, beside=SDPA)], rows, output or RESULTS / f"host-{device}.json")
+
+
+@app.command()
+def memory(
+    kernel: Kernels = ["auto"],  # noqa: B006
+    tokens: Tokens = None,
+    mask: OneMask = "causal",
+    batch: Batch = 1,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads; 32 on a GPU, 8 on a CPU by default.")] = None,
+    kv_heads: KvHeads = None,
+    dim: Dim = 128,
+    dtype: OneDtype = None,
+    device: Device = None,
+    deterministic: Deterministic = False,
+    output: Output = None,
+) -> None:
+    """Peak memory of forward and backward as a multiple of the bytes of q, k, v, out and their four gradients."""
+    from rich.console import Console
+
+    from meshflash.bench import memory as bench
+    from meshflash.bench import record, tables
+    from meshflash.bench.cases import Case, pick_device, pick_dtype
+    from meshflash.bench.report import report
+
+    console = Console()
+    with _explained(), console.status("measuring"):
+        device = pick_device(device)
+        tokens, dtype = tokens or bench.default_tokens(device), pick_dtype(dtype, device)
+        heads = heads or bench.default_heads(device)
+        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, device, deterministic)
+        rows = [record.flat(row) for row in bench.run(case, tuple(kernel))]
+    report(console, [tables.memory(rows)], rows, output or RESULTS / f"peak-{device}.json")
 
 
 @app.command()
@@ -68,21 +226,17 @@ def tiles(
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 131072,
     documents: Annotated[int, typer.Option(min=1, help="Documents packed into it.")] = 256,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks that share it.")] = 64,
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("benchmarks/results/tiles.json"),
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RESULTS / "tiles.json",
 ) -> None:
     """Worklists: how long one rank's table takes to build, against one rank's keys and against all of them."""
-    from dataclasses import asdict
-
     from rich.console import Console
     from rich.table import Table
 
     from meshflash.bench import record
     from meshflash.bench import tiles as bench
 
-    try:
-        rows = [asdict(row) for row in bench.run(tokens, documents, ranks)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    with _explained():
+        rows = [record.flat(row) for row in bench.run(tokens, documents, ranks)]
     title = f"{documents} documents, {ranks} ranks, {tokens:,} tokens"
     table = Table("layout", title=title, title_justify="left", title_style="bold")
     for name in ("one rank's keys, ms", "spans", "all keys, ms", "spans"):
@@ -103,16 +257,16 @@ def attention(
     ] = ["zigzag", "ring", "striped", "allgather", "torch all-gather"],  # noqa: B006
     world: Annotated[int, typer.Option("--world", "-n", min=1, help="Ranks, each a process of this machine.")] = 2,
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 8192,
-    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; as many as query heads by default.")] = None,
-    dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 64,
-    mask: Annotated[str, typer.Option(help="full, causal, window-N or documents-N.")] = "causal",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    batch: Batch = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = None,
+    dim: Dim = 64,
+    mask: OneMask = "causal",
+    dtype: Annotated[str, typer.Option(help=f"{DTYPES}.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Threads of each rank, and of the one rank beside them.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every schedule takes its turn.")] = 7,
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("benchmarks/results/attention-cpu.json"),
-    plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RESULTS / "attention-cpu.json",
+    plot: Plot = None,
 ) -> None:
     """Attention over ranks: each schedule's time beside one rank on the same total work, bytes and memory.
 
@@ -121,17 +275,15 @@ def attention(
     from rich.console import Console
 
     from meshflash.bench import attention as bench
-    from meshflash.bench import plots, tables
+    from meshflash.bench import plots, record, tables
+    from meshflash.bench.cases import Case
     from meshflash.bench.report import report
 
     console = Console()
-    shape = bench.Shape(tokens, batch, heads, kv_heads or heads, dim, mask, dtype)
-    try:
-        with console.status("starting") as status:
-            listen = lambda text: status.update(str(text))  # noqa: E731
-            rows = [row.flat() for row in bench.run(shape, tuple(schedule), world, rounds, threads, listen)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    with _explained(), console.status("starting") as status:
+        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype)
+        listen = lambda text: status.update(str(text))  # noqa: E731
+        rows = [record.flat(row) for row in bench.run(case, tuple(schedule), world, rounds, threads, listen)]
     title = f"{mask}, {tokens:,} tokens over {world} ranks of {threads} threads"
     report(console, tables.schedules(rows, bench.ONE), rows, output, plot, plots.schedules, title)
 
@@ -146,27 +298,23 @@ def engine(
     ],
     world: Annotated[int, typer.Option("--world", "-n", min=2, help="Ranks, of which rank 0 is played.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 21,
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("benchmarks/results/engine.json"),
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RESULTS / "engine.json",
 ) -> None:
     """The engine's own time for each step of a program: kernels and transport do nothing."""
-    from dataclasses import asdict
-
     from rich.console import Console
     from rich.table import Table
 
     from meshflash.bench import engine as bench
     from meshflash.bench import record
 
-    try:
-        rows = [asdict(row) for row in bench.run(tuple(schedule), world, rounds)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    with _explained():
+        rows = [record.flat(row) for row in bench.run(tuple(schedule), world, rounds)]
     title = f"the engine's own time, {world} ranks"
     table = Table("schedule", "pass", title=title, title_justify="left", title_style="bold")
     for name in ("steps", "us a step"):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(row["schedule"], row["direction"], str(row["steps"]), f"{row['microseconds']:.1f}")
+        table.add_row(row["schedule"], row["pass"], str(row["steps"]), f"{row['microseconds']:.1f}")
     Console().print(table)
     record.write(output, rows, record.command_line())
     typer.echo(f"written: {output}")

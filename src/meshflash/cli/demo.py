@@ -24,25 +24,26 @@ def command(
 
     from meshflash.bench import attention as bench
     from meshflash.bench import pictures, record, tables
+    from meshflash.bench.cases import Case
     from meshflash.core.program import Sizes
     from meshflash.core.tiles import worklist
     from meshflash.plan.timeline import Rates
 
     console = Console()
-    shape = bench.Shape(tokens=tokens, heads=heads, kv_heads=heads if heads % 2 else heads // 2)
-    sizes = Sizes(dim=shape.head_dim, value_dim=shape.head_dim, input_bytes=4)
+    case = Case(tokens=tokens, heads=heads, kv_heads=heads if heads % 2 else heads // 2)
+    sizes = Sizes(dim=case.head_dim, value_dim=case.head_dim, input_bytes=4)
     try:
-        built = pictures.programs(schedule, tokens, world, heads, shape.kv_heads, shape.rule, "forward", sizes)
+        built = pictures.programs(schedule, tokens, world, heads, case.kv_heads, case.rule, "forward", sizes)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     console.print(
         f"One causal sequence of {tokens:,} tokens over {world} processes joined by gloo, query heads and key heads "
-        f"{heads} to {shape.kv_heads}: every schedule, forward and backward, checked against one device."
+        f"{heads} to {case.kv_heads}: every schedule, forward and backward, checked against one device."
     )
     with console.status("starting the processes") as status:
         listen = lambda text: status.update(str(text))  # noqa: E731
-        rows = bench.run(shape, SCHEDULES, world, rounds=0, listen=listen)
-    flat = [row.flat() for row in rows]
+        rows = bench.run(case, SCHEDULES, world, rounds=0, listen=listen)
+    flat = [record.flat(row) for row in rows]
     console.print(*tables.schedules(flat, bench.ONE))
     console.print(
         "MB in: what a rank received, on average; peers': what their implementations move. Error: of the output, "
@@ -51,7 +52,7 @@ def command(
     )
     whole = (range(tokens),)
     seconds = next(row.ms for row in rows if row.schedule == bench.ONE and row.direction == "forward") / 1e3
-    pairs = worklist(shape.rule, whole, whole).pairs * heads
+    pairs = worklist(case.rule, whole, whole).pairs * heads
     drawn = pictures.draw(
         built, f"{schedule}: {tokens:,} tokens over {world} ranks", Rates(pairs / seconds, LINK, 1e-4)
     )

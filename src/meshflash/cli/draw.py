@@ -20,7 +20,7 @@ def command(
     svg: Annotated[Path | None, typer.Option(help="Write the pictures to this file as well.")] = None,
 ) -> None:
     """Which rank attends to what, in which step, and when bytes move: after proving that the programs are right."""
-    from meshflash.bench.kernels import parse_mask
+    from meshflash.bench.cases import parse_mask
     from meshflash.bench.pictures import draw, prove
 
     try:

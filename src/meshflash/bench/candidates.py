@@ -1,0 +1,100 @@
+"""What is compared: our kernels by name, torch's own, and attention as one writes it down first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshflash.api import flash_attention
+from meshflash.bench.cases import Case, on_cpu
+from meshflash.bench.room import free_bytes
+from meshflash.kernels import registry
+
+SDPA = "torch sdpa"
+STANDARD = "standard"
+
+#: Torch's own is not given matrices of more rows than this.
+DENSE_TOKENS = 4096
+#: How many matrices of scores standard attention holds at once, forward and backward, beside the mask.
+STANDARD_MATRICES = 4
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """ValueError for a name that nothing here has."""
+    known = (*registry.names(), SDPA, STANDARD)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"kernel {name!r}: expected one of {', '.join(known)}")
+
+
+def candidate(case: Case, name: str) -> Attention:
+    """The function of this name, on `[batch, tokens, heads, dim]`."""
+    check_names((name,))
+    if name == SDPA:
+        return _by_heads(sdpa(case))
+    if name == STANDARD:
+        return _by_heads(standard(case))
+    return partial(flash_attention, mask=case.rule, kernel=name, deterministic=case.deterministic)
+
+
+def sdpa(case: Case) -> Attention:
+    """Torch's own, on `[batch, heads, tokens, dim]`.
+
+    Masks other than full and causal it takes only as a matrix, made here once and not timed.
+    """
+    matrix = None
+    if case.mask not in ("full", "causal"):
+        if case.tokens > DENSE_TOKENS:
+            raise ValueError(f"{SDPA} would need a matrix of {case.tokens} x {case.tokens} for the mask {case.mask}")
+        matrix = _visible(case)
+    return partial(
+        functional.scaled_dot_product_attention,
+        attn_mask=matrix,
+        is_causal=case.mask == "causal",
+        enable_gqa=case.heads != case.kv_heads,
+    )
+
+
+def standard(case: Case) -> Attention:
+    """softmax(Q K^T) V in plain torch, on `[batch, heads, tokens, dim]`: every score is held in memory.
+
+    What others are measured against; the library never runs it. The mask is made here once and not timed.
+    On a CPU it is refused as out of memory before it takes all that there is.
+    """
+    matrix = case.batch * case.heads * case.tokens**2 * case.torch_dtype.itemsize
+    free = free_bytes() if on_cpu(case.device) else None
+    if free is not None and STANDARD_MATRICES * matrix + case.tokens**2 > free:
+        raise torch.OutOfMemoryError(f"{STANDARD}: {STANDARD_MATRICES} matrices of {matrix} bytes, {free} are free")
+    hidden = None if case.mask == "full" else _visible(case).logical_not_()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if case.heads != case.kv_heads:
+            k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (k, v))
+        scores = (q * case.head_dim**-0.5) @ k.mT
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return torch.softmax(scores, dim=-1) @ v
+
+    return attention
+
+
+def _by_heads(attention: Attention) -> Attention:
+    """A function on `[batch, heads, tokens, dim]` as one on `[batch, tokens, heads, dim]`."""
+    return lambda q, k, v: attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def _visible(case: Case) -> Tensor:
+    """The mask as a matrix on the device, made some rows at a time."""
+    matrix = torch.ones(case.tokens, case.tokens, dtype=torch.bool, device=case.device)
+    if case.mask == "causal":
+        return matrix.tril_()
+    j = torch.arange(case.tokens).numpy()
+    for i in torch.arange(case.tokens).split(512):
+        matrix[i[0] : i[-1] + 1] = torch.from_numpy(case.rule.visible(i.numpy()[:, None], j)).to(case.device)
+    return matrix

@@ -1,0 +1,113 @@
+"""Right before fast: results to compare with, and the verdict on a candidate before its time is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from meshflash.api import flash_attention
+from meshflash.bench.candidates import DENSE_TOKENS, SDPA, Attention, candidate
+from meshflash.bench.cases import Case, Tensors, on_cpu
+from meshflash.bench.room import attempt
+from meshflash.kernels import registry
+
+PASSES = ("forward", "backward")
+
+#: Bytes of one matrix of scores in the oracle: it takes as many heads at a time.
+MATRIX_BYTES = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """Output and gradients to compare with, and what computed them."""
+
+    oracle: str
+    results: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The relative error and the kernel that ran, of each pass that had memory enough."""
+
+    errors: dict[str, float]
+    ran: dict[str, str]
+
+
+def oracle_of(case: Case, exact: bool = False) -> str:
+    """What a case is judged by; `exact` wants float64 however long it takes.
+
+    Up to 4,096 tokens that is the dense oracle in float64, and beyond the tiled kernel in float64. On a GPU
+    that one would take minutes: full and causal masks have torch's own in float32 there, whose error is at
+    most a hundredth of what dtypes are allowed (`WORST_ERROR`, whatever the oracle).
+    """
+    if case.tokens <= DENSE_TOKENS:
+        return "reference in float64"
+    if exact or on_cpu(case.device) or case.mask not in ("full", "causal") or case.dtype == "float64":
+        return "tiled in float64"
+    return f"{SDPA} in float32"
+
+
+def truth(case: Case, tensors: Tensors, exact: bool = False) -> Truth:
+    """What the oracle says: some heads at a time, so that it fits."""
+    oracle = oracle_of(case, exact)
+    name, _, dtype = oracle.partition(" in ")
+    rows = []
+    for row in range(case.batch):
+        parts = []
+        for q, k, v, dout in _slices(case, row, tensors, getattr(torch, dtype), all_heads=name == "tiled"):
+            out = _torch(case, q, k, v) if name == SDPA else flash_attention(q, k, v, mask=case.rule, kernel=name)
+            parts.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
+        rows.append([torch.cat(heads, dim=2) for heads in zip(*parts, strict=True)])
+    return Truth(oracle, tuple(torch.cat(result) for result in zip(*rows, strict=True)))
+
+
+def judge(case: Case, name: str, function: Attention, tensors: Tensors, want: Truth) -> Verdict:
+    """Run a candidate forward and backward; RuntimeError if it is wrong."""
+    inputs, dout = tensors[:3], tensors[3]
+    errors: dict[str, float] = {}
+    with registry.spy() as seen:
+        out = attempt(lambda: function(*inputs))
+        if out is not None:
+            errors["forward"] = relative_error(out, want.results[0])
+            grads = attempt(lambda: torch.autograd.grad(out, inputs, dout))
+            if grads is not None:
+                each = [relative_error(a, b) for a, b in zip(grads, want.results[1:], strict=True)]
+                errors["backward"] = max(each)
+    for direction, error in errors.items():
+        if not error <= case.worst_error:
+            raise RuntimeError(
+                f"{name}, {direction}: relative error {error:.1e} against {want.oracle} at {case}, where "
+                f"{case.dtype} allows {case.worst_error:.0e}; it is wrong, so it is not timed"
+            )
+    return Verdict(errors, dict.fromkeys(PASSES, name) | {direction: kernel for kernel, direction in seen})
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """The norm of the difference over that of the reference."""
+    with torch.no_grad():
+        return float((value.double() - reference.double()).norm() / reference.double().norm())
+
+
+def _torch(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Torch's own with a key head for every query head: in float32 shared ones would make it dense on GPUs."""
+    heads = q.shape[2]
+    k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+    return candidate(replace(case, batch=1, heads=heads, kv_heads=heads), SDPA)(q, k, v)
+
+
+def _slices(
+    case: Case, row: int, tensors: Tensors, dtype: torch.dtype, all_heads: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """q, k, v and dout of one row of the batch: some key heads with their query heads at a time."""
+    group = case.heads // case.kv_heads
+    fit = MATRIX_BYTES // (case.tokens**2 * group * dtype.itemsize)
+    count = case.kv_heads if all_heads else min(case.kv_heads, max(1, fit))
+    for first in range(0, case.kv_heads, count):
+        q, k, v, dout = (
+            x.detach()[row : row + 1, :, first * each : (first + count) * each].to(dtype).contiguous()
+            for x, each in zip(tensors, (group, 1, 1, group), strict=True)
+        )
+        yield q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout

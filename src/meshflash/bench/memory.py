@@ -1,0 +1,71 @@
+"""Peak memory of forward and backward, against what any implementation has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from meshflash.bench.candidates import DENSE_TOKENS, candidate, check_names
+from meshflash.bench.cases import Case, on_cpu
+from meshflash.bench.check import judge, truth
+from meshflash.bench.room import attempt
+from meshflash.bench.timing import watched
+from meshflash.kernels import registry
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel: the bytes of q, k, v, out and their gradients, the peak with all of them, and peak over bytes."""
+
+    kernel: str
+    ran: str
+    case: Case
+    needed_bytes: int
+    peak_bytes: int | None
+    ratio: float | None
+
+
+def default_tokens(device: str) -> int:
+    """As many as show what grows with the length."""
+    return 4096 if on_cpu(device) else 262144
+
+
+def default_heads(device: str) -> int:
+    """A large model's on a GPU."""
+    return 8 if on_cpu(device) else 32
+
+
+def run(case: Case, names: tuple[str, ...]) -> Iterator[Row]:
+    """A row for each kernel, out of memory included.
+
+    Each is checked on the first 4,096 tokens at most; that also loads what a first call loads. The call that
+    is watched is then the first of its length, so that tables which it makes and keeps are counted.
+    """
+    check_names(names)
+    short = replace(case, tokens=min(case.tokens, DENSE_TOKENS))
+    checked = short.tensors()
+    want = truth(short, checked)
+    for name in names:
+        judge(short, name, candidate(short, name), checked, want)
+    del want, checked
+    q, k, v, dout = case.tensors()
+
+    def both(name: str) -> tuple[Tensor, ...]:
+        out = candidate(case, name)(q, k, v)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    given = sum(x.nbytes for x in (q, k, v, dout))
+    for name in names:
+        with registry.spy() as ran:
+            peak = attempt(lambda name=name: given + watched(lambda: both(name), q.device).peak_bytes)  # type: ignore[misc]
+        yield Row(
+            kernel=name,
+            ran=", ".join(dict.fromkeys(kernel for kernel, _ in ran)) or name,
+            case=case,
+            needed_bytes=2 * given,
+            peak_bytes=peak,
+            ratio=None if peak is None else peak / (2 * given),
+        )

@@ -1,0 +1,133 @@
+"""Lengths, host time and peak memory: what they write, and what happens when memory runs out."""
+
+import json
+
+import torch
+from typer.testing import CliRunner
+
+from meshflash.bench import candidates, host, lengths, measure, memory, plots, record, tables
+from meshflash.bench.cases import Case
+from meshflash.cli import app
+
+SMALL = "--device cpu --heads 2 --kv-heads 1 --dim 8"
+
+
+def invoke(words, *more):
+    return CliRunner().invoke(app, [*words.split(), *map(str, more)], env={"COLUMNS": "80"})
+
+
+def test_bench_lengths_writes_a_record_and_shows_it_again(tmp_path):
+    output, plot = tmp_path / "lengths.json", tmp_path / "lengths.png"
+    words = f"bench lengths {SMALL} --tokens 16 --tokens 32 --rounds 1"
+    result = invoke(words, "--output", output, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(output.read_text())["rows"]
+    names = ("standard", "tiled", "auto")
+    assert [(row["tokens"], row["kernel"]) for row in rows] == [(t, name) for t in (16, 32) for name in names]
+    for row in rows:
+        assert row["ms"] == row["forward_ms"] + row["backward_ms"] > 0
+        assert row["error"] < 1e-5
+    assert [row["speedup"] for row in rows if row["kernel"] == "standard"] == [1.0, 1.0]
+    assert [row["saved"] for row in rows if row["kernel"] == "standard"] == [0.0, 0.0]
+    assert plot.stat().st_size > 1000
+
+    plot.unlink()
+    again = invoke("bench lengths", "--from", output, "--plot", plot)
+    assert again.exit_code == 0, again.output
+    assert again.output.splitlines()[1:-1] == result.output.splitlines()[1:-2]
+    assert plot.stat().st_size > 1000
+    written = invoke("bench lengths --markdown", "--from", output)
+    assert written.output.startswith("`meshflash ")
+    assert "| 32 | auto (vendor) | " in written.output
+    assert len(written.output.splitlines()) == 2 + 2 + len(rows)
+
+
+def test_what_is_no_record_of_lengths_is_refused(tmp_path):
+    for text in ('{"header": {}, "rows": [{"ms": 1}]}', '{"rows": []}', "no JSON"):
+        (tmp_path / "x.json").write_text(text)
+        result = invoke("bench lengths", "--from", tmp_path / "x.json")
+        assert result.exit_code == 2, result.output
+
+
+def test_standard_attention_that_does_not_fit_is_shown_as_that(monkeypatch):
+    monkeypatch.setattr(candidates, "free_bytes", lambda: 1000)
+    case = Case(tokens=32, heads=2, kv_heads=2, head_dim=8)
+    rows = {row.kernel: record.flat(row) for row in lengths.run(case, ("standard", "auto"), rounds=1)}
+    assert rows["standard"]["ms"] is rows["standard"]["peak_bytes"] is rows["auto"]["speedup"] is None
+    assert rows["auto"]["ms"] > 0
+    table = tables.lengths_markdown(list(rows.values()))
+    assert "| 32 | standard |  |  | out of memory |  |  |  |" in table
+
+
+def test_plots_say_where_memory_ended(tmp_path):
+    row = {"kernel": "standard", "ms": 2.0, "peak_bytes": 2**20}
+    rows = [{**row, "tokens": 16}, {**row, "tokens": 32}, {**row, "tokens": 64, "ms": None, "peak_bytes": None}]
+    rows += [{**row, "tokens": tokens, "kernel": "auto"} for tokens in (16, 32, 64)]
+    plots.lengths(rows, "title", tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").read_text().count("<!-- out of memory beyond -->") == 2
+
+
+def test_a_backward_that_does_not_fit_leaves_the_forward(monkeypatch):
+    class Greedy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            raise torch.OutOfMemoryError("too much")
+
+    right = measure.candidate
+    monkeypatch.setattr(measure, "candidate", lambda case, name: lambda *x: Greedy.apply(right(case, name)(*x)))
+    case = Case(tokens=16, heads=1, kv_heads=1, head_dim=8)
+    (row,) = lengths.run(case, ("tiled",), rounds=1)
+    assert row.forward_ms is not None
+    assert row.backward_ms is row.ms is row.peak_bytes is None
+    assert "out of memory" in tables.lengths_markdown([record.flat(row)])
+
+
+def test_standard_attention_holds_every_score():
+    case = Case(tokens=256, heads=2, kv_heads=1, head_dim=8, mask="window-7")
+    peak = measure.measure(case, ("standard",), rounds=1)["standard"].both_bytes
+    assert peak is not None
+    assert 3 < peak / (2 * 256 * 256 * 4) < candidates.STANDARD_MATRICES + 0.1
+
+
+def test_defaults_suit_the_device():
+    assert lengths.default_lengths("cpu") == [1024, 2048, 4096]
+    assert lengths.default_lengths("cuda")[-1] == 65536
+    assert "triton" not in lengths.default_kernels("cpu")
+
+
+def test_bench_host_compares_with_sdpa(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "CALLS", 2)
+    threads = torch.get_num_threads()
+    result = invoke(
+        f"bench host {SMALL} --tokens 4 --rounds 2 --kernel auto --kernel tiled", "--output", tmp_path / "x"
+    )
+    assert result.exit_code == 0, result.output
+    assert torch.get_num_threads() == threads
+    rows = record.read(tmp_path / "x")["rows"]
+    names = ("auto", "tiled", "torch sdpa")
+    assert [(row["pass"], row["kernel"]) for row in rows] == [(p, name) for p in host.PASSES for name in names]
+    assert all(0 < row["least"] <= row["microseconds"] for row in rows)
+    assert {row["ratio"] for row in rows if row["kernel"] == "torch sdpa"} == {1.0}
+
+
+def test_bench_memory_counts_what_must_be_held(tmp_path):
+    words = (
+        "bench memory --device cpu --heads 2 --kv-heads 1 --tokens 512 --kernel auto --kernel standard --deterministic"
+    )
+    result = invoke(words, "--output", tmp_path / "x")
+    assert result.exit_code == 0, result.output
+    ours, standard = record.read(tmp_path / "x")["rows"]
+    assert ours["needed_bytes"] == 512 * 128 * 4 * (2 + 1 + 1 + 2) * 2
+    assert ours["deterministic"]
+    assert 1 <= ours["ratio"] < 1.3 < standard["ratio"]
+
+
+def test_bench_memory_says_out_of_memory(monkeypatch):
+    case = Case(tokens=64, heads=1, kv_heads=1, head_dim=8)
+    monkeypatch.setattr(memory, "attempt", lambda _: None)
+    (row,) = memory.run(case, ("auto",))
+    assert row.ratio is None
