@@ -6,6 +6,7 @@ import torch
 from meshflash.integrations.compat.cs336 import (
     FlashAttentionFunction,
     FlashAttentionTorch,
+    FlashAttentionTriton,
     flash_attention_forward,
     standard_attention,
 )
@@ -19,7 +20,7 @@ def _inputs(*shape):
 def _attention_and_lse(q, k, v, is_causal):
     scores = torch.einsum("...qd,...kd->...qk", q, k) / q.shape[-1] ** 0.5
     if is_causal:
-        visible = torch.arange(q.shape[-2])[:, None] >= torch.arange(k.shape[-2])
+        visible = torch.arange(q.shape[-2], device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
         scores = scores.masked_fill(~visible, -torch.inf)
     return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
 
@@ -43,6 +44,20 @@ def test_flash_backward_pytorch(shape, is_causal):
     got = torch.autograd.grad(FlashAttentionTorch.apply(q, k, v, is_causal), (q, k, v), dout)
     want = torch.autograd.grad(_attention_and_lse(q, k, v, is_causal)[0], (q, k, v), dout)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flash_forward_and_backward_triton(is_causal):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v, dout = (x.detach().to(device).requires_grad_() for x in _inputs(2, 3, 37, 16))
+    out = FlashAttentionTriton.apply(q, k, v, is_causal)
+    want, want_lse = _attention_and_lse(q, k, v, is_causal)
+    saved = [x for x in out.grad_fn.saved_tensors if x.shape == q.shape[:-1]]
+    assert len(saved) == 1
+    assert torch.allclose(saved[0], want_lse, atol=1e-5)
+    assert torch.allclose(out, want, atol=1e-5)
+    got, wanted = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, want))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

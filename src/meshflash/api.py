@@ -13,10 +13,9 @@ from meshflash.core.mask import Mask
 from meshflash.engine.check import check_rows
 from meshflash.engine.explain import explain
 from meshflash.engine.membership import member
-from meshflash.engine.op import Read, attention_op
+from meshflash.engine.op import Read, attend
 from meshflash.groups import group_of
 from meshflash.kernels import registry
-from meshflash.kernels.contract import Pass
 from meshflash.planning import asked_for, resolve
 
 
@@ -120,7 +119,7 @@ def flash_attention(
         kernel=kernel,
         deterministic=deterministic,
     )
-    out, lse = attention_op(*arguments)
+    out, lse = attend(arguments)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -226,12 +225,12 @@ def attention(
     if world > 1:
         arguments = arguments._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), group=group)
     arguments = arguments._replace(asked=asked)
-    ran: list[tuple[str, Pass]] = []
+    ran = registry.Ran()
     if return_plan:
         with registry.spy() as ran:
-            out, lse = attention_op(*arguments)
+            out, lse = attend(arguments)
     else:
-        out, lse = attention_op(*arguments)
+        out, lse = attend(arguments)
     if verify or return_plan:
         here = member(group) if world > 1 else None
         plan = here.last.plan if here else resolve(asked, q.shape[1], k.shape[1], 0, q_offset, 1)
@@ -240,7 +239,7 @@ def attention(
                 here.agree({"verify": True})  # a rank that does not verify would be waited for in vain
             read = Read(*arguments)
             check_rows(plan, here and here.group, rank, read.mask, read.features, q, k, v, out, lse)
-        explanation = explain(plan, plan.reason, here, [kernel for kernel, _ in ran])
+        explanation = explain(plan, plan.reason, here, ran)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     extras: tuple[Any, ...] = (lse,) if return_lse else ()

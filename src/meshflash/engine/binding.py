@@ -34,9 +34,9 @@ from meshflash.core.program import (
 )
 from meshflash.core.tiles import Worklist, worklist
 from meshflash.engine.placement import Placement, Setting
-from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, Rows
+from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Pass, Rows
 from meshflash.kernels.merge import add_sinks_
-from meshflash.kernels.registry import choose, tell_spies
+from meshflash.kernels.registry import Choice, choose, tell_spies
 from meshflash.transport.contract import Transport
 
 #: The caller's tensors of each pass, in the order in which a call lists them: (buffer, field).
@@ -58,7 +58,7 @@ TENSORS: dict[Pass, tuple[tuple[str, str], ...]] = {
 
 
 #: The kernel of each step that attends, and the tiles that it walks.
-Kernels = dict[Attend | AttendGrad, tuple[Kernel, Worklist]]
+Kernels = dict[Attend | AttendGrad, tuple[Choice, Worklist]]
 
 
 def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Features) -> Kernels:
@@ -73,7 +73,7 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
         work = worklist(mask, step.q_positions, step.k_positions, exact)
         ask = Ask(
             direction=program.direction,
-            device=setting.device.type,
+            device=setting.device,
             dtype=setting.dtype,
             head_dim=setting.dim,
             value_dim=setting.value_dim,
@@ -82,6 +82,8 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
             partial=partial,
             lse_gradient=setting.lse_gradient,
             deterministic=setting.deterministic,
+            batch=setting.batch,
+            heads=step.heads[1] - step.heads[0],
         )
         out[step] = choose(setting.kernel, ask), work
     return out
@@ -153,7 +155,8 @@ class Bound:
                 return self._finish(step)
 
     def _attend(self, step: Attend) -> Run:
-        kernel, work = self._kernels[step]
+        choice, work = self._kernels[step]
+        kernel = choice.kernel
         features = self._features_of(step.heads, sinks=step.final)
         (q,), (k, v), (out, lse) = self._views(step.q), self._views(step.kv), self._views(step.out)
         carry = step.carry
@@ -161,14 +164,15 @@ class Bound:
         def run(call: Call) -> None:
             t = call.tensors
             outputs = t[out], t[lse]
-            tell_spies(kernel, "forward")
+            tell_spies(choice, "forward")
             x = Inputs(t[q], t[k], t[v], work, call.features[features])
             kernel.forward(x, outputs, outputs if carry else None)
 
         return run
 
     def _attend_grad(self, step: AttendGrad) -> Run:
-        kernel, work = self._kernels[step]
+        choice, work = self._kernels[step]
+        kernel = choice.kernel
         features = self._features_of(step.heads, sinks=False)
         (q,), (k, v), (dq,), (dk, dv) = (self._views(place) for place in (step.q, step.kv, step.dq, step.dkv))
         out, dout, lse, delta = self._views(step.rows)
@@ -176,7 +180,7 @@ class Bound:
 
         def run(call: Call) -> None:
             t = call.tensors
-            tell_spies(kernel, "backward")
+            tell_spies(choice, "backward")
             x = Inputs(t[q], t[k], t[v], work, call.features[features])
             rows = Rows(t[out], t[dout], t[lse], t[delta])
             kernel.backward(x, rows, Grads(t[dq], t[dk], t[dv], add_dq, add_dkv))

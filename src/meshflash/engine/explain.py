@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshflash.core.program import Program
 from meshflash.engine.membership import Member
 from meshflash.engine.mesh import Plan
+from meshflash.kernels.registry import Ran
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Explanation:
     """One call on one rank: how the ranks worked together, what moved, and which kernels ran.
 
     `received_bytes` and `scratch_bytes` are those of the forward pass; on one rank there is no program.
+    `kernel_reasons` say why each of `kernels` was taken.
     """
 
     schedule: str
@@ -22,12 +24,13 @@ class Explanation:
     world: int
     transport: str
     kernels: tuple[str, ...]
+    kernel_reasons: tuple[str, ...] = ()
     received_bytes: int = 0
     scratch_bytes: int = 0
     program: Program | None = None
 
     def __str__(self) -> str:
-        kernels = ", ".join(self.kernels)
+        kernels = ", ".join(f"{name} ({why})" for name, why in zip(self.kernels, self.kernel_reasons, strict=True))
         if self.program is None:
             return f"one rank; kernels: {kernels}"
         return (
@@ -36,11 +39,12 @@ class Explanation:
         )
 
 
-def explain(plan: Plan, reason: str, member: Member | None, kernels: list[str]) -> Explanation:
+def explain(plan: Plan, reason: str, member: Member | None, ran: Ran) -> Explanation:
     """What the last call of this rank was."""
-    ran = tuple(dict.fromkeys(kernels))
+    entries = tuple(dict.fromkeys(ran))
+    names, why = tuple(name for name, _ in entries), tuple(ran.reasons[entry] for entry in entries)
     if member is None or member.last is None:
-        return Explanation("local", "one rank", plan.q.name, 1, "none", ran)
+        return Explanation("local", "one rank", plan.q.name, 1, "none", names, why)
     prepared = member.last
     program, sizes = prepared.program("forward"), prepared.setting.sizes
     return Explanation(
@@ -49,7 +53,8 @@ def explain(plan: Plan, reason: str, member: Member | None, kernels: list[str]) 
         layout=plan.q.name,
         world=member.world,
         transport=member.transport(prepared.setting.device).name,
-        kernels=ran,
+        kernels=names,
+        kernel_reasons=why,
         received_bytes=sum(program.received(sizes).values()),
         scratch_bytes=program.scratch_bytes(sizes),
         program=program,

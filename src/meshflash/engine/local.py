@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from meshflash.core.mask import Mask
-from meshflash.core.tiles import worklist
+from meshflash.core.tiles import Worklist, worklist
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, Rows, new_outputs
+from meshflash.kernels.merge import delta
 from meshflash.kernels.registry import choose, tell_spies
 
 
@@ -20,12 +23,16 @@ def inputs(
     q_offset: int = 0,
 ) -> Inputs:
     """What a kernel takes, for queries from position q_offset on and keys from 0 on."""
-    q_tokens, k_tokens = q_BTHD.shape[1], k_BSKD.shape[1]
-    mask.check(q_tokens, k_tokens, q_BTHD.shape[0], q_offset)
-    q_ranges, k_ranges = (range(q_offset, q_offset + q_tokens),), (range(k_tokens),)
     reads_positions = features.alibi_slopes_BH is not None or features.dropout > 0
-    work = worklist(mask, q_ranges, k_ranges, reads_positions)
+    work = _work(mask, q_BTHD.shape[1], k_BSKD.shape[1], q_BTHD.shape[0], q_offset, reads_positions)
     return Inputs(q_BTHD, k_BSKD, v_BSKE, work, features)
+
+
+@lru_cache(maxsize=256)
+def _work(mask: Mask, q_tokens: int, k_tokens: int, batch: int, q_offset: int, reads_positions: bool) -> Worklist:
+    mask.check(q_tokens, k_tokens, batch, q_offset)
+    q_ranges, k_ranges = (range(q_offset, q_offset + q_tokens),), (range(k_tokens),)
+    return worklist(mask, q_ranges, k_ranges, reads_positions)
 
 
 def forward(x: Inputs, kernel: str = "auto", deterministic: bool = False) -> tuple[Tensor, Tensor]:
@@ -46,20 +53,23 @@ def backward(
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink_logits) from the gradients of out and lse, either of which may be None."""
-    rows = rows_of(out_BTHE, lse_BHT, dout_BTHE, dlse_BHT)
     chosen = _choose(x, kernel, "backward", deterministic, lse_gradient=dlse_BHT is not None)
+    sinks = x.features.sink_logits_H is not None
+    rows = rows_of(out_BTHE, lse_BHT, dout_BTHE, dlse_BHT, with_delta=chosen.reads_delta or sinks)
     grads = chosen.backward(x, rows) if x.q_BTHD.shape[0] else Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
     return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, sink_gradient(x.features.sink_logits_H, rows)
 
 
-def rows_of(out_BTHE: Tensor, lse_BHT: Tensor, dout_BTHE: Tensor | None, dlse_BHT: Tensor | None) -> Rows:
+def rows_of(
+    out_BTHE: Tensor,
+    lse_BHT: Tensor,
+    dout_BTHE: Tensor | None,
+    dlse_BHT: Tensor | None,
+    with_delta: bool = True,
+) -> Rows:
     """What a backward knows of its query rows, from the gradients of out and lse, either of which may be None."""
     dout = torch.zeros_like(out_BTHE) if dout_BTHE is None else dout_BTHE
-    delta_BHT = (dout.to(lse_BHT.dtype) * out_BTHE).sum(dim=-1).transpose(1, 2).contiguous()
-    if dlse_BHT is not None:
-        # the LSE of an empty row is -inf whatever the inputs are: what comes back there has no meaning
-        delta_BHT = (delta_BHT - dlse_BHT).masked_fill(lse_BHT == -torch.inf, 0.0)
-    return Rows(out_BTHE, dout, lse_BHT, delta_BHT)
+    return Rows(out_BTHE, dout, lse_BHT, delta(out_BTHE, dout, lse_BHT, dlse_BHT) if with_delta else None)
 
 
 def sink_gradient(sink_logits_H: Tensor | None, rows: Rows) -> Tensor | None:
@@ -71,18 +81,26 @@ def sink_gradient(sink_logits_H: Tensor | None, rows: Rows) -> Tensor | None:
     return -(weight * rows.delta_BHT).sum(dim=(0, 2)).to(sink_logits_H.dtype)
 
 
-def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Kernel:
-    ask = Ask(
+def ask_for(x: Inputs, direction: Pass, deterministic: bool = False, lse_gradient: bool = False) -> Ask:
+    """What a call asks of a kernel."""
+    q_BTHD = x.q_BTHD
+    batch, _, heads, dim = q_BTHD.shape
+    return Ask(
         direction=direction,
-        device=x.q_BTHD.device.type,
-        dtype=x.q_BTHD.dtype,
-        head_dim=x.q_BTHD.shape[-1],
+        device=q_BTHD.device,
+        dtype=q_BTHD.dtype,
+        head_dim=dim,
         value_dim=x.v_BSKE.shape[-1],
         work=x.work,
         features=x.features,
         lse_gradient=lse_gradient,
         deterministic=deterministic,
+        batch=batch,
+        heads=heads,
     )
-    kernel = choose(name, ask)
-    tell_spies(kernel, direction)
-    return kernel
+
+
+def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Kernel:
+    choice = choose(name, ask_for(x, direction, deterministic, lse_gradient))
+    tell_spies(choice, direction)
+    return choice.kernel

@@ -1,15 +1,18 @@
-"""Attention as one `torch.library` op with its own backward: the autograd boundary of every call.
+"""Attention as one op with its own backward: the autograd boundary of every call.
 
 The op takes tensors, plain values, the name of the process group, and what was asked of the mesh as text.
 A mask travels as a text and tensors of document lengths, so that compiled code does not depend on the
 lengths. Arguments are checked by the caller.
+
+Compilers, tracers and modes that watch operations see a `torch.library` op. Where nothing watches, the same
+functions are called without it: an op of 18 arguments costs more host time than a small attention takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,9 +111,13 @@ class Read:
 def without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
     """Autocast has had its say in the inputs' dtype; inside, it would round float32 accumulators."""
     device = q_BTHD.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
-    return nullcontext()
+    return _NOTHING
+
+
+_NOTHING = nullcontext()
+_has_autocast = cache(torch.amp.is_autocast_available)
 
 
 def _frozen(lengths: Tensor) -> tuple[bytes, str, torch.Size]:
@@ -124,12 +131,86 @@ def _mask(text: str, documents: _Documents) -> Mask:
     return Mask.unpack(text, [np.frombuffer(data, dtype).reshape(shape) for data, dtype, shape in documents])
 
 
-@torch.library.custom_op("meshflash::attention", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
-def attention_op(*call: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
+def attend(call: Arguments) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call, with gradients."""
+    tensors = call[:6]
+    if _watched(tensors):
+        return attention_op(*call)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Direct.apply(call.q, call.k, call.v, call.sink_logits, call)
+    return _forward(*call)
+
+
+def attend_backward(
+    out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsink_logits) of a call, the last one empty where there are no sink logits."""
+    watched = torch.is_grad_enabled() or _watched((out, lse, dout, dlse, *call[:6]))
+    return (attention_backward_op if watched else _backward)(out, lse, dout, dlse, *call)
+
+
+def _watched(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a compiler, a tracer, a mode, a transform or a subclass of Tensor wants to see operations."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or any(x is not None and type(x) not in _PLAIN for x in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _forward(*call: Any) -> tuple[Tensor, Tensor]:
     read = Read(*call)
     with without_autocast(read.given.q):
         return read.forward()
+
+
+def _backward(
+    out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *call: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    read = Read(*call)
+    with without_autocast(read.given.q):
+        dq, dk, dv, dsink = read.backward(out, lse, dout, dlse)
+    return dq, dk, dv, out.new_empty(0) if dsink is None else dsink
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, documents, plain = inputs[:6], inputs[6], inputs[7:]
+    ctx.save_for_backward(*output, *tensors, *documents)
+    ctx.plain = plain
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    out, lse, *rest = ctx.saved_tensors
+    tensors, documents = rest[:6], rest[6:]
+    dq, dk, dv, dsink = attend_backward(out, lse, dout, dlse, (*tensors, documents, *ctx.plain))
+    wanted = None if tensors[3] is None else dsink
+    return dq, dk, dv, wanted, None, None, [None] * len(documents), *[None] * len(ctx.plain)
+
+
+class _Direct(torch.autograd.Function):
+    """The op without the op: what has gradients comes by itself, and all of it once more in `call`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: Arguments) -> Any:
+        output = _forward(*call)
+        _setup(ctx, (q, k, v, sink_logits, *call[4:]), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return *_gradients(ctx, *grads)[:4], None
+
+
+attention_op = torch.library.custom_op(
+    "meshflash::attention", _forward, mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)"
+)
+attention_op.register_autograd(_gradients, setup_context=_setup)
 
 
 @attention_op.register_fake
@@ -137,19 +218,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return new_outputs(q, v)
 
 
-@torch.library.custom_op(
+attention_backward_op = torch.library.custom_op(
     "meshflash::attention_backward",
+    _backward,
     mutates_args=(),
     schema=f"(Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def attention_backward_op(
-    out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *call: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dsink_logits), the last one empty where there are no sink logits."""
-    read = Read(*call)
-    with without_autocast(read.given.q):
-        dq, dk, dv, dsink = read.backward(out, lse, dout, dlse)
-    return dq, dk, dv, out.new_empty(0) if dsink is None else dsink
 
 
 @attention_backward_op.register_fake
@@ -171,21 +245,3 @@ def _(
         grads.dv_BSKE,
         out.new_empty(0) if sink_logits is None else torch.empty_like(sink_logits),
     )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, documents, plain = inputs[:6], inputs[6], inputs[7:]
-    ctx.save_for_backward(*output, *tensors, *documents)
-    ctx.plain = plain
-    ctx.set_materialize_grads(False)
-
-
-def _backward_op(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    out, lse, *rest = ctx.saved_tensors
-    tensors, documents = rest[:6], rest[6:]
-    dq, dk, dv, dsink = attention_backward_op(out, lse, dout, dlse, *tensors, documents, *ctx.plain)
-    dsink = None if tensors[3] is None else dsink
-    return dq, dk, dv, dsink, None, None, [None] * len(documents), *[None] * len(ctx.plain)
-
-
-attention_op.register_autograd(_backward_op, setup_context=_setup)

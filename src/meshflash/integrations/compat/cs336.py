@@ -1,7 +1,7 @@
 """The names of Stanford's CS336, assignment 2: attention on `[..., tokens, dim]`, causal from the top left.
 
-`FlashAttentionTorch.apply(q, k, v, is_causal)` runs the tiled kernel and saves, beside its inputs and
-output, one tensor of shape `q.shape[:-1]`: the log-sum-exp.
+`FlashAttentionTorch.apply(q, k, v, is_causal)` runs the tiled kernel, `FlashAttentionTriton.apply` the one in
+Triton; both save, beside their inputs and output, one tensor of shape `q.shape[:-1]`: the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -34,20 +34,32 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        out, lse = op.attention_op(*_op_arguments(q, k, v, is_causal))
-        out = out.view(*q.shape[:-1], v.shape[-1])
-        ctx.save_for_backward(q, k, v, out, lse.view(q.shape[:-1]))
-        ctx.is_causal = is_causal
-        return out
+        return _forward(ctx, q, k, v, is_causal, "tiled")
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        arguments = _op_arguments(q, k, v, ctx.is_causal)
+        arguments = _op_arguments(q, k, v, ctx.is_causal, ctx.kernel)
         batch, tokens = arguments[0].shape[:2]
         out, dout = (y.reshape(batch, tokens, 1, v.shape[-1]) for y in (out, dout))
-        dq, dk, dv, _ = op.attention_backward_op(out, lse.reshape(batch, 1, tokens), dout, None, *arguments)
+        dq, dk, dv, _ = op.attend_backward(out, lse.reshape(batch, 1, tokens), dout, None, arguments)
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None
+
+
+class FlashAttentionTriton(FlashAttentionTorch):
+    """FlashAttention-2 in Triton, as an autograd function: on GPUs, or on CPUs where TRITON_INTERPRET=1 is set."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return _forward(ctx, q, k, v, is_causal, "triton")
+
+
+def _forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str) -> Tensor:
+    out, lse = op.attend(_op_arguments(q, k, v, is_causal, kernel))
+    out = out.view(*q.shape[:-1], v.shape[-1])
+    ctx.save_for_backward(q, k, v, out, lse.view(q.shape[:-1]))
+    ctx.is_causal, ctx.kernel = is_causal, kernel
+    return out
 
 
 FlashAttentionFunction = FlashAttentionTorch
@@ -80,9 +92,9 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False)
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
-def _op_arguments(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Any, ...]:
+def _op_arguments(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str) -> op.Arguments:
     inputs, mask, scale = _one_head(q, k, v, is_causal)
-    return *inputs, None, None, None, [], mask.pack()[0], scale, 0.0, 0.0, 0, 0, 0, "tiled", False, "", ""
+    return op.Arguments(*inputs, None, None, None, [], mask.pack()[0], scale, 0.0, 0.0, 0, 0, 0, kernel, False)
 
 
 def _one_head(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Mask, float]:
