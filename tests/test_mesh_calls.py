@@ -124,7 +124,7 @@ def one_rank(rank, world, group):
             assert torch.equal(attention(*inputs, mesh=mesh, mask=CAUSAL, **more), whole)
     got = attention(*inputs, mask=CAUSAL, return_lse=True, return_plan=True)
     assert torch.equal(got[1], lse)
-    assert str(got[2]) == "one rank; kernels: vendor"
+    assert str(got[2]) == "one rank; kernels: vendor (before tiled, by a fixed order)"
     assert (got[2].schedule, got[2].world, got[2].program) == ("local", 1, None)
     compare(0, 1, inputs, Layout.contiguous(9, 1), mask=CAUSAL, q_offset=3, dropout=0.3, seed=5, softcap=2.0)
 
@@ -183,7 +183,7 @@ def plan(rank, world, group):
     attention(*inputs, schedule="zigzag", mask=CAUSAL)
     assert ran.received_bytes == mover.counters.received_bytes > 0
     assert ran.scratch_bytes > 0
-    text = f"zigzag (asked for) over {world} ranks, layout zigzag, by gloo; kernels: tiled; forward: "
+    text = f"zigzag (asked for) over {world} ranks, layout zigzag, by gloo; kernels: tiled (asked for); forward: "
     assert str(ran) == f"{text}{ran.received_bytes:,} bytes received, {ran.scratch_bytes:,} of scratch"
     ran = attention(*inputs, mask=CAUSAL, return_plan=True)[1]
     assert ran.schedule == "allgather"

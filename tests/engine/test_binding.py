@@ -103,7 +103,7 @@ def test_every_attending_step_has_a_kernel_of_its_own():
     prepared = prepare(item, 0)
     kernels = prepared.kernels("forward", item.case.features(item.case.inputs(item.dtype)))
     assert list(kernels) == [step for step in prepared.program("forward").steps if type(step).__name__ == "Attend"]
-    assert {kernel.name for kernel, _ in kernels.values()} <= {"vendor", "tiled"}
+    assert {choice.kernel.name for choice, _ in kernels.values()} <= {"vendor", "tiled"}
 
 
 def test_a_kernel_that_cannot_serve_a_step_is_refused():

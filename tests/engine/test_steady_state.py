@@ -23,6 +23,7 @@ from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement
 from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, Outputs, Rows, new_outputs
+from meshflash.kernels.registry import Choice
 from meshflash.transport.loopback import Loopback
 from oracle import Case
 
@@ -173,7 +174,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_bound_program_makes_no_tensor(monkeypatch, schedule, batch, dtype):
-    monkeypatch.setattr("meshflash.engine.binding.choose", lambda name, ask: Idle())
+    monkeypatch.setattr("meshflash.engine.binding.choose", lambda name, ask: Choice(Idle(), "for the test"))
     for mask in (Mask.full(), CAUSAL, CAUSAL & Mask.window(9, 0)):
         item = Item(Case(mask, batch=batch, tokens=37, heads=4, kv_heads=2), schedule, 3, dtype)
         for rank in range(3):

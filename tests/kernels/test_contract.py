@@ -88,10 +88,10 @@ def test_vendor_refuses_a_carry_in_half_precision():
     work = worklist(CAUSAL, (range(4, 8),), (range(4),))
     case = Case(CAUSAL)
     features = case.features(case.inputs(torch.bfloat16))
-    ask = Ask("forward", "cpu", torch.bfloat16, 16, 16, work, features)
+    ask = Ask("forward", torch.device("cpu"), torch.bfloat16, 16, 16, work, features)
     assert refusal(Vendor(), ask) is None
     assert "float32 partial results" in (refusal(Vendor(), replace(ask, partial=True)) or "")
-    assert "device cuda" in (refusal(Vendor(), replace(ask, device="cuda")) or "")
+    assert "device cuda" in (refusal(Vendor(), replace(ask, device=torch.device("cuda"))) or "")
 
 
 def test_merge_of_empty_parts_is_empty():
@@ -104,5 +104,15 @@ def test_merge_of_empty_parts_is_empty():
 
 
 def test_every_kernel_tells_what_it_is():
-    assert [kernel.name for kernel in kernels()] == ["vendor", "triton", "tiled", "reference"]
+    assert [kernel.name for kernel in kernels()] == [
+        "vendor",
+        "fa4",
+        "fa3",
+        "cudnn",
+        "fa2-package",
+        "fa2",
+        "triton",
+        "tiled",
+        "reference",
+    ]
     assert all(kernel.summary for kernel in kernels())

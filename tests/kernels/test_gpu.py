@@ -1,17 +1,45 @@
 """The kernels that run on a GPU, against the oracle there: run with `-m gpu`."""
 
+import random
+
 import pytest
 import torch
 
 from cases import CASES
 from meshflash import Mask, flash_attention
+from meshflash.core.tiles import worklist
+from meshflash.engine import local
+from meshflash.kernels import registry
 from meshflash.kernels.registry import spy
-from oracle import Case, check, gradients
+from oracle import Case, check, gradients, replace
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
+
+CAUSAL = Mask.causal()
+#: What others made, in half precision.
+OTHERS = ("cudnn", "fa2", "fa2-package", "fa3", "fa4")
+#: At the sizes at which blocks are whole, descriptors load them and the pipeline fills.
+REAL = {
+    "causal": Case(CAUSAL, batch=1, tokens=1023, heads=4, dim=64),
+    "causal, 128": Case(CAUSAL, batch=2, tokens=777, heads=2, dim=128),
+    "full, gqa": Case(batch=1, tokens=640, heads=8, kv_heads=2, dim=128),
+    "more queries": Case(CAUSAL, batch=1, tokens=700, k_tokens=300, heads=2, dim=64),
+    "more keys": Case(CAUSAL, batch=1, tokens=300, k_tokens=700, heads=2, dim=64),
+    "last aligned": Case(CAUSAL, batch=1, tokens=300, k_tokens=700, q_offset=400, heads=2, dim=64),
+    "documents": Case(CAUSAL & Mask.documents([400, 1, 0, 399, 224]), batch=1, tokens=1024, heads=2, dim=64),
+    "window": Case(CAUSAL & Mask.window(200, 0), batch=1, tokens=1024, heads=2, dim=128),
+    "both sides": Case(Mask.window(100, 60), batch=1, tokens=900, heads=2, dim=64),
+    "dim 96": Case(CAUSAL, batch=1, tokens=515, heads=2, dim=96),
+    "dim 80": Case(CAUSAL, batch=1, tokens=515, heads=2, dim=80),
+    "dim 256": Case(CAUSAL, batch=1, tokens=515, heads=2, dim=256),
+    "dim 192, value dim 128": Case(CAUSAL, batch=1, tokens=515, heads=2, dim=192, value_dim=128),
+    "softcap, sinks": Case(CAUSAL, batch=1, tokens=515, heads=4, kv_heads=2, dim=64, softcap=3.0, sinks=True),
+    "alibi, dropout": Case(CAUSAL, batch=1, tokens=515, heads=4, kv_heads=2, dim=64, alibi=True, dropout=0.2),
+    "lse gradient": Case(CAUSAL, batch=1, tokens=515, heads=2, dim=128, lse_gradient=True),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +48,91 @@ def ieee_matmul():
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
+def run(case, dtype, kernel="auto", seed=0):
+    leaves = case.inputs(dtype, "cuda", seed)
+    with spy() as ran:
+        got = gradients(case.run(leaves, kernel), leaves, case)
+    check(got, case, leaves)
+    return got, ran
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_auto_on_a_gpu(name, dtype):
-    case = CASES[name][0]
-    leaves = case.inputs(dtype, "cuda")
-    with spy() as ran:
-        got = gradients(case.run(leaves), leaves, case)
-    chosen = "tiled" if dtype == torch.float64 or max(case.dim, case.value_dim or 0) > 256 else "triton"
-    assert [kernel for kernel, _ in ran] == [chosen] * 2
-    check(got, case, leaves)
+    _, ran = run(CASES[name][0], dtype)
+    assert len(ran) == 2
+    if dtype == torch.float64:
+        assert {kernel for kernel, _ in ran} == {"tiled"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", REAL)
+def test_triton_at_real_shapes(name, dtype):
+    run(REAL[name], dtype, "triton")
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("kernel", OTHERS)
+def test_kernels_of_others_at_real_shapes(kernel, name):
+    case = REAL[name]
+    leaves = case.inputs(torch.bfloat16, "cuda")
+    q, k, v = (leaves[name].detach() for name in "qkv")
+    x = local.inputs(q, k, v, case.mask, case.features(leaves), case.q_offset)
+    asks = [local.ask_for(x, direction, lse_gradient=case.lse_gradient) for direction in ("forward", "backward")]
+    found = next(one for one in registry.kernels() if one.name == kernel)
+    reasons = [registry.refusal(found, ask) for ask in asks]
+    if any(reasons):
+        pytest.skip(f"it lacks {reasons}")
+    _, ran = run(case, torch.bfloat16, kernel)
+    assert [name for name, _ in ran] == [kernel] * 2
+
+
+def random_case(draw):
+    """Any mask, shape and feature; the Triton kernel serves all of them."""
+    tokens = draw.randint(1, 900)
+    masks = [Mask.full(), CAUSAL, CAUSAL & Mask.window(draw.randint(0, 300), 0), Mask.window(draw.randint(0, 99), 50)]
+    cuts = sorted(draw.randint(0, tokens) for _ in range(3))
+    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)]
+    masks += [CAUSAL & Mask.documents(lengths), CAUSAL & (Mask.window(40, 0) | Mask.first(draw.randint(0, 99)))]
+    kv_heads = draw.choice([1, 2, 3])
+    return Case(
+        draw.choice(masks),
+        batch=draw.randint(1, 3),
+        tokens=tokens,
+        heads=kv_heads * draw.choice([1, 2, 4]),
+        kv_heads=kv_heads,
+        dim=draw.choice([16, 40, 64, 64, 96, 128, 128]),
+        value_dim=draw.choice([None, None, None, 32]),
+        softcap=draw.choice([None, None, 3.0]),
+        sinks=draw.random() < 0.2,
+        alibi=draw.random() < 0.2,
+        dropout=draw.choice([0.0, 0.0, 0.0, 0.3]),
+        lse_gradient=draw.random() < 0.2,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kernel", ["triton", "auto"])
+def test_fifty_random_cases(kernel, dtype):
+    seed = random.SystemRandom().randrange(2**32)
+    draw = random.Random(seed)
+    for n in range(50):
+        case = random_case(draw)
+        try:
+            run(case, dtype, kernel, seed=n)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, case {n}: {case}: {error}") from error
+
+
+@pytest.mark.parametrize("name", ["causal, 128", "full, gqa", "documents", "window", "dim 96", "alibi, dropout"])
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+def test_the_same_bits_twice(kernel, name):
+    torch.use_deterministic_algorithms(True)
+    try:
+        (first, _), (second, _) = run(REAL[name], torch.bfloat16, kernel), run(REAL[name], torch.bfloat16, kernel)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_dropout_keeps_the_same_pairs_on_a_gpu_and_on_a_cpu():
@@ -37,6 +140,32 @@ def test_dropout_keeps_the_same_pairs_on_a_gpu_and_on_a_cpu():
     leaves = case.inputs(torch.float32)
     on_gpu = {name: x.detach().cuda() for name, x in leaves.items()}
     assert torch.allclose(case.run(leaves)[0], case.run(on_gpu)[0].cpu(), atol=1e-5)
+
+
+def test_partial_results_of_others_are_merged_in_float32():
+    """Two halves of the keys by cuDNN, merged, are about as exact as all keys at once."""
+    case = Case(batch=1, tokens=1024, heads=4, dim=64)
+    leaves = case.inputs(torch.bfloat16, "cuda")
+    q, k, v = (leaves[name].detach() for name in "qkv")
+    features = case.features(leaves)
+    found = next(one for one in registry.kernels() if one.name == "cudnn")
+    whole = local.inputs(q, k, v, case.mask, features)
+    if registry.refusal(found, local.ask_for(whole, "forward")):
+        pytest.skip("no cuDNN")
+    exact = case.dense({name: x.detach().double() for name, x in leaves.items()})[0]
+    out = torch.empty_like(q, dtype=torch.float32), torch.empty(1, 4, 1024, device="cuda")
+    for n in range(2):
+        keys = slice(512 * n, 512 * n + 512)
+        part = replace(
+            whole,
+            k_BSKD=k[:, keys],
+            v_BSKE=v[:, keys],
+            work=worklist(case.mask, (range(1024),), (range(keys.start, keys.stop),)),
+        )
+        found.forward(part, out, out if n else None)
+    once = found.forward(whole)[0]
+    errors = [(x.double() - exact).norm() for x in (out[0], once)]
+    assert errors[0] <= 1.1 * errors[1]
 
 
 def test_vendor_names_the_device():

@@ -9,6 +9,7 @@ from cases import CASES
 from mesh import Item, check_moved, run_items, whole
 from meshflash import Mask, flash_attention
 from meshflash.core.tiles import worklist
+from meshflash.kernels import triton_kernel
 from meshflash.kernels.contract import Ask, Features
 from meshflash.kernels.registry import choose, refusal
 from meshflash.kernels.triton_kernel import Triton
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 
 #: A row that sees one key has a true gradient of 0, of which the difference of two sums in other orders remains.
 UNITS = 16
+in_blocks = triton_kernel._in_blocks
 SMALL = {name: case for name, (case, _, _) in CASES.items() if case.tokens < 100}
 
 
@@ -50,6 +52,36 @@ def test_half_precision(name, dtype):
     run(SMALL[name], dtype, deterministic=True)
 
 
+@pytest.mark.parametrize("name", ["causal", "gqa", "documents by row", "causal window", "dim 8", "value dim below"])
+def test_by_descriptors(name, monkeypatch):
+    made = []
+
+    def keep(*x):
+        made.append(in_blocks(*x))
+        return made[-1]
+
+    monkeypatch.setattr(triton_kernel, "_in_blocks", keep)
+    monkeypatch.setattr(triton_kernel, "has_descriptors", lambda device: True)
+    case = SMALL[name]
+    assert case.tokens > 32, "a whole block, for what is not whole is loaded without them"
+    run(case, torch.bfloat16, deterministic=True)
+    assert len(made) == 3
+    assert None not in made
+
+
+def test_tensors_that_no_descriptor_describes_are_loaded_without(monkeypatch):
+    monkeypatch.setattr(triton_kernel, "has_descriptors", lambda device: True)
+    x = torch.randn(1, 70, 2, 24, dtype=torch.bfloat16)[..., 1:17]
+    want = flash_attention(x, x, x, mask=Mask.causal(), kernel="tiled")
+    assert torch.allclose(flash_attention(x, x, x, mask=Mask.causal(), kernel="triton"), want, atol=2e-2)
+
+
+@pytest.mark.parametrize("dim", [40, 80, 96])
+def test_dims_in_two_parts(dim):
+    run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=dim), torch.float32, deterministic=True)
+    run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=24), torch.float32, deterministic=False)
+
+
 def test_inside_a_schedule(pool):
     items = [
         Item(SMALL[name], schedule, 2, kernel="triton")
@@ -68,7 +100,7 @@ def test_inside_a_schedule(pool):
 
 def ask(**more):
     work = worklist(Mask.causal(), (range(8),), (range(8),))
-    return replace(Ask("backward", "cpu", torch.float32, 16, 16, work, Features(1.0)), **more)
+    return replace(Ask("backward", torch.device("cpu"), torch.float32, 16, 16, work, Features(1.0)), **more)
 
 
 def test_it_says_what_it_lacks(monkeypatch):
@@ -80,12 +112,12 @@ def test_it_says_what_it_lacks(monkeypatch):
 
 
 def test_it_is_never_interpreted_unasked():
-    assert choose("auto", ask()).name != "triton"
-    assert choose("auto", ask(device="cuda")).name == "triton"
+    assert choose("auto", ask()).kernel.name != "triton"
+    assert choose("auto", ask(device=torch.device("cuda"))).kernel.name == "triton"
 
 
 def test_determinism_is_asked_for():
-    chosen = [choose("triton", ask(deterministic=wanted)) for wanted in (False, True)]
+    chosen = [choose("triton", ask(deterministic=wanted)).kernel for wanted in (False, True)]
     assert [kernel.deterministic for kernel in chosen if isinstance(kernel, Triton)] == [False, True]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from meshflash import __version__
-from meshflash.cli import bench, demo, doctor, draw
+from meshflash.cli import bench, calibrate, demo, doctor, draw
 
 app = typer.Typer(
     name="meshflash",
@@ -18,6 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("calibrate")(calibrate.command)
 app.command("demo")(demo.command)
 app.command("doctor")(doctor.command)
 app.command("draw")(draw.command)

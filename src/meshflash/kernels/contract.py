@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.tiles import Worklist
 
 Pass = Literal["forward", "backward"]
@@ -67,12 +68,21 @@ def new_outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> Outputs:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a backward knows of its query rows, over all the keys that there are: delta = sum(dout * out) - dlse."""
+    """What a backward knows of its query rows, over all the keys that there are: delta = sum(dout * out) - dlse.
+
+    Where the kernel has said that it does not read delta, there may be none.
+    """
 
     out_BTHE: Tensor
     dout_BTHE: Tensor
     lse_BHT: Tensor
-    delta_BHT: Tensor
+    delta: Tensor | None
+
+    @property
+    def delta_BHT(self) -> Tensor:  # noqa: N802 - shapes are part of names
+        """Delta, for a kernel that reads it."""
+        assert self.delta is not None, "this kernel said that it does not read delta"
+        return self.delta
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +107,7 @@ class Ask:
     """What one call asks of a kernel. `partial` results are continued or summed, in the accumulator's dtype."""
 
     direction: Pass
-    device: str
+    device: torch.device
     dtype: torch.dtype
     head_dim: int
     value_dim: int
@@ -106,6 +116,38 @@ class Ask:
     partial: bool = False
     lse_gradient: bool = False
     deterministic: bool = False
+    batch: int = 1
+    heads: int = 1
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All of it but the worklist, by which a choice can be remembered."""
+        x = self.features
+        asked = (x.scale > 0, x.softcap > 0, x.dropout > 0, x.alibi_slopes_BH is None, x.sink_logits_H is None)
+        sizes = (self.head_dim, self.value_dim, self.batch, self.heads)
+        ways = (self.partial, self.lse_gradient, self.deterministic)
+        return self.direction, self.device, self.dtype, sizes, ways, asked
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Queries that see keys in one launch of a kernel, in the words of a table of rates.
+
+    A causal one shows half of the pairs, whatever else bounds them. What is not for every batch row is for one.
+    """
+
+    queries: int
+    keys: int
+    causal: bool
+    every_batch_row: bool = True
+
+    @property
+    def pairs(self) -> float:
+        """How many pairs of a query and a key are visible, for one head and batch row."""
+        if not self.causal:
+            return float(self.queries) * self.keys
+        short = min(self.queries, self.keys)
+        return short * (short + 1) / 2 + float(self.queries - short) * self.keys
 
 
 class Kernel(ABC):
@@ -113,6 +155,8 @@ class Kernel(ABC):
 
     name: str
     summary: str
+    #: Whether its backward reads delta, or works it out for itself.
+    reads_delta = True
 
     def missing(self) -> str | None:
         """Why this kernel cannot run on this machine at all, or None."""
@@ -125,6 +169,16 @@ class Kernel(ABC):
     def serving(self, ask: Ask) -> Kernel:
         """This kernel as it serves a call; another one of the same name where it must go about it otherwise."""
         return self
+
+    def launches(self, ask: Ask) -> tuple[Launch, ...]:
+        """What a call amounts to, for predicting its time; by default a single launch for all of the worklist."""
+        segments, spans = ask.work.by_query.segments, ask.work.by_query.spans
+        queries = int(segments[:, 2].sum())
+        if not queries or not len(spans):
+            return ()
+        bound = bool((spans[:, 4] > -UNBOUNDED).any() or (spans[:, 5] < UNBOUNDED).any())
+        mean = ask.work.pairs / queries
+        return (Launch(queries // (ask.work.mask.batch_rows or 1), max(1, round(mean * (2 if bound else 1))), bound),)
 
     @abstractmethod
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

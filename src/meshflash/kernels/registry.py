@@ -4,44 +4,111 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from meshflash.kernels.contract import Ask, Kernel, Pass
+from meshflash.core.tiles import Worklist
+from meshflash.kernels import rates
+from meshflash.kernels.contract import HALF, Ask, Kernel, Pass
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.tiled import Tiled
 from meshflash.kernels.triton_kernel import Triton
 from meshflash.kernels.vendor import Vendor
+from meshflash.kernels.vendor_gpu import Cudnn, Flash2, Flash2Package, Flash3, Flash4
 
-#: Fastest first, as `meshflash bench kernels` found them. The oracle is never chosen by itself.
-_KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Vendor(), Triton(), Tiled(), Reference())}
+#: In the order in which they are taken where no rates are known. The oracle is never chosen by itself.
+_KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Vendor(),
+        Flash4(),
+        Flash3(),
+        Cudnn(),
+        Flash2Package(),
+        Flash2(),
+        Triton(),
+        Tiled(),
+        Reference(),
+    )
+}
 _BY_NAME_ONLY = {"reference"}
 
-_spies: list[list[tuple[str, Pass]]] = []
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that serves a call, and why it was taken."""
+
+    kernel: Kernel
+    reason: str
+
+
+class Ran(list[tuple[str, Pass]]):
+    """The (kernel, pass) that ran, in order, and why each was taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: dict[tuple[str, Pass], str] = {}
+
+
+_spies: list[Ran] = []
+_chosen: WeakKeyDictionary[Worklist, dict[Any, Choice]] = WeakKeyDictionary()
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """Every kernel, fastest first."""
+    """Every kernel, in the order in which they are taken where no rates are known."""
     return tuple(_KERNELS.values())
 
 
 def names() -> tuple[str, ...]:
     """What `kernel=` takes."""
-    return ("auto", *_KERNELS)
+    return _NAMES
 
 
-def choose(name: str, ask: Ask) -> Kernel:
-    """The kernel of this name, or with "auto" the fastest that can do all that is asked."""
+_NAMES = ("auto", *_KERNELS)
+
+
+def choose(name: str, ask: Ask) -> Choice:
+    """The kernel of this name, or with "auto" the fastest that can do all that is asked; remembered."""
+    kept = _chosen.setdefault(ask.work, {})
+    key = (name, ask.key)
+    found = kept.get(key)
+    if found is None:
+        found = kept[key] = _choose(name, ask)
+    return found
+
+
+def forget() -> None:
+    """Choose anew: other rates are known."""
+    rates.forget()
+    _chosen.clear()
+
+
+def _choose(name: str, ask: Ask) -> Choice:
     if name != "auto":
         kernel = _KERNELS[name]
         reason = refusal(kernel, ask)
         if reason:
-            able = [other.name for other in kernels() if refusal(other, ask) is None]
-            raise ValueError(f'kernel="{name}" lacks {reason}; able here: {", ".join(able)}, or "auto"')
-        return kernel.serving(ask)
-    for kernel in kernels():
-        interpreted = kernel.name == "triton" and ask.device == "cpu"
-        if kernel.name not in _BY_NAME_ONLY and not interpreted and refusal(kernel, ask) is None:
-            return kernel.serving(ask)
-    raise AssertionError("the tiled kernel can do everything")
+            others = ", ".join(other.name for other in kernels() if refusal(other, ask) is None)
+            raise ValueError(f'kernel="{name}" lacks {reason}; able here: {others}, or "auto"')
+        return Choice(kernel.serving(ask), "asked for")
+    able = [kernel for kernel in kernels() if may_be_chosen(kernel, ask) and refusal(kernel, ask) is None]
+    assert able, "the tiled kernel can do everything"
+    known = rates.known(ask.device) if ask.dtype in HALF else None
+    if known is None or len(able) == 1:
+        others = f"before {', '.join(kernel.name for kernel in able[1:])}" if able[1:] else "the only one able"
+        return Choice(able[0].serving(ask), others + (", by a fixed order" if able[1:] else ""))
+    predicted = [(known.rates.seconds(kernel.name, ask, kernel.launches(ask)), kernel) for kernel in able]
+    measured = sorted(((t, kernel) for t, kernel in predicted if t is not None), key=lambda pair: pair[0])
+    if not measured:
+        return Choice(able[0].serving(ask), f"by a fixed order: no able kernel is in {known.source}")
+    times = ", ".join(f"{kernel.name} {t * 1e3:.3g} ms" for t, kernel in measured[:3])
+    return Choice(measured[0][1].serving(ask), f"predicted: {times}, by {known.source}")
+
+
+def may_be_chosen(kernel: Kernel, ask: Ask) -> bool:
+    """Whether "auto" considers it: not the oracle, and nothing interpreted."""
+    return kernel.name not in _BY_NAME_ONLY and not (kernel.name == "triton" and ask.device.type == "cpu")
 
 
 def refusal(kernel: Kernel, ask: Ask) -> str | None:
@@ -50,7 +117,7 @@ def refusal(kernel: Kernel, ask: Ask) -> str | None:
 
 
 @contextmanager
-def spy() -> Iterator[list[tuple[str, Pass]]]:
+def spy() -> Iterator[Ran]:
     """Collect the (kernel, pass) that run inside the block.
 
     >>> import torch, meshflash
@@ -60,7 +127,7 @@ def spy() -> Iterator[list[tuple[str, Pass]]]:
     >>> ran
     [('vendor', 'forward')]
     """
-    ran: list[tuple[str, Pass]] = []
+    ran = Ran()
     _spies.append(ran)
     try:
         yield ran
@@ -68,7 +135,9 @@ def spy() -> Iterator[list[tuple[str, Pass]]]:
         _spies[:] = [other for other in _spies if other is not ran]
 
 
-def tell_spies(kernel: Kernel, direction: Pass) -> None:
+def tell_spies(choice: Choice, direction: Pass) -> None:
     """Let every spy know which kernel runs."""
     for ran in _spies:
-        ran.append((kernel.name, direction))
+        entry = (choice.kernel.name, direction)
+        ran.append(entry)
+        ran.reasons[entry] = choice.reason

@@ -35,14 +35,39 @@ def tanh(x):
 
 
 @triton.jit
-def limits(first, last, position, step, rows, lo, hi, BLOCK: tl.constexpr):
-    """Which rows of a span a block meets: `begin` to `end`; `inner` to `outer` are whole blocks inside the band.
+def tile_of(TILES):
+    """This instance's block: batch row, first row, rows, first and last position, step, and its spans."""
+    tile = TILES + tl.program_id(0) * 7
+    rows = tl.load(tile + 2)
+    first = tl.load(tile + 3)
+    step = tl.load(tile + 4)
+    last = first + step * (rows - 1)
+    return tl.load(tile), tl.load(tile + 1).to(tl.int64), rows, first, last, step, tl.load(tile + 5), tl.load(tile + 6)
+
+
+@triton.jit
+def span_of(SPANS, number):
+    """One span: first row, rows, first position, step, and the band's limits."""
+    at = SPANS + number * 6
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+
+
+@triton.jit
+def met(first, last, position, step, rows, lo, hi):
+    """Which rows of a span a block meets.
 
     The block lies at positions from first to last, row n of the span at `position + step * n`; a row is met
     where its position less one of the block's lies between lo and hi.
     """
     begin = tl.minimum(tl.maximum(first + lo - position + step - 1, 0) // step, rows)
     end = tl.maximum(tl.minimum(tl.maximum(last + hi - position + step, 0) // step, rows), begin)
+    return begin, end
+
+
+@triton.jit
+def limits(first, last, position, step, rows, lo, hi, BLOCK: tl.constexpr):
+    """The rows that are met, `begin` to `end`; of these `inner` to `outer` are whole blocks inside the band."""
+    begin, end = met(first, last, position, step, rows, lo, hi)
     whole = tl.minimum(tl.maximum(tl.maximum(last + lo - position + step - 1, 0) // step, begin), end)
     whole_end = tl.minimum(tl.maximum(first + hi - position + step, 0) // step, end)
     inner = begin + (whole - begin + BLOCK - 1) // BLOCK * BLOCK
@@ -50,6 +75,39 @@ def limits(first, last, position, step, rows, lo, hi, BLOCK: tl.constexpr):
     inner = tl.minimum(inner, end)
     outer = tl.maximum(tl.minimum(outer, end), inner)
     return begin, inner, outer, end
+
+
+@triton.jit
+def rows_of(
+    X, x_t, n0, left, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows from n0 on, WIDTH of their numbers from FIRST on; with MASKED, those past `left` rows are 0."""
+    r = tl.arange(0, ROWS)
+    c = FIRST + tl.arange(0, WIDTH)
+    at = X + tl.cast(n0, tl.int64) * x_t + (r[:, None] * x_t + c[None, :])
+    if MASKED and FIRST + WIDTH > D:
+        return tl.load(at, mask=(r[:, None] < left) & (c[None, :] < D), other=0.0)
+    if MASKED:
+        return tl.load(at, mask=r[:, None] < left, other=0.0)
+    if FIRST + WIDTH > D:
+        return tl.load(at, mask=c[None, :] < D, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def store_rows(
+    X, x_t, left, values, ADD: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Store rows from the first on, or add them to what is there; those past `left` are not touched."""
+    r = tl.arange(0, ROWS)
+    c = FIRST + tl.arange(0, WIDTH)
+    at = X + (r.to(tl.int64)[:, None] * x_t + c[None, :])
+    there = (r[:, None] < left) & (c[None, :] < D)
+    if ADD:
+        values += tl.load(at, mask=there, other=0.0)
+    tl.store(at, values.to(X.dtype.element_ty), mask=there)
 
 
 @triton.jit

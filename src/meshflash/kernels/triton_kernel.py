@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,39 +23,8 @@ from meshflash.kernels.contract import (
     new_outputs,
 )
 from meshflash.kernels.dropout import threshold
-from meshflash.kernels.triton_tables import blocks
-
-#: The widest head that the configurations below serve.
-MAX_DIM = 256
-
-
-@dataclass(frozen=True)
-class Config:
-    """How a kernel is launched: query and key rows of a block, warps, stages of the pipeline."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-#: (pass, widest head) -> configuration for half precision: forward, gradients by keys, gradients by queries.
-#: Up to 128 the first two are the best of six or seven tried on an H200 at 16,384 tokens; the rest are guesses.
-CONFIGS = {
-    ("forward", 64): Config(128, 64, 4, 3),
-    ("forward", 128): Config(128, 128, 8, 3),
-    ("forward", 256): Config(64, 64, 8, 2),
-    ("by_keys", 64): Config(64, 128, 8, 3),
-    ("by_keys", 128): Config(64, 128, 8, 3),
-    ("by_keys", 256): Config(32, 64, 8, 1),
-    ("by_queries", 64): Config(128, 64, 8, 3),
-    ("by_queries", 128): Config(128, 64, 8, 2),
-    ("by_queries", 256): Config(64, 32, 8, 1),
-}
-#: float32 takes twice the shared memory and has no tensor cores in full precision.
-FULL_PRECISION = Config(32, 32, 4, 1)
-#: Interpreted, small blocks show every edge at small shapes.
-INTERPRETED = Config(32, 32, 1, 1)
+from meshflash.kernels.triton_configs import MAX_DIM, Config, config, has_descriptors
+from meshflash.kernels.triton_tables import Blocks, blocks
 
 
 class Triton(Kernel):
@@ -71,10 +40,10 @@ class Triton(Kernel):
         return None if find_spec("triton") else "triton, which is not installed"
 
     def lacks(self, ask: Ask) -> str | None:
-        if ask.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if ask.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "the device cpu, unless TRITON_INTERPRET=1 is set from the start"
-        if ask.device not in ("cpu", "cuda"):
-            return f"the device {ask.device}"
+        if ask.device.type not in ("cpu", "cuda"):
+            return f"the device {ask.device.type}"
         if ask.dtype == torch.float64:
             return "float64"
         if max(ask.head_dim, ask.value_dim) > MAX_DIM:
@@ -94,18 +63,24 @@ class Triton(Kernel):
         if not len(tables):
             return out, lse
         carried, carried_lse = (out, lse) if carry is None else carry
-        sinks, slopes = x.features.sink_logits_H, x.features.alibi_slopes_BH
-        forward[(len(tables), q.shape[2])](
-            *(q, k, v, out, lse, carried, carried_lse),
+        features = x.features
+        sinks, slopes = features.sink_logits_H, features.alibi_slopes_BH
+        parts = _parts(x)
+        in_blocks = _in_blocks(parts, (k, v), config.block_n)
+        _launch(
+            *(forward, tables, q.shape[2]),
+            *(q, k, v, *(in_blocks or (k, v)), out, lse, carried, carried_lse),
             q if sinks is None else sinks.contiguous(),
             q if slopes is None else slopes,
             *(tables.tiles, tables.spans),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()),
             *(*carried.stride()[:3], *carried_lse.stride(), *_strides(slopes)),
-            *_numbers(x.features),
-            **_constants(x, config),
+            *_numbers(features),
+            **_constants(x, parts, config),
             HAS_CARRY=carry is not None,
             HAS_SINKS=sinks is not None,
+            DESCRIPTORS=in_blocks is not None,
+            PLAIN=features.scale > 0 and not features.softcap and slopes is None,
         )
         return out, lse
 
@@ -118,6 +93,7 @@ class Triton(Kernel):
         batch, device = q.shape[0], q.device
         given = (q, k, v, dout, rows.lse_BHT, rows.delta_BHT)
         strides = [n for y in given[:4] for n in y.stride()[:3]] + [*rows.lse_BHT.stride(), *rows.delta_BHT.stride()]
+        parts = _parts(x)
         atomic = not self.deterministic
         dq = grads.dq_BTHD
         if atomic and not grads.add_dq:
@@ -125,13 +101,18 @@ class Triton(Kernel):
         config = _config("by_keys", x)
         tables = blocks(x.work, True, config.block_n, batch, device)
         if len(tables):
-            by_keys[(len(tables), k.shape[2])](
-                *(*given, dq, grads.dk_BSKD, grads.dv_BSKE, q if slopes is None else slopes),
-                *(tables.tiles, tables.spans),
+            in_blocks = _in_blocks(parts, (q, dout, dq) if atomic else (q, dout, q), config.block_m)
+            _launch(
+                *(by_keys, tables, k.shape[2]),
+                *(*given, *(in_blocks or (q, dout, dq)), dq, grads.dk_BSKD, grads.dv_BSKE),
+                *(q if slopes is None else slopes, tables.tiles, tables.spans),
                 *(*strides, *dq.stride()[:3], *grads.dk_BSKD.stride()[:3], *grads.dv_BSKE.stride()[:3]),
                 *_strides(slopes),
                 *_numbers(x.features),
-                **_constants(x, config),
+                **_constants(x, parts, config),
+                DESCRIPTORS=in_blocks is not None,
+                LOWER=tables.lower,
+                UPPER=tables.upper or tables.edge,
                 ATOMIC=atomic,
                 ADD=grads.add_dkv,
             )
@@ -142,34 +123,86 @@ class Triton(Kernel):
         config = _config("by_queries", x)
         tables = blocks(x.work, False, config.block_m, batch, device)
         if len(tables):
-            by_queries[(len(tables), q.shape[2])](
-                *(*given, dq, q if slopes is None else slopes, tables.tiles, tables.spans),
+            in_blocks = _in_blocks(parts, (k, v), config.block_n)
+            _launch(
+                *(by_queries, tables, q.shape[2]),
+                *(*given, *(in_blocks or (k, v)), dq),
+                *(q if slopes is None else slopes, tables.tiles, tables.spans),
                 *(*strides, *dq.stride()[:3], *_strides(slopes)),
                 *_numbers(x.features),
-                **_constants(x, config),
+                **_constants(x, parts, config),
+                DESCRIPTORS=in_blocks is not None,
+                LOWER=tables.lower,
+                UPPER=tables.upper,
                 ADD=grads.add_dq,
             )
         return grads
 
 
+def _launch(kernel: Any, tables: Blocks, heads: int, *arguments: Any, **constants: Any) -> None:
+    """One instance for each block and head, on the device of the tables, whichever is current."""
+    with torch.cuda.device_of(tables.tiles):
+        kernel[(len(tables), heads)](*arguments, **constants)
+
+
+#: A width in parts, each a power of two of at least 16 or 0, as products want.
+Parts = tuple[int, int]
+
+
+@cache
+def parts_of(width: int) -> Parts:
+    """A width as one power of two, or as two where that is less.
+
+    >>> [parts_of(width) for width in (8, 64, 72, 80, 96, 112, 192, 256)]
+    [(16, 0), (64, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0)]
+    """
+    whole = max(16, 1 << (width - 1).bit_length())
+    half = whole // 2
+    rest = max(16, 1 << (width - half - 1).bit_length()) if width > half else 0
+    return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
+
+
+def _parts(x: Inputs) -> tuple[Parts, Parts]:
+    return parts_of(x.q_BTHD.shape[-1]), parts_of(x.v_BSKE.shape[-1])
+
+
+def _in_blocks(parts: tuple[Parts, Parts], tensors: tuple[Tensor, ...], rows: int) -> tuple[Any, ...] | None:
+    """Tensors as descriptors of blocks of so many rows; None where the GPU has none, or one of them does not fit."""
+    if not _descriptors_serve(tensors[0]) or parts[0][1] or parts[1][1] or not all(_fits(x) for x in tensors):
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    widths = {tensors[0].shape[-1]: parts[0][0], tensors[1].shape[-1]: parts[1][0]}
+    return tuple(
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, widths[x.shape[-1]]]) for x in tensors
+    )
+
+
+def _descriptors_serve(x: Tensor) -> bool:
+    return x.dtype in HALF and has_descriptors(x.device)
+
+
+def _fits(x: Tensor) -> bool:
+    """Whether a descriptor can describe it: rows that begin at multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in x.stride()[:3])
+
+
 def _config(direction: str, x: Inputs) -> Config:
-    if x.q_BTHD.device.type == "cpu":
-        return INTERPRETED
-    if x.q_BTHD.dtype not in HALF:
-        return FULL_PRECISION
-    widest = max(x.q_BTHD.shape[-1], x.v_BSKE.shape[-1])
-    return next(config for (name, most), config in CONFIGS.items() if name == direction and widest <= most)
+    return config(direction, max(x.q_BTHD.shape[-1], x.v_BSKE.shape[-1]), x.q_BTHD.dtype, x.q_BTHD.device)
 
 
-def _constants(x: Inputs, config: Config) -> dict[str, Any]:
-    dim, value_dim = x.q_BTHD.shape[-1], x.v_BSKE.shape[-1]
+def _constants(x: Inputs, parts: tuple[Parts, Parts], config: Config) -> dict[str, Any]:
+    (d1, d2), (e1, e2) = parts
     features = x.features
     return dict(
         GROUP=x.q_BTHD.shape[2] // x.k_BSKD.shape[2],
-        D=dim,
-        DP=_padded(dim),
-        E=value_dim,
-        EP=_padded(value_dim),
+        D=x.q_BTHD.shape[-1],
+        D1=d1,
+        D2=d2,
+        E=x.v_BSKE.shape[-1],
+        E1=e1,
+        E2=e2,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         SOFTCAP=features.softcap > 0,
@@ -195,8 +228,3 @@ def _strides(slopes: Tensor | None) -> tuple[int, ...]:
 def _rows_in_line(x: Tensor) -> Tensor:
     """Numbers of a row as neighbours, which the kernels take for granted."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _padded(dim: int) -> int:
-    """A power of two of at least 16, as products want."""
-    return max(16, 1 << (dim - 1).bit_length())

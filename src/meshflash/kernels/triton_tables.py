@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.tiles import Table, Worklist, expand
 
 #: Columns of `Blocks.tiles`.
@@ -25,10 +26,16 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks of rows, each with the spans `[first_span, last_span)` of the other side."""
+    """Blocks of rows, each with the spans `[first_span, last_span)` of the other side.
+
+    `lower` and `upper` say whether that side of a band binds anywhere, `edge` whether a block has missing rows.
+    """
 
     tiles: Tensor
     spans: Tensor
+    lower: bool
+    upper: bool
+    edge: bool
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -44,7 +51,9 @@ def blocks(work: Worklist, by_key: bool, size: int, batch: int, device: torch.de
     if key not in kept:
         table = work.by_key if by_key else work.by_query
         tiles = _every_batch_row(_heaviest_first(_cut(table, size), table, by_key), batch)
-        kept[key] = Blocks(_on(tiles, device), _on(table.spans, device))
+        lower, upper = bool((table.spans[:, 4] > -UNBOUNDED).any()), bool((table.spans[:, 5] < UNBOUNDED).any())
+        edge = bool((tiles[:, 2] < size).any())
+        kept[key] = Blocks(_on(tiles, device), _on(table.spans, device), lower, upper, edge)
     return kept[key]
 
 

@@ -205,6 +205,27 @@ def _kernels() -> Iterator[Finding]:
             yield Finding("kernels", kernel.name, "note", f"cannot run here: {missing}")
         else:
             yield Finding("kernels", kernel.name, "ok", kernel.summary)
+    yield from _rates()
+
+
+def _rates() -> Iterator[Finding]:
+    """What "auto" goes by on each kind of GPU here."""
+    import torch
+
+    from meshflash.kernels import rates
+
+    build, _ = _build()
+    if build not in ("CUDA", "ROCm") or not torch.cuda.is_available():
+        return
+    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    for (name, _), device in {rates.identity(device): device for device in devices}.items():
+        known = rates.known(device)
+        if known is None:
+            detail = f"none for {name}: kernels are taken in a fixed order"
+            yield Finding("kernels", "rates", "note", detail, "meshflash calibrate")
+            continue
+        advice = "" if known.rates.device == name else "meshflash calibrate"
+        yield Finding("kernels", "rates", "note" if advice else "ok", f"{name}: {known.source}", advice)
 
 
 def _process_groups() -> Iterator[Finding]:

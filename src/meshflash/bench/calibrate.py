@@ -1,0 +1,141 @@
+"""Measure a device's kernels once, for the choice of "auto": rates, host time and, on request, configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import torch
+
+from meshflash.bench import host, record
+from meshflash.bench.candidates import candidate
+from meshflash.bench.cases import Case
+from meshflash.bench.check import PASSES
+from meshflash.bench.measure import measure
+from meshflash.bench.timing import interleaved
+from meshflash.engine import local
+from meshflash.kernels import rates, registry, triton_configs
+from meshflash.kernels.contract import Features, Pass
+from meshflash.kernels.rates import Rate, Rates
+
+#: Head dims and lengths that are measured by default.
+DIMS = (64, 128)
+TOKENS = (512, 2048, 8192, 32768)
+#: Tokens over all batch rows, and heads times dim: enough to fill a device.
+ALL_TOKENS = 16384
+WIDTH = 2048
+#: So few that the host takes longer than the device.
+HOST_TOKENS = 512
+#: A kernel this many times slower than the fastest so far is not measured at longer lengths.
+HOPELESS = 20.0
+
+Say = Callable[[str], None]
+#: Configurations of the Triton kernel by name, as a table has them.
+Configs = dict[str, list[int]]
+
+
+def case_of(tokens: int, dim: int, mask: str, device: str) -> Case:
+    """What is measured at one length."""
+    heads = max(1, WIDTH // dim)
+    return Case(tokens, max(1, ALL_TOKENS // tokens), heads, heads, dim, mask, "bfloat16", device)
+
+
+def run(
+    device: str,
+    dims: tuple[int, ...] = DIMS,
+    tokens: tuple[int, ...] = TOKENS,
+    rounds: int = 5,
+    configs: Configs | None = None,
+    say: Say = print,
+) -> Rates:
+    """The rates of every kernel that can run on a device, each checked before it is timed.
+
+    The Triton kernel runs in these configurations, where they are given.
+    """
+    with ExitStack() as stack:
+        for name, written in (configs or {}).items():
+            stack.enter_context(triton_configs.forced(name, triton_configs.Config(*written)))
+        found = _rates(device, dims, tokens, rounds, say)
+        say("host time")
+        case = replace(case_of(HOST_TOKENS, dims[0], "causal", device), batch=1)
+        host_us: dict[str, dict[str, float]] = {}
+        for row in host.run(case, able(case), rounds):
+            if row.kernel in registry.names() and row.direction in PASSES:
+                host_us.setdefault(row.kernel, {})[row.direction] = round(row.microseconds, 1)
+    about = rates.identity(torch.device(device))
+    return Rates(*about, found, host_us, record.header("")["versions"], configs or {})
+
+
+def _rates(device: str, dims: tuple[int, ...], tokens: tuple[int, ...], rounds: int, say: Say) -> tuple[Rate, ...]:
+    found: list[Rate] = []
+    hopeless: set[str] = set()
+    for dim, mask, length in product(dims, ("causal", "full"), sorted(tokens)):
+        case = case_of(length, dim, mask, device)
+        names = tuple(name for name in able(case) if name not in hopeless)
+        say(f"{mask}, dim {dim}, {length:,} tokens")
+        measured = measure(case, names, rounds)
+        best = min(result.ms["forward"] for result in measured.values() if "forward" in result.ms)
+        for name, result in measured.items():
+            for direction in PASSES:
+                if direction in result.ms:
+                    tflops = case.flops(direction) / result.ms[direction] / 1e9
+                    found.append(Rate(name, _pass(direction), mask == "causal", dim, length, tflops))
+            if result.ms.get("forward", 0.0) > HOPELESS * best:
+                hopeless.add(name)
+    return tuple(found)
+
+
+def tune(device: str, dims: tuple[int, ...] = DIMS, rounds: int = 3, say: Say = print) -> Configs:
+    """The fastest configuration of each pass of the Triton kernel, by head dim."""
+    best: Configs = {}
+    for direction, dim in product(triton_configs.PASSES, dims):
+        case = replace(case_of(8192, dim, "causal", device), deterministic=direction == "by_queries")
+        name = triton_configs.name(direction, triton_configs.widest(dim))
+        times: dict[triton_configs.Config, float] = {}
+        for config in triton_configs.candidates(direction, triton_configs.widest(dim)):
+            say(f"{name}: {config}")
+            with triton_configs.forced(name, config):
+                ms = _milliseconds(case, direction, rounds)
+            if ms is not None:
+                times[config] = ms
+        if times:
+            chosen = min(times, key=lambda config: times[config])
+            best[name] = triton_configs.written(chosen)
+    return best
+
+
+def _milliseconds(case: Case, direction: str, rounds: int) -> float | None:
+    """Of the Triton kernel's pass; None where the configuration does not fit the device."""
+    from triton.runtime.errors import OutOfResources
+
+    tensors = case.tensors()
+    function = candidate(case, "triton")
+    device = torch.device(case.device)
+    try:
+        out = function(*tensors[:3])
+        if direction == "forward":
+            return interleaved({"": partial(function, *tensors[:3])}, device, rounds).get("")
+        backward = partial(torch.autograd.grad, out, tensors[:3], tensors[3], retain_graph=True)
+        backward()
+        return interleaved({"": backward}, device, rounds).get("")
+    except OutOfResources:
+        return None
+
+
+def able(case: Case) -> tuple[str, ...]:
+    """The kernels that "auto" may take for both passes of a case."""
+    q, k, v, _ = case.tensors()
+    x = local.inputs(q, k, v, case.rule, Features(case.head_dim**-0.5))
+    asks = [local.ask_for(x, direction) for direction in ("forward", "backward")]
+    return tuple(
+        kernel.name
+        for kernel in registry.kernels()
+        if registry.may_be_chosen(kernel, asks[0]) and not any(registry.refusal(kernel, ask) for ask in asks)
+    )
+
+
+def _pass(direction: str) -> Pass:
+    return "backward" if direction == "backward" else "forward"

@@ -1,0 +1,183 @@
+"""Kernels that know rectangles of queries and keys, whole or causal, and nothing else: those of others.
+
+A worklist is cut into rectangles; where rows take part in several, their partial results are merged here, in
+the accumulator's dtype. Every row of a rectangle sees a key, so what a kernel makes of rows that see none
+(an LSE of +inf in one, -inf in another) never shows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from meshflash.core.tiles import Rectangle
+from meshflash.kernels.contract import (
+    Ask,
+    Grads,
+    Inputs,
+    Kernel,
+    Launch,
+    Outputs,
+    Rows,
+    accumulator_dtype,
+    new_outputs,
+)
+from meshflash.kernels.merge import add_sinks_, merge_
+
+
+class Rectangles(Kernel):
+    """Attention by another's kernel, one rectangle at a time."""
+
+    #: Where a causal rectangle is not square, whether its first query sees its first key (and no other).
+    from_the_top = True
+    reads_delta = False
+
+    @abstractmethod
+    def attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, causal: bool, scale: float) -> Outputs:
+        """(out_BTHE, lse_BHT) of a rectangle."""
+
+    @abstractmethod
+    def gradients(
+        self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, rows: Rows, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of a rectangle, given the rows' results over all keys."""
+
+    def lacks(self, ask: Ask) -> str | None:
+        for name, wanted in (
+            ("softcap", bool(ask.features.softcap)),
+            ("ALiBi", ask.features.alibi_slopes_BH is not None),
+            ("dropout by position", bool(ask.features.dropout)),
+            ("gradients through the LSE", ask.lse_gradient),
+        ):
+            if wanted:
+                return name
+        if ask.work.rectangles is None:
+            return "windows, and positions that step differently in queries and keys"
+        if ask.features.scale <= 0 and any(r.causal for r in ask.work.rectangles):
+            return "a scale of 0 or below with a causal mask, for it masks before it scales"
+        return None
+
+    def launches(self, ask: Ask) -> tuple[Launch, ...]:
+        return tuple(_launch(r) for r in self._cut(ask.work.rectangles))
+
+    def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
+        rectangles = self._cut(x.work.rectangles)
+        sinks = x.features.sink_logits_H
+        whole = carry is None and _alone(x, rectangles) and _all(rectangles[0].q, x.q_BTHD)
+        if whole and outputs is None and sinks is None:
+            out, lse = self._forward(x, rectangles[0])
+            return out.contiguous(), lse.contiguous()
+        out_BTHE, lse_BHT = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
+        once = carry is None and sinks is None and x.work.disjoint and rectangles is x.work.rectangles
+        total = out_BTHE
+        if not once and out_BTHE.dtype != lse_BHT.dtype:
+            total = torch.empty_like(out_BTHE, dtype=lse_BHT.dtype)
+        if carry is not None:
+            total.copy_(carry[0])
+            lse_BHT.copy_(carry[1])
+        elif not whole:
+            total.zero_()
+            lse_BHT.fill_(-torch.inf)
+        for n, r in enumerate(rectangles):
+            out, lse = self._forward(x, r)
+            out_rows, lse_rows = total[_batch(r), r.q], lse_BHT[_batch(r), :, r.q]
+            if once or (whole and not n):
+                out_rows.copy_(out)
+                lse_rows.copy_(lse)
+            else:
+                merge_(out_rows, lse_rows, out, lse)
+        if sinks is not None:
+            add_sinks_(total, lse_BHT, sinks)
+        if total is not out_BTHE:
+            out_BTHE.copy_(total)
+        return out_BTHE, lse_BHT
+
+    def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
+        rectangles = self._cut(x.work.rectangles)
+        whole = _alone(x, rectangles) and _all(rectangles[0].q, x.q_BTHD) and _all(rectangles[0].k, x.k_BSKD)
+        if whole and grads is None:
+            dq, dk, dv = (part.contiguous() for part in self._backward(x, rows, rectangles[0]))
+            return Grads(dq, dk, dv)
+        grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
+        targets = ((grads.dq_BTHD, grads.add_dq), (grads.dk_BSKD, grads.add_dkv), (grads.dv_BSKE, grads.add_dkv))
+        dtype = accumulator_dtype(x.q_BTHD.dtype)
+        disjoint = x.work.disjoint and rectangles is x.work.rectangles
+        sums = []
+        for target, add in targets:
+            once = add or target.dtype == dtype or disjoint
+            sums.append(target if once else torch.empty_like(target, dtype=dtype))
+            if not add:
+                sums[-1].zero_()
+        for r in rectangles:
+            for total, part, place in zip(sums, self._backward(x, rows, r), (r.q, r.k, r.k), strict=True):
+                total[_batch(r), place] += part
+        for (target, _), total in zip(targets, sums, strict=True):
+            if target is not total:
+                target.copy_(total)
+        return grads
+
+    def _cut(self, rectangles: tuple[Rectangle, ...] | None) -> tuple[Rectangle, ...]:
+        """The rectangles as this kernel can do them."""
+        assert rectangles is not None
+        if self.from_the_top or all(_square(r) for r in rectangles):
+            return rectangles
+        return tuple(chain.from_iterable([r] if _square(r) else _squared(r) for r in rectangles))
+
+    def _forward(self, x: Inputs, r: Rectangle) -> Outputs:
+        q, k, v = _rows(x.q_BTHD, r, r.q), _rows(x.k_BSKD, r, r.k), _rows(x.v_BSKE, r, r.k)
+        return self.attend(q, k, v, r.causal, x.features.scale)
+
+    def _backward(self, x: Inputs, rows: Rows, r: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = _rows(x.q_BTHD, r, r.q), _rows(x.k_BSKD, r, r.k), _rows(x.v_BSKE, r, r.k)
+        out, dout = _rows(rows.out_BTHE, r, r.q), _rows(rows.dout_BTHE, r, r.q)
+        lse = rows.lse_BHT if r.batch < 0 and _all(r.q, x.q_BTHD) else rows.lse_BHT[_batch(r), :, r.q]
+        these = Rows(out, dout, lse, None)
+        return self.gradients(q, k, v, these, r.causal, x.features.scale)
+
+
+def _alone(x: Inputs, rectangles: tuple[Rectangle, ...]) -> bool:
+    """Whether there is one rectangle, and it is that of every batch row."""
+    return len(rectangles) == 1 and (rectangles[0].batch < 0 or x.q_BTHD.shape[0] == 1)
+
+
+def _batch(r: Rectangle) -> slice:
+    return slice(None) if r.batch < 0 else slice(r.batch, r.batch + 1)
+
+
+def _rows(x_BTHD: Tensor, r: Rectangle, rows: slice) -> Tensor:
+    """A rectangle's rows of a tensor; the numbers of a row as neighbours, which kernels take for granted."""
+    if x_BTHD.stride(-1) != 1:
+        x_BTHD = x_BTHD.contiguous()
+    return x_BTHD if r.batch < 0 and _all(rows, x_BTHD) else x_BTHD[_batch(r), rows]
+
+
+def _all(rows: slice, x_BTHD: Tensor) -> bool:
+    return rows.stop - rows.start == x_BTHD.shape[1]
+
+
+def _sizes(r: Rectangle) -> tuple[int, int]:
+    return r.q.stop - r.q.start, r.k.stop - r.k.start
+
+
+def _square(r: Rectangle) -> bool:
+    q, k = _sizes(r)
+    return not r.causal or q == k
+
+
+def _squared(r: Rectangle) -> Iterable[Rectangle]:
+    """A causal rectangle as a square one and, where there are more queries than keys, a whole one below it."""
+    q, k = _sizes(r)
+    side = min(q, k)
+    middle = r.q.start + side
+    yield Rectangle(r.batch, slice(r.q.start, middle), slice(r.k.start, r.k.start + side), r.causal)
+    if q > k:
+        yield Rectangle(r.batch, slice(middle, r.q.stop), r.k, False)
+
+
+def _launch(r: Rectangle) -> Launch:
+    q, k = _sizes(r)
+    return Launch(q, k, r.causal, every_batch_row=r.batch < 0)

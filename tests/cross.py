@@ -1,0 +1,258 @@
+"""Cross-compilation: what the Triton kernels of a call become on a GPU that is not here.
+
+A call is made as the engine makes it, on tensors without storage and under a driver that only names its target;
+each launch compiles its kernel and ends there. So what is compiled is what would run, down to the alignment of
+every argument. It happens in processes of their own, which run this very file as a script: Triton decides when it
+reads a kernel whether that is interpreted, and in the tests it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TOKENS, HEADS, KEY_HEADS = 4096, 8, 2
+#: What a launch is told that makes up its configuration.
+CONFIG = ("BLOCK_M", "BLOCK_N", "BLOCK", "num_warps", "num_stages")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU, and what a block of threads may take of it: bytes of shared memory, registers of a thread."""
+
+    backend: str
+    arch: int | str
+    warp: int
+    shared: int
+    registers: int = 255
+    descriptors: bool = False
+
+
+TARGETS = {
+    # what serves sm_80, of 163 KiB, is to fit sm_86 and sm_89 too
+    "sm_80": Target("cuda", 80, 32, 99 * 1024),
+    "sm_90": Target("cuda", 90, 32, 227 * 1024, descriptors=True),
+    "sm_100": Target("cuda", 100, 32, 227 * 1024, descriptors=True),
+    # of the registers half are accumulators
+    "gfx942": Target("hip", "gfx942", 64, 64 * 1024, registers=512),
+}
+#: Columns of tensor memory, of GPUs that have it. Triton replaces a kernel that wants more by a trap.
+TENSOR_MEMORY = 512
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the kernels: `forward`, `backward`, `deterministic` (a backward), or `rows`.
+
+    With `features` it has all of them; `aligned` rows begin at multiples of 16 bytes.
+    """
+
+    kind: str
+    dim: int
+    dtype: str = "bfloat16"
+    features: bool = False
+    aligned: bool = True
+
+    def __str__(self) -> str:
+        more = ("features",) * self.features + ("unaligned",) * (not self.aligned)
+        return " ".join((self.kind, str(self.dim), self.dtype, *more))
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a kernel takes: bytes of shared memory, columns of tensor memory, registers, bytes spilled of a thread.
+
+    `serialized` is whether ptxas gave up overlapping products of warp groups; `local` how many instructions of the
+    loop that copies by descriptors and multiplies go to local memory, None where there is no such loop or GPU.
+    """
+
+    kernel: str
+    config: dict[str, int]
+    shared: int
+    tensor_memory: int
+    registers: int
+    spilled: int
+    serialized: bool
+    local: int | None
+
+
+def missing(target: str) -> str | None:
+    """What this machine lacks for compiling for a target, or None."""
+    try:
+        from triton import knobs
+        from triton.backends import backends
+    except ImportError:
+        return "triton"
+    backend = {"cuda": "nvidia", "hip": "amd"}[TARGETS[target].backend]
+    if backend not in backends:
+        return f"triton's backend {backend}"
+    if backend == "nvidia":
+        for tool in ("ptxas_blackwell" if target == "sm_100" else "ptxas", "cuobjdump"):
+            try:
+                getattr(knobs.nvidia, tool).path  # noqa: B018 - what it looks up may not be there
+            except RuntimeError:
+                return tool
+    return None
+
+
+def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str]:
+    """The kernels of each call, or what went wrong, from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:  # a kernel from Triton's cache has no log of ptxas
+        environment = {**os.environ, "TRITON_CACHE_DIR": folder, "MESHFLASH_RATES": folder}
+        environment.pop("TRITON_INTERPRET", None)
+        work = json.dumps([asdict(call) for call in calls])
+        command = [sys.executable, "-P", __file__, target, work, str(Path(folder, "built.json"))]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"compiling for {target}: {run.stderr or run.stdout}")
+        answers = json.loads(Path(folder, "built.json").read_text())
+    return {
+        call: answer if isinstance(answer, str) else [Built(**built) for built in answer]
+        for call, answer in zip(calls, answers, strict=True)
+    }
+
+
+class _Driver:
+    """Triton's driver of a GPU that is not here."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.target.backend, self.target.arch, self.target.warp)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _pretend(name: str, built: list[Built]) -> None:
+    """From here on this process believes in the target; launches compile, and add to `built`."""
+    import torch
+    from triton import knobs
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from meshflash.kernels import rates, triton_configs, triton_kernel, triton_rows
+
+    target = TARGETS[name]
+    driver.set_active(_Driver(target))
+    knobs.nvidia.dump_ptxas_log = True
+    torch.version.hip = "6" if target.backend == "hip" else None
+    for module in (triton_configs, triton_kernel):
+        vars(module)["has_descriptors"] = lambda device: target.descriptors
+    rates.known = lambda device: rates._known(name, name)
+    triton_rows.INTERPRETED_ROWS = triton_rows.ROWS
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            kernel = launch(self, *arguments, grid=grid, warmup=True, **constants)
+        config = {key: constants[key] for key in CONFIG if key in constants}
+        built.append(_built(self.__name__.strip("_"), config, kernel, log.getvalue()))
+
+    JITFunction.run = compile_only
+
+
+def _built(name: str, config: dict[str, int], kernel: Any, log: str) -> Built:
+    shared, tensor_memory = kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", None) or 0
+    if "amdgcn" in kernel.asm:
+        facts = dict(re.findall(r"^\s*\.(\w+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
+        registers, spilled = int(facts["vgpr_count"]), int(facts["private_segment_fixed_size"])
+        return Built(name, config, shared, tensor_memory, registers, spilled, False, None)
+    used, spills = re.search(r"Used (\d+) registers", log), re.findall(r"(\d+) bytes spill", log)
+    assert used, log
+    local = _local(kernel.asm["cubin"]) if kernel.metadata.target.arch == 90 else None
+    serialized = re.search(r"\bC75\d\d\b", log) is not None
+    return Built(name, config, shared, tensor_memory, int(used[1]), max(map(int, spills)), serialized, local)
+
+
+def _local(cubin: bytes) -> int | None:
+    """How many instructions of the hot loop go to local memory."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    hot = [body for body in _loops(sass) if "UTMALDG" in body and "HGMMA" in body]
+    return len(re.findall(r"\b(?:LDL|STL)\b", min(hot, key=len))) if hot else None
+
+
+def _loops(sass: str) -> list[str]:
+    """The instructions between a branch back and where it goes, for each."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)]
+    back = [(int(to[1], 16), at) for at, text in code if (to := re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text))]
+    return ["\n".join(text for at, text in code if begin <= at <= end) for begin, end in back if begin < end]
+
+
+def _make(call: Call) -> None:
+    import torch
+
+    from meshflash import Mask
+    from meshflash.core.tiles import worklist
+    from meshflash.kernels import triton_rows
+    from meshflash.kernels.contract import Features, Inputs, Rows
+    from meshflash.kernels.triton_kernel import Triton
+
+    def rows(heads: int, width: int = call.dim) -> torch.Tensor:
+        stride = call.dim if call.aligned else call.dim + 1
+        whole = torch.empty(2, TOKENS, heads, stride, dtype=getattr(torch, call.dtype), device="meta")
+        return whole[..., :width]
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device="meta")
+
+    out, lse = rows(HEADS), numbers(2, HEADS, TOKENS)
+    if call.kind == "rows":
+        triton_rows.merge(out, lse, out, lse, out, lse)
+        triton_rows.merge_gradient(out, lse, out, lse, out, lse, out, lse)
+        triton_rows.delta(out, out, lse, lse, lse)
+        return
+    mask, features = Mask.causal(), Features(scale=call.dim**-0.5)
+    if call.features:
+        mask &= Mask.window(1024, 0)
+        slopes, sinks = numbers(2, HEADS), numbers(HEADS)
+        features = Features(call.dim**-0.5, 30.0, 0.1, seed=7, alibi_slopes_BH=slopes, sink_logits_H=sinks)
+    work = worklist(mask, (range(TOKENS),), (range(TOKENS),))
+    x = Inputs(out, rows(KEY_HEADS), rows(KEY_HEADS), work, features)
+    if call.kind == "forward":
+        partial = numbers(2, TOKENS, HEADS, call.dim), lse
+        Triton().forward(x, *((partial, partial) if call.features else ()))
+    else:
+        Triton(deterministic=call.kind == "deterministic").backward(x, Rows(out, out, lse, lse))
+
+
+def main(target: str, work: str, into: str) -> None:
+    """Write the kernels of each call, or what went wrong, as JSON."""
+    built: list[Built] = []
+    answers: list[Any] = []
+    _pretend(target, built)
+    for call in (Call(**fields) for fields in json.loads(work)):
+        built.clear()
+        try:
+            _make(call)
+            answers.append([asdict(kernel) for kernel in built])
+        except Exception as error:  # a compiler's own, of any kind, and the other calls are still to come
+            answers.append(f"{type(error).__name__}: {error}")
+    Path(into).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,161 @@
+"""Measured rates: what they predict, which table a device gets, and what "auto" makes of them."""
+
+import json
+
+import pytest
+import torch
+
+from meshflash import Mask, attention
+from meshflash.bench import calibrate
+from meshflash.core.tiles import worklist
+from meshflash.kernels import rates, registry, triton_configs
+from meshflash.kernels.contract import Ask, Features, Launch
+from meshflash.kernels.rates import Known, Rate, Rates
+from oracle import replace
+
+CAUSAL = Mask.causal()
+
+
+def table(**tflops):
+    found = [
+        Rate(kernel, direction, causal, dim, tokens, rate * (1 if tokens == 1024 else 2))
+        for kernel, rate in tflops.items()
+        for direction in ("forward", "backward")
+        for causal in (True, False)
+        for dim in (64, 128)
+        for tokens in (1024, 4096)
+    ]
+    host = {kernel: {"forward": 10.0, "backward": 20.0} for kernel in tflops}
+    return Rates("Made-up 1", "sm_99", tuple(found), host)
+
+
+def ask(mask=CAUSAL, tokens=1024, **more):
+    work = worklist(mask, (range(tokens),), (range(tokens),))
+    made = Ask("forward", torch.device("cpu"), torch.bfloat16, 64, 64, work, Features(0.125), batch=2, heads=8)
+    return replace(made, **more)
+
+
+def test_a_prediction_is_work_over_rate():
+    made = table(tiled=100.0)
+    launch = Launch(1024, 1024, causal=False)
+    flops = 4 * 1024 * 1024 * 64 * 2 * 8
+    assert made.seconds("tiled", ask(), [launch]) == pytest.approx(flops / 100e12)
+    backward = made.seconds("tiled", ask(direction="backward"), [launch])
+    assert backward == pytest.approx(2.5 * flops / 100e12)
+    half = made.seconds("tiled", ask(), [Launch(1024, 1024, causal=True)])
+    assert half == pytest.approx(flops / 100e12 / 2, rel=1e-2)
+    assert made.seconds("other", ask(), [launch]) is None
+
+
+def test_rates_between_lengths_and_beyond():
+    made = table(tiled=100.0)
+    assert made._rate("tiled", "forward", True, 64, 2048) == pytest.approx(150.0)
+    assert made._rate("tiled", "forward", True, 64, 10**6) == 200.0
+    assert made._rate("tiled", "forward", True, 64, 512) == 50.0
+    assert made._rate("tiled", "forward", True, 80, 1024) == 100.0
+    assert made._rate("tiled", "forward", True, 256, 1024) == 100.0
+
+
+def test_many_small_launches_cost_the_host():
+    made = table(tiled=100.0)
+    assert made.seconds("tiled", ask(), [Launch(4, 4, causal=True)] * 100) == pytest.approx(100 * 10e-6)
+
+
+def test_launches_of_a_worklist():
+    tiled = registry.choose("tiled", ask()).kernel
+    (full,) = tiled.launches(ask(Mask.full()))
+    assert full == Launch(1024, 1024, causal=False)
+    (causal,) = tiled.launches(ask())
+    assert causal.causal
+    assert causal.keys == pytest.approx(1024, abs=2)
+    vendor = registry.choose("vendor", ask()).kernel
+    documents = CAUSAL & Mask.documents([256, 768])
+    assert vendor.launches(ask(documents)) == (Launch(256, 256, True), Launch(768, 768, True))
+
+
+@pytest.mark.parametrize(("fast", "slow"), [("vendor", "tiled"), ("tiled", "vendor")])
+def test_auto_takes_the_fastest(fast, slow, monkeypatch):
+    registry.forget()
+    made = replace(table(**{fast: 300.0, slow: 200.0}), host_us={})
+    monkeypatch.setattr(rates, "known", lambda device: Known(made, "a made-up table"))
+    chosen = registry.choose("auto", ask())
+    assert chosen.kernel.name == fast
+    assert chosen.reason.startswith(f"predicted: {fast} ")
+    assert chosen.reason.endswith("by a made-up table")
+    x = torch.randn(2, 64, 8, 64, dtype=torch.bfloat16)
+    _, plan = attention(x, x, x, mask=CAUSAL, return_plan=True)
+    assert plan.kernels == (fast,)
+    assert "by a made-up table" in str(plan)
+    registry.forget()
+
+
+def test_without_rates_the_order_is_fixed():
+    registry.forget()
+    assert registry.choose("auto", ask()).reason == "before tiled, by a fixed order"
+    alone = registry.choose("auto", ask(features=Features(0.1, softcap=2.0)))
+    assert alone.reason == "the only one able"
+
+
+def test_which_table_a_device_gets(tmp_path, monkeypatch):
+    shipped, own = tmp_path / "shipped", tmp_path / "own"
+    shipped.mkdir()
+    monkeypatch.setattr(rates, "SHIPPED", shipped)
+    monkeypatch.setenv("MESHFLASH_RATES", str(own))
+    (shipped / "a.json").write_text(json.dumps(table(tiled=1.0).to_json()))
+    rates.forget()
+
+    def found(name, architecture="sm_99"):
+        known = rates._known(name, architecture)
+        assert known is not None
+        return known
+
+    assert rates._known("Another", "sm_10") is None
+    assert "of the same architecture" in found("Another").source
+    assert found("Made-up 1").source == "the table of Made-up 1"
+    rates.write(replace(table(tiled=7.0), device="Another"), rates.own_file("Another"))
+    assert "measured here" in found("Another").source
+    assert found("Another").rates.rates[0].tflops == 7.0
+    rates.own_file("Another").write_text("{}")
+    rates.forget()
+    with pytest.raises(ValueError, match=r"another.json: not a table of rates .* run meshflash calibrate"):
+        found("Another")
+    rates.forget()
+
+
+def test_every_shipped_table_can_be_read():
+    for path in rates.SHIPPED.glob("*.json"):
+        made = rates._read(path)
+        assert made.rates, path
+        assert {rate.kernel for rate in made.rates} <= set(registry.names())
+        for name, values in made.configs.items():
+            direction, _, most = name.partition("/")
+            assert direction in triton_configs.PASSES
+            assert triton_configs.widest(int(most)) == int(most)
+            triton_configs.Config(*values)
+
+
+def test_calibrating_measures_every_able_kernel(monkeypatch):
+    monkeypatch.setattr(rates, "identity", lambda device: ("A CPU", "none"))
+    monkeypatch.setattr(calibrate, "ALL_TOKENS", 32)
+    monkeypatch.setattr(calibrate, "WIDTH", 32)
+    monkeypatch.setattr(calibrate, "HOST_TOKENS", 8)
+    found = calibrate.run("cpu", (16,), (16, 32), rounds=1, say=lambda text: None)
+    assert {rate.kernel for rate in found.rates} == {"vendor", "tiled"}
+    assert {(rate.direction, rate.causal, rate.tokens) for rate in found.rates} == {
+        (direction, causal, tokens)
+        for direction in ("forward", "backward")
+        for causal in (True, False)
+        for tokens in (16, 32)
+    }
+    assert set(found.host_us) == {"vendor", "tiled"}
+    again = Rates.from_json(found.to_json())
+    assert again.to_json() == found.to_json()
+
+
+def test_configurations_are_forced_and_let_go():
+    device = torch.device("cuda")
+    name = triton_configs.name("forward", 64)
+    with triton_configs.forced(name, triton_configs.Config(16, 16, 1, 1)):
+        assert triton_configs.config("forward", 48, torch.bfloat16, device).block_m == 16
+    assert name not in triton_configs._forced
+    assert all(list(triton_configs.candidates(direction, 128)) for direction in triton_configs.PASSES)
