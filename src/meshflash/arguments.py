@@ -36,31 +36,23 @@ def op_arguments(
     deterministic: bool,
 ) -> tuple[Arguments, bool]:
     """The op's arguments, and whether the inputs were packed; ValueError if any is wrong."""
-    packed = _check_shapes(q, k, v)
+    _check_tensors(q, k, v)
+    q, k, v = _autocast(q, k, v)
+    _check_once(q, k, v, scale, softcap, dropout, q_offset, batch_offset, head_offset, kernel)
+    packed = q.ndim == 3
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    q, k, v = _autocast(q, k, v)
-    _check_dtypes(q, k, v)
     heads, dim = q.shape[2:]
     _check_mask(mask)
-    scale = dim**-0.5 if scale is None else _finite("scale", scale)
-    if softcap is not None and _finite("softcap", softcap) <= 0:
-        raise ValueError(f"softcap={softcap}: expected a number > 0, or None")
     if sink_logits is not None:
         _check_per_head("sink_logits", sink_logits, q, [(heads,)])
     if alibi_slopes is not None:
         alibi_slopes = _slopes(alibi_slopes, q)
-    if not 0.0 <= _finite("dropout", dropout) < 1.0:
-        raise ValueError(f"dropout={dropout}: expected a probability, 0 <= dropout < 1")
     seed = None if seed is None else _seed(seed, q)
     if dropout and seed is None:
         seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
-    for name, value in (("q_offset", q_offset), ("batch_offset", batch_offset), ("head_offset", head_offset)):
-        _check_offset(name, value)
     if not isinstance(deterministic, bool):
         raise ValueError(f"deterministic={deterministic!r}: expected True or False")
-    if kernel not in registry.names():
-        raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(registry.names())}")
 
     text, lengths = (Mask.full() if mask is None else mask).pack()
     documents = [x if isinstance(x, Tensor) else torch.from_numpy(x) for x in lengths]
@@ -78,7 +70,7 @@ def op_arguments(
         seed if dropout else None,
         documents,
         text,
-        scale,
+        dim**-0.5 if scale is None else float(scale),
         0.0 if softcap is None else float(softcap),
         float(dropout),
         q_offset,
@@ -97,13 +89,70 @@ def check_reduce_dtype(reduce_dtype: Any) -> None:
         raise ValueError(f"reduce_dtype={reduce_dtype!r}: expected one of the torch dtypes {names}, or None")
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the inputs are packed; ValueError where their shapes do not fit together."""
+_checked: set[Any] = set()
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _check_once(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> None:
+    """All that shapes, dtypes, devices and plain values decide; what has passed is not looked at again."""
+    if torch.compiler.is_compiling():
+        _check_values(q, k, v, *values)
+        return
+    known: Any = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, values)
+    try:
+        if known in _checked:
+            return
+    except TypeError:  # not hashable, and so not a number
+        known = None
+    _check_values(q, k, v, *values)
+    if len(_checked) >= _MOST_CHECKED:
+        _checked.clear()
+    _checked.add(known)
+
+
+#: How many kinds of calls are remembered.
+_MOST_CHECKED = 4096
+
+
+def _check_values(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Any,
+    softcap: Any,
+    dropout: Any,
+    q_offset: Any,
+    batch_offset: Any,
+    head_offset: Any,
+    kernel: Any,
+) -> None:
+    _check_shapes(q, k, v)
+    _check_dtypes(q, k, v)
+    if scale is not None:
+        _finite("scale", scale)
+    if softcap is not None and _finite("softcap", softcap) <= 0:
+        raise ValueError(f"softcap={softcap}: expected a number > 0, or None")
+    if not 0.0 <= _finite("dropout", dropout) < 1.0:
+        raise ValueError(f"dropout={dropout}: expected a probability, 0 <= dropout < 1")
+    for name, value in (("q_offset", q_offset), ("batch_offset", batch_offset), ("head_offset", head_offset)):
+        _check_offset(name, value)
+    if kernel not in registry.names():
+        raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(registry.names())}")
+
+
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x) in _PLAIN:
+            continue
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
         if hasattr(x, "to_local"):
             raise ValueError(f"{name}: it is a DTensor; pass this rank's own tokens, {name}.to_local()")
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError where shapes do not fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != q.ndim or x.ndim not in (3, 4):
             raise ValueError(
                 f"{name}: expected [batch, tokens, heads, dim], or packed [tokens, heads, dim], "
@@ -120,7 +169,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> bool:
             f"{k.shape[-2]} heads in k do not divide {q.shape[-2]} heads in q; "
             "each key head serves the same number of query heads"
         )
-    return q.ndim == 3
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,6 @@
-"""Every configuration that comes with meshflash, compiled for GPUs that are not here: it fits them, and stays as
-good as it is. What a bound was when it was set is the compiler's of the pinned Triton; another may shift it.
+"""Every configuration that comes with meshflash, compiled for GPUs that are not here: it fits, and spills no more.
+
+Bounds on spills hold for the pinned Triton; another one, or a change of the kernels for the better, moves them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,61 @@ ALL: Mapping[str, Sequence[Call]] = dict.fromkeys(("sm_100", "sm_90", "gfx942", 
 
 #: Bytes that a thread may spill where no more is said: some numbers of a span, outside of the loops.
 SPILLED = 64
-#: (target, call, kernel) -> bytes that it may spill; a tenth above what it does.
-SPILLS: dict[tuple[str, str, str], int] = {}
-#: (target, call) that does not fit, and why.
-UNFIT: dict[tuple[str, str], str] = {}
+#: Target, call and kernel -> bytes that it may spill, at least a tenth above what it does.
+SPILLS = {
+    "sm_80 backward 64 float32 by_keys": 1250,
+    "sm_80 deterministic 64 float32 by_keys": 800,
+    "sm_80 forward 64 bfloat16 features forward": 5250,
+    "sm_80 backward 64 bfloat16 features by_keys": 450,
+    "sm_80 forward 128 bfloat16 unaligned forward": 2200,
+    "sm_80 deterministic 128 bfloat16 unaligned by_queries": 800,
+    "sm_90 forward 96 bfloat16 forward": 300,
+    "sm_90 deterministic 96 bfloat16 by_keys": 250,
+    "sm_90 backward 128 bfloat16 by_keys": 850,
+    "sm_90 deterministic 128 bfloat16 by_keys": 450,
+    "sm_90 backward 256 bfloat16 by_keys": 600,
+    "sm_90 deterministic 256 bfloat16 by_keys": 350,
+    "sm_90 deterministic 256 bfloat16 by_queries": 200,
+    "sm_90 backward 128 float16 by_keys": 850,
+    "sm_90 backward 64 float32 by_keys": 1050,
+    "sm_90 deterministic 64 float32 by_keys": 900,
+    "sm_90 forward 64 bfloat16 features forward": 10150,
+    "sm_90 backward 64 bfloat16 features by_keys": 300,
+    "sm_90 deterministic 64 bfloat16 features by_keys": 100,
+    "sm_90 forward 128 bfloat16 unaligned forward": 3700,
+    "sm_90 backward 128 bfloat16 unaligned by_keys": 1700,
+    "sm_90 deterministic 128 bfloat16 unaligned by_keys": 1550,
+    "sm_90 deterministic 128 bfloat16 unaligned by_queries": 650,
+    "sm_100 backward 64 bfloat16 by_keys": 600,
+    "sm_100 deterministic 64 bfloat16 by_keys": 600,
+    "sm_100 forward 96 bfloat16 forward": 3100,
+    "sm_100 deterministic 96 bfloat16 by_keys": 1100,
+    "sm_100 deterministic 96 bfloat16 by_queries": 150,
+    "sm_100 deterministic 128 bfloat16 by_keys": 1150,
+    "sm_100 deterministic 128 bfloat16 by_queries": 100,
+    "sm_100 forward 256 bfloat16 forward": 600,
+    "sm_100 backward 256 bfloat16 by_keys": 550,
+    "sm_100 deterministic 256 bfloat16 by_keys": 350,
+    "sm_100 backward 64 float32 by_keys": 1300,
+    "sm_100 deterministic 64 float32 by_keys": 1150,
+    "sm_100 forward 64 bfloat16 features forward": 15200,
+    "sm_100 backward 64 bfloat16 features by_keys": 1250,
+    "sm_100 deterministic 64 bfloat16 features by_keys": 800,
+    "sm_100 deterministic 64 bfloat16 features by_queries": 850,
+    "sm_100 forward 128 bfloat16 unaligned forward": 6700,
+    "sm_100 deterministic 128 bfloat16 unaligned by_keys": 2650,
+    "sm_100 deterministic 128 bfloat16 unaligned by_queries": 1350,
+}
+_TOO_MUCH = "what is best on sm_90 takes too much {} on sm_100, which has no table of its own"
+#: Target and call -> why it does not fit.
+UNFIT = {
+    "sm_100 backward 96 bfloat16": _TOO_MUCH.format("tensor memory"),
+    "sm_100 forward 128 bfloat16": _TOO_MUCH.format("shared memory"),
+    "sm_100 backward 128 bfloat16": _TOO_MUCH.format("shared and tensor memory"),
+    "sm_100 forward 128 float16": _TOO_MUCH.format("shared memory"),
+    "sm_100 backward 128 float16": _TOO_MUCH.format("shared and tensor memory"),
+    "sm_100 backward 128 bfloat16 unaligned": _TOO_MUCH.format("tensor memory"),
+}
 
 
 def started(work: Mapping[str, Sequence[Call]]) -> Iterator[Started]:
@@ -70,7 +122,7 @@ def check(built: list[Built], target: str, call: Call) -> None:
         assert kernel.shared <= limits.shared, kernel
         assert kernel.tensor_memory <= TENSOR_MEMORY, kernel
         assert kernel.registers <= limits.registers, kernel
-        assert kernel.spilled <= SPILLS.get((target, str(call), kernel.kernel), SPILLED), kernel
+        assert kernel.spilled <= SPILLS.get(f"{target} {call} {kernel.kernel}", SPILLED), kernel
         assert not kernel.serialized, kernel
 
 
@@ -79,7 +131,7 @@ def cases(work: Mapping[str, Sequence[Call]]) -> list[object]:
 
 
 def case(target: str, call: Call) -> object:
-    reason = UNFIT.get((target, str(call)))
+    reason = UNFIT.get(f"{target} {call}")
     marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
     return pytest.param(target, call, id=f"{target} {call}", marks=marks)
 
