@@ -153,6 +153,7 @@ def _pretend(name: str, built: list[Built]) -> None:
     driver.set_active(_Driver(target))
     knobs.nvidia.dump_ptxas_log = True
     torch.version.hip = "6" if target.backend == "hip" else None
+    vars(torch.cuda)["get_device_capability"] = lambda device: divmod(int(target.arch), 10)
     for module in (triton_configs, triton_kernel):
         vars(module)["has_descriptors"] = lambda device: target.descriptors
     rates.known = lambda device: rates._known(name, name)

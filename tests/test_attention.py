@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from meshflash.integrations.compat import cs336
 from meshflash.integrations.compat.cs336 import (
     FlashAttentionFunction,
     FlashAttentionTorch,
@@ -58,6 +59,16 @@ def test_flash_forward_and_backward_triton(is_causal):
     assert torch.allclose(out, want, atol=1e-5)
     got, wanted = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, want))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, wanted, strict=True))
+
+
+def test_determinism_is_asked_of_the_kernel():
+    q, k, v, _ = _inputs(2, 9, 8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert FlashAttentionTriton.apply(q, k, v).grad_fn is not None
+        assert cs336._op_arguments(q, k, v, True, "triton").deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

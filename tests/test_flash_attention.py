@@ -375,3 +375,26 @@ def test_errors_name_the_argument_and_what_is_expected(name):
     arguments, message = ERRORS[name]
     with pytest.raises(ValueError, match=message):
         flash_attention(**({"q": X, "k": X, "v": X} | arguments))
+
+
+def test_on_the_meta_device_nothing_is_computed():
+    q, k, v = (torch.empty(1, 2**20, 2, 8, device="meta", requires_grad=True) for _ in range(3))
+    with spy() as ran:
+        out = flash_attention(q, k, v, mask=CAUSAL, dropout=0.1, seed=3)
+        out.sum().backward()
+    assert out.shape == q.shape
+    assert q.grad is not None
+    assert not ran
+
+
+def test_batched_gradients_are_refused_as_other_transforms_are():
+    q, k, v = qkv(1, 7, 2, 8)
+    out = flash_attention(q, k, v, mask=CAUSAL & Mask.documents([3, 4]))
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
+
+
+def test_positions_beyond_what_tables_hold_are_refused():
+    x = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(ValueError, match="positions up to"):
+        flash_attention(x, x, x, mask=CAUSAL, q_offset=2**30 - 5)

@@ -37,13 +37,13 @@ def ask(mask=CAUSAL, tokens=1024, **more):
 
 def test_a_prediction_is_work_over_rate():
     made = table(tiled=100.0)
-    launch = Launch(1024, 1024, causal=False)
+    launch = Launch(1024.0 * 1024, 1024, causal=False)
     flops = 4 * 1024 * 1024 * 64 * 2 * 8
     assert made.seconds("tiled", ask(), [launch]) == pytest.approx(flops / 100e12)
     backward = made.seconds("tiled", ask(direction="backward"), [launch])
     assert backward == pytest.approx(2.5 * flops / 100e12)
-    half = made.seconds("tiled", ask(), [Launch(1024, 1024, causal=True)])
-    assert half == pytest.approx(flops / 100e12 / 2, rel=1e-2)
+    half = made.seconds("tiled", ask(), [Launch(512.0 * 1024, 1024, causal=True)])
+    assert half == pytest.approx(flops / 100e12 / 2)
     assert made.seconds("other", ask(), [launch]) is None
 
 
@@ -58,19 +58,23 @@ def test_rates_between_lengths_and_beyond():
 
 def test_many_small_launches_cost_the_host():
     made = table(tiled=100.0)
-    assert made.seconds("tiled", ask(), [Launch(4, 4, causal=True)] * 100) == pytest.approx(100 * 10e-6)
+    assert made.seconds("tiled", ask(), [Launch(10.0, 4, causal=True)] * 100) == pytest.approx(100 * 10e-6)
 
 
 def test_launches_of_a_worklist():
     tiled = registry.choose("tiled", ask()).kernel
     (full,) = tiled.launches(ask(Mask.full()))
-    assert full == Launch(1024, 1024, causal=False)
+    assert full == Launch(1024.0 * 1024, 1024, causal=False)
     (causal,) = tiled.launches(ask())
-    assert causal.causal
+    assert (causal.pairs, causal.causal) == (1024 * 1025 / 2, True)
     assert causal.keys == pytest.approx(1024, abs=2)
+    late = worklist(CAUSAL, (range(8000, 8008),), (range(8008),))
+    assert tiled.launches(ask(work=late))[0].pairs == late.pairs
     vendor = registry.choose("vendor", ask()).kernel
     documents = CAUSAL & Mask.documents([256, 768])
-    assert vendor.launches(ask(documents)) == (Launch(256, 256, True), Launch(768, 768, True))
+    assert vendor.launches(ask(documents)) == (Launch(256 * 257 / 2, 256, True), Launch(768 * 769 / 2, 768, True))
+    wide = worklist(CAUSAL, (range(20),), (range(5),))
+    assert vendor.launches(ask(work=wide)) == (Launch(wide.pairs, 5, True),)
 
 
 @pytest.mark.parametrize(("fast", "slow"), [("vendor", "tiled"), ("tiled", "vendor")])
@@ -120,6 +124,39 @@ def test_which_table_a_device_gets(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"another.json: not a table of rates .* run meshflash calibrate"):
         found("Another")
     rates.forget()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(host_us=None),
+        dict(rates=[dict(kernel="tiled", mask="full", head_dim=8, tokens=8, tflops=0.0) | {"pass": "forward"}]),
+        dict(configs={"forward/64": [1, 2]}),
+        dict(device=None, rates=3),
+    ],
+    ids=str,
+)
+def test_a_table_with_wrong_numbers_is_refused_by_its_name(wrong, tmp_path):
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps(table(tiled=1.0).to_json() | wrong))
+    with pytest.raises(ValueError, match=r"some.json: not a table of rates"):
+        rates._read(path)
+
+
+def test_slow_kernels_keep_their_digits():
+    assert Rates.from_json(table(tiled=0.00123456).to_json()).rates[0].tflops == 0.001235
+
+
+def test_without_a_home_there_is_no_own_table(monkeypatch):
+    def nowhere():
+        raise RuntimeError("no home")
+
+    for name in ("MESHFLASH_RATES", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(rates.Path, "home", nowhere)
+    assert rates._found("A GPU") is None
+    monkeypatch.setenv("MESHFLASH_RATES", "tables")
+    assert rates.own_file("A GPU").as_posix() == "tables/a-gpu.json"
 
 
 def test_every_shipped_table_can_be_read():

@@ -76,6 +76,21 @@ def test_tensors_that_no_descriptor_describes_are_loaded_without(monkeypatch):
     assert torch.allclose(flash_attention(x, x, x, mask=Mask.causal(), kernel="triton"), want, atol=2e-2)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(40, 0), (0, 40)])
+def test_descriptors_of_nothing(queries, keys, monkeypatch):
+    monkeypatch.setattr(triton_kernel, "has_descriptors", lambda device: True)
+    run(Case(tokens=queries, k_tokens=keys), torch.bfloat16, deterministic=True)
+
+
+@pytest.mark.parametrize("scale", [1e-46, 1e-30])
+def test_scales_that_are_almost_nothing(scale):
+    run(Case(Mask.causal(), tokens=9, scale=scale), torch.float32, deterministic=True)
+
+
+def test_a_softcap_that_is_far_away():
+    run(Case(Mask.causal(), tokens=9, softcap=1e6), torch.float32, deterministic=True)
+
+
 @pytest.mark.parametrize("dim", [40, 80, 96])
 def test_dims_in_two_parts(dim):
     run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=dim), torch.float32, deterministic=True)

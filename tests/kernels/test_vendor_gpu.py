@@ -160,8 +160,7 @@ def test_packages_get_the_arguments_that_their_version_has(kernel, functions, mo
     module = ModuleType(kernel.module)
     for name, function in zip(kernel.functions, functions, strict=True):
         setattr(module, name, function)
-    monkeypatch.setitem(sys.modules, kernel.module, module)
-    vendor_gpu._found.cache_clear()
+    monkeypatch.setattr(vendor_gpu, "_found", lambda name: module)
     vendor_gpu._function.cache_clear()
     q, k, v, dout = (torch.randn(1, 9, 2, 16) for _ in range(4))
     x = reference(q, k, v, True, 0.25)
@@ -173,9 +172,22 @@ def test_packages_get_the_arguments_that_their_version_has(kernel, functions, mo
     grads = Reference().backward(x, rows)
     got = kernel.gradients(q, k, v, rows, True, 0.25)
     assert all(torch.equal(a, b) for a, b in zip(got, (grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE), strict=True))
-    vendor_gpu._found.cache_clear()
     vendor_gpu._function.cache_clear()
 
 
+@pytest.mark.usefixtures("hopper")
 def test_what_cannot_be_imported_is_missing():
     assert "cannot be imported" in (registry.refusal(Flash3(), ask()) or "")
+
+
+def test_packages_are_not_imported_for_calls_that_they_cannot_serve(monkeypatch):
+    monkeypatch.setattr(vendor_gpu, "_found", lambda module: pytest.fail(f"{module} was looked for"))
+    assert "device cpu" in (registry.refusal(Flash4(), ask(device=torch.device("cpu"))) or "")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_stub_of_a_package_is_not_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    vendor_gpu._found.cache_clear()
+    assert "cannot be imported" in (registry.refusal(Flash4(), ask()) or "")
+    vendor_gpu._found.cache_clear()

@@ -71,20 +71,20 @@ def run(
 
 def _rates(device: str, dims: tuple[int, ...], tokens: tuple[int, ...], rounds: int, say: Say) -> tuple[Rate, ...]:
     found: list[Rate] = []
-    hopeless: set[str] = set()
+    hopeless: set[tuple[str, int, str]] = set()
     for dim, mask, length in product(dims, ("causal", "full"), sorted(tokens)):
         case = case_of(length, dim, mask, device)
-        names = tuple(name for name in able(case) if name not in hopeless)
+        names = tuple(name for name in able(case) if (name, dim, mask) not in hopeless)
         say(f"{mask}, dim {dim}, {length:,} tokens")
         measured = measure(case, names, rounds)
-        best = min(result.ms["forward"] for result in measured.values() if "forward" in result.ms)
+        best = min((result.ms["forward"] for result in measured.values() if "forward" in result.ms), default=0.0)
         for name, result in measured.items():
             for direction in PASSES:
                 if direction in result.ms:
                     tflops = case.flops(direction) / result.ms[direction] / 1e9
                     found.append(Rate(name, _pass(direction), mask == "causal", dim, length, tflops))
             if result.ms.get("forward", 0.0) > HOPELESS * best:
-                hopeless.add(name)
+                hopeless.add((name, dim, mask))
     return tuple(found)
 
 
@@ -98,31 +98,27 @@ def tune(device: str, dims: tuple[int, ...] = DIMS, rounds: int = 3, say: Say = 
         for config in triton_configs.candidates(direction, triton_configs.widest(dim)):
             say(f"{name}: {config}")
             with triton_configs.forced(name, config):
-                ms = _milliseconds(case, direction, rounds)
-            if ms is not None:
-                times[config] = ms
+                try:
+                    times[config] = _milliseconds(case, direction, rounds)
+                except Exception as error:  # too much memory, or the compiler fails: it is no candidate here
+                    say(f"{name}: {config} does not run: {error}")
         if times:
             chosen = min(times, key=lambda config: times[config])
             best[name] = triton_configs.written(chosen)
     return best
 
 
-def _milliseconds(case: Case, direction: str, rounds: int) -> float | None:
-    """Of the Triton kernel's pass; None where the configuration does not fit the device."""
-    from triton.runtime.errors import OutOfResources
-
+def _milliseconds(case: Case, direction: str, rounds: int) -> float:
+    """Of the Triton kernel's pass."""
     tensors = case.tensors()
     function = candidate(case, "triton")
     device = torch.device(case.device)
-    try:
-        out = function(*tensors[:3])
-        if direction == "forward":
-            return interleaved({"": partial(function, *tensors[:3])}, device, rounds).get("")
-        backward = partial(torch.autograd.grad, out, tensors[:3], tensors[3], retain_graph=True)
-        backward()
-        return interleaved({"": backward}, device, rounds).get("")
-    except OutOfResources:
-        return None
+    out = function(*tensors[:3])
+    if direction == "forward":
+        return interleaved({"": partial(function, *tensors[:3])}, device, rounds)[""]
+    backward = partial(torch.autograd.grad, out, tensors[:3], tensors[3], retain_graph=True)
+    backward()
+    return interleaved({"": backward}, device, rounds)[""]
 
 
 def able(case: Case) -> tuple[str, ...]:

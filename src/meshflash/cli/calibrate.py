@@ -12,7 +12,7 @@ def command(
     tune: Annotated[
         bool, typer.Option(help="First try configurations of the Triton kernel; takes minutes of compiling.")
     ] = False,
-    dim: Annotated[list[int] | None, typer.Option(min=8, help="Head dim; repeat for several. 64 and 128.")] = None,
+    dim: Annotated[list[int] | None, typer.Option(min=8, max=256, help="Head dim; repeat. 64 and 128.")] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(min=16, help="Length; repeat for several. 512, 2,048, 8,192 and 32,768.")
     ] = None,
@@ -44,7 +44,12 @@ def command(
             f"device {device!r}: on CPUs the order of kernels is fixed; there is nothing to measure"
         )
     dims, lengths = tuple(dim or calibrate.DIMS), tuple(tokens or calibrate.TOKENS)
-    known = rates.known(torch.device(device))
+    try:
+        known = rates.known(torch.device(device))
+    except ValueError as error:
+        console.print(f"{error}; it is replaced", markup=False)
+        rates.own_file(rates.identity(torch.device(device))[0]).unlink()
+        known = rates.known(torch.device(device))
     with console.status("starting") as status:
         configs = calibrate.tune(device, dims, say=status.update) if tune else known.rates.configs if known else {}
         found = calibrate.run(device, dims, lengths, rounds, configs, say=status.update)

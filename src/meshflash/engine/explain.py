@@ -30,7 +30,8 @@ class Explanation:
     program: Program | None = None
 
     def __str__(self) -> str:
-        kernels = ", ".join(f"{name} ({why})" for name, why in zip(self.kernels, self.kernel_reasons, strict=True))
+        reasons = [f" ({why})" for why in self.kernel_reasons] or [""] * len(self.kernels)
+        kernels = ", ".join(name + why for name, why in zip(self.kernels, reasons, strict=True))
         if self.program is None:
             return f"one rank; kernels: {kernels}"
         return (

@@ -7,11 +7,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import Worklist, worklist
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, Rows, new_outputs
 from meshflash.kernels.merge import delta
 from meshflash.kernels.registry import choose, tell_spies
+
+#: Positions stay below this, so that no sum of one with the limit of a band passes 31 bits.
+LAST = UNBOUNDED - 2**16
 
 
 def inputs(
@@ -31,6 +35,8 @@ def inputs(
 @lru_cache(maxsize=256)
 def _work(mask: Mask, q_tokens: int, k_tokens: int, batch: int, q_offset: int, reads_positions: bool) -> Worklist:
     mask.check(q_tokens, k_tokens, batch, q_offset)
+    if q_offset + q_tokens > LAST or k_tokens > LAST:
+        raise ValueError(f"q_offset={q_offset}: positions up to {LAST:,} are served; got {q_offset + q_tokens:,}")
     q_ranges, k_ranges = (range(q_offset, q_offset + q_tokens),), (range(k_tokens),)
     return worklist(mask, q_ranges, k_ranges, reads_positions)
 

@@ -145,19 +145,27 @@ def attend_backward(
     out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink_logits) of a call, the last one empty where there are no sink logits."""
-    watched = torch.is_grad_enabled() or _watched((out, lse, dout, dlse, *call[:6]))
+    watched = torch.is_grad_enabled() or _watched((out, lse, dout, dlse, *call[:6])) or _batched(dout) or _batched(dlse)
     return (attention_backward_op if watched else _backward)(out, lse, dout, dlse, *call)
 
 
 def _watched(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a compiler, a tracer, a mode, a transform or a subclass of Tensor wants to see operations."""
+    """Whether a compiler, a tracer, a mode, a transform or a subclass of Tensor wants to see operations.
+
+    Tensors on the meta device have nothing to compute, and the op knows the shapes of its results.
+    """
     return (
         torch.compiler.is_compiling()
+        or any(x is not None and (type(x) not in _PLAIN or x.is_meta) for x in tensors)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or any(x is not None and type(x) not in _PLAIN for x in tensors)
     )
+
+
+def _batched(grad: Tensor | None) -> bool:
+    """Whether it stands for many, as `is_grads_batched` makes it."""
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -131,23 +131,15 @@ class Ask:
 
 @dataclass(frozen=True)
 class Launch:
-    """Queries that see keys in one launch of a kernel, in the words of a table of rates.
+    """One launch of a kernel in the words of a table of rates: so many visible pairs for a head and batch row.
 
-    A causal one shows half of the pairs, whatever else bounds them. What is not for every batch row is for one.
+    `keys` are those that the last query sees, or all; what is not for every batch row is for one.
     """
 
-    queries: int
+    pairs: float
     keys: int
     causal: bool
     every_batch_row: bool = True
-
-    @property
-    def pairs(self) -> float:
-        """How many pairs of a query and a key are visible, for one head and batch row."""
-        if not self.causal:
-            return float(self.queries) * self.keys
-        short = min(self.queries, self.keys)
-        return short * (short + 1) / 2 + float(self.queries - short) * self.keys
 
 
 class Kernel(ABC):
@@ -177,8 +169,8 @@ class Kernel(ABC):
         if not queries or not len(spans):
             return ()
         bound = bool((spans[:, 4] > -UNBOUNDED).any() or (spans[:, 5] < UNBOUNDED).any())
-        mean = ask.work.pairs / queries
-        return (Launch(queries // (ask.work.mask.batch_rows or 1), max(1, round(mean * (2 if bound else 1))), bound),)
+        keys = max(1, round(ask.work.pairs / queries * (2 if bound else 1)))
+        return (Launch(ask.work.pairs / (ask.work.mask.batch_rows or 1), keys, bound),)
 
     @abstractmethod
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

@@ -105,7 +105,7 @@ class Rates:
                     "mask": "causal" if rate.causal else "full",
                     "head_dim": rate.head_dim,
                     "tokens": rate.tokens,
-                    "tflops": round(rate.tflops, 1),
+                    "tflops": float(f"{rate.tflops:.4g}"),
                 }
                 for rate in self.rates
             ],
@@ -118,7 +118,13 @@ class Rates:
             Rate(row["kernel"], row["pass"], row["mask"] == "causal", row["head_dim"], row["tokens"], row["tflops"])
             for row in data["rates"]
         )
-        about, host = (data["device"], data["architecture"]), data["host_us"]
+        about, host = (str(data["device"]), str(data["architecture"])), dict(data["host_us"])
+        if not all(0 < rate.tflops < math.inf and rate.tokens > 0 for rate in rates):
+            raise ValueError("rates must be numbers > 0")
+        if not all(us >= 0 for by_pass in host.values() for us in by_pass.values()):
+            raise ValueError("host times must be numbers >= 0")
+        if not all(len(numbers) == 4 and min(numbers) > 0 for numbers in data.get("configs", {}).values()):
+            raise ValueError("configurations must be four numbers > 0")
         return Rates(*about, rates, host, data.get("measured_with", {}), data.get("configs", {}))
 
 
@@ -147,8 +153,8 @@ def identity(device: torch.device) -> tuple[str, str]:
 
 @cache
 def _known(name: str, architecture: str) -> Known | None:
-    own = own_file(name)
-    if own.exists():
+    own = _found(name)
+    if own:
         return Known(_read(own), f"measured here, in {own}")
     tables = [_read(path) for path in sorted(SHIPPED.glob("*.json"))]
     for table in tables:
@@ -163,15 +169,27 @@ def _known(name: str, architecture: str) -> Known | None:
 def own_file(name: str) -> Path:
     """Where the user's own table of a device is: under MESHFLASH_RATES, or the user's cache."""
     folder = os.environ.get("MESHFLASH_RATES")
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    if not folder:
+        folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshflash")
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return (Path(folder) if folder else Path(cache_home) / "meshflash") / f"{slug}.json"
+    return Path(folder) / f"{slug}.json"
+
+
+def _found(name: str) -> Path | None:
+    """The user's own table, if there is one; a home that is not there or not ours has none."""
+    try:
+        path = own_file(name)
+        return path if path.exists() else None
+    except (OSError, RuntimeError):
+        return None
 
 
 def write(rates: Rates, path: Path) -> None:
-    """Write a table; calls from now on go by it."""
+    """Write a table at once or not at all: other processes may be reading it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rates.to_json(), indent=1) + "\n")
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(rates.to_json(), indent=1) + "\n")
+    os.replace(new, path)
     forget()
 
 
@@ -183,5 +201,5 @@ def forget() -> None:
 def _read(path: Path) -> Rates:
     try:
         return Rates.from_json(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a table of rates ({error!r}); remove it, or run meshflash calibrate") from error

@@ -180,4 +180,6 @@ def _squared(r: Rectangle) -> Iterable[Rectangle]:
 
 def _launch(r: Rectangle) -> Launch:
     q, k = _sizes(r)
-    return Launch(q, k, r.causal, every_batch_row=r.batch < 0)
+    short = min(q, k)
+    pairs = short * (short + 1) / 2 + float(q - short) * k if r.causal else float(q) * k
+    return Launch(pairs, k, r.causal, every_batch_row=r.batch < 0)

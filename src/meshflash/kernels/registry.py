@@ -112,8 +112,8 @@ def may_be_chosen(kernel: Kernel, ask: Ask) -> bool:
 
 
 def refusal(kernel: Kernel, ask: Ask) -> str | None:
-    """Why this kernel cannot serve this call, or None."""
-    return kernel.missing() or kernel.lacks(ask)
+    """Why this kernel cannot serve this call, or None; what it needs is only looked for if it could."""
+    return kernel.lacks(ask) or kernel.missing()
 
 
 @contextmanager

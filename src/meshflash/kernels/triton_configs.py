@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -46,6 +46,18 @@ _HOPPER = {
     ("by_queries", 128): Config(128, 64, 8, 2),
     ("by_queries", 256): Config(64, 32, 8, 1),
 }
+#: The same for sm_100, where accumulators take the tensor memory: compiled, but never measured.
+_BLACKWELL = {
+    ("forward", 64): Config(128, 64, 4, 4),
+    ("forward", 128): Config(128, 64, 8, 3),
+    ("forward", 256): Config(64, 64, 8, 1),
+    ("by_keys", 64): Config(64, 64, 8, 2),
+    ("by_keys", 128): Config(32, 64, 8, 2),
+    ("by_keys", 256): Config(32, 32, 8, 1),
+    ("by_queries", 64): Config(128, 64, 8, 3),
+    ("by_queries", 128): Config(128, 32, 8, 2),
+    ("by_queries", 256): Config(64, 32, 8, 1),
+}
 #: The same where a block has 99 KiB of shared memory or less, and products are those of one warp: compiled for sm_80,
 #: where they spill little, but never measured.
 _ELSEWHERE = {
@@ -72,8 +84,18 @@ _AMD = {
     ("by_queries", 128): Config(64, 32, 4, 2),
     ("by_queries", 256): Config(32, 32, 4, 1),
 }
-#: float32 takes twice the shared memory and has no tensor cores in full precision.
-_FULL_PRECISION = Config(32, 32, 4, 1)
+#: float32 takes twice the shared memory and has no tensor cores in full precision: compiled, but never measured.
+_FULL_PRECISION = {
+    ("forward", 64): Config(32, 32, 4, 1),
+    ("forward", 128): Config(32, 32, 8, 1),
+    ("forward", 256): Config(16, 32, 8, 1),
+    ("by_keys", 64): Config(32, 32, 4, 1),
+    ("by_keys", 128): Config(16, 32, 8, 1),
+    ("by_keys", 256): Config(16, 16, 8, 1),
+    ("by_queries", 64): Config(32, 32, 4, 1),
+    ("by_queries", 128): Config(32, 32, 8, 1),
+    ("by_queries", 256): Config(16, 16, 8, 1),
+}
 #: Interpreted, small blocks show every edge at small shapes.
 _INTERPRETED = Config(32, 32, 1, 1)
 
@@ -81,23 +103,32 @@ _INTERPRETED = Config(32, 32, 1, 1)
 _forced: dict[str, Config] = {}
 
 
-def config(direction: str, dim: int, dtype: torch.dtype, device: torch.device) -> Config:
-    """The configuration of a pass for heads up to this wide."""
+def config(direction: str, dim: int, dtype: torch.dtype, device: torch.device, plain: bool = True) -> Config:
+    """The configuration of a pass for heads up to this wide; for more than plain scores, with more registers."""
     if device.type == "cpu":
         return _INTERPRETED
     if dtype not in HALF:
-        return _FULL_PRECISION
-    return _forced.get(name(direction, widest(dim))) or _settled(direction, widest(dim), device)
+        chosen = _FULL_PRECISION[direction, widest(dim)]
+        return replace(chosen, warps=4) if torch.version.hip else chosen  # warps are twice as wide there
+    chosen = _forced.get(name(direction, widest(dim))) or _settled(direction, widest(dim), device)
+    if plain or direction != "forward" or torch.version.hip:
+        return chosen
+    return replace(chosen, warps=8, stages=min(chosen.stages, 3))
 
 
-@cache
 def _settled(direction: str, most: int, device: torch.device) -> Config:
     known = rates.known(device)
     tuned = known.rates.configs.get(name(direction, most)) if known else None
     if tuned:
         return Config(*tuned)
-    table = _HOPPER if has_descriptors(device) else _AMD if torch.version.hip else _ELSEWHERE
-    return table[direction, most]
+    return _table(device)[direction, most]
+
+
+@cache
+def _table(device: torch.device) -> dict[tuple[str, int], Config]:
+    if torch.version.hip:
+        return _AMD
+    return {9: _HOPPER, 10: _BLACKWELL}.get(torch.cuda.get_device_capability(device)[0], _ELSEWHERE)
 
 
 @contextmanager
@@ -117,7 +148,9 @@ def name(direction: str, most: int) -> str:
 
 def widest(dim: int) -> int:
     """The head dim under which a configuration is listed."""
-    return next(most for most in (64, 128, MAX_DIM) if dim <= most)
+    if dim > MAX_DIM:
+        raise ValueError(f"head dim {dim}: the Triton kernel serves up to {MAX_DIM}")
+    return 64 if dim <= 64 else 128 if dim <= 128 else MAX_DIM
 
 
 @cache

@@ -80,7 +80,7 @@ class Triton(Kernel):
             HAS_CARRY=carry is not None,
             HAS_SINKS=sinks is not None,
             DESCRIPTORS=in_blocks is not None,
-            PLAIN=features.scale > 0 and not features.softcap and slopes is None,
+            PLAIN=features.scale >= _LEAST and not features.softcap and slopes is None,
         )
         return out, lse
 
@@ -145,6 +145,9 @@ def _launch(kernel: Any, tables: Blocks, heads: int, *arguments: Any, **constant
         kernel[(len(tables), heads)](*arguments, **constants)
 
 
+#: Below this a scale is 0, or nearly, in float32.
+_LEAST = torch.finfo(torch.float32).tiny
+
 #: A width in parts, each a power of two of at least 16 or 0, as products want.
 Parts = tuple[int, int]
 
@@ -183,13 +186,15 @@ def _descriptors_serve(x: Tensor) -> bool:
 
 
 def _fits(x: Tensor) -> bool:
-    """Whether a descriptor can describe it: rows that begin at multiples of 16 bytes."""
+    """Whether a descriptor can describe it: rows, and that they begin at multiples of 16 bytes."""
     unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in x.stride()[:3])
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in x.stride()[:3])
 
 
 def _config(direction: str, x: Inputs) -> Config:
-    return config(direction, max(x.q_BTHD.shape[-1], x.v_BSKE.shape[-1]), x.q_BTHD.dtype, x.q_BTHD.device)
+    features = x.features
+    plain = not features.softcap and not features.dropout and features.alibi_slopes_BH is None
+    return config(direction, max(x.q_BTHD.shape[-1], x.v_BSKE.shape[-1]), x.q_BTHD.dtype, x.q_BTHD.device, plain)
 
 
 def _constants(x: Inputs, parts: tuple[Parts, Parts], config: Config) -> dict[str, Any]:

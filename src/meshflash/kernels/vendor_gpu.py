@@ -141,8 +141,7 @@ class _Package(_OnGpu):
     fixed_order = True
 
     def missing(self) -> str | None:
-        top = self.module.partition(".")[0]
-        if find_spec(top) is None or _found(self.module) is None:
+        if _found(self.module) is None:
             return f"the package {self.module}, which cannot be imported"
         return None if torch.cuda.is_available() else "a GPU"
 
@@ -230,14 +229,14 @@ def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, boo
 def _found(module: str) -> Any:
     """A module, or None where it cannot be imported, for whatever reason."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(module) if find_spec(module.partition(".")[0]) else None
     except Exception:
         return None
 
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 @cache

@@ -219,7 +219,11 @@ def _rates() -> Iterator[Finding]:
         return
     devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
     for (name, _), device in {rates.identity(device): device for device in devices}.items():
-        known = rates.known(device)
+        try:
+            known = rates.known(device)
+        except ValueError as error:
+            yield Finding("kernels", "rates", "problem", _words(error), "meshflash calibrate")
+            continue
         if known is None:
             detail = f"none for {name}: kernels are taken in a fixed order"
             yield Finding("kernels", "rates", "note", detail, "meshflash calibrate")

@@ -94,7 +94,8 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False)
 
 def _op_arguments(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str) -> op.Arguments:
     inputs, mask, scale = _one_head(q, k, v, is_causal)
-    return op.Arguments(*inputs, None, None, None, [], mask.pack()[0], scale, 0.0, 0.0, 0, 0, 0, kernel, False)
+    fixed = torch.are_deterministic_algorithms_enabled()
+    return op.Arguments(*inputs, None, None, None, [], mask.pack()[0], scale, 0.0, 0.0, 0, 0, 0, kernel, fixed)
 
 
 def _one_head(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Mask, float]:
