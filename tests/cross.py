@@ -179,7 +179,7 @@ def _built(name: str, config: dict[str, int], kernel: Any, log: str) -> Built:
     used, spills = re.search(r"Used (\d+) registers", log), re.findall(r"(\d+) bytes spill", log)
     assert used, log
     local = _local(kernel.asm["cubin"]) if kernel.metadata.target.arch == 90 else None
-    serialized = re.search(r"\bC75\d\d\b", log) is not None
+    serialized = "are serialized" in log
     return Built(name, config, shared, tensor_memory, int(used[1]), max(map(int, spills)), serialized, local)
 
 
