@@ -16,7 +16,8 @@ def invoke(words, *more):
     return CliRunner().invoke(app, [*words.split(), *map(str, more)], env={"COLUMNS": "80"})
 
 
-def test_bench_lengths_writes_a_record_and_shows_it_again(tmp_path):
+def test_bench_lengths_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "lengths"])
     output, plot = tmp_path / "lengths.json", tmp_path / "lengths.png"
     words = f"bench lengths {SMALL} --tokens 16 --tokens 32 --rounds 1"
     result = invoke(words, "--output", output, "--plot", plot)
@@ -37,7 +38,7 @@ def test_bench_lengths_writes_a_record_and_shows_it_again(tmp_path):
     assert again.output.splitlines()[1:-1] == result.output.splitlines()[1:-2]
     assert plot.stat().st_size > 1000
     written = invoke("bench lengths --markdown", "--from", output)
-    assert written.output.startswith("`meshflash ")
+    assert written.output.startswith("`meshflash bench lengths` on ")
     assert "| 32 | auto (vendor) | " in written.output
     assert len(written.output.splitlines()) == 2 + 2 + len(rows)
 
