@@ -91,6 +91,18 @@ def test_a_softcap_that_is_far_away():
     run(Case(Mask.causal(), tokens=9, softcap=1e6), torch.float32, deterministic=True)
 
 
+def test_rows_that_are_not_there_weigh_nothing_beside_scores_far_below_zero():
+    q = torch.full((1, 37, 1, 16), 5.0).requires_grad_()
+    k = (torch.full((1, 37, 1, 16), -2.5) + 0.01 * torch.randn(1, 37, 1, 16)).requires_grad_()
+    v, dout = torch.randn(1, 37, 1, 16).requires_grad_(), torch.randn(1, 37, 1, 16)
+    got, want = (
+        torch.autograd.grad(flash_attention(q, k, v, scale=1.0, kernel=name), (q, k, v), dout)
+        for name in ("triton", "tiled")
+    )
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, atol=1e-3)
+
+
 @pytest.mark.parametrize("dim", [40, 80, 96])
 def test_dims_in_two_parts(dim):
     run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=dim), torch.float32, deterministic=True)
