@@ -398,3 +398,10 @@ def test_positions_beyond_what_tables_hold_are_refused():
     x = torch.zeros(1, 4, 1, 8)
     with pytest.raises(ValueError, match="positions up to"):
         flash_attention(x, x, x, mask=CAUSAL, q_offset=2**30 - 5)
+
+
+def test_what_passed_once_does_not_let_its_equal_pass():
+    x = torch.zeros(1, 4, 1, 8)
+    flash_attention(x, x, x, mask=CAUSAL, q_offset=1)
+    with pytest.raises(ValueError, match="q_offset=True: expected an integer"):
+        flash_attention(x, x, x, mask=CAUSAL, q_offset=True)

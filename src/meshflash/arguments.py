@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
-from meshflash.engine.op import Arguments
+from meshflash.engine.op import PLAIN, Arguments
 from meshflash.kernels import registry
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -60,7 +60,7 @@ def op_arguments(
         _check_readable("mask", x, q)
         if x.is_floating_point():
             raise ValueError(f"mask: document lengths must be integers; got {x.dtype}")
-    _refuse_forward_mode(q, k, v, sink_logits)
+    refuse_forward_mode("attention", q, k, v, sink_logits)
     arguments = Arguments(
         q,
         k,
@@ -90,7 +90,6 @@ def check_reduce_dtype(reduce_dtype: Any) -> None:
 
 
 _checked: set[Any] = set()
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _check_once(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> None:
@@ -98,7 +97,8 @@ def _check_once(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> None:
     if torch.compiler.is_compiling():
         _check_values(q, k, v, *values)
         return
-    known: Any = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, values)
+    kinds = tuple(map(type, values))  # True equals 1, and is no number of tokens
+    known: Any = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, values, kinds)
     try:
         if known in _checked:
             return
@@ -142,7 +142,7 @@ def _check_values(
 
 def _check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if type(x) in _PLAIN:
+        if type(x) in PLAIN:
             continue
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -241,12 +241,12 @@ def _check_readable(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}: its tensor is on the meta device and has no values; q is on {q.device}")
 
 
-def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+def refuse_forward_mode(name: str, *tensors: Tensor | None) -> None:
     """A custom op passes over forward-mode tangents in silence."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise ValueError("attention has no forward-mode derivative; use reverse mode")
+        raise ValueError(f"{name} has no forward-mode derivative; use reverse mode")
 
 
 def _finite(name: str, value: Any) -> float:

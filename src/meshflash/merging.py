@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from meshflash.arguments import refuse_forward_mode
 from meshflash.kernels.contract import HALF, Outputs, accumulator_dtype
 from meshflash.kernels.merge import merge, merge_gradient
 
@@ -131,8 +131,7 @@ def _check(parts: Any) -> bool:
             )
         out, lse = part
         _check_part(f"parts[{n}]", out, lse, parts[0][0])
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        _refuse_tangents([x for part in parts for x in part])
+    refuse_forward_mode("merge_partials", *(x for part in parts for x in part))
     return bool(parts[0][0].ndim == 3)
 
 
@@ -159,9 +158,3 @@ def _check_part(name: str, out: Tensor, lse: Tensor, first: Tensor) -> None:
             f"{name}: parts must be on one device; got out {out.device}, lse {lse.device}, "
             f"and out {first.device} in parts[0]"
         )
-
-
-def _refuse_tangents(tensors: list[Tensor]) -> None:
-    """A custom op passes over forward-mode tangents in silence."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise ValueError("merge_partials has no forward-mode derivative; use reverse mode")

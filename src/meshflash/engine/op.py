@@ -156,7 +156,7 @@ def _watched(tensors: Sequence[Tensor | None]) -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or any(x is not None and (type(x) not in _PLAIN or x.is_meta) for x in tensors)
+        or any(x is not None and (type(x) not in PLAIN or x.is_meta) for x in tensors)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
@@ -168,7 +168,8 @@ def _batched(grad: Tensor | None) -> bool:
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+#: What a plain call consists of; other kinds of tensors may watch.
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _forward(*call: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The oracle: dense attention, plainly written. The only dense code in the project.
+"""The oracle: dense attention, plainly written. The only dense code that calls can reach.
 
 It reads the mask by `Mask.visible` and never the tiles, so that it can judge them. As a kernel it
 computes in float64 whatever it is given.
