@@ -6,6 +6,7 @@ rates, which goes before the one here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -25,18 +26,24 @@ PASSES = ("forward", "by_keys", "by_queries")
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is launched: query and key rows of a block, warps, stages of the pipeline."""
+    """How a kernel is launched: query and key rows of a block, warps, stages of the pipeline.
+
+    `registers` is what a thread may have at most, so that more blocks run beside each other; 0 leaves it open.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    registers: int = 0
 
 
-#: (pass, widest head) -> configuration for half precision, on GPUs with tensor descriptors and wgmma. Those up to
-#: 128 were the best of four to nine tried on an H200 at 4,096 and 16,384 tokens; the rest are guesses.
+#: (pass, widest head) -> configuration for half precision, on GPUs with tensor descriptors and wgmma; "features" is
+#: forward with more than plain scores. Those up to 128 were the best of four to twelve tried on an H200 at 4,096 and
+#: 16,384 tokens; the rest are guesses.
 _HOPPER = {
-    ("forward", 64): Config(128, 64, 4, 4),
+    ("forward", 64): Config(64, 128, 4, 2, 168),
+    ("features", 64): Config(128, 64, 8, 3),
     ("forward", 128): Config(128, 128, 8, 3),
     ("forward", 256): Config(64, 64, 8, 2),
     ("by_keys", 64): Config(64, 64, 4, 3),
@@ -46,6 +53,18 @@ _HOPPER = {
     ("by_queries", 128): Config(128, 64, 8, 2),
     ("by_queries", 256): Config(64, 32, 8, 1),
 }
+#: (pass, head) -> configuration of the kernels by specialized warps, for that very head; four of the nine others that
+#: were tried give wrong numbers there, by three stages, one, or 32 rows.
+_SPECIALIZED = {
+    ("forward", 128): Config(128, 128, 4, 2),
+    ("by_keys", 64): Config(64, 128, 4, 2),
+    ("by_keys", 128): Config(64, 128, 4, 2),
+    ("by_queries", 64): Config(128, 128, 4, 2),
+    ("by_queries", 128): Config(128, 64, 4, 2),
+}
+#: Versions of Triton whose specialized warps were run and compared: they are young, and a fault of theirs hangs the
+#: GPU. MESHFLASH_SPECIALIZED=0 goes without them.
+_SPECIALIZES = ("3.6", "3.7")
 #: The same for sm_100, where accumulators take the tensor memory: compiled, but never measured.
 _BLACKWELL = {
     ("forward", 64): Config(128, 64, 4, 4),
@@ -113,7 +132,29 @@ def config(direction: str, dim: int, dtype: torch.dtype, device: torch.device, p
     chosen = _forced.get(name(direction, widest(dim))) or _settled(direction, widest(dim), device)
     if plain or direction != "forward" or torch.version.hip:
         return chosen
-    return replace(chosen, warps=8, stages=min(chosen.stages, 3))
+    own = _table(device).get(("features", widest(dim)))
+    return own or replace(chosen, warps=8, stages=min(chosen.stages, 3))
+
+
+def specialized(direction: str, dim: int, dtype: torch.dtype, device: torch.device) -> Config | None:
+    """The configuration of a pass by specialized warps, or None where they do not serve.
+
+    A pass whose ordinary configuration is forced has none.
+    """
+    forced = _forced.get(name(f"specialized-{direction}", dim))
+    if forced or dtype not in HALF or not _specializes(device) or name(direction, widest(dim)) in _forced:
+        return forced
+    return _SPECIALIZED.get((direction, dim))
+
+
+@cache
+def _specializes(device: torch.device) -> bool:
+    hopper = has_descriptors(device) and torch.cuda.get_device_capability(device)[0] == 9
+    if not hopper or os.environ.get("MESHFLASH_SPECIALIZED") == "0":
+        return False
+    import triton
+
+    return triton.__version__.startswith(tuple(f"{version}." for version in _SPECIALIZES))
 
 
 def _settled(direction: str, most: int, device: torch.device) -> Config:
@@ -166,6 +207,8 @@ def candidates(direction: str, most: int) -> Iterator[Config]:
     for block_m, block_n, warps, stages in product(rows, columns, (4, 8), (2, 3)):
         if most <= 128 or block_m * block_n <= 64 * 64:
             yield Config(block_m, block_n, warps, stages)
+    if direction == "forward" and most <= 64 and not torch.version.hip:
+        yield from (Config(64, 128, 4, 2, 168), Config(64, 64, 4, 2, 128))
 
 
 def written(chosen: Config) -> list[int]:

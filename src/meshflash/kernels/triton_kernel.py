@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshflash.kernels import triton_hopper
 from meshflash.kernels.contract import (
     HALF,
     Ask,
@@ -24,7 +25,8 @@ from meshflash.kernels.contract import (
 )
 from meshflash.kernels.dropout import threshold
 from meshflash.kernels.triton_configs import MAX_DIM, Config, config, has_descriptors
-from meshflash.kernels.triton_tables import Blocks, blocks
+from meshflash.kernels.triton_launch import described, fits, launch
+from meshflash.kernels.triton_tables import Blocks, blocks, runs
 
 
 class Triton(Kernel):
@@ -59,7 +61,10 @@ class Triton(Kernel):
         out, lse = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
         q, k, v = (_rows_in_line(y) for y in (x.q_BTHD, x.k_BSKD, x.v_BSKE))
         config = _config("forward", x)
-        tables = blocks(x.work, False, config.block_m, q.shape[0], q.device)
+        (special,) = triton_hopper.configs(("forward",), x, q, k, v)
+        served, tables = _tables(x, False, config, special)
+        if special and served:
+            triton_hopper.forward(x, q, k, v, (out, lse), carry, special, served)
         if not len(tables):
             return out, lse
         carried, carried_lse = (out, lse) if carry is None else carry
@@ -67,7 +72,7 @@ class Triton(Kernel):
         sinks, slopes = features.sink_logits_H, features.alibi_slopes_BH
         parts = _parts(x)
         in_blocks = _in_blocks(parts, (k, v), config.block_n)
-        _launch(
+        launch(
             *(forward, tables, q.shape[2]),
             *(q, k, v, *(in_blocks or (k, v)), out, lse, carried, carried_lse),
             q if sinks is None else sinks.contiguous(),
@@ -80,7 +85,7 @@ class Triton(Kernel):
             HAS_CARRY=carry is not None,
             HAS_SINKS=sinks is not None,
             DESCRIPTORS=in_blocks is not None,
-            PLAIN=features.scale >= _LEAST and not features.softcap and slopes is None,
+            PLAIN=triton_hopper.plain(x),
         )
         return out, lse
 
@@ -90,19 +95,24 @@ class Triton(Kernel):
         grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
         q, k, v, dout = (_rows_in_line(y) for y in (x.q_BTHD, x.k_BSKD, x.v_BSKE, rows.dout_BTHE))
         slopes = x.features.alibi_slopes_BH
-        batch, device = q.shape[0], q.device
         given = (q, k, v, dout, rows.lse_BHT, rows.delta_BHT)
         strides = [n for y in given[:4] for n in y.stride()[:3]] + [*rows.lse_BHT.stride(), *rows.delta_BHT.stride()]
         parts = _parts(x)
-        atomic = not self.deterministic
+        special_keys, special_queries = triton_hopper.configs(("by_keys", "by_queries"), x, q, k, v, dout)
+        special = None
+        if special_keys and special_queries:  # two passes, faster there than one with atomic sums
+            special = triton_hopper.Backward(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT)
+        atomic = not self.deterministic and special is None
         dq = grads.dq_BTHD
         if atomic and not grads.add_dq:
             dq = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype), memory_format=torch.contiguous_format)
         config = _config("by_keys", x)
-        tables = blocks(x.work, True, config.block_n, batch, device)
+        served, tables = _tables(x, True, config, special_keys if special else None)
+        if special and special_keys and served:
+            special.by_keys(special_keys, served, grads)
         if len(tables):
             in_blocks = _in_blocks(parts, (q, dout, dq) if atomic else (q, dout, q), config.block_m)
-            _launch(
+            launch(
                 *(by_keys, tables, k.shape[2]),
                 *(*given, *(in_blocks or (q, dout, dq)), dq, grads.dk_BSKD, grads.dv_BSKE),
                 *(q if slopes is None else slopes, tables.tiles, tables.spans),
@@ -121,10 +131,12 @@ class Triton(Kernel):
                 grads.dq_BTHD.copy_(dq)
             return grads
         config = _config("by_queries", x)
-        tables = blocks(x.work, False, config.block_m, batch, device)
+        served, tables = _tables(x, False, config, special_queries if special else None)
+        if special and special_queries and served:
+            special.by_queries(special_queries, served, grads)
         if len(tables):
             in_blocks = _in_blocks(parts, (k, v), config.block_n)
-            _launch(
+            launch(
                 *(by_queries, tables, q.shape[2]),
                 *(*given, *(in_blocks or (k, v)), dq),
                 *(q if slopes is None else slopes, tables.tiles, tables.spans),
@@ -139,14 +151,16 @@ class Triton(Kernel):
         return grads
 
 
-def _launch(kernel: Any, tables: Blocks, heads: int, *arguments: Any, **constants: Any) -> None:
-    """One instance for each block and head, on the device of the tables, whichever is current."""
-    with torch.cuda.device_of(tables.tiles):
-        kernel[(len(tables), heads)](*arguments, **constants)
+def _tables(x: Inputs, by_key: bool, config: Config, special: Config | None) -> tuple[Blocks | None, Blocks]:
+    """The blocks that specialized warps serve, where there are any, and those that are left."""
+    batch, device = x.q_BTHD.shape[0], x.q_BTHD.device
+    size = config.block_n if by_key else config.block_m
+    if special is None:
+        return None, blocks(x.work, by_key, size, batch, device)
+    sizes = (special.block_n, special.block_m) if by_key else (special.block_m, special.block_n)
+    served, rest = runs(x.work, by_key, *sizes, size, batch, device)
+    return served if len(served) else None, rest
 
-
-#: Below this a scale is 0, or nearly, in float32.
-_LEAST = torch.finfo(torch.float32).tiny
 
 #: A width in parts, each a power of two of at least 16 or 0, as products want.
 Parts = tuple[int, int]
@@ -171,24 +185,14 @@ def _parts(x: Inputs) -> tuple[Parts, Parts]:
 
 def _in_blocks(parts: tuple[Parts, Parts], tensors: tuple[Tensor, ...], rows: int) -> tuple[Any, ...] | None:
     """Tensors as descriptors of blocks of so many rows; None where the GPU has none, or one of them does not fit."""
-    if not _descriptors_serve(tensors[0]) or parts[0][1] or parts[1][1] or not all(_fits(x) for x in tensors):
+    if not _descriptors_serve(tensors[0]) or parts[0][1] or parts[1][1] or not all(fits(x) for x in tensors):
         return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     widths = {tensors[0].shape[-1]: parts[0][0], tensors[1].shape[-1]: parts[1][0]}
-    return tuple(
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, widths[x.shape[-1]]]) for x in tensors
-    )
+    return tuple(described(x, [1, rows, 1, widths[x.shape[-1]]]) for x in tensors)
 
 
 def _descriptors_serve(x: Tensor) -> bool:
     return x.dtype in HALF and has_descriptors(x.device)
-
-
-def _fits(x: Tensor) -> bool:
-    """Whether a descriptor can describe it: rows, and that they begin at multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in x.stride()[:3])
 
 
 def _config(direction: str, x: Inputs) -> Config:
@@ -217,6 +221,7 @@ def _constants(x: Inputs, parts: tuple[Parts, Parts], config: Config) -> dict[st
         INTERPRETED=x.q_BTHD.device.type == "cpu",
         num_warps=config.warps,
         num_stages=config.stages,
+        **({"maxnreg": config.registers} if config.registers else {}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Worklists as the tables that Triton kernels walk: blocks of rows, heaviest first, and their spans.
+"""Worklists as the tables that Triton kernels walk: blocks of rows, heaviest first, and their spans or runs.
 
 Kept with the worklist, by device and block size: the layers of a model share one, and a repeated call
 copies nothing to the device.
@@ -21,6 +21,10 @@ from meshflash.core.tiles import Table, Worklist, expand
 #: Columns of `Blocks.tiles`.
 TILE = ("batch", "row", "rows", "position", "step", "first_span", "last_span")
 
+#: Columns of `Blocks.spans` where they are runs: rows of the other side, the first of them, how many blocks, the row
+#: past the last one that may be read, and how far a visible row may lie from the position of the block's own row.
+RUN = ("begin", "blocks", "limit", "least", "most")
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -28,7 +32,10 @@ Ints = npt.NDArray[np.int64]
 class Blocks:
     """Blocks of rows, each with the spans `[first_span, last_span)` of the other side.
 
-    `lower` and `upper` say whether that side of a band binds anywhere, `edge` whether a block has missing rows.
+    Where they are runs (`RUN`), a block has its first run, and instead of the last how many blocks of the other
+    side it meets. `lower` and `upper` say whether that side of a band binds anywhere, `edge` whether a block has
+    missing rows, `single` whether each has one run, `aligned` whether all begin at
+    multiples of 4 rows.
     """
 
     tiles: Tensor
@@ -36,12 +43,14 @@ class Blocks:
     lower: bool
     upper: bool
     edge: bool
+    single: bool = False
+    aligned: bool = False
 
     def __len__(self) -> int:
         return len(self.tiles)
 
 
-_kept: WeakKeyDictionary[Worklist, dict[Any, Blocks]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Worklist, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def blocks(work: Worklist, by_key: bool, size: int, batch: int, device: torch.device) -> Blocks:
@@ -50,42 +59,125 @@ def blocks(work: Worklist, by_key: bool, size: int, batch: int, device: torch.de
     key = (by_key, size, batch, device)
     if key not in kept:
         table = work.by_key if by_key else work.by_query
-        tiles = _every_batch_row(_heaviest_first(_cut(table, size), table, by_key), batch)
-        lower, upper = bool((table.spans[:, 4] > -UNBOUNDED).any()), bool((table.spans[:, 5] < UNBOUNDED).any())
-        edge = bool((tiles[:, 2] < size).any())
-        kept[key] = Blocks(_on(tiles, device), _on(table.spans, device), lower, upper, edge)
+        kept[key] = _blocks(_cut(_whole(table), size), table, by_key, size, batch, device)
     return kept[key]
 
 
-def _cut(table: Table, size: int) -> Ints:
-    """The segments of a table in blocks."""
-    segments = table.segments.astype(np.int64)
-    owner, nth = expand(-(-segments[:, 2] // size))
-    begin, mine = nth * size, segments[owner]
-    columns = (
-        mine[:, 0],
-        mine[:, 1] + begin,
-        np.minimum(size, mine[:, 2] - begin),
-        mine[:, 3] + mine[:, 4] * begin,
-        mine[:, 4],
-        table.indptr[owner],
-        table.indptr[owner + 1],
-    )
+def runs(
+    work: Worklist, by_key: bool, size: int, other: int, rest: int, batch: int, device: torch.device
+) -> tuple[Blocks, Blocks]:
+    """The blocks that meet the other side in whole blocks of `other` rows, with their runs, and the rest of them.
+
+    The rest is in blocks of at most `rest` rows, as `blocks` has them.
+
+    A run's last block begins earlier where the rows of its span end, so nothing outside of the span is read; a span
+    that is shorter than a block, or whose positions are not neighbours, leaves its blocks to the rest.
+    """
+    kept = _kept.setdefault(work, {})
+    key = (by_key, size, other, rest, batch, device)
+    if key not in kept:
+        table = work.by_key if by_key else work.by_query
+        tiles = _cut(_whole(table), size)
+        pairs = _pairs(tiles, table, by_key)
+        served = np.bincount(pairs.tile, minlength=len(tiles)) > 0
+        served[pairs.tile[(pairs.step != 1) & pairs.bound | (pairs.rows < other)]] = False
+        left = _blocks(_cut(tiles[~served], rest), table, by_key, rest, batch, device)
+        kept[key] = _runs(tiles, served, pairs, size, other, batch, device), left
+    return kept[key]
+
+
+def _blocks(tiles: Ints, table: Table, by_key: bool, size: int, batch: int, device: torch.device) -> Blocks:
+    pairs = _pairs(tiles, table, by_key)
+    tiles = _every_batch_row(tiles[_heaviest_first(pairs, len(tiles))], batch)
+    lower, upper = bool((table.spans[:, 4] > -UNBOUNDED).any()), bool((table.spans[:, 5] < UNBOUNDED).any())
+    edge = bool((tiles[:, 2] < size).any())
+    return Blocks(_on(tiles, device), _on(table.spans, device), lower, upper, edge)
+
+
+def _runs(
+    tiles: Ints, served: npt.NDArray[np.bool_], pairs: _Pairs, size: int, other: int, batch: int, device: torch.device
+) -> Blocks:
+    pairs = pairs.of(served[pairs.tile])
+    count = -(-(pairs.end - pairs.begin) // other)
+    begin, limit = pairs.row + pairs.begin, pairs.row + pairs.rows
+    shift = np.where(pairs.bound, pairs.row - pairs.position, 0)
+    least, most = np.maximum(pairs.lo + shift, -UNBOUNDED), np.minimum(pairs.hi + shift, UNBOUNDED)
+    last = np.minimum(begin + count * other, limit) - 1
+    lower = (begin + count * other > limit) | (pairs.last + least > begin)
+    upper = pairs.first + most < last
+    turns = np.bincount(pairs.tile, count, minlength=len(tiles)).astype(np.int64)
+    first = np.searchsorted(pairs.tile, np.arange(len(tiles)))
+    mine = np.concatenate([tiles[:, :5], first[:, None], turns[:, None]], axis=1)
+    order = _heaviest_first(pairs, len(tiles))
+    mine = _every_batch_row(mine[order[served[order]]], batch)
+    table = np.stack([begin, count, limit, least, most], axis=1)
+    edge = bool((mine[:, 2] < size).any())
+    aligned = not (mine[:, 1] % 4).any() and not ((begin | limit) % 4).any()
+    single = len(np.unique(pairs.tile)) == len(pairs.tile)
+    return Blocks(_on(mine, device), _on(table, device), bool(lower.any()), bool(upper.any()), edge, single, aligned)
+
+
+def _whole(table: Table) -> Ints:
+    """The segments of a table, as blocks."""
+    return np.column_stack([table.segments, table.indptr[:-1], table.indptr[1:]]).astype(np.int64)
+
+
+def _cut(tiles: Ints, size: int) -> Ints:
+    """Blocks in blocks of at most `size` rows."""
+    owner, nth = expand(-(-tiles[:, 2] // size))
+    begin, mine = nth * size, tiles[owner]
+    rows = np.minimum(size, mine[:, 2] - begin)
+    columns = (mine[:, 0], mine[:, 1] + begin, rows, mine[:, 3] + mine[:, 4] * begin, *mine[:, 4:].T)
     return np.stack(columns, axis=1).astype(np.int64)
 
 
-def _heaviest_first(tiles: Ints, table: Table, by_key: bool) -> Ints:
-    """By the rows of the other side that a block meets, so that the last to begin are short."""
+@dataclass(frozen=True)
+class _Pairs:
+    """Blocks and spans that meet, in order of the blocks: rows `begin` to `end` of the span's are met.
+
+    `first` and `last` are positions of the block; a row of the span is visible where its position less the block
+    row's lies between `lo` and `hi`.
+    """
+
+    tile: Ints
+    row: Ints
+    rows: Ints
+    position: Ints
+    step: Ints
+    lo: Ints
+    hi: Ints
+    first: Ints
+    last: Ints
+    begin: Ints
+    end: Ints
+
+    @property
+    def bound(self) -> npt.NDArray[np.bool_]:
+        """Whether a side of the band binds; where none does, positions mean nothing."""
+        return (self.lo > -UNBOUNDED) | (self.hi < UNBOUNDED)
+
+    def of(self, which: npt.NDArray[np.bool_]) -> _Pairs:
+        """Some of them."""
+        return _Pairs(*(column[which] for column in vars(self).values()))
+
+
+def _pairs(tiles: Ints, table: Table, by_key: bool) -> _Pairs:
     owner, nth = expand(tiles[:, 6] - tiles[:, 5])
     spans, tile = table.spans.astype(np.int64)[tiles[owner, 5] + nth], tiles[owner]
-    _, rows, position, step, lo, hi = spans.T
+    row, rows, position, step, lo, hi = spans.T
     if by_key:
         lo, hi = -hi, -lo
     first, last = tile[:, 3], tile[:, 3] + tile[:, 4] * (tile[:, 2] - 1)
     begin = np.clip(-((position - first - lo) // step), 0, rows)
     end = np.clip((last + hi - position) // step + 1, 0, rows)
-    weight = np.bincount(owner, np.maximum(end - begin, 0), minlength=len(tiles))
-    return tiles[np.argsort(-weight, kind="stable")]
+    pairs = _Pairs(owner, row, rows, position, step, lo, hi, first, last, begin, end)
+    return pairs.of(begin < end)
+
+
+def _heaviest_first(pairs: _Pairs, tiles: int) -> Ints:
+    """An order of blocks, by the rows of the other side that they meet, so that the last to begin are short."""
+    weight = np.bincount(pairs.tile, pairs.end - pairs.begin, minlength=tiles)
+    return np.argsort(-weight, kind="stable")
 
 
 def _every_batch_row(tiles: Ints, batch: int) -> Ints:
