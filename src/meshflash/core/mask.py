@@ -233,6 +233,11 @@ class Mask:
     def _leaves(self) -> Iterator[Mask]:
         yield self
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether it reads lengths, which may lie on a device and change."""
+        return any(isinstance(node, Documents) for node in self._leaves())
+
     def _terms(self, documents: Documents | None) -> list[Term]:
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ from meshflash.core.mask import Mask
 from meshflash.core.tiles import Worklist, worklist
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, Rows, new_outputs
 from meshflash.kernels.merge import delta
-from meshflash.kernels.registry import choose, tell_spies
+from meshflash.kernels.registry import Choice, choose, tell_spies
 
 #: Positions stay below this, so that no sum of one with the limit of a band passes 31 bits.
 LAST = UNBOUNDED - 2**16
@@ -106,7 +106,12 @@ def ask_for(x: Inputs, direction: Pass, deterministic: bool = False, lse_gradien
     )
 
 
+def choice(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Choice:
+    """Which kernel does it, and why."""
+    return choose(name, ask_for(x, direction, deterministic, lse_gradient))
+
+
 def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Kernel:
-    choice = choose(name, ask_for(x, direction, deterministic, lse_gradient))
-    tell_spies(choice, direction)
-    return choice.kernel
+    chosen = choice(x, name, direction, deterministic, lse_gradient)
+    tell_spies(chosen, direction)
+    return chosen.kernel

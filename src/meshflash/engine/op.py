@@ -134,7 +134,7 @@ def _mask(text: str, documents: _Documents) -> Mask:
 def attend(call: Arguments) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, with gradients."""
     tensors = call[:6]
-    if _watched(tensors):
+    if watched(tensors):
         return attention_op(*call)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _Direct.apply(call.q, call.k, call.v, call.sink_logits, call)
@@ -145,19 +145,23 @@ def attend_backward(
     out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink_logits) of a call, the last one empty where there are no sink logits."""
-    watched = torch.is_grad_enabled() or _watched((out, lse, dout, dlse, *call[:6])) or _batched(dout) or _batched(dlse)
-    return (attention_backward_op if watched else _backward)(out, lse, dout, dlse, *call)
+    seen = torch.is_grad_enabled() or watched((out, lse, dout, dlse, *call[:6])) or _batched(dout) or _batched(dlse)
+    return (attention_backward_op if seen else _backward)(out, lse, dout, dlse, *call)
 
 
-def _watched(tensors: Sequence[Tensor | None]) -> bool:
+def watched(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a compiler, a tracer, a mode, a transform or a subclass of Tensor wants to see operations.
 
     Tensors on the meta device have nothing to compute, and the op knows the shapes of its results.
     """
+    others = any(x is not None and (type(x) not in PLAIN or x.is_meta) for x in tensors)
+    return others or torch.compiler.is_compiling() or modes_watch()
+
+
+def modes_watch() -> bool:
+    """Whether a mode, a transform or a tracer is on."""
     return (
-        torch.compiler.is_compiling()
-        or any(x is not None and (type(x) not in PLAIN or x.is_meta) for x in tensors)
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )

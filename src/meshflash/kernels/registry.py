@@ -80,8 +80,18 @@ def choose(name: str, ask: Ask) -> Choice:
 
 def forget() -> None:
     """Choose anew: other rates are known."""
+    global _generation
     rates.forget()
     _chosen.clear()
+    _generation += 1
+
+
+def generation() -> int:
+    """How often all choices were forgotten: what was kept from before is not to be used."""
+    return _generation
+
+
+_generation = 0
 
 
 def _choose(name: str, ask: Ask) -> Choice:
