@@ -123,9 +123,13 @@ class Rates:
             raise ValueError("rates must be numbers > 0")
         if not all(us >= 0 for by_pass in host.values() for us in by_pass.values()):
             raise ValueError("host times must be numbers >= 0")
-        if not all(len(numbers) == 4 and min(numbers) > 0 for numbers in data.get("configs", {}).values()):
-            raise ValueError("configurations must be four numbers > 0")
+        if not all(_is_config(numbers) for numbers in data.get("configs", {}).values()):
+            raise ValueError("configurations must be four numbers > 0, and one >= 0 or none")
         return Rates(*about, rates, host, data.get("measured_with", {}), data.get("configs", {}))
+
+
+def _is_config(numbers: list[int]) -> bool:
+    return len(numbers) in (4, 5) and min(numbers[:4]) > 0 and min(numbers) >= 0
 
 
 @dataclass(frozen=True)
