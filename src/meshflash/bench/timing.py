@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -21,16 +22,20 @@ SAMPLE_MS = 5.0
 MOST_CALLS = 1000
 #: A call of more milliseconds than this is timed once.
 SLOW_MS = 2000.0
+#: Milliseconds that a GPU is held at most, and the cycles of a millisecond.
+HELD_MS = 100.0
+CYCLES = 1.8e6
 
 
 def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, float]:
     """The median milliseconds of a call of each function over `rounds` rounds, in each of which all take their turn.
 
-    The functions have run before. A turn is a sample of several calls without a pause: on a GPU the host
-    issues the next while the device still computes, so its time shows only where it is the longer one. A
-    function that runs out of memory is left out, and one that takes seconds is timed once.
+    The functions have run before. A turn is a sample of several calls without a pause, and the order of turns is
+    another one in each round: a GPU is faster after one that left it cool. A function that runs out of memory is
+    left out, and one that takes seconds is timed once.
 
-    On a GPU a call that is not timed leads each sample, so that the device has work when the clock starts.
+    A GPU is held busy while the host issues a sample, so that the host's own time, which `meshflash bench host`
+    shows, does not count.
     """
     times: dict[str, list[float]] = {}
     calls: dict[str, int] = {}
@@ -45,8 +50,9 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device
         elif calls[name] > 1:  # one call alone includes waiting for the host; the sample warms up too
             calls[name] = _calls(_milliseconds(function, device, calls[name]))
     waiting = [name for name in times if not times[name]]
+    order = random.Random(0)
     for _ in range(rounds):
-        for name in waiting:
+        for name in order.sample(waiting, len(waiting)):
             times[name].append(_milliseconds(functions[name], device, calls[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -93,7 +99,9 @@ def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int,
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(device)
         if lead:
+            start = time.perf_counter()
             function()
+            _hold((time.perf_counter() - start) * 1e3 * (calls + 1))
         begin.record(stream)
         for _ in range(calls):
             function()
@@ -104,3 +112,8 @@ def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int,
     for _ in range(calls):
         function()
     return (time.perf_counter() - start) * 1e3 / calls
+
+
+def _hold(milliseconds: float) -> None:
+    """Keep the current GPU busy for about so long, and a bit longer."""
+    torch.cuda._sleep(int(min(milliseconds * 1.5 + 0.1, HELD_MS) * CYCLES))

@@ -10,9 +10,9 @@ functions are called without it: an op of 18 arguments costs more host time than
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,8 @@ _CALL = (
     "str kernel, bool deterministic, str asked, str group"
 )
 
+#: What makes (out, lse).
+Forward = Callable[[], tuple[Tensor, Tensor]]
 _Documents = tuple[tuple[bytes, str, torch.Size], ...]
 
 
@@ -137,7 +139,7 @@ def attend(call: Arguments) -> tuple[Tensor, Tensor]:
     if watched(tensors):
         return attention_op(*call)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _Direct.apply(call.q, call.k, call.v, call.sink_logits, call)
+        return Direct.apply(call.q, call.k, call.v, call.sink_logits, call, partial(_forward, *call))
     return _forward(*call)
 
 
@@ -206,18 +208,20 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
     return dq, dk, dv, wanted, None, None, [None] * len(documents), *[None] * len(ctx.plain)
 
 
-class _Direct(torch.autograd.Function):
-    """The op without the op: what has gradients comes by itself, and all of it once more in `call`."""
+class Direct(torch.autograd.Function):
+    """The op without the op: what has gradients comes by itself, all of it once more in `call`, and who makes it."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: Arguments) -> Any:
-        output = _forward(*call)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: Arguments, make: Forward
+    ) -> Any:
+        output = make()
         _setup(ctx, (q, k, v, sink_logits, *call[4:]), output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return *_gradients(ctx, *grads)[:4], None
+        return *_gradients(ctx, *grads)[:4], None, None
 
 
 attention_op = torch.library.custom_op(

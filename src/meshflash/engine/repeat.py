@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd import forward_ad
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import Worklist
 from meshflash.engine import local
-from meshflash.engine.op import Arguments, Read, attend, modes_watch, watched
+from meshflash.engine.op import Arguments, Direct, Read, modes_watch, watched
 from meshflash.kernels.contract import Features, Inputs
 from meshflash.kernels.registry import Choice, generation, tell_spies
 
@@ -59,10 +60,12 @@ def again(key: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | 
         return None
     if torch.is_autocast_enabled(known.device):
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return attend(Arguments(q, k, v, *known.rest))
     tell_spies(known.choice, "forward")
-    return known.choice.kernel.forward(Inputs(q, k, v, known.work, known.features))
+    make = partial(known.choice.kernel.forward, Inputs(q, k, v, known.work, known.features))
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        made: tuple[Tensor, Tensor] = Direct.apply(q, k, v, None, Arguments(q, k, v, *known.rest), make)
+        return made
+    return make()
 
 
 def remember(key: Any, call: Arguments) -> None:

@@ -51,6 +51,8 @@ class _OnGpu(Rectangles):
             return f"a value dim of {ask.value_dim} with a head dim of {ask.head_dim}"
         if ask.head_dim % 8 or ask.head_dim > self.widest:
             return f"a head dim of {ask.head_dim}; multiples of 8 up to {self.widest}"
+        if ask.features.scale <= 0:
+            return "a scale of 0 or below"
         if ask.direction == "backward" and ask.deterministic and not self.fixed_order:
             return "a backward that gives the same bits twice"
         return super().lacks(ask)
