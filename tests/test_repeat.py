@@ -1,0 +1,159 @@
+"""Calls that repeat are not read again: what was right once stays right, and what is refused stays refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshflash import Mask, flash_attention
+from meshflash.engine import repeat
+from meshflash.kernels import registry
+
+CAUSAL = Mask.causal()
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    repeat._known.clear()
+
+
+def leaves(dtype=torch.float32, grad=True, tokens=9):
+    return [torch.randn(2, tokens, 2, 8, dtype=dtype, requires_grad=grad) for _ in range(3)]
+
+
+def wrong(value: Any) -> Any:
+    """What the types forbid."""
+    return value
+
+
+def dense(q, k, v, scale=None):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_other_numbers_of_the_same_shape(grad):
+    for _ in range(3):
+        x = leaves(grad=grad)
+        got, want = flash_attention(*x, mask=CAUSAL), dense(*x)
+        assert torch.allclose(got, want, atol=1e-5)
+        assert got.requires_grad == grad
+        if grad:
+            dout = torch.randn_like(got)
+            for a, b in zip(torch.autograd.grad(got, x, dout), torch.autograd.grad(want, x, dout), strict=True):
+                assert torch.allclose(a, b, atol=1e-5)
+    assert len(repeat._known) == 1
+
+
+def test_gradients_after_a_call_without_and_the_other_way_round():
+    x = leaves()
+    with torch.no_grad():
+        assert not flash_attention(*x, mask=CAUSAL).requires_grad
+    assert flash_attention(*x, mask=CAUSAL).requires_grad
+    with torch.inference_mode():
+        assert not flash_attention(*x, mask=CAUSAL).requires_grad
+    assert not flash_attention(*[y.detach() for y in x], mask=CAUSAL).requires_grad
+
+
+def test_every_value_that_matters_is_told_apart():
+    x = leaves(grad=False)
+    plain = flash_attention(*x, mask=CAUSAL)
+    others = [
+        flash_attention(*x),
+        flash_attention(*x, mask=Mask.causal() & Mask.window(2, 0)),
+        flash_attention(*x, mask=CAUSAL, scale=2.0),
+        flash_attention(*x, mask=CAUSAL, softcap=0.5),
+        flash_attention(*x, mask=CAUSAL, q_offset=3),
+        flash_attention(*x, mask=CAUSAL, sink_logits=torch.zeros(2)),
+        flash_attention(*x, mask=CAUSAL, alibi_slopes=torch.ones(2)),
+        flash_attention(*x, mask=CAUSAL, dropout=0.5, seed=1),
+        flash_attention(*x, mask=CAUSAL & Mask.documents([4, 5])),
+        flash_attention(*[y.double() for y in x], mask=CAUSAL, scale=2.0).float(),
+    ]
+    assert not any(torch.allclose(plain, other, atol=1e-6) for other in others)
+    assert torch.equal(flash_attention(*x, mask=Mask.causal()), plain)
+    out, lse = flash_attention(*x, mask=CAUSAL, return_lse=True)
+    assert torch.equal(out, plain)
+    assert lse.shape == (2, 2, 9)
+
+
+def test_documents_that_change_in_place():
+    x, lengths = leaves(grad=False), torch.tensor([4, 5])
+    mask = CAUSAL & Mask.documents(lengths)
+    before = flash_attention(*x, mask=mask)
+    lengths.copy_(torch.tensor([9, 0]))
+    assert torch.allclose(flash_attention(*x, mask=CAUSAL & Mask.documents(lengths)), dense(*x), atol=1e-5)
+    assert not torch.allclose(before, dense(*x), atol=1e-5)
+
+
+def test_layouts_are_not_remembered():
+    x = leaves(grad=False)
+    want = flash_attention(*x, mask=CAUSAL)
+    turned = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
+    assert torch.allclose(flash_attention(*turned, mask=CAUSAL), want, atol=1e-6)
+    odd = [torch.stack([y, y], -1)[..., 0] for y in x]
+    assert torch.allclose(flash_attention(*odd, mask=CAUSAL), want, atol=1e-6)
+
+
+def test_what_is_refused_stays_refused():
+    x = leaves(grad=False)
+    for _ in range(2):
+        flash_attention(*x, mask=CAUSAL, q_offset=1)
+        with pytest.raises(ValueError, match="q_offset=True"):
+            flash_attention(*x, mask=CAUSAL, q_offset=True)
+        with pytest.raises(ValueError, match="deterministic"):
+            flash_attention(*x, mask=CAUSAL, q_offset=1, deterministic=wrong(0))
+        with pytest.raises(ValueError, match="scale"):
+            flash_attention(*x, mask=CAUSAL, scale=float("nan"))
+        with pytest.raises(ValueError, match="mask"):
+            flash_attention(*x, mask=wrong("causal"))
+        with pytest.raises(ValueError, match="dropout"):
+            flash_attention(*x, mask=CAUSAL, dropout=1.0)
+    flash_attention(*x, mask=CAUSAL)
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="forward-mode"):
+        flash_attention(forward_ad.make_dual(x[0], x[0]), *x[1:], mask=CAUSAL)
+
+
+def test_autocast_has_its_say():
+    x = leaves(grad=False)
+    assert flash_attention(*x, mask=CAUSAL).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert flash_attention(*x, mask=CAUSAL).dtype == torch.bfloat16
+    assert flash_attention(*x, mask=CAUSAL).dtype == torch.float32
+
+
+def test_modes_and_other_devices_see_the_op():
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    x = leaves(grad=False)
+    flash_attention(*x, mask=CAUSAL)
+    with Watch():
+        flash_attention(*x, mask=CAUSAL)
+    assert any("meshflash" in name for name in seen)
+    meta = [y.to("meta") for y in x]
+    for _ in range(2):
+        assert flash_attention(*meta, mask=CAUSAL).is_meta
+
+
+def test_a_choice_that_is_forgotten_is_made_anew():
+    x = leaves(grad=False)
+    flash_attention(*x, mask=CAUSAL)
+    registry.forget()
+    with registry.spy() as ran:
+        flash_attention(*x, mask=CAUSAL)
+        flash_attention(*x, mask=CAUSAL)
+    assert [direction for _, direction in ran] == ["forward", "forward"]
+    assert len(repeat._known) == 2
+
+
+def test_only_so_many_are_remembered(monkeypatch):
+    monkeypatch.setattr(repeat, "_MOST", 3)
+    for tokens in range(1, 9):
+        flash_attention(*leaves(grad=False, tokens=tokens), mask=CAUSAL)
+        assert len(repeat._known) <= 3
