@@ -159,13 +159,16 @@ def _pretend(name: str, built: list[Built]) -> None:
     rates.known = lambda device: rates._known(name, name)
     triton_rows.INTERPRETED_ROWS = triton_rows.ROWS
     launch = JITFunction.run
+    known: dict[str, Built] = {}
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             kernel = launch(self, *arguments, grid=grid, warmup=True, **constants)
-        config = {key: constants[key] for key in CONFIG if key in constants}
-        built.append(_built(self.__name__.strip("_"), config, kernel, log.getvalue()))
+        if kernel.hash not in known:  # from Triton's cache it comes without a log
+            config = {key: constants[key] for key in CONFIG if key in constants}
+            known[kernel.hash] = _built(self.__name__.strip("_"), config, kernel, log.getvalue())
+        built.append(known[kernel.hash])
 
     JITFunction.run = compile_only
 

@@ -12,7 +12,7 @@ from meshflash import Layout, Mask
 from oracle import Case, check
 
 CAUSAL = Mask.causal()
-SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
+SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ringx1", "ringx4")
 
 FAMILIES = {
     "full": Mask.full(),

@@ -257,7 +257,10 @@ class Run:
                 src, dst = self._get(rank, step.src), self._get(rank, step.dst)
                 if [(name, x.shape) for name, x in src.items()] != [(name, x.shape) for name, x in dst.items()]:
                     raise BrokenError("not the same kind or shape")
-                self._put(rank, step.dst, self._kind(rank, step.src), {name: dst[name] + src[name] for name in dst})
+                total = {name: dst[name] + src[name] for name in dst}
+                if list(dst) == ["out", "lse"]:
+                    total["out"], total["lse"] = merge((dst["out"], dst["lse"]), (src["out"], src["lse"]))
+                self._put(rank, step.dst, self._kind(rank, step.src), total)
             case Clear():
                 for name, x in self._get(rank, step.dst).items():
                     x[:] = -np.inf if name == "lse" else 0

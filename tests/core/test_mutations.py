@@ -47,6 +47,11 @@ CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
     "allgather, even, head by head": ("allgather(head_stride=1)", 8, 4, Mask.full(), 4, 2),
     "allgather, uneven": ("allgather", 11, 3, CAUSAL, 4, 2),
     "allgather, documents, head by head": ("allgather(head_stride=1)", 12, 3, Mask.documents([5, 7]), 6, 3),
+    "ringx1, queries go round": ("ringx1", 9, 3, Mask.full(), 2, 2),
+    "ringx2, keys go round in the backward": ("ringx2", 11, 4, CAUSAL, 4, 1),
+    "ringx3, causal": ("ringx3", 12, 3, CAUSAL, 2, 1),
+    "ringx4, causal": ("ringx4", 13, 3, CAUSAL, 4, 2),
+    "ringx4, window": ("ringx4", 13, 4, Mask.window(2, 1), 2, 1),
     "allgather, padding": ("allgather", 9, 2, CAUSAL & Mask.documents([2, 4], pad=True), 2, 1),
 }
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -78,6 +83,8 @@ def test_the_cases_are_what_they_are_called() -> None:
     assert any(p.name.startswith("dkv-1") for p in posts("ring, window: gradients go straight home", "backward"))
     assert {p.name[:4] for p in posts("ring, window both ways: two lanes", "forward")} == {"kv+1", "kv-1"}
     assert any(p.name == "dkv 1" for p in posts("zigzag, causal", "backward"))
+    assert {p.name[0] for p in posts("ringx1, queries go round", "backward")} == {"q", "d"}
+    assert {p.name[0] for p in posts("ringx2, keys go round in the backward", "backward")} == {"k", "d"}
 
 
 def with_steps(program: Program, steps: list[Step]) -> Program:

@@ -37,7 +37,7 @@ from meshflash.core.program import (
 from meshflash.core.verify import Report, VerificationError, verify_programs
 from meshflash.schedules.registry import build, parse
 
-SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
+SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ringx1", "ringx4")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 CAUSAL = Mask.causal()
 #: For a sequence of n tokens.
@@ -469,18 +469,18 @@ WRONG: list[Wrong] = [
         # copies and sums
         ("copied to another kind", RING_B, put(4, Copy(k("dkv.part"), k("kv+1.1"))), "differ in kind or shape"),
         ("copied to another shape", RING_B, put(4, Copy(k("dkv.part", (0, 2)), k("dkv.1"))), "differ in kind or shape"),
-        ("keys added", RING_B, insert(3, Add(k("kv"), k("kv+1.1"))), "only gradients are added"),
+        ("keys added", RING_B, insert(3, Add(k("kv"), k("kv+1.1"))), "only gradients and partial results are added"),
         (
-            "partial results added",
+            "a finished result added",
             RING_F,
-            both(room(EXTRA_OUT), insert(4, Clear(s("more")), Add(s("more"), s("out.sum")))),
-            "only",
+            both(room(EXTRA_OUT), insert(6, Copy(s("out"), s("more")), Add(s("out"), s("more")))),
+            "only gradients and partial results are added",
         ),
         (
             "sums in the input's dtype",
             RING_B,
             both(room(Buffer("x", "dkv", 3, 2)), insert(4, Clear(k("x")), Add(k("dkv.part"), k("x")))),
-            "only gradients are added, in the dtype of partial results or of reductions",
+            "only gradients and partial results are added, in their dtype or that of reductions",
         ),
         ("other rows added", RING_B, insert(4, Add(k("dkv.part"), k("dkv.sum"))), "adds rows to other rows"),
         ("finished twice", RING_F, insert(5, Finish(s("out.sum"), s("out"), (0, 4))), "is written after it became out"),

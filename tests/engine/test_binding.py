@@ -13,7 +13,7 @@ from meshflash.engine.memory import Arena, Pool
 from oracle import Case, check
 
 CAUSAL = Mask.causal()
-SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
+SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ringx1", "ringx4")
 #: Small ones with all that makes programs differ.
 WIDE = ("gqa", "no keys", "fewer keys", "everything")
 SCRATCH: dict[str, Case] = {

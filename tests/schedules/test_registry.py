@@ -43,7 +43,7 @@ def mine() -> Iterator[str]:
 
 
 def test_the_schedules_that_there_are() -> None:
-    assert {"ring", "zigzag", "striped", "allgather"} <= set(names())
+    assert {"ring", "zigzag", "striped", "allgather", "ringx1", "ringx2", "ringx3", "ringx4"} <= set(names())
     assert names() == tuple(schedule.name for schedule in schedules())
     assert all(schedule.summary for schedule in schedules())
     assert len(set(names())) == len(names())
@@ -51,7 +51,16 @@ def test_the_schedules_that_there_are() -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("ring", "contiguous"), ("zigzag", "zigzag"), ("striped", "striped"), ("allgather", "contiguous")],
+    [
+        ("ring", "contiguous"),
+        ("zigzag", "zigzag"),
+        ("striped", "striped"),
+        ("allgather", "contiguous"),
+        ("ringx1", "contiguous"),
+        ("ringx2", "contiguous"),
+        ("ringx3", "zigzag"),
+        ("ringx4", "zigzag"),
+    ],
 )
 def test_the_layout_that_each_is_at_home_on(name: str, layout: str) -> None:
     assert find(name).layout(13, 3).name == layout

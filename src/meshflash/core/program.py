@@ -221,7 +221,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Add:
-    """Add other rows of the same kind; dtypes may differ."""
+    """Add other rows of the same kind; dtypes may differ. Partial results are merged by their LSE."""
 
     src: Slice
     dst: Slice

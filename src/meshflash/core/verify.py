@@ -356,8 +356,8 @@ class _Rank:
     def _add(self, step: Add) -> None:
         self._check_alike(step.src, step.dst)
         buffer, new, old = self.program.buffer[step.dst.buffer], self._read(step.src), self._read(step.dst)
-        if buffer.kind not in ("dq", "dkv") or buffer.dtype == "input":
-            self.fail("only gradients are added, in the dtype of partial results or of reductions")
+        if buffer.kind not in ("dq", "dkv", "out") or buffer.dtype == "input" or (new.finished | old.finished).any():
+            self.fail("only gradients and partial results are added, in their dtype or that of reductions")
         if not ((new.cells == ZERO) | (old.cells == ZERO) | (old.cells == new.cells)).all():
             self.fail("adds rows to other rows")
         assert new.counts is not None

@@ -35,7 +35,7 @@ from meshflash.core.program import (
 from meshflash.core.tiles import Worklist, worklist
 from meshflash.engine.placement import Placement, Setting
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Pass, Rows
-from meshflash.kernels.merge import add_sinks_
+from meshflash.kernels.merge import add_sinks_, merge_
 from meshflash.kernels.registry import Choice, choose, tell_spies
 from meshflash.transport.contract import Transport
 
@@ -148,7 +148,8 @@ class Bound:
             case Copy():
                 return [] if self._same(step.src, step.dst) else [self._apply(step, torch.Tensor.copy_)]
             case Add():
-                return [self._apply(step, torch.Tensor.add_)]
+                merges = self.program.buffer[step.dst.buffer].kind == "out"
+                return [self._merge(step) if merges else self._apply(step, torch.Tensor.add_)]
             case Clear():
                 return [self._clear(step)]
             case Finish():
@@ -262,6 +263,15 @@ class Bound:
             t = call.tensors
             for dst, src in pairs:
                 operation(t[dst], t[src])
+
+        return run
+
+    def _merge(self, step: Add) -> Run:
+        (out, lse), (part, part_lse) = self._views(step.dst), self._views(step.src)
+
+        def run(call: Call) -> None:
+            t = call.tensors
+            merge_(t[out], t[lse], t[part], t[part_lse])
 
         return run
 

@@ -175,13 +175,8 @@ def _arrived(w: Writer, heads: Interval, n: int) -> Slice:
     return w.scratch(f"dkv{width}.in.{n % 2}", "dkv", sum(map(rows.count, w.problem.needs[w.rank])), "reduce", width)
 
 
-register(
-    Schedule(
-        "allgather",
-        forward,
-        backward,
-        Layout.contiguous,
-        "each rank gathers the keys that its queries see, and attends once",
-        (("head_stride", 0),),
-    )
-)
+for _name, _layout, _summary in (
+    ("allgather", Layout.contiguous, "each rank gathers the keys that its queries see, and attends once"),
+    ("ringx3", Layout.zigzag, "the same; each rank holds a piece from the front and one from the back"),
+):
+    register(Schedule(_name, forward, backward, _layout, _summary, (("head_stride", 0),)))

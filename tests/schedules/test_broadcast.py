@@ -1,0 +1,97 @@
+"""What the schedules in turns move and hold: never more than their peers, and less where less is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import Direction, Sizes
+from meshflash.core.verify import Report, verify_programs
+from meshflash.schedules.broadcast import queries_move_less
+from meshflash.schedules.registry import build
+
+WORLDS = (2, 3, 4, 7, 8)
+ROWS = 6
+SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
+#: Bytes of one row of one head.
+ROW = 64 * 2
+MASKS = {
+    "full": Mask.full(),
+    "causal": Mask.causal(),
+    "window": Mask.window(4, 3),
+    "sinks": Mask.causal() & (Mask.window(5, 0) | Mask.first(3)),
+}
+
+
+def problem_of(world: int, mask: Mask, heads: int = 8, kv_heads: int = 4) -> Problem:
+    held = Layout.contiguous(ROWS * world, world).ranges
+    return Problem(held, held, mask, heads, kv_heads)
+
+
+def report(schedule: str, problem: Problem, direction: Direction, sizes: Sizes = SIZES) -> Report:
+    programs = [build(schedule, problem, rank, direction) for rank in range(problem.world)]
+    return verify_programs(programs, problem, sizes, tables=False)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_keys_given_round_are_those_of_all_others_at_most(mask):
+    for world in WORLDS:
+        problem = problem_of(world, MASKS[mask])
+        keys = 2 * (world - 1) * ROWS * 4 * ROW
+        forward, backward = (report("ringx4", problem, direction) for direction in ("forward", "backward"))
+        assert max(forward.received_bytes) <= keys
+        assert max(backward.received_bytes) <= keys + 2 * keys
+        if mask == "full":
+            assert set(forward.received_bytes) == {keys}
+            assert set(backward.received_bytes) == {3 * keys}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_queries_given_round_and_what_was_made_of_them(mask):
+    """Peers receive N (Q + 2 Q of out and the LSE) in a forward."""
+    for world in WORLDS:
+        problem = problem_of(world, MASKS[mask], heads=8, kv_heads=8)
+        queries = (world - 1) * ROWS * 8
+        most = queries * (ROW + 2 * ROW + 4)
+        got = report("ringx1", problem, "forward").received_bytes
+        assert max(got) <= most
+        if mask == "full":
+            assert set(got) == {most}
+        assert report("ringx2", problem, "forward").received_bytes == got
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(8, 8, True), (8, 4, False), (32, 8, False)])
+def test_a_backward_gives_round_what_is_less(heads, kv_heads, queries):
+    for world in WORLDS:
+        problem = problem_of(world, Mask.full(), heads, kv_heads)
+        assert queries_move_less(problem) == queries
+        got = max(report("ringx1", problem, "backward").received_bytes)
+        by_keys = max(report("ringx4", problem, "backward").received_bytes)
+        assert got < by_keys if queries else got == by_keys
+
+
+def test_gradients_in_half_precision_are_half_of_it():
+    problem = problem_of(4, Mask.full())
+    halves = replace(SIZES, reduce_bytes=2)
+    full, half = (max(report("ringx4", problem, "backward", sizes).received_bytes) for sizes in (SIZES, halves))
+    assert (full, half) == (3 * 2 * 3 * ROWS * 4 * ROW, 2 * 2 * 3 * ROWS * 4 * ROW)
+
+
+@pytest.mark.parametrize("schedule", ["ringx1", "ringx2", "ringx4"])
+def test_what_is_held_does_not_grow_with_the_ranks(schedule):
+    """Two rooms for what comes by, two for what is made of it, two for what comes back, and sums of our own."""
+    for direction in ("forward", "backward"):
+        held = [max(report(schedule, problem_of(world, Mask.full()), direction).scratch_bytes) for world in (4, 8)]
+        staged = ROWS * 8 * (3 * ROW + 8)  # what is packed for others is packed once
+        assert held[1] <= held[0] + staged
+
+
+def test_documents_that_meet_nobody_move_nothing():
+    problem = problem_of(3, Mask.documents([ROWS] * 3))
+    for schedule in ("ringx1", "ringx3", "ringx4"):
+        for direction in ("forward", "backward"):
+            assert report(schedule, problem, direction).received_bytes == (0, 0, 0)
