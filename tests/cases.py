@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshflash import Mask
-from oracle import Case
+from meshflash.check.oracle import Case
 
 CAUSAL = Mask.causal()
 

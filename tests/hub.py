@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh import Item, shards, whole
+from meshflash.check.spread import Item, shards, whole
 from meshflash.engine.local import rows_of, sink_gradient
 from meshflash.engine.mesh import Plan, Prepared
 from meshflash.engine.placement import Setting

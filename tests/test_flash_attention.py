@@ -10,9 +10,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from meshflash import Mask, flash_attention
+from meshflash.check.oracle import Case, check, gradients
 from meshflash.engine.op import attention_op
 from meshflash.kernels.registry import spy
-from oracle import Case, check, gradients
 
 CAUSAL = Mask.causal()
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cases import CASES
-from mesh import Item, check_moved, run_items, whole
 from meshflash import Layout, Mask
-from oracle import Case, check
+from meshflash.check.oracle import Case, check
+from meshflash.check.spread import Item, check_moved, run_items, whole
 
 CAUSAL = Mask.causal()
 SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ringx1", "ringx4")

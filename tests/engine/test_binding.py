@@ -7,10 +7,10 @@ import torch
 
 from cases import CASES
 from hub import prepare, run_item
-from mesh import Item
 from meshflash import Layout, Mask
+from meshflash.check.oracle import Case, check
+from meshflash.check.spread import Item
 from meshflash.engine.memory import Arena, Pool
-from oracle import Case, check
 
 CAUSAL = Mask.causal()
 SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ringx1", "ringx4")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hub import prepare
-from mesh import Item
 from meshflash import Mask
+from meshflash.check.oracle import Case
+from meshflash.check.spread import Item
 from meshflash.engine.memory import ALIGNMENT, Pool, pool
 from meshflash.transport.contract import TransportError
 from meshflash.transport.loopback import Hub
-from oracle import Case
 
 CPU = torch.device("cpu")
 

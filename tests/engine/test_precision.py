@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hub import run_item, upstream
-from mesh import Item
 from meshflash import Mask
-from oracle import Case, as_dtype
+from meshflash.check.oracle import Case, as_dtype
+from meshflash.check.spread import Item
 
 CASE = Case(Mask.causal(), batch=1, tokens=2048, heads=8, dim=64)
 ELEMENTS = CASE.batch * CASE.tokens * CASE.heads * CASE.dim

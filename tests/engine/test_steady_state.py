@@ -13,8 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hub import prepare
-from mesh import Item, shards
 from meshflash import Layout, Mask, attention
+from meshflash.check.oracle import Case
+from meshflash.check.spread import Item, shards
 from meshflash.core.program import Program
 from meshflash.core.tiles import Worklist
 from meshflash.engine import mesh as engine
@@ -25,7 +26,6 @@ from meshflash.engine.placement import Placement
 from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, Outputs, Rows, new_outputs
 from meshflash.kernels.registry import Choice
 from meshflash.transport.loopback import Loopback
-from oracle import Case
 
 CAUSAL = Mask.causal()
 CPU = torch.device("cpu")

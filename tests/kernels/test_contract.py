@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from meshflash import Layout, Mask
+from meshflash.check.oracle import Case, check, replace
 from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, Rows, accumulator_dtype
 from meshflash.kernels.merge import merge_
@@ -12,7 +13,6 @@ from meshflash.kernels.reference import Reference
 from meshflash.kernels.registry import kernels, refusal
 from meshflash.kernels.tiled import Tiled
 from meshflash.kernels.vendor import Vendor
-from oracle import Case, check, replace
 
 CAUSAL = Mask.causal()
 CASES = {

@@ -7,11 +7,11 @@ import torch
 
 from cases import CASES
 from meshflash import Mask, flash_attention
+from meshflash.check.oracle import Case, check, gradients, replace
 from meshflash.core.tiles import worklist
 from meshflash.engine import local
 from meshflash.kernels import registry
 from meshflash.kernels.registry import spy
-from oracle import Case, check, gradients, replace
 
 pytestmark = [
     pytest.mark.gpu,

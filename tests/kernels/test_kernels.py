@@ -5,9 +5,9 @@ import torch
 
 from cases import CASES
 from meshflash import Mask
+from meshflash.check.oracle import Case, check, gradients, replace
 from meshflash.kernels import tiled
 from meshflash.kernels.registry import spy
-from oracle import Case, check, gradients, replace
 
 CAUSAL = Mask.causal()
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -7,11 +7,11 @@ import torch
 
 from meshflash import Mask, attention
 from meshflash.bench import calibrate
+from meshflash.check.oracle import replace
 from meshflash.core.tiles import worklist
 from meshflash.kernels import rates, registry, triton_configs
 from meshflash.kernels.contract import Ask, Features, Launch
 from meshflash.kernels.rates import Known, Rate, Rates
-from oracle import replace
 
 CAUSAL = Mask.causal()
 

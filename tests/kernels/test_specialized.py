@@ -8,13 +8,13 @@ import torch
 
 from cases import CASES
 from meshflash import Mask, flash_attention
+from meshflash.check.oracle import Case, check, gradients
 from meshflash.core.tiles import worklist
 from meshflash.kernels import triton_configs, triton_hopper
 from meshflash.kernels.contract import Features, Grads, Inputs, Rows
 from meshflash.kernels.triton_configs import Config
 from meshflash.kernels.triton_kernel import Triton
 from meshflash.kernels.triton_tables import runs
-from oracle import Case, check, gradients
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU test_gpu.py runs them")
 

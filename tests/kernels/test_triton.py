@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from cases import CASES
-from mesh import Item, check_moved, run_items, whole
 from meshflash import Mask, flash_attention
+from meshflash.check.oracle import Case, check, gradients, replace
+from meshflash.check.spread import Item, check_moved, run_items, whole
 from meshflash.core.tiles import worklist
 from meshflash.kernels import triton_kernel
 from meshflash.kernels.contract import Ask, Features
 from meshflash.kernels.registry import choose, refusal
 from meshflash.kernels.triton_kernel import Triton
 from meshflash.kernels.triton_tables import blocks
-from oracle import Case, check, gradients, replace
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU test_gpu.py runs them")
 

@@ -8,6 +8,7 @@ import torch
 
 from cases import CASES
 from meshflash import Mask
+from meshflash.check.oracle import Case, check, gradients, replace
 from meshflash.core.tiles import worklist
 from meshflash.engine import local
 from meshflash.kernels import registry, vendor_gpu
@@ -15,7 +16,6 @@ from meshflash.kernels.contract import Ask, Features, Rows
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.vendor import Vendor
 from meshflash.kernels.vendor_gpu import Cudnn, Flash2, Flash2Package, Flash3, Flash4
-from oracle import Case, check, gradients, replace
 
 CAUSAL = Mask.causal()
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cases import CASES
-from mesh import Item, check_moved, run_items, whole
-from oracle import check
+from meshflash.check.oracle import check
+from meshflash.check.spread import Item, check_moved, run_items, whole
 
 pytestmark = [
     pytest.mark.gpu,

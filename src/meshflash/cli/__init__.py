@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from meshflash import __version__
-from meshflash.cli import bench, calibrate, demo, doctor, draw
+from meshflash.cli import bench, calibrate, check, demo, doctor, draw
 
 app = typer.Typer(
     name="meshflash",
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("calibrate")(calibrate.command)
+app.command("check")(check.command)
 app.command("demo")(demo.command)
 app.command("doctor")(doctor.command)
 app.command("draw")(draw.command)

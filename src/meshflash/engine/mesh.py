@@ -210,7 +210,7 @@ class MeshCall:
             "q_offset": plan.q_offset,
             "reduce_dtype": plan.reduce_dtype,
             "mask": repr(self.mask),
-            "mask's documents": [_digest(torch.as_tensor(x)) for x in self.mask.pack()[1]],
+            "mask's documents": [_digest(x if isinstance(x, Tensor) else torch.tensor(x)) for x in self.mask.pack()[1]],
             "batch": q.shape[0],
             "heads": q.shape[2],
             "key heads": v.shape[2],

@@ -1,0 +1,52 @@
+"""`meshflash check`: every schedule on this machine, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    world: Annotated[int, typer.Option("--world", "-n", min=1, max=16, help="Ranks, each a process.")] = 4,
+    schedule: Annotated[list[str], typer.Option(help="A schedule, with its options; repeat. All by default.")] = [],  # noqa: B006
+    quick: Annotated[bool, typer.Option("--quick", help="Own layouts, some masks, features by turns.")] = False,
+    fuzz: Annotated[int, typer.Option(min=0, help="So many cases at random instead.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the cases at random.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="JSON report to write.")] = None,
+) -> None:
+    """Check every schedule, layout, mask family and feature over ranks: forward and gradients against float64.
+
+    Errors are held to FlashAttention's tolerance rule, and bytes to what the verifier counts. Ends with 1 if
+    anything is missed.
+    """
+    from rich.console import Console
+
+    from meshflash.bench import record, tables
+    from meshflash.check import run, suite
+    from meshflash.schedules.registry import names, parse
+
+    console = Console()
+    chosen = tuple(schedule) or names()
+    try:
+        for name in chosen:
+            parse(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    checks = list(suite.at_random(chosen, world, fuzz, seed)) if fuzz else suite.everything(chosen, world, quick)
+    with console.status(f"{len(checks)} checks over {world} ranks") as status:
+        verdicts = run.run(checks, world, lambda text: status.update(f"check {text} over {world} ranks"))
+    rows = [record.flat(verdict) for verdict in verdicts]
+    console.print(tables.checks(rows))
+    missed = [row for row in rows if row["outcome"] == "missed"]
+    for row in missed[:10]:
+        where = ", ".join(str(row[key]) for key in ("schedule", "layout", "mask", "features", "tokens", "dtype"))
+        console.print(f"missed: {where}: {row['message']}", soft_wrap=True)
+    if output:
+        record.write(output, rows, record.command_line())
+        console.print(f"written: {output}", soft_wrap=True)
+    if missed:
+        console.print(f"{len(missed)} of {len(rows)} checks missed")
+        raise typer.Exit(1)
+    console.print(f"{len(rows)} checks, none missed")
