@@ -181,3 +181,16 @@ def test_stripes_and_configurations_that_are_forced_are_left_to_the_rest():
     assert not len(runs(full, False, 32, 16, 32, 1, CPU)[1])
     assert triton_configs.specialized("forward", 128, torch.bfloat16, CPU) is None
     assert triton_configs.specialized("forward", 16, torch.bfloat16, CPU) is not None
+
+
+@pytest.mark.parametrize("specialized", [True, False])
+def test_heads_that_lie_more_than_two_billion_numbers_apart(specialized, served):
+    """Their memory is asked for, and next to none of it touched."""
+    stride, tokens, dim = 2**30, 40, 16 if specialized else 24
+    far = torch.empty(2 * stride + tokens * dim, dtype=torch.float16)
+    x = far.as_strided((1, tokens, 3, dim), (far.numel(), dim, stride, 1))
+    x.copy_(torch.randn(1, tokens, 3, dim))
+    near = x.contiguous()
+    want = flash_attention(near, near, near, mask=Mask.causal(), kernel="triton")
+    assert torch.equal(flash_attention(x, near, x, mask=Mask.causal(), kernel="triton"), want)
+    assert bool(served["forward"]) == specialized

@@ -137,6 +137,7 @@ def by_keys(
     """(dK, dV) of one block of keys and one key head; with ATOMIC its share of dQ is added there."""
     batch, row, rows, first, last, k_step, spans, spans_end = tile_of(TILES)
     key_head = tl.program_id(1)
+    key_head64 = key_head.to(tl.int64)
     m = tl.arange(0, BLOCK_N)
     j = tl.where(m < rows, first + k_step * m, _NOWHERE)
     b = batch.to(tl.int64)
@@ -144,8 +145,8 @@ def by_keys(
     v_rest = 0.0
     dk_rest = 0.0
     dv_rest = 0.0
-    k_block = K + b * k_b + key_head * k_h + row * k_t
-    v_block = V + b * v_b + key_head * v_h + row * v_t
+    k_block = K + b * k_b + key_head64 * k_h + row * k_t
+    v_block = V + b * v_b + key_head64 * v_h + row * v_t
     k = rows_of(k_block, k_t, 0, rows, BLOCK_N, 0, D1, D, True)
     v = rows_of(v_block, v_t, 0, rows, BLOCK_N, 0, E1, E, True)
     dk = tl.zeros([BLOCK_N, D1], tl.float32)
@@ -158,19 +159,20 @@ def by_keys(
         dv_rest = tl.zeros([BLOCK_N, E2], tl.float32)
     for g in range(GROUP):
         head = key_head * GROUP + g
+        head64 = head.to(tl.int64)
         slope = 0.0
         if ALIBI:
-            slope = tl.load(SLOPES + b * slopes_b + head * slopes_h).to(tl.float32)
+            slope = tl.load(SLOPES + b * slopes_b + head64 * slopes_h).to(tl.float32)
         for span in range(spans, spans_end):
             q_row, span_rows, position, step, lo, hi = span_of(SPANS, span)
             begin, end = met(first, last, position, step, span_rows, -hi, -lo)
             whole = begin + (end - begin) // BLOCK_M * BLOCK_M
             far = q_row.to(tl.int64)
-            q_span = Q + b * q_b + head * q_h + far * q_t
-            do_span = DOUT + b * do_b + head * do_h + far * do_t
-            l_span = LSE + b * l_b + head * l_h + far * l_t
-            de_span = DELTA + b * de_b + head * de_h + far * de_t
-            dq_span = DQ + b * dq_b + head * dq_h + far * dq_t
+            q_span = Q + b * q_b + head64 * q_h + far * q_t
+            do_span = DOUT + b * do_b + head64 * do_h + far * do_t
+            l_span = LSE + b * l_b + head64 * l_h + far * l_t
+            de_span = DELTA + b * de_b + head64 * de_h + far * de_t
+            dq_span = DQ + b * dq_b + head64 * dq_h + far * dq_t
             dk, dk_rest, dv, dv_rest = _queries(
                 dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_span, do_span, Q_BLOCKS, DOUT_BLOCKS, DQ_BLOCKS,
                 l_span, de_span, dq_span, q_t, do_t, l_t, de_t, dq_t, q_row, batch, head,
@@ -187,8 +189,8 @@ def by_keys(
                 BLOCK_M, D, D1, D2, E, E1, E2, True, DESCRIPTORS,
                 LOWER, UPPER, SOFTCAP, ALIBI, DROPOUT, ATOMIC, PRECISION, INTERPRETED,
             )  # fmt: skip
-    dk_block = DK + b * dk_b + key_head * dk_h + row * dk_t
-    dv_block = DV + b * dv_b + key_head * dv_h + row * dv_t
+    dk_block = DK + b * dk_b + key_head64 * dk_h + row * dk_t
+    dv_block = DV + b * dv_b + key_head64 * dv_h + row * dv_t
     store_rows(dk_block, dk_t, rows, dk * scale, ADD, BLOCK_N, 0, D1, D)
     store_rows(dv_block, dv_t, rows, dv, ADD, BLOCK_N, 0, E1, E)
     if D2:
@@ -253,15 +255,17 @@ def by_queries(
     """DQ of one block of queries and one head."""
     batch, row, rows, first, last, q_step, spans, spans_end = tile_of(TILES)
     head = tl.program_id(1)
+    head64 = head.to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     i = first + q_step * m
     b = batch.to(tl.int64)
     key_head = head // GROUP
+    key_head64 = key_head.to(tl.int64)
     q_rest = 0.0
     dout_rest = 0.0
     dq_rest = 0.0
-    q_block = Q + b * q_b + head * q_h + row * q_t
-    do_block = DOUT + b * do_b + head * do_h + row * do_t
+    q_block = Q + b * q_b + head64 * q_h + row * q_t
+    do_block = DOUT + b * do_b + head64 * do_h + row * do_t
     q = rows_of(q_block, q_t, 0, rows, BLOCK_M, 0, D1, D, True)
     dout = rows_of(do_block, do_t, 0, rows, BLOCK_M, 0, E1, E, True)
     dq = tl.zeros([BLOCK_M, D1], tl.float32)
@@ -270,14 +274,14 @@ def by_queries(
         dq_rest = tl.zeros([BLOCK_M, D2], tl.float32)
     if E2:
         dout_rest = rows_of(do_block, do_t, 0, rows, BLOCK_M, E1, E2, E, True)
-    lse = tl.load(LSE + b * l_b + head * l_h + (row + m) * l_t, mask=m < rows, other=-INF)
+    lse = tl.load(LSE + b * l_b + head64 * l_h + (row + m) * l_t, mask=m < rows, other=-INF)
     lse = tl.where(lse == -INF, INF, lse * LOG2E)
-    delta = tl.load(DELTA + b * de_b + head * de_h + (row + m) * de_t, mask=m < rows, other=0.0)
+    delta = tl.load(DELTA + b * de_b + head64 * de_h + (row + m) * de_t, mask=m < rows, other=0.0)
     slope = 0.0
     if ALIBI:
-        slope = tl.load(SLOPES + b * slopes_b + head * slopes_h).to(tl.float32)
-    k_all = K + b * k_b + key_head * k_h
-    v_all = V + b * v_b + key_head * v_h
+        slope = tl.load(SLOPES + b * slopes_b + head64 * slopes_h).to(tl.float32)
+    k_all = K + b * k_b + key_head64 * k_h
+    v_all = V + b * v_b + key_head64 * v_h
     for span in range(spans, spans_end):
         k_row, span_rows, position, step, lo, hi = span_of(SPANS, span)
         begin, end = met(first, last, position, step, span_rows, lo, hi)
@@ -298,7 +302,7 @@ def by_queries(
             BLOCK_N, D, D1, D2, E, E1, E2, True, DESCRIPTORS,
             LOWER, UPPER, SOFTCAP, ALIBI, DROPOUT, PRECISION, INTERPRETED,
         )  # fmt: skip
-    dq_block = DQ + b * dq_b + head * dq_h + row * dq_t
+    dq_block = DQ + b * dq_b + head64 * dq_h + row * dq_t
     store_rows(dq_block, dq_t, rows, dq * scale, ADD, BLOCK_M, 0, D1, D)
     if D2:
         store_rows(dq_block, dq_t, rows, dq_rest * scale, ADD, BLOCK_M, D1, D2, D)

@@ -102,20 +102,22 @@ def forward(
     """(out, lse) of one block of queries and one head."""
     batch, row, rows, first, last, q_step, spans, spans_end = tile_of(TILES)
     head = tl.program_id(1)
+    head64 = head.to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     i = first + q_step * m
     there = m < rows
     b = batch.to(tl.int64)
     key_head = head // GROUP
+    key_head64 = key_head.to(tl.int64)
     q_rest = 0.0
     acc_rest = 0.0
-    q_block = Q + b * q_b + head * q_h + row * q_t
+    q_block = Q + b * q_b + head64 * q_h + row * q_t
     q = rows_of(q_block, q_t, 0, rows, BLOCK_M, 0, D1, D, True)
     if D2:
         q_rest = rows_of(q_block, q_t, 0, rows, BLOCK_M, D1, D2, D, True)
     if HAS_CARRY:
-        carried = CARRY + b * c_b + head * c_h + row * c_t
-        top = tl.load(CARRY_LSE + b * cl_b + head * cl_h + (row + m) * cl_t, mask=there, other=-INF) * LOG2E
+        carried = CARRY + b * c_b + head64 * c_h + row * c_t
+        top = tl.load(CARRY_LSE + b * cl_b + head64 * cl_h + (row + m) * cl_t, mask=there, other=-INF) * LOG2E
         total = tl.where(top == -INF, 0.0, 1.0)
         acc = rows_of(carried, c_t, 0, rows, BLOCK_M, 0, E1, E, True)
         if E2:
@@ -128,9 +130,9 @@ def forward(
             acc_rest = tl.zeros([BLOCK_M, E2], tl.float32)
     slope = 0.0
     if ALIBI:
-        slope = tl.load(SLOPES + b * slopes_b + head * slopes_h).to(tl.float32)
-    k_all = K + b * k_b + key_head * k_h
-    v_all = V + b * v_b + key_head * v_h
+        slope = tl.load(SLOPES + b * slopes_b + head64 * slopes_h).to(tl.float32)
+    k_all = K + b * k_b + key_head64 * k_h
+    v_all = V + b * v_b + key_head64 * v_h
     for span in range(spans, spans_end):
         k_row, span_rows, position, step, lo, hi = span_of(SPANS, span)
         begin, inner, outer, end = limits(first, last, position, step, span_rows, lo, hi, BLOCK_N)
@@ -166,8 +168,8 @@ def forward(
     total = tl.where(empty, 1.0, total)
     weight = decay / total
     lse = tl.where(empty, -INF, (top + tl.math.log2(total)) * LN2)
-    out_block = OUT + b * o_b + head * o_h + row * o_t
+    out_block = OUT + b * o_b + head64 * o_h + row * o_t
     store_rows(out_block, o_t, rows, acc * weight[:, None], False, BLOCK_M, 0, E1, E)
     if E2:
         store_rows(out_block, o_t, rows, acc_rest * weight[:, None], False, BLOCK_M, E1, E2, E)
-    tl.store(LSE + b * l_b + head * l_h + (row + m) * l_t, lse, mask=there)
+    tl.store(LSE + b * l_b + head64 * l_h + (row + m) * l_t, lse, mask=there)

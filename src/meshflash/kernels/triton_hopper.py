@@ -61,7 +61,7 @@ class Backward:
     def _aligned(self, tables: Blocks) -> bool:
         """Whether descriptors of one dimension, which begin at multiples of 16 bytes, serve for lse and delta."""
         bases = self.lse.data_ptr() | self.delta.data_ptr()
-        return tables.aligned and self.q.shape[1] % 4 == 0 and bases % 16 == 0
+        return tables.aligned and self.q.shape[1] % 4 == 0 and bases % 16 == 0 and self.lse.numel() < 2**31
 
     def by_keys(self, config: Config, tables: Blocks, grads: Grads) -> None:
         """(dK, dV) of the blocks."""

@@ -36,7 +36,8 @@ def launch_with_scratch(kernel: Any, tables: Blocks, heads: int, *arguments: Any
 def fits(x: Tensor) -> bool:
     """Whether a descriptor can describe it: rows, and that they begin at multiples of 16 bytes."""
     unit = 16 // x.element_size()
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in x.stride()[:3])
+    strides = [stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in strides)
 
 
 def described(x: Tensor, block: list[int]) -> Any:

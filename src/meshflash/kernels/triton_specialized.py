@@ -17,8 +17,11 @@ from meshflash.kernels.triton_common import INF, LN2, LOG2E, dot, store_rows, ti
 
 #: What a maximum is at least, so that rows that see nothing have no inf - inf.
 _LEAST = tl.constexpr(-1e30)
-#: The coordinates of descriptors: values that decide nothing in the code.
-_COORDINATES = [f"{x}_{way}" for x in "kvqo" for way in ("rows_b", "rows_h", "columns_b", "columns_h")]
+
+
+def _coordinates(tensors: str) -> list[str]:
+    """Arguments that say where descriptors have batch rows and heads: values that decide nothing in the code."""
+    return [f"{x}_{way}" for x in tensors for way in ("rows_b", "rows_h", "columns_b", "columns_h")]
 
 
 @triton.jit
@@ -44,7 +47,7 @@ def _seen(position, fresh, block, least, most, ROWS: tl.constexpr, LOWER: tl.con
     return seen
 
 
-@triton.jit(do_not_specialize=["tokens", "k_tokens", "numbers", *_COORDINATES])
+@triton.jit(do_not_specialize=["tokens", *_coordinates("kv")])
 def forward(
     Q, K_ROWS, V_ROWS, OUT, LSE, CARRY, CARRY_LSE, SINKS, TILES, RUNS,
     tokens, q_b, q_t, q_h, k_rows_b, k_rows_h, k_columns_b, k_columns_h, v_rows_b, v_rows_h, v_columns_b, v_columns_h,
@@ -60,13 +63,14 @@ def forward(
     """
     batch, row, rows, first, _, q_step, first_run, turns = tile_of(TILES)
     head = tl.program_id(1)
+    head64 = head.to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     i = first + q_step * m
     b = batch.to(tl.int64)
     key_head = head // GROUP
     k_row, k_column = batch * k_rows_b + key_head * k_rows_h, batch * k_columns_b + key_head * k_columns_h
     v_row, v_column = batch * v_rows_b + key_head * v_rows_h, batch * v_columns_b + key_head * v_columns_h
-    q_block = tl.make_tensor_descriptor(Q + b * q_b + head * q_h, [tokens, D], [q_t, 1], [BLOCK_M, D])
+    q_block = tl.make_tensor_descriptor(Q + b * q_b + head64 * q_h, [tokens, D], [q_t, 1], [BLOCK_M, D])
     q = q_block.load([row.to(tl.int32), 0])
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -107,9 +111,9 @@ def forward(
             turn = tl.where(more, tl.where(over, 0, turn + 1), turn)
     there = m < rows
     if HAS_CARRY:
-        carried = tl.load(CARRY_LSE + b * cl_b + head * cl_h + (row + m) * cl_t, mask=there, other=-INF) * LOG2E
+        carried = tl.load(CARRY_LSE + b * cl_b + head64 * cl_h + (row + m) * cl_t, mask=there, other=-INF) * LOG2E
         c = tl.arange(0, D)
-        at = CARRY + b * c_b + head * c_h + row * c_t + (m.to(tl.int64)[:, None] * c_t + c[None, :])
+        at = CARRY + b * c_b + head64 * c_h + row * c_t + (m.to(tl.int64)[:, None] * c_t + c[None, :])
         old = tl.load(at, mask=there[:, None], other=0.0)
         reference = tl.maximum(tl.maximum(top, carried), _LEAST)
         decay = tl.math.exp2(top - reference)
@@ -125,12 +129,12 @@ def forward(
         total = total * decay + tl.math.exp2(sink - reference)
         top = tl.maximum(top, sink)
     total = tl.maximum(total, 1e-30)  # that of rows that see something is 1 or more
-    store_rows(OUT + b * o_b + head * o_h + row * o_t, o_t, rows, acc / total[:, None], False, BLOCK_M, 0, D, D)
+    store_rows(OUT + b * o_b + head64 * o_h + row * o_t, o_t, rows, acc / total[:, None], False, BLOCK_M, 0, D, D)
     lse = (top + tl.math.log2(total)) * LN2
-    tl.store(LSE + b * l_b + head * l_h + (row + m) * l_t, lse, mask=there)
+    tl.store(LSE + b * l_b + head64 * l_h + (row + m) * l_t, lse, mask=there)
 
 
-@triton.jit(do_not_specialize=["tokens", "k_tokens", "numbers", *_COORDINATES])
+@triton.jit(do_not_specialize=["tokens", "k_tokens", *_coordinates("qo")])
 def by_keys(
     K, V, Q_ROWS, DOUT_ROWS, LSE, DELTA, DK, DV, TILES, RUNS,
     tokens, k_tokens, k_b, k_t, k_h, v_b, v_t, v_h,
@@ -147,12 +151,13 @@ def by_keys(
     """
     batch, row, rows, first, _, k_step, first_run, turns = tile_of(TILES)
     key_head = tl.program_id(1)
+    key_head64 = key_head.to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     m = tl.arange(0, BLOCK_N)
     j = first + k_step * m
     b = batch.to(tl.int64)
-    k_block = tl.make_tensor_descriptor(K + b * k_b + key_head * k_h, [k_tokens, D], [k_t, 1], [BLOCK_N, D])
-    v_block = tl.make_tensor_descriptor(V + b * v_b + key_head * v_h, [k_tokens, D], [v_t, 1], [BLOCK_N, D])
+    k_block = tl.make_tensor_descriptor(K + b * k_b + key_head64 * k_h, [k_tokens, D], [k_t, 1], [BLOCK_N, D])
+    v_block = tl.make_tensor_descriptor(V + b * v_b + key_head64 * v_h, [k_tokens, D], [v_t, 1], [BLOCK_N, D])
     k = k_block.load([row.to(tl.int32), 0])
     v = v_block.load([row.to(tl.int32), 0])
     dk = tl.zeros([BLOCK_N, D], tl.float32)
@@ -195,11 +200,11 @@ def by_keys(
             turn = tl.where(over, 0, turn + 1)
         group = tl.where(last, group + 1, group)
         done = tl.where(last, 0, done)
-    store_rows(DK + b * dk_b + key_head * dk_h + row * dk_t, dk_t, rows, dk * scale, ADD, BLOCK_N, 0, D, D)
-    store_rows(DV + b * dv_b + key_head * dv_h + row * dv_t, dv_t, rows, dv, ADD, BLOCK_N, 0, D, D)
+    store_rows(DK + b * dk_b + key_head64 * dk_h + row * dk_t, dk_t, rows, dk * scale, ADD, BLOCK_N, 0, D, D)
+    store_rows(DV + b * dv_b + key_head64 * dv_h + row * dv_t, dv_t, rows, dv, ADD, BLOCK_N, 0, D, D)
 
 
-@triton.jit(do_not_specialize=["tokens", "k_tokens", "numbers", *_COORDINATES])
+@triton.jit(do_not_specialize=["tokens", "numbers", *_coordinates("kv")])
 def by_queries(
     Q, DOUT, K_ROWS, V_ROWS, LSE, DELTA, DQ, TILES, RUNS,
     tokens, q_b, q_t, q_h, do_b, do_t, do_h,
@@ -212,12 +217,13 @@ def by_queries(
     """DQ of one block of queries and one head; where blocks are not ALIGNED, LSE and DELTA are `in_blocks`."""
     batch, row, rows, first, _, q_step, first_run, turns = tile_of(TILES)
     head = tl.program_id(1)
+    head64 = head.to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     i = first + q_step * m
     b = batch.to(tl.int64)
     key_head = head // GROUP
-    q_block = tl.make_tensor_descriptor(Q + b * q_b + head * q_h, [tokens, D], [q_t, 1], [BLOCK_M, D])
-    do_block = tl.make_tensor_descriptor(DOUT + b * do_b + head * do_h, [tokens, D], [do_t, 1], [BLOCK_M, D])
+    q_block = tl.make_tensor_descriptor(Q + b * q_b + head64 * q_h, [tokens, D], [q_t, 1], [BLOCK_M, D])
+    do_block = tl.make_tensor_descriptor(DOUT + b * do_b + head64 * do_h, [tokens, D], [do_t, 1], [BLOCK_M, D])
     q = q_block.load([row.to(tl.int32), 0])
     dout = do_block.load([row.to(tl.int32), 0])
     if ALIGNED:
@@ -252,7 +258,7 @@ def by_queries(
             over = turn + 1 >= blocks
             ahead = tl.where(over, ahead + 1, ahead)
             turn = tl.where(over, 0, turn + 1)
-    store_rows(DQ + b * dq_b + head * dq_h + row * dq_t, dq_t, rows, dq * scale, ADD, BLOCK_M, 0, D, D)
+    store_rows(DQ + b * dq_b + head64 * dq_h + row * dq_t, dq_t, rows, dq * scale, ADD, BLOCK_M, 0, D, D)
 
 
 @triton.jit(do_not_specialize=["tokens"])

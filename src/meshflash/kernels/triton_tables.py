@@ -82,7 +82,7 @@ def runs(
         served = np.bincount(pairs.tile, minlength=len(tiles)) > 0
         served[pairs.tile[(pairs.step != 1) & pairs.bound | (pairs.rows < other)]] = False
         left = _blocks(_cut(tiles[~served], rest), table, by_key, rest, batch, device)
-        kept[key] = _runs(tiles, served, pairs, size, other, batch, device), left
+        kept[key] = _runs(tiles, served, pairs, other, batch, device), left
     return kept[key]
 
 
@@ -95,7 +95,7 @@ def _blocks(tiles: Ints, table: Table, by_key: bool, size: int, batch: int, devi
 
 
 def _runs(
-    tiles: Ints, served: npt.NDArray[np.bool_], pairs: _Pairs, size: int, other: int, batch: int, device: torch.device
+    tiles: Ints, served: npt.NDArray[np.bool_], pairs: _Pairs, other: int, batch: int, device: torch.device
 ) -> Blocks:
     pairs = pairs.of(served[pairs.tile])
     count = -(-(pairs.end - pairs.begin) // other)
@@ -111,10 +111,9 @@ def _runs(
     order = _heaviest_first(pairs, len(tiles))
     mine = _every_batch_row(mine[order[served[order]]], batch)
     table = np.stack([begin, count, limit, least, most], axis=1)
-    edge = bool((mine[:, 2] < size).any())
     aligned = not (mine[:, 1] % 4).any() and not ((begin | limit) % 4).any()
     single = len(np.unique(pairs.tile)) == len(pairs.tile)
-    return Blocks(_on(mine, device), _on(table, device), bool(lower.any()), bool(upper.any()), edge, single, aligned)
+    return Blocks(_on(mine, device), _on(table, device), bool(lower.any()), bool(upper.any()), False, single, aligned)
 
 
 def _whole(table: Table) -> Ints:
