@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshflash import Mask, flash_attention
@@ -111,6 +112,9 @@ def test_what_is_refused_stays_refused():
             flash_attention(*x, mask=wrong("causal"))
         with pytest.raises(ValueError, match="dropout"):
             flash_attention(*x, mask=CAUSAL, dropout=1.0)
+        for nothing in map(wrong, (None, "", [], 0j, torch.zeros(2))):
+            with pytest.raises(ValueError, match="dropout"):
+                flash_attention(*x, mask=CAUSAL, dropout=nothing)
     flash_attention(*x, mask=CAUSAL)
     with forward_ad.dual_level(), pytest.raises(ValueError, match="forward-mode"):
         flash_attention(forward_ad.make_dual(x[0], x[0]), *x[1:], mask=CAUSAL)
@@ -149,7 +153,14 @@ def test_a_choice_that_is_forgotten_is_made_anew():
         flash_attention(*x, mask=CAUSAL)
         flash_attention(*x, mask=CAUSAL)
     assert [direction for _, direction in ran] == ["forward", "forward"]
-    assert len(repeat._known) == 2
+    assert len(repeat._known) == 1
+
+
+def test_shapes_that_are_symbols():
+    x = leaves(grad=False)
+    flash_attention(*x, mask=CAUSAL)
+    traced = make_fx(torch.func.functionalize(lambda q: flash_attention(q, q, q, mask=CAUSAL)), tracing_mode="symbolic")
+    assert "meshflash" in traced(x[0]).code
 
 
 def test_only_so_many_are_remembered(monkeypatch):

@@ -172,12 +172,12 @@ def attention(
         mesh: a process group, or a DeviceMesh of one dimension; the default group where None. Where no
             group was initialised, or it has one rank, this is `flash_attention`.
         layout: which positions each rank holds. Where None, the home layout of the schedule for shards of
-            equal length: contiguous, unless it is called zigzag or striped.
+            equal length: zigzag for zigzag, ringx3 and ringx4, striped for striped, contiguous for others.
         k_layout: that of the keys, where it is another one (cross-attention).
-        schedule: how ranks work together: "ring", "zigzag", "striped", "allgather", or a name that was
-            registered; options in brackets, as in "allgather(head_stride=2)". "auto" gathers while the keys
-            and values of the whole sequence take at most 64 MiB, and passes them round beyond; it never
-            changes the layout.
+        schedule: how ranks work together: "ring", "zigzag", "striped", "allgather", "ringx1" to "ringx4", or a
+            name that was registered; options in brackets, as in "allgather(head_stride=2)". "auto" gathers while
+            the keys and values of the whole sequence take at most 64 MiB, and passes them round beyond; it
+            never changes the layout.
         mask: over positions of the whole sequence, the same on all ranks.
         scale: as in `flash_attention`, like
         softcap: this, and

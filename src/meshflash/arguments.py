@@ -253,7 +253,7 @@ def _finite(name: str, value: Any) -> float:
     try:
         if not isinstance(value, Tensor | str) and math.isfinite(value):
             return float(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         pass
     raise ValueError(f"{name}={value}: expected a finite number")
 

@@ -80,8 +80,12 @@ class Problem:
 
     def q_rows(self, rank: int, k_positions: Ranges) -> Interval:
         """The query rows of a rank from the first to the last that sees any of these keys."""
-        found = rows.among(self.q[rank], _seeing(self.mask, k_positions))
+        found = self.q_seeing(rank, k_positions)
         return (found[0][0], found[-1][1]) if found else (0, 0)
+
+    def q_seeing(self, rank: int, k_positions: Ranges) -> Rows:
+        """The query rows of a rank that see any of these keys."""
+        return rows.among(self.q[rank], _seeing(self.mask, k_positions))
 
 
 @lru_cache(maxsize=4096)

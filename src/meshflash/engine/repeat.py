@@ -1,4 +1,4 @@
-"""Calls that repeat: what shapes and plain values decide is worked out once, and a small call is not slower than it."""
+"""Calls that repeat: what shapes and plain values decide is worked out once; it takes longer than a small call."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _Known(NamedTuple):
 
 
 _known: dict[Any, _Known] = {}
-#: How many are remembered.
-_MOST = 1024
+#: How many are remembered; then the oldest goes.
+_MOST = 256
 
 
 def key_of(
@@ -37,26 +37,29 @@ def key_of(
     dropout: Any, seed: Any, *values: Any,
 ) -> Any:  # fmt: skip
     """What tells a call from others; None for one that is not to be remembered, as it reads more than q, k and v."""
-    if sink_logits is not None or alibi_slopes is not None or dropout or seed is not None or q.dim() != 4:
+    if sink_logits is not None or alibi_slopes is not None or seed is not None or q.dim() != 4 or modes_watch():
+        return None
+    if type(dropout) not in _NUMBERS or dropout != 0:
         return None
     if mask is not None and (not isinstance(mask, Mask) or mask.has_documents):
         return None
     kinds = tuple(map(type, values))  # True equals 1, and is no number of tokens
-    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or not _PLAIN.issuperset(kinds):
+    if not _OPTIONAL.issuperset((type(scale), type(softcap))) or not _PLAIN.issuperset(kinds):
         return None
     shapes = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     strict = torch.are_deterministic_algorithms_enabled()
     return *shapes, mask, scale, softcap, values, kinds, strict, generation()
 
 
-_NUMBERS = (type(None), float, int)
+_NUMBERS = (float, int)
+_OPTIONAL = frozenset((type(None), *_NUMBERS))
 _PLAIN = frozenset((int, bool, str))
 
 
 def again(key: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of a call of plain tensors that was made before, or None: then it is to be read from the start."""
     known = _known.get(key)
-    if known is None or q.is_meta or modes_watch() or forward_ad._current_level >= 0:
+    if known is None or q.is_meta or forward_ad._current_level >= 0:
         return None
     if torch.is_autocast_enabled(known.device):
         return None
@@ -75,6 +78,6 @@ def remember(key: Any, call: Arguments) -> None:
     read = Read(*call)
     x = local.inputs(call.q, call.k, call.v, read.mask, read.features, call.q_offset)
     chosen = local.choice(x, call.kernel, "forward", call.deterministic)
-    if len(_known) >= _MOST:
-        _known.clear()
+    for old in [other for other in _known if other[-1] != key[-1]] or list(_known)[: len(_known) - _MOST + 1]:
+        del _known[old]  # of an older generation, or the oldest
     _known[key] = _Known(call[3:], x.work, x.features, chosen, call.q.device.type)

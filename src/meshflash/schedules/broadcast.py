@@ -19,8 +19,8 @@ from meshflash.core.rows import Rows
 from meshflash.schedules.registry import Schedule, register
 from meshflash.schedules.writer import SAVES, Writer, parts, pieces
 
-#: Elements that move for a row of one head, in those of the input's dtype where gradients travel in float32: keys
-#: and values there and their gradients back; queries, what is known of their rows, and their gradients back.
+#: Elements that move for a row of one head, in those of the input's dtype, for half precision whose gradients travel
+#: in float32: keys and values there and their gradients back; queries, what is known of their rows, and theirs.
 KEY_COST, QUERY_COST = 2 + 4, 1 + 2 + 2
 
 
@@ -134,11 +134,10 @@ def give_queries_backward(problem: Problem, rank: int, name: str = "ringx1") -> 
 
 
 def asking(problem: Problem, owner: int, rank: int) -> Rows:
-    """The queries of an owner, from the first to the last that sees a key of this rank."""
+    """The queries of an owner that see a key of this rank."""
     if owner == rank or not problem.needs[rank][owner]:
         return ()
-    found = problem.q_rows(owner, problem.k[rank])
-    return (found,) if found[0] < found[1] else ()
+    return problem.q_seeing(owner, problem.k[rank])
 
 
 @lru_cache(maxsize=256)
