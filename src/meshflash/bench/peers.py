@@ -8,17 +8,24 @@ from meshflash.bench.cases import Case
 def peer_bytes(schedule: str, case: Case, world: int, direction: str) -> int | None:
     """Bytes that a rank receives in peers' implementations of a schedule, sums travelling in float32.
 
-    Of `n` ranks, with K = V the bytes of a rank's keys: the ring family moves 2 (n - 1) K forward, and
-    backward again as much with n hops of float32 gradients; all-gather the same forward, and backward
-    again as much with a reduce-scatter of n - 1 parts. None where peers have no such schedule.
+    Of `n` ranks, with K = V the bytes of a rank's keys and Q those of its queries: the ring family moves 2 (n - 1) K
+    forward, and backward again as much with n hops of float32 gradients; all-gather the same forward, and backward
+    again as much with a reduce-scatter of n - 1 parts. ringX4 has n turns of each. ringX1 and 2 give queries round
+    and reduce float32 results with their LSE; backward they give keys, and ringX2 reduces gradients of queries too.
+    None where peers have no such schedule. `direction` is forward, or forward+backward for both together.
     """
-    each = case.torch_dtype.itemsize
-    keys = 2 * case.batch * -(-case.tokens // world) * case.kv_heads * case.head_dim
-    forward = (world - 1) * keys * each
+    each, sums = case.torch_dtype.itemsize, max(4, case.torch_dtype.itemsize)
+    rows = case.batch * -(-case.tokens // world)
+    keys, queries = 2 * rows * case.kv_heads * case.head_dim, rows * case.heads * case.head_dim
     name = schedule.partition("(")[0]
-    hops = {"ring": world, "zigzag": world, "striped": world, "allgather": world - 1}.get(name)
-    if hops is None:
+    hops = {"ring": world, "zigzag": world, "striped": world, "allgather": world - 1, "ringx3": world - 1}.get(name)
+    if hops is not None:
+        forward, backward = (world - 1) * keys * each, (world - 1) * keys * each + hops * keys * sums
+    elif name == "ringx4":
+        forward, backward = world * keys * each, world * keys * (each + sums)
+    elif name in ("ringx1", "ringx2"):
+        forward = world * (queries * (each + sums) + rows * case.heads * sums)
+        backward = world * keys * (each + sums) + (world * queries * sums if name == "ringx2" else 0)
+    else:
         return None
-    if direction == "forward":
-        return forward
-    return 2 * forward + hops * keys * max(4, each)
+    return forward if direction == "forward" else forward + backward

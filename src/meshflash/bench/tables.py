@@ -51,6 +51,21 @@ def lengths_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def moved_markdown(rows: list[dict[str, Any]]) -> str:
+    """What schedules move, for a document: a line for each schedule and shape."""
+    head = ["heads", "mask", "schedule", "forward, MB", "peers'", "of them", "with backward, MB", "peers'", "of them"]
+    lines = [head, ["---"] * len(head)]
+    for forward, both in zip(rows[::2], rows[1::2], strict=True):
+        numbers = []
+        for row in (forward, both):
+            peers = row["peer_bytes"]
+            share = "-" if not peers else f"{row['received_mean'] / peers:.2f}"
+            numbers += [f"{row['received_mean'] / 1e6:.1f}", "-" if not peers else f"{peers / 1e6:.1f}", share]
+        heads = f"{forward['heads']}/{forward['kv_heads']}"
+        lines.append([heads, forward["mask"], f"`{forward['schedule']}`", *numbers])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def checks(rows: list[dict[str, Any]]) -> Table:
     """Schedules with how many checks were right, missed and refused, the worst error, and what they received."""
     table = _table(

@@ -318,3 +318,27 @@ def engine(
     Console().print(table)
     record.write(output, rows, record.command_line())
     typer.echo(f"written: {output}")
+
+
+@app.command("bytes")
+def moved(
+    schedule: Annotated[list[str], typer.Option(help="A schedule; repeat for several. All by default.")] = [],  # noqa: B006
+    world: Annotated[int, typer.Option("--world", "-n", min=2, help="Ranks.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 131072,
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RESULTS / "bytes.json",
+) -> None:
+    """Bytes that ranks receive in each schedule, counted in its programs, beside what peers move; as Markdown."""
+    from meshflash.bench import bytes as bench
+    from meshflash.bench import record, tables
+    from meshflash.bench.cases import Case
+    from meshflash.schedules.registry import names
+
+    rows = []
+    with _explained():
+        for kv_heads in (32, 8):
+            for mask in ("full", "causal", "window-4096"):
+                case = Case(tokens, 1, 32, kv_heads, 128, mask, "bfloat16")
+                rows += [record.flat(row) for row in bench.run(case, tuple(schedule) or names(), world)]
+    typer.echo(tables.moved_markdown(rows))
+    record.write(output, rows, record.command_line())
+    typer.echo(f"written: {output}")

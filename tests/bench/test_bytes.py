@@ -1,0 +1,35 @@
+"""`meshflash bench bytes`: what schedules move, beside their peers."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from meshflash.bench import bytes as bench
+from meshflash.bench.cases import Case
+from meshflash.cli import app
+from meshflash.schedules.registry import names
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window-64"])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("world", [2, 5, 8])
+def test_no_schedule_moves_more_than_its_peers(world, kv_heads, mask):
+    case = Case(64 * world, 1, 8, kv_heads, 64, mask, "bfloat16")
+    for row in bench.run(case, names(), world):
+        assert row.peer_bytes is not None
+        assert 0 < row.received_mean <= row.received_bytes <= row.peer_bytes
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "bytes.json"
+    result = CliRunner().invoke(app, ["bench", "bytes", "-n", "2", "--tokens", "64", "--output", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "| 32/8 | window-4096 | `zigzag` |" in result.output
+    assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * 3 * len(names())
+
+
+def test_a_schedule_that_is_not_there(tmp_path):
+    result = CliRunner().invoke(app, ["bench", "bytes", "--schedule", "spiral", "--output", str(tmp_path / "x")])
+    assert result.exit_code == 2
+    assert "spiral" in result.output
