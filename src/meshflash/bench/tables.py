@@ -68,16 +68,16 @@ def moved_markdown(rows: list[dict[str, Any]]) -> str:
 
 def checks(rows: list[dict[str, Any]]) -> Table:
     """Schedules with how many checks were right, missed and refused, the worst error, and what they received."""
-    table = _table(
-        f"over {rows[0]['world']} ranks", "schedule", "right", "missed", "refused", "worst", "of allowed", "KB in"
-    )
+    head = ("schedule", "right", "missed", "refused", "worst error", "of allowed", "KB in")
+    table = _table(f"against float64, {rows[0]['world']} ranks", *head)
     for schedule in dict.fromkeys(row["schedule"] for row in rows):
         own = [row for row in rows if row["schedule"] == schedule]
         count = [sum(row["outcome"] == outcome for row in own) for outcome in ("right", "missed", "refused")]
         worst = max(own, key=lambda row: row["error"] / row["allowed"] if row["allowed"] else 0.0)
         share = f"{worst['error'] / worst['allowed']:.2f}" if worst["allowed"] else "-"
         moved = sum(row["forward_bytes"] + row["backward_bytes"] for row in own) / max(1, len(own)) / 1e3
-        table.add_row(schedule, *map(str, count), f"{worst['error']:.1e} {worst['worst']}", share, f"{moved:.1f}")
+        error = f"{worst['error']:.0e} {worst['worst'].removesuffix('_logits')}"
+        table.add_row(schedule, *map(str, count), error, share, f"{moved:.1f}")
     return table
 
 
