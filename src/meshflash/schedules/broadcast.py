@@ -14,7 +14,7 @@ from functools import lru_cache
 from meshflash.core import rows
 from meshflash.core.layout import Layout
 from meshflash.core.problem import Problem
-from meshflash.core.program import Add, Attend, AttendGrad, Copy, Dtype, Finish, Part, Post, Program, Slice
+from meshflash.core.program import Add, Attend, AttendGrad, Dtype, Part, Post, Program, Slice
 from meshflash.core.rows import Rows
 from meshflash.schedules.registry import Schedule, register
 from meshflash.schedules.writer import SAVES, Writer, parts, pieces
@@ -29,7 +29,7 @@ def give_keys(problem: Problem, rank: int, name: str = "ringx4") -> Program:
     w = Writer(name, "forward", problem, rank)
     turns = _others(problem, rank)
     alone = not any(problem.needs[c][rank] for c in turns)
-    out = w.own("out") if alone else w.scratch("out.sum", "out", w.q_rows, "partial", becomes="out")
+    out = w.total("out", not alone)
     own = problem.needs[rank][rank]
     giving = _Giving(w, "kv", lambda c, d: problem.needs[c][d])
     giving.begin()
@@ -39,8 +39,7 @@ def give_keys(problem: Problem, rank: int, name: str = "ringx4") -> Program:
         here = giving.take(turn)
         if here is not None:
             w.attend(here, rows.positions(problem.k[turn], problem.needs[turn][rank]), out, carry=True)
-    if not alone:
-        w.steps.append(Finish(out, w.own("out"), (0, problem.heads)))
+    w.settle()
     return w.program(SAVES)
 
 
@@ -50,8 +49,8 @@ def give_keys_backward(problem: Problem, rank: int, name: str = "ringx4") -> Pro
     turns = _others(problem, rank)
     visits = [c for c in turns if problem.needs[c][rank]]
     guests = [d for d in turns if problem.needs[rank][d]]
-    dq = w.scratch("dq.sum", "dq", w.q_rows, "partial", becomes="dq") if visits else w.own("dq")
-    dkv = w.scratch("dkv.sum", "dkv", w.k_rows, "partial", becomes="dkv") if guests else w.own("dkv")
+    dq = w.total("dq", bool(visits))
+    dkv = w.total("dkv", bool(guests))
     giving = _Giving(w, "kv", lambda c, d: problem.needs[c][d])
     giving.begin()
     w.attend_grad(w.own("kv"), problem.k[rank], dq, dkv)
@@ -65,10 +64,7 @@ def give_keys_backward(problem: Problem, rank: int, name: str = "ringx4") -> Pro
         elif turn == rank:
             back.collect(guests)
     back.close()
-    if visits:
-        w.steps.append(Copy(dq, w.own("dq")))
-    if guests:
-        w.steps.append(Copy(dkv, w.own("dkv")))
+    w.settle()
     return w.program()
 
 
@@ -76,7 +72,7 @@ def give_queries(problem: Problem, rank: int, name: str = "ringx1") -> Program:
     """Attend with our own queries, then with those of each rank as its turn comes, always to our own keys."""
     w = Writer(name, "forward", problem, rank)
     guests = [c for c in _others(problem, rank) if asking(problem, rank, c)]
-    out = w.scratch("out.sum", "out", w.q_rows, "partial", becomes="out") if guests else w.own("out")
+    out = w.total("out", bool(guests))
     own = problem.needs[rank][rank]
     giving = _Giving(w, "q", lambda d, c: asking(problem, d, c))
     giving.begin()
@@ -93,8 +89,7 @@ def give_queries(problem: Problem, rank: int, name: str = "ringx1") -> Program:
         elif turn == rank:
             back.collect(guests)
     back.close()
-    if guests:
-        w.steps.append(Finish(out, w.own("out"), (0, problem.heads)))
+    w.settle()
     return w.program(SAVES)
 
 
@@ -106,8 +101,8 @@ def give_queries_backward(problem: Problem, rank: int, name: str = "ringx1") -> 
     others = _others(problem, rank)
     guests = [c for c in others if asking(problem, rank, c)]
     visits = [d for d in others if asking(problem, d, rank)]
-    dq = w.scratch("dq.sum", "dq", w.q_rows, "partial", becomes="dq") if guests else w.own("dq")
-    dkv = w.scratch("dkv.sum", "dkv", w.k_rows, "partial", becomes="dkv") if visits else w.own("dkv")
+    dq = w.total("dq", bool(guests))
+    dkv = w.total("dkv", bool(visits))
     giving = _Giving(w, "q", lambda d, c: asking(problem, d, c), with_rows=True)
     giving.begin()
     w.attend_grad(w.own("kv"), problem.k[rank], dq, dkv)
@@ -126,10 +121,7 @@ def give_queries_backward(problem: Problem, rank: int, name: str = "ringx1") -> 
         elif turn == rank:
             back.collect(guests)
     back.close()
-    if guests:
-        w.steps.append(Copy(dq, w.own("dq")))
-    if visits:
-        w.steps.append(Copy(dkv, w.own("dkv")))
+    w.settle()
     return w.program()
 
 

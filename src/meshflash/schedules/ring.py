@@ -14,7 +14,7 @@ from itertools import accumulate
 from meshflash.core import rows
 from meshflash.core.layout import Layout
 from meshflash.core.problem import Problem
-from meshflash.core.program import Add, Copy, Finish, Post, Program, Slice
+from meshflash.core.program import Add, Copy, Post, Program, Slice
 from meshflash.core.rows import Rows
 from meshflash.schedules.registry import Schedule, register
 from meshflash.schedules.writer import SAVES, Writer, parts, pieces
@@ -87,7 +87,7 @@ def forward(problem: Problem, rank: int, name: str = "ring") -> Program:
     way, world = lanes(problem), problem.world
     visits = _visits(problem, rank)
     alone = not visits
-    out = w.own("out") if alone else w.scratch("out.sum", "out", w.q_rows, "partial", becomes="out")
+    out = w.total("out", not alone)
     _hop(w, way, 1)
     own = problem.needs[rank][rank]
     kv = w.own("kv") if own else w.own("kv", (0, 0))
@@ -100,8 +100,7 @@ def forward(problem: Problem, rank: int, name: str = "ring") -> Program:
                 chunk = lane.chunk(rank, hop, world)
                 held = wires(problem, lane)[chunk][hop]
                 w.attend(_room(w, lane, hop), rows.positions(problem.k[chunk], held), out, carry=True)
-    if not alone:
-        w.steps.append(Finish(out, w.own("out"), (0, problem.heads)))
+    w.settle()
     return w.program(SAVES)
 
 
@@ -111,8 +110,8 @@ def backward(problem: Problem, rank: int, name: str = "ring") -> Program:
     way, world = lanes(problem), problem.world
     visits = _visits(problem, rank)
     guests = [d for d in range(world) if d != rank and problem.needs[rank][d]]
-    dq = w.scratch("dq.sum", "dq", w.q_rows, "partial", becomes="dq") if visits else w.own("dq")
-    dkv = w.scratch("dkv.sum", "dkv", w.k_rows, "partial", becomes="dkv") if guests else w.own("dkv")
+    dq = w.total("dq", bool(visits))
+    dkv = w.total("dkv", bool(guests))
     home = _Round(w, way, dkv) if goes_round(problem) else _Straight(w, way, dkv)
     _hop(w, way, 1)
     w.attend_grad(w.own("kv"), problem.k[rank], dq, dkv)
@@ -130,10 +129,7 @@ def backward(problem: Problem, rank: int, name: str = "ring") -> Program:
                 w.attend_grad(kv, rows.positions(problem.k[chunk], held), dq, part, add_dq=True)
             home.send(lane, hop, part, held)
     home.close()
-    if visits:
-        w.steps.append(Copy(dq, w.own("dq")))
-    if guests:
-        w.steps.append(Copy(dkv, w.own("dkv")))
+    w.settle()
     return w.program()
 
 

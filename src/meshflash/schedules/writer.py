@@ -16,6 +16,7 @@ from meshflash.core.program import (
     Copy,
     Direction,
     Dtype,
+    Finish,
     Interval,
     Part,
     Post,
@@ -39,6 +40,7 @@ class Writer:
         self.steps: list[Step] = []
         self._buffers: dict[str, Buffer] = {}
         self._posts: set[str] = set()
+        self._totals: list[tuple[Slice, str]] = []
         q_rows, k_rows = problem.q_lengths[rank], problem.k_lengths[rank]
         self.q_rows, self.k_rows = q_rows, k_rows
         caller = [("q", "q", q_rows, "input"), ("kv", "kv", k_rows, "input")]
@@ -64,6 +66,21 @@ class Writer:
         assert (old.kind, old.dtype, old.heads) == (kind, dtype, heads), f"{name} is used in two ways"
         self._buffers[name] = replace(old, rows=max(n, old.rows))
         return Slice(name, (0, n), (0, heads))
+
+    def total(self, output: str, in_parts: bool) -> Slice:
+        """Where an output is made: a sum of partial results if it comes in parts, else the output itself."""
+        if not in_parts:
+            return self.own(output)
+        buffer = self._buffers[output]
+        made = self.scratch(f"{output}.sum", buffer.kind, buffer.rows, "partial", becomes=output)
+        self._totals.append((made, output))
+        return made
+
+    def settle(self) -> None:
+        """The sums become the outputs."""
+        for made, output in self._totals:
+            target = self.own(output)
+            self.steps.append(Finish(made, target, target.heads) if output == "out" else Copy(made, target))
 
     def own(self, name: str, taken: Interval | None = None, heads: Interval | None = None) -> Slice:
         """Rows and heads of a caller's tensor; all of them by default."""
