@@ -87,13 +87,34 @@ def test_kernels_of_others_at_real_shapes(kernel, name):
     assert [name for name, _ in ran] == [kernel] * 2
 
 
+def in_padding(x, pad, heads_first):
+    """The same numbers between rows of NaN, heads before tokens or after them."""
+    b, t, h, d = x.shape
+    if heads_first:
+        room = x.new_full((b, h, t + pad, d + 8), torch.nan).transpose(1, 2)
+    else:
+        room = x.new_full((b, t + pad, h + 1, d + 8), torch.nan)
+    room[:, :t, :h, :d] = x.detach()
+    return room[:, :t, :h, :d].requires_grad_()
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("name", ["causal", "causal, 128", "full, gqa", "documents", "dim 96"])
+def test_triton_reads_nothing_beside_its_rows(name, heads_first):
+    case = REAL[name]
+    leaves = case.inputs(torch.bfloat16, "cuda")
+    leaves |= {key: in_padding(leaves[key], pad, heads_first) for key, pad in (("q", 3), ("k", 5), ("v", 1))}
+    got = gradients(case.run(leaves, "triton"), leaves, case)
+    check(got, case, leaves)
+
+
 def random_case(draw):
     """Any mask, shape and feature; the Triton kernel serves all of them."""
     tokens = draw.randint(1, 900)
     masks = [Mask.full(), CAUSAL, CAUSAL & Mask.window(draw.randint(0, 300), 0), Mask.window(draw.randint(0, 99), 50)]
     cuts = sorted(draw.randint(0, tokens) for _ in range(3))
     lengths = [b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)]
-    masks += [CAUSAL & Mask.documents(lengths), CAUSAL & (Mask.window(40, 0) | Mask.first(draw.randint(0, 99)))]
+    masks += [CAUSAL & Mask.documents(lengths), CAUSAL & (Mask.window(40, 0) | Mask.first(draw.randint(1, 99)))]
     kv_heads = draw.choice([1, 2, 3])
     return Case(
         draw.choice(masks),

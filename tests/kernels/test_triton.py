@@ -109,6 +109,15 @@ def test_dims_in_two_parts(dim):
     run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=24), torch.float32, deterministic=False)
 
 
+def test_rows_that_begin_anywhere_are_not_taken_in_parts():
+    """The compiler gives wrong numbers for those, on Hopper."""
+    lined, padded = torch.zeros(1, 5, 2, 96), torch.zeros(1, 5, 2, 104)[..., :96]
+    shifted = torch.zeros(5 * 2 * 96 + 1)[1:].view(1, 5, 2, 96)
+    assert triton_kernel._parts(lined, lined, lined) == ((64, 32), (64, 32))
+    for other in (padded, shifted):
+        assert triton_kernel._parts(lined, other, lined) == ((128, 0), (128, 0))
+
+
 def test_inside_a_schedule(pool):
     items = [
         Item(SMALL[name], schedule, 2, kernel="triton")

@@ -67,6 +67,12 @@ def hopper(monkeypatch):
 
 
 @pytest.mark.usefixtures("hopper")
+def test_flash_attention_4_is_not_asked_for_head_dims_whose_gradients_it_gets_wrong():
+    assert "multiples of 32" in (Flash4().lacks(ask(head_dim=80, value_dim=80)) or "")
+    assert Flash4().lacks(ask(head_dim=96, value_dim=96)) is None
+
+
+@pytest.mark.usefixtures("hopper")
 def test_each_says_what_it_lacks():
     for kernel in (Cudnn(), Flash2(), Flash2Package(), Flash3(), Flash4()):
         assert kernel.lacks(ask()) is None, kernel.name

@@ -133,9 +133,10 @@ def check(
     """Hold outputs and gradients to the tolerance rule against the oracle in float64; AssertionError where they fail.
 
     An error may be twice that of plain PyTorch in the same dtype (thrice with softcap or sinks), plus
-    twice the rounding of the values themselves, plus some units in the last place of the accumulator at the
-    size of the largest value, at least 1: a gradient that is truly 0 is a difference of rounded numbers
-    here, and exactly 0 in plain PyTorch. In float64 the oracle rounds too: 1e-12 there. Empty rows must
+    twice the rounding of the values themselves (of the largest where few of them happen to need none),
+    plus some units in the last place of the accumulator at the size of the largest value, at least 1: a
+    gradient that is truly 0 is a difference of rounded numbers here, and exactly 0 in plain PyTorch. In
+    float64 the oracle rounds too: 1e-12 there. Empty rows must
     be exactly 0 and -inf. Where that is not enough, a gradient may also be off by what the error of the output,
     which was judged before it, makes of delta: FlashAttention takes delta of the rounded output, plain PyTorch
     does not, and it shows where a row sees next to nothing. `shares` says, by name, what the rounding of the
@@ -161,6 +162,7 @@ def check(
         error = _max_error(value, reference)
         rounded = reference.to(value.dtype)
         rounding = 2 * _max_error(rounded + 0.3 - 0.3, rounded.double())
+        rounding = max(rounding, torch.finfo(value.dtype).eps / 2 * _largest(reference))
         allowed = factor * _max_error(plain[name], reference) + rounding + unit * max(1.0, _largest(reference))
         allowed += (shares or {}).get(name, 0.0)
         if error > allowed and name in ("dq", "dk", "dsink_logits"):

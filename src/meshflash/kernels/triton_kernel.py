@@ -70,7 +70,7 @@ class Triton(Kernel):
         carried, carried_lse = (out, lse) if carry is None else carry
         features = x.features
         sinks, slopes = features.sink_logits_H, features.alibi_slopes_BH
-        parts = _parts(x)
+        parts = _parts(q, k, v)
         in_blocks = _in_blocks(parts, (k, v), config.block_n)
         launch(
             *(forward, tables, q.shape[2]),
@@ -97,7 +97,7 @@ class Triton(Kernel):
         slopes = x.features.alibi_slopes_BH
         given = (q, k, v, dout, rows.lse_BHT, rows.delta_BHT)
         strides = [n for y in given[:4] for n in y.stride()[:3]] + [*rows.lse_BHT.stride(), *rows.delta_BHT.stride()]
-        parts = _parts(x)
+        parts = _parts(q, k, v, dout)
         special_keys, special_queries = triton_hopper.configs(("by_keys", "by_queries"), x, q, k, v, dout)
         special = None
         if special_keys and special_queries:  # two passes, faster there than one with atomic sums
@@ -170,19 +170,31 @@ Parts = tuple[int, int]
 def parts_of(width: int) -> Parts:
     """A width as one power of two, with zeros behind it, or as two that are exactly it.
 
-    Two with zeros behind them would be less, but compiled for Hopper they give wrong numbers.
-
     >>> [parts_of(width) for width in (8, 48, 64, 72, 80, 96, 112, 192, 256)]
     [(16, 0), (32, 16), (64, 0), (128, 0), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0)]
     """
-    whole = max(16, 1 << (width - 1).bit_length())
-    half, rest = whole // 2, width - whole // 2
+    half = whole(width) // 2
+    rest = width - half
     exact = half >= 16 and 16 <= rest < half and not rest & (rest - 1)
-    return (half, rest) if exact else (whole, 0)
+    return (half, rest) if exact else (whole(width), 0)
 
 
-def _parts(x: Inputs) -> tuple[Parts, Parts]:
-    return parts_of(x.q_BTHD.shape[-1]), parts_of(x.v_BSKE.shape[-1])
+def whole(width: int) -> int:
+    """The least power of two that holds a width, and that products take."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _parts(*tensors: Tensor) -> tuple[Parts, Parts]:
+    """The parts of the width of keys and of that of values, for these tensors of rows."""
+    dim, value_dim = tensors[0].shape[-1], tensors[2].shape[-1]
+    if _lined(*tensors):
+        return parts_of(dim), parts_of(value_dim)
+    return (whole(dim), 0), (whole(value_dim), 0)
+
+
+def _lined(*tensors: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 elements, as the compiler can see; parts of others it gets wrong."""
+    return all(x.data_ptr() % 16 == 0 and not any(n % 16 for n in x.stride()[:3]) for x in tensors)
 
 
 def _in_blocks(parts: tuple[Parts, Parts], tensors: tuple[Tensor, ...], rows: int) -> tuple[Any, ...] | None:

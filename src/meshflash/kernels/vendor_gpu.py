@@ -29,6 +29,8 @@ class _OnGpu(Rectangles):
     oldest = (8, 0)
     #: The first compute capability that it does not know.
     too_new = (99, 0)
+    #: Head dims are multiples of it.
+    multiple = 8
     #: Whether AMD's GPUs are served too.
     on_amd = False
     #: Whether its backward can sum in a fixed order.
@@ -49,8 +51,8 @@ class _OnGpu(Rectangles):
             return f"{ask.dtype}"
         if ask.head_dim != ask.value_dim:
             return f"a value dim of {ask.value_dim} with a head dim of {ask.head_dim}"
-        if ask.head_dim % 8 or ask.head_dim > self.widest:
-            return f"a head dim of {ask.head_dim}; multiples of 8 up to {self.widest}"
+        if ask.head_dim % self.multiple or ask.head_dim > self.widest:
+            return f"a head dim of {ask.head_dim}; multiples of {self.multiple} up to {self.widest}"
         if ask.features.scale <= 0:
             return "a scale of 0 or below"
         if ask.direction == "backward" and ask.deterministic and not self.fixed_order:
@@ -194,6 +196,7 @@ class Flash4(_Package):
     module = "flash_attn.cute.interface"
     oldest = (9, 0)
     widest = 128
+    multiple = 32  # 4.0.0b36 takes 80 as well, and its gradients are wrong
     functions = ("_flash_attn_fwd", "_flash_attn_bwd")
 
 
