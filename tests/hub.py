@@ -80,13 +80,14 @@ def run_rank(
     for _ in range(times):
         out, lse = (x.fill_(torch.nan) for x in new_outputs(q, v))
         if case.batch:
-            prepared.run("forward", [q, k, v, out, lse], features, transport)
+            saved = torch.full((prepared.saved_bytes,), 0xFF, dtype=torch.uint8)  # NaN in every dtype
+            prepared.run("forward", [q, k, v, out, lse, saved], features, transport)
         rows = rows_of(out, lse, *upstream(item, out, lse, rank))
         grads = Grads.like(q, k, v)
         made = [grads.dq_BTHD.fill_(torch.nan), grads.dk_BSKD.fill_(torch.nan), grads.dv_BSKE.fill_(torch.nan)]
         if case.batch:
-            given = [q, k, v, rows.out_BTHE, rows.dout_BTHE, rows.lse_BHT, rows.delta_BHT]
-            prepared.run("backward", [*given, *made], features, transport, lse_gradient=case.lse_gradient)
+            given = [q, k, v, rows.out_BTHE, rows.lse_BHT, rows.dout_BTHE, rows.delta_BHT]
+            prepared.run("backward", [*given, *made, saved], features, transport, lse_gradient=case.lse_gradient)
     results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *made), strict=True))
     share = sink_gradient(features.sink_logits_H, rows)
     return results if share is None else results | {"dsink_logits": share}

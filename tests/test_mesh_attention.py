@@ -12,7 +12,17 @@ from meshflash.check.oracle import Case, check
 from meshflash.check.spread import Item, check_moved, run_items, whole
 
 CAUSAL = Mask.causal()
-SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ringx1", "ringx4")
+SCHEDULES = (
+    "ring",
+    "zigzag",
+    "striped",
+    "allgather",
+    "allgather(head_stride=1)",
+    "ringx1",
+    "ringx4",
+    "ulysses",
+    "double_ring",
+)
 
 FAMILIES = {
     "full": Mask.full(),

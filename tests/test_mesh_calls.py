@@ -58,7 +58,7 @@ def assert_equal(got, want):
 
 
 def home(schedule, tokens, world):
-    return registry.parse(schedule)[0].layout(tokens, world)
+    return registry.home(schedule)(tokens, world)
 
 
 def gradients(call, *inputs):
@@ -108,6 +108,13 @@ def every_mesh(rank, world, group):
     check(grid["cp"], rank % 2, 2)
     check(grid["dp"], rank // 2, 2)
     check(grid["cp"].get_group(), rank % 2, 2)
+    cube = dist.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "a", "b"))
+    for table, own, ranks in ((grid, rank, world), (cube["a", "b"], rank % 2, 2)):
+        for schedule in ("hybrid", "double_ring", "hybrid(ring=allgather, turned=True)"):
+            whole, layout = qkv(9, seed=ranks), Layout.zigzag(9, ranks)
+            compare(own, ranks, whole, layout, mesh=table, schedule=schedule, mask=CAUSAL)
+    with pytest.raises(ValueError, match="must ascend"):
+        check(dist.DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("a", "b")), rank, world)
     alone = [dist.new_group([other]) for other in range(world)][rank]
     check(alone, 0, 1)
 
@@ -249,7 +256,7 @@ def tampered(rank, world, group, bad, how):
     plain = engine.forward
 
     def wrong(*arguments):
-        out, lse = plain(*arguments)
+        out, lse, saved = plain(*arguments)
         if how == "out":
             out *= 1.01
         elif how == "row":
@@ -258,7 +265,7 @@ def tampered(rank, world, group, bad, how):
             out[0, 0, 0, 0] = torch.nan
         else:
             lse[..., 0] = -torch.inf
-        return out, lse
+        return out, lse, saved
 
     inputs = [cut(x, Layout.zigzag(42, world), rank) for x in qkv(42, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:

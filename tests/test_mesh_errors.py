@@ -332,7 +332,10 @@ def refuse(rank, world, group):
         told = {name: message(ValueError, call, world, **options)[0] for name, (options, _) in REFUSED.items()}
     grid = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     told["grid"] = message(ValueError, call, world, mesh=grid)[0]
-    told["no names"] = message(ValueError, call, world, mesh=dist.init_device_mesh("cpu", (2, 1)))[0]
+    told["another inner"] = message(ValueError, call, world, mesh=grid, schedule="hybrid(inner=1)")[0]
+    cube = dist.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "cp"))
+    told["cube"] = message(ValueError, call, world, mesh=cube)[0]
+    told["no names"] = message(ValueError, call, world, mesh=dist.init_device_mesh("cpu", (2, 1, 1)))[0]
     foreign = dist.new_group([0])
     told["foreign"] = message(ValueError, call, world, mesh=foreign)[0] if rank else ""
     for text in TIMEOUTS:
@@ -354,10 +357,12 @@ def test_what_cannot_be_is_refused_with_what_is_expected(refused, name):
         assert_matches(REFUSED[name][1], told[name])
 
 
-def test_a_mesh_of_two_dimensions_is_refused(refused):
-    wanted = r"mesh: it has 2 dimensions, and a sequence is spread over one; pass a sub-mesh: "
+def test_a_mesh_of_more_dimensions_than_the_schedule_has_is_refused(refused):
+    wanted = r"mesh: it has 3 dimensions, and a sequence is spread over one or two; pass a sub-mesh: "
     for told in refused:
-        assert_matches(wanted + r'mesh\["dp"\]$', told["grid"])
+        assert_matches(r"schedule='ring' is over one axis, .*mesh\[\"cp\"\].* by double_ring, hybrid$", told["grid"])
+        assert_matches(r"inner=1, but mesh has 2 ranks in its inner axis$", told["another inner"])
+        assert_matches(wanted + r'mesh\["pp"\]$', told["cube"])
         assert_matches(wanted + r'init_device_mesh\(..., mesh_dim_names=\("cp",\)\)\["cp"\]$', told["no names"])
 
 

@@ -165,8 +165,8 @@ def test_errors_say_what_is_expected(name):
 def wrong_on_every_rank(rank, world, group):
     with pytest.raises(ValueError, match=rf"unshard: x has 7 tokens in dimension 1, the layout gives rank {rank} \d"):
         unshard(X, Layout.zigzag(7, world), group)
-    with pytest.raises(ValueError, match=r"mesh: it has 2 dimensions"):
-        unshard(X, Layout.zigzag(7, world), dist.init_device_mesh("cpu", (world, 1)))
+    with pytest.raises(ValueError, match=r"mesh: it has 3 dimensions"):
+        unshard(X, Layout.zigzag(7, world), dist.init_device_mesh("cpu", (world, 1, 1)))
 
 
 def test_a_shard_of_another_length(pool):

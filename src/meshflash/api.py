@@ -15,7 +15,7 @@ from meshflash.engine.explain import explain
 from meshflash.engine.membership import member
 from meshflash.engine.op import PLAIN, Read, attend
 from meshflash.engine.repeat import again, key_of, remember
-from meshflash.groups import group_of
+from meshflash.groups import group_of, inner_of
 from meshflash.kernels import registry
 from meshflash.planning import asked_for, resolve
 
@@ -169,15 +169,16 @@ def attention(
         q: this rank's queries, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]`.
         k: this rank's keys, and
         v: its values.
-        mesh: a process group, or a DeviceMesh of one dimension; the default group where None. Where no
-            group was initialised, or it has one rank, this is `flash_attention`.
+        mesh: a process group, or a DeviceMesh; the default group where None. Where no group was initialised, or
+            it has one rank, this is `flash_attention`. Of a DeviceMesh of two dimensions, the second is the inner
+            axis of "hybrid" or "double_ring".
         layout: which positions each rank holds. Where None, the home layout of the schedule for shards of
             equal length: zigzag for zigzag, ringx3 and ringx4, striped for striped, contiguous for others.
         k_layout: that of the keys, where it is another one (cross-attention).
-        schedule: how ranks work together: "ring", "zigzag", "striped", "allgather", "ringx1" to "ringx4", or a
-            name that was registered; options in brackets, as in "allgather(head_stride=2)". "auto" gathers while
-            the keys and values of the whole sequence take at most 64 MiB, and passes them round beyond; it
-            never changes the layout.
+        schedule: how ranks work together: "ring", "zigzag", "striped", "allgather", "ringx1" to "ringx4", "ulysses",
+            "hybrid", "double_ring", or a name that was registered; options in brackets, as in
+            "allgather(head_stride=2)" or "hybrid(inner=4, ring=zigzag)". "auto" gathers while the keys and values
+            of the whole sequence take at most 64 MiB, and passes them round beyond; it never changes the layout.
         mask: over positions of the whole sequence, the same on all ranks.
         scale: as in `flash_attention`, like
         softcap: this, and
@@ -225,7 +226,7 @@ def attention(
             raise ValueError(
                 "seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own"
             )
-        asked = asked_for(arguments.q, arguments.k, schedule, layout, k_layout, reduce_dtype)
+        asked = asked_for(arguments.q, arguments.k, schedule, layout, k_layout, reduce_dtype, inner_of(mesh))
     except ValueError as error:
         if world > 1 and not torch.compiler.is_compiling():
             member(group).tell(error)  # so that the others need not wait for this rank

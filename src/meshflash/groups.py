@@ -10,7 +10,7 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 
 
 def group_of(mesh: Any) -> tuple[str, int, int]:
-    """(name, rank, world) of a process group, of a DeviceMesh of one dimension, or of the default group.
+    """(name, rank, world) of a process group, of all ranks of a DeviceMesh, or of the default group.
 
     >>> group_of(None)
     ('', 0, 1)
@@ -21,15 +21,34 @@ def group_of(mesh: Any) -> tuple[str, int, int]:
     if mesh is None:
         group = dist.group.WORLD
     elif isinstance(mesh, dist.DeviceMesh):
-        if mesh.ndim != 1:
-            names = mesh.mesh_dim_names or ()
-            example = f'mesh["{names[0]}"]' if names else 'init_device_mesh(..., mesh_dim_names=("cp",))["cp"]'
-            raise ValueError(
-                f"mesh: it has {mesh.ndim} dimensions, and a sequence is spread over one; pass a sub-mesh: {example}"
-            )
-        group = mesh.get_group()
+        group = _group_of_mesh(mesh)
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"mesh: expected a process group that this rank is in, or a DeviceMesh, or None; got {type(mesh).__name__}"
         )
     return group.group_name, dist.get_rank(group), dist.get_world_size(group)
+
+
+def inner_of(mesh: Any) -> int:
+    """How many ranks the inner axis of a DeviceMesh of two dimensions has; 0 where there is one axis."""
+    return int(mesh.size(1)) if dist.is_available() and isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0
+
+
+def _group_of_mesh(mesh: Any) -> Any:
+    """The group of a DeviceMesh's ranks, the last axis running fastest."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.ndim > 2:
+        names = mesh.mesh_dim_names or ()
+        example = f'mesh["{names[0]}"]' if names else 'init_device_mesh(..., mesh_dim_names=("cp",))["cp"]'
+        raise ValueError(
+            f"mesh: it has {mesh.ndim} dimensions, and a sequence is spread over one or two; pass a sub-mesh: {example}"
+        )
+    if mesh.mesh.flatten().tolist() == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if not mesh.mesh_dim_names:
+        raise ValueError("mesh: name the dimensions of a DeviceMesh of two, with mesh_dim_names")
+    group = mesh._flatten().get_group()
+    if mesh.mesh.flatten().tolist() != dist.get_process_group_ranks(group):
+        raise ValueError("mesh: the ranks of a DeviceMesh of two dimensions must ascend, row by row")
+    return group

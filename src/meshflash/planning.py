@@ -6,6 +6,7 @@ plan is made of it inside, where sizes are numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -28,6 +29,7 @@ def asked_for(
     layout: Layout | None,
     k_layout: Layout | None,
     reduce_dtype: torch.dtype | None,
+    inner: int = 0,
 ) -> str:
     """What was asked for, for the op: names and texts, no sizes, so that compiled code serves all lengths."""
     for name, given in (("layout", layout), ("k_layout", k_layout)):
@@ -38,6 +40,8 @@ def asked_for(
     check_reduce_dtype(reduce_dtype)
     if not isinstance(schedule, str):
         raise ValueError(f"schedule={schedule!r}: expected a name, or name(option=value)")
+    if inner:
+        schedule = over_two_axes(schedule, inner)
     if layout is not None and k_layout is None:
         if k.shape[1] != q.shape[1]:
             raise ValueError(
@@ -49,20 +53,43 @@ def asked_for(
     return "|".join((*texts, dtype, schedule))
 
 
+def over_two_axes(schedule: str, inner: int) -> str:
+    """A schedule for a mesh of two axes, of which the inner one has so many ranks.
+
+    >>> over_two_axes("hybrid(ring=allgather)", 2)
+    'hybrid(inner=2, ring=allgather, turned=False, rounds=1)'
+    """
+    able = ", ".join(one.name for one in schedules.schedules() if "inner" in dict(one.options))
+    given = {} if schedule == "auto" else dict(schedules.parse(schedule)[1])
+    if "inner" not in given:
+        raise ValueError(
+            f'schedule={schedule!r} is over one axis, and mesh has two: pass one of them, as in mesh["cp"], or spread '
+            f"the sequence over both by {able}"
+        )
+    if given["inner"] not in (0, inner):
+        raise ValueError(f"schedule={schedule!r}: inner={given['inner']}, but mesh has {inner} ranks in its inner axis")
+    given["inner"] = inner
+    return f"{schedules.parse(schedule)[0].name}({', '.join(f'{key}={value}' for key, value in given.items())})"
+
+
+def _ring_of(layout: Layout | None) -> str:
+    """The ring schedule that is at home on a layout, or that serves it."""
+    return "ring" if layout is None or layout.name not in ("zigzag", "striped") else layout.name
+
+
 def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> engine.Plan:
     """The plan for so many tokens on this rank, of whose keys and values each takes so many bytes."""
     layout, k_layout, dtype, schedule = asked.split("|", 3)
     given, k_given = (_parsed(text) if text else None for text in (layout, k_layout))
     reason = "asked for"
     if schedule == "auto":
-        name = "ring" if given is None or given.name not in ("zigzag", "striped") else given.name
         gathered = each * (world * k_tokens if k_given is None else k_given.tokens)
-        schedule = "allgather" if gathered <= GATHER_BYTES else name
+        schedule = "allgather" if gathered <= GATHER_BYTES else _ring_of(given)
         word = "at most" if gathered <= GATHER_BYTES else "more than"
         reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
-    found, _ = schedules.parse(schedule)
-    q_held = _held("layout", given, found, q_tokens, world)
-    k_held = _held("k_layout", k_given, found, k_tokens, world)
+    home = schedules.home(schedule)
+    q_held = _held("layout", given, home, q_tokens, world)
+    k_held = _held("k_layout", k_given, home, k_tokens, world)
     return engine.Plan(schedule, q_held, k_held, q_offset, dtype, reason)
 
 
@@ -71,10 +98,10 @@ def _parsed(text: str) -> Layout:
     return Layout.parse(text)
 
 
-def _held(name: str, layout: Layout | None, schedule: schedules.Schedule, tokens: int, world: int) -> Layout:
+def _held(name: str, layout: Layout | None, home: Callable[[int, int], Layout], tokens: int, world: int) -> Layout:
     """The layout that was given, or the schedule's own for shards of equal length."""
     if layout is None:
-        return schedule.layout(world * tokens, world)
+        return home(world * tokens, world)
     if layout.world != world:
         raise ValueError(f"{name}: it is for {layout.world} ranks, the group has {world}")
     if world == 1 and layout.tokens != tokens:
@@ -84,5 +111,11 @@ def _held(name: str, layout: Layout | None, schedule: schedules.Schedule, tokens
     return layout
 
 
-engine.connect(schedules.build, resolve)
+def keeps(asked: str) -> bool:
+    """Whether the forward of what was asked for saves more than the caller's tensors."""
+    schedule = asked.split("|", 3)[3]
+    return schedule != "auto" and schedules.parse(schedule)[0].keeps
+
+
+engine.connect(schedules.build, resolve, keeps)
 schedules.on_change.append(forget)

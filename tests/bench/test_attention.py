@@ -46,11 +46,11 @@ def test_demo_proves_draws_and_writes(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("bench attention --schedule spiral", "expected one of auto, allgather, ring"),
+        ("bench attention --schedule spiral", "expected one of auto, allgather, double_ring"),
         ("bench attention --dtype int8", "expected one of float32"),
         ("bench attention --mask diagonal", "expected full"),
-        ("demo --schedule spiral", "expected one of auto, allgather, ring"),
-        ("bench engine --schedule spiral", "expected one of auto, allgather, ring"),
+        ("demo --schedule spiral", "expected one of auto, allgather, double_ring"),
+        ("bench engine --schedule spiral", "expected one of auto, allgather, double_ring"),
     ],
 )
 def test_bad_arguments_are_explained(words, message):

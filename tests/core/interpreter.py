@@ -24,6 +24,7 @@ from meshflash.core.program import (
     Add,
     Attend,
     AttendGrad,
+    Buffer,
     Clear,
     Copy,
     Finish,
@@ -76,14 +77,15 @@ class Numbers:
         heads = (0, problem.heads)
         with np.errstate(all="ignore"):
             out, lse = self.finish(self.attend(q, k, v, q_at, k_at, heads), heads)
-            rows = {"out": out, "dout": dout, "lse": lse, "delta": (dout * out).sum(axis=-1)}
+            given = {"dout": dout, "delta": (dout * out).sum(axis=-1)}
+            rows = {"out": out, "lse": lse, **given}
             dq, dk, dv = self.attend_grad(q, k, v, rows, q_at, k_at, heads)
         #: the rows of all ranks, one rank after another
         self.whole: dict[str, Fields] = {
             "q": {"q": q},
             "kv": {"k": k, "v": v},
             "out": {"out": out, "lse": lse},
-            "rows": rows,
+            "dout": given,
             "dq": {"dq": dq},
             "dkv": {"dk": dk, "dv": dv},
         }
@@ -159,7 +161,9 @@ class Sent:
 class Run:
     """One run of all ranks. `late` and `shared` are the two ways in which runs differ."""
 
-    def __init__(self, programs: Sequence[Program], numbers: Numbers, late: bool, shared: bool) -> None:
+    def __init__(
+        self, programs: Sequence[Program], numbers: Numbers, late: bool, shared: bool, after: Run | None = None
+    ) -> None:
         self.programs, self.numbers, self.late = programs, numbers, late
         self.at = [0] * len(programs)
         self.memory: list[dict[str, Fields]] = []
@@ -168,6 +172,8 @@ class Run:
             for b in program.buffers:
                 if b.role == "input":
                     held[b.name] = {name: x.copy() for name, x in numbers.of(b.kind, program.rank).items()}
+                elif b.role == "saved" and program.direction == "backward":
+                    held[b.name] = self._saved(after, program.rank, b)
                 else:
                     shape = (numbers.batch, b.rows, b.heads)
                     held[b.name] = {f.name: np.full((*shape, *WIDTHS[f.width]), np.nan) for f in KINDS[b.kind]}
@@ -189,14 +195,27 @@ class Run:
                 if not post.waited:
                     raise BrokenError(f"post {name} is never waited for")
             for b in program.buffers:
-                if b.role == "scratch":
+                if b.role in ("scratch", "saved"):
                     continue
                 for name, want in self.numbers.of(b.kind, rank).items():
                     got = self.memory[rank][b.name][name]
                     if got.shape != want.shape or not np.allclose(got, want, rtol=1e-9, atol=1e-9):
                         raise BrokenError(f"{b.role} {name} of rank {rank} is wrong")
-            if program.direction == "forward" and set(program.saves) != {"q", "kv", "out"}:
+            own = {b.name for b in program.buffers if b.role == "saved"}
+            needed = {"out", *own}
+            if program.direction == "forward" and not needed <= set(program.saves):
                 raise BrokenError("the backward does not find what it needs")
+
+    @staticmethod
+    def _saved(after: Run | None, rank: int, b: Buffer) -> Fields:
+        """What the forward left under this name."""
+        if after is None or b.name not in after.programs[rank].saves:
+            raise BrokenError(f"no forward saved {b.name}")
+        found = after.memory[rank][b.name]
+        shapes = {x.shape[1:3] for x in found.values()}
+        if [f.name for f in KINDS[b.kind]] != list(found) or shapes != {(b.rows, b.heads)}:
+            raise BrokenError(f"the forward saved another {b.name}")
+        return {name: x.copy() for name, x in found.items()}
 
     def _turns(self) -> Iterator[None]:
         """Take steps until all ranks are at their ends.
@@ -317,8 +336,8 @@ class Run:
 
     def _attend_grad(self, rank: int, step: AttendGrad) -> None:
         q, k, v = self._operands(rank, step)
-        rows = self._get(rank, step.rows)
-        if "delta" not in rows or rows["lse"].shape != q.shape[:3]:
+        rows = self._get(rank, step.out) | self._get(rank, step.dout)
+        if "delta" not in rows or "lse" not in rows or rows["lse"].shape != q.shape[:3] != rows["delta"].shape:
             raise BrokenError("other rows")
         dq, dk, dv = self.numbers.attend_grad(q, k, v, rows, step.q_positions, step.k_positions, step.heads)
         results: list[tuple[Slice, str, Fields, bool]] = [
@@ -396,12 +415,20 @@ class Run:
             self._arrive(post)
 
 
-def fault(programs: Sequence[Program], numbers: Numbers) -> str:
+def ran(programs: Sequence[Program], numbers: Numbers) -> Run:
+    """A forward that is right, for what it saved."""
+    run = Run(programs, numbers, late=False, shared=False)
+    with np.errstate(all="ignore"):
+        run.check()
+    return run
+
+
+def fault(programs: Sequence[Program], numbers: Numbers, after: Run | None = None) -> str:
     """What goes wrong in any way of running these programs; empty if nothing does."""
     with np.errstate(all="ignore"):
         for late, shared in product((True, False), repeat=2):
             try:
-                Run(programs, numbers, late, shared).check()
+                Run(programs, numbers, late, shared, after).check()
             except BrokenError as error:
                 return f"{'late' if late else 'early'}, {'shared' if shared else 'apart'}: {error}"
     return ""

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from core.interpreter import Numbers, fault
+from core.interpreter import Numbers, fault, ran
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
+    SAVES,
     Add,
     Attend,
     AttendGrad,
@@ -29,7 +30,7 @@ from meshflash.core.program import (
     Wait,
 )
 from meshflash.core.verify import VerificationError, verify_programs
-from meshflash.schedules.registry import build, parse
+from meshflash.schedules.registry import build, home
 
 CAUSAL = Mask.causal()
 #: schedule, tokens, ranks, mask, query heads, key heads
@@ -52,6 +53,15 @@ CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
     "ringx3, causal": ("ringx3", 12, 3, CAUSAL, 2, 1),
     "ringx4, causal": ("ringx4", 13, 3, CAUSAL, 4, 2),
     "ringx4, window": ("ringx4", 13, 4, Mask.window(2, 1), 2, 1),
+    "ulysses, as many heads as ranks": ("ulysses", 9, 2, CAUSAL, 4, 2),
+    "ulysses, key heads on several ranks": ("ulysses", 10, 3, Mask.full(), 8, 2),
+    "ulysses, a rank without heads": ("ulysses", 7, 3, CAUSAL, 2, 1),
+    "ulysses, in rounds": ("ulysses(rounds=2)", 9, 2, CAUSAL & Mask.window(2, 0), 6, 3),
+    "double ring, causal": ("double_ring(inner=2)", 13, 4, CAUSAL, 4, 2),
+    "double ring, window": ("double_ring(inner=2)", 15, 6, Mask.window(3, 2), 2, 1),
+    "hybrid, 2 x 2": ("hybrid(inner=2)", 13, 4, CAUSAL, 2, 2),
+    "hybrid, 2 x 3, turned": ("hybrid(inner=3, ring=ring, turned=True)", 13, 6, CAUSAL, 3, 3),
+    "hybrid, queries go round": ("hybrid(inner=2, ring=ringx1)", 11, 4, Mask.full(), 4, 1),
     "allgather, padding": ("allgather", 9, 2, CAUSAL & Mask.documents([2, 4], pad=True), 2, 1),
 }
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -60,7 +70,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 @cache
 def made(case: str) -> tuple[Problem, Numbers, dict[Direction, list[Program]]]:
     schedule, tokens, world, mask, heads, kv_heads = CASES[case]
-    layout: Layout = parse(schedule)[0].layout(tokens, world)
+    layout: Layout = home(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads)
     programs = {d: [build(schedule, problem, rank, d) for rank in range(world)] for d in DIRECTIONS}
     return problem, Numbers(problem), programs
@@ -70,8 +80,10 @@ def made(case: str) -> tuple[Problem, Numbers, dict[Direction, list[Program]]]:
 @pytest.mark.parametrize("case", CASES)
 def test_programs_that_are_right_agree_with_dense_attention(case: str, direction: Direction) -> None:
     problem, numbers, programs = made(case)
-    assert fault(programs[direction], numbers) == ""
-    verify_programs(programs[direction], problem)
+    both = [programs["forward"], programs["backward"]]
+    after = ran(both[0], numbers) if direction == "backward" else None
+    assert fault(programs[direction], numbers, after) == ""
+    assert not refused(both, problem)
 
 
 def test_the_cases_are_what_they_are_called() -> None:
@@ -389,12 +401,21 @@ def mutants(name: str, count: int) -> Iterator[tuple[str, Direction, int, Progra
             yield case, direction, program.rank, mutant
 
 
-def refused(programs: list[Program], problem: Problem) -> bool:
+def refused(passes: list[list[Program]], problem: Problem) -> bool:
+    """Whether a forward, or a backward after it, is."""
+    report = None
     try:
-        verify_programs(programs, problem)
+        for programs in passes:
+            report = verify_programs(programs, problem, after=report)
     except VerificationError:
         return True
     return False
+
+
+def goes_wrong(passes: list[list[Program]], numbers: Numbers) -> str:
+    """What goes wrong in a forward, or in a backward after it."""
+    wrong = fault(passes[0], numbers)
+    return wrong or (fault(passes[1], numbers, ran(passes[0], numbers)) if len(passes) > 1 else "")
 
 
 @pytest.mark.parametrize("name", MUTATORS)
@@ -404,9 +425,12 @@ def test_programs_that_go_wrong_are_refused(name: str) -> None:
         problem, numbers, programs = made(case)
         changed = [*programs[direction]]
         changed[rank] = mutant
-        wrong = fault(changed, numbers)
+        passes = [changed] if direction == "forward" else [programs["forward"], changed]
+        if direction == "forward" and mutant.saves != SAVES:  # what a backward finds may be wrong
+            passes.append(programs["backward"])
+        wrong = goes_wrong(passes, numbers)
         effective += bool(wrong)
-        if wrong and not refused(changed, problem):
+        if wrong and not refused(passes, problem):
             live.append(f"{case}, {direction} of rank {rank} ({wrong}):\n{mutant.text()}")
     assert effective >= MUTANTS_EACH // 4, "hardly any of these changes does harm"
     assert not live, "\n\n".join(live)

@@ -33,9 +33,9 @@ from meshflash.core.program import (
     Wait,
     slices,
 )
-from meshflash.schedules.registry import build, parse
+from meshflash.schedules.registry import build, home
 
-SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
+SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ulysses")
 MASKS = {
     "full": Mask.full(),
     "causal": Mask.causal(),
@@ -49,7 +49,7 @@ def place(name: str, rows: tuple[int, int] = (0, 4), heads: tuple[int, int] = (0
     return Slice(name, rows, heads)
 
 
-A, B, C, D, E = (place(name) for name in "abcde")
+A, B, C, D, E, F = (place(name) for name in "abcdef")
 AT = (range(0, 8, 2),)
 #: A step of every kind, with its line and what it touches.
 EXAMPLES: list[tuple[Step, str, list[tuple[str, str]]]] = [
@@ -69,14 +69,14 @@ EXAMPLES: list[tuple[Step, str, list[tuple[str, str]]]] = [
         [("a", "read"), ("b", "read"), ("c", "write")],
     ),
     (
-        AttendGrad(A, B, C, D, E, AT, AT, (0, 2), add_dq=True),
+        AttendGrad(A, B, F, C, D, E, AT, AT, (0, 2), add_dq=True),
         "attend_grad a[0:4, 0:2] x c[0:4, 0:2]: d[0:4, 0:2] +=, e[0:4, 0:2] =",
-        [("a", "read"), ("b", "read"), ("c", "read"), ("d", "update"), ("e", "write")],
+        [("a", "read"), ("b", "read"), ("f", "read"), ("c", "read"), ("d", "update"), ("e", "write")],
     ),
     (
-        AttendGrad(A, B, C, D, E, AT, AT, (0, 2), add_dkv=True),
+        AttendGrad(A, B, F, C, D, E, AT, AT, (0, 2), add_dkv=True),
         "attend_grad a[0:4, 0:2] x c[0:4, 0:2]: d[0:4, 0:2] =, e[0:4, 0:2] +=",
-        [("a", "read"), ("b", "read"), ("c", "read"), ("d", "write"), ("e", "update")],
+        [("a", "read"), ("b", "read"), ("f", "read"), ("c", "read"), ("d", "write"), ("e", "update")],
     ),
     (
         Post("kv 1", (Part(1, A),), (Part(2, B),)),
@@ -132,7 +132,7 @@ def test_a_program_without_a_name_has_a_title_all_the_same() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_programs_survive_json(schedule: str, world: int) -> None:
-    layout = parse(schedule)[0].layout(13, world)
+    layout = home(schedule)(13, world)
     for mask, direction in product(MASKS.values(), DIRECTIONS):
         problem = Problem(layout.ranges, layout.ranges, mask, 4, 2)
         for rank in range(world):
@@ -186,7 +186,7 @@ def test_sizes_of_fields() -> None:
         ("out", "input", 16 * 2 + 4),
         ("out", "partial", 16 * 4 + 4),
         ("out", "reduce", 16 + 4),
-        ("rows", "input", 32 * 2 + 8),
+        ("dout", "input", 16 * 2 + 4),
         ("dq", "partial", 8 * 4),
     ],
 )
@@ -205,11 +205,12 @@ def test_cells_of_a_slice() -> None:
 def small(*steps: Step) -> Program:
     buffers = (
         Buffer("kv", "kv", 4, 2, role="input"),
-        Buffer("rows", "rows", 4, 2, role="input"),
+        Buffer("dout", "dout", 4, 2, role="input"),
         Buffer("dkv", "dkv", 4, 2, role="output"),
         Buffer("dkv.sum", "dkv", 4, 2, "partial", becomes="dkv"),
         Buffer("room", "kv", 6, 2),
-        Buffer("rows.room", "rows", 4, 2),
+        Buffer("dout.room", "dout", 4, 2),
+        Buffer("kept", "q", 4, 2, role="saved"),
     )
     return Program("", "backward", 0, 2, buffers, steps, (("mesh", (0, 1)),))
 
@@ -225,10 +226,11 @@ def test_scratch_shares_the_memory_of_its_output_where_the_bytes_agree() -> None
 def test_scratch_bytes_are_those_of_buffers_that_are_not_the_callers() -> None:
     program = small()
     room = 6 * 2 * SIZES.row_bytes("kv", "input")
-    rows = 4 * 2 * SIZES.row_bytes("rows", "input")
+    rows = 4 * 2 * SIZES.row_bytes("dout", "input")
     assert program.scratch_bytes(SIZES) == room + rows + 4 * 2 * SIZES.row_bytes("dkv", "partial")
     alike = replace(SIZES, input_bytes=4)
-    assert program.scratch_bytes(alike) == 2 * room + 4 * 2 * alike.row_bytes("rows", "input")
+    assert program.scratch_bytes(alike) == 2 * room + 4 * 2 * alike.row_bytes("dout", "input")
+    assert program.saved_bytes(SIZES) == 4 * 2 * SIZES.row_bytes("q", "input")
 
 
 def test_copies_of_what_is_sent_count_as_scratch_once_for_all_peers() -> None:
@@ -246,8 +248,8 @@ def test_copies_of_what_is_sent_count_as_scratch_once_for_all_peers() -> None:
         ("kv", (0, 1), 1, True),  # so do some heads of a row
         ("room", (0, 2), 2, False),
         ("room", (1, 2), 1, True),
-        ("rows", (0, 2), 1, True),  # an LSE lies head by head
-        ("rows.room", (0, 2), 2, False),
+        ("dout", (0, 2), 1, True),  # an LSE lies head by head
+        ("dout.room", (0, 2), 2, False),
         ("dkv.sum", (0, 2), 2, False),
     ],
 )

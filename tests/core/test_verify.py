@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from meshflash.core import verify
+from meshflash.core import symbols, verify
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
@@ -35,9 +35,19 @@ from meshflash.core.program import (
     Wait,
 )
 from meshflash.core.verify import Report, VerificationError, verify_programs
-from meshflash.schedules.registry import build, parse
+from meshflash.schedules.registry import build, home, verified
 
-SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ringx1", "ringx4")
+SCHEDULES = (
+    "ring",
+    "zigzag",
+    "striped",
+    "allgather",
+    "allgather(head_stride=1)",
+    "ringx1",
+    "ringx4",
+    "ulysses",
+    "double_ring",
+)
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 CAUSAL = Mask.causal()
 #: For a sequence of n tokens.
@@ -70,24 +80,22 @@ def masks_of(schedule: str, world: int) -> list[str]:
 
 
 def check(schedule: str, problem: Problem, direction: Direction, tables: bool = True) -> Report:
-    programs = [build(schedule, problem, rank, direction) for rank in range(problem.world)]
-    return verify_programs(programs, problem, tables=tables)
+    return verified(schedule, problem, tables=tables)[direction]
 
 
 def check_both(schedule: str, problem: Problem, tables: bool = True) -> None:
-    for direction in DIRECTIONS:
-        check(schedule, problem, direction, tables)
+    verified(schedule, problem, tables=tables)
 
 
-def home(schedule: str, tokens: int, world: int) -> tuple[Ranges, ...]:
+def held_at_home(schedule: str, tokens: int, world: int) -> tuple[Ranges, ...]:
     """The layout that a schedule is at home on."""
-    return parse(schedule)[0].layout(tokens, world).ranges
+    return home(schedule)(tokens, world).ranges
 
 
 @pytest.mark.parametrize("world", range(1, 17))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_solves_every_mask_at_every_world(schedule: str, world: int) -> None:
-    held = home(schedule, 53, world)
+    held = held_at_home(schedule, 53, world)
     for name in masks_of(schedule, world):
         check_both(schedule, Problem(held, held, MASKS[name](53), 4, 2), tables=world <= TABLES_UP_TO)
 
@@ -100,7 +108,7 @@ def test_every_mask_meets_every_schedule_at_large_worlds() -> None:
 
 @pytest.mark.parametrize(("schedule", "mask"), list(zip(SCHEDULES, MASKS, strict=False)))
 def test_tables_are_right_at_a_large_world(schedule: str, mask: str) -> None:
-    held = home(schedule, 61, 11)
+    held = held_at_home(schedule, 61, 11)
     check_both(schedule, Problem(held, held, MASKS[mask](61), 2, 1))
 
 
@@ -108,7 +116,7 @@ def test_tables_are_right_at_a_large_world(schedule: str, mask: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_lengths_that_divide_nothing(schedule: str, tokens: int) -> None:
     for world, mask in product((3, 7), ("full", "causal", "two-sided window", "documents both ways", "padding")):
-        held = home(schedule, tokens, world)
+        held = held_at_home(schedule, tokens, world)
         check_both(schedule, Problem(held, held, MASKS[mask](tokens), 2, 1))
 
 
@@ -116,7 +124,7 @@ def test_lengths_that_divide_nothing(schedule: str, tokens: int) -> None:
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "allgather(head_stride=2)"])
 def test_any_groups_of_heads(schedule: str, heads: int, kv_heads: int) -> None:
     for world, mask in product((2, 3), ("full", "causal", "documents of batch rows")):
-        held = home(schedule, 12, world)
+        held = held_at_home(schedule, 12, world)
         check_both(schedule, Problem(held, held, MASKS[mask](12), heads, kv_heads))
 
 
@@ -133,7 +141,9 @@ CROSS = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_cross_attention(schedule: str, mask: str) -> None:
     for world in (1, 2, 4, 5):
-        check_both(schedule, Problem(home(schedule, 29, world), home(schedule, 17, world), CROSS[mask], 4, 2))
+        check_both(
+            schedule, Problem(held_at_home(schedule, 29, world), held_at_home(schedule, 17, world), CROSS[mask], 4, 2)
+        )
     check_both(schedule, Problem(Layout.zigzag(29, 3).ranges, Layout.striped(17, 3).ranges, CROSS[mask], 4, 2))
 
 
@@ -182,8 +192,10 @@ def test_queries_and_keys_of_different_layouts(schedule: str) -> None:
 def test_queries_that_begin_later_than_keys(schedule: str) -> None:
     """As in decoding: queries from position 20 on, keys from 0 on."""
     for world, mask in product((1, 2, 3), (Mask.full(), CAUSAL, CAUSAL & Mask.window(5, 0), Mask.documents([13, 16]))):
-        q = tuple(tuple(range(r.start + 20, r.stop + 20, r.step) for r in held) for held in home(schedule, 9, world))
-        check_both(schedule, Problem(q, home(schedule, 29, world), mask, 4, 2))
+        q = tuple(
+            tuple(range(r.start + 20, r.stop + 20, r.step) for r in held) for held in held_at_home(schedule, 9, world)
+        )
+        check_both(schedule, Problem(q, held_at_home(schedule, 29, world), mask, 4, 2))
 
 
 def test_bytes_are_counted_by_sender_and_with_the_sizes_given() -> None:
@@ -261,8 +273,13 @@ RING_B: Made = ("ring", "backward")
 GATHER_F: Made = ("allgather", "forward")
 GATHER_B: Made = ("allgather", "backward")
 STRIDE_F: Made = ("allgather(head_stride=1)", "forward")
+HEADS_F: Made = ("ulysses", "forward")
+HEADS_B: Made = ("ulysses", "backward")
 OWN, OTHER = (range(3),), (range(3, 6),)
 EXTRA_OUT = Buffer("more", "out", 3, 4, "partial")
+#: Of rank 0 in ulysses: all rows, half of the heads.
+ALL_ROWS = (range(6),)
+HALF = Attend(s("q:0", (0, 6), (0, 2)), k("kv:0", (0, 6), (0, 1)), s("y", (0, 6), (0, 2)), ALL_ROWS, ALL_ROWS, (0, 2))
 
 
 class Wrong(NamedTuple):
@@ -314,9 +331,42 @@ WRONG: list[Wrong] = [
         ),
         ("an input of other rows", RING_F, buffer("kv", rows=4), "not have the shape and dtype of the problem"),
         ("an input of other heads", RING_F, buffer("q", heads=2), "not have the shape and dtype of the problem"),
-        ("nothing saved", RING_F, program(saves=()), r"saves \(\), expected \['kv', 'out', 'q'\]"),
+        ("nothing saved", RING_F, program(saves=()), r"saves \(\), expected \['out'\]"),
         ("scratch saved", RING_F, program(saves=("q", "kv", "out", "out.sum")), "saves .*, expected"),
         ("a backward that saves", RING_B, program(saves=("q",)), r"saves \('q',\), expected \[\]"),
+        (
+            "saved and never written",
+            HEADS_F,
+            both(room(Buffer("x", "q", 3, 4, role="saved")), program(saves=("out", "q:0", "kv:0", "out:0", "x"))),
+            "x is saved, and not all of it was written",
+        ),
+        (
+            "half a result saved",
+            HEADS_F,
+            both(
+                room(Buffer("x", "out", 6, 2, role="saved"), Buffer("y", "out", 6, 2, "partial")),
+                program(saves=("out", "q:0", "kv:0", "out:0", "x")),
+                insert(5, HALF),
+                insert(6, Copy(s("y", (0, 6), (0, 2)), s("x", (0, 6), (0, 2)))),
+            ),
+            "x is saved, and is not the finished result of its rows",
+        ),
+        (
+            "gradients saved",
+            HEADS_F,
+            both(room(Buffer("x", "dq", 3, 4, role="saved")), program(saves=("out", "q:0", "kv:0", "out:0", "x"))),
+            "x cannot be saved",
+        ),
+        ("more rows than were saved", HEADS_B, buffer("q:0", rows=7), "reads q:0, of which no forward saved so many"),
+        ("another kind than was saved", HEADS_B, buffer("q:0", kind="out"), "reads q:0 as out, which the forward"),
+        (
+            "saved, then written",
+            HEADS_B,
+            insert(0, Clear(s("q:0", (0, 6), (0, 2)))),
+            "was saved and may not be written",
+        ),
+        ("q, which was not saved", HEADS_B, room(Buffer("q", "q", 3, 4, role="input")), "the caller's buffers are"),
+        ("saved twice", RING_F, program(saves=("q", "kv", "out", "out")), "saves a buffer twice"),
         # scratch that becomes an output
         ("becoming nothing known", RING_F, buffer("out.sum", becomes="x"), "out.sum cannot become x"),
         ("becoming an input", RING_F, buffer("kv+1.1", becomes="kv"), "cannot become kv"),
@@ -541,13 +591,13 @@ WRONG: list[Wrong] = [
         (
             "rows of other queries",
             RING_B,
-            change(1, rows=s("rows", (0, 2))),
+            change(1, dout=s("dout", (0, 2))),
             "q and what is known of its rows are not the same",
         ),
         (
             "q for what is known of it",
             RING_B,
-            change(1, rows=s("q")),
+            change(1, out=s("q")),
             "q and what is known of its rows are not the same rows",
         ),
         ("gradients among others", RING_B, change(1, dq=k("dkv.part")), "cannot take these gradients"),
@@ -771,13 +821,15 @@ WRONG: list[Wrong] = [
             "queries that stand twice, so that keys get twice the gradient",
             RING_B,
             both(
-                room(Buffer("q2", "q", 6, 4), Buffer("rows2", "rows", 6, 4), Buffer("dq2", "dq", 6, 4, "partial")),
+                room(*(Buffer(f"{kind}2", kind, 6, 4) for kind in ("q", "out", "dout"))),
+                room(Buffer("dq2", "dq", 6, 4, "partial")),
                 insert(
                     1,
-                    *(Copy(s(name), s(f"{name}2", (n, n + 3))) for name in ("q", "rows") for n in (0, 3)),
+                    *(Copy(s(name), s(f"{name}2", (n, n + 3))) for name in ("q", "out", "dout") for n in (0, 3)),
                     AttendGrad(
                         s("q2", (0, 6)),
-                        s("rows2", (0, 6)),
+                        s("out2", (0, 6)),
+                        s("dout2", (0, 6)),
                         k("kv"),
                         s("dq2", (0, 6)),
                         k("dkv.part"),
@@ -797,23 +849,34 @@ def with_edit(wrong: Wrong) -> list[Program]:
     return [wrong.edit(p) if p.rank in wrong.ranks else p for p in programs_of(*wrong.made)]
 
 
+def prove(programs: list[Program], made: Made) -> Report:
+    """What is made of programs, after the forward if they are of a backward."""
+    after = verify_programs(programs_of(made[0], "forward"), PROBLEM) if made[1] == "backward" else None
+    return verify_programs(programs, PROBLEM, after=after)
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=[wrong.name for wrong in WRONG])
 def test_what_is_wrong_is_refused(wrong: Wrong) -> None:
-    verify_programs(programs_of(*wrong.made), PROBLEM)
+    prove(programs_of(*wrong.made), wrong.made)
     with pytest.raises(VerificationError, match=wrong.message):
-        verify_programs(with_edit(wrong), PROBLEM)
+        prove(with_edit(wrong), wrong.made)
 
 
 def test_every_check_refuses_one_of_them() -> None:
     """A new check of the verifier wants a new row above."""
-    lines = Path(verify.__file__).read_text().splitlines()
-    checks = {n for n, line in enumerate(lines, 1) if ".fail(" in line and "tables" not in line}
+    files = {str(module.__file__): Path(str(module.__file__)).read_text().splitlines() for module in (symbols, verify)}
+    checks = {
+        (file, n)
+        for file, lines in files.items()
+        for n, line in enumerate(lines, 1)
+        if ".fail(" in line and "tables" not in line
+    }
     hit = set()
     for wrong in WRONG:
         with pytest.raises(VerificationError) as error:
-            verify_programs(with_edit(wrong), PROBLEM)
-        hit |= {entry.lineno + 1 for entry in error.traceback}
-    assert [lines[n - 1].strip() for n in sorted(checks - hit)] == []
+            prove(with_edit(wrong), wrong.made)
+        hit |= {(str(entry.path), entry.lineno + 1) for entry in error.traceback}
+    assert [files[file][n - 1].strip() for file, n in sorted(checks - hit)] == []
 
 
 def refused(programs: list[Program], problem: Problem, message: str) -> None:
@@ -896,7 +959,7 @@ def test_tables_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     def table(mask: Mask, q: Ranges, k: Ranges, by_key: bool) -> Any:
         return np.full((1, 3, 3), 1 + by_key, np.int16)
 
-    monkeypatch.setattr(verify, "table_pairs", table)
+    monkeypatch.setattr(symbols, "table_pairs", table)
     verify_programs(programs_of("ring", "forward"), PROBLEM)
     refused(programs_of("ring", "backward"), PROBLEM, "the tables for its rows do not hold each pair")
     verify_programs(programs_of("ring", "backward"), PROBLEM, tables=False)

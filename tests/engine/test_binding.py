@@ -13,7 +13,17 @@ from meshflash.check.spread import Item
 from meshflash.engine.memory import Arena, Pool
 
 CAUSAL = Mask.causal()
-SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ringx1", "ringx4")
+SCHEDULES = (
+    "ring",
+    "zigzag",
+    "striped",
+    "allgather",
+    "allgather(head_stride=1)",
+    "ringx1",
+    "ringx4",
+    "ulysses",
+    "double_ring",
+)
 #: Small ones with all that makes programs differ.
 WIDE = ("gqa", "no keys", "fewer keys", "everything")
 SCRATCH: dict[str, Case] = {

@@ -29,7 +29,17 @@ from meshflash.transport.loopback import Loopback
 
 CAUSAL = Mask.causal()
 CPU = torch.device("cpu")
-SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ringx1", "ringx4")
+SCHEDULES = (
+    "ring",
+    "zigzag",
+    "striped",
+    "allgather",
+    "allgather(head_stride=1)",
+    "ringx1",
+    "ringx4",
+    "ulysses",
+    "double_ring",
+)
 BUILT: tuple[type[Any], ...] = (Program, Bound, Worklist, Placement, engine.Prepared)
 
 
@@ -184,10 +194,12 @@ def test_a_bound_program_makes_no_tensor(monkeypatch, schedule, batch, dtype):
             out, lse = new_outputs(q, v)
             passes = {
                 "forward": [q, k, v, out, lse],
-                "backward": [q, k, v, out, out.clone(), lse, lse.clone(), *map(torch.empty_like, (q, k, v))],
+                "backward": [q, k, v, out, lse, out.clone(), lse.clone(), *map(torch.empty_like, (q, k, v))],
             }
             prepared, features, mover = prepare(item, rank), item.case.features(local), Loopback(rank, 3)
-            for direction, tensors in passes.items():
+            saved = torch.zeros(prepared.saved_bytes, dtype=torch.uint8)
+            for direction, given in passes.items():
+                tensors = [*given, saved]
                 prepared.run(direction, tensors, features, mover)  # type: ignore[arg-type]
                 with Watch() as watch:
                     prepared.run(direction, tensors, features, mover)  # type: ignore[arg-type]

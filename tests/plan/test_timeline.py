@@ -30,7 +30,7 @@ from meshflash.core.program import (
 )
 from meshflash.core.tiles import worklist
 from meshflash.plan.timeline import Event, Rates, Timeline, simulate
-from meshflash.schedules.registry import build, parse
+from meshflash.schedules.registry import build, home
 
 CAUSAL = Mask.causal()
 SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
@@ -40,7 +40,7 @@ FREE, UNIT = Rates(1e6, inf), Rates(1.0, 1.0)
 def made(
     schedule: str, tokens: int, world: int, mask: Mask = CAUSAL, direction: Direction = "forward"
 ) -> tuple[list[Program], Problem]:
-    layout = parse(schedule)[0].layout(tokens, world)
+    layout = home(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads=4, kv_heads=2)
     return [build(schedule, problem, rank, direction) for rank in range(world)], problem
 

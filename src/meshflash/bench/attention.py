@@ -27,7 +27,7 @@ from meshflash.core.mask import Mask
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
 from meshflash.launch.processes import Tell, run_ranks
-from meshflash.schedules.registry import parse
+from meshflash.schedules.registry import home, parse
 from meshflash.sharding import shard, unshard
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -142,8 +142,7 @@ class _Candidate:
             self.layout = None
             self.local = whole
         else:
-            home = "ring" if name == PLAIN else name
-            self.layout = parse(home)[0].layout(case.tokens, world)
+            self.layout = home("ring" if name == PLAIN else name)(case.tokens, world)
             self.local = tuple(shard(x, self.layout).contiguous() for x in whole)  # type: ignore[assignment]
         self.leaves = [x.requires_grad_() for x in self.local[:3]]
         self._attention = self._function(mask)

@@ -10,7 +10,7 @@ from meshflash.bench.cases import Case
 from meshflash.bench.peers import peer_bytes
 from meshflash.core.problem import Problem
 from meshflash.core.program import Sizes
-from meshflash.schedules.registry import build, parse
+from meshflash.schedules.registry import build, home
 
 PASSES = ("forward", "forward+backward")
 
@@ -32,7 +32,7 @@ def run(case: Case, schedules: Sequence[str], world: int) -> Iterator[Row]:
     """The rows of one case; gradients travel in float32."""
     sizes = Sizes(case.batch, case.head_dim, case.head_dim, case.torch_dtype.itemsize)
     for schedule in schedules:
-        held = parse(schedule)[0].layout(case.tokens, world).ranges
+        held = home(schedule)(case.tokens, world).ranges
         problem = Problem(held, held, case.rule, case.heads, case.kv_heads)
         forward, backward = (
             [sum(build(schedule, problem, rank, direction).received(sizes).values()) for rank in range(world)]

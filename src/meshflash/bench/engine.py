@@ -58,7 +58,7 @@ def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[Row]:
     mesh.connect(registry.build, resolve)
     with mock.patch.object(binding, "choose", return_value=Choice(_Nothing(), "it is given")):
         for schedule in schedules:
-            layout = registry.parse(schedule)[0].layout(64 * world, world)
+            layout = registry.home(schedule)(64 * world, world)
             for direction in ("forward", "backward"):
                 rows.append(_measure(schedule, mesh.Plan(schedule, layout, layout), direction, world, rounds))
     return rows
@@ -70,8 +70,9 @@ def _measure(schedule: str, plan: mesh.Plan, direction: Direction, world: int, r
     setting = Setting(1, 16, 16, q.dtype, q.dtype, q.device, "auto", False)
     prepared = mesh.Prepared(plan, Mask.causal(), 4, 2, 0, setting)
     forward = [q, k, k.clone(), q.clone(), lse]
-    tensors = forward if direction == "forward" else [q, k, k, q, q, lse, lse, q.clone(), k.clone(), k.clone()]
+    tensors = forward if direction == "forward" else [q, k, k, q, lse, q, lse, q.clone(), k.clone(), k.clone()]
     transport, features = _Silent(0, world), Features(scale=1.0)
+    tensors.append(q.new_empty(prepared.saved_bytes, dtype=torch.uint8))
     prepared.run(direction, tensors, features, transport)
     times = []
     for _ in range(rounds):

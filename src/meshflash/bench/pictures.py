@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Direction, Program, Sizes
-from meshflash.core.verify import Report, verify_programs
+from meshflash.core.verify import Report
 from meshflash.plan.draw import coverage_text, picture_svg, timeline_text
 from meshflash.plan.timeline import Rates, simulate
 from meshflash.schedules import registry
@@ -45,7 +45,7 @@ def programs(
     schedule: str, tokens: int, world: int, heads: int, kv_heads: int, mask: Mask, direction: Direction, sizes: Sizes
 ) -> Programs:
     """The programs of a schedule on its own layout."""
-    layout = registry.parse(schedule)[0].layout(tokens, world)
+    layout = registry.home(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads)
     return Programs(problem, tuple(registry.build(schedule, problem, rank, direction) for rank in range(world)), sizes)
 
@@ -55,7 +55,7 @@ def prove(
 ) -> Proved:
     """The programs of a schedule on its own layout, after the verifier has passed them."""
     built = programs(schedule, tokens, world, heads, kv_heads, mask, direction, Sizes())
-    report = verify_programs(built.programs, built.problem, built.sizes)
+    report = registry.verified(schedule, built.problem, built.sizes)[direction]
     return Proved(built.problem, built.programs, built.sizes, report)
 
 

@@ -66,12 +66,22 @@ def moved_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+#: More of them than this do not fit a terminal.
+MANY_SCHEDULES = 24
+
+
 def checks(rows: list[dict[str, Any]]) -> Table:
-    """Schedules with how many checks were right, missed and refused, the worst error, and what they received."""
+    """Schedules with how many checks were right, missed and refused, the worst error, and what they received.
+
+    Where there are many they are one row for each name, whatever their options.
+    """
     head = ("schedule", "right", "missed", "refused", "worst error", "of allowed", "KB in")
     table = _table(f"against float64, {rows[0]['world']} ranks", *head)
-    for schedule in dict.fromkeys(row["schedule"] for row in rows):
-        own = [row for row in rows if row["schedule"] == schedule]
+    many = len({row["schedule"] for row in rows}) > MANY_SCHEDULES
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_name.setdefault(row["schedule"].partition("(")[0] if many else row["schedule"], []).append(row)
+    for schedule, own in by_name.items():
         count = [sum(row["outcome"] == outcome for row in own) for outcome in ("right", "missed", "refused")]
         worst = max(own, key=lambda row: row["error"] / row["allowed"] if row["allowed"] else 0.0)
         share = f"{worst['error'] / worst['allowed']:.2f}" if worst["allowed"] else "-"

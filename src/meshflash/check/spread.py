@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,11 @@ from meshflash import Layout
 from meshflash.api import attention
 from meshflash.check.oracle import Case
 from meshflash.core.program import Direction, Sizes
-from meshflash.core.verify import verify_programs
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
 from meshflash.engine.mesh import Plan
 from meshflash.kernels.contract import accumulator_dtype
-from meshflash.schedules.registry import build, parse
+from meshflash.schedules.registry import home, verified
 
 WHOLE = ("q", "k", "v")
 
@@ -38,14 +38,14 @@ class Item:
 
     @property
     def q(self) -> Layout:
-        return self.layout or parse(self.schedule)[0].layout(self.case.tokens, self.world)
+        return self.layout or home(self.schedule)(self.case.tokens, self.world)
 
     @property
     def k(self) -> Layout:
         tokens = self.case.tokens if self.case.k_tokens is None else self.case.k_tokens
         if self.k_layout is None and self.case.k_tokens is None:
             return self.q
-        return self.k_layout or parse(self.schedule)[0].layout(tokens, self.world)
+        return self.k_layout or home(self.schedule)(tokens, self.world)
 
 
 def shards(item: Item, leaves: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -82,8 +82,10 @@ def run_item(rank: int, group: Any, item: Item) -> Result:
     moved: dict[Direction, Moved] = {}
 
     def note(direction: Direction) -> None:
-        received = {peer: n for (_, peer), n in mover.counters.received.items()}
-        moved[direction] = Moved(received, usage.peak)
+        received: Counter[int] = Counter()
+        for (_, peer), n in mover.counters.received.items():
+            received[peer] += n
+        moved[direction] = Moved(dict(received), usage.peak)
         mover.counters.clear()
         usage.peak = 0
         assert usage.live == 0
@@ -140,9 +142,7 @@ def check_moved(item: Item, moved: list[dict[Direction, Moved]]) -> None:
     )
     widths = (case.batch, case.dim, case.value_dim or case.dim)
     sizes = Sizes(*widths, item.dtype.itemsize, partial.itemsize, (item.reduce_dtype or partial).itemsize)
-    for direction in ("forward", "backward"):
-        programs = [build(item.schedule, problem, rank, direction) for rank in range(item.world)]
-        report = verify_programs(programs, problem, sizes)
+    for direction, report in verified(item.schedule, problem, sizes).items():
         if [rank[direction].received for rank in moved] != list(report.received):
             raise AssertionError(f"{direction}: ranks received other bytes than the verifier counted")
         if [rank[direction].scratch_bytes for rank in moved] != list(report.scratch_bytes):

@@ -14,7 +14,7 @@ from meshflash.check.oracle import Case
 from meshflash.check.spread import Item
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.schedules.registry import parse
+from meshflash.schedules.registry import home, parse
 
 #: As many tokens as no number of ranks divides.
 TOKENS = 37
@@ -71,10 +71,10 @@ def everything(schedules: Sequence[str], world: int, quick: bool = False) -> lis
     """
     out = []
     for schedule in schedules:
-        home = parse(schedule)[0].layout(TOKENS, world).name
+        own = home(schedule)(TOKENS, world).name
         if quick:
             features = list(FEATURES)
-            turns = product([home], QUICK_MASKS, range(2))
+            turns = product([own], QUICK_MASKS, range(2))
             cells = [(layout, mask, features[n % len(features)]) for n, (layout, mask, _) in enumerate(turns)]
         else:
             cells = list(product(LAYOUTS, MASKS, FEATURES))
@@ -94,6 +94,8 @@ def at_random(schedules: Sequence[str], world: int, count: int, seed: int) -> It
         case = replace(Case(MASKS[mask](tokens), tokens=tokens), **FEATURES[feature])
         if "row" not in mask and mask != "padding":
             case = replace(case, batch=draw.randint(1, 3))
+        kv_heads = draw.randint(1, 4)
+        case = replace(case, heads=kv_heads * draw.choice((1, 2, 3, 4)), kv_heads=kv_heads)
         lse_gradient, sinks = draw.random() < 0.2, draw.random() < 0.2
         case = replace(case, lse_gradient=case.lse_gradient or lse_gradient, sinks=case.sinks or sinks)
         held = LAYOUTS[layout](tokens, world)
@@ -102,8 +104,27 @@ def at_random(schedules: Sequence[str], world: int, count: int, seed: int) -> It
             layout = "scattered"
         dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
         reduce = torch.bfloat16 if dtype == torch.bfloat16 and draw.random() < 0.3 else None
-        item = Item(case, draw.choice(list(schedules)), world, dtype, held, reduce_dtype=reduce)
+        schedule = _varied(draw, draw.choice(list(schedules)), world)
+        item = Item(case, schedule, world, dtype, held, reduce_dtype=reduce)
         yield Check(layout, mask, feature, item)
+
+
+def _varied(draw: random.Random, schedule: str, world: int) -> str:
+    """A schedule with some options, where it was given without: numbers up to the ranks, names of other schedules."""
+    found, _ = parse(schedule)
+    if "(" in schedule and found.name != "hybrid":
+        return schedule
+    inner = draw.choice([n for n in range(1, world + 1) if world % n == 0])
+    rings = ("ring", "zigzag", "striped", "allgather", "ringx1", "ringx3", "ringx4", "double_ring")
+    values = {
+        "inner": inner,
+        "ring": draw.choice(rings),
+        "turned": draw.random() < 0.5,
+        "rounds": draw.randint(1, 3),
+        "head_stride": draw.randint(0, 2),
+    }
+    options = [f"{key}={values[key]}" for key, _ in found.options]
+    return f"{found.name}({', '.join(options)})" if options else found.name
 
 
 def _scattered(draw: random.Random, tokens: int, world: int) -> Layout:

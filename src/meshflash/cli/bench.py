@@ -331,14 +331,14 @@ def moved(
     from meshflash.bench import bytes as bench
     from meshflash.bench import record, tables
     from meshflash.bench.cases import Case
-    from meshflash.schedules.registry import names
+    from meshflash.schedules.registry import over_lines
 
     rows = []
     with _explained():
         for kv_heads in (32, 8):
             for mask in ("full", "causal", "window-4096"):
                 case = Case(tokens, 1, 32, kv_heads, 128, mask, "bfloat16")
-                rows += [record.flat(row) for row in bench.run(case, tuple(schedule) or names(), world)]
+                rows += [record.flat(row) for row in bench.run(case, tuple(schedule) or over_lines(world), world)]
     typer.echo(tables.moved_markdown(rows))
     record.write(output, rows, record.command_line())
     typer.echo(f"written: {output}")

@@ -25,10 +25,10 @@ def command(
 
     from meshflash.bench import record, tables
     from meshflash.check import run, suite
-    from meshflash.schedules.registry import names, parse
+    from meshflash.schedules.registry import over_lines, parse
 
     console = Console()
-    chosen = tuple(schedule) or names()
+    chosen = tuple(schedule) or over_lines(world)
     try:
         for name in chosen:
             parse(name)

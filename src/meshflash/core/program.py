@@ -16,8 +16,9 @@ from typing import Any, Literal
 Direction = Literal["forward", "backward"]
 #: "input" is that of q, k and v; "partial" float32 (float64 for float64); "reduce" what gradients travel in.
 Dtype = Literal["input", "partial", "reduce"]
-#: Inputs and outputs are the caller's tensors; scratch comes from a pool.
-Role = Literal["input", "output", "scratch"]
+#: Inputs and outputs are the caller's tensors; scratch comes from a pool; what is saved lives from a forward to its
+#: backward, which only reads it.
+Role = Literal["input", "output", "scratch", "saved"]
 Ranges = tuple[range, ...]
 Interval = tuple[int, int]
 
@@ -36,15 +37,12 @@ KINDS: dict[str, tuple[Field, ...]] = {
     "q": (Field("q", "dim"),),
     "kv": (Field("k", "dim"), Field("v", "value_dim")),
     "out": (Field("out", "value_dim"), Field("lse", "", always_partial=True)),
-    "rows": (
-        Field("out", "value_dim"),
-        Field("dout", "value_dim"),
-        Field("lse", "", always_partial=True),
-        Field("delta", "", always_partial=True),
-    ),
+    "dout": (Field("dout", "value_dim"), Field("delta", "", always_partial=True)),
     "dq": (Field("dq", "dim"),),
     "dkv": (Field("dk", "dim"), Field("dv", "value_dim")),
 }
+#: What a forward leaves for a backward where it keeps nothing but what every backward needs.
+SAVES = ("q", "kv", "out")
 #: The kinds whose heads are key heads; those of all others are query heads.
 KEY_KINDS = frozenset({"kv", "dkv"})
 
@@ -149,10 +147,14 @@ class Attend:
 
 @dataclass(frozen=True)
 class AttendGrad:
-    """The gradients of the same: of the query rows and of the key rows, each overwritten or added to."""
+    """The gradients of the same: of the query rows and of the key rows, each overwritten or added to.
+
+    `out` holds the results of the query rows over all keys, `dout` the gradients of those.
+    """
 
     q: Slice
-    rows: Slice
+    out: Slice
+    dout: Slice
     kv: Slice
     dq: Slice
     dkv: Slice
@@ -263,7 +265,8 @@ class Program:
     """What one rank does in one pass. `name` is for people.
 
     `groups` lists, by name, the ranks that this one shares a group with, itself included, in their
-    order. A forward `saves` these buffers; a backward finds them under the same names.
+    order. A forward `saves` these buffers; a backward finds them under the same names: the caller's, and
+    buffers of its own whose role is "saved".
     """
 
     name: str
@@ -306,7 +309,7 @@ class Program:
         out: dict[Slice, None] = {}
         for part in post.sends:
             buffer = self.buffer[part.slice.buffer]
-            by_rows = buffer.role == "scratch" and not self.shares(buffer, sizes)
+            by_rows = buffer.role in ("scratch", "saved") and not self.shares(buffer, sizes)
             by_rows |= sizes.batch == 1 and all(field.width for field in KINDS[buffer.kind])
             if not by_rows or part.slice.heads != (0, buffer.heads):
                 out[part.slice] = None
@@ -326,6 +329,10 @@ class Program:
         held = sum(b.bytes(sizes) for b in self.buffers if b.role == "scratch" and not self.shares(b, sizes))
         posts = (step for step in self.steps if isinstance(step, Post))
         return held + sum(self.slice_bytes(part, sizes) for post in posts for part in self.staged(post, sizes))
+
+    def saved_bytes(self, sizes: Sizes) -> int:
+        """What a forward leaves for its backward beyond the caller's tensors."""
+        return sum(b.bytes(sizes) for b in self.buffers if b.role == "saved")
 
     def text(self) -> str:
         """One line for each buffer and step.
@@ -402,7 +409,8 @@ def slices(step: Step) -> Iterator[tuple[Slice, Literal["read", "write", "update
             yield step.out, "update" if step.carry else "write"
         case AttendGrad():
             yield step.q, "read"
-            yield step.rows, "read"
+            yield step.out, "read"
+            yield step.dout, "read"
             yield step.kv, "read"
             yield step.dq, "update" if step.add_dq else "write"
             yield step.dkv, "update" if step.add_dkv else "write"

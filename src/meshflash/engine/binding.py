@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +47,10 @@ TENSORS: dict[Pass, tuple[tuple[str, str], ...]] = {
         ("q", "q"),
         ("kv", "k"),
         ("kv", "v"),
-        ("rows", "out"),
-        ("rows", "dout"),
-        ("rows", "lse"),
-        ("rows", "delta"),
+        ("out", "out"),
+        ("out", "lse"),
+        ("dout", "dout"),
+        ("dout", "delta"),
         ("dq", "dq"),
         ("dkv", "dk"),
         ("dkv", "dv"),
@@ -69,7 +70,7 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
         if not isinstance(step, Attend | AttendGrad):
             continue
         targets = (step.out,) if isinstance(step, Attend) else (step.dq, step.dkv)
-        partial = any(program.buffer[target.buffer].dtype != "input" for target in targets)
+        in_parts = any(program.buffer[target.buffer].dtype != "input" for target in targets)
         work = worklist(mask, step.q_positions, step.k_positions, exact)
         ask = Ask(
             direction=program.direction,
@@ -78,8 +79,8 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
             head_dim=setting.dim,
             value_dim=setting.value_dim,
             work=work,
-            features=replace(features, sink_logits_H=None) if partial else features,
-            partial=partial,
+            features=replace(features, sink_logits_H=None) if in_parts else features,
+            partial=in_parts,
             lse_gradient=setting.lse_gradient,
             deterministic=setting.deterministic,
             batch=setting.batch,
@@ -105,8 +106,8 @@ Run = Callable[[Call], Any]
 class Bound:
     """A program whose steps are functions, and the kernels that they run.
 
-    The tensors of a call are one list, and steps know theirs by number: first the caller's, then views of
-    scratch, which are the same in every call, and parts of the caller's, each made once a call.
+    The tensors of a call are one list, and steps know theirs by number: first the caller's and the memory of what
+    is saved, then views of scratch, which are the same in every call, and parts of the former, each made once a call.
     """
 
     def __init__(self, placement: Placement, kernels: Kernels, sinks: bool, memory: Tensor) -> None:
@@ -119,13 +120,14 @@ class Bound:
                 for field in KINDS[buffer.kind]:
                     self._caller[buffer.name, field.name] = self._caller[buffer.becomes, field.name]
         self._posts = {step.name: n for n, step in enumerate(s for s in program.steps if isinstance(s, Post))}
-        self._tensors: list[Tensor] = [memory] * len(TENSORS[program.direction])
+        self._saved = len(TENSORS[program.direction])
+        self._tensors: list[Tensor] = [memory] * (self._saved + 1)
         self._parts: list[tuple[int, Callable[[list[Tensor]], Tensor]]] = []
         self._numbers: dict[Any, int] = {}
         self.runs = [run for step in program.steps for run in self._bind(step)]
 
     def call(self, tensors: list[Tensor], features: Features, transport: Transport) -> None:
-        """Run it on these tensors, in the order of TENSORS."""
+        """Run it on these tensors, in the order of TENSORS, and the memory of what is saved behind them."""
         everything = self._tensors.copy()
         everything[: len(tensors)] = tensors
         for number, part in self._parts:
@@ -176,7 +178,7 @@ class Bound:
         kernel = choice.kernel
         features = self._features_of(step.heads, sinks=False)
         (q,), (k, v), (dq,), (dk, dv) = (self._views(place) for place in (step.q, step.kv, step.dq, step.dkv))
-        out, dout, lse, delta = self._views(step.rows)
+        (out, lse), (dout, delta) = self._views(step.out), self._views(step.dout)
         add_dq, add_dkv = step.add_dq, step.add_dkv
 
         def run(call: Call) -> None:
@@ -241,8 +243,12 @@ class Bound:
             caller = self._caller.get((place.buffer, field.name))
             if place in staged or caller is None:
                 key = (step.name, place) if place in staged else place.buffer
-                message = self._placement.message(self._memory, key, field, place)
-                out.append(self._fixed(("message", key, field, place), message))
+                if self._is_saved(key):
+                    message = partial(self._placement.message, key=key, field=field, place=place)
+                    out.append(self._part(("message", key, field, place), self._of_saved(message)))
+                else:
+                    fixed = self._placement.message(self._memory, key, field, place)
+                    out.append(self._fixed(("message", key, field, place), fixed))
             else:
                 out.append(self._part(("message", field, place), _rows(caller, place.rows)))
         return out
@@ -317,7 +323,10 @@ class Bound:
         out = []
         for field in KINDS[buffer.kind]:
             caller = self._caller.get((place.buffer, field.name))
-            if caller is None:
+            if caller is None and self._is_saved(place.buffer):
+                view = partial(self._placement.view, place=place, field=field)
+                out.append(self._part((field, place), self._of_saved(view)))
+            elif caller is None:
                 out.append(self._fixed((field, place), self._placement.view(self._memory, place, field)))
             elif (place.rows, place.heads) == ((0, buffer.rows), (0, buffer.heads)):
                 out.append(caller)
@@ -325,6 +334,15 @@ class Bound:
                 part = _rows_and_heads(caller, place, buffer, rows_at=1 if field.width else 2)
                 out.append(self._part((caller, place.rows, place.heads), part))
         return out
+
+    def _is_saved(self, key: Any) -> bool:
+        """Whether a key of the placement is a buffer that is saved."""
+        return isinstance(key, str) and self.program.buffer[key].role == "saved"
+
+    def _of_saved(self, view: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], Tensor]:
+        """A part of what is saved, whose memory is another one in each call."""
+        number = self._saved
+        return lambda tensors: view(tensors[number])
 
     def _fixed(self, key: Any, tensor: Tensor) -> int:
         if key not in self._numbers:

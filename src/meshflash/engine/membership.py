@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -69,7 +69,9 @@ class Member:
         self.left = ""
         self.prepared: dict[Any, Any] = {}
         self.last: Any = None
-        self._transports: dict[torch.device, Transport] = {}
+        #: The process groups by the names that programs call them; all are of the same ranks.
+        self.groups = {"mesh": group}
+        self._transports: dict[torch.device, ProcessGroupTransport] = {}
         if dist.get_backend(group) == "mpi":
             raise ValueError("a process group of the MPI backend has no store to agree by; start with gloo or nccl")
         self._store = dist.distributed_c10d._get_process_group_store(group)
@@ -80,9 +82,24 @@ class Member:
         """How this group moves tensors of a device."""
         found = self._transports.get(device)
         if found is None:
-            found = ProcessGroupTransport({"mesh": self.group}, device, timeout())
+            found = ProcessGroupTransport(self.groups, device, timeout())
             self._transports[device] = found
         return found
+
+    def join(self, names: Iterable[str]) -> None:
+        """Make the groups of these names that are not there yet; all ranks must come to it, in the same order.
+
+        What moves in one does not wait for what moves in another.
+        """
+        for name in names:
+            if name in self.groups:
+                continue
+            ranks = dist.get_process_group_ranks(self.group)
+            backend = str(dist.get_backend_config(self.group))
+            new = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            self.groups[name] = new
+            for transport in self._transports.values():
+                transport.add(name, new)
 
     def tell(self, error: Exception) -> None:
         """Let the others know, if they come to a handshake, why this rank will not join their call."""

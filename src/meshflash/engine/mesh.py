@@ -41,16 +41,22 @@ class _Above:
 
     build: Build
     resolve: Resolve
+    keeps: Callable[[str], bool]
 
 
-def connect(build: Build, resolve: Resolve) -> None:
-    """Say who builds programs, and who makes plans of what was asked for."""
-    _Above.build, _Above.resolve = staticmethod(build), staticmethod(resolve)
+def connect(build: Build, resolve: Resolve, keeps: Callable[[str], bool] = lambda asked: False) -> None:
+    """Say who builds programs, who makes plans of what was asked for, and who knows what forwards save."""
+    _Above.build, _Above.resolve, _Above.keeps = staticmethod(build), staticmethod(resolve), staticmethod(keeps)
 
 
 def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> Plan:
     """The plan for what was asked; ValueError where it does not fit."""
     return _Above.resolve(asked, q_tokens, k_tokens, each, q_offset, world)
+
+
+def keeps(asked: str) -> bool:
+    """Whether the forward of what was asked for saves more than the caller's tensors."""
+    return _Above.keeps(asked)
 
 
 @dataclass(frozen=True)
@@ -84,12 +90,18 @@ class Prepared:
     def program(self, direction: Direction) -> Program:
         """What this rank does in one pass."""
         program = _Above.build(self.plan.schedule, self.problem, self.rank, direction)
-        if program.groups != (("mesh", tuple(range(self.problem.world))),):
+        ranks = tuple(range(self.problem.world))
+        if program.group.get("mesh") != ranks or set(program.group.values()) != {ranks}:
             raise ValueError(
-                f"schedule {self.plan.schedule!r} uses the groups {program.groups}; only one is run, "
-                'called "mesh", of all ranks in their order'
+                f"schedule {self.plan.schedule!r} uses the groups {program.groups}; there must be one called "
+                '"mesh", and all must be of all ranks in their order'
             )
         return program
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of the groups that both passes use."""
+        return sorted({*self.program("forward").group, *self.program("backward").group})
 
     def kernels(self, direction: Direction, features: Features, lse_gradient: bool = False) -> Kernels:
         """The kernels of a pass; ValueError where the one that was asked for cannot serve it."""
@@ -130,8 +142,14 @@ class Prepared:
         found = self._placements.get((direction, lse_gradient))
         if found is None:
             setting = replace(self.setting, lse_gradient=lse_gradient)
-            found = self._placements[direction, lse_gradient] = Placement(self.program(direction), setting)
+            kept = tuple(b for b in self.program("forward").buffers if b.role == "saved")
+            found = self._placements[direction, lse_gradient] = Placement(self.program(direction), setting, kept)
         return found
+
+    @property
+    def saved_bytes(self) -> int:
+        """The memory of what a forward saves."""
+        return self._placement("forward", lse_gradient=False).saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +180,8 @@ class MeshCall:
             except ValueError as error:
                 member.tell(error)
                 raise
-            member.agree(self._fields(found.plan, q, v))
+            member.agree({**self._fields(found.plan, q, v), "groups": found.groups})
+            member.join(found.groups)
             if len(member.prepared) >= PREPARED and kind not in member.prepared:
                 del member.prepared[next(iter(member.prepared))]
             member.prepared[kind] = found
@@ -231,23 +250,26 @@ class MeshCall:
         }
 
 
-def forward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries."""
+def forward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse) of this rank's queries, and the memory of what the backward needs besides."""
     prepared = call.prepare(member, q, k, v)
     out, lse = new_outputs(q, v)
+    saved = q.new_empty(prepared.saved_bytes, dtype=torch.uint8)
     if q.shape[0]:
         with member.present():
-            prepared.run("forward", [q, k, v, out, lse], call.features, member.transport(q.device))
-    return out, lse
+            prepared.run("forward", [q, k, v, out, lse, saved], call.features, member.transport(q.device))
+    return out, lse, saved
 
 
-def backward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor, rows: Rows, lse_gradient: bool) -> Grads:
+def backward(
+    call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor, rows: Rows, saved: Tensor, lse_gradient: bool
+) -> Grads:
     """The gradients of this rank's q, k and v."""
     prepared = call.prepare(member, q, k, v)
     grads = Grads.like(q, k, v)
     if q.shape[0]:
-        tensors = [q, k, v, rows.out_BTHE, rows.dout_BTHE, rows.lse_BHT, rows.delta_BHT]
-        tensors += [grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE]
+        tensors = [q, k, v, rows.out_BTHE, rows.lse_BHT, rows.dout_BTHE, rows.delta_BHT]
+        tensors += [grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
         with member.present():
             prepared.run("backward", tensors, call.features, member.transport(q.device), lse_gradient)
     return grads

@@ -31,8 +31,8 @@ _CALL = (
     "str kernel, bool deterministic, str asked, str group"
 )
 
-#: What makes (out, lse).
-Forward = Callable[[], tuple[Tensor, Tensor]]
+#: What makes (out, lse) and what the backward needs besides, if anything.
+Forward = Callable[[], tuple[Tensor, ...]]
 _Documents = tuple[tuple[bytes, str, torch.Size], ...]
 
 
@@ -81,24 +81,25 @@ class Read:
         """The mask."""
         return _mask(*self._mask_key)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse), and the memory of what the backward needs besides."""
         x = self.given
         if x.group:
             return mesh.forward(self._over_mesh(), member(x.group), x.q, x.k, x.v)
         if x.asked:
             mesh.resolve(x.asked, x.q.shape[1], x.k.shape[1], 0, x.q_offset, 1)  # for what it refuses
-        return local.forward(self._inputs(), x.kernel, x.deterministic)
+        return *local.forward(self._inputs(), x.kernel, x.deterministic), nothing(x.q)
 
     def backward(
-        self, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+        self, out: Tensor, lse: Tensor, saved: Tensor, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(dq, dk, dv, dsink_logits)."""
         x = self.given
         if not x.group:
             return local.backward(self._inputs(), out, lse, dout, dlse, x.kernel, x.deterministic)
         rows = local.rows_of(out, lse, dout, dlse)
-        grads = mesh.backward(self._over_mesh(), member(x.group), x.q, x.k, x.v, rows, lse_gradient=dlse is not None)
+        through_lse = dlse is not None
+        grads = mesh.backward(self._over_mesh(), member(x.group), x.q, x.k, x.v, rows, saved, through_lse)
         return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, local.sink_gradient(x.sink_logits, rows)
 
     def _inputs(self) -> Inputs:
@@ -137,18 +138,20 @@ def attend(call: Arguments) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, with gradients."""
     tensors = call[:6]
     if watched(tensors):
-        return attention_op(*call)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return Direct.apply(call.q, call.k, call.v, call.sink_logits, call, partial(_forward, *call))
-    return _forward(*call)
+        out, lse, _ = attention_op(*call)
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        out, lse = Direct.apply(call.q, call.k, call.v, call.sink_logits, call, partial(_forward, *call))
+    else:
+        out, lse, _ = _forward(*call)
+    return out, lse
 
 
 def attend_backward(
-    out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Sequence[Any]
+    made: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None, call: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink_logits) of a call, the last one empty where there are no sink logits."""
-    seen = torch.is_grad_enabled() or watched((out, lse, dout, dlse, *call[:6])) or _batched(dout) or _batched(dlse)
-    return (attention_backward_op if seen else _backward)(out, lse, dout, dlse, *call)
+    seen = torch.is_grad_enabled() or watched((*made, dout, dlse, *call[:6])) or _batched(dout) or _batched(dlse)
+    return (attention_backward_op if seen else _backward)(*made, dout, dlse, *call)
 
 
 def watched(tensors: Sequence[Tensor | None]) -> bool:
@@ -178,32 +181,42 @@ def _batched(grad: Tensor | None) -> bool:
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _forward(*call: Any) -> tuple[Tensor, Tensor]:
+def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     read = Read(*call)
     with without_autocast(read.given.q):
         return read.forward()
 
 
 def _backward(
-    out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *call: Any
+    out: Tensor, lse: Tensor, saved: Tensor, dout: Tensor | None, dlse: Tensor | None, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     read = Read(*call)
     with without_autocast(read.given.q):
-        dq, dk, dv, dsink = read.backward(out, lse, dout, dlse)
+        dq, dk, dv, dsink = read.backward(out, lse, saved, dout, dlse)
     return dq, dk, dv, out.new_empty(0) if dsink is None else dsink
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def nothing(x: Tensor) -> Tensor:
+    """The memory of nothing."""
+    return x.new_empty(0, dtype=torch.uint8)
+
+
+def _hollow(x: Tensor) -> Tensor:
+    """A tensor of the same shape without its numbers, where those are saved in another way."""
+    return x.new_empty(1).expand(x.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, documents, plain = inputs[:6], inputs[6], inputs[7:]
     ctx.save_for_backward(*output, *tensors, *documents)
     ctx.plain = plain
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    out, lse, *rest = ctx.saved_tensors
-    tensors, documents = rest[:6], rest[6:]
-    dq, dk, dv, dsink = attend_backward(out, lse, dout, dlse, (*tensors, documents, *ctx.plain))
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any = None) -> tuple[Any, ...]:
+    out, lse, saved, *rest = ctx.saved_tensors
+    made, tensors, documents = (out, lse, saved), rest[:6], rest[6:]
+    dq, dk, dv, dsink = attend_backward(made, dout, dlse, (*tensors, documents, *ctx.plain))
     wanted = None if tensors[3] is None else dsink
     return dq, dk, dv, wanted, None, None, [None] * len(documents), *[None] * len(ctx.plain)
 
@@ -215,9 +228,11 @@ class Direct(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: Arguments, make: Forward
     ) -> Any:
-        output = make()
-        _setup(ctx, (q, k, v, sink_logits, *call[4:]), output)
-        return output
+        out, lse, *saved = make()
+        if saved and saved[0].numel():
+            q, k, v = _hollow(q), _hollow(k), _hollow(v)
+        _setup(ctx, (q, k, v, sink_logits, *call[4:]), (out, lse, saved[0] if saved else nothing(q)))
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -225,21 +240,26 @@ class Direct(torch.autograd.Function):
 
 
 attention_op = torch.library.custom_op(
-    "meshflash::attention", _forward, mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)"
+    "meshflash::attention", _forward, mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor, Tensor)"
 )
 attention_op.register_autograd(_gradients, setup_context=_setup)
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return new_outputs(q, v)
+def _(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x = Arguments(*call)
+    saved = nothing(x.q)
+    if x.group and mesh.keeps(x.asked):
+        saved = x.q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
+    return *new_outputs(x.q, x.v), saved
 
 
 attention_backward_op = torch.library.custom_op(
     "meshflash::attention_backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor out, Tensor lse, Tensor saved, Tensor? dout, Tensor? dlse, {_CALL})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -247,6 +267,7 @@ attention_backward_op = torch.library.custom_op(
 def _(
     out: Tensor,
     lse: Tensor,
+    saved: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,

@@ -1,4 +1,4 @@
-"""Where a program's scratch lies: every field of every buffer, and every packed copy, in one arena.
+"""Where a program's own buffers lie: scratch and packed copies in an arena, what is saved in memory of its own.
 
 In memory a field is `[rows, batch, heads, width]`, so that any run of rows is one message; kernels see it
 as `[batch, rows, heads, width]`, or `[batch, heads, rows]` where it has no width.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.core.program import KINDS, Dtype, Field, Post, Program, Sizes, Slice
+from meshflash.core.program import KINDS, Buffer, Dtype, Field, Post, Program, Sizes, Slice
 from meshflash.engine.memory import ALIGNMENT
 from meshflash.kernels.contract import accumulator_dtype
 
@@ -58,24 +58,30 @@ class _Piece:
 
 
 class Placement:
-    """The scratch of one program in one setting: `bytes` of an arena, of which it uses `used`."""
+    """The buffers of one program in one setting: `bytes` of an arena, of which it uses `used`, and `saved` bytes.
 
-    def __init__(self, program: Program, setting: Setting) -> None:
+    What is saved lies as the buffers `kept` of the forward do, in both passes.
+    """
+
+    def __init__(self, program: Program, setting: Setting, kept: tuple[Buffer, ...] = ()) -> None:
         self.program, self.setting = program, setting
         self._pieces: dict[tuple[Any, str], _Piece] = {}
         self.bytes = self.used = 0
+        for buffer in kept:
+            self._place(buffer.name, buffer, buffer.rows, buffer.heads)
+        self.saved, self.bytes, self.used = self.bytes, 0, 0
         sizes = setting.sizes
         for buffer in program.buffers:
             if buffer.role == "scratch" and not program.shares(buffer, sizes):
-                self._place(buffer.name, buffer.name, buffer.rows, buffer.heads)
+                self._place(buffer.name, buffer, buffer.rows, buffer.heads)
         for step in program.steps:
             if isinstance(step, Post):
                 for part in program.staged(step, sizes):
                     (a, b), (c, d) = part.rows, part.heads
-                    self._place((step.name, part), part.buffer, b - a, d - c)
+                    self._place((step.name, part), program.buffer[part.buffer], b - a, d - c)
 
-    def _place(self, key: Any, buffer: str, rows: int, heads: int) -> None:
-        setting, held = self.setting, self.program.buffer[buffer]
+    def _place(self, key: Any, held: Buffer, rows: int, heads: int) -> None:
+        setting = self.setting
         for field in KINDS[held.kind]:
             shape = (rows, setting.batch, heads) + ((setting.sizes.width(field),) if field.width else ())
             dtype = setting.torch_dtype("partial" if field.always_partial else held.dtype)
@@ -90,7 +96,7 @@ class Placement:
         return whole[slice(*place.rows)].view(-1) if key == place.buffer else whole.view(-1)
 
     def view(self, memory: Tensor, place: Slice, field: Field) -> Tensor:
-        """Rows and heads of a field of a scratch buffer, as kernels take them."""
+        """Rows and heads of a field of scratch, or of what is saved, as kernels take them."""
         return as_kernels_take(self._tensor(memory, place.buffer, field)[slice(*place.rows), :, slice(*place.heads)])
 
     def copy(self, memory: Tensor, key: Any, field: Field) -> Tensor:

@@ -112,10 +112,10 @@ def give_queries_backward(problem: Problem, rank: int, name: str = "ringx1") -> 
         if here is not None:
             part = back.room(turn)
             positions = rows.positions(problem.q[turn], asking(problem, turn, rank))
-            known = giving.place("rows", turn)
+            known = giving.place("out", turn), giving.place("dout", turn)
             everything = (0, problem.heads)
             w.steps.append(
-                AttendGrad(here, known, w.own("kv"), part, dkv, positions, problem.k[rank], everything, add_dkv=True)
+                AttendGrad(here, *known, w.own("kv"), part, dkv, positions, problem.k[rank], everything, add_dkv=True)
             )
             back.send(turn, part)
         elif turn == rank:
@@ -150,7 +150,7 @@ class _Giving:
 
     def __init__(self, w: Writer, kind: str, wanted: Callable[[int, int], Rows], with_rows: bool = False) -> None:
         self.w, self.wanted = w, wanted
-        self.kinds = (kind, "rows") if with_rows else (kind,)
+        self.kinds = (kind, "out", "dout") if with_rows else (kind,)
 
     def begin(self) -> None:
         """The first turn's rows set out."""

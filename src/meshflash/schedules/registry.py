@@ -14,7 +14,8 @@ from typing import Protocol
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Option, Problem
-from meshflash.core.program import Direction, Program
+from meshflash.core.program import Direction, Program, Sizes
+from meshflash.core.verify import Report, verify_programs
 
 
 class Builder(Protocol):
@@ -25,7 +26,11 @@ class Builder(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule: its two builders, the layout it is at home on, and its options with their defaults."""
+    """A schedule: its two builders, the layout it is at home on, and its options with their defaults.
+
+    It `keeps` something where its forward saves buffers of its own. Where one of its options, `at_home`, names
+    another schedule, it is at home where that one is. `groups` are those that its posts are of besides "mesh".
+    """
 
     name: str
     forward: Builder
@@ -33,11 +38,14 @@ class Schedule:
     layout: Callable[[int, int], Layout]
     summary: str = ""
     options: tuple[tuple[str, Option], ...] = ()
+    keeps: bool = False
+    at_home: str = ""
+    groups: tuple[str, ...] = ()
 
 
 _SCHEDULES: dict[str, Schedule] = {}
 #: The files of this folder that are no family of schedules; every other one registers its own when imported.
-_TOOLS = {"registry", "writer"}
+_TOOLS = {"compose", "registry", "writer"}
 _loaded: list[str] = []
 #: Called whenever a name comes to mean another schedule.
 on_change: list[Callable[[], None]] = []
@@ -60,11 +68,12 @@ def register_schedule(
     layout: Callable[[int, int], Layout] = Layout.contiguous,
     summary: str = "",
     options: Mapping[str, Option] | None = None,
+    keeps: bool = False,
 ) -> None:
     """Add a schedule of your own: two pure functions `(problem, rank, name) -> Program`.
 
     Check it with `verify_programs` before you run it: every visible pair once, every gradient home, no
-    deadlock, no buffer touched while it moves.
+    deadlock, no buffer touched while it moves. It `keeps` something where its forward saves buffers of its own.
 
     >>> from meshflash.schedules import ring
     >>> register_schedule("my_ring", ring.forward, ring.backward, summary="ring by another name")
@@ -73,7 +82,7 @@ def register_schedule(
     >>> unregister_schedule("my_ring")
     """
     _load()
-    register(Schedule(name, forward, backward, layout, summary, tuple((options or {}).items())))
+    register(Schedule(name, forward, backward, layout, summary, tuple((options or {}).items()), keeps))
     _changed()
 
 
@@ -93,6 +102,20 @@ def schedules() -> tuple[Schedule, ...]:
 def names() -> tuple[str, ...]:
     """The names of all schedules."""
     return tuple(schedule.name for schedule in schedules())
+
+
+def over_lines(world: int) -> tuple[str, ...]:
+    """All schedules; those over two axes once for each inner axis that divides so many ranks.
+
+    >>> [text for text in over_lines(8) if "(" in text]
+    ['double_ring(inner=2)', 'double_ring(inner=4)', 'hybrid(inner=2)', 'hybrid(inner=4)']
+    """
+    inner = [n for n in range(2, world) if world % n == 0]
+    out: list[str] = []
+    for schedule in schedules():
+        lines = [f"{schedule.name}(inner={n})" for n in inner if "inner" in dict(schedule.options)]
+        out += lines or [schedule.name]
+    return tuple(out)
 
 
 def find(name: str) -> Schedule:
@@ -123,6 +146,16 @@ def parse(text: str) -> tuple[Schedule, tuple[tuple[str, Option], ...]]:
     return schedule, tuple(given.items())
 
 
+def home(text: str) -> Callable[[int, int], Layout]:
+    """The layout that a schedule is at home on, for so many tokens and ranks.
+
+    >>> home("hybrid(ring=striped)")(8, 4).name
+    'striped'
+    """
+    found, options = parse(text)
+    return home(str(dict(options)[found.at_home])) if found.at_home else found.layout
+
+
 def _value(text: str, key: str, value: str, default: Option) -> Option:
     try:
         if isinstance(default, bool):
@@ -147,6 +180,17 @@ def build(schedule: str, problem: Problem, rank: int, direction: Direction) -> P
 def _with_options(problem: Problem, options: tuple[tuple[str, Option], ...]) -> Problem:
     """The same object for every rank and both passes, so that what a problem needs is worked out once."""
     return replace(problem, options=options)
+
+
+def verified(
+    schedule: str, problem: Problem, sizes: Sizes | None = None, tables: bool = True
+) -> dict[Direction, Report]:
+    """Both passes of a schedule, proved right for a problem: VerificationError if they are not."""
+    out: dict[Direction, Report] = {}
+    for direction in ("forward", "backward"):
+        programs = [build(schedule, problem, rank, direction) for rank in range(problem.world)]
+        out[direction] = verify_programs(programs, problem, sizes, tables, after=out.get("forward"))
+    return out
 
 
 def build_program(

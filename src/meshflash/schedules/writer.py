@@ -9,6 +9,7 @@ from meshflash.core import rows
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
     KEY_KINDS,
+    SAVES,
     Add,
     Attend,
     AttendGrad,
@@ -25,11 +26,11 @@ from meshflash.core.program import (
     Slice,
     Step,
     Wait,
+    slices,
 )
 from meshflash.core.rows import Rows
 
-#: What a forward leaves for a backward where it keeps nothing but what every backward needs.
-SAVES = ("q", "kv", "out")
+__all__ = ["SAVES", "Writer", "parts", "pieces"]
 
 
 class Writer:
@@ -38,6 +39,8 @@ class Writer:
     def __init__(self, name: str, direction: Direction, problem: Problem, rank: int) -> None:
         self.name, self.direction, self.problem, self.rank = name, direction, problem, rank
         self.steps: list[Step] = []
+        #: All of them are of all ranks; the posts of one do not wait for those of another.
+        self.groups = ["mesh"]
         self._buffers: dict[str, Buffer] = {}
         self._posts: set[str] = set()
         self._totals: list[tuple[Slice, str]] = []
@@ -48,7 +51,8 @@ class Writer:
             caller += [("out", "out", q_rows, "output")]
         else:
             caller += [
-                ("rows", "rows", q_rows, "input"),
+                ("out", "out", q_rows, "input"),
+                ("dout", "dout", q_rows, "input"),
                 ("dq", "dq", q_rows, "output"),
                 ("dkv", "dkv", k_rows, "output"),
             ]
@@ -66,6 +70,10 @@ class Writer:
         assert (old.kind, old.dtype, old.heads) == (kind, dtype, heads), f"{name} is used in two ways"
         self._buffers[name] = replace(old, rows=max(n, old.rows))
         return Slice(name, (0, n), (0, heads))
+
+    def keep(self, name: str, kind: str, n: int, heads: int) -> None:
+        """A buffer that a forward saves for its backward."""
+        self._buffers[name] = Buffer(name, kind, n, heads, role="saved")
 
     def total(self, output: str, in_parts: bool) -> Slice:
         """Where an output is made: a sum of partial results if it comes in parts, else the output itself."""
@@ -127,7 +135,8 @@ class Writer:
         self.steps.append(
             AttendGrad(
                 self.own("q", taken, heads),
-                self.own("rows", taken, heads),
+                self.own("out", taken, heads),
+                self.own("dout", taken, heads),
                 kv,
                 replace(dq, rows=taken),
                 dkv,
@@ -159,14 +168,20 @@ class Writer:
     def program(self, saves: tuple[str, ...] = ()) -> Program:
         """What was written."""
         world = self.problem.world
+        used = {place.buffer for step in self.steps for place, _ in slices(step)}
+        found = {"q", "kv", "out"} if self.direction == "backward" else set()
         return Program(
             self.name,
             self.direction,
             self.rank,
             world,
-            tuple(buffer for buffer in self._buffers.values() if buffer.rows or buffer.role != "scratch"),
+            tuple(
+                buffer
+                for name, buffer in self._buffers.items()
+                if name in used or (buffer.role != "scratch" and name not in found)
+            ),
             tuple(self.steps),
-            (("mesh", tuple(range(world))),),
+            tuple((name, tuple(range(world))) for name in self.groups),
             saves,
         )
 

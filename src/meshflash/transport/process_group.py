@@ -23,21 +23,30 @@ class ProcessGroupTransport(Transport):
 
     def __init__(self, groups: Mapping[str, Any], device: torch.device, timeout: float) -> None:
         super().__init__()
-        self.groups, self.timeout = dict(groups), timeout
+        self.groups: dict[str, Any] = {}
+        self.device, self.timeout = device, timeout
         self._limit = timedelta(seconds=timeout)
-        self._ranks = {name: (dist.get_rank(group), dist.get_world_size(group)) for name, group in groups.items()}
-        backends = {name: backend_of(group, device) for name, group in groups.items()}
-        for name, backend in backends.items():
-            if backend is None:
-                raise ValueError(f"group {name} has no backend for tensors on {device.type}")
-            if backend == "gloo" and device.type != "cpu":
-                # it would end the process: gloo reads device memory as if it were the host's
-                raise ValueError(
-                    f"gloo cannot move tensors on {device.type}; initialise the process group with a backend of "
-                    f'that device, such as "cpu:gloo,cuda:nccl"'
-                )
-        self.name = "+".join(sorted({str(backend) for backend in backends.values()}))
-        self._coalesces = all(backend != "gloo" for backend in backends.values())
+        self._ranks: dict[str, tuple[int, int]] = {}
+        self._backends: set[str] = set()
+        for name, group in groups.items():
+            self.add(name, group)
+
+    def add(self, name: str, group: Any) -> None:
+        """One more group."""
+        backend = backend_of(group, self.device)
+        if backend is None:
+            raise ValueError(f"group {name} has no backend for tensors on {self.device.type}")
+        if backend == "gloo" and self.device.type != "cpu":
+            # it would end the process: gloo reads device memory as if it were the host's
+            raise ValueError(
+                f"gloo cannot move tensors on {self.device.type}; initialise the process group with a backend of "
+                f'that device, such as "cpu:gloo,cuda:nccl"'
+            )
+        self.groups[name] = group
+        self._ranks[name] = dist.get_rank(group), dist.get_world_size(group)
+        self._backends.add(backend)
+        self.name = "+".join(sorted(self._backends))
+        self._coalesces = "gloo" not in self._backends
 
     def rank(self, group: str) -> int:
         return int(self._ranks[group][0])

@@ -1,0 +1,78 @@
+"""The double ring: as many bytes as a ring, few of them between nodes, and no wait for those within."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import Post, Sizes
+from meshflash.schedules.registry import build, verified
+
+SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
+ROWS, KV_HEADS = 6, 4
+#: Bytes of a rank's keys and values.
+KEYS = 2 * ROWS * KV_HEADS * 64 * 2
+MASKS = {
+    "full": Mask.full(),
+    "causal": Mask.causal(),
+    "window": Mask.window(4, 3),
+    "sinks": Mask.causal() & (Mask.window(5, 0) | Mask.first(3)),
+    "documents": Mask.documents([5, 11, 3, 5]),
+}
+#: (ranks, inner)
+NODES = ((4, 2), (6, 2), (6, 3), (8, 4), (8, 8), (5, 1))
+
+
+def problem_of(world: int, mask: Mask, layout=Layout.contiguous) -> Problem:
+    held = layout(ROWS * world, world).ranges
+    return Problem(held, held, mask, 8, KV_HEADS)
+
+
+@pytest.mark.parametrize(("world", "inner"), NODES)
+@pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag, Layout.striped])
+def test_it_is_right_on_every_layout(layout, world, inner):
+    for mask in MASKS.values():
+        tokens = 24 if mask.has_documents else 2 * world + 3
+        held = layout(tokens, world).ranges
+        verified(f"double_ring(inner={inner})", Problem(held, held, mask, 4, 2))
+
+
+@pytest.mark.parametrize(("world", "inner"), NODES)
+def test_it_moves_no_more_than_a_ring(world, inner):
+    for name in ("full", "causal", "window", "sinks"):
+        problem = problem_of(world, MASKS[name])
+        double, single = (
+            verified(schedule, problem, SIZES, tables=False) for schedule in (f"double_ring(inner={inner})", "ring")
+        )
+        assert max(double["forward"].received_bytes) <= (world - 1) * KEYS
+        assert max(double["backward"].received_bytes) <= (world - 1) * KEYS + (world - 1) * 2 * KEYS
+        if name == "full":
+            for direction in ("forward", "backward"):
+                assert double[direction].received_bytes == single[direction].received_bytes
+
+
+def test_few_keys_cross_between_nodes():
+    problem = problem_of(8, Mask.full())
+    for rank, received in enumerate(verified("double_ring(inner=4)", problem, SIZES)["forward"].received):
+        near = sum(n for peer, n in received.items() if peer // 4 == rank // 4)
+        assert received[(rank + 4) % 8] == KEYS
+        assert near == 6 * KEYS
+
+
+def test_keys_set_out_for_the_next_node_before_they_go_round_this_one():
+    steps = build("double_ring(inner=2)", problem_of(4, Mask.full()), 0, "forward").steps
+    posts = [(step.name, step.group) for step in steps if isinstance(step, Post)]
+    assert posts == [("far 1", "far"), ("kv 0.1", "mesh"), ("kv 1.1", "mesh")]
+
+
+def test_nodes_are_as_near_to_a_square_as_ranks_go():
+    for world, inner in ((12, 3), (16, 4), (7, 1)):
+        problem = problem_of(world, Mask.full())
+        assert (
+            build("double_ring", problem, 1, "forward").steps
+            == build(f"double_ring(inner={inner})", problem, 1, "forward").steps
+        )
+    with pytest.raises(ValueError, match=r"double_ring: 4 ranks are not nodes of 3"):
+        build("double_ring(inner=3)", problem_of(4, Mask.full()), 0, "forward")

@@ -1,0 +1,159 @@
+"""Heads for sequence: which rank has which heads, and what ulysses and its hybrids move and keep."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import Post, Sizes
+from meshflash.schedules.compose import line_of, shares
+from meshflash.schedules.registry import build, verified
+from meshflash.schedules.ulysses import widest
+
+SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
+#: Bytes of one row of one head, and what an LSE or a delta adds to it.
+ROW, NUMBER = 64 * 2, 4
+ROWS = 6
+MASKS = {"full": Mask.full(), "causal": Mask.causal(), "window": Mask.causal() & Mask.window(5, 0)}
+LAYOUTS = (Layout.contiguous, Layout.zigzag, Layout.striped)
+#: (ranks, inner): tables of 2 x 2, 3 x 2, 2 x 3 and 2 x 4.
+TABLES = ((4, 2), (6, 2), (6, 3), (8, 4))
+RINGS = ("ring", "zigzag", "striped", "allgather", "ringx1", "ringx2", "ringx3", "ringx4", "double_ring")
+
+
+def problem_of(world: int, mask: Mask, heads: int = 8, kv_heads: int = 4, layout=Layout.contiguous) -> Problem:
+    held = layout(ROWS * world, world).ranges
+    return Problem(held, held, mask, heads, kv_heads)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (8, 2), (12, 3), (5, 1), (32, 8)])
+def test_every_head_has_one_rank_and_shares_are_even(heads, kv_heads):
+    for ways, rounds in product(range(1, 20), (1, 2, 3)):
+        found = shares(heads, kv_heads, ways, rounds)
+        taken = [head for share in found for piece in share for head in range(*piece.heads)]
+        assert taken == list(range(heads))
+        group = heads // kv_heads
+        sizes = [sum(piece.shape[0] for piece in share) for share in found]
+        assert max(sizes) - min(sizes) <= (1 if ways > kv_heads else group)
+        for piece in (piece for share in found for piece in share):
+            assert piece.shape[0] % piece.shape[1] == 0
+            each = piece.shape[0] // piece.shape[1]
+            serving = [head // group for head in range(*piece.heads)]
+            assert serving == [kv for kv in range(*piece.kv) for _ in range(each)]
+
+
+def test_key_heads_are_cut_only_where_there_are_too_few():
+    for heads, kv_heads, ways in ((32, 8, 3), (32, 8, 8), (12, 3, 2)):
+        keys = [kv for share in shares(heads, kv_heads, ways) for piece in share for kv in range(*piece.kv)]
+        assert keys == list(range(kv_heads))
+    keys = [kv for share in shares(32, 8, 16) for piece in share for kv in range(*piece.kv)]
+    assert sorted(keys) == sorted([*range(8)] * 2)
+
+
+def test_a_line_holds_the_rows_of_its_ranks_in_order():
+    zigzag = Layout.zigzag(16, 4).ranges
+    line = line_of((0, 1), zigzag)
+    assert line.positions == (range(4), range(12, 16))
+    assert [(run.rank, run.rows, run.at) for run in line.runs] == [
+        (0, (0, 2), (0, 2)),
+        (1, (0, 2), (2, 4)),
+        (1, (2, 4), (4, 6)),
+        (0, (2, 4), (6, 8)),
+    ]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_it_moves_what_peers_move_and_the_lse(world, mask):
+    """Peers: (N - 1) / N (2 Q + 2 K) in each pass. The results' LSE comes with them, and delta with their gradients."""
+    problem = problem_of(world, MASKS[mask], heads=24, kv_heads=24)
+    queries, keys = ROWS * 24 * ROW, 2 * ROWS * 24 * ROW
+    numbers = ROWS * 24 * NUMBER
+    most = (world - 1) * (2 * queries + keys + numbers) // world
+    reports = verified("ulysses", problem, SIZES, tables=False)
+    for report in reports.values():
+        assert set(report.received_bytes) == {most}
+    assert set(reports["forward"].saved_bytes) == {2 * queries + keys + numbers}
+
+
+def test_key_heads_move_to_those_who_need_them_alone():
+    """Peers repeat 8 key heads over 16 ranks to 32, one for each query head; here to 16."""
+    problem = problem_of(16, Mask.full(), heads=32, kv_heads=8)
+    received = verified("ulysses", problem, SIZES, tables=False)["forward"].received_bytes
+    assert max(received) == 15 * ROWS * (2 * ROW + 2 * ROW + 2 * 1 * ROW + 2 * NUMBER)
+
+
+@pytest.mark.parametrize(("world", "inner"), TABLES)
+@pytest.mark.parametrize("ring", RINGS)
+def test_hybrids_of_every_ring_are_right_on_every_layout(ring, world, inner):
+    for n, (layout, turned) in enumerate(product(LAYOUTS, (False, True))):
+        schedule = f"hybrid(inner={inner}, ring={ring}, turned={turned})"
+        mask = list(MASKS.values())[n % 3]
+        held = layout(2 * world + 3, world).ranges
+        verified(schedule, Problem(held, held, mask, *((4, 2) if n % 2 else (3, 1))))
+
+
+@pytest.mark.parametrize(("world", "inner"), TABLES)
+def test_a_hybrid_moves_what_peers_move_and_the_lse(world, inner):
+    """Peers: (A - 1) / A (2 Q + 2 K) and, between the lines, what a ring moves of longer rows and fewer heads."""
+    lines = world // inner
+    problem = problem_of(world, Mask.full(), heads=12, kv_heads=12)
+    queries, keys = ROWS * 12 * ROW, 2 * ROWS * 12 * ROW
+    exchanged = (inner - 1) * (2 * queries + keys + ROWS * 12 * NUMBER) // inner
+    schedule = f"hybrid(inner={inner}, ring=ring)"
+    reports = verified(schedule, problem, SIZES, tables=False)
+    assert max(reports["forward"].received_bytes) <= exchanged + (lines - 1) * keys
+    assert max(reports["backward"].received_bytes) <= exchanged + (lines - 1) * keys + lines * 2 * keys
+
+
+def test_turned_lines_exchange_with_ranks_far_away():
+    problem = problem_of(4, Mask.full())
+
+    def peers(schedule: str) -> list[set[int]]:
+        steps = build(schedule, problem, 0, "forward").steps
+        posts = [step for step in steps if isinstance(step, Post)]
+        return [
+            {part.peer for post in posts if (post.name[:2] == "in") is first for part in post.sends}
+            for first in (True, False)
+        ]
+
+    assert peers("hybrid(inner=2, ring=ring)")[0] == {1}
+    assert peers("hybrid(inner=2, ring=ring, turned=True)")[0] == {2}
+
+
+def test_rounds_let_some_heads_travel_while_others_are_attended_to():
+    problem = problem_of(2, Mask.causal(), heads=8, kv_heads=8)
+    texts = [str(step).split()[:3] for step in build("ulysses(rounds=2)", problem, 0, "forward").steps]
+    order = [" ".join(words) for words in texts if words[0] in ("post", "attend")]
+    assert [line[:9] for line in order] == [
+        "post in 0",
+        "post in 1",
+        "attend fi",
+        "post out ",
+        "attend fi",
+        "post out ",
+    ]
+    report = verified("ulysses(rounds=2)", problem, SIZES)
+    assert report["forward"].received_bytes == verified("ulysses", problem, SIZES)["forward"].received_bytes
+
+
+def test_a_line_is_as_long_as_no_key_head_goes_to_two_ranks():
+    def chosen(world: int, kv_heads: int) -> int:
+        return widest(problem_of(world, Mask.full(), 8, kv_heads))
+
+    assert [chosen(8, kv_heads) for kv_heads in (8, 4, 2, 1)] == [8, 4, 2, 2]
+    assert (chosen(6, 4), chosen(7, 4), chosen(1, 4)) == (3, 7, 1)
+
+
+def test_what_cannot_be_is_refused():
+    problem = problem_of(6, Mask.full())
+    with pytest.raises(ValueError, match=r"hybrid: 6 ranks are not lines of 4; give an inner that divides them"):
+        build("hybrid(inner=4)", problem, 0, "forward")
+    with pytest.raises(ValueError, match=r"hybrid: ulysses saves buffers of its own; compose another schedule"):
+        build("hybrid(inner=2, ring=ulysses)", problem, 0, "forward")
+    with pytest.raises(ValueError, match=r"expected one of auto"):
+        build("hybrid(inner=2, ring=circle)", problem, 0, "forward")
