@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from meshflash import Layout, Mask
-from meshflash.check.oracle import Case, check, gradients, upstream
-from meshflash.integrations.compat import ring_flash_attn, ringx
+from meshflash.check.oracle import Case, check, gradients, replace, upstream
+from meshflash.integrations.compat import ring_flash_attn, ringx, sp_aurora, yunchang
 from meshflash.integrations.compat.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
 
 #: Arguments after q, k and v, as FlashAttention has them.
@@ -28,6 +28,8 @@ DENSE = {
     "ringX3b_attn": "zigzag",
     "ringX4_attn": "zigzag",
     "ringX4o_attn": "zigzag",
+    "sp_aurora": "contiguous",
+    "ulysses_flash_attn": "contiguous",
 }
 #: Of packed documents, what a rank holds.
 HELD = {
@@ -36,10 +38,14 @@ HELD = {
     "stripe_flash_attn": ring_flash_attn._striped,
 }
 TOKENS, DOCUMENTS = 24, [8, 4, 12]
+#: yunchang's arguments after q, k and v, and how many ranks there are, exchange heads and are a ring.
+MODULE_ORDER = [*ORDER[:4], "softcap", *ORDER[4:-1]]
+TABLES = [(2, 2, 1), (2, 1, 2), (3, 3, 1), (3, 1, 3), (4, 4, 1), (4, 2, 2), (4, 1, 4)]
 
 
 def find(name):
-    return getattr(ringx if name.startswith("ringX") else ring_flash_attn, name)
+    modules = {"ringX": ringx, "sp_au": sp_aurora, "ulyss": sp_aurora}
+    return getattr(modules.get(name[:5], ring_flash_attn), name)
 
 
 def packed(q, k, v, form):
@@ -62,9 +68,9 @@ def run(rank, world, group, name, form, layout, case, window, cuts, arguments):
         more = [*made[:4], 1, made[4]]
     else:
         more = [] if cuts is None else [torch.tensor(cuts), max(b - a for a, b in pairwise(cuts))]
-    options = dict(causal=True, window_size=window, return_attn_probs=True, group=group, **arguments)
-    out, lse, none = function(*packed(local["q"], local["k"], local["v"], form), *more, **options)
-    assert none is None
+    options = dict(causal=True, window_size=window, return_attn_probs=True, group=group) | arguments
+    out, lse, *none = function(*packed(local["q"], local["k"], local["v"], form), *more, **options)
+    assert none == ([] if name.startswith("ulysses") else [None])
     shape = (case.batch, case.tokens, case.heads, case.dim)
     dout, _ = upstream(torch.empty(shape), torch.empty(case.batch, case.heads, case.tokens))
     grads = torch.autograd.grad(out, list(local.values()), dout[:, rows].view(out.shape))
@@ -92,6 +98,16 @@ def test_dense(pool, name):
             case = Case(mask, tokens=TOKENS, heads=2, kv_heads=2 if form == "qkvpacked_" else 1)
             parts = pool.run(2, run, name, form, layout, case, window, None, {})
             check(joined(parts, layout), case, case.inputs(torch.float32), 16)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("name", ["sp_aurora", "ulysses_flash_attn"])
+def test_sp_aurora_at_odd_lengths(pool, name, world):
+    layout = Layout.contiguous(13 * world, world)
+    for causal in (True, False):
+        case = Case(Mask.causal() if causal else Mask.full(), tokens=13 * world, heads=4, kv_heads=2)
+        parts = pool.run(world, run, name, "", layout, case, (-1, -1), None, {"causal": causal})
+        check(joined(parts, layout), case, case.inputs(torch.float32), 16)
 
 
 @pytest.mark.parametrize("form", ["", "kvpacked_", "qkvpacked_"])
@@ -129,6 +145,19 @@ def test_arguments_have_the_names_and_the_order_of_the_peers(name):
         "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "heads_k_stride", "local_k_slice",
     ]  # fmt: skip
     assert between == expected.get(name, [])
+
+
+def test_sp_aurora_has_the_ring_by_its_old_name():
+    for form in ("", "kvpacked_", "qkvpacked_"):
+        names = [
+            list(inspect.signature(getattr(module, f"ring_flash_attn_{form}func")).parameters)
+            for module in (sp_aurora, ring_flash_attn)
+        ]
+        assert names[0] == names[1]
+    q = torch.randn(1, 5, 2, 8)
+    for name in ("ring_flash_attn_func", "sp_aurora_func", "ulysses_flash_attn_func"):
+        out = getattr(sp_aurora, name)(q, q, q, 0.0, None, True)
+        assert torch.equal(out, ring_flash_attn.ring_flash_attn_func(q, q, q, causal=True))
 
 
 def test_without_ranks_it_is_attention_on_one_device():
@@ -175,3 +204,194 @@ def test_prepared_cuts_cover_what_a_rank_sees(causal):
         assert keys.start <= rank * 6
         assert keys.stop == (rank * 6 + 6 if causal else cuts[cuts >= rank * 6 + 6][0])
         assert (longest_q, longest_k) == (int(q.diff().max()), int(k.diff().max()))
+
+
+def run_module(rank, world, group, make, kind, degrees, case, dtype, options):
+    """One rank's output and gradients, each with its positions: of a module as it is called there."""
+    ulysses, ring, low = degrees
+    yunchang.set_seq_parallel_pg(ulysses, ring, rank, world, use_ulysses_low=low)
+    ranks = ulysses * ring
+
+    def cut(x):
+        extract = yunchang.EXTRACT_FUNC_DICT[kind]
+        return extract(x.detach(), rank % ranks, world_size=ranks, rd=ring, ud=ulysses)
+
+    whole = case.inputs(dtype, seed=rank // ranks)
+    local = {key: cut(x).requires_grad_() for key, x in whole.items()}
+    attention = getattr(yunchang, make)
+    attention = attention(group) if make == "UlyssesAttention" else attention(ring_impl_type=kind)
+    inputs = packed(local["q"], local["k"], local["v"], "qkvpacked_" if "Packed" in make else "")
+    out = attention(*inputs, alibi_slopes=case.slopes(), return_attn_probs=True, **options)
+    shape = (case.batch, case.tokens, case.heads, case.dim)
+    dout, _ = upstream(torch.empty(shape), torch.empty(case.batch, case.heads, case.tokens))
+    grads = torch.autograd.grad(out, list(local.values()), cut(dout).to(out))
+    return [(x.detach(), cut(torch.arange(x.shape[1] * ranks).view(1, -1)).view(-1)) for x in (out, *grads)]
+
+
+def check_module(pool, make, kind, table, case, dtype=torch.float32, **options):
+    world, *degrees = table
+    made = pool.run(world, run_module, make, kind, degrees, case, dtype, options)
+    each = degrees[0] * degrees[1]
+    for first in range(0, world, each):
+        got = {}
+        for name, parts in zip(("out", "dq", "dk", "dv"), zip(*made[first : first + each], strict=True), strict=True):
+            values, rows = (torch.cat(x, 1 if x[0].ndim > 1 else 0) for x in zip(*parts, strict=True))
+            assert torch.equal(rows.sort().values, torch.arange(len(rows)))
+            got[name] = values[:, rows.argsort()]
+        check(got, case, case.inputs(dtype, seed=first // each), 16)
+
+
+@pytest.mark.parametrize("kind", ["basic", "zigzag", "strip"])
+@pytest.mark.parametrize("table", [*((*table, True) for table in TABLES), (4, 2, 2, False)], ids=str)
+def test_long_context_attention(pool, kind, table):
+    """At 7 tokens a rank, of which not all lengths are ones that yunchang can cut."""
+    case = Case(Mask.causal(), tokens=7 * table[0], heads=4, kv_heads=2, dim=40)
+    check_module(pool, "LongContextAttention", kind, table, case, causal=True)
+    check_module(pool, "LongContextAttention", kind, table, replace(case, mask=Mask.full()), torch.float64)
+
+
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("kind", ["zigzag", "strip"])
+def test_long_context_attention_has_all_features(pool, kind, low):
+    mask = Mask.causal() & Mask.window(9, 0)
+    case = Case(mask, tokens=20, heads=4, kv_heads=1, scale=0.3, softcap=2.0, alibi=True)
+    check_module(
+        pool, "LongContextAttention", kind, (4, 2, 2, low), case,
+        causal=True, window_size=(9, 0), softmax_scale=0.3, softcap=2.0, deterministic=True,
+    )  # fmt: skip
+
+
+def test_packed_long_context_attention(pool):
+    for kind in ("basic", "zigzag", "strip"):
+        case = Case(Mask.causal(), tokens=20, heads=4)
+        check_module(pool, "LongContextAttentionQKVPacked", kind, (4, 2, 2, True), case, causal=True)
+
+
+@pytest.mark.parametrize("table", [(4, 2, 1, True), (4, 1, 2, True), (4, 1, 1, True)], ids=str)
+def test_every_sequence_has_its_own_ranks(pool, table):
+    case = Case(Mask.causal(), tokens=10, heads=2)
+    check_module(pool, "LongContextAttention", "zigzag", table, case, causal=True)
+
+
+def run_compiled(rank, world, group):
+    yunchang.set_seq_parallel_pg(1, world, rank, world)
+    q = torch.randn(1, 5, 2, 8)
+    attention = yunchang.LongContextAttention(ring_impl_type="strip")
+    return torch.equal(torch.compile(attention, backend="eager")(q, q, q, causal=True), attention(q, q, q, causal=True))
+
+
+@pytest.mark.slow
+def test_long_context_attention_compiles(pool):
+    assert all(pool.run(2, run_compiled))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ulysses_attention(pool, world):
+    case = Case(Mask.causal(), tokens=9 * world, heads=4, kv_heads=2)
+    check_module(pool, "UlyssesAttention", "basic", (world, world, 1, True), case, causal=True)
+    check_module(pool, "UlyssesAttention", "basic", (world, world, 1, True), replace(case, mask=Mask.full()))
+
+
+@pytest.mark.parametrize("table", [(2, 2, 1, True), (2, 1, 2, True)], ids=str)
+def test_keys_of_another_length(pool, table):
+    case = Case(Mask.full(), tokens=10, k_tokens=14, heads=2)
+    check_module(pool, "LongContextAttention", "basic", table, case)
+    check_module(pool, "UlyssesAttention", "basic", (2, 2, 1, True), case)
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "firsts", "step"),
+    [
+        ("basic", True, [0, 4, 8, 12], 1),
+        ("zigzag", True, [0, 12, 4, 8], 1),
+        ("strip", True, [0, 8, 1, 9], 2),
+        ("basic", False, [0, 8, 4, 12], 1),
+        ("zigzag", False, [0, 4, 12, 8], 1),
+        ("strip", False, [0, 1, 8, 9], 2),
+    ],
+)
+def test_what_a_rank_holds(monkeypatch, kind, low, firsts, step):
+    """As yunchang's own functions cut it, where neighbours exchange; else as its modules take it to be cut."""
+    monkeypatch.setattr(yunchang, "_told", (yunchang._Degrees(2, 2, low), None))
+    ring = {"basic": "ring", "strip": "striped"}.get(kind, kind)
+    schedule = yunchang.LongContextAttention(ring_impl_type=kind).schedule
+    assert schedule == f"hybrid(inner=2, ring={ring}, turned={not low})"
+    whole = torch.arange(16.0, requires_grad=True).view(1, 16)
+    for rank, first in enumerate(firsts):
+        cut = yunchang.EXTRACT_FUNC_DICT[kind](whole, rank, 4, 2, 2)
+        assert cut.flatten().tolist() == [first + step * n for n in range(4)]
+        assert cut.requires_grad == (kind != "basic")
+        across = yunchang.EXTRACT_FUNC_DICT[kind](whole.T, rank, world_size=4, rd=2, ud=2, dim=0)
+        assert torch.equal(across, cut.T)
+
+
+def test_modules_have_the_arguments_of_the_peer():
+    made = {
+        yunchang.LongContextAttention: ["ring_impl_type", "use_pack_qkv", "use_sync", "attn_type", "attn_processor"],
+        yunchang.LongContextAttentionQKVPacked: ["ring_impl_type", "use_sync", "attn_type"],
+        yunchang.UlyssesAttention: ["use_sync", "attn_type"],
+    }
+    for module, names in made.items():
+        first = ["sequence_process_group"] if module is yunchang.UlyssesAttention else []
+        assert list(inspect.signature(module).parameters) == [*first, "scatter_idx", "gather_idx", *names]
+        assert issubclass(module, torch.nn.Module)
+    for module in (yunchang.LongContextAttention, yunchang.UlyssesAttention):
+        names = list(inspect.signature(module.forward).parameters)
+        assert names == ["self", "query", "key", "value", *MODULE_ORDER, "args"]
+    names = list(inspect.signature(yunchang.set_seq_parallel_pg).parameters)
+    assert names == ["sp_ulysses_degree", "sp_ring_degree", "rank", "world_size", "use_ulysses_low"]
+
+
+def test_what_changes_no_result_is_taken():
+    yunchang.set_seq_parallel_pg(1, 1, 0, 1)
+    q = torch.randn(1, 5, 2, 8)
+    out = yunchang.LongContextAttention(2, 1, "basic_pytorch", True, True, yunchang.AttnType.FA3)(
+        q, q, q, 0.0, None, True
+    )
+    assert torch.equal(out, yunchang.UlyssesAttention(None, 2, 1, True, "torch")(q, q, q, causal=True))
+    assert torch.equal(yunchang.basic_extract_local(q, 0, 1), q)
+
+
+def test_what_yunchang_takes_and_cannot_be_right_is_refused(monkeypatch):
+    q = torch.randn(1, 4, 2, 8)
+    monkeypatch.setattr(yunchang, "_told", None)
+    with pytest.raises(ValueError, match="set_seq_parallel_pg first"):
+        yunchang.LongContextAttention()
+    with pytest.raises(ValueError, match=r"this is rank 0 of 1; .*init_process_group first"):
+        yunchang.set_seq_parallel_pg(2, 1, 0, 2)
+    with pytest.raises(ValueError, match=r"sp_ring_degree=2: .* divides world_size=1"):
+        yunchang.set_seq_parallel_pg(1, 2, 0, 1)
+    with pytest.raises(ValueError, match="5 tokens on 4 ranks"):
+        yunchang.zigzag_extract_local(torch.zeros(1, 5), 0, 4, 2, 2)
+    with pytest.raises(ValueError, match=r"expected rd \* ud ranks"):
+        yunchang.stripe_extract_local(torch.zeros(1, 8), 0, 4, 4, 2)
+    yunchang.set_seq_parallel_pg(1, 1, 0, 1)
+    with pytest.raises(ValueError, match="set_seq_parallel_pg was told: rd=1, ud=1"):
+        yunchang.zigzag_extract_local(torch.zeros(1, 8), 0, 4, 2, 2)
+    for arguments, message in (
+        ({"scatter_idx": 1, "gather_idx": 2}, "transpose the tensors"),
+        ({"ring_impl_type": "stripe"}, "expected one of basic, zigzag, strip"),
+        ({"attn_type": yunchang.AttnType.SAGE_FP8}, "it approximates attention"),
+        ({"attn_type": "fa9"}, "expected one of aiter, fa, fa3"),
+        ({"attn_processor": torch.nn.Identity()}, "leave it out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            yunchang.LongContextAttention(**arguments)
+    with pytest.raises(ValueError, match=r"expected 3 and 1.*\[batch, tokens, 3, heads, dim\]"):
+        yunchang.LongContextAttentionQKVPacked(scatter_idx=2)
+    for module in (yunchang.LongContextAttention(), yunchang.UlyssesAttention()):
+        with pytest.raises(ValueError, match="ranks would drop other pairs each"):
+            module(q, q, q, dropout_p=0.1)
+        with pytest.raises(ValueError, match="1 arguments too many"):
+            module(q, q, q, 0.0, None, True, (-1, -1), 0.0, None, False, False, "more")
+        for options in ({"causal": True}, {"window_size": (0, -1)}, {"alibi_slopes": torch.ones(2)}):
+            with pytest.raises(ValueError, match="q has 3 tokens and k 4"):
+                module(q[:, :3], q, q, **options)
+
+
+def test_lengths_that_others_would_align_by_their_ends_are_refused():
+    q, k = torch.zeros(1, 3, 2, 8), torch.zeros(1, 4, 2, 8)
+    for causal, window in ((True, (-1, -1)), (False, (2, 2))):
+        with pytest.raises(ValueError, match="q has 3 tokens and k 4, and nothing says which positions they are"):
+            ring_flash_attn.ring_flash_attn_func(q, k, k, causal=causal, window_size=window)
+    assert ring_flash_attn.ring_flash_attn_func(q, k, k).shape == q.shape

@@ -56,6 +56,8 @@ def call(
     deterministic: bool,
     return_attn_probs: bool,
     group: Any,
+    softcap: float = 0.0,
+    k_layout: Layout | None = None,
 ) -> Any:
     """The output, or with `return_attn_probs` (output, LSE, None), as FlashAttention returns them."""
     if dropout_p:
@@ -64,10 +66,20 @@ def call(
             "meshflash.attention(..., dropout=, seed=) with a seed that all ranks share"
         )
     out, lse = attention(
-        q, k, v, mesh=group, layout=layout, schedule=schedule, mask=mask, scale=softmax_scale,
-        alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,
+        q, k, v, mesh=group, layout=layout, k_layout=k_layout, schedule=schedule, mask=mask, scale=softmax_scale,
+        softcap=softcap or None, alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
+
+
+def check_lengths(q: Tensor, k: Tensor, mask: Mask, alibi_slopes: Tensor | None) -> None:
+    """ValueError where positions matter, and queries and keys have other ones: others align their ends, or nothing."""
+    tokens, k_tokens = q.shape[-3], k.shape[-3]
+    if tokens != k_tokens and (mask != Mask.full() or alibi_slopes is not None):
+        raise ValueError(
+            f"q has {tokens} tokens and k {k_tokens}, and nothing says which positions they are; call "
+            "meshflash.attention(..., layout=, k_layout=, q_offset=)"
+        )
 
 
 def dense(name: str, schedule: str) -> Functions:
@@ -79,6 +91,7 @@ def dense(name: str, schedule: str) -> Functions:
         deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
     ) -> Any:  # fmt: skip
         mask = mask_of(causal, window_size)
+        check_lengths(q, k, mask, alibi_slopes)
         return call(q, k, v, mask, schedule, None, dropout_p, softmax_scale, alibi_slopes, deterministic,
                     return_attn_probs, group)  # fmt: skip
 
