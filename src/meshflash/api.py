@@ -13,7 +13,7 @@ from meshflash.core.mask import Mask
 from meshflash.engine.check import check_rows
 from meshflash.engine.explain import explain
 from meshflash.engine.membership import member
-from meshflash.engine.op import PLAIN, Read, attend
+from meshflash.engine.op import GATHERED, PLAIN, Read, attend, shard_of
 from meshflash.engine.repeat import again, key_of, remember
 from meshflash.groups import group_of, inner_of
 from meshflash.kernels import registry
@@ -141,7 +141,7 @@ def attention(
     *,
     mesh: Any = None,
     layout: Layout | None = None,
-    k_layout: Layout | None = None,
+    k_layout: Layout | Literal["gathered"] | None = None,
     schedule: str = "auto",
     mask: Mask | None = None,
     scale: float | None = None,
@@ -174,7 +174,9 @@ def attention(
             axis of "hybrid" or "double_ring".
         layout: which positions each rank holds. Where None, the home layout of the schedule for shards of
             equal length: zigzag for zigzag, ringx3 and ringx4, striped for striped, contiguous for others.
-        k_layout: that of the keys, where it is another one (cross-attention).
+        k_layout: that of the keys, where it is another one (cross-attention). "gathered" where k and v are the whole
+            sequence's on every rank, in order, as `unshard` makes them: keys that several layers attend to are
+            gathered once, and their gradients are summed once.
         schedule: how ranks work together: "ring", "zigzag", "striped", "allgather", "ringx1" to "ringx4", "ulysses",
             "hybrid", "double_ring", or a name that was registered; options in brackets, as in
             "allgather(head_stride=2)" or "hybrid(inner=4, ring=zigzag)". "auto" gathers while the keys and values
@@ -226,13 +228,17 @@ def attention(
             raise ValueError(
                 "seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own"
             )
-        asked = asked_for(arguments.q, arguments.k, schedule, layout, k_layout, reduce_dtype, inner_of(mesh))
+        shards = layout, k_layout, rank, world
+        asked = asked_for(arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh))
+        gathered = shard_of(asked) is not None
+        if gathered and (return_plan or verify):
+            raise ValueError(f"return_plan, verify: not where k_layout is {GATHERED!r}, for nothing moves")
     except ValueError as error:
         if world > 1 and not torch.compiler.is_compiling():
             member(group).tell(error)  # so that the others need not wait for this rank
         raise
     q, k, v = arguments.q, arguments.k, arguments.v
-    if world > 1:
+    if world > 1 and not gathered:
         arguments = arguments._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), group=group)
     arguments = arguments._replace(asked=asked)
     ran = registry.Ran()

@@ -16,6 +16,7 @@ from meshflash.arguments import check_reduce_dtype
 from meshflash.core.layout import Layout
 from meshflash.engine import mesh as engine
 from meshflash.engine.membership import forget
+from meshflash.engine.op import GATHERED
 from meshflash.schedules import registry as schedules
 
 #: "auto" gathers keys and values while those of the whole sequence take at most so many bytes a rank.
@@ -27,16 +28,21 @@ def asked_for(
     k: Tensor,
     schedule: str,
     layout: Layout | None,
-    k_layout: Layout | None,
+    k_layout: Layout | str | None,
+    rank: int,
+    world: int,
     reduce_dtype: torch.dtype | None,
     inner: int = 0,
 ) -> str:
     """What was asked for, for the op: names and texts, no sizes, so that compiled code serves all lengths."""
     for name, given in (("layout", layout), ("k_layout", k_layout)):
-        if given is not None and not isinstance(given, Layout):
+        if given is not None and not isinstance(given, Layout) and (name, given) != ("k_layout", GATHERED):
+            other = f", or {GATHERED!r}" if name == "k_layout" else ""
             raise ValueError(
-                f"{name}: expected a meshflash.Layout, such as Layout.zigzag(tokens, world); got {given!r}"
+                f"{name}: expected a meshflash.Layout, such as Layout.zigzag(tokens, world){other}; got {given!r}"
             )
+    if isinstance(k_layout, str):
+        return _asked_for_gathered(q, schedule, layout, rank, world)
     check_reduce_dtype(reduce_dtype)
     if not isinstance(schedule, str):
         raise ValueError(f"schedule={schedule!r}: expected a name, or name(option=value)")
@@ -51,6 +57,16 @@ def asked_for(
     texts = ["" if given is None else given.text() for given in (layout, k_layout)]
     dtype = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
     return "|".join((*texts, dtype, schedule))
+
+
+def _asked_for_gathered(q: Tensor, schedule: str, layout: Layout | None, rank: int, world: int) -> str:
+    """The same where every rank has all keys: whose queries these are, for nothing moves."""
+    if schedule != "auto":
+        raise ValueError(f"schedule={schedule!r}: where k_layout is {GATHERED!r} nothing moves; leave schedule out")
+    layout = layout or Layout.contiguous(world * q.shape[1], world)
+    if layout.world != world:
+        raise ValueError(f"layout: it is for {layout.world} ranks, the group has {world}")
+    return f"{GATHERED}|{rank}|{layout.text()}"
 
 
 def over_two_axes(schedule: str, inner: int) -> str:

@@ -38,8 +38,8 @@ def shard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor:
 def unshard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor:
     """The whole sequence on every rank, in order, from each rank's tokens.
 
-    The gradient of a token is the sum of what all ranks' losses say of it, as for torch's own all-gather:
-    where all ranks compute the same loss from the whole, divide it by their number.
+    The gradient of a token is the sum of what all ranks' losses say of it, as for torch's own all-gather, in float32
+    for half precision: where all ranks compute the same loss from the whole, divide it by their number.
 
     >>> unshard(torch.arange(6).reshape(1, 6), Layout.contiguous(6, 1)).tolist()
     [[0, 1, 2, 3, 4, 5]]
@@ -76,14 +76,16 @@ class _Unshard(torch.autograd.Function):
         layout, dim = ctx.layout, ctx.dim
         rows = grad.movedim(dim, 0)
         longest = max(layout.lengths)
+        sums = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
         parts = []
         for rank, length in enumerate(layout.lengths):
-            part = grad.new_zeros(longest, *rows.shape[1:])
+            part = grad.new_zeros(longest, *rows.shape[1:], dtype=sums)
             part[:length] = rows.index_select(0, torch.from_numpy(layout.positions(rank)).to(grad.device))
             parts.append(part)
         mine = torch.empty_like(parts[0])
         dist.reduce_scatter(mine, parts, group=member(ctx.name).group)
-        return mine[: layout.lengths[ctx.rank]].movedim(0, dim).contiguous(), None, None, None, None
+        own = mine[: layout.lengths[ctx.rank]].movedim(0, dim)
+        return own.to(grad.dtype).contiguous(), None, None, None, None
 
 
 def _places(layout: Layout, device: torch.device) -> Tensor:

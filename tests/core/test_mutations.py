@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
     "allgather, even: collectives": ("allgather", 12, 3, Mask.full(), 4, 2),
     "allgather, even, head by head": ("allgather(head_stride=1)", 8, 4, Mask.full(), 4, 2),
     "allgather, uneven": ("allgather", 11, 3, CAUSAL, 4, 2),
+    "allgather, even, in chunks: collectives": ("allgather(chunks=2)", 12, 3, Mask.full(), 4, 2),
+    "allgather, in chunks, head by head": ("allgather(head_stride=1, chunks=2)", 13, 3, CAUSAL, 4, 2),
     "allgather, documents, head by head": ("allgather(head_stride=1)", 12, 3, Mask.documents([5, 7]), 6, 3),
     "ringx1, queries go round": ("ringx1", 9, 3, Mask.full(), 2, 2),
     "ringx2, keys go round in the backward": ("ringx2", 11, 4, CAUSAL, 4, 1),

@@ -11,9 +11,9 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Direction, Post, Program, Sizes
 from meshflash.core.verify import verify_programs
-from meshflash.schedules.registry import build
+from meshflash.schedules.registry import build, verified
 
-GATHERS = ("allgather", "allgather(head_stride=1)", "allgather(head_stride=3)")
+GATHERS = ("allgather", "allgather(head_stride=1)", "allgather(head_stride=3)", "allgather(chunks=3)")
 WORLDS = (2, 3, 4, 7, 8)
 ROWS = 6
 HEADS, KV_HEADS = 8, 4
@@ -164,3 +164,14 @@ def test_the_next_heads_are_on_their_way_while_these_are_attended_to() -> None:
     for program in programs_of("allgather(head_stride=1)", problem, "forward"):
         kinds = [str(step).split()[0] for step in program.steps]
         assert kinds == ["post", "post", "wait", "attend", "post", "wait", "attend", "wait", "attend"]
+
+
+def test_a_chunk_travels_while_the_one_before_is_attended_to() -> None:
+    problem = problem_of(2, Mask.full())
+    words = [str(step).split()[0] for step in build("allgather(chunks=3)", problem, 0, "forward").steps]
+    assert words == ["post", "post", "wait", "attend", "post", "wait", "attend", "wait", "attend", "finish"]
+    whole, chunked = (verified(name, problem, SIZES)["forward"] for name in ("allgather", "allgather(chunks=3)"))
+    assert max(chunked.received_bytes) == max(whole.received_bytes)
+    gathered = 2 * 2 * ROWS * ROW
+    partial = ROWS * HEADS * (64 * 4 + 4)
+    assert max(chunked.scratch_bytes) <= 2 * gathered // 3 + partial < gathered + partial

@@ -14,7 +14,8 @@ from meshflash.kernels.registry import Ran
 class Explanation:
     """One call on one rank: how the ranks worked together, what moved, and which kernels ran.
 
-    `received_bytes` and `scratch_bytes` are those of the forward pass; on one rank there is no program.
+    Bytes are those of the forward pass: what it receives, its scratch, and what it saves for the backward beyond the
+    caller's tensors. On one rank there is no program.
     `kernel_reasons` say why each of `kernels` was taken.
     """
 
@@ -27,6 +28,7 @@ class Explanation:
     kernel_reasons: tuple[str, ...] = ()
     received_bytes: int = 0
     scratch_bytes: int = 0
+    saved_bytes: int = 0
     program: Program | None = None
 
     def __str__(self) -> str:
@@ -58,5 +60,6 @@ def explain(plan: Plan, reason: str, member: Member | None, ran: Ran) -> Explana
         kernel_reasons=why,
         received_bytes=sum(program.received(sizes).values()),
         scratch_bytes=program.scratch_bytes(sizes),
+        saved_bytes=program.saved_bytes(sizes),
         program=program,
     )

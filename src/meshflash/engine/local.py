@@ -7,8 +7,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from meshflash.core.layout import Layout
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
+from meshflash.core.program import Ranges
 from meshflash.core.tiles import Worklist, worklist
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, Rows, new_outputs
 from meshflash.kernels.merge import delta
@@ -25,20 +27,34 @@ def inputs(
     mask: Mask,
     features: Features,
     q_offset: int = 0,
+    shard: tuple[Layout, int] | None = None,
 ) -> Inputs:
-    """What a kernel takes, for queries from position q_offset on and keys from 0 on."""
+    """What a kernel takes, for queries from position q_offset on and keys from 0 on.
+
+    The queries may be a rank's shard of a longer sequence: then they are where its layout has them.
+    """
     reads_positions = features.alibi_slopes_BH is not None or features.dropout > 0
-    work = _work(mask, q_BTHD.shape[1], k_BSKD.shape[1], q_BTHD.shape[0], q_offset, reads_positions)
+    tokens = q_BTHD.shape[1]
+    held: Ranges = (range(tokens),)
+    if shard:
+        layout, rank = shard
+        if tokens != layout.lengths[rank]:
+            raise ValueError(f"q has {tokens} tokens, its layout gives rank {rank} {layout.lengths[rank]}")
+        held, tokens = layout.ranges[rank], layout.tokens
+    work = _work(mask, held, tokens, k_BSKD.shape[1], q_BTHD.shape[0], q_offset, reads_positions)
     return Inputs(q_BTHD, k_BSKD, v_BSKE, work, features)
 
 
 @lru_cache(maxsize=256)
-def _work(mask: Mask, q_tokens: int, k_tokens: int, batch: int, q_offset: int, reads_positions: bool) -> Worklist:
+def _work(
+    mask: Mask, held: Ranges, q_tokens: int, k_tokens: int, batch: int, q_offset: int, reads_positions: bool
+) -> Worklist:
+    """The tiles of queries that stand where `held` says, of so many in all."""
     mask.check(q_tokens, k_tokens, batch, q_offset)
     if q_offset + q_tokens > LAST or k_tokens > LAST:
         raise ValueError(f"q_offset={q_offset}: positions up to {LAST:,} are served; got {q_offset + q_tokens:,}")
-    q_ranges, k_ranges = (range(q_offset, q_offset + q_tokens),), (range(k_tokens),)
-    return worklist(mask, q_ranges, k_ranges, reads_positions)
+    q_ranges = tuple(range(r.start + q_offset, r.stop + q_offset, r.step) for r in held)
+    return worklist(mask, q_ranges, (range(k_tokens),), reads_positions)
 
 
 def forward(x: Inputs, kernel: str = "auto", deterministic: bool = False) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine import local, mesh
 from meshflash.engine.membership import member
@@ -59,6 +60,19 @@ class Arguments(NamedTuple):
     group: str = ""
 
 
+#: How `asked` begins where keys were gathered before: this, the rank, and the layout of the queries.
+GATHERED = "gathered"
+
+
+@lru_cache(maxsize=256)
+def shard_of(asked: str) -> tuple[Layout, int] | None:
+    """Whose queries these are, of which layout, where all keys are here; else None."""
+    if not asked.startswith(f"{GATHERED}|"):
+        return None
+    _, rank, layout = asked.split("|", 2)
+    return Layout.parse(layout), int(rank)
+
+
 class Read:
     """The arguments of a call, read."""
 
@@ -86,7 +100,7 @@ class Read:
         x = self.given
         if x.group:
             return mesh.forward(self._over_mesh(), member(x.group), x.q, x.k, x.v)
-        if x.asked:
+        if x.asked and shard_of(x.asked) is None:
             mesh.resolve(x.asked, x.q.shape[1], x.k.shape[1], 0, x.q_offset, 1)  # for what it refuses
         return *local.forward(self._inputs(), x.kernel, x.deterministic), nothing(x.q)
 
@@ -104,7 +118,7 @@ class Read:
 
     def _inputs(self) -> Inputs:
         x = self.given
-        return local.inputs(x.q, x.k, x.v, self.mask, self.features, x.q_offset)
+        return local.inputs(x.q, x.k, x.v, self.mask, self.features, x.q_offset, shard_of(x.asked))
 
     def _over_mesh(self) -> mesh.MeshCall:
         x = self.given
