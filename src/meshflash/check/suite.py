@@ -122,8 +122,9 @@ def _varied(draw: random.Random, schedule: str, world: int) -> str:
         "turned": draw.random() < 0.5,
         "rounds": draw.randint(1, 3),
         "head_stride": draw.randint(0, 2),
+        "chunks": draw.randint(1, 3),
     }
-    options = [f"{key}={values[key]}" for key, _ in found.options]
+    options = [f"{key}={values.get(key, default)}" for key, default in found.options]
     return f"{found.name}({', '.join(options)})" if options else found.name
 
 
