@@ -72,7 +72,7 @@ def gradients(call, *inputs):
 def compare(rank, world, whole, layout, k_layout=None, given=None, share=None, **call):
     """Output and gradients of this rank's rows are those of one device; `call` is what both are called with."""
     k_layout = k_layout or layout
-    own = {name: call.pop(name) for name in ("mesh", "schedule", "reduce_dtype", "verify") if name in call}
+    own = {name: call.pop(name) for name in ("mesh", "schedule", "reduce_dtype", "transport", "verify") if name in call}
     given = dict(layout=layout, k_layout=None if k_layout is layout else k_layout) if given is None else given
     out, dq, dk, dv = gradients(partial(flash_attention, **call), *whole)
     want = [cut(out, layout, rank), cut(dq, layout, rank), cut(dk, k_layout, rank), cut(dv, k_layout, rank)]
@@ -160,6 +160,25 @@ def gathered_once(rank, world, group):
 def test_keys_may_be_gathered_once_for_several_layers(pool):
     for world in (2, 3):
         pool.run(world, gathered_once)
+
+
+def by_transport(rank, world, group):
+    whole, layout = qkv(9, seed=world), Layout.zigzag(9, world)
+    local = [cut(x, layout, rank) for x in whole]
+    for transport, name in (("process_group", "gloo"), ("throttled(auto, 1, 100)", "gloo at 1 GB/s and 100 us")):
+        compare(rank, world, whole, layout, mesh=group, schedule="zigzag", transport=transport, mask=CAUSAL)
+        _, plan = attention(*local, mesh=group, layout=layout, transport=transport, return_plan=True)
+        assert plan.transport == name
+    for transport, reason in (
+        ("host_staged", "tensors are on the host already"),
+        ("pigeon", "expected one of auto, p"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            attention(*local, mesh=group, layout=layout, transport=transport)
+
+
+def test_a_transport_may_be_asked_for(pool):
+    pool.run(2, by_transport)
 
 
 def one_rank(rank, world, group):

@@ -155,6 +155,7 @@ def attention(
     head_offset: int = 0,
     kernel: str = "auto",
     reduce_dtype: torch.dtype | None = None,
+    transport: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
     return_plan: bool = False,
@@ -195,6 +196,9 @@ def attention(
             any weight.
         reduce_dtype: what gradients of k and v travel and are summed in on their way; float32 by default
             (float64 for float64).
+        transport: how bytes move: "process_group" by the group's backend for the device, "host_staged" through the
+            host's memory by its backend for CPUs; "auto" takes the first that can. "throttled(auto, 50, 10)" moves as
+            if over links of 50 GB/s and 10 us, to measure by.
         deterministic: the same inputs on the same ranks give the same bits.
         return_lse: also return the log-sum-exp of each row.
         return_plan: also return what ran: schedule, layout, transport, kernels, bytes, and the program.
@@ -229,7 +233,7 @@ def attention(
                 "seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own"
             )
         shards = layout, k_layout, rank, world
-        asked = asked_for(arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh))
+        asked = asked_for(arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh), transport)
         gathered = shard_of(asked) is not None
         if gathered and (return_plan or verify):
             raise ValueError(f"return_plan, verify: not where k_layout is {GATHERED!r}, for nothing moves")

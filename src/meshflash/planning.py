@@ -18,6 +18,7 @@ from meshflash.engine import mesh as engine
 from meshflash.engine.membership import forget
 from meshflash.engine.op import GATHERED
 from meshflash.schedules import registry as schedules
+from meshflash.transport import choice as transports
 
 #: "auto" gathers keys and values while those of the whole sequence take at most so many bytes a rank.
 GATHER_BYTES = 64 * 2**20
@@ -33,6 +34,7 @@ def asked_for(
     world: int,
     reduce_dtype: torch.dtype | None,
     inner: int = 0,
+    transport: str = "auto",
 ) -> str:
     """What was asked for, for the op: names and texts, no sizes, so that compiled code serves all lengths."""
     for name, given in (("layout", layout), ("k_layout", k_layout)):
@@ -44,6 +46,7 @@ def asked_for(
     if isinstance(k_layout, str):
         return _asked_for_gathered(q, schedule, layout, rank, world)
     check_reduce_dtype(reduce_dtype)
+    transports.check(transport)
     if not isinstance(schedule, str):
         raise ValueError(f"schedule={schedule!r}: expected a name, or name(option=value)")
     if inner:
@@ -56,7 +59,7 @@ def asked_for(
         k_layout = layout
     texts = ["" if given is None else given.text() for given in (layout, k_layout)]
     dtype = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
-    return "|".join((*texts, dtype, schedule))
+    return "|".join((*texts, dtype, transport, schedule))
 
 
 def _asked_for_gathered(q: Tensor, schedule: str, layout: Layout | None, rank: int, world: int) -> str:
@@ -95,7 +98,7 @@ def _ring_of(layout: Layout | None) -> str:
 
 def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> engine.Plan:
     """The plan for so many tokens on this rank, of whose keys and values each takes so many bytes."""
-    layout, k_layout, dtype, schedule = asked.split("|", 3)
+    layout, k_layout, dtype, transport, schedule = asked.split("|", 4)
     given, k_given = (_parsed(text) if text else None for text in (layout, k_layout))
     reason = "asked for"
     if schedule == "auto":
@@ -106,7 +109,7 @@ def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, 
     home = schedules.home(schedule)
     q_held = _held("layout", given, home, q_tokens, world)
     k_held = _held("k_layout", k_given, home, k_tokens, world)
-    return engine.Plan(schedule, q_held, k_held, q_offset, dtype, reason)
+    return engine.Plan(schedule, q_held, k_held, q_offset, dtype, transport, reason)
 
 
 @lru_cache(maxsize=256)
@@ -129,7 +132,7 @@ def _held(name: str, layout: Layout | None, home: Callable[[int, int], Layout], 
 
 def keeps(asked: str) -> bool:
     """Whether the forward of what was asked for saves more than the caller's tensors."""
-    schedule = asked.split("|", 3)[3]
+    schedule = asked.split("|", 4)[4]
     return schedule != "auto" and schedules.parse(schedule)[0].keeps
 
 

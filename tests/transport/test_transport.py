@@ -236,13 +236,13 @@ def test_a_peer_that_is_gone_is_named(pool):
 def refuses(rank: int, world: int, group: Any) -> None:
     with pytest.raises(ValueError, match=r'gloo cannot move tensors on cuda; .* such as "cpu:gloo,cuda:nccl"'):
         ProcessGroupTransport({"mesh": group}, torch.device("cuda"), 1.0)
-    with pytest.raises(ValueError, match=r"group mesh has no backend for tensors on xla"):
+    with pytest.raises(ValueError, match=r"group mesh: the process group has no backend for xla"):
         ProcessGroupTransport({"mesh": group}, torch.device("xla"), 1.0)
     assert backend_of(group, CPU) == "gloo"
     only_host = dist.new_group(backend="cpu:gloo")
     assert backend_of(only_host, CPU) == "gloo"
     assert backend_of(only_host, torch.device("cuda")) is None
-    with pytest.raises(ValueError, match=r"group mesh has no backend for tensors on cuda"):
+    with pytest.raises(ValueError, match=r"group mesh: the process group has no backend for cuda"):
         ProcessGroupTransport({"mesh": only_host}, torch.device("cuda"), 1.0)
 
 

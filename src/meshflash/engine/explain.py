@@ -55,7 +55,7 @@ def explain(plan: Plan, reason: str, member: Member | None, ran: Ran) -> Explana
         reason=reason,
         layout=plan.q.name,
         world=member.world,
-        transport=member.transport(prepared.setting.device).name,
+        transport=prepared.transport(member).name,
         kernels=names,
         kernel_reasons=why,
         received_bytes=sum(program.received(sizes).values()),

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import distributed as _distributed
 
+from meshflash.transport.choice import choose
 from meshflash.transport.contract import Transport
-from meshflash.transport.process_group import ProcessGroupTransport
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -71,19 +71,18 @@ class Member:
         self.last: Any = None
         #: The process groups by the names that programs call them; all are of the same ranks.
         self.groups = {"mesh": group}
-        self._transports: dict[torch.device, ProcessGroupTransport] = {}
+        self._transports: dict[tuple[torch.device, str], Transport] = {}
         if dist.get_backend(group) == "mpi":
             raise ValueError("a process group of the MPI backend has no store to agree by; start with gloo or nccl")
         self._store = dist.distributed_c10d._get_process_group_store(group)
         # a store may outlive its group: what an earlier one of the same name left there is not for this one
         self._epoch = self._store.add(f"meshflash/epoch/{self.rank}", 1)
 
-    def transport(self, device: torch.device) -> Transport:
-        """How this group moves tensors of a device."""
-        found = self._transports.get(device)
+    def transport(self, device: torch.device, name: str = "auto") -> Transport:
+        """How this group moves tensors of a device; ValueError where it cannot, or not by this transport."""
+        found = self._transports.get((device, name))
         if found is None:
-            found = ProcessGroupTransport(self.groups, device, timeout())
-            self._transports[device] = found
+            found = self._transports[device, name] = choose(name, self.groups, device, timeout())
         return found
 
     def join(self, names: Iterable[str]) -> None:

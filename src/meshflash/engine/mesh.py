@@ -68,6 +68,7 @@ class Plan:
     k: Layout
     q_offset: int = 0
     reduce_dtype: str = ""
+    transport: str = "auto"
     reason: str = field(default="asked for", compare=False)
 
     def problem(self, mask: Mask, heads: int, kv_heads: int) -> Problem:
@@ -146,6 +147,10 @@ class Prepared:
             found = self._placements[direction, lse_gradient] = Placement(self.program(direction), setting, kept)
         return found
 
+    def transport(self, member: Member) -> Transport:
+        """What moves its messages."""
+        return member.transport(self.setting.device, self.plan.transport)
+
     @property
     def saved_bytes(self) -> int:
         """The memory of what a forward saves."""
@@ -204,6 +209,7 @@ class MeshCall:
             deterministic=self.deterministic,
         )
         prepared = Prepared(plan, self.mask, q.shape[2], k.shape[2], member.rank, setting)
+        prepared.transport(member)
         prepared.kernels("forward", self.features)
         if self.kernel != "auto":  # "auto" finds one in every pass
             prepared.kernels("backward", self.features)
@@ -228,6 +234,7 @@ class MeshCall:
             "key layout": _words(plan.k),
             "q_offset": plan.q_offset,
             "reduce_dtype": plan.reduce_dtype,
+            "transport": plan.transport,
             "mask": repr(self.mask),
             "mask's documents": [_digest(x if isinstance(x, Tensor) else torch.tensor(x)) for x in self.mask.pack()[1]],
             "batch": q.shape[0],
@@ -257,7 +264,7 @@ def forward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor) -> 
     saved = q.new_empty(prepared.saved_bytes, dtype=torch.uint8)
     if q.shape[0]:
         with member.present():
-            prepared.run("forward", [q, k, v, out, lse, saved], call.features, member.transport(q.device))
+            prepared.run("forward", [q, k, v, out, lse, saved], call.features, prepared.transport(member))
     return out, lse, saved
 
 
@@ -271,7 +278,7 @@ def backward(
         tensors = [q, k, v, rows.out_BTHE, rows.lse_BHT, rows.dout_BTHE, rows.delta_BHT]
         tensors += [grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
         with member.present():
-            prepared.run("backward", tensors, call.features, member.transport(q.device), lse_gradient)
+            prepared.run("backward", tensors, call.features, prepared.transport(member), lse_gradient)
     return grads
 
 

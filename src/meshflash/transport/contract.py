@@ -78,6 +78,10 @@ class Transport(ABC):
         self.counters.calls[form] += 1
         return self._collective(form, group, source, target)
 
+    def add(self, name: str, group: Any) -> None:
+        """One more group, where groups are given."""
+        raise NotImplementedError
+
     @abstractmethod
     def rank(self, group: str) -> int:
         """Our number within a group."""

@@ -33,15 +33,10 @@ class ProcessGroupTransport(Transport):
 
     def add(self, name: str, group: Any) -> None:
         """One more group."""
-        backend = backend_of(group, self.device)
-        if backend is None:
-            raise ValueError(f"group {name} has no backend for tensors on {self.device.type}")
-        if backend == "gloo" and self.device.type != "cpu":
-            # it would end the process: gloo reads device memory as if it were the host's
-            raise ValueError(
-                f"gloo cannot move tensors on {self.device.type}; initialise the process group with a backend of "
-                f'that device, such as "cpu:gloo,cuda:nccl"'
-            )
+        reason = cannot_move(group, self.device)
+        if reason:
+            raise ValueError(f"group {name}: {reason}")
+        backend = str(backend_of(group, self.device))
         self.groups[name] = group
         self._ranks[name] = dist.get_rank(group), dist.get_world_size(group)
         self._backends.add(backend)
@@ -108,4 +103,18 @@ def backend_of(group: Any, device: torch.device) -> str | None:
         kind, _, backend = part.partition(":")
         if kind == device.type:
             return backend
+    return None
+
+
+def cannot_move(group: Any, device: torch.device) -> str | None:
+    """Why a group cannot move tensors of a device by itself; None if it can."""
+    backend = backend_of(group, device)
+    if backend is None:
+        return f"the process group has no backend for {device.type}"
+    if backend == "gloo" and device.type != "cpu":
+        # it would end the process: gloo reads device memory as if it were the host's
+        return (
+            f"gloo cannot move tensors on {device.type}; initialise the process group with a backend of that device, "
+            'such as "cpu:gloo,cuda:nccl"'
+        )
     return None

@@ -1,0 +1,211 @@
+"""Host-staged and throttled transports, on streams of a device that is not there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from hub import in_threads
+from meshflash.transport.choice import check, choose
+from meshflash.transport.contract import TransportError
+from meshflash.transport.host_staged import HostStaged
+from meshflash.transport.loopback import Hub, Loopback
+from meshflash.transport.throttled import Throttled
+from transport.fake_streams import FakeStreams, as_streams
+
+DEVICE = torch.device("meta")  # not the CPU
+CPU = torch.device("cpu")
+
+
+def staged(below, streams, timeout=20.0):
+    return HostStaged(below, DEVICE, timeout, as_streams(streams))
+
+
+@pytest.mark.parametrize("times", [1, 6])
+def test_messages_follow_the_work_that_makes_them_and_come_before_that_which_reads_them(times):
+    """A ring of ranks whose streams run late: every value arrives, and no buffer changes under a reader."""
+
+    def rank(me, below):
+        streams = FakeStreams()
+        mover = staged(below, streams)
+        world = mover.world("mesh")
+        mine, theirs, seen = torch.zeros(5), torch.zeros(5), []
+        for n in range(times):
+            streams.current().give(partial(mine.fill_, 10 * n + me))
+            ticket = mover.exchange("mesh", [((me + 1) % world, mine)], [((me - 1) % world, theirs)])
+            mover.wait(ticket)
+            streams.current().give(lambda: seen.append(theirs.clone()))
+        streams.synchronize()
+        mover.close()
+        before = (me - 1) % world
+        assert [x.tolist() for x in seen] == [[10 * n + before] * 5 for n in range(times)]
+        assert mover.counters.received == {("mesh", before): 20 * times}
+
+    in_threads(3, rank)
+
+
+def test_posts_are_begun_in_their_order_and_waited_for_in_any():
+    def rank(me, below):
+        streams = FakeStreams()
+        mover = staged(below, streams)
+        sent, got = [torch.full((3,), float(10 * n + me)) for n in range(4)], [torch.zeros(3) for _ in range(4)]
+        tickets = [mover.exchange("mesh", [(1 - me, x)], [(1 - me, y)]) for x, y in zip(sent, got, strict=True)]
+        for ticket in reversed(tickets):
+            mover.wait(ticket)
+        streams.synchronize()
+        assert [x[0].item() for x in got] == [10 * n + 1 - me for n in range(4)]
+
+    in_threads(2, rank)
+
+
+def test_collectives():
+    def rank(me, below):
+        streams = FakeStreams()
+        mover = staged(below, streams)
+        source, target = torch.full((2,), float(me)), torch.zeros(6)
+        mover.wait(mover.collective("all_gather", "mesh", source, target))
+        streams.synchronize()
+        assert target.tolist() == [0, 0, 1, 1, 2, 2]
+        source, target = torch.arange(3.0) + 10 * me, torch.zeros(3)
+        mover.wait(mover.collective("all_to_all", "mesh", source, target))
+        streams.synchronize()
+        assert target.tolist() == [me, 10 + me, 20 + me]
+
+    in_threads(3, rank)
+
+
+def test_the_host_never_sees_the_devices_memory():
+    seen: list[torch.Tensor] = []
+
+    class Watching(Loopback):
+        def _exchange(self, group, sends, recvs):
+            seen.extend(tensor for _, tensor in (*sends, *recvs))
+
+    streams = FakeStreams()
+    mover = staged(Watching(0, 2), streams)
+    a, b = torch.zeros(3), torch.zeros(3)
+    mover.wait(mover.exchange("mesh", [(1, a)], [(1, b)]))
+    assert len(seen) == 2
+    assert all(tensor.data_ptr() not in (a.data_ptr(), b.data_ptr()) for tensor in seen)
+
+
+def test_pinned_memory_is_used_again_once_its_copy_is_over():
+    made: list[int] = []
+
+    class Counting(FakeStreams):
+        def pinned(self, count, dtype):
+            made.append(count)
+            return super().pinned(count, dtype)
+
+    streams = Counting()
+    mover = staged(Loopback(0, 2), streams)
+    for _ in range(5):
+        mover.wait(mover.exchange("mesh", [(1, torch.zeros(3))], [(1, torch.zeros(3))]))
+        streams.synchronize()
+    assert len(made) == 2
+
+
+def test_what_goes_wrong_below_is_raised_in_wait():
+    class Broken(Loopback):
+        def wait(self, ticket):
+            raise TransportError("rank 1 was lost")
+
+    mover = staged(Broken(0, 2), FakeStreams())
+    ticket = mover.exchange("mesh", [(1, torch.zeros(3))], [])
+    with pytest.raises(TransportError, match="rank 1 was lost"):
+        mover.wait(ticket)
+
+
+def test_a_message_that_never_comes_ends_the_wait():
+    hub = Hub(2, timeout=5.0)
+    mover = staged(hub.transport(0), FakeStreams(), timeout=0.2)
+    ticket = mover.exchange("mesh", [], [(1, torch.zeros(3))])
+    with pytest.raises(TransportError, match=r"did not arrive within 0.2 s"):
+        mover.wait(ticket)
+
+
+def test_its_threads_end():
+    before = threading.active_count()
+    mover = staged(Loopback(0, 2), FakeStreams())
+    own = mover._threads
+    mover.close()
+    assert not any(thread.is_alive() for thread in own)
+    assert threading.active_count() <= before + 3  # the streams'
+
+
+def seconds(call):
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin
+
+
+def test_a_throttled_link_takes_its_time_and_posts_move_one_after_another():
+    mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6, latency=0.01)
+    message = torch.zeros(5000)  # 20 ms
+
+    def both():
+        tickets = [mover.exchange("mesh", [(1, message)], [(1, message)]) for _ in range(2)]
+        for ticket in tickets:
+            mover.wait(ticket)
+
+    assert 0.06 <= seconds(both) < 0.12
+    assert 0.03 <= seconds(lambda: mover.wait(mover.exchange("mesh", [(1, message)], []))) < 0.08
+    assert mover.counters.received["mesh", 1] == 2 * message.nbytes
+    assert "1e-03" in mover.name or "0.001 GB/s" in mover.name
+
+
+def test_time_that_passed_while_computing_is_not_waited_for():
+    mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
+    ticket = mover.exchange("mesh", [(1, torch.zeros(5000))], [])
+    time.sleep(0.05)
+    assert seconds(lambda: mover.wait(ticket)) < 0.01
+
+
+def test_groups_have_links_of_their_own():
+    mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
+    message = torch.zeros(12500)  # 50 ms
+
+    def both():
+        for ticket in [mover.exchange(group, [(1, message)], []) for group in ("mesh", "far")]:
+            mover.wait(ticket)
+
+    assert 0.05 <= seconds(both) < 0.09
+
+
+def test_a_device_waits_in_its_streams_and_not_in_the_callers_thread():
+    streams = FakeStreams(slow=0.0)
+    mover = Throttled(Loopback(0, 4), DEVICE, bytes_per_second=1e6, latency=0.02, streams=as_streams(streams))
+    message = torch.zeros(2500)  # 10 ms
+    assert seconds(lambda: mover.wait(mover.exchange("mesh", [(1, message)], []))) < 0.02
+    assert seconds(streams.synchronize) > 0.015
+    mover.wait(mover.collective("all_gather", "mesh", message, torch.zeros(10000)))
+    mover.wait(mover.collective("all_to_all", "mesh", message, message))
+    assert [round(n, 4) for n in streams.delays] == [0.03, 0.05, 0.0275]
+
+
+def test_a_transport_is_asked_for_by_its_name():
+    check("auto")
+    check("throttled(host_staged, 400, 10)")
+    for wrong in ("nccl", "throttled(auto)", "throttled(carrier, 1, 2)", ""):
+        with pytest.raises(ValueError, match=r"expected one of auto, process_group, host_staged, or throttled\("):
+            check(wrong)
+    with pytest.raises(ValueError, match="expected bytes a second > 0"):
+        Throttled(Loopback(0, 2), CPU, 0.0)
+
+
+def over_gloo(rank, world, group):
+    found = choose("auto", {"mesh": group}, CPU, 5.0)
+    slow = choose("throttled(process_group, 2, 5)", {"mesh": group}, CPU, 5.0)
+    with pytest.raises(ValueError, match=r"transport='host_staged' cannot .*: tensors are on the host already"):
+        choose("host_staged", {"mesh": group}, CPU, 5.0)
+    with pytest.raises(ValueError, match=r"transport='process_group' cannot .*gloo cannot move tensors on cuda; init"):
+        choose("process_group", {"mesh": group}, torch.device("cuda"), 5.0)
+    return found.name, slow.name
+
+
+def test_gloo_moves_the_hosts_tensors_alone(pool):
+    assert pool.run(2, over_gloo) == [("gloo", "gloo at 2 GB/s and 5 us")] * 2
