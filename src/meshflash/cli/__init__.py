@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from meshflash import __version__
-from meshflash.cli import bench, calibrate, check, demo, doctor, draw
+from meshflash.cli import bench, calibrate, check, demo, doctor, draw, trace
 
 app = typer.Typer(
     name="meshflash",
@@ -23,6 +23,7 @@ app.command("check")(check.command)
 app.command("demo")(demo.command)
 app.command("doctor")(doctor.command)
 app.command("draw")(draw.command)
+app.command("trace")(trace.command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -35,6 +35,7 @@ from meshflash.core.program import (
 )
 from meshflash.core.tiles import Worklist, worklist
 from meshflash.engine.placement import Placement, Setting
+from meshflash.engine.trace import folder, trace
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Pass, Rows
 from meshflash.kernels.merge import add_sinks_, merge_
 from meshflash.kernels.registry import Choice, choose, tell_spies
@@ -124,16 +125,24 @@ class Bound:
         self._tensors: list[Tensor] = [memory] * (self._saved + 1)
         self._parts: list[tuple[int, Callable[[list[Tensor]], Tensor]]] = []
         self._numbers: dict[Any, int] = {}
-        self.runs = [run for step in program.steps for run in self._bind(step)]
+        bound = [(n, run) for n, step in enumerate(program.steps) for run in self._bind(step)]
+        self.runs, self._steps = [run for _, run in bound], [n for n, _ in bound]
 
-    def call(self, tensors: list[Tensor], features: Features, transport: Transport) -> None:
-        """Run it on these tensors, in the order of TENSORS, and the memory of what is saved behind them."""
+    def call(self, tensors: list[Tensor], features: Features, transport: Transport, group: str = "") -> None:
+        """Run it on these tensors, in the order of TENSORS, and the memory of what is saved behind them.
+
+        It is recorded, as a call of this group, where a trace is wanted.
+        """
         everything = self._tensors.copy()
         everything[: len(tensors)] = tensors
         for number, part in self._parts:
             everything[number] = part(tensors)
         by_heads = [_of_heads(features, heads, sinks) for heads, sinks in self._heads]
         call = Call(everything, by_heads, transport, len(self._posts))
+        if folder():
+            steps = [(n, partial(run, call)) for n, run in zip(self._steps, self.runs, strict=True)]
+            trace.run(self.program, group, self.setting.device, steps)
+            return
         for run in self.runs:
             run(call)
 

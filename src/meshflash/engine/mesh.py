@@ -82,8 +82,10 @@ class Plan:
 class Prepared:
     """One kind of call on one rank: its problem, its programs, and where they run."""
 
-    def __init__(self, plan: Plan, mask: Mask, heads: int, kv_heads: int, rank: int, setting: Setting) -> None:
-        self.plan, self.mask, self.setting, self.rank = plan, mask, setting, rank
+    def __init__(
+        self, plan: Plan, mask: Mask, heads: int, kv_heads: int, rank: int, setting: Setting, group: str = ""
+    ) -> None:
+        self.plan, self.mask, self.setting, self.rank, self.group = plan, mask, setting, rank, group
         self.problem = plan.problem(mask, heads, kv_heads)
         self._placements: dict[tuple[Direction, bool], Placement] = {}
         self._kernels: dict[tuple[Direction, bool], Kernels] = {}
@@ -133,7 +135,7 @@ class Prepared:
                 if len(arena.bound) >= BOUND:
                     del arena.bound[next(iter(arena.bound))]
                 arena.bound[placement] = bound
-            bound.call(tensors, features, transport)
+            bound.call(tensors, features, transport, self.group)
         except BaseException:
             memory.drop(placement.used)
             raise
@@ -208,7 +210,8 @@ class MeshCall:
             kernel=self.kernel,
             deterministic=self.deterministic,
         )
-        prepared = Prepared(plan, self.mask, q.shape[2], k.shape[2], member.rank, setting)
+        heads = (q.shape[2], k.shape[2])
+        prepared = Prepared(plan, self.mask, *heads, member.rank, setting, member.group.group_name)
         prepared.transport(member)
         prepared.kernels("forward", self.features)
         if self.kernel != "auto":  # "auto" finds one in every pass

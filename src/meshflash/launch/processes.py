@@ -56,7 +56,10 @@ def run_ranks(
             processes.append(process)
             pipes[ours] = rank
         try:
-            return _collect(pipes, processes, timeout, listen)
+            results = _collect(pipes, processes, timeout, listen)
+            for process in processes:  # what they do at their end, such as writing traces
+                process.join(GRACE)
+            return results
         finally:
             for process in processes:
                 if process.is_alive():

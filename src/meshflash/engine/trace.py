@@ -1,0 +1,161 @@
+"""A record of real runs: when each step of each call began and ended, as files for a trace viewer.
+
+MESHFLASH_TRACE names a folder; every rank writes its file there when its process ends. On a device the times are those
+of its stream, so that a wait is as long as the device stood still for it; the host is not made to wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshflash.core.program import Attend, AttendGrad, Post, Program, Wait
+
+#: Calls that a rank records; later ones are not, and the file says how many.
+MOST_CALLS = 1000
+
+
+def folder() -> str:
+    """Where traces go; empty where none are wanted."""
+    return os.environ.get("MESHFLASH_TRACE", "")
+
+
+class _HostClock:
+    """Marks are times."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class _DeviceClock:
+    """Marks are events in the stream of the caller's work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+
+    def mark(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+
+@dataclass(eq=False)
+class _Record:
+    """One call: its program, when it began, and the marks before and after each step."""
+
+    program: Program
+    group: str
+    began: float
+    clock: _HostClock | _DeviceClock
+    base: Any
+    marks: list[tuple[int, Any, Any]] = field(default_factory=list)
+
+    def events(self, number: int) -> list[dict[str, Any]]:
+        """As a trace viewer takes them: what is attended to, what moves, and what is waited for."""
+        out: list[dict[str, Any]] = []
+        posted: dict[str, tuple[int, float]] = {}
+        for index, before, after in self.marks:
+            step = self.program.steps[index]
+            begin, end = (self.clock.seconds(self.base, mark) for mark in (before, after))
+            if isinstance(step, Post):
+                posted[step.name] = index, begin
+            elif isinstance(step, Wait) and step.post in posted:
+                post, since = posted.pop(step.post)
+                out.append(self._event(number, post, "move", since, end))
+                out.append(self._event(number, index, "other", begin, end))
+            elif isinstance(step, Attend | AttendGrad):
+                out.append(self._event(number, index, "attend", begin, end))
+        return out
+
+    def _event(self, number: int, index: int, kind: str, begin: float, end: float) -> dict[str, Any]:
+        program = self.program
+        return {
+            "name": str(program.steps[index]),
+            "cat": kind,
+            "ph": "X",
+            "ts": (self.began + begin) * 1e6,
+            "dur": (end - begin) * 1e6,
+            "pid": program.rank,
+            "tid": 1 if kind == "move" else 0,
+            "args": {
+                "call": number,
+                "step": index,
+                "schedule": program.name,
+                "pass": program.direction,
+                "world": program.world,
+                "group": self.group,
+            },
+        }
+
+
+class Trace:
+    """What this process records."""
+
+    def __init__(self) -> None:
+        self.records: list[_Record] = []
+        self.calls = 0
+        self._path: Path | None = None
+
+    def run(
+        self, program: Program, group: str, device: torch.device, steps: Sequence[tuple[int, Callable[[], Any]]]
+    ) -> None:
+        """Run the steps of a call, each with its number in the program, and record them."""
+        self._prepare()
+        self.calls += 1
+        clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
+        record = _Record(program, group, time.time(), clock, clock.mark())
+        for index, step in steps:
+            before = clock.mark()
+            step()
+            record.marks.append((index, before, clock.mark()))
+        if len(self.records) < MOST_CALLS:
+            self.records.append(record)
+
+    def write(self) -> Path | None:
+        """Write what was recorded so far."""
+        if self._path is None:
+            return None
+        numbers: Counter[str] = Counter()
+        events: list[dict[str, Any]] = []
+        for record in self.records:
+            events += record.events(numbers[record.group])
+            numbers[record.group] += 1
+        ranks = dict.fromkeys(record.program.rank for record in self.records)
+        named = [
+            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}} for rank in ranks
+        ] + [
+            {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+            for rank in ranks
+            for thread, name in enumerate(("attends, waits", "moves"))
+        ]
+        about = {"calls": self.calls, "recorded": len(self.records)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps({"traceEvents": named + events, "otherData": about}))
+        return self._path
+
+    def _prepare(self) -> None:
+        if self._path is None:
+            rank = os.environ.get("RANK", "")
+            self._path = Path(folder()) / f"trace-{rank or os.getpid()}.json"
+            atexit.register(self.write)
+
+
+#: The one of this process.
+trace = Trace()

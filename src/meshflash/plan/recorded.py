@@ -1,0 +1,48 @@
+"""Timelines of real runs, from the files that MESHFLASH_TRACE leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshflash.plan.timeline import Event, Timeline
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The events of all ranks that left a file in a folder; ValueError where there are none."""
+    files = sorted(folder.glob("trace-*.json"))
+    if not files:
+        raise ValueError(f"{folder}: no trace-*.json there; run with MESHFLASH_TRACE={folder}")
+    return [event for file in files for event in json.loads(file.read_text())["traceEvents"]]
+
+
+def calls(events: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """The calls that were recorded, in order: the group, and which of its calls it is."""
+    found: dict[tuple[str, int], float] = {}
+    for event in events:
+        if event["ph"] == "X":
+            key = event["args"]["group"], event["args"]["call"]
+            found[key] = min(found.get(key, event["ts"]), event["ts"])
+    return sorted(found, key=lambda key: found[key])
+
+
+def timeline(events: list[dict[str, Any]], group: str, call: int) -> Timeline:
+    """One call on all ranks of a group. The clocks of machines are taken as they are."""
+    wanted = {"group": group, "call": call}
+    own = [event for event in events if event["ph"] == "X" and wanted.items() <= event["args"].items()]
+    first = min(event["ts"] for event in own)
+    about = own[0]["args"]
+    made = [
+        Event(
+            event["pid"],
+            event["cat"],
+            (event["ts"] - first) * 1e-6,
+            (event["ts"] + event["dur"] - first) * 1e-6,
+            event["name"],
+            event["args"]["step"],
+        )
+        for event in own
+    ]
+    name = f"{about['schedule']}, {about['pass']}, as it ran"
+    return Timeline(name, about["world"], tuple(sorted(made, key=lambda event: (event.rank, event.step))))

@@ -1,0 +1,90 @@
+"""Traces of real runs: every attend and every move is there, in order, and can be drawn."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshflash import Layout, Mask, attention, build_program
+from meshflash.cli import app
+from meshflash.engine import binding, trace
+from meshflash.engine.membership import member
+from meshflash.plan import recorded
+
+SLOW = "throttled(auto, 0.001, 1000)"
+
+
+def traced(rank, world, group, folder):
+    """Two calls with gradients, one of them over a slow link."""
+    made = trace.Trace()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHFLASH_TRACE", folder)
+        patch.setenv("RANK", str(rank))
+        patch.setattr(binding, "trace", made)
+        x = [torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3)]
+        for transport in ("auto", SLOW):
+            out = attention(*x, mesh=group, schedule="ring", transport=transport, mask=Mask.full())
+            out.sum().backward()
+        last = member(group.group_name).last
+        made.write()
+    attention(*x, mesh=group)  # no trace is wanted any more
+    return made.calls, [len([s for s in last.program(d).steps if "attend" in str(s)]) for d in ("forward", "backward")]
+
+
+@pytest.fixture(scope="module")
+def events(pool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    assert pool.run(3, traced, str(folder)) == [(4, [3, 3])] * 3
+    return folder, recorded.read(folder)
+
+
+def test_every_attend_and_every_move_is_there(events):
+    _, found = events
+    calls = recorded.calls(found)
+    assert [number for _, number in calls] == [0, 1, 2, 3]
+    for call in calls:
+        timeline = recorded.timeline(found, *call)
+        for rank in range(3):
+            attends, moves, waits = (timeline.of(rank, kind) for kind in ("attend", "move", "other"))
+            assert len(attends) == 3
+            assert len(moves) == len(waits) > 0
+            ends = [event.end for event in attends]
+            assert ends == sorted(ends)
+            assert all(0 <= event.begin <= event.end <= timeline.total for event in (*attends, *moves, *waits))
+
+
+def test_waiting_for_a_slow_link_shows(events):
+    _, found = events
+    fast, slow = (recorded.timeline(found, *recorded.calls(found)[n]) for n in (0, 2))
+    moved = 2 * 2 * 8 * 2 * 16 * 4 / 1e6  # two hops of 8 rows of keys and values, at 1 MB/s
+    assert min(slow.exposed(rank) for rank in range(3)) > 0.5 * moved
+    assert max(fast.exposed(rank) for rank in range(3)) < slow.total
+
+
+def test_the_command_draws_it(events, tmp_path):
+    folder, found = events
+    svg, merged = tmp_path / "a.svg", tmp_path / "all.json"
+    command = ["trace", str(folder), "--call", "2", "--svg", str(svg), "--merged", str(merged)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "call 2 of 4" in result.output
+    assert "ring, forward, as it ran on 3 ranks" in result.output
+    assert svg.read_text().startswith("<svg")
+    assert len(json.loads(merged.read_text())["traceEvents"]) == len(found)
+    for arguments, message in (([str(folder), "--call", "9"], "4 were recorded"), ([str(tmp_path)], "no trace-")):
+        result = CliRunner().invoke(app, ["trace", *arguments])
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_only_so_many_calls_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(trace, "MOST_CALLS", 2)
+    monkeypatch.setenv("MESHFLASH_TRACE", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    program = build_program("ring", Layout.contiguous(4, 1), Mask.causal(), 0)
+    made = trace.Trace()
+    for _ in range(5):
+        made.run(program, "g", torch.device("cpu"), [(0, lambda: None)])
+    assert made.write() == tmp_path / "trace-3.json"
+    assert json.loads((tmp_path / "trace-3.json").read_text())["otherData"] == {"calls": 5, "recorded": 2}
