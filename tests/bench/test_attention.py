@@ -10,6 +10,7 @@ from meshflash.bench import attention, engine, record
 from meshflash.bench.cases import Case
 from meshflash.bench.peers import peer_bytes
 from meshflash.cli import app
+from meshflash.schedules.registry import names
 
 SMALL = "--tokens 48 --heads 2 --dim 8"
 
@@ -38,7 +39,7 @@ def test_demo_proves_draws_and_writes(tmp_path):
     for name in ("ring", "zigzag", "striped", "allgather", "keys of", "link", "demo.svg"):
         assert name in result.output
     rows = json.loads((tmp_path / "demo.json").read_text())["rows"]
-    assert {row["schedule"] for row in rows} == {attention.ONE, "ring", "zigzag", "striped", "allgather"}
+    assert {row["schedule"] for row in rows} == {attention.ONE, *names()}
     assert all(row["error"] < 1e-5 for row in rows)
     assert ElementTree.fromstring((tmp_path / "demo.svg").read_text()).tag.endswith("svg")
 

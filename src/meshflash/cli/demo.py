@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-SCHEDULES = ("ring", "zigzag", "striped", "allgather")
 #: Bytes a second of the links that the timeline is drawn for; said beside it.
 LINK = 1e9
 
 
 def command(
-    tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 8192,
     world: Annotated[int, typer.Option("--world", "-n", min=2, max=16, help="Ranks, each a process.")] = 4,
     heads: Annotated[int, typer.Option(min=1, help="Query heads; half as many key heads if even.")] = 2,
     schedule: Annotated[str, typer.Option(help="The schedule that is drawn.")] = "zigzag",
@@ -28,6 +27,7 @@ def command(
     from meshflash.core.program import Sizes
     from meshflash.core.tiles import worklist
     from meshflash.plan.timeline import Rates
+    from meshflash.schedules.registry import over_lines
 
     console = Console()
     case = Case(tokens=tokens, heads=heads, kv_heads=heads if heads % 2 else heads // 2)
@@ -42,7 +42,7 @@ def command(
     )
     with console.status("starting the processes") as status:
         listen = lambda text: status.update(str(text))  # noqa: E731
-        rows = bench.run(case, SCHEDULES, world, rounds=0, listen=listen)
+        rows = bench.run(case, over_lines(world), world, rounds=0, listen=listen)
     flat = [record.flat(row) for row in rows]
     console.print(*tables.schedules(flat, bench.ONE))
     console.print(
