@@ -196,9 +196,10 @@ def attention(
             any weight.
         reduce_dtype: what gradients of k and v travel and are summed in on their way; float32 by default
             (float64 for float64).
-        transport: how bytes move: "process_group" by the group's backend for the device, "host_staged" through the
-            host's memory by its backend for CPUs; "auto" takes the first that can. "throttled(auto, 50, 10)" moves as
-            if over links of 50 GB/s and 10 us, to measure by.
+        transport: how bytes move: "process_group" by the group's backend for the device, "symmetric" by pulling from
+            the memory of peers on the same host, "host_staged" through the host's memory by the group's backend for
+            CPUs; "auto" takes the first that can. "throttled(auto, 50, 10)" moves as if over links of 50 GB/s and
+            10 us, to measure by.
         deterministic: the same inputs on the same ranks give the same bits.
         return_lse: also return the log-sum-exp of each row.
         return_plan: also return what ran: schedule, layout, transport, kernels, bytes, and the program.

@@ -96,3 +96,73 @@ def _copy(target: Tensor, source: Tensor) -> None:
 def as_streams(made: FakeStreams) -> Any:
     """What a transport makes its streams by."""
     return lambda device: made
+
+
+class HostStreams(FakeStreams):
+    """The caller's stream is the caller's thread: it does at once what it is given, and waits where a stream would."""
+
+    def mark(self, stream: FakeStream) -> threading.Event:
+        if stream is not self.main:
+            return super().mark(stream)
+        event = threading.Event()
+        event.set()
+        return event
+
+    def after(self, stream: FakeStream, event: threading.Event) -> None:
+        if stream is self.main:
+            _come(event)
+        else:
+            super().after(stream, event)
+
+
+class FakeHeaps:
+    """Heaps of ranks that are threads of this process, and the marks that they exchange."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.made: dict[int, dict[int, Tensor]] = {}
+        self._marks: dict[Any, threading.Event] = {}
+        self._condition = threading.Condition()
+        self._barrier = threading.Barrier(world)
+
+    def maker(self, rank: int, streams: FakeStreams) -> Any:
+        """What a transport makes its heaps by."""
+
+        def make(count: int, group: Any, device: torch.device, timeout: float) -> Any:
+            with self._condition:
+                memories = self.made.setdefault(count, {})
+                memories[rank] = torch.full((count,), 0xFF, dtype=torch.uint8)
+            self._barrier.wait(20)
+            return FakeHeap(self, rank, memories, streams)
+
+        return make
+
+    def change(self, key: Any, to: bool) -> None:
+        """Set a mark that is not there, or take one that is; wait for that."""
+        with self._condition:
+            there = self._condition.wait_for(lambda: (key in self._marks) != to, 20)
+            assert there, f"nobody came: {key}"
+            if to:
+                self._marks[key] = threading.Event()
+            else:
+                del self._marks[key]
+            self._condition.notify_all()
+
+
+class FakeHeap:
+    """One rank's."""
+
+    def __init__(self, heaps: FakeHeaps, rank: int, memories: dict[int, Tensor], streams: FakeStreams) -> None:
+        self._heaps, self._rank, self._memories, self._streams = heaps, rank, memories, streams
+        self.memory = memories[rank]
+
+    def of(self, rank: int) -> Tensor:
+        return self._memories[rank]
+
+    def put(self, rank: int, channel: int) -> None:
+        key = (self._rank, rank, channel)
+        self._streams.current().give(lambda: self._heaps.change(key, to=True))
+
+    def take(self, rank: int, channel: int) -> None:
+        key = (rank, self._rank, channel)
+        self._streams.current().give(lambda: self._heaps.change(key, to=False))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hub import in_threads
-from meshflash.transport.choice import check, choose
+from meshflash.transport.choice import Where, check, choose, missing
 from meshflash.transport.contract import TransportError
 from meshflash.transport.host_staged import HostStaged
 from meshflash.transport.loopback import Hub, Loopback
@@ -191,7 +191,9 @@ def test_a_transport_is_asked_for_by_its_name():
     check("auto")
     check("throttled(host_staged, 400, 10)")
     for wrong in ("nccl", "throttled(auto)", "throttled(carrier, 1, 2)", ""):
-        with pytest.raises(ValueError, match=r"expected one of auto, process_group, host_staged, or throttled\("):
+        with pytest.raises(
+            ValueError, match=r"expected one of auto, process_group, symmetric, host_staged, or throttled\("
+        ):
             check(wrong)
     with pytest.raises(ValueError, match="expected bytes a second > 0"):
         Throttled(Loopback(0, 2), CPU, 0.0)
@@ -209,3 +211,27 @@ def over_gloo(rank, world, group):
 
 def test_gloo_moves_the_hosts_tensors_alone(pool):
     assert pool.run(2, over_gloo) == [("gloo", "gloo at 2 GB/s and 5 us")] * 2
+
+
+def wheres(*devices, hosts=None):
+    return [Where(host, f"{host}", device) for host, device in zip(hosts or ["a"] * len(devices), devices, strict=True)]
+
+
+def over_gpus(rank, world, group):
+    cuda, groups = torch.device("cuda"), {"mesh": group}
+    apart, shared = wheres("0", "1"), wheres("0", "0")
+    assert missing("symmetric", groups, cuda, apart) is None
+    assert missing("symmetric", groups, cuda, wheres("0", "0", hosts=["a", "b"])) == "ranks are on 2 hosts"
+    assert missing("symmetric", groups, torch.device("xpu"), apart) == "this torch has no symmetric memory for xpu"
+    assert missing("host_staged", groups, cuda, shared) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshflash.transport.choice.cannot_move", lambda group, device: None)  # as with NCCL
+        assert missing("process_group", groups, cuda, apart) is None
+        assert missing("process_group", groups, cuda, shared) == "ranks share a device, which its backend refuses"
+        told = [Where("a", str(n), "0") for n in range(2)]  # NCCL_HOSTID
+        assert missing("process_group", groups, cuda, told) is None
+    assert Where.here(CPU).device == "cpu"
+
+
+def test_what_moves_depends_on_where_the_devices_are(pool):
+    pool.run(2, over_gpus)

@@ -300,17 +300,19 @@ class Program:
         output = self.buffer[buffer.becomes]
         return sizes.row_bytes(buffer.kind, buffer.dtype) == sizes.row_bytes(output.kind, output.dtype)
 
-    def staged(self, post: Post, sizes: Sizes) -> list[Slice]:
+    def staged(self, post: Post, sizes: Sizes, pulled: bool = False) -> list[Slice]:
         """The slices of a post that are sent by way of a packed copy.
 
         Messages are rows of the whole batch and of all heads, one after another: scratch lies like that.
-        A caller's tensor does only with a batch of 1. One slice is packed once for all its peers.
+        A caller's tensor does only with a batch of 1. One slice is packed once for all its peers. Where peers pull
+        messages out of our scratch, all that lies elsewhere is packed.
         """
         out: dict[Slice, None] = {}
         for part in post.sends:
             buffer = self.buffer[part.slice.buffer]
             by_rows = buffer.role in ("scratch", "saved") and not self.shares(buffer, sizes)
             by_rows |= sizes.batch == 1 and all(field.width for field in KINDS[buffer.kind])
+            by_rows &= not pulled or buffer.role == "scratch"
             if not by_rows or part.slice.heads != (0, buffer.heads):
                 out[part.slice] = None
         return list(out)
@@ -324,11 +326,11 @@ class Program:
                     out[part.peer] = out.get(part.peer, 0) + self.slice_bytes(part.slice, sizes)
         return out
 
-    def scratch_bytes(self, sizes: Sizes) -> int:
+    def scratch_bytes(self, sizes: Sizes, pulled: bool = False) -> int:
         """The scratch that a run holds: buffers, and packed copies of what is sent."""
         held = sum(b.bytes(sizes) for b in self.buffers if b.role == "scratch" and not self.shares(b, sizes))
         posts = (step for step in self.steps if isinstance(step, Post))
-        return held + sum(self.slice_bytes(part, sizes) for post in posts for part in self.staged(post, sizes))
+        return held + sum(self.slice_bytes(part, sizes) for post in posts for part in self.staged(post, sizes, pulled))
 
     def saved_bytes(self, sizes: Sizes) -> int:
         """What a forward leaves for its backward beyond the caller's tensors."""

@@ -35,6 +35,7 @@ from meshflash.core.program import (
 )
 from meshflash.core.tiles import Worklist, worklist
 from meshflash.engine.placement import Placement, Setting
+from meshflash.engine.pulls import Places
 from meshflash.engine.trace import folder, trace
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Pass, Rows
 from meshflash.kernels.merge import add_sinks_, merge_
@@ -111,8 +112,11 @@ class Bound:
     is saved, then views of scratch, which are the same in every call, and parts of the former, each made once a call.
     """
 
-    def __init__(self, placement: Placement, kernels: Kernels, sinks: bool, memory: Tensor) -> None:
+    def __init__(
+        self, placement: Placement, kernels: Kernels, sinks: bool, memory: Tensor, places: Places | None = None
+    ) -> None:
         self.program, self.setting = program, setting = placement.program, placement.setting
+        self._places = places or {}
         self._kernels, self._sinks, self._placement, self._memory = kernels, sinks, placement, memory
         self._heads: dict[tuple[Interval, bool], int] = {}
         self._caller = {key: n for n, key in enumerate(TENSORS[program.direction])}
@@ -203,14 +207,14 @@ class Bound:
         """Copy what cannot be sent from where it lies."""
         return [
             _copy_to(self._placement.copy(self._memory, (step.name, place), field), number)
-            for place in self.program.staged(step, self.setting.sizes)
+            for place in self._placement.staged(step)
             for field, number in zip(self._fields(place), self._views(place), strict=True)
         ]
 
     def _post(self, step: Post) -> Run:
         ticket, group = self._posts[step.name], step.group
-        staged = set(self.program.staged(step, self.setting.sizes))
-        if step.collective:
+        staged = set(self._placement.staged(step))
+        if step.collective and not self._placement.pulled:
             form = step.collective
             sources, targets = (self._whole(step, parts, staged) for parts in (step.sends, step.recvs))
             pairs = list(zip(sources, targets, strict=True))
@@ -232,13 +236,26 @@ class Bound:
             for parts in (step.sends, step.recvs)
         )
 
+        if self._placement.pulled:
+            from_where = [
+                self._places.get((step.name, n, field.name), 0)
+                for n, part in enumerate(step.recvs)
+                for field in self._fields(part.slice)
+            ]
+
         def exchange(call: Call) -> None:
             t = call.tensors
             out = [(peer, t[number]) for peer, number in sends]
             back = [(peer, t[number]) for peer, number in recvs]
             call.tickets[ticket] = [call.transport.exchange(group, out, back)]
 
-        return exchange
+        def pull(call: Call) -> None:
+            t = call.tensors
+            out = [(peer, t[number]) for peer, number in sends]
+            back = [(peer, t[number]) for peer, number in recvs]
+            call.tickets[ticket] = [call.transport.pull(group, out, back, from_where)]
+
+        return pull if self._placement.pulled else exchange
 
     def _whole(self, step: Post, parts: tuple[Part, ...], staged: set[Slice]) -> list[int]:
         """The parts of a collective as one message for each field: they lie one after another, or are one slice."""

@@ -12,13 +12,14 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed as _distributed
 
-from meshflash.transport.choice import choose
+from meshflash.transport.choice import Where, choose
 from meshflash.transport.contract import Transport
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -82,8 +83,20 @@ class Member:
         """How this group moves tensors of a device; ValueError where it cannot, or not by this transport."""
         found = self._transports.get((device, name))
         if found is None:
-            found = self._transports[device, name] = choose(name, self.groups, device, timeout())
+            where = [] if device.type == "cpu" else self._where(device)
+            found = self._transports[device, name] = choose(name, self.groups, device, timeout(), where)
         return found
+
+    def _where(self, device: torch.device) -> list[Where]:
+        """Where the devices of all ranks are; all must come to it, which they do in their first call there."""
+        key = f"meshflash/{self._epoch}/where/{device.type}"
+        self._store.set(f"{key}/{self.rank}", json.dumps(asdict(Where.here(device))))
+        names = [f"{key}/{rank}" for rank in range(self.world)]
+        try:
+            self._store.wait(names, timedelta(seconds=timeout()))
+        except RuntimeError as error:
+            raise MissingRankError(f"not all ranks said within {timeout():g} s where their devices are") from error
+        return [Where(**json.loads(bytes(self._store.get(name)).decode())) for name in names]
 
     def join(self, names: Iterable[str]) -> None:
         """Make the groups of these names that are not there yet; all ranks must come to it, in the same order.

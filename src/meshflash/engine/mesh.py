@@ -23,6 +23,7 @@ from meshflash.engine.binding import Bound, Kernels, choose_kernels
 from meshflash.engine.membership import Member, checks_always
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement, Setting
+from meshflash.engine.pulls import places
 from meshflash.kernels.contract import Features, Grads, Rows, accumulator_dtype, new_outputs
 from meshflash.transport.contract import Transport
 
@@ -89,6 +90,8 @@ class Prepared:
         self.problem = plan.problem(mask, heads, kv_heads)
         self._placements: dict[tuple[Direction, bool], Placement] = {}
         self._kernels: dict[tuple[Direction, bool], Kernels] = {}
+        self._pulls: dict[tuple[Direction, int], Placement] = {}
+        self._in_heap: dict[tuple[Direction, bool, int], Bound] = {}
 
     def program(self, direction: Direction) -> Program:
         """What this rank does in one pass."""
@@ -124,6 +127,11 @@ class Prepared:
         lse_gradient: bool = False,
     ) -> None:
         """Run a pass on these tensors."""
+        if transport.reads_peers:
+            self._bound_to_heap(direction, features, transport, lse_gradient).call(
+                tensors, features, transport, self.group
+            )
+            return
         placement = self._placement(direction, lse_gradient)
         memory = pool(self.setting.device)
         arena = memory.take(placement.bytes, placement.used)
@@ -147,6 +155,32 @@ class Prepared:
             setting = replace(self.setting, lse_gradient=lse_gradient)
             kept = tuple(b for b in self.program("forward").buffers if b.role == "saved")
             found = self._placements[direction, lse_gradient] = Placement(self.program(direction), setting, kept)
+        return found
+
+    def _bound_to_heap(
+        self, direction: Direction, features: Features, transport: Transport, lse_gradient: bool
+    ) -> Bound:
+        """A pass bound to memory that peers read: as large as the rank needs that needs most, so that all agree."""
+        memory = transport.arena(max(self._pulled(direction, rank).bytes for rank in range(self.problem.world)))
+        key = direction, lse_gradient, memory.data_ptr()
+        found = self._in_heap.get(key)
+        if found is None:
+            placement = self._pulled(direction, self.rank)
+            kernels = self.kernels(direction, features, lse_gradient)
+            where = places(placement.program, lambda peer: self._pulled(direction, peer))
+            found = Bound(placement, kernels, features.sink_logits_H is not None, memory, where)
+            self._in_heap[key] = found
+        return found
+
+    def _pulled(self, direction: Direction, rank: int) -> Placement:
+        """How a rank's program lies where messages are pulled."""
+        found = self._pulls.get((direction, rank))
+        if found is None:
+            forward, program = (
+                _Above.build(self.plan.schedule, self.problem, rank, each) for each in ("forward", direction)
+            )
+            kept = tuple(b for b in forward.buffers if b.role == "saved")
+            found = self._pulls[direction, rank] = Placement(program, self.setting, kept, pulled=True)
         return found
 
     def transport(self, member: Member) -> Transport:
@@ -189,6 +223,7 @@ class MeshCall:
                 raise
             member.agree({**self._fields(found.plan, q, v), "groups": found.groups})
             member.join(found.groups)
+            found.transport(member)
             if len(member.prepared) >= PREPARED and kind not in member.prepared:
                 del member.prepared[next(iter(member.prepared))]
             member.prepared[kind] = found
@@ -212,7 +247,6 @@ class MeshCall:
         )
         heads = (q.shape[2], k.shape[2])
         prepared = Prepared(plan, self.mask, *heads, member.rank, setting, member.group.group_name)
-        prepared.transport(member)
         prepared.kernels("forward", self.features)
         if self.kernel != "auto":  # "auto" finds one in every pass
             prepared.kernels("backward", self.features)

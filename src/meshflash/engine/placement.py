@@ -60,11 +60,12 @@ class _Piece:
 class Placement:
     """The buffers of one program in one setting: `bytes` of an arena, of which it uses `used`, and `saved` bytes.
 
-    What is saved lies as the buffers `kept` of the forward do, in both passes.
+    What is saved lies as the buffers `kept` of the forward do, in both passes. Where messages are `pulled` by
+    peers, all that is sent lies in the arena.
     """
 
-    def __init__(self, program: Program, setting: Setting, kept: tuple[Buffer, ...] = ()) -> None:
-        self.program, self.setting = program, setting
+    def __init__(self, program: Program, setting: Setting, kept: tuple[Buffer, ...] = (), pulled: bool = False) -> None:
+        self.program, self.setting, self.pulled = program, setting, pulled
         self._pieces: dict[tuple[Any, str], _Piece] = {}
         self.bytes = self.used = 0
         for buffer in kept:
@@ -76,7 +77,7 @@ class Placement:
                 self._place(buffer.name, buffer, buffer.rows, buffer.heads)
         for step in program.steps:
             if isinstance(step, Post):
-                for part in program.staged(step, sizes):
+                for part in self.staged(step):
                     (a, b), (c, d) = part.rows, part.heads
                     self._place((step.name, part), program.buffer[part.buffer], b - a, d - c)
 
@@ -89,6 +90,18 @@ class Placement:
             self._pieces[key, field.name] = piece
             self.used += piece.bytes
             self.bytes += -(-piece.bytes // ALIGNMENT) * ALIGNMENT
+
+    def staged(self, post: Post) -> list[Slice]:
+        """The slices of a post that are sent by way of a packed copy."""
+        return self.program.staged(post, self.setting.sizes, self.pulled)
+
+    def begins(self, post: Post, place: Slice, field: Field) -> int:
+        """The byte of the arena at which a message begins that a post sends."""
+        if place in self.staged(post):
+            return self._pieces[(post.name, place), field.name].begin
+        piece = self._pieces[place.buffer, field.name]
+        rows = max(1, piece.shape[0])
+        return piece.begin + place.rows[0] * (piece.bytes // rows)
 
     def message(self, memory: Tensor, key: Any, field: Field, place: Slice) -> Tensor:
         """Rows of a field as one flat message."""

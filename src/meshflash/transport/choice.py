@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshflash.transport.contract import Transport
 from meshflash.transport.host_staged import HostStaged
-from meshflash.transport.process_group import ProcessGroupTransport, cannot_move
+from meshflash.transport.process_group import ProcessGroupTransport, cannot_move, dist
+from meshflash.transport.symmetric import Symmetric
 from meshflash.transport.throttled import Throttled
 
 CPU = torch.device("cpu")
 #: What may be asked for, in the order in which "auto" tries them, and what each does.
 TRANSPORTS = {
     "process_group": "the backend that the process group has for the device: NCCL, XCCL, gloo for CPUs",
+    "symmetric": "ranks of one host pull from each other's memory, also where they share a GPU",
     "host_staged": "through pinned memory of the host, by the backend that the group has for CPUs",
 }
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a rank's device is: the host, the host as NCCL is told, and the device's own name there."""
+
+    host: str
+    nccl_host: str
+    device: str
+
+    @staticmethod
+    def here(device: torch.device) -> Where:
+        """That of this process."""
+        host = f"{platform.node()} {_boot()}"
+        found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        name = str(getattr(found, "uuid", device)) if found else str(device)
+        return Where(host, os.environ.get("NCCL_HOSTID") or host, name)
+
+
+def _boot() -> str:
+    """What tells machines of the same name apart, where the system says."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 _THROTTLED = r"throttled\(\s*(\w+)\s*,\s*([\d.e+-]+)\s*,\s*([\d.e+-]+)\s*\)"
 
 
@@ -30,26 +64,49 @@ def check(asked: str) -> None:
     _parsed(asked)
 
 
-def choose(asked: str, groups: Mapping[str, Any], device: torch.device, timeout: float) -> Transport:
-    """The transport of these groups for tensors of a device; ValueError where none can, or not the one asked for."""
+def choose(
+    asked: str, groups: Mapping[str, Any], device: torch.device, timeout: float, where: Sequence[Where] = ()
+) -> Transport:
+    """The transport of these groups for tensors of a device; ValueError where none can, or not the one asked for.
+
+    `where` says of all ranks where their devices are; for CPUs it does not matter.
+    """
     name, throttle = _parsed(asked)
-    reasons = {one: missing(one, groups, device) for one in TRANSPORTS if name in ("auto", one)}
+    reasons = {one: missing(one, groups, device, where) for one in TRANSPORTS if name in ("auto", one)}
     able = [one for one, reason in reasons.items() if reason is None]
     if not able:
         told = "; ".join(f"{one}: {reason}" for one, reason in reasons.items())
         raise ValueError(f"transport={asked!r} cannot move tensors on {device.type}: {told}")
-    made: Transport = ProcessGroupTransport(groups, device if able[0] == "process_group" else CPU, timeout)
-    if able[0] == "host_staged":
-        made = HostStaged(made, device, timeout)
+    made = _made(able[0], groups, device, timeout)
     return Throttled(made, device, throttle[0] * 1e9, throttle[1] * 1e-6) if throttle else made
 
 
-def missing(name: str, groups: Mapping[str, Any], device: torch.device) -> str | None:
+def _made(name: str, groups: Mapping[str, Any], device: torch.device, timeout: float) -> Transport:
+    if name == "process_group":
+        return ProcessGroupTransport(groups, device, timeout)
+    if name == "host_staged":
+        return HostStaged(ProcessGroupTransport(groups, CPU, timeout), device, timeout)
+    mesh = groups["mesh"]
+    found = Symmetric(mesh, dist.get_rank(mesh), dist.get_world_size(mesh), device, timeout)
+    for other in groups:
+        if other != "mesh":
+            found.add(other, groups[other])
+    return found
+
+
+def missing(name: str, groups: Mapping[str, Any], device: torch.device, where: Sequence[Where] = ()) -> str | None:
     """What a transport lacks for these groups and tensors of a device; None where it can move them."""
     if name == "process_group":
-        return next(filter(None, (cannot_move(group, device) for group in groups.values())), None)
+        reason = next(filter(None, (cannot_move(group, device) for group in groups.values())), None)
+        shared = len({(rank.nccl_host, rank.device) for rank in where}) < len(where)
+        return reason or ("ranks share a device, which its backend refuses" if shared else None)
     if device.type == "cpu":
         return "tensors are on the host already"
+    if name == "symmetric":
+        hosts = {rank.host for rank in where}
+        if device.type != "cuda" or find_spec("torch.distributed._symmetric_memory") is None:
+            return f"this torch has no symmetric memory for {device.type}"
+        return f"ranks are on {len(hosts)} hosts" if len(hosts) != 1 else None
     reason = next(filter(None, (cannot_move(group, CPU) for group in groups.values())), None)
     return f'{reason}; initialise it with one, such as "cpu:gloo,cuda:nccl"' if reason else None
 

@@ -46,26 +46,42 @@ class Transport(ABC):
     """Moves messages. What it begins returns a ticket for `wait`."""
 
     name: str
+    #: Whether it pulls messages out of its peers' memory, by `pull`, and has programs run in memory of its own.
+    reads_peers = False
 
     def __init__(self) -> None:
         self.counters = Counters()
 
     def exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
         """Begin to send and receive these messages, all at once. Those to and from ourselves are copied."""
+        me = self._copy_own(group, sends, recvs)
+        sends = [message for message in sends if message[0] != me]
+        recvs = [message for message in recvs if message[0] != me]
+        return self._exchange(group, sends, recvs)
+
+    def pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
+        """The same where messages are pulled: each begins at this byte of its sender's memory."""
+        me = self._copy_own(group, sends, recvs)
+        sends = [message for message in sends if message[0] != me]
+        others = [(message, place) for message, place in zip(recvs, places, strict=True) if message[0] != me]
+        return self._pull(group, sends, [message for message, _ in others], [place for _, place in others])
+
+    def _copy_own(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> int:
+        """Copy what we send to ourselves, and count what others get and give; our number."""
         me = self.rank(group)
         received, sent = self.counters.received, self.counters.sent
         own = [tensor for peer, tensor in sends if peer == me]
         if own:
             for tensor, source in zip((tensor for peer, tensor in recvs if peer == me), own, strict=True):
                 tensor.copy_(source)
-            sends = [message for message in sends if message[0] != me]
-            recvs = [message for message in recvs if message[0] != me]
         for peer, tensor in sends:
-            sent[group, peer] += tensor.nbytes
+            if peer != me:
+                sent[group, peer] += tensor.nbytes
         for peer, tensor in recvs:
-            received[group, peer] += tensor.nbytes
+            if peer != me:
+                received[group, peer] += tensor.nbytes
         self.counters.calls["exchange"] += 1
-        return self._exchange(group, sends, recvs)
+        return me
 
     def collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
         """Begin a collective: everyone's source to all, or its n-th part to rank n; in the order of the group."""
@@ -77,6 +93,13 @@ class Transport(ABC):
                 self.counters.sent[group, peer] += each
         self.counters.calls[form] += 1
         return self._collective(form, group, source, target)
+
+    def arena(self, wanted: int) -> Tensor:
+        """Memory for a program to run in, of at least so many bytes, where peers read it."""
+        raise NotImplementedError
+
+    def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
+        raise NotImplementedError
 
     def add(self, name: str, group: Any) -> None:
         """One more group, where groups are given."""

@@ -34,6 +34,7 @@ class Throttled(Transport):
         super().__init__()
         self.below, self.bytes_per_second, self.latency = below, bytes_per_second, latency
         self.name = f"{below.name} at {bytes_per_second / 1e9:g} GB/s and {latency * 1e6:g} us"
+        self.reads_peers = below.reads_peers
         self._link = _HostLink() if device.type == "cpu" else _DeviceLink(streams(device))
 
     def add(self, name: str, group: Any) -> None:
@@ -54,6 +55,13 @@ class Throttled(Transport):
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
         moved = max(sum(tensor.nbytes for _, tensor in side) for side in (sends, recvs))
         return self.below._exchange(group, sends, recvs), self._begin(group, moved)
+
+    def arena(self, wanted: int) -> Tensor:
+        return self.below.arena(wanted)
+
+    def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
+        moved = max(sum(tensor.nbytes for _, tensor in side) for side in (sends, recvs))
+        return self.below._pull(group, sends, recvs, places), self._begin(group, moved)
 
     def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
         world = self.world(group)
