@@ -25,11 +25,27 @@ def test_bench_attention_writes_every_schedule_and_pass(tmp_path):
     assert [(row["schedule"], row["pass"]) for row in rows] == [(n, p) for p in attention.PASSES for n in names]
     for row in rows:
         assert row["ms"] > 0
+        assert row["tflops"] > 0
+        assert row["efficiency"] == pytest.approx(row["speedup"] / row["world"])
+        assert row["transport"] == ("gloo" if row["schedule"] in ("zigzag", "allgather") else "")
         assert row["error"] < 1e-5
         assert row["world"] == (1 if row["schedule"] == attention.ONE else 2)
         if row["peer_bytes"] is not None:
             assert 0 < row["received_bytes"] <= row["peer_bytes"]
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_bench_attention_forward_only_over_a_slow_link_and_traced(tmp_path):
+    words = f"bench attention {SMALL} --rounds 1 -n 2 --schedule ring --forward-only --trace {tmp_path}".split()
+    words += ["--transport", "throttled(auto, 0.001, 1000)", "--output", str(tmp_path / "x.json")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    rows = record.read(tmp_path / "x.json")["rows"]
+    assert [(row["schedule"], row["pass"]) for row in rows] == [(attention.ONE, "forward"), ("ring", "forward")]
+    assert rows[1]["transport"] == "gloo at 0.001 GB/s and 1000 us"
+    assert rows[1]["ms"] > 1
+    assert rows[1]["exposed_ms"] > 0
+    assert len(list(tmp_path.glob("trace-*.json"))) == 2
 
 
 def test_demo_proves_draws_and_writes(tmp_path):

@@ -21,6 +21,7 @@ import torch
 from meshflash.bench.candidates import SDPA, candidate, check_names, sdpa
 from meshflash.bench.cases import Case, Tensors, on_cpu
 from meshflash.bench.check import judge, truth
+from meshflash.bench.timing import synchronize
 
 PASSES = ("forward", "forward with grad", "backward")
 
@@ -114,15 +115,10 @@ def _undisturbed() -> Iterator[None]:
 
 def _microseconds(call: Callable[[], Any], device: torch.device, calls: int) -> float:
     """Of the host for one call, by a sample of several."""
-    _wait(device)
+    synchronize(device)
     begin = time.perf_counter()
     for _ in range(calls):
         call()
     elapsed = time.perf_counter() - begin
-    _wait(device)
+    synchronize(device)
     return elapsed * 1e6 / calls
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

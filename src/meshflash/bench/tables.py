@@ -156,15 +156,16 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
     table = Table(title=f"{title(cell)}, {world} ranks", title_justify="left", title_style="bold", header_style="bold")
     table.add_column("pass", no_wrap=True)
     table.add_column("schedule")
-    for name in ("ms", f"x {beside.split()[0]}", "error", "MB in", "peers'", "peak MiB"):
+    for name in ("ms", f"x {beside.split()[0]}", "waits", "error", "MB in", "peers'", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
         for n, row in enumerate(own):
             table.add_row(
                 ("forward" if direction == "forward" else "both") if n == 0 else "",
                 row["schedule"],
-                f"{row['ms']:.0f}",
+                _short(row["ms"]),
                 f"{row['speedup']:.2f}",
+                "" if row["schedule"] == beside else _short(row["exposed_ms"]),
                 "" if row["schedule"] == beside else f"{row['error']:.0e}",
                 "" if row["schedule"] == beside else f"{row['received_mean'] / 1e6:.1f}",
                 "" if row["peer_bytes"] is None else f"{row['peer_bytes'] / 1e6:.1f}",
@@ -172,6 +173,10 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
             )
         table.add_section()
     return table
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.2f}"
 
 
 def title(cell: dict[str, Any], tokens: bool = True) -> str:

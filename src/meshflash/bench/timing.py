@@ -66,6 +66,12 @@ class Watched:
     held_bytes: int
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
 def watched(function: Callable[[], Any], device: torch.device) -> Watched:
     """Call a function and watch the memory that it takes."""
     if device.type == "cuda":

@@ -265,10 +265,18 @@ def attention(
     dtype: Annotated[str, typer.Option(help=f"{DTYPES}.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Threads of each rank, and of the one rank beside them.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every schedule takes its turn.")] = 7,
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RESULTS / "attention-cpu.json",
+    device: Annotated[str, typer.Option(help="cpu or cuda; ranks share GPUs where there are more of them.")] = "cpu",
+    transport: Annotated[
+        str, typer.Option(help='As in attention: auto, symmetric, "throttled(auto, 50, 10)".')
+    ] = "auto",
+    kernel: Annotated[str, typer.Option(help="That of all ranks, and of the one rank beside them.")] = "auto",
+    forward_only: Annotated[bool, typer.Option(help="Time no backward.")] = False,
+    mps: Annotated[bool, typer.Option(help="Start CUDA MPS, and give each rank its part of the GPU.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Have ranks write traces there, for `meshflash trace`.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write; by device where None.")] = None,
     plot: Plot = None,
 ) -> None:
-    """Attention over ranks: each schedule's time beside one rank on the same total work, bytes and memory.
+    """Attention over ranks: each schedule's time beside one rank on the same total work, bytes, waiting and memory.
 
     Every schedule is checked against one rank before it is timed; one that is wrong is an error, not a time.
     """
@@ -278,14 +286,18 @@ def attention(
     from meshflash.bench import plots, record, tables
     from meshflash.bench.cases import Case
     from meshflash.bench.report import report
+    from meshflash.launch.mps import variables
 
     console = Console()
-    with _explained(), console.status("starting") as status:
-        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype)
+    traced = {"MESHFLASH_TRACE": str(trace)} if trace else {}
+    with _explained(), console.status("starting") as status, variables(**traced):
+        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, device)
+        setup = bench.Setup(world, rounds, threads, transport, kernel, forward_only, mps)
         listen = lambda text: status.update(str(text))  # noqa: E731
-        rows = [record.flat(row) for row in bench.run(case, tuple(schedule), world, rounds, threads, listen)]
-    title = f"{mask}, {tokens:,} tokens over {world} ranks of {threads} threads"
-    report(console, tables.schedules(rows, bench.ONE), rows, output, plot, plots.schedules, title)
+        rows = [record.flat(row) for row in bench.run(case, tuple(schedule), setup, listen)]
+    title = f"{mask}, {tokens:,} tokens over {world} ranks on {device}"
+    written = output or RESULTS / f"attention-{device}.json"
+    report(console, tables.schedules(rows, bench.ONE), rows, written, plot, plots.schedules, title)
 
 
 @app.command()

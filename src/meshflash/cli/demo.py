@@ -42,13 +42,13 @@ def command(
     )
     with console.status("starting the processes") as status:
         listen = lambda text: status.update(str(text))  # noqa: E731
-        rows = bench.run(case, over_lines(world), world, rounds=0, listen=listen)
+        rows = bench.run(case, over_lines(world), bench.Setup(world, rounds=0), listen)
     flat = [record.flat(row) for row in rows]
     console.print(*tables.schedules(flat, bench.ONE))
     console.print(
-        "MB in: what a rank received, on average; peers': what their implementations move. Error: of the output, "
-        "and the largest of output and gradients, relative to one device. Peak: memory beyond the inputs, on the rank "
-        "that held most.\n"
+        "Waits: the milliseconds that the rank waited for messages which waited longest. MB in: what a rank received, "
+        "on average; peers': what their implementations move. Error: of the output, and the largest of output and "
+        "gradients, relative to one device. MiB: the peak of memory beyond the inputs, on the rank that held most.\n"
     )
     whole = (range(tokens),)
     seconds = next(row.ms for row in rows if row.schedule == bench.ONE and row.direction == "forward") / 1e3

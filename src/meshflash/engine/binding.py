@@ -36,7 +36,7 @@ from meshflash.core.program import (
 from meshflash.core.tiles import Worklist, worklist
 from meshflash.engine.placement import Placement, Setting
 from meshflash.engine.pulls import Places
-from meshflash.engine.trace import folder, trace
+from meshflash.engine.trace import active
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Pass, Rows
 from meshflash.kernels.merge import add_sinks_, merge_
 from meshflash.kernels.registry import Choice, choose, tell_spies
@@ -143,9 +143,9 @@ class Bound:
             everything[number] = part(tensors)
         by_heads = [_of_heads(features, heads, sinks) for heads, sinks in self._heads]
         call = Call(everything, by_heads, transport, len(self._posts))
-        if folder():
+        if (recorder := active()) is not None:
             steps = [(n, partial(run, call)) for n, run in zip(self._steps, self.runs, strict=True)]
-            trace.run(self.program, group, self.setting.device, steps)
+            recorder.run(self.program, group, self.setting.device, steps)
             return
         for run in self.runs:
             run(call)

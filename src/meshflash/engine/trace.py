@@ -11,7 +11,8 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,22 @@ MOST_CALLS = 1000
 def folder() -> str:
     """Where traces go; empty where none are wanted."""
     return os.environ.get("MESHFLASH_TRACE", "")
+
+
+def active() -> Trace | None:
+    """What records calls now, if anything does."""
+    return _asked[-1] if _asked else trace if folder() else None
+
+
+@contextmanager
+def recording() -> Iterator[Trace]:
+    """Record the calls of this block, to be looked at and not written."""
+    made = Trace()
+    _asked.append(made)
+    try:
+        yield made
+    finally:
+        _asked.remove(made)
 
 
 class _HostClock:
@@ -117,7 +134,8 @@ class Trace:
         self, program: Program, group: str, device: torch.device, steps: Sequence[tuple[int, Callable[[], Any]]]
     ) -> None:
         """Run the steps of a call, each with its number in the program, and record them."""
-        self._prepare()
+        if self is trace:
+            self._prepare()
         self.calls += 1
         clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         record = _Record(program, group, time.time(), clock, clock.mark())
@@ -127,6 +145,11 @@ class Trace:
             record.marks.append((index, before, clock.mark()))
         if len(self.records) < MOST_CALLS:
             self.records.append(record)
+
+    def seconds(self, kind: str) -> float:
+        """How long steps of a kind took in all calls: attend, move, or other, which is waiting."""
+        events = [event for record in self.records for event in record.events(0) if event["cat"] == kind]
+        return float(sum(event["dur"] for event in events)) * 1e-6
 
     def write(self) -> Path | None:
         """Write what was recorded so far."""
@@ -157,5 +180,6 @@ class Trace:
             atexit.register(self.write)
 
 
-#: The one of this process.
+#: The one of this process, and those that were asked for.
 trace = Trace()
+_asked: list[Trace] = []

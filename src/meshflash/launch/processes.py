@@ -12,10 +12,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from meshflash.launch.mps import variables
 
 #: Seconds that the others get to end by themselves once one rank has failed.
 GRACE = 5.0
@@ -129,22 +132,9 @@ def _rank(
         pipe.send(("failure", f"of {world} raised:\n{traceback.format_exc()}"))
 
 
-class _environment:  # noqa: N801 - used like a function
-    """The variables that processes started inside the block find."""
-
-    def __init__(self, threads: int) -> None:
-        # without an interface gloo looks up the host's name, which need not resolve
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
-        self.new = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": interface}
-
-    def __enter__(self) -> None:
-        self.old = {name: os.environ.get(name) for name in self.new}
-        os.environ.update(self.new)
-
-    def __exit__(self, *_: Any) -> None:
-        for name, value in self.old.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _environment(threads: int) -> AbstractContextManager[None]:
+    """The variables that the ranks find."""
+    # without an interface gloo looks up the host's name, which need not resolve
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
+    return variables(OMP_NUM_THREADS=str(threads), GLOO_SOCKET_IFNAME=interface)

@@ -1,0 +1,60 @@
+"""NVIDIA's Multi-Process Service for ranks that share a GPU: without it they take turns, with it they run at once.
+
+Its pipes and logs are in a folder of their own, so that no other user of the machine is touched, and it ends with the
+block. Never end one of its clients by SIGKILL: the others would be lost with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+CONTROL = "nvidia-cuda-mps-control"
+
+
+def missing() -> str | None:
+    """Why it cannot be started; None if it can."""
+    return None if shutil.which(CONTROL) else f"{CONTROL} is not there; it comes with NVIDIA's driver"
+
+
+@contextmanager
+def mps() -> Iterator[None]:
+    """Processes that begin in this block share the GPU by MPS."""
+    reason = missing()
+    if reason:
+        raise ValueError(f"MPS: {reason}")
+    with (
+        tempfile.TemporaryDirectory(prefix="meshflash-mps-") as folder,
+        variables(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder),
+    ):
+        subprocess.run([CONTROL, "-d"], check=True, capture_output=True, timeout=60)
+        try:
+            yield
+        finally:
+            subprocess.run([CONTROL], input="quit\n", text=True, check=False, capture_output=True, timeout=60)
+
+
+@contextmanager
+def variables(**new: str) -> Iterator[None]:
+    """Environment variables that processes started inside the block find.
+
+    >>> with variables(MESHFLASH_EXAMPLE="1"):
+    ...     os.environ["MESHFLASH_EXAMPLE"]
+    '1'
+    >>> "MESHFLASH_EXAMPLE" in os.environ
+    False
+    """
+    old = {name: os.environ.get(name) for name in new}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
