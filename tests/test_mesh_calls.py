@@ -13,7 +13,7 @@ from torch import distributed as _distributed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from meshflash import Layout, Mask, attention, flash_attention, register_schedule, shard, unshard
+from meshflash import Layout, Mask, attention, flash_attention, register_schedule
 from meshflash.engine import mesh as engine
 from meshflash.engine.check import WrongResultError
 from meshflash.engine.explain import Explanation
@@ -121,64 +121,6 @@ def every_mesh(rank, world, group):
 
 def test_any_group_of_ranks_may_be_the_mesh(pool):
     pool.run(4, every_mesh)
-
-
-def gathered_once(rank, world, group):
-    """Two layers of cross-attention to the same keys, which are gathered once."""
-    whole = dict(zip("qkv", qkv(11), strict=True))
-    k_whole, v_whole = (x[:, :7].clone() for x in (whole["k"], whole["v"]))
-    for layout in (Layout.zigzag(11, world), Layout.striped(11, world), Layout.contiguous(11, world)):
-        for mask, offset in ((None, 0), (CAUSAL, 3), (Mask.window(2, 4), 0)):
-            options: dict[str, Any] = dict(mask=mask, q_offset=offset, alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]))
-            leaves = [x.clone().requires_grad_() for x in (whole["q"], k_whole, v_whole)]
-            out = flash_attention(flash_attention(*leaves, **options), *leaves[1:], **options)
-            want = torch.autograd.grad(out.square().sum(), leaves)
-            keys = Layout.zigzag(7, world)
-            own = [
-                shard(x, held, group).requires_grad_()
-                for x, held in zip((whole["q"], k_whole, v_whole), (layout, keys, keys), strict=True)
-            ]
-            k, v = (unshard(x, keys, group) for x in own[1:])
-            counters = member(group.group_name).transport(own[0].device).counters
-            counters.clear()
-            layer: Any = partial(attention, mesh=group, layout=layout, k_layout="gathered", **options)
-            mine = layer(layer(own[0], k, v), k, v)
-            assert not counters.received
-            got = torch.autograd.grad(mine.square().sum(), own)
-            for a, b, held in zip((mine, *got), (out, *want), (layout, layout, keys, keys), strict=True):
-                assert torch.allclose(a, shard(b, held, group), atol=1e-10)
-    with pytest.raises(ValueError, match="schedule='ring': where k_layout is 'gathered' nothing moves"):
-        layer(own[0], k, v, schedule="ring")
-    with pytest.raises(ValueError, match="q has 1 tokens, its layout gives rank"):
-        layer(own[0][:, :1], k, v)
-    with pytest.raises(ValueError, match="return_plan, verify: not where k_layout is 'gathered'"):
-        layer(own[0], k, v, verify=True)
-    with pytest.raises(ValueError, match=r"k_layout: expected a meshflash.Layout, .* or 'gathered'; got 'whole'"):
-        layer(own[0], k, v, k_layout="whole")
-
-
-def test_keys_may_be_gathered_once_for_several_layers(pool):
-    for world in (2, 3):
-        pool.run(world, gathered_once)
-
-
-def by_transport(rank, world, group):
-    whole, layout = qkv(9, seed=world), Layout.zigzag(9, world)
-    local = [cut(x, layout, rank) for x in whole]
-    for transport, name in (("process_group", "gloo"), ("throttled(auto, 1, 100)", "gloo at 1 GB/s and 100 us")):
-        compare(rank, world, whole, layout, mesh=group, schedule="zigzag", transport=transport, mask=CAUSAL)
-        _, plan = attention(*local, mesh=group, layout=layout, transport=transport, return_plan=True)
-        assert plan.transport == name
-    for transport, reason in (
-        ("host_staged", "tensors are on the host already"),
-        ("pigeon", "expected one of auto, p"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            attention(*local, mesh=group, layout=layout, transport=transport)
-
-
-def test_a_transport_may_be_asked_for(pool):
-    pool.run(2, by_transport)
 
 
 def one_rank(rank, world, group):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import distributed as _distributed
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -21,7 +22,10 @@ def group_of(mesh: Any) -> tuple[str, int, int]:
     if mesh is None:
         group = dist.group.WORLD
     elif isinstance(mesh, dist.DeviceMesh):
-        group = _group_of_mesh(mesh)
+        _check_mesh(mesh)
+        if mesh.ndim == 2:
+            return _table(mesh)
+        group = mesh.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"mesh: expected a process group that this rank is in, or a DeviceMesh, or None; got {type(mesh).__name__}"
@@ -34,21 +38,29 @@ def inner_of(mesh: Any) -> int:
     return int(mesh.size(1)) if dist.is_available() and isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0
 
 
-def _group_of_mesh(mesh: Any) -> Any:
-    """The group of a DeviceMesh's ranks, the last axis running fastest."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
+def _check_mesh(mesh: Any) -> None:
+    """ValueError unless this rank is in a DeviceMesh of one or two dimensions."""
+    if mesh.get_coordinate() is None:
+        raise ValueError("mesh: this rank is not in it; only its ranks may call")
     if mesh.ndim > 2:
         names = mesh.mesh_dim_names or ()
         example = f'mesh["{names[0]}"]' if names else 'init_device_mesh(..., mesh_dim_names=("cp",))["cp"]'
         raise ValueError(
             f"mesh: it has {mesh.ndim} dimensions, and a sequence is spread over one or two; pass a sub-mesh: {example}"
         )
-    if mesh.mesh.flatten().tolist() == list(range(dist.get_world_size())):
-        return dist.group.WORLD
-    if not mesh.mesh_dim_names:
-        raise ValueError("mesh: name the dimensions of a DeviceMesh of two, with mesh_dim_names")
-    group = mesh._flatten().get_group()
-    if mesh.mesh.flatten().tolist() != dist.get_process_group_ranks(group):
-        raise ValueError("mesh: the ranks of a DeviceMesh of two dimensions must ascend, row by row")
-    return group
+
+
+@torch.compiler.assume_constant_result
+def _table(mesh: Any) -> tuple[str, int, int]:
+    """(name, rank, world) of the ranks of a DeviceMesh of two dimensions, the last one running fastest.
+
+    It is the same in every call; a compiler asks once.
+    """
+    ranks, group = mesh.mesh.flatten().tolist(), dist.group.WORLD
+    if ranks != list(range(dist.get_world_size())):
+        if not mesh.mesh_dim_names:
+            raise ValueError("mesh: name the dimensions of a DeviceMesh of two, with mesh_dim_names")
+        group = mesh._flatten().get_group()
+        if ranks != dist.get_process_group_ranks(group):
+            raise ValueError("mesh: the ranks of a DeviceMesh of two dimensions must ascend, row by row")
+    return str(group.group_name), int(dist.get_rank(group)), len(ranks)

@@ -106,7 +106,7 @@ def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, 
         schedule = "allgather" if gathered <= GATHER_BYTES else _ring_of(given)
         word = "at most" if gathered <= GATHER_BYTES else "more than"
         reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
-    home = schedules.home(schedule)
+    schedule, home = schedules.canonical(schedule), schedules.home(schedule)
     q_held = _held("layout", given, home, q_tokens, world)
     k_held = _held("k_layout", k_given, home, k_tokens, world)
     return engine.Plan(schedule, q_held, k_held, q_offset, dtype, transport, reason)

@@ -358,12 +358,27 @@ WRONG: list[Wrong] = [
             "x cannot be saved",
         ),
         ("more rows than were saved", HEADS_B, buffer("q:0", rows=7), "reads q:0, of which no forward saved so many"),
-        ("another kind than was saved", HEADS_B, buffer("q:0", kind="out"), "reads q:0 as out, which the forward"),
+        (
+            "another kind than was saved",
+            HEADS_B,
+            buffer("q:0", kind="out"),
+            "reads q:0 as out, which the forward saved as q",
+        ),
         (
             "saved, then written",
             HEADS_B,
             insert(0, Clear(s("q:0", (0, 6), (0, 2)))),
             "was saved and may not be written",
+        ),
+        (
+            "a result of some keys for that of all",
+            RING_B,
+            both(
+                room(Buffer("x", "out", 3, 4)),
+                insert(0, Attend(s("q"), k("kv"), s("x"), OWN, OWN, (0, 4), final=True)),
+                change(2, out=s("x")),
+            ),
+            "what it takes for the results of its rows is not finished",
         ),
         ("q, which was not saved", HEADS_B, room(Buffer("q", "q", 3, 4, role="input")), "the caller's buffers are"),
         ("saved twice", RING_F, program(saves=("q", "kv", "out", "out")), "saves a buffer twice"),
@@ -882,6 +897,17 @@ def test_every_check_refuses_one_of_them() -> None:
 def refused(programs: list[Program], problem: Problem, message: str) -> None:
     with pytest.raises(VerificationError, match=message):
         verify_programs(programs, problem)
+
+
+def test_a_backward_comes_after_a_forward_of_the_same_problem() -> None:
+    report = verify_programs(programs_of("ulysses", "forward"), PROBLEM)
+    held = Layout.contiguous(6, 3).ranges
+    wider, causal = Problem(held, held, Mask.full(), 4, 2), replace(PROBLEM, mask=Mask.causal())
+    with pytest.raises(VerificationError, match="the forward was one of 2 ranks, this is one of 3"):
+        verify_programs([build("ring", wider, rank, "backward") for rank in range(3)], wider, after=report)
+    programs = [build("ulysses", causal, rank, "backward") for rank in range(2)]
+    with pytest.raises(VerificationError, match="not finished, or not of all keys"):
+        verify_programs(programs, causal, after=report)
 
 
 def test_one_program_for_each_rank_in_order() -> None:

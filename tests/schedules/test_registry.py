@@ -12,15 +12,17 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Program
 from meshflash.core.verify import verify_programs
-from meshflash.schedules import ring
+from meshflash.schedules import allgather, double_ring, ring
 from meshflash.schedules.registry import (
     build,
+    canonical,
     find,
     names,
     parse,
     register_schedule,
     schedules,
     unregister_schedule,
+    verified,
 )
 
 HELD = Layout.contiguous(8, 2).ranges
@@ -193,3 +195,51 @@ def test_what_is_needed_is_worked_out_once_for_all_ranks_and_both_passes() -> No
         build("mine", PROBLEM, rank, "backward")
     unregister_schedule("mine")
     assert len({id(problem) for problem in seen}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hybrid(ring=auto)", r"schedule='hybrid\(ring=auto\)', ring='auto': name one: allgather, "),
+        ("hybrid(ring=nope)", r"schedule='hybrid\(ring=nope\)', ring='nope': .* expected one of"),
+        ("hybrid(ring=zigzag(x=1))", r"ring='zigzag\(x=1\)': .*zigzag has no option 'x'"),
+        ("hybrid(inner=2, inner=4)", r"inner is given twice"),
+    ],
+)
+def test_what_a_schedule_cannot_be_is_said_with_all_of_it(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_options_of_options_and_the_one_way_to_write_them():
+    options = dict(parse("hybrid(ring=allgather(head_stride=1, chunks=2), inner=3)")[1])
+    assert (options["inner"], options["ring"]) == (3, "allgather(head_stride=1, chunks=2)")
+    assert canonical("hybrid( ring = zigzag , inner=2 )") == "hybrid(inner=2)"
+    assert canonical("allgather(chunks=1)") == "allgather"
+
+
+def test_a_schedule_that_is_registered_anew_is_built_anew():
+    held = Layout.contiguous(8, 4).ranges
+    problem = Problem(held, held, Mask.full(), 4, 4)
+    for stride, steps in ((0, 1), (1, 2)):
+        register_schedule("mine", allgather.forward, allgather.backward, options={"head_stride": stride})
+        try:
+            program = build("hybrid(inner=2, ring=mine)", problem, 0, "forward")
+            assert sum("attend" in str(step) for step in program.steps) == steps
+        finally:
+            unregister_schedule("mine")
+
+
+def test_groups_of_ones_own_are_said_to_compose():
+    held = Layout.contiguous(8, 4).ranges
+    problem = Problem(held, held, Mask.full(), 4, 4)
+    for groups in ((), ("far",)):
+        register_schedule("mine", double_ring.forward, double_ring.backward, options={"inner": 0}, groups=groups)
+        try:
+            if groups:
+                verified("hybrid(inner=2, ring=mine)", problem)
+            else:
+                with pytest.raises(ValueError, match=r"mine has groups of its own; register it with groups=\['far'\]"):
+                    build("hybrid(inner=2, ring=mine)", problem, 0, "forward")
+        finally:
+            unregister_schedule("mine")

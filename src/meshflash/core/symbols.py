@@ -76,6 +76,10 @@ class Content:
             self.counts[:] = 0
 
 
+#: A kind, and what is held of it.
+Saved = tuple[str, Content]
+
+
 @dataclass(eq=False)
 class Posted:
     """A post on its way: what it sends, and for each part the post that it met."""
@@ -98,7 +102,7 @@ class Rank:
         problem: Problem,
         truth: Truth,
         tables: bool,
-        found: Mapping[str, Content | None],
+        found: Mapping[str, Saved | None],
     ) -> None:
         self.program, self.problem, self.truth, self.tables = program, problem, truth, tables
         #: what a forward saved, by name; the caller's own need no symbols
@@ -118,11 +122,14 @@ class Rank:
         for buffer in program.buffers:
             held = self.buffers[buffer.name]
             if buffer.role == "input":
-                held.cells[:], held.finished[:] = self._expected(buffer.kind), buffer.kind == "out"
+                held.cells[:] = self._expected(buffer.kind)
+                if buffer.kind == "out":
+                    assert held.counts is not None
+                    held.counts[:], held.finished[:] = self._wanted("out"), True
             elif buffer.role == "saved" and program.direction == "backward":
                 saved = self.found[buffer.name]
                 assert saved is not None
-                held.put(saved)
+                held.put(saved[1])
         self.at = 0
 
     def fail(self, message: str) -> NoReturn:
@@ -196,20 +203,26 @@ class Rank:
                 missing, extra = int((difference < 0).sum()), int((difference > 0).sum())
                 self.fail(f"output {buffer.name}: {missing} pairs are missing, {extra} are repeated or not visible")
 
-    def saved(self) -> dict[str, Content | None]:
+    def saved(self) -> dict[str, Saved | None]:
         """What is left for a backward."""
-        roles = {b.name: b.role for b in self.program.buffers}
-        return {name: self.buffers[name] if roles[name] == "saved" else None for name in self.program.saves}
+        buffers = self.program.buffer
+        return {
+            name: (buffers[name].kind, self.buffers[name]) if buffers[name].role == "saved" else None
+            for name in self.program.saves
+        }
 
     def _check_saved(self, name: str, kind: str, content: Content) -> None:
         """What a backward will find is all there, and results are what they must be."""
         if (content.cells < 0).any():
             self.fail(f"{name} is saved, and not all of it was written")
-        if kind == "out":
-            assert content.counts is not None
-            wanted = self.truth.visible[:, content.cells // self.problem.heads]
-            if not content.finished.all() or (content.counts != wanted).any():
-                self.fail(f"{name} is saved, and is not the finished result of its rows")
+        if kind == "out" and not self._complete(content):
+            self.fail(f"{name} is saved, and is not the finished result of its rows")
+
+    def _complete(self, content: Content) -> bool:
+        """Whether results are finished, and of all keys that their rows see."""
+        assert content.counts is not None
+        wanted = self.truth.visible[:, content.cells // self.problem.heads]
+        return bool(content.finished.all() and (content.counts == wanted).all())
 
     def _check_program(self) -> None:
         program, problem = self.program, self.problem
@@ -262,10 +275,10 @@ class Rank:
             if b.kind not in SAVES or b.dtype != "input" or b.becomes:
                 self.fail(f"{name} cannot be saved: queries, keys and results are, in the input's dtype")
             there = self.found.get(name)
-            if not forward and (there is None or there.cells.shape != (b.rows, b.heads)):
+            if not forward and (there is None or there[1].cells.shape != (b.rows, b.heads)):
                 self.fail(f"reads {name}, of which no forward saved so many rows and heads")
-            if not forward and there is not None and (there.counts is None) != (b.kind != "out"):
-                self.fail(f"reads {name} as {b.kind}, which the forward saved as another kind")
+            if not forward and there is not None and there[0] != b.kind:
+                self.fail(f"reads {name} as {b.kind}, which the forward saved as {there[0]}")
 
     def _expected(self, kind: str) -> Ints:
         """(position, head) of a caller's cells."""
@@ -400,6 +413,8 @@ class Rank:
             buffer = self.program.buffer[place.buffer]
             if (buffer.kind, buffer.dtype) != (kind, "input") or not np.array_equal(q.cells, self._read(place).cells):
                 self.fail("q and what is known of its rows are not the same rows")
+        if not self._complete(self._read(step.out)):
+            self.fail("what it takes for the results of its rows is not finished, or not of all keys that they see")
         for place, kind, add in ((step.dq, "dq", step.add_dq), (step.dkv, "dkv", step.add_dkv)):
             buffer = self.program.buffer[place.buffer]
             if buffer.kind != kind or (add and buffer.dtype != "partial"):

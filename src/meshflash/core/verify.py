@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from meshflash.core.coverage import Truth
 from meshflash.core.problem import Problem
 from meshflash.core.program import SAVES, Part, Post, Program, Sizes
-from meshflash.core.symbols import Content, Posted, Rank, VerificationError
+from meshflash.core.symbols import Posted, Rank, Saved, VerificationError
 
 __all__ = ["Report", "VerificationError", "verify_programs"]
 
@@ -28,7 +28,7 @@ class Report:
     scratch_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...] = ()
     #: What each rank's forward left for its backward, as symbols.
-    saved: tuple[dict[str, Content | None], ...] = field(default=(), repr=False, compare=False)
+    saved: tuple[dict[str, Saved | None], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def received_bytes(self) -> tuple[int, ...]:
@@ -68,6 +68,8 @@ def verify_programs(
         truth = Truth(problem)
     except ValueError as error:
         raise VerificationError(str(error)) from error
+    if after is not None and len(after.saved) != problem.world:
+        raise VerificationError(f"the forward was one of {len(after.saved)} ranks, this is one of {problem.world}")
     saved = after.saved if after else (dict.fromkeys(SAVES),) * problem.world
     ranks = [Rank(program, problem, truth, tables, saved[n]) for n, program in enumerate(programs)]
     _check_groups(ranks)

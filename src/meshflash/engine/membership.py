@@ -106,12 +106,9 @@ class Member:
         for name in names:
             if name in self.groups:
                 continue
-            ranks = dist.get_process_group_ranks(self.group)
-            backend = str(dist.get_backend_config(self.group))
-            new = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-            self.groups[name] = new
+            self.groups[name] = group = _another(self.group, name)
             for transport in self._transports.values():
-                transport.add(name, new)
+                transport.add(name, group)
 
     def tell(self, error: Exception) -> None:
         """Let the others know, if they come to a handshake, why this rank will not join their call."""
@@ -212,6 +209,17 @@ def _short(value: Any) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
 
 
+def _another(group: Any, name: str) -> Any:
+    """One more group of the same ranks and backends; one of each name serves all groups of the same ranks."""
+    ranks, backend = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
+    key = (*ranks, backend, name)
+    found = _others.get(key)
+    if found is None or found not in dist.distributed_c10d._world.pg_names:
+        found = _others[key] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    return found
+
+
+_others: dict[Any, Any] = {}
 _members: dict[str, Member] = {}
 
 

@@ -18,7 +18,7 @@ import meshflash
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
-from meshflash.core.program import Direction, Program
+from meshflash.core.program import SAVES, Direction, Program
 from meshflash.engine.binding import Bound, Kernels, choose_kernels
 from meshflash.engine.membership import Member, checks_always
 from meshflash.engine.memory import pool
@@ -58,6 +58,12 @@ def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, 
 def keeps(asked: str) -> bool:
     """Whether the forward of what was asked for saves more than the caller's tensors."""
     return _Above.keeps(asked)
+
+
+def not_saved(member: Member) -> tuple[int, ...]:
+    """Which of q, k and v, by number, the last forward of this rank did not save: its backward does without."""
+    saves = member.last.program("forward").saves
+    return (*(() if "q" in saves else (0,)), *(() if "kv" in saves else (1, 2)))
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,17 @@ class Prepared:
                 '"mesh", and all must be of all ranks in their order'
             )
         return program
+
+    def check_saved(self) -> None:
+        """ValueError where the backward reads what the forward does not save."""
+        forward, backward = self.program("forward"), self.program("backward")
+        for buffer in backward.buffers:
+            missing = buffer.role == "input" and buffer.name in SAVES and buffer.name not in forward.saves
+            if missing or (buffer.role == "saved" and forward.buffer.get(buffer.name) != buffer):
+                raise ValueError(
+                    f"schedule {self.plan.schedule!r}: its backward reads {buffer.name!r}, and its forward does not "
+                    "save it so; check them with verify_programs(..., after=report of the forward)"
+                )
 
     @property
     def groups(self) -> list[str]:
@@ -218,7 +235,7 @@ class MeshCall:
         if found is None or checks_always():
             try:
                 found = found or self._new(member, q, k, v)
-            except ValueError as error:
+            except Exception as error:
                 member.tell(error)
                 raise
             member.agree({**self._fields(found.plan, q, v), "groups": found.groups})
@@ -247,6 +264,7 @@ class MeshCall:
         )
         heads = (q.shape[2], k.shape[2])
         prepared = Prepared(plan, self.mask, *heads, member.rank, setting, member.group.group_name)
+        prepared.check_saved()
         prepared.kernels("forward", self.features)
         if self.kernel != "auto":  # "auto" finds one in every pass
             prepared.kernels("backward", self.features)

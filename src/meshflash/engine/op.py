@@ -215,13 +215,12 @@ def nothing(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.uint8)
 
 
-def _hollow(x: Tensor) -> Tensor:
-    """A tensor of the same shape without its numbers, where those are saved in another way."""
-    return x.new_empty(1).expand(x.shape)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, documents, plain = inputs[:6], inputs[6], inputs[7:]
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], hollow: Sequence[int] = ()) -> None:
+    """Save what the backward needs; of the `hollow` tensors, by number, only the shapes."""
+    tensors, documents, plain = [*inputs[:6]], inputs[6], inputs[7:]
+    ctx.shapes = {n: tensors[n].shape for n in hollow}
+    for n in hollow:
+        tensors[n] = tensors[n].new_empty(1)
     ctx.save_for_backward(*output, *tensors, *documents)
     ctx.plain = plain
     ctx.set_materialize_grads(False)
@@ -230,6 +229,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any = None) -> tuple[Any, ...]:
     out, lse, saved, *rest = ctx.saved_tensors
     made, tensors, documents = (out, lse, saved), rest[:6], rest[6:]
+    for n, shape in ctx.shapes.items():
+        tensors[n] = tensors[n].expand(shape)
     dq, dk, dv, dsink = attend_backward(made, dout, dlse, (*tensors, documents, *ctx.plain))
     wanted = None if tensors[3] is None else dsink
     return dq, dk, dv, wanted, None, None, [None] * len(documents), *[None] * len(ctx.plain)
@@ -243,9 +244,9 @@ class Direct(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: Arguments, make: Forward
     ) -> Any:
         out, lse, *saved = make()
-        if saved and saved[0].numel():
-            q, k, v = _hollow(q), _hollow(k), _hollow(v)
-        _setup(ctx, (q, k, v, sink_logits, *call[4:]), (out, lse, saved[0] if saved else nothing(q)))
+        hollow = mesh.not_saved(member(call.group)) if call.group else ()
+        made = out, lse, saved[0] if saved else nothing(q)
+        _setup(ctx, (q, k, v, sink_logits, *call[4:]), made, hollow)
         return out, lse
 
     @staticmethod
@@ -264,8 +265,16 @@ def _(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = Arguments(*call)
     saved = nothing(x.q)
     if x.group and mesh.keeps(x.asked):
-        saved = x.q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
+        saved = x.q.new_empty(_some(), dtype=torch.uint8)
     return *new_outputs(x.q, x.v), saved
+
+
+def _some() -> Any:
+    """A number that is known only when the op runs; 0 where nothing will run."""
+    try:
+        return torch.library.get_ctx().new_dynamic_size()
+    except RuntimeError:  # tensors without memory, and no compiler to ask
+        return 0
 
 
 attention_backward_op = torch.library.custom_op(

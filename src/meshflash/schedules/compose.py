@@ -19,7 +19,7 @@ from typing import Any
 
 from meshflash.core.problem import Problem
 from meshflash.core.program import Add, Copy, Dtype, Interval, Part, Post, Program, Ranges, Slice, Step
-from meshflash.schedules.registry import Builder, parse
+from meshflash.schedules.registry import Builder, on_change, parse
 from meshflash.schedules.writer import Writer
 
 
@@ -182,6 +182,9 @@ def _between(table: Table, schedule: str, shape: tuple[int, int]) -> Problem:
     return Problem(q, k, table.problem.mask, *shape, options=parse(schedule)[1])
 
 
+on_change.append(_between.cache_clear)
+
+
 def heads_for_sequence(
     schedule: str = "ring", inner: int = 0, *, turned: bool = False, rounds: int = 1
 ) -> tuple[Builder, Builder]:
@@ -333,6 +336,8 @@ class _Exchange:
         program = builder(problem, self.number, found.name)
         if any(b.role == "saved" for b in program.buffers):
             raise ValueError(f"{self.w.name}: {found.name} saves buffers of its own; compose another schedule")
+        if others := sorted(set(program.group) - set(self.w.groups)):
+            raise ValueError(f"{self.w.name}: {found.name} has groups of its own; register it with groups={others}")
         embed(self.w, program, names, self.table.column(self.share), piece.heads[0], f"{n}")
 
     def give_back(self, n: int, made: dict[str, str]) -> None:

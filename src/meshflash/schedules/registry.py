@@ -69,11 +69,13 @@ def register_schedule(
     summary: str = "",
     options: Mapping[str, Option] | None = None,
     keeps: bool = False,
+    groups: tuple[str, ...] = (),
 ) -> None:
     """Add a schedule of your own: two pure functions `(problem, rank, name) -> Program`.
 
     Check it with `verify_programs` before you run it: every visible pair once, every gradient home, no
-    deadlock, no buffer touched while it moves. It `keeps` something where its forward saves buffers of its own.
+    deadlock, no buffer touched while it moves. It `keeps` something where its forward saves buffers of its own;
+    `groups` are those that its posts are of besides "mesh".
 
     >>> from meshflash.schedules import ring
     >>> register_schedule("my_ring", ring.forward, ring.backward, summary="ring by another name")
@@ -82,7 +84,7 @@ def register_schedule(
     >>> unregister_schedule("my_ring")
     """
     _load()
-    register(Schedule(name, forward, backward, layout, summary, tuple((options or {}).items()), keeps))
+    register(Schedule(name, forward, backward, layout, summary, tuple((options or {}).items()), keeps, "", groups))
     _changed()
 
 
@@ -130,20 +132,58 @@ def parse(text: str) -> tuple[Schedule, tuple[tuple[str, Option], ...]]:
     """A schedule and its options, from `name` or `name(option=value, ...)`.
 
     >>> parse("allgather(head_stride=2)")[1]
-    (('head_stride', 2),)
+    (('head_stride', 2), ('chunks', 1))
     """
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"schedule={text!r}: expected a name, or name(option=value)")
     schedule = find(match[1])
-    given = dict(schedule.options)
-    for item in filter(None, (item.strip() for item in (match[2] or "").split(","))):
+    options, given = dict(schedule.options), {}
+    for item in filter(None, map(str.strip, _split(match[2] or ""))):
         key, _, value = (part.strip() for part in item.partition("="))
-        if key not in given:
-            known = ", ".join(given) or "none"
+        if key not in options:
+            known = ", ".join(options) or "none"
             raise ValueError(f"schedule={text!r}: {schedule.name} has no option {key!r}; it has: {known}")
-        given[key] = _value(text, key, value, given[key])
-    return schedule, tuple(given.items())
+        if key in given:
+            raise ValueError(f"schedule={text!r}: {key} is given twice")
+        given[key] = _value(text, key, value, options[key])
+    if schedule.at_home in given:
+        _check_inner(text, schedule.at_home, str(given[schedule.at_home]))
+    return schedule, tuple((options | given).items())
+
+
+def _split(text: str) -> list[str]:
+    """At commas, but not at those within brackets."""
+    out, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            out.append("")
+        else:
+            out[-1] += letter
+    return out
+
+
+def _check_inner(text: str, key: str, value: str) -> None:
+    """ValueError unless an option names a schedule."""
+    try:
+        if value == "auto":
+            raise ValueError(f"name one: {', '.join(names())}")
+        parse(value)
+    except ValueError as error:
+        raise ValueError(f"schedule={text!r}, {key}={value!r}: {error}") from None
+
+
+def canonical(text: str) -> str:
+    """A schedule in the one way in which ranks compare it: options in their order, and none that is as by default.
+
+    >>> canonical("hybrid( ring=allgather(head_stride=1), inner=2)"), canonical("ulysses(rounds=1)")
+    ('hybrid(inner=2, ring=allgather(head_stride=1))', 'ulysses')
+    """
+    schedule, options = parse(text)
+    default = dict(schedule.options)
+    given = [f"{key}={value}" for key, value in options if value != default[key]]
+    return f"{schedule.name}({', '.join(given)})" if given else schedule.name
 
 
 def home(text: str) -> Callable[[int, int], Layout]:

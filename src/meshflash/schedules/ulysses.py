@@ -20,10 +20,10 @@ from meshflash.schedules.registry import Builder, Schedule, register
 def builders(problem: Problem) -> tuple[Builder, Builder]:
     """Forward and backward by a problem's options; those that a schedule does not have are as in `ulysses`."""
     option = {"ring": "ring", "inner": problem.world, "turned": False, **problem.option}
-    inner = int(option["inner"]) or widest(problem)
-    return heads_for_sequence(
-        str(option["ring"]), inner, turned=bool(option["turned"]), rounds=max(1, int(option["rounds"]))
-    )
+    inner, rounds = int(option["inner"]) or widest(problem), int(option["rounds"])
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: expected at least one")
+    return heads_for_sequence(str(option["ring"]), inner, turned=bool(option["turned"]), rounds=rounds)
 
 
 def widest(problem: Problem) -> int:

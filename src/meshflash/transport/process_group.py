@@ -42,6 +42,8 @@ class ProcessGroupTransport(Transport):
         self._backends.add(backend)
         self.name = "+".join(sorted(self._backends))
         self._coalesces = "gloo" not in self._backends
+        if self._coalesces:  # a group's first messages must be of all its ranks, and a program's need not be
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def rank(self, group: str) -> int:
         return int(self._ranks[group][0])

@@ -1,0 +1,167 @@
+"""What forwards save, keys that were gathered, transports, and ways to write a schedule: over a mesh, as users call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as _distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshflash import Layout, Mask, attention, flash_attention, register_schedule, shard, unshard
+from meshflash.core.program import Buffer, Copy, Slice
+from meshflash.engine.membership import member
+from meshflash.schedules import allgather, registry
+from meshflash.schedules.compose import heads_for_sequence
+from test_mesh_calls import assert_close, compare, cut, leaves, qkv
+
+CAUSAL = Mask.causal()
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+
+def saves_more(problem, rank, name="saves_more"):
+    """A forward that saves a copy of q beside what every backward reads."""
+    program = allgather.forward(problem, rank, name)
+    rows, heads = problem.q_lengths[rank], problem.heads
+    room, whole = Buffer("mine", "q", rows, heads, role="saved"), Slice("q", (0, rows), (0, heads))
+    steps = (*program.steps, Copy(whole, replace(whole, buffer="mine")))
+    return replace(program, buffers=(*program.buffers, room), steps=steps, saves=(*program.saves, "mine"))
+
+
+def what_is_saved(rank, world, group):
+    register_schedule("saves_more", saves_more, allgather.backward, keeps=True)
+    register_schedule("mixed", heads_for_sequence("ring")[0], allgather.backward, keeps=True)
+    try:
+        for batch in (1, 2):
+            whole, layout = qkv(9, batch=batch), Layout.contiguous(9, world)
+            compare(rank, world, whole, layout, mesh=group, schedule="saves_more", mask=CAUSAL)
+        local = leaves(*(cut(x, layout, rank) for x in whole))
+        with pytest.raises(ValueError, match="'mixed': its backward reads 'q', and its forward does not save it"):
+            attention(*local, mesh=group, layout=layout, schedule="mixed")
+    finally:
+        registry.unregister_schedule("saves_more")
+        registry.unregister_schedule("mixed")
+
+
+def test_a_backward_finds_what_its_forward_saved_and_nothing_else(pool):
+    pool.run(2, what_is_saved)
+
+
+def changed_after(rank, world, group):
+    """Ulysses does without q, k and v once they were exchanged, also on ranks that have no heads."""
+    for heads in (1, 2):
+        q, k, v = leaves(*(x for x in qkv(4, heads=heads, kv_heads=1)))
+        held = [x * 1 for x in (q, k, v)]
+        out = attention(*held, mesh=group, schedule="ulysses", mask=CAUSAL)
+        references = [weakref.ref(x.untyped_storage()) for x in held]
+        held[0].zero_()
+        del held
+        gc.collect()
+        assert [reference() for reference in references] == [None] * 3
+        out.sum().backward()
+        assert q.grad.abs().sum() > 0
+
+
+def test_what_was_exchanged_is_not_kept(pool):
+    pool.run(2, changed_after)
+
+
+def without_memory(rank, world, group):
+    for schedule in ("ring", "ulysses", "hybrid(inner=1)"):
+        call = partial(attention, mesh=group, schedule=schedule, mask=CAUSAL)
+        meta = [torch.empty(1, 4, 2, 8, device="meta", requires_grad=True) for _ in range(3)]
+        assert call(*meta).shape == (1, 4, 2, 8)
+        with FakeTensorMode():
+            assert call(*(torch.empty(1, 4, 2, 8) for _ in range(3))).shape == (1, 4, 2, 8)
+    table = dist.init_device_mesh("cpu", (world, 1), mesh_dim_names=("a", "b"))
+    torch._dynamo.reset()
+    call = partial(attention, mesh=table, schedule="hybrid", mask=CAUSAL)
+    compiled = torch.compile(lambda *x: call(*x) * 2, fullgraph=True, backend="aot_eager")
+    inputs = qkv(4)
+    assert_close([compiled(*inputs)], [call(*inputs) * 2])
+
+
+def test_shapes_are_known_without_memory_and_two_axes_compile(pool):
+    pool.run(2, without_memory)
+
+
+def one_way_or_another(rank, world, group):
+    """Ranks may write a schedule in several ways."""
+    texts = ("hybrid(ring=allgather, inner=2)", "hybrid(inner=2,ring=allgather(head_stride=0), rounds=1)")
+    inputs = qkv(4)
+    made = attention(*inputs, mesh=group, schedule=texts[0] if rank else "hybrid( inner=2, ring=allgather )")
+    assert made.shape == inputs[0].shape
+    before = len(dist.distributed_c10d._world.pg_names)
+    for _ in range(3):
+        another = dist.new_group(list(range(world)))
+        attention(*inputs, mesh=another, schedule="double_ring")
+        dist.barrier()
+        dist.destroy_process_group(another)
+    assert len(dist.distributed_c10d._world.pg_names) == before + 1  # one far group for all of them
+
+
+def test_a_schedule_is_what_it_means_and_groups_are_shared(pool):
+    pool.run(2, one_way_or_another)
+
+
+def gathered_once(rank, world, group):
+    """Two layers of cross-attention to the same keys, which are gathered once."""
+    whole = dict(zip("qkv", qkv(11), strict=True))
+    k_whole, v_whole = (x[:, :7].clone() for x in (whole["k"], whole["v"]))
+    for layout in (Layout.zigzag(11, world), Layout.striped(11, world), Layout.contiguous(11, world)):
+        for mask, offset in ((None, 0), (CAUSAL, 3), (Mask.window(2, 4), 0)):
+            options: dict[str, Any] = dict(mask=mask, q_offset=offset, alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]))
+            leaves = [x.clone().requires_grad_() for x in (whole["q"], k_whole, v_whole)]
+            out = flash_attention(flash_attention(*leaves, **options), *leaves[1:], **options)
+            want = torch.autograd.grad(out.square().sum(), leaves)
+            keys = Layout.zigzag(7, world)
+            own = [
+                shard(x, held, group).requires_grad_()
+                for x, held in zip((whole["q"], k_whole, v_whole), (layout, keys, keys), strict=True)
+            ]
+            k, v = (unshard(x, keys, group) for x in own[1:])
+            counters = member(group.group_name).transport(own[0].device).counters
+            counters.clear()
+            layer: Any = partial(attention, mesh=group, layout=layout, k_layout="gathered", **options)
+            mine = layer(layer(own[0], k, v), k, v)
+            assert not counters.received
+            got = torch.autograd.grad(mine.square().sum(), own)
+            for a, b, held in zip((mine, *got), (out, *want), (layout, layout, keys, keys), strict=True):
+                assert torch.allclose(a, shard(b, held, group), atol=1e-10)
+    with pytest.raises(ValueError, match="schedule='ring': where k_layout is 'gathered' nothing moves"):
+        layer(own[0], k, v, schedule="ring")
+    with pytest.raises(ValueError, match="q has 1 tokens, its layout gives rank"):
+        layer(own[0][:, :1], k, v)
+    with pytest.raises(ValueError, match="return_plan, verify: not where k_layout is 'gathered'"):
+        layer(own[0], k, v, verify=True)
+    with pytest.raises(ValueError, match=r"k_layout: expected a meshflash.Layout, .* or 'gathered'; got 'whole'"):
+        layer(own[0], k, v, k_layout="whole")
+
+
+def test_keys_may_be_gathered_once_for_several_layers(pool):
+    for world in (2, 3):
+        pool.run(world, gathered_once)
+
+
+def by_transport(rank, world, group):
+    whole, layout = qkv(9, seed=world), Layout.zigzag(9, world)
+    local = [cut(x, layout, rank) for x in whole]
+    for transport, name in (("process_group", "gloo"), ("throttled(auto, 1, 100)", "gloo at 1 GB/s and 100 us")):
+        compare(rank, world, whole, layout, mesh=group, schedule="zigzag", transport=transport, mask=CAUSAL)
+        _, plan = attention(*local, mesh=group, layout=layout, transport=transport, return_plan=True)
+        assert plan.transport == name
+    for transport, reason in (
+        ("host_staged", "tensors are on the host already"),
+        ("pigeon", "expected one of auto, p"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            attention(*local, mesh=group, layout=layout, transport=transport)
+
+
+def test_a_transport_may_be_asked_for(pool):
+    pool.run(2, by_transport)
