@@ -95,7 +95,11 @@ def test_the_command_ends_with_1_where_something_is_missed(monkeypatch):
     assert "missed: ring, zigzag, causal, plain, 37, float32: dq: wrong" in result.output
 
 
-def test_a_schedule_that_is_not_there():
-    result = CliRunner().invoke(app, ["check", "--schedule", "spiral"])
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [(["--schedule", "spiral"], "spiral"), (["--device", "abacus"], "abacus"), (["--transport", "pigeon"], "pigeon")],
+)
+def test_what_is_not_there(options, word):
+    result = CliRunner().invoke(app, ["check", *options])
     assert result.exit_code == 2
-    assert "spiral" in result.output
+    assert word in result.output

@@ -30,7 +30,7 @@ from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
 from meshflash.engine.trace import recording
 from meshflash.launch.mps import mps, variables
-from meshflash.launch.processes import Tell, run_ranks
+from meshflash.launch.processes import Tell, run_ranks, take_device
 from meshflash.schedules.registry import home, parse
 from meshflash.sharding import shard, unshard
 
@@ -108,7 +108,7 @@ def _measure(
 ) -> list[Row]:
     """One rank's part; the rows are rank 0's. Those of one rank alone may be known already."""
     say = tell if rank == 0 else lambda _: None
-    device = _device(case, rank)
+    device = take_device(case.device, rank)
     q, k, v, dout = case.tensors()
     whole, mask = (q.detach(), k.detach(), v.detach(), dout), case.rule
     calls = {name: _Candidate(name, case, mask, whole, world, setup) for name in (ONE, *schedules)}
@@ -164,16 +164,6 @@ def _measure(
                 )
             )
     return rows
-
-
-def _device(case: Case, rank: int) -> torch.device:
-    """That of a rank: with more ranks than devices, ranks share them."""
-    if on_cpu(case.device):
-        return torch.device("cpu")
-    module = torch.get_device_module(case.device)
-    device = torch.device(case.device, rank % module.device_count())
-    module.set_device(device)
-    return device
 
 
 def call_transport(name: str, device: torch.device, setup: Setup) -> str:

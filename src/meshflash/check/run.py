@@ -12,7 +12,7 @@ from torch import distributed as _distributed
 from meshflash.check.oracle import check
 from meshflash.check.spread import Result, check_moved, run_item, share_rounding, whole
 from meshflash.check.suite import Check
-from meshflash.launch.processes import Tell, run_ranks
+from meshflash.launch.processes import Tell, run_ranks, take_device
 
 #: Of the accumulator, in the last place: a gradient that is truly 0 is a difference of sums in other orders here.
 UNITS = 16
@@ -55,6 +55,7 @@ def _run(rank: int, world: int, tell: Tell, checks: list[Check]) -> list[Verdict
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch, on CPUs without bfloat16
     out = []
     for n, each in enumerate(checks):
+        take_device(each.item.device, rank)
         try:
             part: Result | str = run_item(rank, dist.group.WORLD, each.item)
         except ValueError as error:

@@ -64,7 +64,9 @@ class Check:
     item: Item
 
 
-def everything(schedules: Sequence[str], world: int, quick: bool = False) -> list[Check]:
+def everything(
+    schedules: Sequence[str], world: int, quick: bool = False, device: str = "cpu", transport: str = "auto"
+) -> list[Check]:
     """Each schedule on each layout with each mask family and feature; dtypes by turns.
 
     Quickly: on the schedule's own layout, with some masks, features by turns.
@@ -81,11 +83,20 @@ def everything(schedules: Sequence[str], world: int, quick: bool = False) -> lis
         for n, (layout, mask, feature) in enumerate(cells):
             case = replace(Case(MASKS[mask](TOKENS), tokens=TOKENS), **FEATURES[feature])
             held = LAYOUTS[layout](TOKENS, world)
-            out.append(Check(layout, mask, feature, Item(case, schedule, world, DTYPES[n % 2], held)))
+            out.append(
+                Check(
+                    layout,
+                    mask,
+                    feature,
+                    Item(case, schedule, world, DTYPES[n % 2], held, device=device, transport=transport),
+                )
+            )
     return out
 
 
-def at_random(schedules: Sequence[str], world: int, count: int, seed: int) -> Iterator[Check]:
+def at_random(
+    schedules: Sequence[str], world: int, count: int, seed: int, device: str = "cpu", transport: str = "auto"
+) -> Iterator[Check]:
     """So many checks, the same ones for the same seed."""
     draw = random.Random(seed)
     for _ in range(count):
@@ -105,7 +116,7 @@ def at_random(schedules: Sequence[str], world: int, count: int, seed: int) -> It
         dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
         reduce = torch.bfloat16 if dtype == torch.bfloat16 and draw.random() < 0.3 else None
         schedule = _varied(draw, draw.choice(list(schedules)), world)
-        item = Item(case, schedule, world, dtype, held, reduce_dtype=reduce)
+        item = Item(case, schedule, world, dtype, held, reduce_dtype=reduce, device=device, transport=transport)
         yield Check(layout, mask, feature, item)
 
 

@@ -284,14 +284,16 @@ def attention(
 
     from meshflash.bench import attention as bench
     from meshflash.bench import plots, record, tables
-    from meshflash.bench.cases import Case
+    from meshflash.bench.cases import Case, pick_device
     from meshflash.bench.report import report
     from meshflash.launch.mps import variables
+    from meshflash.transport.choice import check as check_transport
 
     console = Console()
     traced = {"MESHFLASH_TRACE": str(trace)} if trace else {}
     with _explained(), console.status("starting") as status, variables(**traced):
-        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, device)
+        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, pick_device(device))
+        check_transport(transport)
         setup = bench.Setup(world, rounds, threads, transport, kernel, forward_only, mps)
         listen = lambda text: status.update(str(text))  # noqa: E731
         rows = [record.flat(row) for row in bench.run(case, tuple(schedule), setup, listen)]

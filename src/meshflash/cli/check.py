@@ -14,6 +14,8 @@ def command(
     quick: Annotated[bool, typer.Option("--quick", help="Own layouts, some masks, features by turns.")] = False,
     fuzz: Annotated[int, typer.Option(min=0, help="So many cases at random instead.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the cases at random.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda; ranks share GPUs where there are more of them.")] = "cpu",
+    transport: Annotated[str, typer.Option(help="As in attention.")] = "auto",
     output: Annotated[Path | None, typer.Option(help="JSON report to write.")] = None,
 ) -> None:
     """Check every schedule, layout, mask family and feature over ranks: forward and gradients against float64.
@@ -24,17 +26,24 @@ def command(
     from rich.console import Console
 
     from meshflash.bench import record, tables
+    from meshflash.bench.cases import pick_device
     from meshflash.check import run, suite
     from meshflash.schedules.registry import over_lines, parse
+    from meshflash.transport.choice import check as check_transport
 
     console = Console()
     chosen = tuple(schedule) or over_lines(world)
     try:
+        pick_device(device)
+        check_transport(transport)
         for name in chosen:
             parse(name)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    checks = list(suite.at_random(chosen, world, fuzz, seed)) if fuzz else suite.everything(chosen, world, quick)
+    by = (device, transport)
+    checks = (
+        list(suite.at_random(chosen, world, fuzz, seed, *by)) if fuzz else suite.everything(chosen, world, quick, *by)
+    )
     with console.status(f"{len(checks)} checks over {world} ranks") as status:
         verdicts = run.run(checks, world, lambda text: status.update(f"check {text} over {world} ranks"))
     rows = [record.flat(verdict) for verdict in verdicts]
