@@ -13,6 +13,7 @@ from hub import prepare
 from meshflash import Mask
 from meshflash.check.oracle import Case
 from meshflash.check.spread import Item
+from meshflash.core.program import KINDS, Slice
 from meshflash.engine.memory import ALIGNMENT, Pool, pool
 from meshflash.transport.contract import TransportError
 from meshflash.transport.loopback import Hub
@@ -159,3 +160,24 @@ def test_all_that_a_program_places_is_aligned_and_apart(dtype):
             assert pieces[-1].begin + pieces[-1].bytes <= placement.bytes
             assert placement.used == sum(piece.bytes for piece in pieces)
             assert placement.used == placement.program.scratch_bytes(placement.setting.sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved_lies_where_it_is_said_to(dtype):
+    item = Item(Case(Mask.causal(), batch=3, tokens=21, heads=4, kv_heads=2, dim=8, value_dim=24), "ulysses", 2, dtype)
+    placement = prepare(item, 1)._placement("forward", lse_gradient=False)
+    memory = torch.randint(0, 256, (placement.saved,), dtype=torch.uint8)
+    kept = [buffer for buffer in placement.program.buffers if buffer.role == "saved"]
+    assert len(kept) == 3
+    for buffer in kept:
+        for rows, heads in (((0, buffer.rows), (0, buffer.heads)), ((2, 7), (0, buffer.heads)), ((3, 4), (0, 1))):
+            place = Slice(buffer.name, rows, heads)
+            for field in KINDS[buffer.kind]:
+                ways = [(placement.view(memory, place, field), False)]
+                if heads == (0, buffer.heads):
+                    ways.append((placement.message(memory, buffer.name, field, place), True))
+                for want, flat in ways:
+                    kind, size, stride, offset = placement.strided(place, field, flat)
+                    got = memory.view(kind).as_strided(size, stride, offset)
+                    assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+                    assert got.stride() == want.stride()

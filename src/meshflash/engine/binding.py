@@ -270,8 +270,7 @@ class Bound:
             if place in staged or caller is None:
                 key = (step.name, place) if place in staged else place.buffer
                 if self._is_saved(key):
-                    message = partial(self._placement.message, key=key, field=field, place=place)
-                    out.append(self._part(("message", key, field, place), self._of_saved(message)))
+                    out.append(self._part(("message", key, field, place), self._of_saved(place, field, flat=True)))
                 else:
                     fixed = self._placement.message(self._memory, key, field, place)
                     out.append(self._fixed(("message", key, field, place), fixed))
@@ -350,8 +349,7 @@ class Bound:
         for field in KINDS[buffer.kind]:
             caller = self._caller.get((place.buffer, field.name))
             if caller is None and self._is_saved(place.buffer):
-                view = partial(self._placement.view, place=place, field=field)
-                out.append(self._part((field, place), self._of_saved(view)))
+                out.append(self._part((field, place), self._of_saved(place, field, flat=False)))
             elif caller is None:
                 out.append(self._fixed((field, place), self._placement.view(self._memory, place, field)))
             elif (place.rows, place.heads) == ((0, buffer.rows), (0, buffer.heads)):
@@ -365,10 +363,11 @@ class Bound:
         """Whether a key of the placement is a buffer that is saved."""
         return isinstance(key, str) and self.program.buffer[key].role == "saved"
 
-    def _of_saved(self, view: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], Tensor]:
-        """A part of what is saved, whose memory is another one in each call."""
+    def _of_saved(self, place: Slice, field: Field, flat: bool) -> Callable[[list[Tensor]], Tensor]:
+        """Rows and heads of what is saved, whose memory is another one in each call; where they lie there is known."""
         number = self._saved
-        return lambda tensors: view(tensors[number])
+        dtype, size, stride, offset = self._placement.strided(place, field, flat)
+        return lambda tensors: tensors[number].view(dtype).as_strided(size, stride, offset)
 
     def _fixed(self, key: Any, tensor: Tensor) -> int:
         if key not in self._numbers:

@@ -112,6 +112,22 @@ class Placement:
         """Rows and heads of a field of scratch, or of what is saved, as kernels take them."""
         return as_kernels_take(self._tensor(memory, place.buffer, field)[slice(*place.rows), :, slice(*place.heads)])
 
+    def strided(
+        self, place: Slice, field: Field, flat: bool
+    ) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
+        """The same of a buffer, or whole rows as a flat message: dtype, size, strides and offset in its memory."""
+        piece = self._pieces[place.buffer, field.name]
+        _, batch, heads, *last = piece.shape
+        width = last[0] if last else 1
+        (a, b), (c, d) = place.rows, place.heads
+        row = batch * heads * width
+        offset = piece.begin // piece.dtype.itemsize + a * row + c * width
+        if flat:
+            return piece.dtype, ((b - a) * row,), (1,), offset
+        if last:
+            return piece.dtype, (batch, b - a, d - c, width), (heads * width, row, width, 1), offset
+        return piece.dtype, (batch, d - c, b - a), (heads, 1, row), offset
+
     def copy(self, memory: Tensor, key: Any, field: Field) -> Tensor:
         """All of a packed copy, as kernels take it."""
         return as_kernels_take(self._tensor(memory, key, field))
