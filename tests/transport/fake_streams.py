@@ -40,6 +40,10 @@ class FakeStreams:
         self.main = FakeStream(slow)
         self._here = threading.local()
         self.delays: list[float] = []
+        self.sleeping = 0
+        #: Delays are over when it is set.
+        self.gate = threading.Event()
+        self.gate.set()
 
     def current(self) -> FakeStream:
         return getattr(self._here, "stream", self.main)
@@ -66,7 +70,13 @@ class FakeStreams:
 
     def delay(self, stream: FakeStream, seconds: float) -> None:
         self.delays.append(seconds)
-        stream.give(lambda: time.sleep(seconds))
+        self.sleeping += 1
+        stream.give(lambda: self._sleep(seconds))
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        _come(self.gate)
+        self.sleeping -= 1
 
     def use(self, tensor: Tensor, stream: FakeStream) -> None:
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -137,51 +136,63 @@ def test_its_threads_end():
     assert threading.active_count() <= before + 3  # the streams'
 
 
-def seconds(call):
-    begin = time.monotonic()
-    call()
-    return time.monotonic() - begin
+class Clock:
+    """Time that passes only in sleep."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
-def test_a_throttled_link_takes_its_time_and_posts_move_one_after_another():
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("meshflash.transport.throttled.time", made)
+    return made
+
+
+def test_a_throttled_link_takes_its_time_and_posts_move_one_after_another(clock):
     mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6, latency=0.01)
     message = torch.zeros(5000)  # 20 ms
-
-    def both():
-        tickets = [mover.exchange("mesh", [(1, message)], [(1, message)]) for _ in range(2)]
-        for ticket in tickets:
-            mover.wait(ticket)
-
-    assert 0.06 <= seconds(both) < 0.12
-    assert 0.03 <= seconds(lambda: mover.wait(mover.exchange("mesh", [(1, message)], []))) < 0.08
+    tickets = [mover.exchange("mesh", [(1, message)], [(1, message)]) for _ in range(2)]
+    mover.wait(tickets[0])
+    assert clock.now == pytest.approx(100.03)
+    mover.wait(tickets[1])
+    assert clock.now == pytest.approx(100.06)
     assert mover.counters.received["mesh", 1] == 2 * message.nbytes
-    assert "1e-03" in mover.name or "0.001 GB/s" in mover.name
+    assert mover.name == "loopback at 0.001 GB/s and 10000 us"
 
 
-def test_time_that_passed_while_computing_is_not_waited_for():
+def test_time_that_passed_while_computing_is_not_waited_for(clock):
     mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
     ticket = mover.exchange("mesh", [(1, torch.zeros(5000))], [])
-    time.sleep(0.05)
-    assert seconds(lambda: mover.wait(ticket)) < 0.01
+    clock.now += 0.05
+    mover.wait(ticket)
+    assert clock.now == 100.05
 
 
-def test_groups_have_links_of_their_own():
+def test_groups_have_links_of_their_own(clock):
     mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
-    message = torch.zeros(12500)  # 50 ms
-
-    def both():
-        for ticket in [mover.exchange(group, [(1, message)], []) for group in ("mesh", "far")]:
-            mover.wait(ticket)
-
-    assert 0.05 <= seconds(both) < 0.09
+    for ticket in [mover.exchange(group, [(1, torch.zeros(5000))], []) for group in ("mesh", "far")]:
+        mover.wait(ticket)
+    assert clock.now == pytest.approx(100.02)
 
 
 def test_a_device_waits_in_its_streams_and_not_in_the_callers_thread():
     streams = FakeStreams(slow=0.0)
     mover = Throttled(Loopback(0, 4), DEVICE, bytes_per_second=1e6, latency=0.02, streams=as_streams(streams))
     message = torch.zeros(2500)  # 10 ms
-    assert seconds(lambda: mover.wait(mover.exchange("mesh", [(1, message)], []))) < 0.02
-    assert seconds(streams.synchronize) > 0.015
+    streams.gate.clear()
+    mover.wait(mover.exchange("mesh", [(1, message)], []))
+    assert streams.sleeping
+    streams.gate.set()
+    streams.synchronize()
+    assert not streams.sleeping
     mover.wait(mover.collective("all_gather", "mesh", message, torch.zeros(10000)))
     mover.wait(mover.collective("all_to_all", "mesh", message, message))
     assert [round(n, 4) for n in streams.delays] == [0.03, 0.05, 0.0275]
