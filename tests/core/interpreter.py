@@ -337,7 +337,7 @@ class Run:
     def _attend_grad(self, rank: int, step: AttendGrad) -> None:
         q, k, v = self._operands(rank, step)
         rows = self._get(rank, step.out) | self._get(rank, step.dout)
-        if "delta" not in rows or "lse" not in rows or rows["lse"].shape != q.shape[:3] != rows["delta"].shape:
+        if any(name not in rows or rows[name].shape != q.shape[:3] for name in ("lse", "delta")):
             raise BrokenError("other rows")
         dq, dk, dv = self.numbers.attend_grad(q, k, v, rows, step.q_positions, step.k_positions, step.heads)
         results: list[tuple[Slice, str, Fields, bool]] = [
