@@ -13,7 +13,7 @@ from meshflash.core.mask import Mask
 from meshflash.engine.check import check_rows
 from meshflash.engine.explain import explain
 from meshflash.engine.membership import member
-from meshflash.engine.op import GATHERED, PLAIN, Read, attend, shard_of
+from meshflash.engine.op import GATHERED, PLAIN, Read, attend, is_gathered
 from meshflash.engine.repeat import again, key_of, remember
 from meshflash.groups import group_of, inner_of
 from meshflash.kernels import registry
@@ -235,7 +235,7 @@ def attention(
             )
         shards = layout, k_layout, rank, world
         asked = asked_for(arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh), transport)
-        gathered = shard_of(asked) is not None
+        gathered = is_gathered(asked)
         if gathered and (return_plan or verify):
             raise ValueError(f"return_plan, verify: not where k_layout is {GATHERED!r}, for nothing moves")
     except ValueError as error:

@@ -64,10 +64,15 @@ class Arguments(NamedTuple):
 GATHERED = "gathered"
 
 
+def is_gathered(asked: str) -> bool:
+    """Whether all keys are here."""
+    return asked.startswith(f"{GATHERED}|")
+
+
 @lru_cache(maxsize=256)
 def shard_of(asked: str) -> tuple[Layout, int] | None:
     """Whose queries these are, of which layout, where all keys are here; else None."""
-    if not asked.startswith(f"{GATHERED}|"):
+    if not is_gathered(asked):
         return None
     _, rank, layout = asked.split("|", 2)
     return Layout.parse(layout), int(rank)
@@ -100,7 +105,7 @@ class Read:
         x = self.given
         if x.group:
             return mesh.forward(self._over_mesh(), member(x.group), x.q, x.k, x.v)
-        if x.asked and shard_of(x.asked) is None:
+        if x.asked and not is_gathered(x.asked):
             mesh.resolve(x.asked, x.q.shape[1], x.k.shape[1], 0, x.q_offset, 1)  # for what it refuses
         return *local.forward(self._inputs(), x.kernel, x.deterministic), nothing(x.q)
 
