@@ -83,3 +83,16 @@ CASES = {
         False,
     ),
 }
+
+#: One of each kind of program.
+SCHEDULES = (
+    "ring",
+    "zigzag",
+    "striped",
+    "allgather",
+    "allgather(head_stride=1)",
+    "ringx1",
+    "ringx4",
+    "ulysses",
+    "double_ring",
+)

@@ -6,23 +6,12 @@ What each rank received and held is compared with the verifier's word in every o
 import pytest
 import torch
 
-from cases import CASES
+from cases import CASES, SCHEDULES
 from meshflash import Layout, Mask
 from meshflash.check.oracle import Case, check
 from meshflash.check.spread import Item, check_moved, run_items, whole
 
 CAUSAL = Mask.causal()
-SCHEDULES = (
-    "ring",
-    "zigzag",
-    "striped",
-    "allgather",
-    "allgather(head_stride=1)",
-    "ringx1",
-    "ringx4",
-    "ulysses",
-    "double_ring",
-)
 
 FAMILIES = {
     "full": Mask.full(),

@@ -135,6 +135,10 @@ def gathered_once(rank, world, group):
                 assert torch.allclose(a, shard(b, held, group), atol=1e-10)
     with pytest.raises(ValueError, match="schedule='ring': where k_layout is 'gathered' nothing moves"):
         layer(own[0], k, v, schedule="ring")
+    with pytest.raises(ValueError, match="transport='process_group': where k_layout is 'gathered' nothing moves"):
+        layer(own[0], k, v, transport="process_group")
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch.float32: where k_layout is 'gathered' nothing moves"):
+        layer(own[0], k, v, reduce_dtype=torch.float32)
     with pytest.raises(ValueError, match="q has 1 tokens, its layout gives rank"):
         layer(own[0][:, :1], k, v)
     with pytest.raises(ValueError, match="return_plan, verify: not where k_layout is 'gathered'"):

@@ -43,10 +43,13 @@ def asked_for(
             raise ValueError(
                 f"{name}: expected a meshflash.Layout, such as Layout.zigzag(tokens, world){other}; got {given!r}"
             )
-    if isinstance(k_layout, str):
-        return _asked_for_gathered(q, schedule, layout, rank, world)
     check_reduce_dtype(reduce_dtype)
     transports.check(transport)
+    if isinstance(k_layout, str):
+        for name, value in (("schedule", schedule), ("transport", transport), ("reduce_dtype", reduce_dtype)):
+            if value not in ("auto", None):
+                raise ValueError(f"{name}={value!r}: where k_layout is {GATHERED!r} nothing moves; leave {name} out")
+        return _asked_for_gathered(q, layout, rank, world)
     if not isinstance(schedule, str):
         raise ValueError(f"schedule={schedule!r}: expected a name, or name(option=value)")
     if inner:
@@ -62,10 +65,8 @@ def asked_for(
     return "|".join((*texts, dtype, transport, schedule))
 
 
-def _asked_for_gathered(q: Tensor, schedule: str, layout: Layout | None, rank: int, world: int) -> str:
+def _asked_for_gathered(q: Tensor, layout: Layout | None, rank: int, world: int) -> str:
     """The same where every rank has all keys: whose queries these are, for nothing moves."""
-    if schedule != "auto":
-        raise ValueError(f"schedule={schedule!r}: where k_layout is {GATHERED!r} nothing moves; leave schedule out")
     layout = layout or Layout.contiguous(world * q.shape[1], world)
     if layout.world != world:
         raise ValueError(f"layout: it is for {layout.world} ranks, the group has {world}")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from cases import SCHEDULES
 from meshflash.core import symbols, verify
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
@@ -37,17 +38,6 @@ from meshflash.core.program import (
 from meshflash.core.verify import Report, VerificationError, verify_programs
 from meshflash.schedules.registry import build, home, verified
 
-SCHEDULES = (
-    "ring",
-    "zigzag",
-    "striped",
-    "allgather",
-    "allgather(head_stride=1)",
-    "ringx1",
-    "ringx4",
-    "ulysses",
-    "double_ring",
-)
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 CAUSAL = Mask.causal()
 #: For a sequence of n tokens.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import CASES
+from cases import CASES, SCHEDULES
 from hub import prepare, run_item
 from meshflash import Layout, Mask
 from meshflash.check.oracle import Case, check
@@ -13,17 +13,6 @@ from meshflash.check.spread import Item
 from meshflash.engine.memory import Arena, Pool
 
 CAUSAL = Mask.causal()
-SCHEDULES = (
-    "ring",
-    "zigzag",
-    "striped",
-    "allgather",
-    "allgather(head_stride=1)",
-    "ringx1",
-    "ringx4",
-    "ulysses",
-    "double_ring",
-)
 #: Small ones with all that makes programs differ.
 WIDE = ("gqa", "no keys", "fewer keys", "everything")
 SCRATCH: dict[str, Case] = {

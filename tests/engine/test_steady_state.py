@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import SCHEDULES
 from hub import prepare
 from meshflash import Layout, Mask, attention
 from meshflash.check.oracle import Case
@@ -29,17 +30,6 @@ from meshflash.transport.loopback import Loopback
 
 CAUSAL = Mask.causal()
 CPU = torch.device("cpu")
-SCHEDULES = (
-    "ring",
-    "zigzag",
-    "striped",
-    "allgather",
-    "allgather(head_stride=1)",
-    "ringx1",
-    "ringx4",
-    "ulysses",
-    "double_ring",
-)
 BUILT: tuple[type[Any], ...] = (Program, Bound, Worklist, Placement, engine.Prepared)
 
 

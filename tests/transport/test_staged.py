@@ -201,7 +201,14 @@ def test_a_device_waits_in_its_streams_and_not_in_the_callers_thread():
 def test_a_transport_is_asked_for_by_its_name():
     check("auto")
     check("throttled(host_staged, 400, 10)")
-    for wrong in ("nccl", "throttled(auto)", "throttled(carrier, 1, 2)", ""):
+    for wrong in (
+        "nccl",
+        "throttled(auto)",
+        "throttled(carrier, 1, 2)",
+        "throttled(auto, e, 2)",
+        "throttled(auto, -1, 2)",
+        "",
+    ):
         with pytest.raises(
             ValueError, match=r"expected one of auto, process_group, symmetric, host_staged, or throttled\("
         ):

@@ -53,7 +53,8 @@ def _boot() -> str:
         return ""
 
 
-_THROTTLED = r"throttled\(\s*(\w+)\s*,\s*([\d.e+-]+)\s*,\s*([\d.e+-]+)\s*\)"
+_NUMBER = r"\s*(\d+\.?\d*(?:e[+-]?\d+)?)\s*"
+_THROTTLED = rf"throttled\(\s*(\w+)\s*,{_NUMBER},{_NUMBER}\)"
 
 
 def check(asked: str) -> None:
