@@ -56,7 +56,7 @@ def prepare(item: Item, rank: int) -> Prepared:
         kernel=item.kernel,
         deterministic=False,
     )
-    plan = Plan(item.schedule, item.q, item.k, case.q_offset)
+    plan = Plan(item.schedule, item.q, item.k, case.q_offset, lse=item.lse)
     return Prepared(plan, case.mask, case.heads, case.kv_heads or case.heads, rank, setting)
 
 
@@ -89,6 +89,8 @@ def run_rank(
             given = [q, k, v, rows.out_BTHE, rows.lse_BHT, rows.dout_BTHE, rows.delta_BHT]
             prepared.run("backward", [*given, *made, saved], features, transport, lse_gradient=case.lse_gradient)
     results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *made), strict=True))
+    if not item.lse:
+        assert results.pop("lse").isnan().all()
     share = sink_gradient(features.sink_logits_H, rows)
     return results if share is None else results | {"dsink_logits": share}
 

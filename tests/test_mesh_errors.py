@@ -110,6 +110,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "no sinks": (dict(sink_logits=torch.ones(2)), dict(sink_logits=None), r'sink_logits: .*, rank {} has "none"'),
     "reduce_dtype": ({}, dict(reduce_dtype=torch.bfloat16), r'reduce_dtype: rank 0 has "", rank {} has "bfloat16"'),
+    "the LSE, where it must travel": (
+        dict(schedule="ulysses"),
+        dict(return_lse=True),
+        r"return_lse: rank 0 has false, rank {} has true",
+    ),
     "kernel": ({}, dict(kernel="tiled"), r'kernel: rank 0 has "auto", rank {} has "tiled"'),
     "deterministic": ({}, dict(deterministic=True), r"deterministic: rank 0 has false, rank {} has true"),
     "version": ({}, dict(version="9.9"), r'version: rank 0 has ".*", rank {} has "9.9"'),

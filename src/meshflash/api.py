@@ -201,7 +201,8 @@ def attention(
             CPUs; "auto" takes the first that can. "throttled(auto, 50, 10)" moves as if over links of 50 GB/s and
             10 us, to measure by.
         deterministic: the same inputs on the same ranks give the same bits.
-        return_lse: also return the log-sum-exp of each row.
+        return_lse: also return the log-sum-exp of each row. In "ulysses" and "hybrid" it has to travel for that: all
+            ranks ask for it there, or none.
         return_plan: also return what ran: schedule, layout, transport, kernels, bytes, and the program.
         verify: check 16 of this rank's rows against plainly written attention over all ranks' keys.
 
@@ -234,7 +235,10 @@ def attention(
                 "seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own"
             )
         shards = layout, k_layout, rank, world
-        asked = asked_for(arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh), transport)
+        lse_at_home = return_lse or verify or sink_logits is not None
+        asked = asked_for(
+            arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh), transport, lse_at_home
+        )
         gathered = is_gathered(asked)
         if gathered and (return_plan or verify):
             raise ValueError(f"return_plan, verify: not where k_layout is {GATHERED!r}, for nothing moves")

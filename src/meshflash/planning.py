@@ -35,6 +35,7 @@ def asked_for(
     reduce_dtype: torch.dtype | None,
     inner: int = 0,
     transport: str = "auto",
+    lse: bool = True,
 ) -> str:
     """What was asked for, for the op: names and texts, no sizes, so that compiled code serves all lengths."""
     for name, given in (("layout", layout), ("k_layout", k_layout)):
@@ -62,7 +63,9 @@ def asked_for(
         k_layout = layout
     texts = ["" if given is None else given.text() for given in (layout, k_layout)]
     dtype = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
-    return "|".join((*texts, dtype, transport, schedule))
+    if not _keeps(schedule):
+        lse = True  # it is there anyway, and ranks may differ in whether they want it
+    return "|".join((*texts, dtype, transport, "lse" if lse else "", schedule))
 
 
 def _asked_for_gathered(q: Tensor, layout: Layout | None, rank: int, world: int) -> str:
@@ -99,7 +102,7 @@ def _ring_of(layout: Layout | None) -> str:
 
 def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> engine.Plan:
     """The plan for so many tokens on this rank, of whose keys and values each takes so many bytes."""
-    layout, k_layout, dtype, transport, schedule = asked.split("|", 4)
+    layout, k_layout, dtype, transport, lse, schedule = asked.split("|", 5)
     given, k_given = (_parsed(text) if text else None for text in (layout, k_layout))
     reason = "asked for"
     if schedule == "auto":
@@ -110,7 +113,7 @@ def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, 
     schedule, home = schedules.canonical(schedule), schedules.home(schedule)
     q_held = _held("layout", given, home, q_tokens, world)
     k_held = _held("k_layout", k_given, home, k_tokens, world)
-    return engine.Plan(schedule, q_held, k_held, q_offset, dtype, transport, reason)
+    return engine.Plan(schedule, q_held, k_held, q_offset, dtype, transport, bool(lse), reason)
 
 
 @lru_cache(maxsize=256)
@@ -133,7 +136,10 @@ def _held(name: str, layout: Layout | None, home: Callable[[int, int], Layout], 
 
 def keeps(asked: str) -> bool:
     """Whether the forward of what was asked for saves more than the caller's tensors."""
-    schedule = asked.split("|", 4)[4]
+    return _keeps(asked.split("|", 5)[5])
+
+
+def _keeps(schedule: str) -> bool:
     return schedule != "auto" and schedules.parse(schedule)[0].keeps
 
 

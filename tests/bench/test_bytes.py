@@ -23,8 +23,6 @@ def test_no_schedule_moves_more_than_its_peers(world, kv_heads, mask):
             assert row.schedule.startswith(("ulysses", "hybrid"))
             assert world == 5
             continue
-        if row.schedule.startswith(("ulysses", "hybrid")):  # the LSE of results, and delta with their gradients
-            most += case.tokens // world * case.heads * 4 * (1 if row.direction == "forward" else 2)
         assert 0 < row.received_mean <= row.received_bytes <= most
 
 

@@ -1,7 +1,8 @@
 """Runs programs on numbers: all ranks at once, in float64, in the harshest ways that the rules allow.
 
 It shares nothing with the verifier: a program is right here if its results are those of dense attention,
-with slopes and sink logits that differ by head. What is not written yet is NaN. Messages leave and arrive
+with slopes and sink logits that differ by head. What is not written yet is NaN, and so are an LSE and a delta that
+did not come with their rows; where the LSE is wanted, a gradient comes by way of it. Messages leave and arrive
 either at once or at the last moment; scratch is or is not the memory of the output that it becomes.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -27,6 +28,7 @@ from meshflash.core.program import (
     Buffer,
     Clear,
     Copy,
+    Delta,
     Finish,
     Part,
     Post,
@@ -34,6 +36,7 @@ from meshflash.core.program import (
     Ranges,
     Slice,
     Wait,
+    fields_of,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -77,7 +80,8 @@ class Numbers:
         heads = (0, problem.heads)
         with np.errstate(all="ignore"):
             out, lse = self.finish(self.attend(q, k, v, q_at, k_at, heads), heads)
-            given = {"dout": dout, "delta": (dout * out).sum(axis=-1)}
+            dlse = rng.standard_normal(lse.shape) if problem.lse else 0.0
+            given = {"dout": dout, "delta": (dout * out).sum(axis=-1) - dlse}
             rows = {"out": out, "lse": lse, **given}
             dq, dk, dv = self.attend_grad(q, k, v, rows, q_at, k_at, heads)
         #: the rows of all ranks, one rank after another
@@ -172,6 +176,8 @@ class Run:
             for b in program.buffers:
                 if b.role == "input":
                     held[b.name] = {name: x.copy() for name, x in numbers.of(b.kind, program.rank).items()}
+                    if b.name == "dout" and "dout" in program.bare:  # nobody makes a delta that is not read
+                        held[b.name]["delta"][:] = np.nan
                 elif b.role == "saved" and program.direction == "backward":
                     held[b.name] = self._saved(after, program.rank, b)
                 else:
@@ -197,7 +203,8 @@ class Run:
             for b in program.buffers:
                 if b.role in ("scratch", "saved"):
                     continue
-                for name, want in self.numbers.of(b.kind, rank).items():
+                bare = b.name in program.bare and not self.numbers.problem.lse
+                for name, want in list(self.numbers.of(b.kind, rank).items())[: 1 if bare else 2]:
                     got = self.memory[rank][b.name][name]
                     if got.shape != want.shape or not np.allclose(got, want, rtol=1e-9, atol=1e-9):
                         raise BrokenError(f"{b.role} {name} of rank {rank} is wrong")
@@ -289,6 +296,11 @@ class Run:
                     raise BrokenError("sink logits for other heads")
                 src["out"][:], src["lse"][:] = self.numbers.finish((src["out"], src["lse"]), step.heads)
                 self._put(rank, step.dst, "out", src)
+            case Delta():
+                out, dout = self._get(rank, step.out), self._get(rank, step.dout)
+                if [*out, *dout] != ["out", "lse", "dout", "delta"] or out["out"].shape != dout["dout"].shape:
+                    raise BrokenError("no results, or of another shape")
+                dout["delta"][:] = (out["out"] * dout["dout"]).sum(axis=-1)
         self.at[rank] += 1
 
     def _kind(self, rank: int, place: Slice) -> str:
@@ -303,14 +315,15 @@ class Run:
             if not 0 <= begin <= end <= size:
                 raise BrokenError(f"{place} lies outside")
         held = self.memory[rank][place.buffer]
-        return {name: x[:, slice(*place.rows), slice(*place.heads)] for name, x in held.items()}
+        fields = fields_of(buffer.kind, place.bare)
+        return {field.name: held[field.name][:, slice(*place.rows), slice(*place.heads)] for field in fields}
 
     def _put(self, rank: int, place: Slice, kind: str, new: Fields) -> None:
-        old = self._get(rank, place)
-        if self._kind(rank, place) != kind or any(old[name].shape != new[name].shape for name in old):
+        old = self._get(rank, replace(place, bare=False))
+        if self._kind(rank, place) != kind or any(old[name].shape != x.shape for name, x in new.items()):
             raise BrokenError(f"{place} is of another kind or shape")
         for name, x in old.items():
-            x[:] = new[name]
+            x[:] = new.get(name, np.nan)
 
     def _operands(self, rank: int, step: Attend | AttendGrad) -> tuple[Floats, Floats, Floats]:
         q, kv = self._get(rank, step.q), self._get(rank, step.kv)

@@ -21,6 +21,7 @@ from meshflash.core.program import (
     AttendGrad,
     Clear,
     Copy,
+    Delta,
     Direction,
     Part,
     Post,
@@ -61,6 +62,9 @@ CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
     "ulysses, in rounds": ("ulysses(rounds=2)", 9, 2, CAUSAL & Mask.window(2, 0), 6, 3),
     "double ring, causal": ("double_ring(inner=2)", 13, 4, CAUSAL, 4, 2),
     "double ring, window": ("double_ring(inner=2)", 15, 6, Mask.window(3, 2), 2, 1),
+    "ulysses, bare rows": ("ulysses", 9, 3, CAUSAL, 6, 2),
+    "ulysses, bare rows in rounds": ("ulysses(rounds=2)", 9, 2, Mask.full(), 6, 3),
+    "hybrid, bare rows": ("hybrid(inner=2)", 11, 4, CAUSAL, 4, 2),
     "hybrid, 2 x 2": ("hybrid(inner=2)", 13, 4, CAUSAL, 2, 2),
     "hybrid, 2 x 3, turned": ("hybrid(inner=3, ring=ring, turned=True)", 13, 6, CAUSAL, 3, 3),
     "hybrid, queries go round": ("hybrid(inner=2, ring=ringx1)", 11, 4, Mask.full(), 4, 1),
@@ -73,7 +77,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 def made(case: str) -> tuple[Problem, Numbers, dict[Direction, list[Program]]]:
     schedule, tokens, world, mask, heads, kv_heads = CASES[case]
     layout: Layout = home(schedule)(tokens, world)
-    problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads)
+    problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads, lse="bare" not in case)
     programs = {d: [build(schedule, problem, rank, d) for rank in range(world)] for d in DIRECTIONS}
     return problem, Numbers(problem), programs
 
@@ -332,6 +336,19 @@ def another_form(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, found[0], replace(found[1], collective=form))
 
 
+def another_bareness(rng: random.Random, program: Program) -> Program | None:
+    """Results travel without their LSE, or with it: in one place, or in all of a step."""
+    found = pick(rng, program, Copy, Post)
+    if found is None:
+        return None
+    n, step = found
+    every = range(len(list(places(step))))
+    for which in every if rng.random() < 0.5 else [rng.choice(every)]:
+        place, exchange = list(places(step))[which]
+        step = exchange(replace(place, bare=not place.bare))
+    return with_step(program, n, step)
+
+
 def copy_for_add(rng: random.Random, program: Program) -> Program | None:
     found = pick(rng, program, Add, Copy)
     if found is None:
@@ -384,6 +401,8 @@ MUTATORS: dict[str, Callable[[random.Random, Program], Program | None]] = {
     "copy for add": copy_for_add,
     "becomes": another_becomes,
     "cleared": cleared,
+    "bareness": another_bareness,
+    "delta moved": moved_step(Delta),
 }
 MUTANTS_EACH = 34
 

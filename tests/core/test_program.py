@@ -20,6 +20,7 @@ from meshflash.core.program import (
     Buffer,
     Clear,
     Copy,
+    Delta,
     Direction,
     Dtype,
     Field,
@@ -93,6 +94,12 @@ EXAMPLES: list[tuple[Step, str, list[tuple[str, str]]]] = [
     (Add(A, B), "add a[0:4, 0:2] -> b[0:4, 0:2]", [("a", "read"), ("b", "update")]),
     (Clear(A), "clear a[0:4, 0:2]", [("a", "write")]),
     (Finish(A, B, (0, 2)), "finish a[0:4, 0:2] -> b[0:4, 0:2]", [("a", "read"), ("b", "write")]),
+    (Delta(A, B), "delta a[0:4, 0:2] . b[0:4, 0:2]", [("a", "read"), ("b", "update")]),
+    (
+        Copy(replace(A, bare=True), replace(B, bare=True)),
+        "copy a[0:4, 0:2] bare -> b[0:4, 0:2] bare",
+        [("a", "read"), ("b", "write")],
+    ),
 ]
 
 

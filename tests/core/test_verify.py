@@ -24,6 +24,7 @@ from meshflash.core.program import (
     Buffer,
     Clear,
     Copy,
+    Delta,
     Direction,
     Finish,
     Part,
@@ -87,7 +88,8 @@ def held_at_home(schedule: str, tokens: int, world: int) -> tuple[Ranges, ...]:
 def test_every_schedule_solves_every_mask_at_every_world(schedule: str, world: int) -> None:
     held = held_at_home(schedule, 53, world)
     for name in masks_of(schedule, world):
-        check_both(schedule, Problem(held, held, MASKS[name](53), 4, 2), tables=world <= TABLES_UP_TO)
+        problem = Problem(held, held, MASKS[name](53), 4, 2, lse=world % 2 == 0)
+        check_both(schedule, problem, tables=world <= TABLES_UP_TO)
 
 
 def test_every_mask_meets_every_schedule_at_large_worlds() -> None:
@@ -207,8 +209,8 @@ PROBLEM = Problem(HELD, HELD, Mask.full(), 4, 2)
 Edit = Callable[[Program], Program]
 
 
-def programs_of(schedule: str, direction: Direction) -> list[Program]:
-    return [build(schedule, PROBLEM, rank, direction) for rank in range(2)]
+def programs_of(schedule: str, direction: Direction, problem: Problem = PROBLEM) -> list[Program]:
+    return [build(schedule, problem, rank, direction) for rank in range(2)]
 
 
 def s(name: str, rows: tuple[int, int] = (0, 3), heads: tuple[int, int] = (0, 4)) -> Slice:
@@ -217,6 +219,10 @@ def s(name: str, rows: tuple[int, int] = (0, 3), heads: tuple[int, int] = (0, 4)
 
 def k(name: str, rows: tuple[int, int] = (0, 3), heads: tuple[int, int] = (0, 2)) -> Slice:
     return Slice(name, rows, heads)
+
+
+def bare(name: str, rows: tuple[int, int], heads: tuple[int, int]) -> Slice:
+    return Slice(name, rows, heads, bare=True)
 
 
 def put(n: int, *steps: Step) -> Edit:
@@ -257,14 +263,17 @@ def both(*edits: Edit) -> Edit:
     return edit
 
 
-Made = tuple[str, Direction]
-RING_F: Made = ("ring", "forward")
-RING_B: Made = ("ring", "backward")
-GATHER_F: Made = ("allgather", "forward")
-GATHER_B: Made = ("allgather", "backward")
-STRIDE_F: Made = ("allgather(head_stride=1)", "forward")
-HEADS_F: Made = ("ulysses", "forward")
-HEADS_B: Made = ("ulysses", "backward")
+Made = tuple[str, Direction, Problem]
+RING_F: Made = ("ring", "forward", PROBLEM)
+RING_B: Made = ("ring", "backward", PROBLEM)
+GATHER_F: Made = ("allgather", "forward", PROBLEM)
+GATHER_B: Made = ("allgather", "backward", PROBLEM)
+STRIDE_F: Made = ("allgather(head_stride=1)", "forward", PROBLEM)
+HEADS_F: Made = ("ulysses", "forward", PROBLEM)
+HEADS_B: Made = ("ulysses", "backward", PROBLEM)
+BARE = replace(PROBLEM, lse=False)
+BARE_F: Made = ("ulysses", "forward", BARE)
+BARE_B: Made = ("ulysses", "backward", BARE)
 OWN, OTHER = (range(3),), (range(3, 6),)
 EXTRA_OUT = Buffer("more", "out", 3, 4, "partial")
 #: Of rank 0 in ulysses: all rows, half of the heads.
@@ -371,6 +380,66 @@ WRONG: list[Wrong] = [
             "what it takes for the results of its rows is not finished",
         ),
         ("q, which was not saved", HEADS_B, room(Buffer("q", "q", 3, 4, role="input")), "the caller's buffers are"),
+        # results without their LSE, gradients without their delta
+        (
+            "an LSE that is wanted and does not come",
+            HEADS_F,
+            put(7, Copy(bare("out:0", (0, 3), (0, 2)), bare("out", (0, 3), (0, 2)))),
+            "output out is without the LSE of some rows, and it is wanted",
+        ),
+        ("a delta that nobody makes", BARE_B, put(3), "read with its LSE or delta, which are not known"),
+        (
+            "a result that is saved without its LSE",
+            BARE_F,
+            both(
+                room(Buffer("x", "out", 6, 2, role="saved")),
+                program(saves=("out", "q:0", "kv:0", "out:0", "x")),
+                insert(5, Copy(bare("out:0", (0, 6), (0, 2)), bare("x", (0, 6), (0, 2)))),
+            ),
+            "x is saved, and is not the finished result of its rows, with their LSE",
+        ),
+        (
+            "an attention without LSE",
+            BARE_F,
+            change(4, out=bare("out:0", (0, 6), (0, 2))),
+            "can be copied and sent bare, and nothing else",
+        ),
+        (
+            "bare queries",
+            BARE_F,
+            put(0, Copy(bare("q", (0, 3), (0, 2)), bare("q:0", (0, 3), (0, 2)))),
+            "can be copied and sent bare, and nothing else",
+        ),
+        (
+            "an LSE from nowhere",
+            BARE_F,
+            change(8, dst=s("out", (0, 3), (2, 4))),
+            "source and target differ in kind or shape",
+        ),
+        (
+            "sent bare and received whole",
+            BARE_F,
+            change(5, sends=(Part(1, s("out:0", (3, 6), (0, 2))),)),
+            "not the same shape, kind and dtype",
+        ),
+        (
+            "a delta of keys",
+            BARE_B,
+            change(3, out=s("q:0", (0, 6), (0, 2))),
+            r"takes q:0 \(q, input\) for out in the input's dtype",
+        ),
+        (
+            "a delta of other rows",
+            BARE_B,
+            change(3, out=s("out:0", (0, 3), (0, 2)), dout=s("dout2.0", (3, 6), (0, 2))),
+            "takes other rows, or what is not their finished result",
+        ),
+        (
+            "a delta that forgets the gradient of the LSE",
+            HEADS_B,
+            insert(3, Delta(s("out:0", (0, 6), (0, 2)), s("dout2.0", (0, 6), (0, 2)))),
+            "a gradient may come by way of the LSE, and only the caller's delta has it",
+        ),
         ("saved twice", RING_F, program(saves=("q", "kv", "out", "out")), "saves a buffer twice"),
         # scratch that becomes an output
         ("becoming nothing known", RING_F, buffer("out.sum", becomes="x"), "out.sum cannot become x"),
@@ -856,8 +925,9 @@ def with_edit(wrong: Wrong) -> list[Program]:
 
 def prove(programs: list[Program], made: Made) -> Report:
     """What is made of programs, after the forward if they are of a backward."""
-    after = verify_programs(programs_of(made[0], "forward"), PROBLEM) if made[1] == "backward" else None
-    return verify_programs(programs, PROBLEM, after=after)
+    schedule, direction, problem = made
+    after = verify_programs(programs_of(schedule, "forward", problem), problem) if direction == "backward" else None
+    return verify_programs(programs, problem, after=after)
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=[wrong.name for wrong in WRONG])

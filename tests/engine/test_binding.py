@@ -87,7 +87,7 @@ def test_uneven_and_empty_shards(poisoned, schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_rows_that_see_nothing_are_0_and_their_lse_is_minus_infinity(poisoned, schedule):
-    item = Item(Case(Mask.documents([[3], [0]], pad=True), tokens=9), schedule, 3)
+    item = Item(Case(Mask.documents([[3], [0]], pad=True), tokens=9, lse_gradient=True), schedule, 3)
     got = run_item(item)
     assert (got["lse"][1] == -torch.inf).all()
     assert (got["lse"][0, :, 3:] == -torch.inf).all()

@@ -175,7 +175,8 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_bound_program_makes_no_tensor(monkeypatch, schedule, batch, dtype):
     monkeypatch.setattr("meshflash.engine.binding.choose", lambda name, ask: Choice(Idle(), "for the test"))
-    monkeypatch.setattr("meshflash.engine.binding.merge_", lambda *tensors: None)  # a kernel too
+    for name in ("merge_", "delta_"):  # kernels too
+        monkeypatch.setattr(f"meshflash.engine.binding.{name}", lambda *tensors: None)
     for mask in (Mask.full(), CAUSAL, CAUSAL & Mask.window(9, 0)):
         item = Item(Case(mask, batch=batch, tokens=37, heads=4, kv_heads=2), schedule, 3, dtype)
         for rank in range(3):

@@ -17,7 +17,7 @@ from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
 from meshflash.engine.mesh import Plan
 from meshflash.kernels.contract import accumulator_dtype
-from meshflash.schedules.registry import home, verified
+from meshflash.schedules.registry import home, parse, verified
 
 WHOLE = ("q", "k", "v")
 
@@ -36,6 +36,11 @@ class Item:
     kernel: str = "auto"
     device: str = "cpu"
     transport: str = "auto"
+
+    @property
+    def lse(self) -> bool:
+        """Whether the call asks for the LSE; where that changes what moves, only cases that need it do."""
+        return self.case.lse_gradient or self.case.sinks or not parse(self.schedule)[0].keeps
 
     @property
     def q(self) -> Layout:
@@ -93,7 +98,7 @@ def run_item(rank: int, group: Any, item: Item) -> Result:
 
     mover.counters.clear()
     usage.peak = 0
-    out, lse = attention(
+    made = attention(
         local["q"],
         local["k"],
         local["v"],
@@ -112,21 +117,24 @@ def run_item(rank: int, group: Any, item: Item) -> Result:
         kernel=item.kernel,
         reduce_dtype=item.reduce_dtype,
         transport=item.transport,
-        return_lse=True,
+        return_lse=item.lse,
     )
+    results: dict[str, Tensor] = dict(zip(("out", "lse"), made if item.lse else (made,), strict=False))
+    out = results["out"]
     note("forward")
     generator = torch.Generator().manual_seed(7)
     rows = torch.from_numpy(item.q.positions(rank))
     shape = (case.batch, case.tokens, case.heads, case.value_dim or case.dim)
     dout = torch.randn(shape, generator=generator)[:, rows].to(out)
-    dlse = torch.randn(case.batch, case.heads, case.tokens, generator=generator)[:, :, rows].to(lse)
     loss = (out * dout).sum()
     if case.lse_gradient:
+        lse = results["lse"]
+        dlse = torch.randn(case.batch, case.heads, case.tokens, generator=generator)[:, :, rows].to(lse)
         loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()
     grads = torch.autograd.grad(loss, list(local.values()))
     note("backward")
-    results = {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(local, grads, strict=True)}}
-    return {name: x.cpu() for name, x in results.items()}, moved
+    results |= {f"d{name}": gradient for name, gradient in zip(local, grads, strict=True)}
+    return {name: x.detach().cpu() for name, x in results.items()}, moved
 
 
 def run_items(rank: int, world: int, group: Any, items: list[Item]) -> list[Result]:
@@ -139,7 +147,7 @@ def check_moved(item: Item, moved: list[dict[Direction, Moved]]) -> None:
     case, partial = item.case, accumulator_dtype(item.dtype)
     if item.world == 1 or not case.batch:
         return
-    problem = Plan(item.schedule, item.q, item.k, case.q_offset).problem(
+    problem = Plan(item.schedule, item.q, item.k, case.q_offset, lse=item.lse).problem(
         case.mask, case.heads, case.kv_heads or case.heads
     )
     widths = (case.batch, case.dim, case.value_dim or case.dim)

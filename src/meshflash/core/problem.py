@@ -19,7 +19,8 @@ Option = int | float | bool | str
 class Problem:
     """Queries and keys, as the positions that each rank holds, and the mask between them.
 
-    `options` are the schedule's own. What a rank needs of another's keys is worked out here, once.
+    `options` are the schedule's own. Without `lse` the LSE of a result is not wanted where its query is, and no
+    gradient comes by way of it. What a rank needs of another's keys is worked out here, once.
 
     >>> from meshflash.core.layout import Layout
     >>> layout = Layout.contiguous(8, 2)
@@ -33,6 +34,7 @@ class Problem:
     heads: int = 1
     kv_heads: int = 1
     options: tuple[tuple[str, Option], ...] = ()
+    lse: bool = True
 
     def __post_init__(self) -> None:
         if len(self.q) != len(self.k) or not self.q:

@@ -41,10 +41,17 @@ KINDS: dict[str, tuple[Field, ...]] = {
     "dq": (Field("dq", "dim"),),
     "dkv": (Field("dk", "dim"), Field("dv", "value_dim")),
 }
+#: Those of which one number a row, the LSE or delta, may be left out.
+BARE_KINDS = frozenset({"out", "dout"})
 #: What a forward leaves for a backward where it keeps nothing but what every backward needs.
 SAVES = ("q", "kv", "out")
 #: The kinds whose heads are key heads; those of all others are query heads.
 KEY_KINDS = frozenset({"kv", "dkv"})
+
+
+def fields_of(kind: str, bare: bool = False) -> tuple[Field, ...]:
+    """The fields of a kind; of bare rows, the first."""
+    return KINDS[kind][:1] if bare else KINDS[kind]
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,11 @@ class Sizes:
         """Elements of a field for one row and head."""
         return {"dim": self.dim, "value_dim": self.value_dim, "": 1}[field.width]
 
-    def row_bytes(self, kind: str, dtype: Dtype) -> int:
+    def row_bytes(self, kind: str, dtype: Dtype, bare: bool = False) -> int:
         """Bytes of one row of one head, over the batch."""
         each = {"input": self.input_bytes, "partial": self.partial_bytes, "reduce": self.reduce_bytes}
         return self.batch * sum(
-            self.width(field) * each["partial" if field.always_partial else dtype] for field in KINDS[kind]
+            self.width(field) * each["partial" if field.always_partial else dtype] for field in fields_of(kind, bare)
         )
 
 
@@ -93,11 +100,16 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Slice:
-    """Some rows and heads of a buffer, counted within the buffer."""
+    """Some rows and heads of a buffer, counted within the buffer.
+
+    `bare` rows are results without their LSE, or gradients of results without their delta: whoever copies or receives
+    them does not know those numbers.
+    """
 
     buffer: str
     rows: Interval
     heads: Interval
+    bare: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -119,7 +131,8 @@ class Slice:
         return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in ((self.rows, other.rows), (self.heads, other.heads)))
 
     def __str__(self) -> str:
-        return f"{self.buffer}[{self.rows[0]}:{self.rows[1]}, {self.heads[0]}:{self.heads[1]}]"
+        bare = " bare" if self.bare else ""
+        return f"{self.buffer}[{self.rows[0]}:{self.rows[1]}, {self.heads[0]}:{self.heads[1]}]{bare}"
 
 
 @dataclass(frozen=True)
@@ -254,9 +267,20 @@ class Finish:
         return f"finish {self.src} -> {self.dst}"
 
 
-Step = Attend | AttendGrad | Post | Wait | Copy | Add | Clear | Finish
+@dataclass(frozen=True)
+class Delta:
+    """Complete gradients of results that came bare, where those results are."""
+
+    out: Slice
+    dout: Slice
+
+    def __str__(self) -> str:
+        return f"delta {self.out} . {self.dout}"
+
+
+Step = Attend | AttendGrad | Post | Wait | Copy | Add | Clear | Finish | Delta
 STEPS: dict[str, type[Step]] = {
-    kind.__name__: kind for kind in (Attend, AttendGrad, Post, Wait, Copy, Add, Clear, Finish)
+    kind.__name__: kind for kind in (Attend, AttendGrad, Post, Wait, Copy, Add, Clear, Finish, Delta)
 }
 
 
@@ -288,10 +312,19 @@ class Program:
         """The groups by name."""
         return dict(self.groups)
 
+    @cached_property
+    def bare(self) -> frozenset[str]:
+        """The buffers of which rows are bare somewhere: of the caller's, the LSE is not made, and delta not read."""
+        return frozenset(place.buffer for step in self.steps for place, _ in slices(step) if place.bare)
+
+    def fields(self, part: Slice) -> tuple[Field, ...]:
+        """What a slice holds for each of its rows."""
+        return fields_of(self.buffer[part.buffer].kind, part.bare)
+
     def slice_bytes(self, part: Slice, sizes: Sizes) -> int:
         """What a slice takes, and what moving it moves."""
         buffer = self.buffer[part.buffer]
-        return part.cells * sizes.row_bytes(buffer.kind, buffer.dtype)
+        return part.cells * sizes.row_bytes(buffer.kind, buffer.dtype, part.bare)
 
     def shares(self, buffer: Buffer, sizes: Sizes) -> bool:
         """Whether scratch is the memory of the output that it becomes."""
@@ -311,7 +344,7 @@ class Program:
         for part in post.sends:
             buffer = self.buffer[part.slice.buffer]
             by_rows = buffer.role in ("scratch", "saved") and not self.shares(buffer, sizes)
-            by_rows |= sizes.batch == 1 and all(field.width for field in KINDS[buffer.kind])
+            by_rows |= sizes.batch == 1 and all(field.width for field in self.fields(part.slice))
             by_rows &= not pulled or buffer.role == "scratch"
             if not by_rows or part.slice.heads != (0, buffer.heads):
                 out[part.slice] = None
@@ -429,3 +462,6 @@ def slices(step: Step) -> Iterator[tuple[Slice, Literal["read", "write", "update
             yield step.dst, "update"
         case Clear():
             yield step.dst, "write"
+        case Delta():
+            yield step.out, "read"
+            yield step.dout, "update"

@@ -15,6 +15,7 @@ import numpy as np
 from meshflash.core.coverage import Bools, Counts, Ints, Truth, distinct, expand, table_pairs
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
+    BARE_KINDS,
     KEY_KINDS,
     KINDS,
     SAVES,
@@ -23,6 +24,7 @@ from meshflash.core.program import (
     AttendGrad,
     Clear,
     Copy,
+    Delta,
     Finish,
     Post,
     Program,
@@ -45,33 +47,36 @@ class Content:
     """What some cells hold: [rows, heads] of (position, head), and [batch, rows, heads, ...] of counts.
 
     Counts are of keys for each query and head, and for gradients of keys of (query head in its group,
-    query); other kinds have none. A result is `finished` once sink logits are in it.
+    query); other kinds have none. A result is `finished` once sink logits are in it. Rows are `bare` while their
+    LSE or delta is not known.
     """
 
     cells: Ints
     counts: Counts | None
     finished: Bools
+    bare: Bools
 
     def at(self, place: Slice) -> Content:
         """Some of these cells: the same memory."""
         index = place.index
         counts = None if self.counts is None else self.counts[(slice(None), *index)]
-        return Content(self.cells[index], counts, self.finished[index])
+        return Content(self.cells[index], counts, self.finished[index], self.bare[index])
 
     def copy(self) -> Content:
         """The same in memory of its own."""
-        return Content(self.cells.copy(), None if self.counts is None else self.counts.copy(), self.finished.copy())
+        counts = None if self.counts is None else self.counts.copy()
+        return Content(self.cells.copy(), counts, self.finished.copy(), self.bare.copy())
 
-    def put(self, new: Content) -> None:
-        """Overwrite."""
-        self.cells[:], self.finished[:] = new.cells, new.finished
+    def put(self, new: Content, bare: bool = False) -> None:
+        """Overwrite, with all that is held or with bare rows."""
+        self.cells[:], self.finished[:], self.bare[:] = new.cells, new.finished, new.bare | bare
         if self.counts is not None:
             assert new.counts is not None
             self.counts[:] = new.counts
 
     def clear(self) -> None:
         """Hold nobody's zero."""
-        self.cells[:], self.finished[:] = ZERO, False
+        self.cells[:], self.finished[:], self.bare[:] = ZERO, False, False
         if self.counts is not None:
             self.counts[:] = 0
 
@@ -123,6 +128,7 @@ class Rank:
             held = self.buffers[buffer.name]
             if buffer.role == "input":
                 held.cells[:] = self._expected(buffer.kind)
+                held.bare[:] = buffer.kind == "dout" and buffer.name in program.bare  # its delta was not made then
                 if buffer.kind == "out":
                     assert held.counts is not None
                     held.counts[:], held.finished[:] = self._wanted("out"), True
@@ -176,6 +182,8 @@ class Rank:
                 self._at(step.dst).clear()
             case Finish():
                 self._finish(step)
+            case Delta():
+                self._delta(step)
             case _:
                 self.fail("this is no step")
         self.at += 1
@@ -197,6 +205,8 @@ class Rank:
                 self.fail(f"output {buffer.name}: {int((~known).sum())} cells are not the rows they should be")
             if buffer.kind == "out" and not content.finished.all():
                 self.fail("output out is not the finished result")
+            if self.problem.lse and content.bare.any():
+                self.fail("output out is without the LSE of some rows, and it is wanted")
             assert content.counts is not None
             difference = content.counts - self._wanted(buffer.kind)
             if difference.any():
@@ -216,13 +226,13 @@ class Rank:
         if (content.cells < 0).any():
             self.fail(f"{name} is saved, and not all of it was written")
         if kind == "out" and not self._complete(content):
-            self.fail(f"{name} is saved, and is not the finished result of its rows")
+            self.fail(f"{name} is saved, and is not the finished result of its rows, with their LSE")
 
     def _complete(self, content: Content) -> bool:
         """Whether results are finished, and of all keys that their rows see."""
         assert content.counts is not None
         wanted = self.truth.visible[:, content.cells // self.problem.heads]
-        return bool(content.finished.all() and (content.counts == wanted).all())
+        return bool(content.finished.all() and not content.bare.any() and (content.counts == wanted).all())
 
     def _check_program(self) -> None:
         program, problem = self.program, self.problem
@@ -300,7 +310,8 @@ class Rank:
             counts = np.zeros((self.truth.batch, rows, heads, self.truth.k_tokens), np.int16)
         elif kind == "dkv":
             counts = np.zeros((self.truth.batch, rows, heads, self.group, self.truth.q_tokens), np.int16)
-        return Content(np.full((rows, heads), UNDEFINED), counts, np.zeros((rows, heads), np.bool_))
+        nothing = [np.zeros((rows, heads), np.bool_) for _ in range(2)]
+        return Content(np.full((rows, heads), UNDEFINED), counts, *nothing)
 
     def _at(self, place: Slice) -> Content:
         return self.buffers[place.buffer].at(place)
@@ -309,6 +320,8 @@ class Rank:
         content = self._at(place)
         if (content.cells == UNDEFINED).any():
             self.fail(f"{place} is read before it is written, or after it was finished")
+        if content.bare.any() and not place.bare:
+            self.fail(f"{place} is read with its LSE or delta, which are not known")
         return content
 
     def _check_access(self, step: Step) -> None:
@@ -320,6 +333,8 @@ class Rank:
             buffer = self.program.buffer.get(place.buffer)
             if buffer is None:
                 self.fail(f"there is no buffer {place.buffer}")
+            if place.bare and not (isinstance(step, Copy | Post) and buffer.kind in BARE_KINDS):
+                self.fail(f"{place}: results and their gradients can be copied and sent bare, and nothing else")
             for (begin, end), size in ((place.rows, buffer.rows), (place.heads, buffer.heads)):
                 if not 0 <= begin <= end <= size:
                     self.fail(f"{place} lies outside its buffer of {buffer.rows} rows and {buffer.heads} heads")
@@ -350,7 +365,7 @@ class Rank:
 
     def _check_alike(self, src: Slice, dst: Slice) -> None:
         kinds = [self.program.buffer[place.buffer].kind for place in (src, dst)]
-        if kinds[0] != kinds[1] or src.shape != dst.shape:
+        if kinds[0] != kinds[1] or src.shape != dst.shape or src.bare != dst.bare:
             self.fail("source and target differ in kind or shape")
 
     def _become(self, src: Slice, dst: Slice) -> None:
@@ -360,7 +375,7 @@ class Rank:
 
     def _copy(self, step: Copy) -> None:
         self._check_alike(step.src, step.dst)
-        self._at(step.dst).put(self._read(step.src))
+        self._at(step.dst).put(self._read(step.src), step.src.bare)
         self._become(step.src, step.dst)
 
     def _add(self, step: Add) -> None:
@@ -392,6 +407,18 @@ class Rank:
         result.finished[:] = True
         content.cells[:] = UNDEFINED
         self._become(step.src, step.dst)
+
+    def _delta(self, step: Delta) -> None:
+        out, dout = self._read(step.out), self._read(replace(step.dout, bare=True))
+        for place, kind in ((step.out, "out"), (step.dout, "dout")):
+            buffer = self.program.buffer[place.buffer]
+            if (buffer.kind, buffer.dtype) != (kind, "input"):
+                self.fail(f"takes {buffer.name} ({buffer.kind}, {buffer.dtype}) for {kind} in the input's dtype")
+        if not np.array_equal(out.cells, dout.cells) or not self._complete(out):
+            self.fail("takes other rows, or what is not their finished result, for the results of its rows")
+        if self.problem.lse:
+            self.fail("a gradient may come by way of the LSE, and only the caller's delta has it")
+        dout.bare[:] = False
 
     def _attend(self, step: Attend) -> None:
         q, _ = self._operands(step)
@@ -504,4 +531,4 @@ class Rank:
         for memory in {self.memory[part.slice.buffer] for part in (*post.step.sends, *post.step.recvs)}:
             self.in_flight[memory] = [entry for entry in self.in_flight[memory] if entry[1] != step.post]
         for n, part in enumerate(post.step.recvs):
-            self._at(part.slice).put(post.arrived[n])
+            self._at(part.slice).put(post.arrived[n], part.slice.bare)

@@ -23,6 +23,7 @@ from meshflash.core.program import (
     Buffer,
     Clear,
     Copy,
+    Delta,
     Field,
     Finish,
     Interval,
@@ -38,7 +39,7 @@ from meshflash.engine.placement import Placement, Setting
 from meshflash.engine.pulls import Places
 from meshflash.engine.trace import active
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Pass, Rows
-from meshflash.kernels.merge import add_sinks_, merge_
+from meshflash.kernels.merge import add_sinks_, delta_, merge_
 from meshflash.kernels.registry import Choice, choose, tell_spies
 from meshflash.transport.contract import Transport
 
@@ -169,6 +170,8 @@ class Bound:
                 return [self._clear(step)]
             case Finish():
                 return self._finish(step)
+            case Delta():
+                return [self._delta(step)]
 
     def _attend(self, step: Attend) -> Run:
         choice, work = self._kernels[step]
@@ -208,7 +211,7 @@ class Bound:
         return [
             _copy_to(self._placement.copy(self._memory, (step.name, place), field), number)
             for place in self._placement.staged(step)
-            for field, number in zip(self._fields(place), self._views(place), strict=True)
+            for field, number in zip(self.program.fields(place), self._views(place), strict=True)
         ]
 
     def _post(self, step: Post) -> Run:
@@ -240,7 +243,7 @@ class Bound:
             from_where = [
                 self._places.get((step.name, n, field.name), 0)
                 for n, part in enumerate(step.recvs)
-                for field in self._fields(part.slice)
+                for field in self.program.fields(part.slice)
             ]
 
         def exchange(call: Call) -> None:
@@ -265,7 +268,7 @@ class Bound:
     def _messages(self, step: Post, place: Slice, staged: set[Slice]) -> list[int]:
         """A slice as flat messages, one for each field."""
         out = []
-        for field in self._fields(place):
+        for field in self.program.fields(place):
             caller = self._caller.get((place.buffer, field.name))
             if place in staged or caller is None:
                 key = (step.name, place) if place in staged else place.buffer
@@ -307,7 +310,7 @@ class Bound:
         return run
 
     def _clear(self, step: Clear) -> Run:
-        values = [(-torch.inf if field.name == "lse" else 0.0) for field in self._fields(step.dst)]
+        values = [(-torch.inf if field.name == "lse" else 0.0) for field in self.program.fields(step.dst)]
         targets = list(zip(self._views(step.dst), values, strict=True))
 
         def run(call: Call) -> None:
@@ -335,18 +338,24 @@ class Bound:
 
         return [run]
 
+    def _delta(self, step: Delta) -> Run:
+        (out, lse), (dout, target) = self._views(step.out), self._views(step.dout)
+
+        def run(call: Call) -> None:
+            t = call.tensors
+            delta_(t[target], t[out], t[dout], t[lse])
+
+        return run
+
     def _features_of(self, heads: Interval, sinks: bool) -> int:
         """Which of a call's features a step takes: those of its heads, with or without sink logits."""
         return self._heads.setdefault((heads, sinks), len(self._heads))
-
-    def _fields(self, place: Slice) -> tuple[Field, ...]:
-        return KINDS[self.program.buffer[place.buffer].kind]
 
     def _views(self, place: Slice) -> list[int]:
         """The tensors of a slice, by their numbers."""
         buffer = self.program.buffer[place.buffer]
         out = []
-        for field in KINDS[buffer.kind]:
+        for field in self.program.fields(place):
             caller = self._caller.get((place.buffer, field.name))
             if caller is None and self._is_saved(place.buffer):
                 out.append(self._part((field, place), self._of_saved(place, field, flat=False)))
@@ -383,7 +392,8 @@ class Bound:
     def _same(self, src: Slice, dst: Slice) -> bool:
         """Whether a copy would copy memory to itself."""
         indices = [
-            [self._caller.get((place.buffer, field.name)) for field in self._fields(place)] for place in (src, dst)
+            [self._caller.get((place.buffer, field.name)) for field in self.program.fields(place)]
+            for place in (src, dst)
         ]
         return indices[0] == indices[1] and None not in indices[0] and (src.rows, src.heads) == (dst.rows, dst.heads)
 

@@ -20,6 +20,7 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import SAVES, Direction, Program
 from meshflash.engine.binding import Bound, Kernels, choose_kernels
+from meshflash.engine.local import rows_of
 from meshflash.engine.membership import Member, checks_always
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement, Setting
@@ -76,6 +77,7 @@ class Plan:
     q_offset: int = 0
     reduce_dtype: str = ""
     transport: str = "auto"
+    lse: bool = True
     reason: str = field(default="asked for", compare=False)
 
     def problem(self, mask: Mask, heads: int, kv_heads: int) -> Problem:
@@ -83,7 +85,7 @@ class Plan:
         q = self.q.ranges
         if self.q_offset:
             q = tuple(tuple(range(r.start + self.q_offset, r.stop + self.q_offset, r.step) for r in held) for held in q)
-        return Problem(q, self.k.ranges, mask, heads, kv_heads)
+        return Problem(q, self.k.ranges, mask, heads, kv_heads, lse=self.lse)
 
 
 class Prepared:
@@ -290,6 +292,7 @@ class MeshCall:
             "q_offset": plan.q_offset,
             "reduce_dtype": plan.reduce_dtype,
             "transport": plan.transport,
+            "return_lse": plan.lse,
             "mask": repr(self.mask),
             "mask's documents": [_digest(x if isinstance(x, Tensor) else torch.tensor(x)) for x in self.mask.pack()[1]],
             "batch": q.shape[0],
@@ -316,6 +319,8 @@ def forward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor) -> 
     """(out, lse) of this rank's queries, and the memory of what the backward needs besides."""
     prepared = call.prepare(member, q, k, v)
     out, lse = new_outputs(q, v)
+    if "out" in prepared.program("forward").bare:
+        lse.fill_(torch.nan)  # nobody asked for it
     saved = q.new_empty(prepared.saved_bytes, dtype=torch.uint8)
     if q.shape[0]:
         with member.present():
@@ -324,17 +329,28 @@ def forward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def backward(
-    call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor, rows: Rows, saved: Tensor, lse_gradient: bool
-) -> Grads:
-    """The gradients of this rank's q, k and v."""
+    call: MeshCall,
+    member: Member,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    made: tuple[Tensor, Tensor, Tensor],
+    given: tuple[Tensor | None, Tensor | None],
+) -> tuple[Grads, Rows]:
+    """The gradients of this rank's q, k and v, from what the forward made and the gradients of (out, lse).
+
+    With them comes what was known of its rows; without delta, where the program makes that elsewhere.
+    """
     prepared = call.prepare(member, q, k, v)
     grads = Grads.like(q, k, v)
+    out, lse, saved = made
+    rows = rows_of(out, lse, *given, with_delta="dout" not in prepared.program("backward").bare)
     if q.shape[0]:
-        tensors = [q, k, v, rows.out_BTHE, rows.lse_BHT, rows.dout_BTHE, rows.delta_BHT]
-        tensors += [grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
+        delta = lse if rows.delta is None else rows.delta
+        tensors = [q, k, v, out, lse, rows.dout_BTHE, delta, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
         with member.present():
-            prepared.run("backward", tensors, call.features, prepared.transport(member), lse_gradient)
-    return grads
+            prepared.run("backward", tensors, call.features, prepared.transport(member), given[1] is not None)
+    return grads, rows
 
 
 def _words(layout: Layout) -> str:

@@ -116,9 +116,8 @@ class Read:
         x = self.given
         if not x.group:
             return local.backward(self._inputs(), out, lse, dout, dlse, x.kernel, x.deterministic)
-        rows = local.rows_of(out, lse, dout, dlse)
-        through_lse = dlse is not None
-        grads = mesh.backward(self._over_mesh(), member(x.group), x.q, x.k, x.v, rows, saved, through_lse)
+        made, given = (out, lse, saved), (dout, dlse)
+        grads, rows = mesh.backward(self._over_mesh(), member(x.group), x.q, x.k, x.v, made, given)
         return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, local.sink_gradient(x.sink_logits, rows)
 
     def _inputs(self) -> Inputs:

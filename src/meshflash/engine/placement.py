@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.core.program import KINDS, Buffer, Dtype, Field, Post, Program, Sizes, Slice
+from meshflash.core.program import Buffer, Dtype, Field, Post, Program, Sizes, Slice, fields_of
 from meshflash.engine.memory import ALIGNMENT
 from meshflash.kernels.contract import accumulator_dtype
 
@@ -78,12 +78,11 @@ class Placement:
         for step in program.steps:
             if isinstance(step, Post):
                 for part in self.staged(step):
-                    (a, b), (c, d) = part.rows, part.heads
-                    self._place((step.name, part), program.buffer[part.buffer], b - a, d - c)
+                    self._place((step.name, part), program.buffer[part.buffer], *part.shape, bare=part.bare)
 
-    def _place(self, key: Any, held: Buffer, rows: int, heads: int) -> None:
+    def _place(self, key: Any, held: Buffer, rows: int, heads: int, bare: bool = False) -> None:
         setting = self.setting
-        for field in KINDS[held.kind]:
+        for field in fields_of(held.kind, bare):
             shape = (rows, setting.batch, heads) + ((setting.sizes.width(field),) if field.width else ())
             dtype = setting.torch_dtype("partial" if field.always_partial else held.dtype)
             piece = _Piece(self.bytes, shape, dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from meshflash.core.program import KINDS, Part, Post, Program
+from meshflash.core.program import Part, Post, Program
 from meshflash.engine.placement import Placement
 
 #: By post, number of the part that is received, and field: the byte at which it begins in the sender's memory.
@@ -23,7 +23,7 @@ def places(program: Program, placement_of: Callable[[int], Placement]) -> Places
         sent = _parts(theirs.program, program.rank, sends=True)
         for group, received in _parts(program, peer, sends=False).items():
             for (post, n, part), (source, _, given) in zip(received, sent[group], strict=True):
-                for field in KINDS[program.buffer[part.slice.buffer].kind]:
+                for field in program.fields(part.slice):
                     out[post.name, n, field.name] = theirs.begins(source, given.slice, field)
     return out
 

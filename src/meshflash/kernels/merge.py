@@ -69,17 +69,24 @@ def merge_gradient(
 
 def delta(out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, dlse_BHT: Tensor | None) -> Tensor:
     """What a backward needs of each row: sum(dout * out), less dlse where there is one; in the dtype of lse."""
+    delta_BHT = torch.empty_like(lse_BHT, memory_format=torch.contiguous_format)
+    delta_(delta_BHT, out_BTHE, dout_BTHE, lse_BHT, dlse_BHT)
+    return delta_BHT
+
+
+def delta_(
+    delta_BHT: Tensor, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, dlse_BHT: Tensor | None = None
+) -> None:
+    """The same, into a tensor of the dtype of lse."""
     if _fused(out_BTHE, dout_BTHE, lse_BHT, dlse_BHT):
         from meshflash.kernels import triton_rows
 
-        delta_BHT = torch.empty_like(lse_BHT, memory_format=torch.contiguous_format)
         triton_rows.delta(out_BTHE, dout_BTHE, lse_BHT, dlse_BHT, delta_BHT)
-        return delta_BHT
-    delta_BHT = (dout_BTHE.to(lse_BHT.dtype) * out_BTHE).sum(dim=-1).transpose(1, 2).contiguous()
-    if dlse_BHT is None:
-        return delta_BHT
-    # the LSE of an empty row is -inf whatever the inputs are: what comes back there has no meaning
-    return (delta_BHT - dlse_BHT).masked_fill(lse_BHT == -torch.inf, 0.0)
+        return
+    torch.sum(dout_BTHE.to(lse_BHT.dtype) * out_BTHE, dim=-1, out=delta_BHT.transpose(1, 2))
+    if dlse_BHT is not None:
+        # the LSE of an empty row is -inf whatever the inputs are: what comes back there has no meaning
+        delta_BHT.sub_(dlse_BHT).masked_fill_(lse_BHT == -torch.inf, 0.0)
 
 
 def add_sinks_(out_BTHE: Tensor, lse_BHT: Tensor, sink_logits_H: Tensor) -> None:

@@ -3,7 +3,8 @@
 The ranks are a table of two axes. Along one, a line of ranks exchanges: each rank gives away all heads but its share,
 and gets that share for the tokens of the whole line. Along the other, ranks with the same share run another schedule
 on longer shards of fewer heads. Results and gradients go back the same way. What the backward needs of the exchange is
-saved, so that queries, keys and values travel once.
+saved, so that queries, keys and values travel once. Results go home without their LSE where nobody asks for it there,
+and their gradients come without delta, for the results are here.
 
 Nothing has to divide anything: shares may differ, or be empty, and where there are more ranks than key heads, those
 key heads go to several ranks whose query heads share them, and their gradients are summed at home.
@@ -18,7 +19,20 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from meshflash.core.problem import Problem
-from meshflash.core.program import Add, Copy, Dtype, Interval, Part, Post, Program, Ranges, Slice, Step
+from meshflash.core.program import (
+    BARE_KINDS,
+    Add,
+    Copy,
+    Delta,
+    Dtype,
+    Interval,
+    Part,
+    Post,
+    Program,
+    Ranges,
+    Slice,
+    Step,
+)
 from meshflash.schedules.registry import Builder, on_change, parse
 from meshflash.schedules.writer import Writer
 
@@ -270,6 +284,7 @@ class _Exchange:
         self.rounds = max(map(len, self.shares))
         self.q, self.kv = _lines(table)[self.number]
         self.saved: list[str] = []
+        self._bare = frozenset() if table.problem.lse else BARE_KINDS
         self._made: dict[int, dict[str, str]] = {}
         self._total: Slice | None = None
         self._begun: set[int] = set()
@@ -312,16 +327,14 @@ class _Exchange:
         recvs: list[Part] = []
         for share, member in enumerate(self.members):
             for kind, room in rooms.items():
-                line, own = self._line(kind), self.w.own(kind)
                 if n < len(self.shares[share]):
-                    heads = self._heads(kind, self.shares[share][n])
-                    given = [replace(own, rows=run.rows, heads=heads) for run in line.of(self.rank)]
+                    given = self._own(kind, self._heads(kind, self.shares[share][n]))
                     if member != self.rank:
                         sends += [Part(member, part) for part in given]
                     else:
-                        self.w.each(Copy, zip(given, self._places(room, line, member), strict=True))
+                        self.w.each(Copy, zip(given, self._places(kind, room, member), strict=True))
                 if member != self.rank and room:
-                    recvs += [Part(member, place) for place in self._places(room, line, member)]
+                    recvs += [Part(member, place) for place in self._places(kind, room, member)]
         self.w.post(Post(f"in {n}", tuple(sends), tuple(recvs)))
 
     def run(self, n: int, names: dict[str, str]) -> None:
@@ -338,6 +351,8 @@ class _Exchange:
             raise ValueError(f"{self.w.name}: {found.name} saves buffers of its own; compose another schedule")
         if others := sorted(set(program.group) - set(self.w.groups)):
             raise ValueError(f"{self.w.name}: {found.name} has groups of its own; register it with groups={others}")
+        if self._bare and "dout" in names and self.q.rows:
+            self.w.steps.append(Delta(self.w.own(names["out"]), self.w.own(names["dout"])))
         embed(self.w, program, names, self.table.column(self.share), piece.heads[0], f"{n}")
 
     def give_back(self, n: int, made: dict[str, str]) -> None:
@@ -346,12 +361,11 @@ class _Exchange:
         recvs: list[Part] = []
         for share, member in enumerate(self.members):
             for kind in made:
-                line = self._line(kind)
                 if n < len(self.mine) and member != self.rank:
-                    sends += [Part(member, place) for place in self._places(made[kind], line, member)]
+                    sends += [Part(member, place) for place in self._places(kind, made[kind], member)]
                 if n < len(self.shares[share]) and member != self.rank:
                     back = self._back(kind, share, n)
-                    recvs += [Part(member, replace(back, rows=run.rows)) for run in line.of(self.rank)]
+                    recvs += [Part(member, replace(back, rows=run.rows)) for run in self._line(kind).of(self.rank)]
         self.w.post(Post(f"out {n}", tuple(sends), tuple(recvs)))
         self._made[n] = made
 
@@ -365,10 +379,9 @@ class _Exchange:
                 continue
             piece = self.shares[share][n]
             for kind, room in self._made[n].items():
-                line = self._line(kind)
                 if member == self.rank:
-                    sources = self._places(room, line, member)
-                    rows = [run.rows for run in line.of(member)]
+                    sources = self._places(kind, room, member)
+                    rows = [run.rows for run in self._line(kind).of(member)]
                 else:
                     back = self._back(kind, share, n)
                     sources, rows = [back], [back.rows]
@@ -377,7 +390,7 @@ class _Exchange:
     def _put(self, kind: str, found: list[tuple[Slice, Interval]], heads: Interval) -> None:
         """Put what was made of some of our rows, and these heads, where it belongs."""
         if kind != "dkv" or self._total is None:
-            self.w.each(Copy, [(source, self.w.own(kind, rows, heads)) for source, rows in found])
+            self.w.each(Copy, [(source, self._of(kind, self.w.own(kind, rows, heads))) for source, rows in found])
             return
         for n, head in enumerate(range(*heads)):
             pairs = [
@@ -394,9 +407,19 @@ class _Exchange:
     def _heads(kind: str, piece: Piece) -> Interval:
         return piece.kv if kind in ("kv", "dkv") else piece.heads
 
-    def _places(self, name: str, line: Line, rank: int) -> list[Slice]:
+    def _of(self, kind: str, place: Slice) -> Slice:
+        """A slice as it travels: bare, where nobody needs more."""
+        return replace(place, bare=kind in self._bare)
+
+    def _own(self, kind: str, heads: Interval) -> list[Slice]:
+        """Our rows of some heads, in runs that are neighbours in what the line holds."""
+        own = self._of(kind, self.w.own(kind))
+        return [replace(own, rows=run.rows, heads=heads) for run in self._line(kind).of(self.rank)]
+
+    def _places(self, kind: str, name: str, rank: int) -> list[Slice]:
         """Where the rows of a rank lie in a buffer of the whole line."""
-        return [replace(self.w.own(name), rows=run.at) for run in line.of(rank)]
+        whole = self._of(kind, self.w.own(name))
+        return [replace(whole, rows=run.at) for run in self._line(kind).of(rank)]
 
     def _back(self, kind: str, share: int, n: int) -> Slice:
         """Where what a rank made of our rows arrives."""
@@ -404,7 +427,7 @@ class _Exchange:
         heads = self._heads(kind, piece)
         rows = self.w.k_rows if kind == "dkv" else self.w.q_rows
         dtype: Dtype = "reduce" if kind == "dkv" and self._total is not None else "input"
-        return self.w.scratch(f"{kind} of {share}.{n}", kind, rows, dtype, heads[1] - heads[0])
+        return self._of(kind, self.w.scratch(f"{kind} of {share}.{n}", kind, rows, dtype, heads[1] - heads[0]))
 
 
 def embed(
