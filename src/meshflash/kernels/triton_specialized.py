@@ -109,6 +109,8 @@ def forward(
             over = turn + 1 >= blocks
             ahead = tl.where(more & over, ahead + 1, ahead)
             turn = tl.where(more, tl.where(over, 0, turn + 1), turn)
+    batch, row, rows, _, _, _, _, _ = tile_of(TILES)  # again: over the loop they would take registers
+    b = batch.to(tl.int64)
     there = m < rows
     if HAS_CARRY:
         carried = tl.load(CARRY_LSE + b * cl_b + head64 * cl_h + (row + m) * cl_t, mask=there, other=-INF) * LOG2E
