@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from meshflash.core.problem import Problem
     from meshflash.core.program import Program
     from meshflash.core.verify import VerificationError, verify_programs
+    from meshflash.ending import shutdown
     from meshflash.engine.check import WrongResultError
     from meshflash.engine.membership import DisagreementError, MissingRankError
     from meshflash.merging import merge_partials
@@ -36,6 +37,7 @@ __all__ = [
     "positions",
     "register_schedule",
     "shard",
+    "shutdown",
     "unregister_schedule",
     "unshard",
     "verify_programs",
@@ -59,6 +61,7 @@ _HOMES = {
     "Program": "meshflash.core.program",
     "register_schedule": "meshflash.schedules.registry",
     "shard": "meshflash.sharding",
+    "shutdown": "meshflash.ending",
     "unshard": "meshflash.sharding",
     "verify_programs": "meshflash.core.verify",
 }

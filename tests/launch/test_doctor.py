@@ -310,3 +310,19 @@ def test_a_container_limits_cores_and_memory(monkeypatch: pytest.MonkeyPatch, ma
     put(machine, "sys/fs/cgroup/cpu.max", "max 100000\n")
     put(machine, "sys/fs/cgroup/memory.max", "max\n")
     assert (doctor._cores(), doctor._memory()) == (64, (2**30, 2**29))
+
+
+def test_transports(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    pretend(monkeypatch, "CPU")
+    told = found("transports")
+    assert (told["process_group"].status, told["process_group"].detail) == ("ok", "by gloo")
+    assert "none is visible here" in told["symmetric, host_staged"].detail
+    pretend(monkeypatch, "CUDA", "NVIDIA H200")
+    told = found("transports")
+    assert [told[name].status for name in ("symmetric", "host_staged", "MPS")] == ["ok", "ok", "note"]
+    program(machine, "nvidia-cuda-mps-control", "true")
+    assert found("transports")["MPS"].status == "ok"
+    pretend(monkeypatch, "XPU", "Intel Max 1550")
+    told = found("transports")
+    assert told["symmetric"].detail == "not in this XPU build of torch"
+    assert "MPS" not in told

@@ -38,6 +38,7 @@ class FakeStreams:
     def __init__(self, slow: float = 0.003) -> None:
         self._slow = slow
         self.main = FakeStream(slow)
+        self._all = [self.main]
         self._here = threading.local()
         self.delays: list[float] = []
         self.sleeping = 0
@@ -49,7 +50,8 @@ class FakeStreams:
         return getattr(self._here, "stream", self.main)
 
     def new(self) -> FakeStream:
-        return FakeStream(self._slow)
+        self._all.append(FakeStream(self._slow))
+        return self._all[-1]
 
     def mark(self, stream: FakeStream) -> threading.Event:
         event = threading.Event()
@@ -90,9 +92,9 @@ class FakeStreams:
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.full((count,), torch.nan, dtype=dtype)
 
-    def synchronize(self) -> None:
-        """For tests: the caller's work is done."""
-        _come(self.mark(self.main))
+    def finish(self) -> None:
+        for stream in self._all:
+            _come(self.mark(stream))
 
 
 def _come(event: threading.Event) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -12,15 +12,28 @@ from torch import distributed as _distributed
 
 from meshflash import Layout, Mask, attention, flash_attention
 from meshflash.check import run, suite
+from meshflash.engine.local import rows_of
+from meshflash.engine.mesh import Plan, Prepared
+from meshflash.engine.placement import Setting
+from meshflash.kernels.contract import Features, Grads, new_outputs
+from meshflash.launch.mps import missing, mps
 from meshflash.launch.processes import RankError, run_ranks, take_device
 from meshflash.schedules.registry import over_lines
 from meshflash.sharding import shard
+from meshflash.transport.loopback import Loopback
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 dist = _distributed
+
+
+@pytest.fixture(autouse=True)
+def shared():
+    """Ranks that share a GPU run at once where MPS can be started; they take turns where not, which is slow."""
+    with nullcontext() if missing() else mps():
+        yield
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -31,23 +44,31 @@ def test_every_schedule_is_right(transport, world):
     assert not missed, missed[:3]
 
 
+def difference(tokens, seed, layout, **how):
+    """The largest difference from one device, of the result and of every gradient."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q, k, v, dout = (torch.randn(1, tokens, heads, 64, device="cuda", generator=generator) for heads in (4, 2, 2, 4))
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    own = [shard(x.detach(), layout).contiguous().requires_grad_() for x in whole]
+    got = attention(*own, layout=layout, mask=Mask.causal(), **how)
+    want = flash_attention(*whole, mask=Mask.causal())
+    pairs = [(got, want)]
+    got_grads, want_grads = torch.autograd.grad(got, own, shard(dout, layout)), torch.autograd.grad(want, whole, dout)
+    pairs += zip(got_grads, want_grads, strict=True)
+    return max(float((mine - shard(one, layout)).abs().max()) for mine, one in pairs)
+
+
 def changing(rank, world, tell, transport):
     """A hundred calls of the same kind with other inputs each time, against one device."""
     take_device("cuda", rank)
-    layout, worst = Layout.zigzag(515, world), 0.0
-    for n in range(100):
-        generator = torch.Generator("cuda").manual_seed(n)
-        whole = [torch.randn(1, 515, heads, 64, device="cuda", generator=generator) for heads in (4, 2, 2)]
-        own = [shard(x, layout).contiguous() for x in whole]
-        got = attention(*own, layout=layout, schedule="zigzag", mask=Mask.causal(), transport=transport)
-        want = flash_attention(*whole, mask=Mask.causal())
-        worst = max(worst, float((got - shard(want, layout)).abs().max()))
-    return worst
+    layout = Layout.zigzag(515, world)
+    return max(difference(515, n, layout, schedule="zigzag", transport=transport) for n in range(100))
 
 
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("transport", ["symmetric", "host_staged"])
-def test_a_hundred_calls_with_changing_inputs(transport):
-    assert max(run_ranks(2, changing, transport)) < 1e-4
+def test_a_hundred_calls_with_changing_inputs(transport, world):
+    assert max(run_ranks(world, changing, transport)) < 1e-4
 
 
 def over_nccl(rank, world, tell):
@@ -55,21 +76,17 @@ def over_nccl(rank, world, tell):
     os.environ["NCCL_HOSTID"] = f"host{rank}"
     take_device("cuda", rank)
     group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    x = torch.randn(1, 8, 2, 64, device="cuda")
+    assert attention(x, x, x, mesh=group, return_plan=True)[1].transport == "nccl"
     layout = Layout.zigzag(130, world)
-    generator = torch.Generator("cuda").manual_seed(0)
-    whole = [torch.randn(1, 130, heads, 64, device="cuda", generator=generator) for heads in (4, 2, 2)]
-    worst = 0.0
-    for schedule in ("zigzag", "allgather", "ringx4", "ulysses", "double_ring"):
-        own = [shard(x, layout).contiguous() for x in whole]
-        got, plan = attention(*own, mesh=group, layout=layout, schedule=schedule, mask=Mask.causal(), return_plan=True)
-        assert plan.transport == "nccl"
-        want = flash_attention(*whole, mask=Mask.causal())
-        worst = max(worst, float((got - shard(want, layout)).abs().max()))
-    return worst
+    once = [difference(130, 0, layout, mesh=group, schedule=schedule) for schedule in over_lines(world)]
+    again = [difference(130, n, layout, mesh=group, schedule="zigzag") for n in range(100)]
+    return max(once + again)
 
 
-def test_nccl():
-    assert max(run_ranks(2, over_nccl, timeout=200)) < 1e-4
+@pytest.mark.parametrize("world", [2, 4])
+def test_nccl(world):
+    assert max(run_ranks(world, over_nccl, timeout=200)) < 1e-4
 
 
 def stops(rank, world, tell, transport):
@@ -97,3 +114,79 @@ def test_a_rank_that_stops_coming_ends_the_others(transport):
     assert told[0][1] < 8 + 10
     if transport == "host_staged":
         assert told[0][0] == "TransportError"
+
+
+def captured(rank, world, tell, transport, schedule):
+    """A graph of forward and backward, replayed with other inputs, against plain calls."""
+    device, layout = take_device("cuda", rank), Layout.zigzag(512, world)
+    rows = layout.lengths[rank]
+    q, k, v, dout = (torch.randn(1, rows, heads, 64, device=device) for heads in (4, 2, 2, 4))
+    own = [x.requires_grad_() for x in (q, k, v)]
+
+    def both():
+        out = attention(*own, layout=layout, schedule=schedule, mask=Mask.causal(), transport=transport)
+        return out, *torch.autograd.grad(out, own, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        made = both()
+    worst = 0.0
+    for _ in range(5):
+        with torch.no_grad():
+            for x in (*own, dout):
+                x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        got = [x.clone() for x in made]
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(got, both(), strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "ulysses", "allgather"])
+def test_calls_over_symmetric_memory_can_be_captured(schedule):
+    assert max(run_ranks(2, captured, "symmetric", schedule, timeout=120)) < 1e-4
+
+
+def test_what_cannot_be_captured_is_refused():
+    with pytest.raises(RankError, match="cannot be captured: it moves messages by threads of the host"):
+        run_ranks(2, captured, "host_staged", "zigzag", timeout=60)
+
+
+def test_peak_memory_of_zigzag():
+    """Beyond inputs and results: two buffers of keys and values, two of their gradients, and float32 sums.
+
+    Those are of the gradients of queries, of our own keys and values, and of those that a step attends to.
+    """
+    tokens, world, heads, kv_heads, dim = 65536, 8, 32, 8, 128
+    layout = Layout.zigzag(tokens, world)
+    rows = tokens // world
+    q, dout = (torch.randn(1, rows, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(1, rows, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    plan = Plan("zigzag", layout, layout)
+    kinds = (q.dtype, torch.float32, torch.device("cuda", 0))
+    prepared = Prepared(plan, Mask.causal(), heads, kv_heads, 3, Setting(1, dim, dim, *kinds, "triton", False))
+    features, mover = Features(scale=dim**-0.5), Loopback(3, world)
+    before = torch.cuda.memory_allocated()
+    out, lse = new_outputs(q, v)
+    grads = Grads.like(q, k, v)
+    results = torch.cuda.memory_allocated() - before
+    saved = q.new_empty(0, dtype=torch.uint8)
+    torch.cuda.reset_peak_memory_stats()
+    prepared.run("forward", [q, k, v, out, lse, saved], features, mover)
+    rows_known = rows_of(out, lse, dout, None)
+    given = [q, k, v, out, lse, dout, rows_known.delta_BHT, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
+    prepared.run("backward", given, features, mover)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - results
+    keys = k.nbytes + v.nbytes
+    gradients = 2 * keys  # in float32
+    sums = 2 * q.nbytes + 2 * gradients
+    numbers = 2 * lse.nbytes  # an LSE and a delta for each row
+    tables = 2**20
+    assert extra <= 2 * keys + 2 * gradients + sums + numbers + tables, extra

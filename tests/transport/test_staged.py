@@ -38,7 +38,7 @@ def test_messages_follow_the_work_that_makes_them_and_come_before_that_which_rea
             ticket = mover.exchange("mesh", [((me + 1) % world, mine)], [((me - 1) % world, theirs)])
             mover.wait(ticket)
             streams.current().give(lambda: seen.append(theirs.clone()))
-        streams.synchronize()
+        streams.finish()
         mover.close()
         before = (me - 1) % world
         assert [x.tolist() for x in seen] == [[10 * n + before] * 5 for n in range(times)]
@@ -55,7 +55,7 @@ def test_posts_are_begun_in_their_order_and_waited_for_in_any():
         tickets = [mover.exchange("mesh", [(1 - me, x)], [(1 - me, y)]) for x, y in zip(sent, got, strict=True)]
         for ticket in reversed(tickets):
             mover.wait(ticket)
-        streams.synchronize()
+        streams.finish()
         assert [x[0].item() for x in got] == [10 * n + 1 - me for n in range(4)]
 
     in_threads(2, rank)
@@ -67,11 +67,11 @@ def test_collectives():
         mover = staged(below, streams)
         source, target = torch.full((2,), float(me)), torch.zeros(6)
         mover.wait(mover.collective("all_gather", "mesh", source, target))
-        streams.synchronize()
+        streams.finish()
         assert target.tolist() == [0, 0, 1, 1, 2, 2]
         source, target = torch.arange(3.0) + 10 * me, torch.zeros(3)
         mover.wait(mover.collective("all_to_all", "mesh", source, target))
-        streams.synchronize()
+        streams.finish()
         assert target.tolist() == [me, 10 + me, 20 + me]
 
     in_threads(3, rank)
@@ -104,7 +104,7 @@ def test_pinned_memory_is_used_again_once_its_copy_is_over():
     mover = staged(Loopback(0, 2), streams)
     for _ in range(5):
         mover.wait(mover.exchange("mesh", [(1, torch.zeros(3))], [(1, torch.zeros(3))]))
-        streams.synchronize()
+        streams.finish()
     assert len(made) == 2
 
 
@@ -191,7 +191,7 @@ def test_a_device_waits_in_its_streams_and_not_in_the_callers_thread():
     mover.wait(mover.exchange("mesh", [(1, message)], []))
     assert streams.sleeping
     streams.gate.set()
-    streams.synchronize()
+    streams.finish()
     assert not streams.sleeping
     mover.wait(mover.collective("all_gather", "mesh", message, torch.zeros(10000)))
     mover.wait(mover.collective("all_to_all", "mesh", message, message))

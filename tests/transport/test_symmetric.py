@@ -12,6 +12,7 @@ from meshflash import Mask
 from meshflash.check.oracle import Case, check
 from meshflash.check.spread import Item, whole
 from meshflash.schedules.registry import over_lines
+from meshflash.transport import symmetric
 from meshflash.transport.symmetric import Symmetric
 from meshflash.transport.throttled import Throttled
 from transport.fake_streams import FakeHeaps, HostStreams, as_streams
@@ -51,7 +52,7 @@ def test_a_message_is_pulled_once_it_is_ready_and_its_sender_goes_on_once_it_was
 
     def rank(me, hub):
         mover = transport(heaps, me)
-        memory, got = mover.arena(64), []
+        memory, got = mover.arena(64).memory, []
         target = torch.zeros(4)
         for n in range(20):
             mine = memory[16:32].view(torch.float32)
@@ -79,18 +80,36 @@ def test_a_throttled_one_pulls_as_well():
     check(whole(item, in_threads(2, rank)), case, leaves)
 
 
-def test_a_heap_grows_on_all_ranks_and_the_old_one_stays():
+def test_a_heap_grows_on_all_ranks_and_the_old_one_goes(monkeypatch):
     heaps = FakeHeaps(2)
+    monkeypatch.setattr(symmetric, "GRAIN", 64)
 
     def rank(me, hub):
         mover = transport(heaps, me)
         first = mover.arena(100)
         assert mover.arena(90) is first
-        second = mover.arena(1000)
-        assert (first.numel(), second.numel()) == (128, 1024)
-        assert len(mover._heaps) == 2
+        assert (first.bytes, mover.held_bytes) == (128, 128)
+        assert (mover.arena(140).bytes, mover.held_bytes) == (192, 192)
+        assert (mover.arena(1000).bytes, mover.held_bytes) == (1024, 1024)
+        mover.close()
+        assert mover.held_bytes == 0
 
     in_threads(2, rank)
+
+
+def test_a_heap_that_a_graph_was_captured_in_stays(monkeypatch):
+    heaps = FakeHeaps(1)
+    monkeypatch.setattr(symmetric, "GRAIN", 64)
+    mover = transport(heaps, 0)
+    mover.arena(100)
+    with monkeypatch.context() as patch:
+        patch.setattr(symmetric, "capturing", lambda device: True)
+        mover.arena(90)
+        mover.arena(80)
+        with pytest.raises(RuntimeError, match="run this call once, with its backward, before a graph is captured"):
+            mover.arena(200)
+    mover.arena(200)
+    assert mover.held_bytes == 128 + 256
 
 
 def test_messages_cannot_come_from_elsewhere():

@@ -42,6 +42,7 @@ from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Pass, Rows
 from meshflash.kernels.merge import add_sinks_, delta_, merge_
 from meshflash.kernels.registry import Choice, choose, tell_spies
 from meshflash.transport.contract import Transport
+from meshflash.transport.streams import capturing
 
 #: The caller's tensors of each pass, in the order in which a call lists them: (buffer, field).
 TENSORS: dict[Pass, tuple[tuple[str, str], ...]] = {
@@ -144,7 +145,8 @@ class Bound:
             everything[number] = part(tensors)
         by_heads = [_of_heads(features, heads, sinks) for heads, sinks in self._heads]
         call = Call(everything, by_heads, transport, len(self._posts))
-        if (recorder := active()) is not None:
+        recorder = None if capturing(self.setting.device) else active()
+        if recorder is not None:
             steps = [(n, partial(run, call)) for n, run in zip(self._steps, self.runs, strict=True)]
             recorder.run(self.program, group, self.setting.device, steps)
             return

@@ -110,6 +110,14 @@ class Member:
             for transport in self._transports.values():
                 transport.add(name, group)
 
+    def close(self) -> None:
+        """Free what its transports hold."""
+        self.prepared.clear()
+        self.last = None
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
+
     def tell(self, error: Exception) -> None:
         """Let the others know, if they come to a handshake, why this rank will not join their call."""
         number = self.handshakes
@@ -229,7 +237,7 @@ def member(name: str) -> Member:
     found = _members.get(name)
     if found is None or found.group is not group:
         for other in [other for other in _members if not _there(other)]:
-            del _members[other]
+            _members.pop(other).close()
         found = _members[name] = Member(group)
     return found
 
@@ -238,6 +246,13 @@ def forget() -> None:
     """Prepare every kind of call anew: what schedules build has changed."""
     for found in _members.values():
         found.prepared.clear()
+
+
+def leave() -> None:
+    """Forget all groups, and free what their transports hold."""
+    for found in _members.values():
+        found.close()
+    _members.clear()
 
 
 def _there(name: str) -> bool:

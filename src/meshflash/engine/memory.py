@@ -7,27 +7,14 @@ what the caller gets are never from here.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+
+from meshflash.transport.contract import Arena
 
 #: Where a tensor in an arena may begin: what the widest loads and device copies want.
 ALIGNMENT = 256
-
-
-@dataclass(eq=False)
-class Arena:
-    """A flat piece of memory, and what was bound to it, so that a repeated call builds nothing."""
-
-    memory: Tensor
-    bound: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return self.memory.numel()
 
 
 @dataclass
@@ -100,9 +87,6 @@ def _stream(device: torch.device) -> int:
 
 
 def release() -> None:
-    """Free all scratch that no call holds.
-
-    >>> release()
-    """
-    for found in _pools.values():
+    """Free all scratch that no call holds."""
+    for found in list(_pools.values()):
         found.clear()

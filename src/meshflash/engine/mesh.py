@@ -24,9 +24,10 @@ from meshflash.engine.local import rows_of
 from meshflash.engine.membership import Member, checks_always
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement, Setting
-from meshflash.engine.pulls import places
+from meshflash.engine.pulls import Places, places
 from meshflash.kernels.contract import Features, Grads, Rows, accumulator_dtype, new_outputs
-from meshflash.transport.contract import Transport
+from meshflash.transport.contract import Arena, Transport
+from meshflash.transport.streams import capturing
 
 #: (schedule, problem, rank, direction) -> the program of that rank
 Build = Callable[[str, Problem, int, Direction], Program]
@@ -99,7 +100,6 @@ class Prepared:
         self._placements: dict[tuple[Direction, bool], Placement] = {}
         self._kernels: dict[tuple[Direction, bool], Kernels] = {}
         self._pulls: dict[tuple[Direction, int], Placement] = {}
-        self._in_heap: dict[tuple[Direction, bool, int], Bound] = {}
 
     def program(self, direction: Direction) -> Program:
         """What this rank does in one pass."""
@@ -145,28 +145,47 @@ class Prepared:
         transport: Transport,
         lse_gradient: bool = False,
     ) -> None:
-        """Run a pass on these tensors."""
+        """Run a pass on these tensors.
+
+        What goes into a graph runs in memory of the graph's own, for what is pooled may be freed before it.
+        """
+        captured = capturing(self.setting.device)
+        if captured and transport.not_captured:
+            raise RuntimeError(
+                f"attention over {transport.name} cannot be captured: {transport.not_captured}. Take another "
+                'transport, such as NCCL or "symmetric", or leave attention out of the graph'
+            )
         if transport.reads_peers:
             self._bound_to_heap(direction, features, transport, lse_gradient).call(
                 tensors, features, transport, self.group
             )
             return
         placement = self._placement(direction, lse_gradient)
+        if captured:
+            own = torch.empty(placement.bytes, dtype=torch.uint8, device=self.setting.device)
+            self._bound_to(placement, own, features, lse_gradient).call(tensors, features, transport, self.group)
+            return
         memory = pool(self.setting.device)
         arena = memory.take(placement.bytes, placement.used)
         try:
-            bound = arena.bound.get(placement)
-            if bound is None:
-                kernels = self.kernels(direction, features, lse_gradient)
-                bound = Bound(placement, kernels, features.sink_logits_H is not None, arena.memory)
-                if len(arena.bound) >= BOUND:
-                    del arena.bound[next(iter(arena.bound))]
-                arena.bound[placement] = bound
+            bound = _bound(arena, placement, lambda: self._bound_to(placement, arena.memory, features, lse_gradient))
             bound.call(tensors, features, transport, self.group)
         except BaseException:
             memory.drop(placement.used)
             raise
         memory.give_back(arena, placement.used)
+
+    def _bound_to(
+        self,
+        placement: Placement,
+        memory: Tensor,
+        features: Features,
+        lse_gradient: bool,
+        where: Places | None = None,
+    ) -> Bound:
+        """A pass bound to memory."""
+        kernels = self.kernels(placement.program.direction, features, lse_gradient)
+        return Bound(placement, kernels, features.sink_logits_H is not None, memory, where)
 
     def _placement(self, direction: Direction, lse_gradient: bool) -> Placement:
         found = self._placements.get((direction, lse_gradient))
@@ -180,16 +199,14 @@ class Prepared:
         self, direction: Direction, features: Features, transport: Transport, lse_gradient: bool
     ) -> Bound:
         """A pass bound to memory that peers read: as large as the rank needs that needs most, so that all agree."""
-        memory = transport.arena(max(self._pulled(direction, rank).bytes for rank in range(self.problem.world)))
-        key = direction, lse_gradient, memory.data_ptr()
-        found = self._in_heap.get(key)
-        if found is None:
-            placement = self._pulled(direction, self.rank)
-            kernels = self.kernels(direction, features, lse_gradient)
+        arena = transport.arena(max(self._pulled(direction, rank).bytes for rank in range(self.problem.world)))
+        placement = self._pulled(direction, self.rank)
+
+        def bind() -> Bound:
             where = places(placement.program, lambda peer: self._pulled(direction, peer))
-            found = Bound(placement, kernels, features.sink_logits_H is not None, memory, where)
-            self._in_heap[key] = found
-        return found
+            return self._bound_to(placement, arena.memory, features, lse_gradient, where)
+
+        return _bound(arena, (placement, lse_gradient), bind)
 
     def _pulled(self, direction: Direction, rank: int) -> Placement:
         """How a rank's program lies where messages are pulled."""
@@ -210,6 +227,16 @@ class Prepared:
     def saved_bytes(self) -> int:
         """The memory of what a forward saves."""
         return self._placement("forward", lse_gradient=False).saved
+
+
+def _bound(arena: Arena, key: Any, bind: Callable[[], Bound]) -> Bound:
+    """What was bound to an arena under this key, or is now; the oldest gives way."""
+    found: Bound | None = arena.bound.get(key)
+    if found is None:
+        if len(arena.bound) >= BOUND:
+            del arena.bound[next(iter(arena.bound))]
+        found = arena.bound[key] = bind()
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +262,11 @@ class MeshCall:
         member.check_here()
         found = member.prepared.get(kind)
         if found is None or checks_always():
+            if capturing(q.device):
+                raise RuntimeError(
+                    "a graph is being captured, and ranks have to agree on this call first: make it once before the "
+                    "capture, without MESHFLASH_CHECK=always"
+                )
             try:
                 found = found or self._new(member, q, k, v)
             except Exception as error:

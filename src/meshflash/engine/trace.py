@@ -101,6 +101,13 @@ class _Record:
                 out.append(self._event(number, index, "attend", begin, end))
         return out
 
+    def seconds(self) -> list[float]:
+        """How long each step took."""
+        out = [0.0] * len(self.program.steps)
+        for index, before, after in self.marks:
+            out[index] += self.clock.seconds(before, after)
+        return out
+
     def _event(self, number: int, index: int, kind: str, begin: float, end: float) -> dict[str, Any]:
         program = self.program
         return {

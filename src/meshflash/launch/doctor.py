@@ -256,6 +256,31 @@ def _process_groups() -> Iterator[Finding]:
             yield Finding(topic, backend, "note", f"not in this {build} build; for {purpose}")
 
 
+def _transports() -> Iterator[Finding]:
+    """What could move tensors of this machine's devices; which of them does depends on the process group, too."""
+    import torch.distributed as dist
+
+    from meshflash.launch.mps import missing
+
+    topic, (build, _) = "transports", _build()
+    backends = [name for name in ("nccl", "xccl", "gloo") if getattr(dist, f"is_{name}_available", bool)()]
+    yield Finding(topic, "process_group", "ok" if backends else "note", f"by {', '.join(backends) or 'no backend'}")
+    devices, _ = _visible(build)
+    if not devices:
+        yield Finding(topic, "symmetric, host_staged", "note", "for GPUs, of which none is visible here")
+        return
+    symmetric = build == "CUDA" and importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
+    detail = "ranks of this host pull from each other's memory" if symmetric else f"not in this {build} build of torch"
+    yield Finding(topic, "symmetric", "ok" if symmetric else "note", detail)
+    staged = "gloo" in backends
+    detail = "through pinned memory, by gloo" if staged else "needs gloo, which is not in this build of torch"
+    yield Finding(topic, "host_staged", "ok" if staged else "note", detail)
+    if build == "CUDA":
+        reason = missing()
+        detail = reason or "ranks that share a GPU can run at once: nvidia-cuda-mps-control is here"
+        yield Finding(topic, "MPS", "note" if reason else "ok", detail)
+
+
 def _launchers() -> Iterator[Finding]:
     mpi = shutil.which("mpiexec") or shutil.which("mpirun")
     if mpi:
@@ -338,6 +363,7 @@ _PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
     "devices": _devices,
     "kernels": _kernels,
     "process groups": _process_groups,
+    "transports": _transports,
     "launchers": _launchers,
     "limits": _limits,
     "threads": _threads,

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 CONTROL = "nvidia-cuda-mps-control"
+#: Queues of work that each client gets unless its environment says otherwise. MPS gives few, and streams that share one
+#: wait for each other: a kernel would begin only after a message that another rank has not sent yet.
+CONNECTIONS = 8
 
 
 def missing() -> str | None:
@@ -29,7 +32,11 @@ def mps() -> Iterator[None]:
         raise ValueError(f"MPS: {reason}")
     with (
         tempfile.TemporaryDirectory(prefix="meshflash-mps-") as folder,
-        variables(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder),
+        variables(
+            CUDA_MPS_PIPE_DIRECTORY=folder,
+            CUDA_MPS_LOG_DIRECTORY=folder,
+            CUDA_DEVICE_MAX_CONNECTIONS=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(CONNECTIONS)),
+        ),
     ):
         subprocess.run([CONTROL, "-d"], check=True, capture_output=True, timeout=60)
         try:

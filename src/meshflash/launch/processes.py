@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -64,10 +64,18 @@ def run_ranks(
                 process.join(GRACE)
             return results
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+            end(processes)
+
+
+def end(processes: Sequence[Any]) -> None:
+    """End processes that still run; those that share a GPU under MPS would be lost with one that is killed at once."""
+    for stop in ("terminate", "kill"):
+        running = [process for process in processes if process.is_alive()]
+        for process in running:
+            getattr(process, stop)()
+        deadline = time.monotonic() + GRACE
+        for process in running:
+            process.join(max(0.0, deadline - time.monotonic()))
 
 
 def take_device(kind: str, rank: int) -> Any:

@@ -42,15 +42,35 @@ class Counters:
             counter.clear()
 
 
+@dataclass(eq=False)
+class Arena:
+    """A flat piece of memory, and what was bound to it, so that a repeated call builds nothing."""
+
+    memory: Tensor
+    bound: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.memory.numel()
+
+
 class Transport(ABC):
     """Moves messages. What it begins returns a ticket for `wait`."""
 
     name: str
     #: Whether it pulls messages out of its peers' memory, by `pull`, and has programs run in memory of its own.
     reads_peers = False
+    #: Why its messages cannot go into a graph that is captured; empty where they can.
+    not_captured = ""
 
     def __init__(self) -> None:
         self.counters = Counters()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the device that it holds by itself, beyond torch's own allocator."""
+        return 0
 
     def exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
         """Begin to send and receive these messages, all at once. Those to and from ourselves are copied."""
@@ -94,7 +114,7 @@ class Transport(ABC):
         self.counters.calls[form] += 1
         return self._collective(form, group, source, target)
 
-    def arena(self, wanted: int) -> Tensor:
+    def arena(self, wanted: int) -> Arena:
         """Memory for a program to run in, of at least so many bytes, where peers read it."""
         raise NotImplementedError
 
@@ -104,6 +124,10 @@ class Transport(ABC):
     def add(self, name: str, group: Any) -> None:
         """One more group, where groups are given."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what it holds; nothing is on its way any more."""
+        return
 
     @abstractmethod
     def rank(self, group: str) -> int:

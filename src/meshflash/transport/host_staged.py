@@ -22,6 +22,8 @@ from torch import Tensor
 from meshflash.transport.contract import Collective, Message, Transport, TransportError
 from meshflash.transport.streams import DeviceStreams, MakeStreams
 
+#: Seconds that threads get to finish what is on its way when they are ended.
+ENDING = 5.0
 #: What begins on the host, of messages there: a ticket of the transport below.
 Begin = Callable[[list[Tensor], list[Tensor]], Any]
 
@@ -45,6 +47,8 @@ class _Job:
 
 class HostStaged(Transport):
     """Messages of a device's tensors over a transport of the host's."""
+
+    not_captured = "it moves messages by threads of the host"
 
     def __init__(
         self, below: Transport, device: torch.device, timeout: float, streams: MakeStreams = DeviceStreams
@@ -75,10 +79,10 @@ class HostStaged(Transport):
         return self.below.world(group)
 
     def close(self) -> None:
-        """End its threads; what is on its way is finished first."""
+        """End its threads; what is on its way is finished first, unless that takes long."""
         self._posts.put(None)
         for thread in self._threads:
-            thread.join(self.timeout)
+            thread.join(min(self.timeout, ENDING))
 
     def wait(self, ticket: _Job) -> None:
         """Wait for the messages; our stream waits for their copies."""

@@ -46,6 +46,9 @@ class Streams(Protocol):
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that the device copies from and to by itself."""
 
+    def finish(self) -> None:
+        """Let this thread wait until the device has done all that it was given."""
+
 
 class DeviceStreams:
     """The streams of an accelerator, by torch's module of its kind."""
@@ -60,8 +63,8 @@ class DeviceStreams:
         return self._module.current_stream(self.device)
 
     def new(self) -> Any:
-        """One more stream."""
-        return self._module.Stream(self.device)
+        """One more stream, of high priority: what moves must not queue behind what computes."""
+        return self._module.Stream(self.device, priority=-1)
 
     def mark(self, stream: Any) -> Any:
         """An event behind all that was given to a stream so far."""
@@ -114,6 +117,16 @@ class DeviceStreams:
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that the device copies from and to by itself."""
         return torch.empty(count, dtype=dtype, pin_memory=True)
+
+    def finish(self) -> None:
+        """Let this thread wait until the device has done all that it was given."""
+        self._module.synchronize(self.device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is given to the device's current stream goes into a graph that is being captured."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return bool(getattr(module, "is_current_stream_capturing", bool)())
 
 
 #: Makes the streams of a device; tests put others in its place.

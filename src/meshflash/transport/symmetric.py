@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshflash.transport.contract import Collective, Message, Transport
-from meshflash.transport.streams import DeviceStreams, MakeStreams
+from meshflash.transport.contract import Arena, Collective, Message, Transport
+from meshflash.transport.streams import DeviceStreams, MakeStreams, capturing
 
 #: The marks of a group: what is sent is ready, what was sent has been copied.
 READY, DONE = 0, 1
+#: Bytes that heaps are multiples of.
+GRAIN = 2**21
 
 
 class Heap(Protocol):
@@ -85,7 +87,9 @@ class Symmetric(Transport):
         self.device, self.timeout = device, timeout
         self._group, self._rank, self._world, self._make = group, rank, world, make
         self._streams = streams(device)
-        self._heaps: list[Heap] = []
+        self._heap: Heap | None = None
+        self._arena: Arena | None = None
+        self._captured: list[Heap] = []
         self._lanes: dict[str, tuple[int, Any]] = {}
         self.add("mesh", group)
 
@@ -99,18 +103,42 @@ class Symmetric(Transport):
     def world(self, group: str) -> int:
         return self._world
 
-    def arena(self, wanted: int) -> Tensor:
-        """The memory of our heap, of at least so many bytes: the same number on all ranks, which make it together."""
-        if not self._heaps or self._heaps[-1].memory.numel() < wanted:
-            # peers may still read from the one before, so it stays; each is at least twice as large
-            self._heaps.append(self._make(1 << max(wanted, 1).bit_length(), self._group, self.device, self.timeout))
-        return self._heaps[-1].memory
+    @property
+    def held_bytes(self) -> int:
+        """Its heap, and those that graphs were captured in."""
+        held = [*self._captured, *([self._heap] if self._heap and self._heap not in self._captured else [])]
+        return sum(heap.memory.numel() for heap in held)
+
+    def arena(self, wanted: int) -> Arena:
+        """The memory of our heap, of at least so many bytes: the same number on all ranks, which make it together.
+
+        A larger heap takes the place of the one before: ranks come to make it when their devices are done, so nobody
+        reads the old one any more. One that a graph was captured in stays, for the graph may run again.
+        """
+        graph = capturing(self.device)
+        if self._heap is None or self._arena is None or self._arena.bytes < wanted:
+            if graph:
+                raise RuntimeError("run this call once, with its backward, before a graph is captured of it")
+            least = 0 if self._arena is None else self._arena.bytes * 3 // 2
+            self._streams.finish()
+            size = max(-(-max(wanted, 1) // GRAIN) * GRAIN, least)
+            self._heap = self._make(size, self._group, self.device, self.timeout)
+            self._arena = Arena(self._heap.memory)
+        if graph and self._heap not in self._captured:
+            self._captured.append(self._heap)
+        return self._arena
+
+    def close(self) -> None:
+        """Free its heaps."""
+        self._heap = self._arena = None
+        self._captured.clear()
 
     def wait(self, ticket: Any) -> None:
         self._streams.after(self._streams.current(), ticket)
 
     def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
-        heap, streams = self._heaps[-1], self._streams
+        heap, streams = self._heap, self._streams
+        assert heap is not None, "programs that messages are pulled from run in its arena"
         number, lane = self._lanes[group]
         ready, done = 2 * number + READY, 2 * number + DONE
         streams.after(lane, streams.mark(streams.current()))

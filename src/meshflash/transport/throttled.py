@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.transport.contract import Collective, Message, Transport
+from meshflash.transport.contract import Arena, Collective, Message, Transport
 from meshflash.transport.streams import DeviceStreams, MakeStreams
 
 
@@ -34,7 +34,7 @@ class Throttled(Transport):
         super().__init__()
         self.below, self.bytes_per_second, self.latency = below, bytes_per_second, latency
         self.name = f"{below.name} at {bytes_per_second / 1e9:g} GB/s and {latency * 1e6:g} us"
-        self.reads_peers = below.reads_peers
+        self.reads_peers, self.not_captured = below.reads_peers, below.not_captured
         self._link = _HostLink() if device.type == "cpu" else _DeviceLink(streams(device))
 
     def add(self, name: str, group: Any) -> None:
@@ -47,6 +47,9 @@ class Throttled(Transport):
     def world(self, group: str) -> int:
         return self.below.world(group)
 
+    def close(self) -> None:
+        self.below.close()
+
     def wait(self, ticket: Any) -> None:
         below, passed = ticket
         self.below.wait(below)
@@ -56,7 +59,11 @@ class Throttled(Transport):
         moved = max(sum(tensor.nbytes for _, tensor in side) for side in (sends, recvs))
         return self.below._exchange(group, sends, recvs), self._begin(group, moved)
 
-    def arena(self, wanted: int) -> Tensor:
+    @property
+    def held_bytes(self) -> int:
+        return self.below.held_bytes
+
+    def arena(self, wanted: int) -> Arena:
         return self.below.arena(wanted)
 
     def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
