@@ -37,7 +37,8 @@ def test_bench_attention_writes_every_schedule_and_pass(tmp_path):
 
 def test_bench_attention_forward_only_over_a_slow_link_and_traced(tmp_path):
     words = f"bench attention {SMALL} --rounds 1 -n 2 --schedule ring --forward-only --trace {tmp_path}".split()
-    words += ["--transport", "throttled(auto, 0.001, 1000)", "--output", str(tmp_path / "x.json")]
+    words += ["--transport", "throttled(auto, 0.001, 1000)", "--output", str(tmp_path / "x.json"), "--no-causal"]
+    words += ["--profile", str(tmp_path / "profile")]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     rows = record.read(tmp_path / "x.json")["rows"]
@@ -45,7 +46,11 @@ def test_bench_attention_forward_only_over_a_slow_link_and_traced(tmp_path):
     assert rows[1]["transport"] == "gloo at 0.001 GB/s and 1000 us"
     assert rows[1]["ms"] > 1
     assert rows[1]["exposed_ms"] > 0
+    assert rows[1]["simulated_ms"] > 1
+    assert rows[0]["simulated_ms"] is None
+    assert rows[1]["mask"] == "full"
     assert len(list(tmp_path.glob("trace-*.json"))) == 2
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["ring-0.json", "ring-1.json"]
 
 
 def test_demo_proves_draws_and_writes(tmp_path):
@@ -74,6 +79,23 @@ def test_bad_arguments_are_explained(words, message):
     result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_bench_rank_plays_one_of_many(tmp_path):
+    words = f"bench rank -n 4 --rank 2 --local-tokens 16 --heads 4 --dim 8 --rounds 1 --output {tmp_path / 'x.json'}"
+    result = CliRunner().invoke(app, [*words.split(), "--schedule", "zigzag", "--schedule", "ulysses"])
+    assert result.exit_code == 0, result.output
+    rows = record.read(tmp_path / "x.json")["rows"]
+    assert [(row["schedule"], row["pass"]) for row in rows] == [
+        (schedule, direction) for schedule in ("zigzag", "ulysses") for direction in ("forward", "backward")
+    ]
+    for row in rows:
+        assert (row["world"], row["rank"], row["tokens"]) == (4, 2, 64)
+        assert row["ratio"] == pytest.approx(row["ms"] / row["one_ms"])
+        assert row["attend_ms"] > 0
+    result = CliRunner().invoke(app, ["bench", "rank", "-n", "2", "--rank", "2"])
+    assert result.exit_code == 2
+    assert "expected 0 to 1" in result.output
 
 
 def test_bench_engine_times_every_program(tmp_path):

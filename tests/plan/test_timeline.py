@@ -214,3 +214,18 @@ def test_ranks_without_tokens_are_done_at_once() -> None:
     assert [bool(timeline.busy(rank)) for rank in range(5)] == [True, True, False, False, False]
     nothing = simulate(*made("ring", 0, 2), Sizes(), Rates(1.0, 1.0))
     assert (nothing.total, nothing.efficiency) == (0.0, 1.0)
+
+
+def test_steps_may_take_what_they_took():
+    """What a copy or a pack takes delays what follows, and is no wait; a wait takes what the move leaves of it."""
+    problem = Problem(((range(4),), (range(4, 8),)), ((range(4),), (range(4, 8),)), Mask.full())
+    programs = [build("ring", problem, rank, "forward") for rank in range(2)]
+    kinds = [type(step).__name__ for step in programs[0].steps]
+    assert kinds == ["Post", "Attend", "Wait", "Attend", "Finish"]
+    took = [[1.0, 4.0, 99.0, 8.0, 2.0], [3.0, 4.0, 99.0, 8.0, 2.0]]
+    sizes = Sizes(dim=1, value_dim=1, input_bytes=1)
+    timeline = simulate(programs, problem, sizes, Rates(1.0, 1.0, 0.5), took)
+    moved = 3.0 + 0.5 + 8.0  # both are ready, the latency, and 8 bytes at 1 a second
+    assert [timeline.exposed(rank) for rank in range(2)] == [moved - 5.0, moved - 7.0]
+    assert timeline.total == moved + 8.0 + 2.0
+    assert timeline.busy(0) == 12.0

@@ -6,11 +6,13 @@ a GPU: under MPS each has its part of it, and the one rank beside them, in a pro
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,20 +25,22 @@ from meshflash.api import attention, flash_attention
 from meshflash.bench.candidates import Attention
 from meshflash.bench.cases import Case, Tensors, on_cpu
 from meshflash.bench.check import relative_error
+from meshflash.bench.exposed import Exposed, exposed
 from meshflash.bench.peers import peer_bytes
 from meshflash.bench.timing import synchronize, watched
 from meshflash.core.mask import Mask
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
-from meshflash.engine.trace import recording
 from meshflash.launch.mps import mps, variables
 from meshflash.launch.processes import Tell, run_ranks, take_device
 from meshflash.schedules.registry import home, parse
-from meshflash.sharding import shard, unshard
+from meshflash.sharding import shard
+from meshflash.transport.contract import Transport
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
 ONE = "one rank"
+BEST = "one rank, best kernel"
 PLAIN = "torch all-gather"
 PASSES = ("forward", "forward+backward")
 
@@ -46,8 +50,9 @@ class Row:
     """One schedule on one pass: time, speed against one rank, what moved, what it took, and its error.
 
     Bytes received and peak bytes are those of the rank with the most; the mean is over all ranks. Efficiency is the
-    speed for each rank's part of the hardware, which is a whole device or its part of a shared one. Exposed is how
-    long the rank waited for messages that waited longest, in one run.
+    speed for each rank's part of the hardware, which is a whole device or its part of a shared one; TFLOP/s are those
+    of a device, or of all ranks that share it. Exposed is how long the rank waited for messages that waited longest,
+    and simulated what a simulation of the same programs says of that where the transport is throttled.
     """
 
     schedule: str
@@ -56,10 +61,13 @@ class Row:
     case: Case
     ms: float
     speedup: float
+    per_second: float
     efficiency: float
     tflops: float
     exposed_ms: float
+    simulated_ms: float | None
     transport: str
+    kernel: str
     received_bytes: int
     received_mean: float
     peer_bytes: int | None
@@ -78,6 +86,7 @@ class Setup:
     kernel: str = "auto"
     forward_only: bool = False
     mps: bool = False
+    profile: str = ""
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -97,6 +106,9 @@ def run(case: Case, schedules: tuple[str, ...], setup: Setup, listen: Tell | Non
         alone = None
         if not on_cpu(case.device):  # with the whole device, in a process of its own
             alone = run_ranks(1, _measure, case, (), setup, None, **more)[0]
+            if setup.kernel != "auto":
+                best = run_ranks(1, _measure, case, (), replace(setup, kernel="auto"), None, **more)[0]
+                alone += [replace(row, schedule=BEST) for row in best]
         share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // setup.world)} if setup.mps else {}
         with variables(**share):
             rows: list[Row] = run_ranks(setup.world, _measure, case, schedules, setup, alone, **more)[0]
@@ -120,12 +132,12 @@ def _measure(
     for name, call in calls.items():
         say(f"checking {name}")
         if name == ONE:
-            seen[name] = call.watch(device) if rank == 0 else _Seen([], (0.0, 0.0), (0, 0), (0, 0))
+            seen[name] = _alone(call, rank, device)
             continue
         seen[name] = call.watch(device)
         assert call.layout is not None
-        got = [unshard(x.cpu(), call.layout) for x in seen[name].results]
-        errors[name] = _errors(got, [x.cpu() for x in seen[ONE].results], case) if rank == 0 else (0.0, 0.0)
+        errors[name] = _errors(seen[name].results, [shard(x, call.layout) for x in seen[ONE].results], case)
+        seen[name].results.clear()
     times: dict[tuple[str, str], list[float]] = {}
     timed = {name: call for name, call in calls.items() if alone is None or name != ONE}
     for n in range(setup.rounds):
@@ -134,28 +146,39 @@ def _measure(
             for name, call in timed.items():
                 milliseconds = _time(call, direction, alone=name == ONE, rank=rank, device=device)
                 times.setdefault((name, direction), []).append(milliseconds)
+    if setup.profile:
+        say("profiling")
+        Path(setup.profile).mkdir(parents=True, exist_ok=True)
+        for name, call in timed.items():
+            if name != ONE:
+                call.profile(Path(setup.profile), rank)
     rows = []
     for n, direction in enumerate(setup.passes):
         ms = {name: statistics.median(times.get((name, direction), [_most(seen[name].ms[n])])) for name in timed}
         if alone is not None:
-            ms[ONE] = next(row.ms for row in alone if row.direction == direction)
+            ms[ONE] = next(row.ms for row in alone if row.direction == direction and row.schedule == ONE)
             rows += [row for row in alone if row.direction == direction]
         for name in timed:
-            received, peak, exposed = (_most(x[n]) for x in (seen[name].received, seen[name].peaks, seen[name].exposed))
-            speedup = ms[ONE] / ms[name]
+            received, peak = (_most(x[n]) for x in (seen[name].received, seen[name].peaks))
+            speedup, waited = ms[ONE] / ms[name], seen[name].exposed[n]
             flops = case.flops("forward") + (case.flops("backward") if n else 0.0)
+            ranks = 1 if name == ONE else world
+            devices = 1 if setup.mps else ranks
             rows.append(
                 Row(
                     schedule=name,
                     direction=direction,
-                    world=1 if name == ONE else world,
+                    world=ranks,
                     case=case,
                     ms=ms[name],
                     speedup=speedup,
-                    efficiency=speedup / (1 if name == ONE or setup.mps else world),
-                    tflops=flops / ms[name] / 1e9,
-                    exposed_ms=exposed,
-                    transport=call_transport(name, device, setup),
+                    per_second=1e3 / ms[name],
+                    efficiency=speedup / devices,
+                    tflops=flops / ms[name] / 1e9 / devices,
+                    exposed_ms=waited.measured,
+                    simulated_ms=waited.simulated,
+                    transport=calls[name].moved_by,
+                    kernel=setup.kernel,
                     received_bytes=int(received),
                     received_mean=_sum(seen[name].received[n]) / world,
                     peer_bytes=None if name in (ONE, PLAIN) else peer_bytes(name, case, world, direction),
@@ -166,11 +189,8 @@ def _measure(
     return rows
 
 
-def call_transport(name: str, device: torch.device, setup: Setup) -> str:
-    """By what a candidate's messages moved."""
-    if name in (ONE, PLAIN):
-        return ""
-    return member(dist.group.WORLD.group_name).transport(device, setup.transport).name
+#: Of a forward, and of both passes.
+NO_WAITING = (Exposed(), Exposed())
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +201,7 @@ class _Seen:
     ms: tuple[float, float]
     received: tuple[int, int]
     peaks: tuple[int, int]
-    exposed: tuple[float, float] = (0.0, 0.0)
+    exposed: tuple[Exposed, Exposed] = NO_WAITING
 
 
 class _Candidate:
@@ -196,7 +216,15 @@ class _Candidate:
             self.layout = home("ring" if name == PLAIN else name)(case.tokens, world)
             self.local = tuple(shard(x, self.layout).contiguous() for x in whole)  # type: ignore[assignment]
         self.leaves = [x.requires_grad_() for x in self.local[:3]]
+        self.transport: Transport | None = None
+        if name not in (ONE, PLAIN):
+            self.transport = member(dist.group.WORLD.group_name).transport(whole[0].device, setup.transport)
         self._attention = self._function(mask)
+
+    @property
+    def moved_by(self) -> str:
+        """The transport's name."""
+        return self.transport.name if self.transport else ""
 
     def forward(self) -> Tensor:
         return self._attention(*self.leaves)
@@ -210,9 +238,8 @@ class _Candidate:
         pool(device).clear()  # scratch that another schedule left would not be seen
         if self.name != ONE:
             dist.barrier()
-        counters = None
-        if self.name not in (ONE, PLAIN):
-            counters = member(dist.group.WORLD.group_name).transport(device, self.setup.transport).counters
+        counters = self.transport.counters if self.transport else None
+        if counters is not None:
             counters.clear()
         received, begin = [], time.perf_counter()
         forward = watched(self.forward, device)
@@ -225,23 +252,28 @@ class _Candidate:
             gathered = (self.world - 1) * sum(x.nbytes for x in self.local[1:3])
             received = [gathered, 2 * gathered]
         both = max(forward.peak_bytes, forward.held_bytes + backward.peak_bytes)
+        heap = self.transport.held_bytes if self.transport else 0
         return _Seen(
             [forward.result.detach(), *backward.result],
             (ms[0], ms[1]),
             (received[0], received[1]),
-            (forward.peak_bytes, both),
-            self._exposed(),
+            (forward.peak_bytes + heap, both + heap),
+            self._exposed(device) if self.transport else NO_WAITING,
         )
 
-    def _exposed(self) -> tuple[float, float]:
-        """Milliseconds that this rank waits for messages, in a forward and in both passes."""
-        if self.name in (ONE, PLAIN):
-            return 0.0, 0.0
-        with recording() as forward:
-            self.forward()
-        with recording() as both:
+    def _exposed(self, device: torch.device) -> tuple[Exposed, Exposed]:
+        """What is waited for in a forward, and in both passes."""
+        assert self.transport is not None
+        forward = exposed(self.forward, device, self.transport)
+        out = self.forward()
+        again = partial(torch.autograd.grad, out, self.leaves, self.local[3], retain_graph=True)
+        return forward, forward + exposed(again, device, self.transport)
+
+    def profile(self, folder: Path, rank: int) -> None:
+        """Write a trace of one run by torch's profiler, for a trace viewer."""
+        with torch.profiler.profile() as profile:
             self.both()
-        return forward.seconds("other") * 1e3, both.seconds("other") * 1e3
+        profile.export_chrome_trace(str(folder / f"{re.sub('[^a-z0-9]+', '-', self.name).strip('-')}-{rank}.json"))
 
     def _function(self, mask: Mask) -> Attention:
         if self.name == ONE:
@@ -278,6 +310,18 @@ class _Candidate:
         return plain
 
 
+def _alone(call: _Candidate, rank: int, device: torch.device) -> _Seen:
+    """What one rank alone makes of the whole: on a device every rank for itself, on a CPU rank 0 for all."""
+    if rank == 0 or device.type != "cpu":
+        seen = call.watch(device)
+    else:
+        seen = _Seen([torch.empty_like(x) for x in (call.local[3], *call.local[:3])], (0.0, 0.0), (0, 0), (0, 0))
+    if device.type == "cpu":
+        for x in seen.results:
+            dist.broadcast(x.detach(), 0)
+    return seen
+
+
 def _time(call: _Candidate, direction: str, alone: bool, rank: int, device: torch.device) -> float:
     """Milliseconds until the last rank is done; alone, of rank 0 while the others wait."""
     function = call.forward if direction == "forward" else call.both
@@ -292,11 +336,9 @@ def _time(call: _Candidate, direction: str, alone: bool, rank: int, device: torc
     return float(elapsed)
 
 
-def _errors(got: list[Tensor], want: list[Tensor] | None, case: Case) -> tuple[float, float]:
-    """The relative error of the output, and the largest of output and gradients, against one rank."""
-    if want is None:
-        return 0.0, 0.0
-    each = [relative_error(a, b) for a, b in zip(got, want, strict=True)]
+def _errors(got: list[Tensor], want: list[Tensor], case: Case) -> tuple[float, float]:
+    """The relative error of the output, and the largest of output and gradients, against one rank: the worst rank's."""
+    each = [_most(relative_error(a, b) if b.numel() else 0.0) for a, b in zip(got, want, strict=True)]
     if not max(each) <= case.worst_error:
         raise RuntimeError(
             f"relative error {max(each):.1e} against one rank, where {case.dtype} allows {case.worst_error:.0e}"

@@ -153,26 +153,39 @@ def _table(head: str, *columns: str) -> Table:
 
 def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Table:
     world = max(row["world"] for row in rows)
-    table = Table(title=f"{title(cell)}, {world} ranks", title_justify="left", title_style="bold", header_style="bold")
-    table.add_column("pass", no_wrap=True)
+    table = _table(f"{title(cell)}, {world} ranks", "pass")
+    table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
     table.add_column("schedule")
-    for name in ("ms", f"x {beside.split()[0]}", "waits", "error", "MB in", "peers'", "MiB"):
+    simulated = any(row["simulated_ms"] is not None for row in rows)
+    waits = ("waits", "said") if simulated else ("waits",)
+    for name in ("ms", "1/s", "TF/s", "eff.", *waits, "MB in", "error", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.caption = (
+        "eff.: speed against one rank, for each part of the hardware; waits: ms of the rank that waits longest"
+    )
+    table.caption += "; said: by a simulation of the same programs" if simulated else ""
+    table.caption_justify = "left"
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
         for n, row in enumerate(own):
             table.add_row(
                 ("forward" if direction == "forward" else "both") if n == 0 else "",
                 row["schedule"],
                 _short(row["ms"]),
-                f"{row['speedup']:.2f}",
-                "" if row["schedule"] == beside else _short(row["exposed_ms"]),
-                "" if row["schedule"] == beside else f"{row['error']:.0e}",
-                "" if row["schedule"] == beside else f"{row['received_mean'] / 1e6:.1f}",
-                "" if row["peer_bytes"] is None else f"{row['peer_bytes'] / 1e6:.1f}",
+                f"{row['per_second']:.3g}",
+                f"{row['tflops']:.3g}",
+                f"{row['efficiency']:.3f}",
+                *([""] * len(waits) if row["world"] == 1 else _waited(row)[: len(waits)]),
+                "" if row["world"] == 1 else f"{row['received_mean'] / 1e6:.1f}",
+                "" if row["world"] == 1 else f"{row['error']:.0e}",
                 f"{row['peak_bytes'] / 2**20:.1f}",
             )
         table.add_section()
     return table
+
+
+def _waited(row: dict[str, Any]) -> list[str]:
+    simulated = row["simulated_ms"]
+    return [_short(row["exposed_ms"]), "" if simulated is None else _short(simulated)]
 
 
 def _short(milliseconds: float) -> str:

@@ -262,9 +262,12 @@ def attention(
     kv_heads: KvHeads = None,
     dim: Dim = 64,
     mask: OneMask = "causal",
+    causal: Annotated[bool | None, typer.Option(help="In place of --mask: causal, or full.")] = None,
     dtype: Annotated[str, typer.Option(help=f"{DTYPES}.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Threads of each rank, and of the one rank beside them.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every schedule takes its turn.")] = 7,
+    rounds: Annotated[
+        int, typer.Option("--rounds", "--iters", min=1, help="Rounds, in each of which every schedule takes its turn.")
+    ] = 7,
     device: Annotated[str, typer.Option(help="cpu or cuda; ranks share GPUs where there are more of them.")] = "cpu",
     transport: Annotated[
         str, typer.Option(help='As in attention: auto, symmetric, "throttled(auto, 50, 10)".')
@@ -273,6 +276,9 @@ def attention(
     forward_only: Annotated[bool, typer.Option(help="Time no backward.")] = False,
     mps: Annotated[bool, typer.Option(help="Start CUDA MPS, and give each rank its part of the GPU.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Have ranks write traces there, for `meshflash trace`.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write a trace by torch's profiler there, of each schedule and rank.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write; by device where None.")] = None,
     plot: Plot = None,
 ) -> None:
@@ -291,15 +297,61 @@ def attention(
 
     console = Console()
     traced = {"MESHFLASH_TRACE": str(trace)} if trace else {}
+    if causal is not None:
+        mask = "causal" if causal else "full"
     with _explained(), console.status("starting") as status, variables(**traced):
         case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, pick_device(device))
         check_transport(transport)
-        setup = bench.Setup(world, rounds, threads, transport, kernel, forward_only, mps)
-        listen = lambda text: status.update(str(text))  # noqa: E731
+        setup = bench.Setup(world, rounds, threads, transport, kernel, forward_only, mps, str(profile or ""))
+        listen = status.update if console.is_terminal else lambda text: typer.echo(text, err=True)
         rows = [record.flat(row) for row in bench.run(case, tuple(schedule), setup, listen)]
     title = f"{mask}, {tokens:,} tokens over {world} ranks on {device}"
     written = output or RESULTS / f"attention-{device}.json"
     report(console, tables.schedules(rows, bench.ONE), rows, written, plot, plots.schedules, title)
+
+
+@app.command()
+def rank(
+    schedule: Annotated[list[str], typer.Option(help="A schedule; repeat for several.")] = ["zigzag"],  # noqa: B006
+    world: Annotated[int, typer.Option("--world", "-n", min=1, help="Ranks, of which one is played.")] = 8,
+    rank: Annotated[int, typer.Option(min=0, help="Which.")] = 3,
+    local_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 1024,
+    kernel: Annotated[list[str], typer.Option(help="A kernel; repeat for several.")] = ["auto"],  # noqa: B006
+    batch: Batch = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = None,
+    dim: Dim = 64,
+    mask: OneMask = "causal",
+    dtype: OneDtype = None,
+    device: Device = None,
+    rounds: Rounds = 5,
+    output: Output = None,
+) -> None:
+    """One rank's own time, without messages, beside one kernel over as many pairs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from meshflash.bench import rank as bench
+    from meshflash.bench import record
+    from meshflash.bench.cases import Case, pick_device, pick_dtype
+    from meshflash.bench.report import report
+
+    console = Console()
+    with _explained(), console.status("measuring"):
+        device = pick_device(device)
+        tokens = world * local_tokens
+        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, pick_dtype(dtype, device), device)
+        rows = [
+            record.flat(row) for name in kernel for row in bench.run(case, tuple(schedule), world, rank, name, rounds)
+        ]
+    title = f"rank {rank} of {world}, {local_tokens:,} tokens each, {mask}, on {device}"
+    table = Table("schedule", "kernel", "pass", title=title, title_justify="left", title_style="bold")
+    for name in ("ms", "its kernels", "one kernel", "ratio"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        numbers = [f"{row[key]:.3f}" for key in ("ms", "attend_ms", "one_ms", "ratio")]
+        table.add_row(row["schedule"], row["kernel"], row["pass"], *numbers)
+    report(console, [table], rows, output or RESULTS / f"rank-{device}.json")
 
 
 @app.command()

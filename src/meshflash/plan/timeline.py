@@ -1,7 +1,8 @@
 """Simulates programs: when each rank attends, what moves meanwhile, and where it has to wait.
 
 A model and no measurement: attention takes time by its visible pairs, a move by its bytes, and all other
-steps none. Posts of a group move one after another; those of different groups do not slow each other.
+steps none; or steps take what they took in a real run, and only moves are modelled. Posts of a group move one
+after another; those of different groups do not slow each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from meshflash.core.problem import Problem
-from meshflash.core.program import Attend, AttendGrad, Part, Post, Program, Sizes, Wait
+from meshflash.core.program import Attend, AttendGrad, Part, Post, Program, Sizes, Step, Wait
 from meshflash.core.tiles import worklist
 
 Kind = Literal["attend", "move", "other"]
@@ -121,8 +122,14 @@ def in_words(seconds: float) -> str:
     return f"{seconds * 1e9:.4g} ns" if seconds else "0"
 
 
-def simulate(programs: Sequence[Program], problem: Problem, sizes: Sizes, rates: Rates) -> Timeline:
-    """Run the programs of all ranks, in their order, against a clock.
+def simulate(
+    programs: Sequence[Program],
+    problem: Problem,
+    sizes: Sizes,
+    rates: Rates,
+    seconds: Sequence[Sequence[float]] | None = None,
+) -> Timeline:
+    """Run the programs of all ranks, in their order, against a clock. `seconds` of each rank's steps may be known.
 
     A post moves once it is made, all earlier ones of its group are complete, and the posts that it
     exchanges parts with are as far. It then takes the latency, and the time of all it receives or of all it
@@ -134,7 +141,8 @@ def simulate(programs: Sequence[Program], problem: Problem, sizes: Sizes, rates:
     >>> simulate([build("ring", problem, 0, "forward")], problem, Sizes(), Rates(1.0, 1.0)).total
     10.0
     """
-    ranks = [_Rank(program, problem, sizes, rates) for program in programs]
+    known: Sequence[Sequence[float] | None] = seconds or [None] * len(programs)
+    ranks = [_Rank(program, problem, sizes, rates, took) for program, took in zip(programs, known, strict=True)]
     _match(ranks)
     waiting: list[_Move] = []
     progress = True
@@ -192,8 +200,10 @@ class _Move:
 class _Rank:
     """One rank: its program, how far it is, and its clock."""
 
-    def __init__(self, program: Program, problem: Problem, sizes: Sizes, rates: Rates) -> None:
-        self.program, self.problem, self.sizes, self.rates = program, problem, sizes, rates
+    def __init__(
+        self, program: Program, problem: Problem, sizes: Sizes, rates: Rates, took: Sequence[float] | None = None
+    ) -> None:
+        self.program, self.problem, self.sizes, self.rates, self.took = program, problem, sizes, rates, took
         self.at, self.clock = 0, 0.0
         self.events: list[Event] = []
         self.moves: dict[str, _Move] = {}
@@ -213,18 +223,22 @@ class _Rank:
             start = self.clock
             kind: Kind = "other"
             if isinstance(step, Post):
+                self.clock += self._seconds(step)
                 self.moves[step.name].issued = self.clock
                 issued.append(self.moves[step.name])
                 self.at += 1
                 continue
-            if isinstance(step, Attend | AttendGrad):
-                kind = "attend"
-                self.clock += self._pairs(step) / self.rates.pairs_per_second
-            elif isinstance(step, Wait):
+            if isinstance(step, Wait):
                 complete = self.moves[step.post].complete
                 if complete is None:
                     break
                 self.clock = max(self.clock, complete)
+            else:
+                self.clock += self._seconds(step)
+                if isinstance(step, Attend | AttendGrad):
+                    kind = "attend"
+                else:
+                    start = self.clock  # what a copy takes is no wait
             self._note(kind, start, self.clock, str(step), self.at)
             self.at += 1
         return issued if self.at > begin else None
@@ -243,6 +257,12 @@ class _Rank:
     def _bytes(self, side: tuple[Part, ...]) -> int:
         others = (part.slice for part in side if part.peer != self.program.rank)
         return sum(self.program.slice_bytes(part, self.sizes) for part in others)
+
+    def _seconds(self, step: Step) -> float:
+        """How long the next step, which is no wait, takes."""
+        if self.took is not None:
+            return self.took[self.at]
+        return self._pairs(step) / self.rates.pairs_per_second if isinstance(step, Attend | AttendGrad) else 0.0
 
     def _pairs(self, step: Attend | AttendGrad) -> float:
         """What a step computes, in pairs of one head and batch row of a forward."""

@@ -1,0 +1,69 @@
+"""How long ranks wait for messages, as measured and as a simulation of the same programs says."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as _distributed
+
+from meshflash.bench.timing import synchronize
+from meshflash.engine.membership import member
+from meshflash.engine.trace import recording
+from meshflash.plan.timeline import Rates, simulate
+from meshflash.transport.contract import Transport
+from meshflash.transport.throttled import Throttled
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+#: Runs of each pass, of which the median counts.
+RUNS = 3
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Milliseconds of the rank that waits longest; simulated only where the rates of its links are known."""
+
+    measured: float = 0.0
+    simulated: float | None = None
+
+    def __add__(self, other: Exposed) -> Exposed:
+        known = self.simulated is not None and other.simulated is not None
+        return Exposed(
+            self.measured + other.measured,
+            (self.simulated or 0.0) + (other.simulated or 0.0) if known else None,
+        )
+
+
+def exposed(function: Callable[[], Any], device: torch.device, transport: Transport) -> Exposed:
+    """What one call, on all ranks at once, waits for. All ranks get the same."""
+    found = [_once(function, device, transport) for _ in range(RUNS)]
+    simulated = [one.simulated for one in found if one.simulated is not None]
+    measured = statistics.median(one.measured for one in found)
+    return Exposed(measured, statistics.median(simulated) if simulated else None)
+
+
+def _once(function: Callable[[], Any], device: torch.device, transport: Transport) -> Exposed:
+    synchronize(device)
+    dist.barrier()
+    with recording() as trace:
+        function()
+    synchronize(device)
+    waited = trace.seconds("other")
+    own = [(record.program, record.seconds()) for record in trace.records]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (waited, own))
+    measured = max(waits for waits, _ in gathered)
+    if not isinstance(transport, Throttled):
+        return Exposed(measured * 1e3)
+    last = member(dist.group.WORLD.group_name).last
+    rates = Rates(1.0, transport.bytes_per_second, transport.latency)  # no pair is asked for: steps took what they took
+    simulated = 0.0
+    for calls in zip(*(calls for _, calls in gathered), strict=True):
+        programs, seconds = zip(*calls, strict=True)
+        timeline = simulate(programs, last.problem, last.setting.sizes, rates, seconds)
+        simulated += max(map(timeline.exposed, range(timeline.world)))
+    return Exposed(measured * 1e3, simulated * 1e3)
