@@ -23,6 +23,14 @@ $(VENV)/.test-ready: $(BIN)/python pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.demo-ready
 
+# two MPIs to start real ranks with: each has an mpiexec of its own
+$(VENV)/.mpi-ready: $(VENV)/.test-ready
+ifeq ($(shell uname),Linux)
+	$(INSTALL) --ignore-installed --prefix $(VENV)/openmpi openmpi mpi4py
+	$(INSTALL) --ignore-installed --prefix $(VENV)/mpich mpich mpi4py
+endif
+	@touch $@
+
 demo: $(VENV)/.demo-ready
 	$(BIN)/meshflash demo
 
@@ -41,7 +49,7 @@ imports: $(VENV)/.test-ready
 docs: $(VENV)/.test-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-unit: $(VENV)/.test-ready
+unit: $(VENV)/.test-ready $(VENV)/.mpi-ready
 	$(BIN)/pytest
 
 clean:

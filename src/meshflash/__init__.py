@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from meshflash.core.problem import Problem
     from meshflash.core.program import Program
     from meshflash.core.verify import VerificationError, verify_programs
-    from meshflash.ending import shutdown
     from meshflash.engine.check import WrongResultError
     from meshflash.engine.membership import DisagreementError, MissingRankError
+    from meshflash.job import init, shutdown
+    from meshflash.launch.devices import peak_memory
+    from meshflash.launch.world import World
     from meshflash.merging import merge_partials
     from meshflash.schedules.registry import build_program, register_schedule, unregister_schedule
     from meshflash.sharding import shard, unshard
@@ -28,12 +30,15 @@ __all__ = [
     "Program",
     "TransportError",
     "VerificationError",
+    "World",
     "WrongResultError",
     "__version__",
     "attention",
     "build_program",
     "flash_attention",
+    "init",
     "merge_partials",
+    "peak_memory",
     "positions",
     "register_schedule",
     "shard",
@@ -61,7 +66,10 @@ _HOMES = {
     "Program": "meshflash.core.program",
     "register_schedule": "meshflash.schedules.registry",
     "shard": "meshflash.sharding",
-    "shutdown": "meshflash.ending",
+    "shutdown": "meshflash.job",
+    "init": "meshflash.job",
+    "peak_memory": "meshflash.launch.devices",
+    "World": "meshflash.launch.world",
     "unshard": "meshflash.sharding",
     "verify_programs": "meshflash.core.verify",
 }

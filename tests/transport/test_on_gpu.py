@@ -16,8 +16,9 @@ from meshflash.engine.local import rows_of
 from meshflash.engine.mesh import Plan, Prepared
 from meshflash.engine.placement import Setting
 from meshflash.kernels.contract import Features, Grads, new_outputs
+from meshflash.launch.devices import take_device
 from meshflash.launch.mps import missing, mps
-from meshflash.launch.processes import RankError, run_ranks, take_device
+from meshflash.launch.processes import RankError, run_ranks
 from meshflash.schedules.registry import over_lines
 from meshflash.sharding import shard
 from meshflash.transport.loopback import Loopback

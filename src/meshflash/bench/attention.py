@@ -31,8 +31,9 @@ from meshflash.bench.timing import synchronize, watched
 from meshflash.core.mask import Mask
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
+from meshflash.launch.devices import take_device
 from meshflash.launch.mps import mps, variables
-from meshflash.launch.processes import Tell, run_ranks, take_device
+from meshflash.launch.processes import Tell, run_ranks
 from meshflash.schedules.registry import home, parse
 from meshflash.sharding import shard
 from meshflash.transport.contract import Transport

@@ -12,7 +12,8 @@ from torch import distributed as _distributed
 from meshflash.check.oracle import check
 from meshflash.check.spread import Result, check_moved, run_item, share_rounding, whole
 from meshflash.check.suite import Check
-from meshflash.launch.processes import Tell, run_ranks, take_device
+from meshflash.launch.devices import take_device
+from meshflash.launch.processes import Tell, run_ranks
 
 #: Of the accumulator, in the last place: a gradient that is truly 0 is a difference of sums in other orders here.
 UNITS = 16
@@ -44,10 +45,15 @@ class Verdict:
 
 
 def run(checks: Sequence[Check], world: int, listen: Tell | None = None) -> list[Verdict]:
-    """The verdict of each check; all of them run in the same processes, joined by gloo."""
+    """The verdict of each check; all of them run in the same processes of this machine, joined by gloo."""
     results = run_ranks(world, _run, list(checks), timeout=3600.0, listen=listen)
     verdicts: list[Verdict] = results[0]
     return verdicts
+
+
+def run_here(checks: Sequence[Check], rank: int, world: int, listen: Tell | None = None) -> list[Verdict]:
+    """The same as a rank of the default process group; rank 0 has the verdicts."""
+    return _run(rank, world, listen or (lambda text: None), list(checks))
 
 
 def _run(rank: int, world: int, tell: Tell, checks: list[Check]) -> list[Verdict]:

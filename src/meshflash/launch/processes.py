@@ -78,22 +78,6 @@ def end(processes: Sequence[Any]) -> None:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
-def take_device(kind: str, rank: int) -> Any:
-    """The device of a rank of this machine, from now on the current one: with more ranks than devices they share.
-
-    >>> take_device("cpu", 3)
-    device(type='cpu')
-    """
-    import torch
-
-    if kind == "cpu":
-        return torch.device("cpu")
-    module: Any = torch.get_device_module(kind)
-    device = torch.device(kind, rank % max(1, module.device_count()))
-    module.set_device(device)
-    return device
-
-
 def _collect(pipes: dict[Connection, int], processes: list[Any], timeout: float, listen: Tell | None) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[str] = []

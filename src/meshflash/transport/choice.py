@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshflash.launch.hosts import boot
 from meshflash.transport.contract import Transport
 from meshflash.transport.host_staged import HostStaged
 from meshflash.transport.process_group import ProcessGroupTransport, cannot_move, dist
@@ -39,18 +39,10 @@ class Where:
     @staticmethod
     def here(device: torch.device) -> Where:
         """That of this process."""
-        host = f"{platform.node()} {_boot()}"
+        host = f"{platform.node()} {boot()}"
         found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         name = str(getattr(found, "uuid", device)) if found else str(device)
         return Where(host, os.environ.get("NCCL_HOSTID") or host, name)
-
-
-def _boot() -> str:
-    """What tells machines of the same name apart, where the system says."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 _NUMBER = r"\s*(\d+\.?\d*(?:e[+-]?\d+)?)\s*"

@@ -1,0 +1,95 @@
+"""Names and addresses of hosts: Slurm's short lists, and which address of this host others reach."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+
+def hosts_of(text: str) -> list[str]:
+    """The hosts of a list as Slurm writes it.
+
+    >>> hosts_of("gpu[001-003,7],login,rack[1-2]node[1-2]")
+    ['gpu001', 'gpu002', 'gpu003', 'gpu7', 'login', 'rack1node1', 'rack1node2', 'rack2node1', 'rack2node2']
+    """
+    return [host for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text) for host in _expanded(part)]
+
+
+def _expanded(part: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", part)
+    if match is None:
+        return [part]
+    out = []
+    for piece in match[1].split(","):
+        first, _, last = piece.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            out += _expanded(f"{part[: match.start()]}{number:0{len(first)}d}{part[match.end() :]}")
+    return out
+
+
+def tasks_on(text: str, node: int) -> int | None:
+    """How many ranks a node has, of what Slurm says of all nodes; None where it says nothing of this one.
+
+    >>> [tasks_on("4(x2),3", node) for node in range(4)]
+    [4, 4, 3, None]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else None
+
+
+def reachable_address(other: str) -> str:
+    """The address of this host on the way to another; ValueError where that one is not known here.
+
+    >>> reachable_address("127.0.0.1")
+    '127.0.0.1'
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # nothing is sent: the system only looks for the way
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(f"this host knows no way to {other!r}: {error}") from error
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has an address; empty where the system does not say.
+
+    >>> interface_of("127.0.0.1") in ("lo", "lo0", "")
+    True
+    """
+    try:
+        import fcntl
+        import struct
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name[:15].encode())
+                try:
+                    found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                except OSError:  # an interface without an address
+                    continue
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    except (ImportError, OSError):
+        pass
+    return ""
+
+
+def boot() -> str:
+    """What tells hosts of the same name apart, where the system says."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads nowhere but to the host itself."""
+    return address == "::1" or address.startswith("127.")

@@ -1,0 +1,264 @@
+"""How ranks find each other: a store that rank 0 holds, and everybody knows where.
+
+The first of these that applies: torchrun's own store; MASTER_ADDR and MASTER_PORT; on one node a file that names the
+port, found by what the launcher calls the job, so that jobs side by side do not meet; mpi4py, which broadcasts rank
+0's address; the first host of Slurm's node list. MPI is not started where all ranks are on one node: it is not needed,
+and one that does not fit the launcher ends the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import socket
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as _distributed
+
+from meshflash.launch.hosts import hosts_of, is_loopback, reachable_address
+from meshflash.launch.launchers import OF_MPI, LaunchError, Place
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+log = logging.getLogger("meshflash")
+
+#: Seconds beyond the timeout after which a rank does not wait for torch to notice it.
+GRACE = 2.0
+#: What torch takes where nothing else is said.
+PORT = 29500
+#: Ports that jobs of Slurm's choose from by their number: below those that systems hand out by themselves.
+PORTS = range(15000, 30000)
+#: Programs that start ranks; each rank of a job on a node descends from the same one.
+STARTERS = (
+    *("mpiexec", "mpirun", "mpiexec.hydra", "hydra_pmi_proxy", "pmi_proxy", "prterun", "prted", "orterun", "orted"),
+    *("mpispawn", "slurmstepd", "palsd", "jsmd"),
+)
+ADVICE = "set MASTER_ADDR to a name or address of rank 0's host that all others reach, and MASTER_PORT to a free port"
+
+
+class Meeting:
+    """A store, and where it is."""
+
+    def __init__(self, store: Any, where: str) -> None:
+        self.store, self.where = store, where
+
+
+def meet(place: Place, timeout: float) -> Meeting:
+    """The store of all ranks; LaunchError, within the timeout, where this one does not find it."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    limit = timedelta(seconds=timeout)
+    if place.launcher == "torchrun":
+        where = f"{address}:{port}"
+        with _explained(place, where, timeout):
+            store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=limit))
+        return Meeting(store, where)
+    if address:
+        return _given(place, address, port, timeout)
+    if place.one_node:
+        return _on_one_node(place, timeout)
+    found = _by_mpi(place, timeout)
+    if found is not None:
+        return found
+    if place.launcher == "Slurm":
+        hosts = hosts_of(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
+        if hosts:
+            number = PORTS[zlib.crc32(place.job.encode()) % len(PORTS)]
+            return _given(place, hosts[0], port or str(number), timeout)
+    raise LaunchError(
+        f"rank {place.rank} of {place.world_size}, started by {place.launcher}, does not know where rank 0 is: "
+        f"{ADVICE}; or install mpi4py, which tells"
+    )
+
+
+def _given(place: Place, address: str, port: str, timeout: float) -> Meeting:
+    if port and not port.isdigit():
+        raise LaunchError(f"MASTER_PORT={port!r}: expected a number")
+    number = int(port or PORT)
+    return _at(place, address, number, timeout)
+
+
+def _at(place: Place, address: str, port: int, timeout: float) -> Meeting:
+    where = f"{address}:{port}"
+    with _explained(place, where, timeout):
+        make = partial(
+            dist.TCPStore,
+            address,
+            port,
+            place.world_size,
+            is_master=place.rank == 0,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+        return Meeting(_within(timeout + GRACE, make), where)
+
+
+def _within(seconds: float, make: Callable[[], Any]) -> Any:
+    """What is made in this time, and else a RuntimeError: torch waits for ever for one who listens and says nothing."""
+    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            made.put((make(), None))
+        except BaseException as error:
+            made.put((None, error))
+
+    threading.Thread(target=work, daemon=True, name="meshflash rendezvous").start()
+    try:
+        found, error = made.get(timeout=seconds)
+    except queue.Empty:
+        raise RuntimeError("somebody listens there, and does not answer") from None
+    if error is not None:
+        raise error
+    return found
+
+
+class _explained:  # noqa: N801 - a context manager, named as it reads
+    """Torch's error as one that says where a rank looked, and what to set."""
+
+    def __init__(self, place: Place, where: str, timeout: float) -> None:
+        self.place, self.where, self.timeout = place, where, timeout
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, LaunchError):
+            return
+        reason = str(error).strip().splitlines()[0]
+        what = "cannot hold the store" if self.place.rank == 0 else f"found no rank 0 within {self.timeout:g} s"
+        raise LaunchError(
+            f"rank {self.place.rank} of {self.place.world_size} {what} at {self.where} ({reason}); {ADVICE}"
+        ) from error
+
+
+def _on_one_node(place: Place, timeout: float) -> Meeting:
+    """Rank 0 takes a free port and writes it where the others, who know the name of the job, look for it."""
+    job = place.job or starter()
+    if not job:
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size}, started by {place.launcher}, cannot tell its job from others on "
+            f"this machine: set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, the same for all ranks"
+        )
+    folder = Path(tempfile.gettempdir()) / f"meshflash-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = folder / f"{_name(place, job)}.json"
+    if place.rank == 0:
+        meeting = _at(place, "127.0.0.1", 0, timeout)
+        port = meeting.store.port
+        written = file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps({"port": port, "process": _process(os.getpid())}))
+        written.replace(file)
+        try:
+            _come(meeting.store, place, timeout)
+        finally:
+            file.unlink(missing_ok=True)
+        return Meeting(meeting.store, f"127.0.0.1:{port}")
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            said = json.loads(file.read_text())
+        except (OSError, ValueError):
+            said = None
+        if said is not None and _process(int(said["process"].split(".")[0])) == said["process"]:
+            meeting = _at(place, "127.0.0.1", said["port"], timeout)
+            meeting.store.add("meshflash/come", 1)
+            return meeting
+        time.sleep(0.02)
+    raise LaunchError(
+        f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s; it wrote no {file}. "
+        f"Look at its output first; or {ADVICE}"
+    )
+
+
+def _name(place: Place, job: str) -> str:
+    return hashlib.sha256(f"{place.launcher} {job} {place.world_size}".encode()).hexdigest()[:24]
+
+
+def _come(store: Any, place: Place, timeout: float) -> None:
+    """Wait until all others have found the store, so that nobody looks for the file any more."""
+    deadline = time.monotonic() + timeout
+    while (come := int(store.add("meshflash/come", 0))) < place.world_size - 1:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"only {come + 1} of {place.world_size} ranks came within {timeout:g} s; look at what the others wrote"
+            )
+        time.sleep(0.01)
+
+
+def starter() -> str:
+    """The process that started the ranks of this job on this node, by number and time; empty where none is known."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return ""
+        name, rest = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+        if name in STARTERS or f"{name} ".startswith(tuple(f"{one[:15]} " for one in STARTERS)):
+            return f"{pid}.{rest[19]}"
+        pid = int(rest[1])
+    return ""
+
+
+def _process(pid: int) -> str:
+    """A process by its number and when it began, for numbers come again."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return f"{pid}.gone" if Path("/proc/self/stat").exists() else f"{pid}."
+    return f"{pid}.{text[text.rindex(')') + 2 :].split()[19]}"
+
+
+def _by_mpi(place: Place, timeout: float) -> Meeting | None:
+    """By mpi4py, where it is there and sees the same ranks."""
+    comm = _communicator(place)
+    if comm is None:
+        return None
+    hosts = comm.allgather(socket.gethostname())
+    store = address = None
+    problem = ""
+    if place.rank == 0:
+        try:
+            others = [host for host in hosts if host != hosts[0]]
+            address = reachable_address(others[0]) if others else "127.0.0.1"
+            if others and is_loopback(address):
+                raise ValueError(f"this host reaches {others[0]!r} by {address} only")
+            store = _at(place, address, 0, timeout).store
+        except (ValueError, LaunchError) as error:
+            problem = str(error)
+    address, port, problem = comm.bcast((address, store.port if store else 0, problem))
+    if problem:
+        raise LaunchError(f"rank 0 has no address for the others: {problem}; {ADVICE}")
+    where = f"{address}:{port}"
+    return Meeting(store, where) if store else _at(place, address, port, timeout)
+
+
+def _communicator(place: Place) -> Any:
+    if place.launcher not in OF_MPI:
+        return None
+    if place.launcher == "Slurm" and not any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK")):
+        return None  # MPI would start alone, in each rank
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        log.debug("no mpi4py: %s", error)
+        return None
+    if MPI.COMM_WORLD.Get_size() != place.world_size:
+        log.warning(
+            "mpi4py sees %d ranks where %s started %d: it is built for another MPI, and is not asked",
+            MPI.COMM_WORLD.Get_size(),
+            place.launcher,
+            place.world_size,
+        )
+        return None
+    return MPI.COMM_WORLD

@@ -1,0 +1,180 @@
+"""`init` and `shutdown`: this process as a rank of a job, whoever started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as _distributed
+
+from meshflash.launch import cores, devices
+from meshflash.launch.devices import Said
+from meshflash.launch.hosts import boot, interface_of, is_loopback, reachable_address
+from meshflash.launch.launchers import LaunchError, Place, detect
+from meshflash.launch.log import log, set_up_logging
+from meshflash.launch.rendezvous import Meeting, meet
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+#: Seconds that ranks wait for each other, at the start and in collectives.
+TIMEOUT = 300.0
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank and its job; in a `with` block it is shut down at the end."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    device: torch.device
+    launcher: str
+    backend: str | None
+    #: Whether shutdown ends the process group, too: not one that was there before.
+    own: bool = field(default=True, repr=False, compare=False)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        end()
+
+
+_world: World | None = None
+#: What else is to be freed before a process group ends.
+on_end: list[Callable[[], None]] = []
+
+
+def begin(backend: str | None = None, timeout: float = TIMEOUT) -> World:
+    """Find the other ranks, choose device and backend, and make the default process group."""
+    global _world
+    if _world is not None and (not _world.own or _world.world_size == 1 or dist.is_initialized()):
+        if backend and backend != _world.backend:
+            raise ValueError(f"backend={backend!r}: this rank has been initialised with {_world.backend!r} before")
+        return _world
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
+    place = detect()
+    set_up_logging(place.rank)
+    if dist.is_initialized():
+        _world = _adopted(place)
+    elif place.world_size == 1:
+        device = devices.take_device(devices.kind_here(), place.local_rank)
+        _world = World(0, 1, 0, 1, 0, device, place.launcher, None)
+    else:
+        _world = _joined(place, backend, timeout)
+    log.debug(
+        "rank %d of %d, started by %s: local rank %d of %d on node %d, %s, backend %s, master %s",
+        *(_world.rank, _world.world_size, _world.launcher, _world.local_rank, _world.local_world_size, _world.node),
+        *(_world.device, _world.backend, os.environ.get("MASTER_ADDR", "none")),
+    )
+    return _world
+
+
+def current() -> World | None:
+    """What `begin` made, while it lasts."""
+    return _world
+
+
+def end() -> None:
+    """Free what is kept, and end the process group that `begin` made."""
+    global _world
+    for free in on_end:
+        free()
+    if _world is not None and _world.own and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    _world = None
+
+
+def _adopted(place: Place) -> World:
+    """A process group that was there before: its ranks are those of the job."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local = place.local_rank if place.world_size == size else int(os.environ.get("LOCAL_RANK", rank))
+    device = devices.take_device(devices.kind_here(), local)
+    local_size = (place.local_world_size or size) if place.world_size == size else size
+    return World(rank, size, local, local_size, place.node or 0, device, place.launcher, dist.get_backend(), own=False)
+
+
+def _joined(place: Place, backend: str | None, timeout: float) -> World:
+    meeting = meet(place, timeout)
+    device = devices.take_device(devices.kind_here(), place.local_rank)
+    said = _told(place, device, meeting, timeout)
+    try:
+        chosen, reason = devices.choose_backend(said, backend)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    if reason and place.rank == 0:
+        log.warning("backend %s: %s", chosen, reason)
+    mine = [n for n, one in enumerate(said) if one.host == said[place.rank].host]
+    nodes = list(dict.fromkeys(one.host for one in said))
+    cores.take(cores.share_of(mine.index(place.rank), [said[n].cores for n in mine], [said[n].near for n in mine]))
+    _name_interface(meeting)
+    dist.init_process_group(
+        chosen,
+        store=dist.PrefixStore("meshflash/group", meeting.store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    address, _, port = meeting.where.rpartition(":")
+    os.environ.setdefault("MASTER_ADDR", address)  # for what else a job starts
+    os.environ.setdefault("MASTER_PORT", port)
+    node = nodes.index(said[place.rank].host) if place.node is None else place.node
+    local_size = place.local_world_size or len(mine)
+    return World(place.rank, place.world_size, place.local_rank, local_size, node, device, place.launcher, chosen)
+
+
+def _told(place: Place, device: torch.device, meeting: Meeting, timeout: float) -> list[Said]:
+    """What all ranks say of themselves."""
+    backends = ("nccl", "xccl", "ccl", "mpi", devices.GLOO)
+    has = tuple(name for name in backends if devices.available(name))
+    pci = devices.pci_of(device)
+    near = cores.near_device(pci) if pci else cores.near_rank(place.local_rank, place.local_world_size or 0)
+    host = f"{socket.gethostname()} {boot()}".strip()
+    mine = Said(host, device.type, devices.name_of(device), has, cores.cores_here(), near)
+    names = [f"meshflash/said/{rank}" for rank in range(place.world_size)]
+    meeting.store.set(names[place.rank], json.dumps(asdict(mine)))
+    try:
+        meeting.store.wait(names, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        absent = [str(rank) for rank, name in enumerate(names) if not meeting.store.check([name])]
+        raise LaunchError(
+            f"rank {', '.join(absent)} of {place.world_size} did not come to {meeting.where} within {timeout:g} s; "
+            "look at its output first"
+        ) from error
+    return [_read(bytes(meeting.store.get(name)).decode()) for name in names]
+
+
+def _read(text: str) -> Said:
+    one: dict[str, Any] = json.loads(text)
+    return Said(one["host"], one["kind"], one["device"], *(tuple(one[key]) for key in ("backends", "cores", "near")))
+
+
+def _name_interface(meeting: Meeting) -> None:
+    """Tell gloo which interface to use, where it would go by a name of this host that leads nowhere.
+
+    It is the one that leads to rank 0: on one node that meets by loopback, the loopback.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    address = meeting.where.rpartition(":")[0]
+    try:
+        known = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        known = ""
+    if known and not is_loopback(known) and not is_loopback(address):
+        return
+    try:
+        name = interface_of(reachable_address(address))
+    except ValueError:
+        return
+    if name:
+        os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -1,0 +1,105 @@
+"""Real jobs for tests: processes that a launcher, or the test itself, starts as ranks, and what they tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PYTHON = (sys.executable,)
+WORKER = str(Path(__file__).with_name("worker.py"))
+#: What tells a rank who it is; tests that run under a launcher themselves must not hand it on.
+ABOUT = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "MPI_", "TORCHELASTIC", "GLOO_", "OMP_")
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours, without what says who we are."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(ABOUT)}
+    return own | {"PYTHONPATH": SOURCE, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | more
+
+
+def launcher(kind: str) -> str:
+    """The mpiexec of an MPI that `make test` has installed beside the environment; skips without it."""
+    path = Path(sys.prefix) / kind / "bin" / "mpiexec"
+    if not path.exists():
+        pytest.skip(f"{kind} is not installed at {path}")
+    return str(path)
+
+
+def libraries(kind: str) -> dict[str, str]:
+    """What mpi4py and an MPI's library are found by."""
+    root = Path(sys.prefix) / kind
+    packages = next((root / "lib").glob("python*/site-packages"))
+    return {"PYTHONPATH": f"{SOURCE}{os.pathsep}{packages}", "LD_LIBRARY_PATH": str(root / "lib")}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that is over: its exit code, what its ranks told, and all that it wrote."""
+
+    code: int
+    told: list[dict[str, Any]]
+    text: str
+
+
+def start(command: Sequence[str], variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a job, or a rank of one."""
+    more = environment(**(variables or {}))
+    return subprocess.Popen(command, env=more, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def ended(process: subprocess.Popen[str], timeout: float = 120.0) -> Ended:
+    """Wait for its end."""
+    try:
+        text, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, _ = process.communicate()
+        pytest.fail(f"still running after {timeout} s:\n{text}")
+    return Ended(process.returncode, told_in(text), text)
+
+
+def told_in(text: str) -> list[dict[str, Any]]:
+    """What workers told, wherever in a line a launcher put it."""
+    return [json.loads(line[line.index("told {") + 5 :]) for line in text.splitlines() if "told {" in line]
+
+
+def run(command: Sequence[str], variables: Mapping[str, str] | None = None, timeout: float = 120.0) -> Ended:
+    """A job from start to end."""
+    return ended(start(command, variables), timeout)
+
+
+def worker(mode: str, timeout: float, *hidden: str) -> list[str]:
+    """The command of a rank, and what it is not to know."""
+    return [sys.executable, WORKER, mode, str(timeout), *hidden]
+
+
+def by_hand(mode: str, world: int, timeout: float, port: int, **more: str) -> list[subprocess.Popen[str]]:
+    """Ranks that know who they are by variables of torch's."""
+    return [
+        start(
+            worker(mode, timeout),
+            {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+            | {"MASTER_ADDR": "127.0.0.1"}
+            | more,
+        )
+        for rank in range(world)
+    ]
+
+
+def check(job: Ended, world: int, launcher: str) -> None:
+    """All ranks came, know their places, and attended rightly."""
+    assert job.code == 0, job.text
+    assert sorted(one["rank"] for one in job.told) == list(range(world)), job.text
+    assert {one["size"] for one in job.told} == {world}
+    assert {one["launcher"] for one in job.told} == {launcher}
+    assert {one["backend"] for one in job.told} == {"gloo"}
+    assert max(one["error"] for one in job.told) < 1e-12
