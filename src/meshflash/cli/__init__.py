@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from meshflash import __version__
-from meshflash.cli import bench, calibrate, check, demo, doctor, draw, trace
+from meshflash.cli import bench, calibrate, check, checksum, demo, doctor, draw, launch, trace
 
 app = typer.Typer(
     name="meshflash",
@@ -20,9 +20,13 @@ app = typer.Typer(
 )
 app.command("calibrate")(calibrate.command)
 app.command("check")(check.command)
+app.command("checksum")(checksum.command)
 app.command("demo")(demo.command)
 app.command("doctor")(doctor.command)
 app.command("draw")(draw.command)
+app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    launch.command
+)
 app.command("trace")(trace.command)
 app.add_typer(bench.app, name="bench")
 

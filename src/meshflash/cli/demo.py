@@ -46,9 +46,8 @@ def command(
     flat = [record.flat(row) for row in rows]
     console.print(*tables.schedules(flat, bench.ONE))
     console.print(
-        "Waits: the milliseconds that the rank waited for messages which waited longest. MB in: what a rank received, "
-        "on average; peers': what their implementations move. Error: of the output, and the largest of output and "
-        "gradients, relative to one device. MiB: the peak of memory beyond the inputs, on the rank that held most.\n"
+        "MB in: what a rank received, on average. Error: of the output, and the largest of output and gradients, "
+        "relative to one device. MiB: the peak of memory beyond the inputs, on the rank that held most.\n"
     )
     whole = (range(tokens),)
     seconds = next(row.ms for row in rows if row.schedule == bench.ONE and row.direction == "forward") / 1e3

@@ -1,0 +1,106 @@
+"""A small job whose answer is known: a batch split over ranks, attention on each device, and sums of what comes out.
+
+Every rank makes its own inputs by a formula, so the sums do not depend on a generator, a dtype of indices or a machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as _distributed
+
+from meshflash.api import flash_attention
+from meshflash.launch import devices
+from meshflash.launch.world import World
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank did."""
+
+    rank: int
+    device: str
+    local_batch: int
+    start: int
+    checksum: float
+    milliseconds: float
+
+
+def share(batch: int, world: int, rank: int) -> tuple[int, int]:
+    """How many rows of a batch a rank has, and which is its first; the first ranks have what remains.
+
+    >>> [share(10, 4, rank) for rank in range(4)]
+    [(3, 0), (3, 3), (2, 6), (2, 8)]
+    """
+    each, more = divmod(batch, world)
+    return each + (rank < more), rank * each + min(rank, more)
+
+
+def inputs(rank: int, batch: int, tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, k and v of a rank, with one head."""
+    b, t, d = (torch.arange(n, dtype=torch.float32, device=device) for n in (batch, tokens, dim))
+    x = 0.01 * (rank + 1) + 0.001 * b[:, None, None] + 0.0001 * t[None, :, None] + 0.00001 * d[None, None, :]
+    x = x[:, :, None, :]
+    return x, 0.5 * x, 0.3 * x
+
+
+def run(world: World, batch: int, tokens: int, dim: int) -> list[Part] | None:
+    """Every rank's part, on rank 0; None on the others."""
+    local, start = share(batch, world.world_size, world.rank)
+    q, k, v = inputs(world.rank, local, tokens, dim, world.device)
+    total, ms = 0.0, 0.0
+    if local:
+        flash_attention(q, k, v)  # the first call compiles
+        out, ms = timed(lambda: flash_attention(q, k, v), world.device)
+        total = float(out.double().sum())
+    index = world.device.index
+    mine = Part(world.rank, world.device.type if index is None else str(index), local, start, total, ms)
+    if world.world_size == 1:
+        return [mine]
+    parts: list[Any] | None = None if world.rank else [None] * world.world_size
+    dist.gather_object(mine, parts)
+    return parts
+
+
+def timed(function: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
+    """What a function returns, and the milliseconds that the device takes for it."""
+    if device.type == devices.CPU:
+        begin = time.perf_counter()
+        out = function()
+        return out, (time.perf_counter() - begin) * 1e3
+    module: Any = torch.get_device_module(device)
+    first, last = (module.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    out = function()
+    last.record()
+    last.synchronize()
+    return out, float(first.elapsed_time(last))
+
+
+def report(parts: list[Part], world: World, batch: int, tokens: int, dim: int) -> str:
+    """The lines that the job prints."""
+    kind = world.device.type
+    rule = "=" * 53
+    lines = [
+        f"World size = {world.world_size}, {kind.upper()} devices on node = {devices.count(kind) or 1}",
+        *(f"[Rank {part.rank}] Using device {part.device}" for part in parts),
+        f"Global config: B = {batch}, T = {tokens}, D = {dim}",
+        *(f"[Rank {part.rank}] local_B = {part.local_batch}, start_B = {part.start}" for part in parts),
+        *(
+            f"[Rank {part.rank}] local_checksum = {part.checksum:.6f}, kernel_time = {part.milliseconds:.3f} ms"
+            for part in parts
+        ),
+        rule,
+        f"Global checksum across all GPUs : {sum(part.checksum for part in parts):.6f}",
+        f"Max kernel time among all ranks : {max(part.milliseconds for part in parts):.3f} ms",
+        f"World size (num ranks / GPUs)   : {world.world_size}",
+        rule,
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""Commands as ranks: under a launcher a command is a rank of its job, and `--nproc` starts ranks of this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+Nproc = Annotated[
+    int, typer.Option("--nproc", min=1, help="Start so many ranks on this machine, unless one is started.")
+]
+
+
+def rerun(nproc: int) -> None:
+    """Become torchrun with this very command as ranks; nothing to do for one rank, or where a launcher started us."""
+    from meshflash.launch.launchers import SINGLE, detect
+
+    if nproc > 1 and detect().launcher == SINGLE:
+        become(nproc, ["-m", "meshflash", *without_nproc(sys.argv[1:])])
+
+
+def become(nproc: int, program: Sequence[str], prefixed: bool = False) -> None:
+    """Become torchrun, with the cores of the machine divided by its ranks."""
+    from meshflash.launch.cores import cores_here
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores_here()) // nproc)))  # torchrun would say 1
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    how = ["--standalone", "--nproc-per-node", str(nproc), *(["--tee", "3"] if prefixed else [])]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *how, *program])
+
+
+def without_nproc(arguments: Sequence[str]) -> list[str]:
+    """A command line without its --nproc.
+
+    >>> without_nproc(["checksum", "--nproc", "4", "--dim", "8", "--nproc=2"])
+    ['checksum', '--dim', '8']
+    """
+    out: list[str] = []
+    skip = False
+    for word in arguments:
+        if skip or word == "--nproc" or word.startswith("--nproc="):
+            skip = word == "--nproc" and not skip
+            continue
+        out.append(word)
+    return out

@@ -1,0 +1,269 @@
+"""`init` and what it chooses: devices, backends, cores, logs; and the names of others for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as _distributed
+from typer.testing import CliRunner
+
+import meshflash
+from launch import jobs
+from launch.jobs import run
+from meshflash.check import checksum
+from meshflash.cli import app
+from meshflash.integrations.compat import sp_aurora
+from meshflash.launch import cores, devices, rendezvous, world
+from meshflash.launch.devices import Said, choose_backend
+from meshflash.launch.launchers import LaunchError, Place
+from meshflash.launch.log import log, set_up_logging
+
+dist = _distributed
+CUDA, BOTH = ("nccl", "gloo"), ("xccl", "gloo")
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch):
+    """No launcher started us, and nothing is begun or left."""
+    for name in list(os.environ):
+        if name.startswith(jobs.ABOUT):
+            monkeypatch.delenv(name)
+    yield
+    meshflash.shutdown()
+
+
+def test_alone_there_is_no_group_and_none_is_needed():
+    with meshflash.init() as here:
+        assert meshflash.init() is here
+        assert (here.rank, here.world_size, here.local_rank, here.local_world_size, here.node) == (0, 1, 0, 1, 0)
+        assert (here.launcher, here.backend, here.device.type) == ("single", None, devices.kind_here())
+        assert not dist.is_initialized()
+        assert world.current() is here
+        with pytest.raises(ValueError, match="this rank has been initialised with None before"):
+            meshflash.init(backend="gloo")
+    assert world.current() is None
+    meshflash.shutdown()  # again
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
+def test_a_timeout_is_a_number_of_seconds(timeout):
+    with pytest.raises(ValueError, match="expected seconds > 0"):
+        meshflash.init(timeout=timeout)
+
+
+def test_a_group_that_was_there_before_is_taken_and_stays(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        here = meshflash.init()
+        assert (here.rank, here.world_size, here.backend) == (0, 1, "gloo")
+        meshflash.shutdown()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks(kind, backends, *places):
+    return [Said(host, kind, device, backends) for host, device in places]
+
+
+@pytest.mark.parametrize(
+    ("said", "backend", "reason"),
+    [
+        (ranks("cpu", ("gloo",), ("a", ""), ("b", "")), "gloo", ""),
+        (ranks("cuda", CUDA, ("a", "1"), ("a", "2")), "cpu:gloo,cuda:nccl", ""),
+        (ranks("cuda", CUDA, ("a", "1"), ("b", "1")), "cpu:gloo,cuda:nccl", ""),
+        (ranks("cuda", CUDA, ("a", "1"), ("a", "1")), "gloo", "ranks share a device, which nccl refuses"),
+        (ranks("cuda", ("gloo",), ("a", "1"), ("a", "2")), "gloo", "nccl are missing on some rank"),
+        (ranks("cuda", CUDA, ("a", "1")) + ranks("cuda", ("gloo",), ("a", "2")), "gloo", "missing on some rank"),
+        (ranks("xpu", BOTH, ("a", "1"), ("a", "2")), "cpu:gloo,xpu:xccl", ""),
+        (ranks("xpu", ("ccl", "gloo"), ("a", "1"), ("a", "2")), "ccl", "xccl is not in this build of torch"),
+        (ranks("xpu", ("gloo",), ("a", "1"), ("a", "2")), "gloo", "xccl and ccl are missing"),
+    ],
+)
+def test_the_backend_of_all_ranks(said, backend, reason):
+    chosen, why = choose_backend(said)
+    assert chosen == backend
+    assert reason in why
+    assert bool(reason) == bool(why)
+
+
+def test_a_backend_may_be_forced_where_all_have_it():
+    said = ranks("cuda", CUDA, ("a", "1"), ("a", "2"))
+    assert choose_backend(said, "gloo") == ("gloo", "")
+    assert choose_backend(said, "cpu:gloo,cuda:nccl") == ("cpu:gloo,cuda:nccl", "")
+    with pytest.raises(ValueError, match=r"backend='xccl': rank 0, 1 has no xccl; it has nccl, gloo"):
+        choose_backend(said, "xccl")
+
+
+def test_ranks_of_different_kinds_are_refused():
+    said = ranks("cuda", CUDA, ("a", "1")) + ranks("cpu", ("gloo",), ("a", ""))
+    with pytest.raises(ValueError, match=r"kinds of devices \(cpu: rank 1; cuda: rank 0\).*CUDA_VISIBLE_DEVICES"):
+        choose_backend(said)
+
+
+def test_devices_are_shared_by_more_ranks(monkeypatch):
+    monkeypatch.setattr(devices, "count", lambda kind: 2 if kind == "xpu" else 0)
+    assert devices.kind_here() == "xpu"
+    assert [devices.device_of(rank).index for rank in range(4)] == [0, 1, 0, 1]
+
+
+def test_peak_memory_of_a_process_grows():
+    before = meshflash.peak_memory("cpu")
+    held = torch.ones(2**24 + before // 4)
+    assert meshflash.peak_memory(torch.device("cpu")) >= held.nbytes
+
+
+def test_cores_near_a_device_and_near_a_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "ROOT", tmp_path)
+    assert cores.near_device("0000:17:00.0") == ()
+    assert cores.near_rank(0, 4) == ()
+    for node, text in enumerate(("0-3,8-9", "4-7")):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(text + "\n")
+    pci = tmp_path / "sys/bus/pci/devices/0000:17:00.0"
+    pci.mkdir(parents=True)
+    (pci / "numa_node").write_text("1\n")
+    assert cores.near_device("0000:17:00.0") == (4, 5, 6, 7)
+    (pci / "numa_node").write_text("-1\n")
+    assert cores.near_device("0000:17:00.0") == ()
+    assert [cores.near_rank(rank, 4) for rank in range(4)] == [(0, 1, 2, 3, 8, 9)] * 2 + [(4, 5, 6, 7)] * 2
+    assert cores.near_rank(0, 1) == ()
+
+
+def test_shares_of_cores():
+    whole = tuple(range(8))
+    assert [cores.share_of(rank, [whole] * 3) for rank in range(3)] == [(0, 1), (2, 3, 4), (5, 6, 7)]
+    near = [(0, 1, 2, 3)] * 2 + [(4, 5, 6, 7)] * 2
+    assert [cores.share_of(rank, [whole] * 4, near) for rank in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [cores.share_of(rank, [(0, 1)] * 3) for rank in range(3)] == [(0,), (0,), (1,)]
+    assert cores.share_of(0, [(0,), (1,)]) == (0,)
+
+
+def test_cores_are_taken_with_as_many_threads(monkeypatch):
+    taken = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: taken.append(cores), raising=False)
+    monkeypatch.setattr(cores, "cores_here", lambda: (0, 1, 2, 3))
+    before = torch.get_num_threads()
+    try:
+        cores.take((1, 2))
+        assert (taken, torch.get_num_threads()) == ([{1, 2}], 2)
+        monkeypatch.setenv("MESHFLASH_BIND", "0")
+        monkeypatch.setenv("OMP_NUM_THREADS", "7")
+        cores.take((1, 2, 3))
+        assert (taken, torch.get_num_threads()) == ([{1, 2}], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_logs_begin_with_the_rank(monkeypatch, capsys):
+    monkeypatch.setenv("MESHFLASH_LOG", "debug")
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    monkeypatch.delenv("CCL_LOG_LEVEL", raising=False)
+    set_up_logging(3)
+    assert (os.environ["NCCL_DEBUG"], os.environ["CCL_LOG_LEVEL"]) == ("INFO", "info")
+    assert log.level == logging.DEBUG
+    assert (
+        log.handlers[0].format(logging.LogRecord("x", 10, "", 0, "here", (), None)) == "[rank 3] meshflash DEBUG: here"
+    )
+    monkeypatch.setenv("MESHFLASH_LOG", "loud")
+    with pytest.raises(ValueError, match="MESHFLASH_LOG='loud': expected one of debug, info, warning, error"):
+        set_up_logging(0)
+    monkeypatch.setenv("MESHFLASH_LOG", "warning")
+    set_up_logging(0)
+
+
+def test_where_rank_0_is_must_be_known(monkeypatch):
+    many = Place("MPI", 1, 4, 0, 2)
+    with pytest.raises(LaunchError, match="rank 1 of 4, started by MPI, does not know where rank 0 is: set"):
+        rendezvous.meet(many, 1.0)
+    monkeypatch.setattr(rendezvous, "starter", lambda: "")
+    with pytest.raises(LaunchError, match="cannot tell its job from others on this machine: set MASTER_ADDR="):
+        rendezvous.meet(Place("variables", 1, 2, 1, 2), 1.0)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "http")
+    with pytest.raises(LaunchError, match="MASTER_PORT='http': expected a number"):
+        rendezvous.meet(many, 1.0)
+
+
+def test_slurm_nodes_meet_at_the_first_host_on_a_port_of_the_job(monkeypatch):
+    asked = []
+    monkeypatch.setattr(rendezvous, "_at", lambda place, address, port, timeout: asked.append((address, port)))
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[07-09]")
+    for job in ("1.0", "1.0", "1.1"):
+        rendezvous.meet(Place("Slurm", 3, 6, 1, 2, 1, job), 1.0)
+    assert [address for address, _ in asked] == ["node07"] * 3
+    assert asked[0][1] == asked[1][1] != asked[2][1]
+    assert all(port in rendezvous.PORTS for _, port in asked)
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    rendezvous.meet(Place("Slurm", 3, 6, 1, 2, 1, "1.0"), 1.0)
+    assert asked[-1] == ("node07", 1234)
+
+
+def test_a_file_that_a_dead_job_left_is_not_believed(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(
+        rendezvous.hashlib, "sha256", lambda data: type("Digest", (), {"hexdigest": lambda self: "x" * 64})()
+    )
+    folder = tmp_path / f"meshflash-{os.getuid()}"
+    folder.mkdir()
+    (folder / "x.json").write_text('{"port": 1, "process": "999999.5"}')
+    with pytest.raises(LaunchError, match="rank 1 of 2: rank 0 did not come within"):
+        rendezvous.meet(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
+
+
+def test_the_names_of_sp_aurora(monkeypatch):
+    assert not sp_aurora.detect_mpi_environment()
+    here = sp_aurora.setup_mpi_distributed()
+    want = {
+        "rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "device": here["device"],
+        "launcher": "single",
+        "backend": None,
+    }
+    assert here == want
+    assert sp_aurora.init_distributed_backend()
+    assert sp_aurora.get_device_for_rank() == here["device"]
+    sp_aurora.cleanup_distributed()
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert sp_aurora.detect_mpi_environment()
+    assert not sp_aurora.init_distributed_backend(timeout_seconds=1)  # half an environment
+
+
+def test_the_checksum_job_alone(tmp_path):
+    result = CliRunner().invoke(app, ["checksum", "--batch", "4"])
+    assert result.exit_code == 0, result.output
+    assert "[Rank 0] local_B = 4, start_B = 0\n" in result.output
+    found = next(line for line in result.output.splitlines() if line.startswith("[Rank 0] local_checksum"))
+    assert float(found.split()[4].strip(",")) == pytest.approx(483.0731, rel=1e-4)
+
+
+def test_the_checksum_job_over_ranks_of_this_machine():
+    job = run([*jobs.PYTHON, "-m", "meshflash", "checksum", "--nproc", "4"])
+    assert job.code == 0, job.text
+    sums = [float(line.split()[4].strip(",")) for line in job.text.splitlines() if "local_checksum" in line]
+    assert sums == pytest.approx([483.0731, 679.7240, 876.3750, 1073.0259], rel=1e-4)
+    total = next(line for line in job.text.splitlines() if line.startswith("Global checksum"))
+    assert float(total.split(":")[1]) == pytest.approx(3112.1980, rel=1e-4)
+    assert "World size = 4, CPU devices on node = 1\n" in job.text
+    assert job.text.count("World size (num ranks / GPUs)   : 4\n") == 1
+
+
+def test_shares_of_the_checksum_job():
+    assert [checksum.share(16, 4, rank) for rank in range(4)] == [(4, 0), (4, 4), (4, 8), (4, 12)]
+    assert [checksum.share(2, 3, rank) for rank in range(3)] == [(1, 0), (1, 1), (0, 2)]
+
+
+def test_launch_starts_a_script_with_lines_that_begin_with_the_rank():
+    script = Path(__file__).parents[2] / "examples" / "mpi_attention.py"
+    job = run([*jobs.PYTHON, "-m", "meshflash", "launch", "-n", "2", str(script)])
+    assert job.code == 0, job.text
+    for rank in range(2):
+        assert f"[rank {rank}] Rank {rank}/2 on device cpu\n" in job.text
+        assert f"Rank {rank}: Output shape torch.Size([1, 512, 8, 64])" in job.text
