@@ -1,0 +1,133 @@
+"""meshflash on Modal: one container with a GPU, or a cluster of containers with eight GPUs each.
+
+    modal deploy deploy/modal_app.py
+    modal run deploy/modal_app.py::run --ranks 4
+    modal run deploy/modal_app.py::cluster
+
+What runs there is plain data: a list of steps, each a line to print and a command. `MESHFLASH_MODAL_GPU` (H100) and
+`MESHFLASH_MODAL_NODES` (2) are read where `modal` is called. Needs `pip install 'meshflash[modal]'` and `modal setup`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import modal
+import modal.experimental
+
+SOURCE = Path(__file__).resolve().parents[1]
+PROJECT = "/root/project"
+CONSTRAINTS = "/root/constraints.txt"
+IGNORED = [".*", "**/__pycache__", "site", "dist", "build", "**/*.sif"]
+PORT = 29500
+HOUR = 60 * 60
+
+GPU = os.environ.get("MESHFLASH_MODAL_GPU", "H100")
+NODES = int(os.environ.get("MESHFLASH_MODAL_NODES", "2"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and the line that announces it; no line where it is empty."""
+
+    command: tuple[str, ...]
+    line: str = ""
+
+
+Runner = Callable[[Sequence[str]], int]
+
+
+def opening(project: str = PROJECT) -> list[str]:
+    """The lines that say where a job runs and what it found there."""
+    return [f"== base_dir == {project}", f"== Files in project == {sorted(os.listdir(project))}"]
+
+
+def building(project: str = PROJECT) -> Step:
+    """Install the project; the image has what it depends on."""
+    install = (sys.executable, "-m", "pip", "install", "--quiet", "--root-user-action=ignore", "--no-deps", project)
+    return Step(install, "🔧 Building...")
+
+
+def job(ranks: int, project: str = PROJECT) -> list[Step]:
+    """One container: the MPI job on so many ranks, which share its GPU, and the self-test on as many."""
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: expected 1 or more")
+    mpirun = ("mpirun", "-np", str(ranks), "--allow-run-as-root", "--oversubscribe")
+    return [
+        building(project),
+        Step((*mpirun, "meshflash", "checksum"), "🚀 Running distributed FlashAttention..."),
+        Step(("meshflash", "check", "-n", str(ranks), "--quick")),
+    ]
+
+
+def cluster_job(node: int, addresses: Sequence[str], project: str = PROJECT) -> list[Step]:
+    """One container of several: a torchrun with a rank for each GPU, which meets the others at the first address."""
+    torchrun = (
+        "torchrun",
+        f"--nnodes={len(addresses)}",
+        "--nproc-per-node=gpu",
+        f"--node-rank={node}",
+        f"--master-addr={addresses[0]}",
+        f"--master-port={PORT}",
+        "--no-python",
+    )
+    return [building(project), Step((*torchrun, "meshflash", "checksum"), "🚀 Running distributed FlashAttention...")]
+
+
+def execute(command: Sequence[str]) -> int:
+    """Run a command with this process's output; its exit status."""
+    return subprocess.run(command, check=False).returncode
+
+
+def carry_out(lines: Iterable[str], steps: Iterable[Step], runner: Runner = execute) -> None:
+    """Print the lines, then announce and run each step; the first that fails raises, and no other runs."""
+    for line in lines:
+        print(line, flush=True)
+    for step in steps:
+        if step.line:
+            print(step.line, flush=True)
+        status = runner(step.command)
+        if status != 0:
+            raise RuntimeError(f"`{shlex.join(step.command)}` ended with exit status {status}")
+
+
+def image_from(base: Any, source: Path = SOURCE) -> Any:
+    """The container's image: Open MPI, a C compiler for Triton, the project's dependencies, and its source tree."""
+    return (
+        base.debian_slim(python_version="3.12")
+        .apt_install("openmpi-bin", "libopenmpi-dev", "build-essential")
+        .add_local_file(source / "constraints.txt", CONSTRAINTS, copy=True)
+        .pip_install_from_pyproject(
+            str(source / "pyproject.toml"), optional_dependencies=["mpi"], extra_options=f"-c {CONSTRAINTS}"
+        )
+        # containers may not read each other's memory: without this Open MPI says so at every start
+        .env({"OMPI_MCA_btl_vader_single_copy_mechanism": "none", "PYTHONUNBUFFERED": "1"})
+        .add_local_dir(source, PROJECT, ignore=IGNORED)
+    )
+
+
+app = modal.App("meshflash")
+image = image_from(modal.Image)
+# Modal 1.6 moved the decorator out of `modal.experimental`
+clustered = getattr(modal, "clustered", None) or modal.experimental.clustered
+
+
+@app.function(image=image, gpu=GPU, timeout=HOUR)
+def run(ranks: int = 4) -> None:
+    """The MPI job and the self-test in one container with one GPU."""
+    carry_out(opening(), job(ranks))
+
+
+@app.function(image=image, gpu=f"{GPU}:8", timeout=HOUR)
+@clustered(size=NODES, rdma=True)
+def cluster() -> None:
+    """The job over all GPUs of several containers, which Modal starts together."""
+    info = modal.experimental.get_cluster_info()
+    carry_out(opening(), cluster_job(info.rank, info.container_ips))
