@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -156,3 +157,33 @@ def test_a_rank_that_is_killed_ends_the_others(seed):
 @pytest.mark.parametrize("seed", range(2, 20))
 def test_a_rank_that_is_killed_at_more_moments_ends_the_others(seed):
     kill_one(seed)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_the_example_of_the_docs(kind):
+    script = str(Path(__file__).parents[2] / "examples" / "mpi_attention.py")
+    more = MANY if kind == "openmpi" else ()
+    job = run([launcher(kind), *more, "-n", "2", sys.executable, script])
+    assert job.code == 0, job.text
+    for rank in range(2):
+        assert f"Rank {rank}/2 on device cpu" in job.text
+        assert f"Rank {rank}: Output shape torch.Size([1, 512, 8, 64])" in job.text
+
+
+def test_an_interrupt_ends_all_ranks():
+    """As Ctrl-C in a terminal does: the ranks that `launch` started are gone when it is."""
+    process = start([sys.executable, "-m", "meshflash", "launch", "-n", "2", *worker("loop", 60)[1:]])
+    assert process.stdout is not None
+    text = ""
+    while len(told_in(text)) < 2:
+        line = process.stdout.readline()
+        assert line, text
+        text += line
+    process.send_signal(signal.SIGINT)
+    ended(process, 60)
+    assert process.returncode != 0
+    deadline = time.monotonic() + 10
+    pids = [one["process"] for one in told_in(text)]
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)

@@ -267,3 +267,13 @@ def test_launch_starts_a_script_with_lines_that_begin_with_the_rank():
     for rank in range(2):
         assert f"[rank {rank}] Rank {rank}/2 on device cpu\n" in job.text
         assert f"Rank {rank}: Output shape torch.Size([1, 512, 8, 64])" in job.text
+
+
+def test_devices_are_selected_in_one_room():
+    """Other rooms take the device that they are given; kernels ask what theirs can do, and the doctor looks at all."""
+    source = Path(meshflash.__file__).parent
+    rooms = (source / "kernels", source / "launch" / "devices.py", source / "launch" / "doctor.py")
+    for file in source.rglob("*.py"):
+        if not any(file.is_relative_to(room) for room in rooms):
+            found = [line for line in file.read_text().splitlines() if '"cuda' in line or ".cuda()" in line]
+            assert not found, f"{file}: {found}"

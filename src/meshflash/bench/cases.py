@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import worklist
+from meshflash.launch.devices import CPU, kind_here
 
 #: No time is shown of what has a relative error above this; plain PyTorch stays well below.
 WORST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-10}
@@ -79,7 +80,7 @@ class Case:
 def pick_device(name: str | None) -> str:
     """The device of this name if it can be used; the GPU, if there is one, for None."""
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return kind_here()
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -94,7 +95,7 @@ def pick_dtype(name: str | None, device: str) -> str:
 
 def on_cpu(device: str) -> bool:
     """Whether the device of this name is the CPU."""
-    return torch.device(device).type == "cpu"
+    return torch.device(device).type == CPU
 
 
 def parse_mask(name: str, tokens: int) -> Mask:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from meshflash.bench.room import attempt
+from meshflash.launch.devices import CPU
 
 #: Milliseconds that a sample lasts at least: it is as many calls, back to back, as that takes.
 SAMPLE_MS = 5.0
@@ -68,19 +69,20 @@ class Watched:
 
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done all that it was given."""
-    if device.type != "cpu":
+    if device.type != CPU:
         torch.get_device_module(device).synchronize(device)
 
 
 def watched(function: Callable[[], Any], device: torch.device) -> Watched:
     """Call a function and watch the memory that it takes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if device.type != CPU:
+        module: Any = torch.get_device_module(device)
+        module.synchronize(device)
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
         result = function()
-        torch.cuda.synchronize(device)
-        peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        module.synchronize(device)
+        peak, held = module.max_memory_allocated(device), module.memory_allocated(device)
         return Watched(result, peak - before, held - before)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would announce itself on stderr
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
@@ -101,13 +103,14 @@ def _calls(milliseconds: float) -> int:
 
 def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int, lead: bool = True) -> float:
     """Of one call, by a sample of several."""
-    if device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(device)
+    if device.type != CPU:
+        module: Any = torch.get_device_module(device)
+        begin, end = (module.Event(enable_timing=True) for _ in range(2))
+        stream = module.current_stream(device)
         if lead:
             start = time.perf_counter()
             function()
-            _hold((time.perf_counter() - start) * 1e3 * (calls + 1))
+            _hold(module, (time.perf_counter() - start) * 1e3 * (calls + 1))
         begin.record(stream)
         for _ in range(calls):
             function()
@@ -120,6 +123,7 @@ def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int,
     return (time.perf_counter() - start) * 1e3 / calls
 
 
-def _hold(milliseconds: float) -> None:
-    """Keep the current GPU busy for about so long, and a bit longer."""
-    torch.cuda._sleep(int(min(milliseconds * 1.5 + 0.1, HELD_MS) * CYCLES))
+def _hold(module: Any, milliseconds: float) -> None:
+    """Keep the current device busy for about so long, and a bit longer, where it can be told to sleep."""
+    if sleep := getattr(module, "_sleep", None):
+        sleep(int(min(milliseconds * 1.5 + 0.1, HELD_MS) * CYCLES))

@@ -17,7 +17,7 @@ def command(
         list[int] | None, typer.Option(min=16, help="Length; repeat for several. 512, 2,048, 8,192 and 32,768.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every kernel takes its turn.")] = 5,
-    device: Annotated[str, typer.Option(help="Which GPU.")] = "cuda",
+    device: Annotated[str | None, typer.Option(help="Which GPU; the first by default.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="File to write; by default where calls on this device look for it.")
     ] = None,
@@ -31,7 +31,7 @@ def command(
     from rich.console import Console
 
     from meshflash.bench import calibrate, tables
-    from meshflash.bench.cases import pick_device
+    from meshflash.bench.cases import on_cpu, pick_device
     from meshflash.kernels import rates
 
     console = Console()
@@ -39,7 +39,7 @@ def command(
         device = pick_device(device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if torch.device(device).type != "cuda":
+    if on_cpu(device):
         raise typer.BadParameter(
             f"device {device!r}: on CPUs the order of kernels is fixed; there is nothing to measure"
         )

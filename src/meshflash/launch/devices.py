@@ -65,6 +65,12 @@ def name_of(device: torch.device) -> str:
     return str(getattr(found, "uuid", "") or device)
 
 
+def symmetric_memory(kind: str) -> bool:
+    """Whether this build of torch lets ranks read each other's memory on devices of a kind."""
+    found = importlib.util.find_spec("torch.distributed._symmetric_memory")
+    return kind == "cuda" and found is not None
+
+
 def pci_of(device: torch.device) -> str:
     """Where a device hangs on the machine, as the system writes it; empty where torch does not tell."""
     if device.type == CPU:

@@ -213,11 +213,12 @@ def _rates() -> Iterator[Finding]:
     import torch
 
     from meshflash.kernels import rates
+    from meshflash.launch.devices import device_of
 
     build, _ = _build()
     if build not in ("CUDA", "ROCm") or not torch.cuda.is_available():
         return
-    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    devices = [device_of(n) for n in range(torch.cuda.device_count())]
     for (name, _), device in {rates.identity(device): device for device in devices}.items():
         try:
             known = rates.known(device)

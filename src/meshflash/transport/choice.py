@@ -7,11 +7,11 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from meshflash.launch.devices import name_of, symmetric_memory
 from meshflash.launch.hosts import boot
 from meshflash.transport.contract import Transport
 from meshflash.transport.host_staged import HostStaged
@@ -40,9 +40,7 @@ class Where:
     def here(device: torch.device) -> Where:
         """That of this process."""
         host = f"{platform.node()} {boot()}"
-        found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-        name = str(getattr(found, "uuid", device)) if found else str(device)
-        return Where(host, os.environ.get("NCCL_HOSTID") or host, name)
+        return Where(host, os.environ.get("NCCL_HOSTID") or host, name_of(device) or str(device))
 
 
 _NUMBER = r"\s*(\d+\.?\d*(?:e[+-]?\d+)?)\s*"
@@ -97,7 +95,7 @@ def missing(name: str, groups: Mapping[str, Any], device: torch.device, where: S
         return "tensors are on the host already"
     if name == "symmetric":
         hosts = {rank.host for rank in where}
-        if device.type != "cuda" or find_spec("torch.distributed._symmetric_memory") is None:
+        if not symmetric_memory(device.type):
             return f"this torch has no symmetric memory for {device.type}"
         return f"ranks are on {len(hosts)} hosts" if len(hosts) != 1 else None
     reason = next(filter(None, (cannot_move(group, CPU) for group in groups.values())), None)
