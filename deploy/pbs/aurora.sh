@@ -58,4 +58,6 @@ fi
 # eight cores beside each tile; the first core of each socket is the system's
 bind=list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100
 
+# the sizes by hand: under PMIx the launcher's own may be those of one node
+export PALS_SIZE="$ranks" PALS_LOCAL_SIZE="$per_node"
 exec mpiexec -n "$ranks" -ppn "$per_node" --cpu-bind "${MESHFLASH_CPU_BIND:-$bind}" "$@"

@@ -86,7 +86,7 @@ def by_hand(mode: str, world: int, timeout: float, port: int, **more: str) -> li
     """Ranks that know who they are by variables of torch's."""
     return [
         start(
-            worker(mode, timeout),
+            worker(mode, timeout, "given"),
             {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
             | {"MASTER_ADDR": "127.0.0.1"}
             | more,

@@ -58,6 +58,15 @@ def test_mpi4py_tells_where_rank_0_is(kind, name, hidden):
     assert {one["local_size"] for one in job.told} == {2}
 
 
+def test_a_job_may_begin_again():
+    """What an earlier group left, in stores or variables, is not taken for the new one's."""
+    job = run([launcher("mpich"), "-n", "2", *worker("again", 30)])
+    assert job.code == 0, job.text
+    assert sorted((one["n"], one["rank"]) for one in job.told) == [(n, rank) for n in range(3) for rank in range(2)]
+    found = [ended(rank) for rank in by_hand("again", 2, 30, free_port())]
+    assert [rank.code for rank in found] == [0, 0], found[0].text + found[1].text
+
+
 def test_torchrun():
     job = run(
         [

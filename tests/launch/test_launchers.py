@@ -78,6 +78,16 @@ SAYS = {
         {"PMIX_RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "PMIX_NAMESPACE": "x"},
         Place("PMIx", 1, 2, 1, None, None, "x"),
     ),
+    "srun on a Cray, which sets PALS_* too": (
+        SLURM | {"PALS_RANKID": "9", "PALS_LOCAL_RANKID": "1", "PALS_APID": "x", "PMI_RANK": "9", "PMI_SIZE": "11"},
+        Place("Slurm", 9, 11, 1, 3, 2, "42.3"),
+    ),
+    "by hand in a step of one task": (
+        SLURM
+        | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+        | {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_LOCALID": "0"},
+        Place("variables", 1, 2, 1),
+    ),
     "any MPI": ({"MPI_RANK": "1", "MPI_SIZE": "3", "MPI_LOCAL_RANK": "0"}, Place("MPI", 1, 3, 0)),
     "by hand": (
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},

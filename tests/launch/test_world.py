@@ -43,8 +43,7 @@ def test_alone_there_is_no_group_and_none_is_needed():
         assert (here.launcher, here.backend, here.device.type) == ("single", None, devices.kind_here())
         assert not dist.is_initialized()
         assert world.current() is here
-        with pytest.raises(ValueError, match="this rank has been initialised with None before"):
-            meshflash.init(backend="gloo")
+        assert meshflash.init(backend="gloo") is here  # there is no group to have another backend
     assert world.current() is None
     meshflash.shutdown()  # again
 
@@ -185,14 +184,21 @@ def test_where_rank_0_is_must_be_known(monkeypatch):
     with pytest.raises(LaunchError, match="cannot tell its job from others on this machine: set MASTER_ADDR="):
         rendezvous.meet(Place("variables", 1, 2, 1, 2), 1.0)
     monkeypatch.setenv("MASTER_ADDR", "here")
-    monkeypatch.setenv("MASTER_PORT", "http")
-    with pytest.raises(LaunchError, match="MASTER_PORT='http': expected a number"):
-        rendezvous.meet(many, 1.0)
+    for port in ("http", "70000", "0", "-1", "²"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(LaunchError, match=f"MASTER_PORT='{port}': expected a number from 1 to 65535"):
+            rendezvous.meet(many, 1.0)
 
 
 def test_slurm_nodes_meet_at_the_first_host_on_a_port_of_the_job(monkeypatch):
-    asked = []
-    monkeypatch.setattr(rendezvous, "_at", lambda place, address, port, timeout: asked.append((address, port)))
+    asked: list[tuple[str, int]] = []
+
+    def given(place, address, port, *_):
+        asked.append((address, int(port)))
+        return None, ""
+
+    monkeypatch.setattr(rendezvous, "_given", given)
+    monkeypatch.setattr(rendezvous, "Meeting", lambda *_: None)
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[07-09]")
     for job in ("1.0", "1.0", "1.1"):
         rendezvous.meet(Place("Slurm", 3, 6, 1, 2, 1, job), 1.0)
@@ -206,14 +212,28 @@ def test_slurm_nodes_meet_at_the_first_host_on_a_port_of_the_job(monkeypatch):
 
 def test_a_file_that_a_dead_job_left_is_not_believed(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(
-        rendezvous.hashlib, "sha256", lambda data: type("Digest", (), {"hexdigest": lambda self: "x" * 64})()
-    )
+    monkeypatch.setattr(rendezvous, "_name", lambda *_: "x")
     folder = tmp_path / f"meshflash-{os.getuid()}"
     folder.mkdir()
-    (folder / "x.json").write_text('{"port": 1, "process": "999999.5"}')
+    (folder / "x.json").write_text('{"port": 1, "word": "old"}')
     with pytest.raises(LaunchError, match="rank 1 of 2: rank 0 did not come within"):
         rendezvous.meet(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"meshflash-{os.getuid()}").write_text("a file")
+    with pytest.raises(LaunchError, match=r"ranks of a node meet by a file, and .*: set TMPDIR, or set MASTER_ADDR"):
+        rendezvous.meet(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
+
+
+def test_threads_of_one_core_stay_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "ROOT", tmp_path)
+    for core in range(8):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+    assert cores.share_of(1, [tuple(range(8))] * 2) == (2, 6, 3, 7)
 
 
 def test_the_names_of_sp_aurora(monkeypatch):

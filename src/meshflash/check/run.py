@@ -14,6 +14,7 @@ from meshflash.check.spread import Result, check_moved, run_item, share_rounding
 from meshflash.check.suite import Check
 from meshflash.launch.devices import take_device
 from meshflash.launch.processes import Tell, run_ranks
+from meshflash.launch.world import World
 
 #: Of the accumulator, in the last place: a gradient that is truly 0 is a difference of sums in other orders here.
 UNITS = 16
@@ -51,17 +52,17 @@ def run(checks: Sequence[Check], world: int, listen: Tell | None = None) -> list
     return verdicts
 
 
-def run_here(checks: Sequence[Check], rank: int, world: int, listen: Tell | None = None) -> list[Verdict]:
+def run_here(checks: Sequence[Check], here: World, listen: Tell) -> list[Verdict]:
     """The same as a rank of the default process group; rank 0 has the verdicts."""
-    return _run(rank, world, listen or (lambda text: None), list(checks))
+    return _run(here.rank, here.world_size, listen, list(checks), here.local_rank)
 
 
-def _run(rank: int, world: int, tell: Tell, checks: list[Check]) -> list[Verdict]:
+def _run(rank: int, world: int, tell: Tell, checks: list[Check], local_rank: int | None = None) -> list[Verdict]:
     """One rank's part of each check; rank 0 judges."""
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch, on CPUs without bfloat16
     out = []
     for n, each in enumerate(checks):
-        take_device(each.item.device, rank)
+        take_device(each.item.device, rank if local_rank is None else local_rank)
         try:
             part: Result | str = run_item(rank, dist.group.WORLD, each.item)
         except ValueError as error:

@@ -54,7 +54,7 @@ def command(
     )
     with console.status(f"{len(checks)} checks over {world} ranks") as status:
         listen = lambda text: status.update(f"check {text} over {world} ranks")  # noqa: E731
-        verdicts = run.run_here(checks, here.rank, world, listen) if here else run.run(checks, world, listen)
+        verdicts = run.run_here(checks, here, listen) if here else run.run(checks, world, listen)
     if here:
         shutdown()
         if here.rank:

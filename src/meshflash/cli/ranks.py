@@ -16,9 +16,9 @@ Nproc = Annotated[
 
 def rerun(nproc: int) -> None:
     """Become torchrun with this very command as ranks; nothing to do for one rank, or where a launcher started us."""
-    from meshflash.launch.launchers import SINGLE, detect
+    from meshflash.launch.launchers import detect
 
-    if nproc > 1 and detect().launcher == SINGLE:
+    if nproc > 1 and detect().world_size == 1:
         become(nproc, ["-m", "meshflash", *without_nproc(sys.argv[1:])])
 
 
@@ -30,7 +30,8 @@ def become(nproc: int, program: Sequence[str], prefixed: bool = False) -> None:
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     how = ["--standalone", "--nproc-per-node", str(nproc), *(["--tee", "3"] if prefixed else [])]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *how, *program])
+    how += ["-m", "--", *program[1:]] if program[0] == "-m" else ["--", *program]  # options behind are the program's
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *how])
 
 
 def without_nproc(arguments: Sequence[str]) -> list[str]:

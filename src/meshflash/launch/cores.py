@@ -39,10 +39,23 @@ def share_of(me: int, all_cores: Sequence[tuple[int, ...]], near: Sequence[Seque
     region = tuple(core for core in mine if core in near[me]) if near else ()
     if region:
         alike = [rank for rank in alike if tuple(near[rank]) == tuple(near[me])]
-    region = region or mine
+    region = by_core(region or mine)
     at, ways = alike.index(me), len(alike)
     part = region[len(region) * at // ways : len(region) * (at + 1) // ways]
     return part or (region[at % len(region)],)
+
+
+def by_core(cores: Sequence[int]) -> tuple[int, ...]:
+    """The same, threads of one core beside each other, where the system tells which they are."""
+
+    def siblings(core: int) -> tuple[int, ...]:
+        try:
+            path = ROOT / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+            return parsed(path.read_text())
+        except (OSError, ValueError):
+            return (core,)
+
+    return tuple(sorted(cores, key=lambda core: (min(siblings(core)), core)))
 
 
 def near_device(pci: str) -> tuple[int, ...]:

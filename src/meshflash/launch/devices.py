@@ -45,6 +45,12 @@ def device_of(local_rank: int, kind: str | None = None) -> torch.device:
     return torch.device(kind, local_rank % max(1, count(kind)))
 
 
+def current() -> torch.device:
+    """The device that is current: the process's own choice."""
+    kind = kind_here()
+    return torch.device(CPU) if kind == CPU else torch.device(kind, getattr(torch, kind).current_device())
+
+
 def take_device(kind: str, local_rank: int) -> torch.device:
     """The same, from now on the current one.
 

@@ -90,6 +90,11 @@ def boot() -> str:
         return ""
 
 
+def host_name() -> str:
+    """This host, told from others of the same name."""
+    return f"{socket.gethostname()} {boot()}".strip()
+
+
 def is_loopback(address: str) -> bool:
     """Whether an address leads nowhere but to the host itself."""
     return address == "::1" or address.startswith("127.")

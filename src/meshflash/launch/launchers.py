@@ -72,7 +72,7 @@ LAUNCHERS = (
         ("JSM_NAMESPACE_SIZE",),
         ("JSM_NAMESPACE_LOCAL_RANK",),
         ("JSM_NAMESPACE_LOCAL_SIZE",),
-        job=("JSM_NAMESPACE_ID", "LSB_JOBID"),
+        job=("PMIX_NAMESPACE", "LSB_JOBID"),
     ),
     Launcher(
         "Open MPI",
@@ -91,22 +91,22 @@ LAUNCHERS = (
         job=("MPIRUN_ID",),
     ),
     Launcher(
-        "PALS",
-        ("PALS_RANKID",),
-        ("PMI_SIZE", "PALS_SIZE"),
-        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-        ("PALS_NODEID",),
-        ("PALS_APID",),
-    ),
-    Launcher(
         "Slurm",
         ("SLURM_PROCID",),
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         ("SLURM_LOCALID",),
         node=("SLURM_NODEID",),
-        # a batch script has a SLURM_PROCID too, and is no rank
+        # a batch script has a SLURM_PROCID too, and is no rank; on Crays srun sets PALS_* as well
         marker="SLURM_STEP_NUM_TASKS",
+    ),
+    Launcher(
+        "PALS",
+        ("PALS_RANKID",),
+        ("PALS_SIZE", "PMI_SIZE"),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        ("PALS_NODEID",),
+        ("PALS_APID",),
     ),
     Launcher(
         "MPICH",
@@ -157,9 +157,17 @@ def detect(environment: Environment | None = None) -> Place:
 
 
 def _within_step(given: Environment) -> bool:
-    """Whether an mpiexec that runs within a step of Slurm's started us: its ranks are not those of the step."""
-    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
-    return any(mine in given and given[mine] != given.get(theirs) for mine, theirs in pairs)
+    """Whether another launcher, within a step of Slurm's, started us: its ranks are not those of the step.
+
+    A step of one task, as `srun --pty bash` is, may start what it likes.
+    """
+    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"), ("PMIX_RANK", "SLURM_PROCID"))
+    if any(mine in given and given[mine] != given.get(theirs) for mine, theirs in pairs):
+        return True
+    alone = given.get("SLURM_STEP_NUM_TASKS") == "1"
+    by_hand = "RANK" in given and given.get("WORLD_SIZE", "1") != "1"
+    by_pmix = "PMIX_RANK" in given and not given.get("PMIX_NAMESPACE", "slurm").startswith("slurm")
+    return alone and (by_hand or by_pmix)
 
 
 def _read(launcher: Launcher, given: Environment) -> Place:

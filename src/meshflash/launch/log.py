@@ -11,7 +11,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 def set_up_logging(rank: int) -> None:
     """Lines of this rank begin with its number; ValueError where MESHFLASH_LOG is no level."""
-    text = os.environ.get("MESHFLASH_LOG", "warning").lower()
+    text = (os.environ.get("MESHFLASH_LOG") or "warning").lower()
     if text not in LEVELS:
         raise ValueError(f"MESHFLASH_LOG={text!r}: expected one of {', '.join(LEVELS)}")
     log.setLevel(text.upper())

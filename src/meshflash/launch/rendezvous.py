@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import queue
+import re
+import secrets
 import socket
 import tempfile
 import threading
@@ -26,7 +28,7 @@ from typing import Any
 
 from torch import distributed as _distributed
 
-from meshflash.launch.hosts import hosts_of, is_loopback, reachable_address
+from meshflash.launch.hosts import boot, hosts_of, is_loopback, reachable_address
 from meshflash.launch.launchers import OF_MPI, LaunchError, Place
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -34,6 +36,8 @@ log = logging.getLogger("meshflash")
 
 #: Seconds beyond the timeout after which a rank does not wait for torch to notice it.
 GRACE = 2.0
+#: Seconds that a rank gives a store which a file names, before it reads the file again.
+SHORT = 5.0
 #: What torch takes where nothing else is said.
 PORT = 29500
 #: Ports that jobs of Slurm's choose from by their number: below those that systems hand out by themselves.
@@ -47,47 +51,87 @@ ADVICE = "set MASTER_ADDR to a name or address of rank 0's host that all others 
 
 
 class Meeting:
-    """A store, and where it is."""
+    """A store, and where it is. What was said at an earlier meeting, in a store that is still there, is kept apart."""
 
-    def __init__(self, store: Any, where: str) -> None:
-        self.store, self.where = store, where
+    def __init__(self, store: Any, where: str, number: int = 1) -> None:
+        self.store, self.where = dist.PrefixStore(f"meshflash/{number}", store), where
+
+    def part(self, rank: int, world_size: int) -> None:
+        """Rank 0, which holds the store, leaves last, unless others take long."""
+        try:
+            come = int(self.store.add("bye", 1))
+            deadline = time.monotonic() + GRACE
+            while rank == 0 and come < world_size and time.monotonic() < deadline:
+                time.sleep(0.01)
+                come = int(self.store.add("bye", 0))
+        except RuntimeError:  # it is gone already
+            return
 
 
-def meet(place: Place, timeout: float) -> Meeting:
-    """The store of all ranks; LaunchError, within the timeout, where this one does not find it."""
+def meet(place: Place, timeout: float, number: int = 1) -> Meeting:
+    """The store of all ranks; LaunchError, within the timeout, where this one does not find it.
+
+    `number` says the how manieth meeting of this process it is.
+    """
+    store, where = _found(place, timeout, number)
+    return Meeting(store, where, number)
+
+
+#: A store, and where it is.
+Store = tuple[Any, str]
+
+
+def _found(place: Place, timeout: float, number: int) -> Store:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     limit = timedelta(seconds=timeout)
     if place.launcher == "torchrun":
         where = f"{address}:{port}"
         with _explained(place, where, timeout):
             store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=limit))
-        return Meeting(store, where)
+        return store, where
     if address:
-        return _given(place, address, port, timeout)
+        return _given(place, address, port, timeout, number)
     if place.one_node:
-        return _on_one_node(place, timeout)
-    found = _by_mpi(place, timeout)
+        return _on_one_node(place, timeout, number)
+    found: Store | None = None
+    if place.launcher in OF_MPI:
+        with _explained(place, "MPI", timeout):
+            found = within(timeout + GRACE, partial(_by_mpi, place, timeout), "MPI did not bring all ranks together")
     if found is not None:
         return found
     if place.launcher == "Slurm":
         hosts = hosts_of(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
         if hosts:
-            number = PORTS[zlib.crc32(place.job.encode()) % len(PORTS)]
-            return _given(place, hosts[0], port or str(number), timeout)
+            own = PORTS[zlib.crc32(place.job.encode()) % len(PORTS)]
+            return _given(place, hosts[0], port or str(own), timeout, number)
     raise LaunchError(
         f"rank {place.rank} of {place.world_size}, started by {place.launcher}, does not know where rank 0 is: "
         f"{ADVICE}; or install mpi4py, which tells"
     )
 
 
-def _given(place: Place, address: str, port: str, timeout: float) -> Meeting:
-    if port and not port.isdigit():
-        raise LaunchError(f"MASTER_PORT={port!r}: expected a number")
-    number = int(port or PORT)
-    return _at(place, address, number, timeout)
+def _given(place: Place, address: str, port: str, timeout: float, number: int) -> Store:
+    """The store at an address, once rank 0 has opened it for this meeting."""
+    if port and not (re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) < 2**16):
+        raise LaunchError(f"MASTER_PORT={port!r}: expected a number from 1 to 65535")
+    deadline, key = time.monotonic() + timeout, f"meshflash/open/{number}"
+    while (left := deadline - time.monotonic()) > 0:
+        store, where = _at(place, address, int(port or PORT), left)
+        if place.rank == 0:
+            store.set(key, "1")
+            return store, where
+        try:
+            store.wait([key], timedelta(seconds=min(SHORT, left)))
+            return store, where
+        except RuntimeError:  # the store of an earlier meeting, which is about to close
+            time.sleep(0.1)
+    raise LaunchError(
+        f"rank {place.rank} of {place.world_size}: what answers at {address}:{port or PORT} is not rank 0 of this job; "
+        f"{ADVICE}"
+    )
 
 
-def _at(place: Place, address: str, port: int, timeout: float) -> Meeting:
+def _at(place: Place, address: str, port: int, timeout: float) -> Store:
     where = f"{address}:{port}"
     with _explained(place, where, timeout):
         make = partial(
@@ -99,11 +143,23 @@ def _at(place: Place, address: str, port: int, timeout: float) -> Meeting:
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
         )
-        return Meeting(_within(timeout + GRACE, make), where)
+        try:
+            return within(timeout + GRACE, make, ""), where
+        except TimeoutError:
+            raise RuntimeError(_silence(address, port)) from None
 
 
-def _within(seconds: float, make: Callable[[], Any]) -> Any:
-    """What is made in this time, and else a RuntimeError: torch waits for ever for one who listens and says nothing."""
+def _silence(address: str, port: int) -> str:
+    """Why nothing came of an address."""
+    try:
+        socket.create_connection((address, port), 1.0).close()
+    except OSError as error:
+        return str(error)
+    return "somebody listens there, and does not answer"
+
+
+def within(seconds: float, make: Callable[[], Any], otherwise: str) -> Any:
+    """What is made in this time, and else a TimeoutError that says so: torch and MPI may wait for ever."""
     made: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def work() -> None:
@@ -116,7 +172,7 @@ def _within(seconds: float, make: Callable[[], Any]) -> Any:
     try:
         found, error = made.get(timeout=seconds)
     except queue.Empty:
-        raise RuntimeError("somebody listens there, and does not answer") from None
+        raise TimeoutError(otherwise) from None
     if error is not None:
         raise error
     return found
@@ -132,7 +188,7 @@ class _explained:  # noqa: N801 - a context manager, named as it reads
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, LaunchError):
+        if not isinstance(error, RuntimeError | TimeoutError) or isinstance(error, LaunchError):
             return
         reason = str(error).strip().splitlines()[0]
         what = "cannot hold the store" if self.place.rank == 0 else f"found no rank 0 within {self.timeout:g} s"
@@ -141,7 +197,7 @@ class _explained:  # noqa: N801 - a context manager, named as it reads
         ) from error
 
 
-def _on_one_node(place: Place, timeout: float) -> Meeting:
+def _on_one_node(place: Place, timeout: float, number: int) -> Store:
     """Rank 0 takes a free port and writes it where the others, who know the name of the job, look for it."""
     job = place.job or starter()
     if not job:
@@ -149,50 +205,59 @@ def _on_one_node(place: Place, timeout: float) -> Meeting:
             f"rank {place.rank} of {place.world_size}, started by {place.launcher}, cannot tell its job from others on "
             f"this machine: set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, the same for all ranks"
         )
-    folder = Path(tempfile.gettempdir()) / f"meshflash-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    file = folder / f"{_name(place, job)}.json"
-    if place.rank == 0:
-        meeting = _at(place, "127.0.0.1", 0, timeout)
-        port = meeting.store.port
-        written = file.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps({"port": port, "process": _process(os.getpid())}))
-        written.replace(file)
-        try:
-            _come(meeting.store, place, timeout)
-        finally:
-            file.unlink(missing_ok=True)
-        return Meeting(meeting.store, f"127.0.0.1:{port}")
+    try:
+        folder = Path(tempfile.gettempdir()) / f"meshflash-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        file = folder / f"{_name(place, job, number)}.json"
+        return _hold(place, file, timeout) if place.rank == 0 else _look(place, file, timeout)
+    except OSError as error:
+        raise LaunchError(f"ranks of a node meet by a file, and {error}: set TMPDIR, or {ADVICE}") from error
+
+
+def _hold(place: Place, file: Path, timeout: float) -> Store:
+    """Hold the store, and tell in a file where; a word in both tells it from what a dead job left."""
+    store, _ = _at(place, "127.0.0.1", 0, timeout)
+    word = secrets.token_hex(16)
+    store.set("meshflash/word", word)
+    written = file.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps({"port": store.port, "word": word}))
+    written.replace(file)
+    try:
+        deadline = time.monotonic() + timeout
+        while (come := int(store.add("meshflash/come", 0))) < place.world_size - 1:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"only {come + 1} of {place.world_size} ranks came within {timeout:g} s; look at the others' output"
+                )
+            time.sleep(0.01)
+    finally:
+        file.unlink(missing_ok=True)
+    return store, f"127.0.0.1:{store.port}"
+
+
+def _look(place: Place, file: Path, timeout: float) -> Store:
+    """Look for the file until it names a store that knows its word."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
             said = json.loads(file.read_text())
-        except (OSError, ValueError):
-            said = None
-        if said is not None and _process(int(said["process"].split(".")[0])) == said["process"]:
-            meeting = _at(place, "127.0.0.1", said["port"], timeout)
-            meeting.store.add("meshflash/come", 1)
-            return meeting
+            socket.create_connection(("127.0.0.1", said["port"]), 1.0).close()
+            store, where = _at(place, "127.0.0.1", said["port"], max(0.1, min(SHORT, deadline - time.monotonic())))
+            if bytes(store.get("meshflash/word")).decode() == said["word"]:
+                store.set_timeout(timedelta(seconds=timeout))
+                store.add("meshflash/come", 1)
+                return store, where
+        except (OSError, ValueError, RuntimeError) as error:  # not there yet, or of a job that is dead
+            log.debug("%s: %s", file, error)
         time.sleep(0.02)
     raise LaunchError(
-        f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s; it wrote no {file}. "
-        f"Look at its output first; or {ADVICE}"
+        f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s, by {file}. Look at its "
+        f"output first; or {ADVICE}"
     )
 
 
-def _name(place: Place, job: str) -> str:
-    return hashlib.sha256(f"{place.launcher} {job} {place.world_size}".encode()).hexdigest()[:24]
-
-
-def _come(store: Any, place: Place, timeout: float) -> None:
-    """Wait until all others have found the store, so that nobody looks for the file any more."""
-    deadline = time.monotonic() + timeout
-    while (come := int(store.add("meshflash/come", 0))) < place.world_size - 1:
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"only {come + 1} of {place.world_size} ranks came within {timeout:g} s; look at what the others wrote"
-            )
-        time.sleep(0.01)
+def _name(place: Place, job: str, number: int) -> str:
+    return hashlib.sha256(f"{place.launcher} {job} {place.world_size} {number}".encode()).hexdigest()[:24]
 
 
 def starter() -> str:
@@ -210,42 +275,32 @@ def starter() -> str:
     return ""
 
 
-def _process(pid: int) -> str:
-    """A process by its number and when it began, for numbers come again."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return f"{pid}.gone" if Path("/proc/self/stat").exists() else f"{pid}."
-    return f"{pid}.{text[text.rindex(')') + 2 :].split()[19]}"
-
-
-def _by_mpi(place: Place, timeout: float) -> Meeting | None:
+def _by_mpi(place: Place, timeout: float) -> Store | None:
     """By mpi4py, where it is there and sees the same ranks."""
     comm = _communicator(place)
     if comm is None:
         return None
-    hosts = comm.allgather(socket.gethostname())
+    said = comm.allgather((socket.gethostname(), boot()))
+    hosts = [name for name, _ in said]
     store = address = None
     problem = ""
     if place.rank == 0:
         try:
-            others = [host for host in hosts if host != hosts[0]]
+            others = [name for n, name in enumerate(hosts) if said[n] != said[0]]
             address = reachable_address(others[0]) if others else "127.0.0.1"
             if others and is_loopback(address):
                 raise ValueError(f"this host reaches {others[0]!r} by {address} only")
-            store = _at(place, address, 0, timeout).store
+            store, _ = _at(place, address, 0, timeout)
         except (ValueError, LaunchError) as error:
             problem = str(error)
     address, port, problem = comm.bcast((address, store.port if store else 0, problem))
     if problem:
         raise LaunchError(f"rank 0 has no address for the others: {problem}; {ADVICE}")
     where = f"{address}:{port}"
-    return Meeting(store, where) if store else _at(place, address, port, timeout)
+    return (store, where) if store else _at(place, address, port, timeout)
 
 
 def _communicator(place: Place) -> Any:
-    if place.launcher not in OF_MPI:
-        return None
     if place.launcher == "Slurm" and not any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK")):
         return None  # MPI would start alone, in each rank
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,10 +16,10 @@ from torch import distributed as _distributed
 
 from meshflash.launch import cores, devices
 from meshflash.launch.devices import Said
-from meshflash.launch.hosts import boot, interface_of, is_loopback, reachable_address
+from meshflash.launch.hosts import host_name, interface_of, is_loopback, reachable_address
 from meshflash.launch.launchers import LaunchError, Place, detect
 from meshflash.launch.log import log, set_up_logging
-from meshflash.launch.rendezvous import Meeting, meet
+from meshflash.launch.rendezvous import GRACE, Meeting, meet, within
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -49,6 +50,11 @@ class World:
 
 
 _world: World | None = None
+_meeting: Meeting | None = None
+#: How often this process has met others: what they say is kept apart, for a store may outlive a group.
+_meetings = 0
+#: Environment variables that were set here.
+_set: list[str] = []
 #: What else is to be freed before a process group ends.
 on_end: list[Callable[[], None]] = []
 
@@ -56,8 +62,9 @@ on_end: list[Callable[[], None]] = []
 def begin(backend: str | None = None, timeout: float = TIMEOUT) -> World:
     """Find the other ranks, choose device and backend, and make the default process group."""
     global _world
-    if _world is not None and (not _world.own or _world.world_size == 1 or dist.is_initialized()):
-        if backend and backend != _world.backend:
+    if _world is not None and ((_world.own and _world.world_size == 1) or dist.is_initialized()):
+        parts = re.split("[:,]", _world.backend or "")
+        if backend and _world.backend and backend != _world.backend and backend not in parts:
             raise ValueError(f"backend={backend!r}: this rank has been initialised with {_world.backend!r} before")
         return _world
     if not 0 < timeout < float("inf"):
@@ -74,7 +81,7 @@ def begin(backend: str | None = None, timeout: float = TIMEOUT) -> World:
     log.debug(
         "rank %d of %d, started by %s: local rank %d of %d on node %d, %s, backend %s, master %s",
         *(_world.rank, _world.world_size, _world.launcher, _world.local_rank, _world.local_world_size, _world.node),
-        *(_world.device, _world.backend, os.environ.get("MASTER_ADDR", "none")),
+        *(_world.device, _world.backend, _meeting.where if _meeting else "none"),
     )
     return _world
 
@@ -86,25 +93,35 @@ def current() -> World | None:
 
 def end() -> None:
     """Free what is kept, and end the process group that `begin` made."""
-    global _world
+    global _world, _meeting
     for free in on_end:
         free()
     if _world is not None and _world.own and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    _world = None
+        if _meeting is not None:
+            _meeting.part(_world.rank, _world.world_size)
+    for name in _set:
+        os.environ.pop(name, None)
+    _set.clear()
+    _world = _meeting = None
 
 
 def _adopted(place: Place) -> World:
-    """A process group that was there before: its ranks are those of the job."""
+    """A process group that was there before: its ranks are those of the job, and the device is the current one."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    local = place.local_rank if place.world_size == size else int(os.environ.get("LOCAL_RANK", rank))
-    device = devices.take_device(devices.kind_here(), local)
-    local_size = (place.local_world_size or size) if place.world_size == size else size
-    return World(rank, size, local, local_size, place.node or 0, device, place.launcher, dist.get_backend(), own=False)
+    hosts: list[Any] = [None] * size
+    dist.all_gather_object(hosts, host_name())
+    mine = [n for n, host in enumerate(hosts) if host == hosts[rank]]
+    node = list(dict.fromkeys(hosts)).index(hosts[rank])
+    local = place.local_rank if place.world_size == size else mine.index(rank)
+    device, backend = devices.current(), str(dist.get_backend())
+    return World(rank, size, local, len(mine), node, device, place.launcher, backend, own=False)
 
 
 def _joined(place: Place, backend: str | None, timeout: float) -> World:
-    meeting = meet(place, timeout)
+    global _meeting, _meetings
+    _meetings += 1
+    _meeting = meeting = meet(place, timeout, _meetings)
     device = devices.take_device(devices.kind_here(), place.local_rank)
     said = _told(place, device, meeting, timeout)
     try:
@@ -117,16 +134,25 @@ def _joined(place: Place, backend: str | None, timeout: float) -> World:
     nodes = list(dict.fromkeys(one.host for one in said))
     cores.take(cores.share_of(mine.index(place.rank), [said[n].cores for n in mine], [said[n].near for n in mine]))
     _name_interface(meeting)
-    dist.init_process_group(
-        chosen,
-        store=dist.PrefixStore("meshflash/group", meeting.store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-    address, _, port = meeting.where.rpartition(":")
-    os.environ.setdefault("MASTER_ADDR", address)  # for what else a job starts
-    os.environ.setdefault("MASTER_PORT", port)
+
+    def group() -> None:
+        devices.take_device(device.type, place.local_rank)  # for it is a matter of each thread
+        dist.init_process_group(
+            chosen,
+            store=dist.PrefixStore("group", meeting.store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+
+    try:
+        within(timeout + GRACE, group, "ranks found the store, and do not reach each other")
+    except (RuntimeError, TimeoutError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} made no group of {chosen} within {timeout:g} s ({reason}); "
+            "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME, to an interface by which hosts reach each other"
+        ) from error
     node = nodes.index(said[place.rank].host) if place.node is None else place.node
     local_size = place.local_world_size or len(mine)
     return World(place.rank, place.world_size, place.local_rank, local_size, node, device, place.launcher, chosen)
@@ -138,9 +164,8 @@ def _told(place: Place, device: torch.device, meeting: Meeting, timeout: float) 
     has = tuple(name for name in backends if devices.available(name))
     pci = devices.pci_of(device)
     near = cores.near_device(pci) if pci else cores.near_rank(place.local_rank, place.local_world_size or 0)
-    host = f"{socket.gethostname()} {boot()}".strip()
-    mine = Said(host, device.type, devices.name_of(device), has, cores.cores_here(), near)
-    names = [f"meshflash/said/{rank}" for rank in range(place.world_size)]
+    mine = Said(host_name(), device.type, devices.name_of(device), has, cores.cores_here(), near)
+    names = [f"said/{rank}" for rank in range(place.world_size)]
     meeting.store.set(names[place.rank], json.dumps(asdict(mine)))
     try:
         meeting.store.wait(names, timedelta(seconds=timeout))
@@ -178,3 +203,4 @@ def _name_interface(meeting: Meeting) -> None:
         return
     if name:
         os.environ["GLOO_SOCKET_IFNAME"] = name
+        _set.append("GLOO_SOCKET_IFNAME")
