@@ -169,3 +169,36 @@ def by_transport(rank, world, group):
 
 def test_a_transport_may_be_asked_for(pool):
     pool.run(2, by_transport)
+
+
+def one_wants_the_lse(rank, world, group):
+    """Where the LSE is at home anyway, ranks may differ in whether they ask for it, from one call to the next, too."""
+    q, k, v = (cut(x, Layout.contiguous(25, world), rank) for x in qkv())
+    layout = Layout.contiguous(25, world)
+    outs = [attention(q, k, v, layout=layout, schedule="ring", return_lse=n == rank) for n in range(3)]
+    lses = [made[1] for made in outs if isinstance(made, tuple)]
+    assert len(lses) == 1
+    _, want = flash_attention(*qkv(), return_lse=True)
+    assert_close(lses, [cut(want, layout, rank, 2)])
+
+
+def test_ranks_may_differ_in_asking_for_the_lse(pool):
+    pool.run(3, one_wants_the_lse)
+
+
+def unasked(rank, world, group):
+    """Results that went home without their LSE have the same gradients."""
+    whole, layout = qkv(tokens=23), Layout.zigzag(23, world)
+    for schedule in ("ulysses", "ulysses(rounds=2)", "hybrid(inner=2)" if world == 4 else "hybrid"):
+        grads = []
+        for return_lse in (False, True):
+            local = leaves(*(cut(x, layout, rank) for x in whole))
+            made = attention(*local, layout=layout, schedule=schedule, mask=CAUSAL, return_lse=return_lse)
+            out = made[0] if return_lse else made
+            grads.append(torch.autograd.grad(out.square().sum(), local))
+        assert_close(*grads)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_lse_that_nobody_asked_for_is_not_missed(pool, world):
+    pool.run(world, unasked)
