@@ -158,11 +158,12 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
     table.add_column("schedule")
     simulated = any(row["simulated_ms"] is not None for row in rows)
     waits = ("waits", "said") if simulated else ("waits",)
-    for name in ("ms", "1/s", "TF/s", "eff.", *waits, "MB in", "error", "MiB"):
+    shared = cell["device"] == "cpu"  # ranks share its cores: none has a part of the hardware
+    speeds = ("x one",) if shared else ("TF/s", "eff.")
+    for name in ("ms", "1/s", *speeds, *waits, "MB in", "error", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.caption = (
-        "eff.: speed against one rank, for each part of the hardware; waits: ms of the rank that waits longest"
-    )
+    words = "x one: speed against one rank" if shared else "eff.: speed against one rank, for each part of the hardware"
+    table.caption = f"{words}; waits: ms of the rank that waits longest"
     table.caption += "; said: by a simulation of the same programs" if simulated else ""
     table.caption_justify = "left"
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
@@ -172,8 +173,7 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
                 row["schedule"],
                 _short(row["ms"]),
                 f"{row['per_second']:.3g}",
-                f"{row['tflops']:.3g}",
-                f"{row['efficiency']:.3f}",
+                *([f"{row['speedup']:.2f}"] if shared else [f"{row['tflops']:.3g}", f"{row['efficiency']:.3f}"]),
                 *([""] * len(waits) if row["world"] == 1 else _waited(row)[: len(waits)]),
                 "" if row["world"] == 1 else f"{row['received_mean'] / 1e6:.1f}",
                 "" if row["world"] == 1 else f"{row['error']:.0e}",
