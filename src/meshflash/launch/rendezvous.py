@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import queue
 import re
@@ -30,9 +29,9 @@ from torch import distributed as _distributed
 
 from meshflash.launch.hosts import boot, hosts_of, is_loopback, reachable_address
 from meshflash.launch.launchers import OF_MPI, LaunchError, Place
+from meshflash.launch.log import log
 
 dist: Any = _distributed  # torch does not declare all that it exports here
-log = logging.getLogger("meshflash")
 
 #: Seconds beyond the timeout after which a rank does not wait for torch to notice it.
 GRACE = 2.0
@@ -42,7 +41,7 @@ SHORT = 5.0
 PORT = 29500
 #: Ports that jobs of Slurm's choose from by their number: below those that systems hand out by themselves.
 PORTS = range(15000, 30000)
-#: Programs that start ranks; each rank of a job on a node descends from the same one.
+#: Programs that start ranks, in the 15 letters that the system keeps; all ranks of a job on a node descend from one.
 STARTERS = (
     *("mpiexec", "mpirun", "mpiexec.hydra", "hydra_pmi_proxy", "pmi_proxy", "prterun", "prted", "orterun", "orted"),
     *("mpispawn", "slurmstepd", "palsd", "jsmd"),
@@ -269,7 +268,7 @@ def starter() -> str:
         except OSError:
             return ""
         name, rest = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
-        if name in STARTERS or f"{name} ".startswith(tuple(f"{one[:15]} " for one in STARTERS)):
+        if name in STARTERS:
             return f"{pid}.{rest[19]}"
         pid = int(rest[1])
     return ""

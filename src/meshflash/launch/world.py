@@ -86,11 +86,6 @@ def begin(backend: str | None = None, timeout: float = TIMEOUT) -> World:
     return _world
 
 
-def current() -> World | None:
-    """What `begin` made, while it lasts."""
-    return _world
-
-
 def end() -> None:
     """Free what is kept, and end the process group that `begin` made."""
     global _world, _meeting
