@@ -1,16 +1,19 @@
 """Attention over ranks on one machine: each schedule beside the others, beside one rank, and beside plain torch.
 
-All of them do the same total work in turns, in the same processes; each is checked before it is timed. Ranks may share
-a GPU: under MPS each has its part of it, and the one rank beside them, in a process of its own, has all of it.
+All of them do the same total work in turns, so that a device that grows hot is hot for all; each is checked before it
+is timed. Ranks may share a GPU: under MPS each has its part of it, and the one rank beside them, in a process of its
+own, has all of it.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,12 @@ from meshflash.bench.check import relative_error
 from meshflash.bench.exposed import Exposed, exposed
 from meshflash.bench.peers import peer_bytes
 from meshflash.bench.timing import synchronize, watched
+from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
 from meshflash.launch.devices import take_device
-from meshflash.launch.mps import mps, variables
+from meshflash.launch.mps import mps
 from meshflash.launch.processes import Tell, run_ranks
 from meshflash.schedules.registry import home, parse
 from meshflash.sharding import shard
@@ -44,6 +48,10 @@ ONE = "one rank"
 BEST = "one rank, best kernel"
 PLAIN = "torch all-gather"
 PASSES = ("forward", "forward+backward")
+#: A sample on a device is so many milliseconds of calls at least, and so many calls: what a rank does between two of
+#: them, and that ranks do not begin at the same moment, is part of a call but is there once in each.
+SAMPLE_MS = 200.0
+LEAST_CALLS = 2
 
 
 @dataclass(frozen=True)
@@ -102,68 +110,65 @@ def run(case: Case, schedules: tuple[str, ...], setup: Setup, listen: Tell | Non
             parse(schedule)
     if PLAIN in schedules and not on_cpu(case.device):
         raise ValueError(f"{PLAIN!r} is measured on CPUs only: its matrix of the mask would not fit a GPU")
-    more: dict[str, Any] = dict(threads=setup.threads, timeout=3600.0, listen=listen)
+    one = not on_cpu(case.device)  # a process more, which has the whole device while the ranks wait
     with mps() if setup.mps else nullcontext():
-        alone = None
-        if not on_cpu(case.device):  # with the whole device, in a process of its own
-            alone = run_ranks(1, _measure, case, (), setup, None, **more)[0]
-            if setup.kernel != "auto":
-                best = run_ranks(1, _measure, case, (), replace(setup, kernel="auto"), None, **more)[0]
-                alone += [replace(row, schedule=BEST) for row in best]
-        share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // setup.world)} if setup.mps else {}
-        with variables(**share):
-            rows: list[Row] = run_ranks(setup.world, _measure, case, schedules, setup, alone, **more)[0]
+        rows: list[Row] = run_ranks(
+            setup.world + one, _measure, case, schedules, setup, threads=setup.threads, timeout=3600.0, listen=listen
+        )[0]
     return rows
 
 
-def _measure(
-    rank: int, world: int, tell: Tell, case: Case, schedules: tuple[str, ...], setup: Setup, alone: list[Row] | None
-) -> list[Row]:
-    """One rank's part; the rows are rank 0's. Those of one rank alone may be known already."""
+def _measure(rank: int, processes: int, tell: Tell, case: Case, schedules: tuple[str, ...], setup: Setup) -> list[Row]:
+    """One process's part; the rows are rank 0's."""
+    world = setup.world
     say = tell if rank == 0 else lambda _: None
+    group = dist.new_group(range(world)) if processes > world else dist.group.WORLD
+    if setup.mps and rank < world:  # read when the process first uses the device
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // world)
     device = take_device(case.device, rank)
+    one = (ONE, *((BEST,) if processes > world and setup.kernel != "auto" else ()))
+    names = (*one, *schedules)
+    # which of them run here: on a device the ranks' schedules, or in the process more one rank; on a CPU both
+    here = names if processes == world else one if rank == world else schedules
+    here = tuple(name for name in here if name not in one or rank in (0, world))
     q, k, v, dout = case.tensors()
     whole, mask = (q.detach(), k.detach(), v.detach(), dout), case.rule
-    calls = {name: _Candidate(name, case, mask, whole, world, setup) for name in (ONE, *schedules)}
-    seen: dict[str, _Seen] = {}
-    errors: dict[str, tuple[float, float]] = {ONE: (0.0, 0.0)}
+    calls = {name: _Candidate(name, case, mask, whole, group, setup) for name in dict.fromkeys((ONE, *here))}
+    errors: dict[str, tuple[float, float]] = dict.fromkeys(one, (0.0, 0.0))
     tiny = torch.zeros(1, 1, 1, 8, requires_grad=True, device=device)
     # the first use of the op, of its backward and of the profiler takes seconds
     watched(lambda: flash_attention(tiny, tiny, tiny).sum().backward(), device)
-    for name, call in calls.items():
+    say(f"checking {ONE}")
+    seen = {ONE: _alone(calls[ONE], rank, device)}
+    for name in names[1:]:
         say(f"checking {name}")
-        if name == ONE:
-            seen[name] = _alone(call, rank, device)
-            continue
-        seen[name] = call.watch(device)
-        assert call.layout is not None
-        errors[name] = _errors(seen[name].results, [shard(x, call.layout) for x in seen[ONE].results], case)
+        seen[name] = calls[name].watch(device) if name in here else _Seen([], (0.0, 0.0), (0, 0), (0, 0))
+        if name in schedules:
+            layout = calls[name].layout if name in here else None
+            wanted = [shard(x, layout, group) for x in seen[ONE].results] if layout else []
+            errors[name] = _errors(seen[name].results, wanted, case)
         seen[name].results.clear()
     times: dict[tuple[str, str], list[float]] = {}
-    timed = {name: call for name, call in calls.items() if alone is None or name != ONE}
     for n in range(setup.rounds):
         say(f"round {n + 1} of {setup.rounds}")
         for direction in setup.passes:
-            for name, call in timed.items():
-                milliseconds = _time(call, direction, alone=name == ONE, rank=rank, device=device)
+            for name in names:
+                milliseconds = _time(calls[name] if name in here else None, direction, device)
                 times.setdefault((name, direction), []).append(milliseconds)
     if setup.profile:
         say("profiling")
         Path(setup.profile).mkdir(parents=True, exist_ok=True)
-        for name, call in timed.items():
-            if name != ONE:
-                call.profile(Path(setup.profile), rank)
+        for name in here:
+            if name in schedules:
+                calls[name].profile(Path(setup.profile), rank)
     rows = []
     for n, direction in enumerate(setup.passes):
-        ms = {name: statistics.median(times.get((name, direction), [_most(seen[name].ms[n])])) for name in timed}
-        if alone is not None:
-            ms[ONE] = next(row.ms for row in alone if row.direction == direction and row.schedule == ONE)
-            rows += [row for row in alone if row.direction == direction]
-        for name in timed:
+        ms = {name: statistics.median(times.get((name, direction), [_most(seen[name].ms[n])])) for name in names}
+        for name in names:
             received, peak = (_most(x[n]) for x in (seen[name].received, seen[name].peaks))
             speedup, waited = ms[ONE] / ms[name], seen[name].exposed[n]
             flops = case.flops("forward") + (case.flops("backward") if n else 0.0)
-            ranks = 1 if name == ONE else world
+            ranks = 1 if name in one else world
             devices = 1 if setup.mps else ranks
             rows.append(
                 Row(
@@ -178,11 +183,11 @@ def _measure(
                     tflops=flops / ms[name] / 1e9 / devices,
                     exposed_ms=waited.measured,
                     simulated_ms=waited.simulated,
-                    transport=calls[name].moved_by,
-                    kernel=setup.kernel,
+                    transport=calls[name].moved_by if name in here else "",
+                    kernel="auto" if name == BEST else setup.kernel,
                     received_bytes=int(received),
                     received_mean=_sum(seen[name].received[n]) / world,
-                    peer_bytes=None if name in (ONE, PLAIN) else peer_bytes(name, case, world, direction),
+                    peer_bytes=None if name in (*one, PLAIN) else peer_bytes(name, case, world, direction),
                     peak_bytes=int(peak),
                     error=errors[name][n],
                 )
@@ -208,18 +213,17 @@ class _Seen:
 class _Candidate:
     """One way to attend, on this rank's tokens."""
 
-    def __init__(self, name: str, case: Case, mask: Mask, whole: Tensors, world: int, setup: Setup) -> None:
-        self.name, self.case, self.world, self.setup = name, case, world, setup
-        if name == ONE:
-            self.layout = None
-            self.local = whole
-        else:
-            self.layout = home("ring" if name == PLAIN else name)(case.tokens, world)
-            self.local = tuple(shard(x, self.layout).contiguous() for x in whole)  # type: ignore[assignment]
+    def __init__(self, name: str, case: Case, mask: Mask, whole: Tensors, group: Any, setup: Setup) -> None:
+        self.name, self.case, self.group, self.setup = name, case, group, setup
+        self.layout: Layout | None = None
+        self.local = whole
+        if name not in (ONE, BEST):
+            self.layout = home("ring" if name == PLAIN else name)(case.tokens, setup.world)
+            self.local = tuple(shard(x, self.layout, group).contiguous() for x in whole)  # type: ignore[assignment]
         self.leaves = [x.requires_grad_() for x in self.local[:3]]
         self.transport: Transport | None = None
-        if name not in (ONE, PLAIN):
-            self.transport = member(dist.group.WORLD.group_name).transport(whole[0].device, setup.transport)
+        if name not in (ONE, BEST, PLAIN):
+            self.transport = member(group.group_name).transport(whole[0].device, setup.transport)
         self._attention = self._function(mask)
 
     @property
@@ -237,8 +241,8 @@ class _Candidate:
     def watch(self, device: torch.device) -> _Seen:
         """Run both passes once, looking at results, bytes and memory, and once more at what was waited for."""
         pool(device).clear()  # scratch that another schedule left would not be seen
-        if self.name != ONE:
-            dist.barrier()
+        if self.layout is not None:
+            dist.barrier(self.group)
         counters = self.transport.counters if self.transport else None
         if counters is not None:
             counters.clear()
@@ -250,7 +254,7 @@ class _Candidate:
         ms.append((time.perf_counter() - begin) * 1e3)
         received.append(counters.received_bytes if counters else 0)
         if self.name == PLAIN:  # K and V gathered, and their gradients summed and scattered
-            gathered = (self.world - 1) * sum(x.nbytes for x in self.local[1:3])
+            gathered = (self.setup.world - 1) * sum(x.nbytes for x in self.local[1:3])
             received = [gathered, 2 * gathered]
         both = max(forward.peak_bytes, forward.held_bytes + backward.peak_bytes)
         heap = self.transport.held_bytes if self.transport else 0
@@ -265,10 +269,10 @@ class _Candidate:
     def _exposed(self, device: torch.device) -> tuple[Exposed, Exposed]:
         """What is waited for in a forward, and in both passes."""
         assert self.transport is not None
-        forward = exposed(self.forward, device, self.transport)
+        forward = exposed(self.forward, device, self.transport, self.group)
         out = self.forward()
         again = partial(torch.autograd.grad, out, self.leaves, self.local[3], retain_graph=True)
-        return forward, forward + exposed(again, device, self.transport)
+        return forward, forward + exposed(again, device, self.transport, self.group)
 
     def profile(self, folder: Path, rank: int) -> None:
         """Write a trace of one run by torch's profiler, for a trace viewer."""
@@ -277,12 +281,14 @@ class _Candidate:
         profile.export_chrome_trace(str(folder / f"{re.sub('[^a-z0-9]+', '-', self.name).strip('-')}-{rank}.json"))
 
     def _function(self, mask: Mask) -> Attention:
-        if self.name == ONE:
-            return partial(flash_attention, mask=mask, kernel=self.setup.kernel, deterministic=self.case.deterministic)
+        if self.name in (ONE, BEST):
+            kernel = "auto" if self.name == BEST else self.setup.kernel
+            return partial(flash_attention, mask=mask, kernel=kernel, deterministic=self.case.deterministic)
         if self.name == PLAIN:
             return self._plain(mask)
         return partial(
             attention,
+            mesh=self.group,
             mask=mask,
             schedule=self.name,
             layout=self.layout,
@@ -300,7 +306,7 @@ class _Candidate:
         all_gather = getattr(collectives, "all_gather_single_autograd", None) or getattr(collectives, old)
         assert self.layout is not None
         mine = self.layout.positions(dist.get_rank())
-        others = np.concatenate([self.layout.positions(rank) for rank in range(self.world)])
+        others = np.concatenate([self.layout.positions(rank) for rank in range(self.setup.world)])
         matrix = torch.from_numpy(mask.visible(mine[:, None], others[None, :]))
 
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -323,23 +329,31 @@ def _alone(call: _Candidate, rank: int, device: torch.device) -> _Seen:
     return seen
 
 
-def _time(call: _Candidate, direction: str, alone: bool, rank: int, device: torch.device) -> float:
-    """Milliseconds until the last rank is done; alone, of rank 0 while the others wait."""
-    function = call.forward if direction == "forward" else call.both
+def _time(call: _Candidate | None, direction: str, device: torch.device) -> float:
+    """Milliseconds of a call until the last rank is done; processes without one wait meanwhile."""
+    milliseconds = _sample(call, direction, device, 1)
+    if on_cpu(device.type):
+        return milliseconds
+    calls = max(LEAST_CALLS, math.ceil(SAMPLE_MS / milliseconds))  # all ranks have the same number
+    return _sample(call, direction, device, calls) / calls
+
+
+def _sample(call: _Candidate | None, direction: str, device: torch.device, calls: int) -> float:
     synchronize(device)
     dist.barrier()
     begin = time.perf_counter()
-    if not alone or rank == 0:
-        function()
+    if call is not None:
+        function = call.forward if direction == "forward" else call.both
+        for _ in range(calls):
+            function()
         synchronize(device)
-    elapsed = torch.tensor([(time.perf_counter() - begin) * 1e3])
-    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-    return float(elapsed)
+    return _most((time.perf_counter() - begin) * 1e3)
 
 
 def _errors(got: list[Tensor], want: list[Tensor], case: Case) -> tuple[float, float]:
     """The relative error of the output, and the largest of output and gradients, against one rank: the worst rank's."""
-    each = [_most(relative_error(a, b) if b.numel() else 0.0) for a, b in zip(got, want, strict=True)]
+    own = [relative_error(a, b) if b.numel() else 0.0 for a, b in zip(got, want, strict=True)]
+    each = [_most(error) for error in own or (0.0,) * 4]  # where nothing was computed: output, dQ, dK, dV
     if not max(each) <= case.worst_error:
         raise RuntimeError(
             f"relative error {max(each):.1e} against one rank, where {case.dtype} allows {case.worst_error:.0e}"

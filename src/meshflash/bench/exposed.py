@@ -38,28 +38,28 @@ class Exposed:
         )
 
 
-def exposed(function: Callable[[], Any], device: torch.device, transport: Transport) -> Exposed:
-    """What one call, on all ranks at once, waits for. All ranks get the same."""
-    found = [_once(function, device, transport) for _ in range(RUNS)]
+def exposed(function: Callable[[], Any], device: torch.device, transport: Transport, group: Any) -> Exposed:
+    """What one call, on all ranks of a group at once, waits for. All of them get the same."""
+    found = [_once(function, device, transport, group) for _ in range(RUNS)]
     simulated = [one.simulated for one in found if one.simulated is not None]
     measured = statistics.median(one.measured for one in found)
     return Exposed(measured, statistics.median(simulated) if simulated else None)
 
 
-def _once(function: Callable[[], Any], device: torch.device, transport: Transport) -> Exposed:
+def _once(function: Callable[[], Any], device: torch.device, transport: Transport, group: Any) -> Exposed:
     synchronize(device)
-    dist.barrier()
+    dist.barrier(group)
     with recording() as trace:
         function()
     synchronize(device)
     waited = trace.seconds("other")
     own = [(record.program, record.seconds()) for record in trace.records]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (waited, own))
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (waited, own), group)
     measured = max(waits for waits, _ in gathered)
     if not isinstance(transport, Throttled):
         return Exposed(measured * 1e3)
-    last = member(dist.group.WORLD.group_name).last
+    last = member(group.group_name).last
     rates = Rates(1.0, transport.bytes_per_second, transport.latency)  # no pair is asked for: steps took what they took
     simulated = 0.0
     for calls in zip(*(calls for _, calls in gathered), strict=True):

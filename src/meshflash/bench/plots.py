@@ -77,7 +77,8 @@ def _bars(
 
 def _finish(figure: Any, axis: Any, names: int, title: str, path: Path) -> None:
     """One legend for all panels, the title, and the file."""
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=names, frameon=False)
+    columns = min(names, 5)  # more would not fit the width
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
