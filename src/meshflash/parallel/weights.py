@@ -1,0 +1,197 @@
+"""How a model lies on a mesh: weights kept by every rank, or spread over them; heads and hidden units divided.
+
+All of it is torch's own: DistributedDataParallel, `fully_shard`, tensor-parallel styles. What is here composes them in
+the order that they need, over the right ranks: gradients are summed over the data axes and the context axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from meshflash.parallel.context import ContextParallel
+from meshflash.parallel.mesh import check_mesh, fold, size, summed
+from meshflash.parallel.recompute import recompute as recompute_blocks
+
+#: How weights are spread: what "full" keeps after a forward it would gather again for the backward.
+MODES = ("full", "grad_op", "hybrid")
+
+#: Replicas by the same code: shards over one rank. Where heads are divided DDP cannot sum their gradients.
+REPLICATED = "replicated"
+
+Wrap = str | Callable[[nn.Module], bool]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mode: str | None = None,
+    wrap: Wrap = "blocks",
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    schedule: str | None = None,
+    recompute: str | None = None,
+    bucket_mb: float = 25.0,
+) -> nn.Module:
+    """Lay a model on a mesh: tensor parallel, context parallel, recomputation, and replicas or shards of the weights.
+
+    Every rank has the same model, or the same one on the meta device. The result is called like the model, with this
+    rank's samples and tokens.
+
+    Args:
+        model: with a method `tensor_plan(tp)`, as those of `meshflash.models`, where `tp` is more than 1, and with
+            `MeshAttention` in it where `cp` is.
+        mesh: of `init_mesh`.
+        mode: how weights are spread, see `shard`. By default "hybrid" where the mesh has both dp and fsdp, "full"
+            where it has fsdp alone, and none, which is `replicate`, where it has neither.
+        wrap: which modules are gathered one at a time, see `shard`.
+        compute_dtype: what weights are computed with; masters, gradients and optimizer keep their own.
+        reduce_dtype: what gradients are summed in; that of the masters by default.
+        offload: keep shards in the host's memory.
+        schedule: of the attention over `cp`.
+        recompute: "full" keeps the input of each block only, "selective" its attention too; see `recompute`.
+        bucket_mb: megabytes of gradients that replicas sum at a time.
+    """
+    check_mesh(mesh)
+    mode = mode or ("hybrid" if size(mesh, "dp") > 1 else "full" if size(mesh, "fsdp") > 1 else None)
+    if mode == "hybrid" and size(mesh, "fsdp") == 1:
+        mode = None
+    if size(mesh, "tp") > 1:
+        _divide(model, _whole(mesh, mode or REPLICATED))
+    if size(mesh, "cp") > 1:
+        ContextParallel(schedule)._apply(model, mesh["cp"])
+    if recompute is not None:
+        recompute_blocks(model, recompute)
+    if mode is not None or offload or size(mesh, "tp") > 1:
+        return shard(
+            model,
+            mesh,
+            mode or REPLICATED,
+            wrap=wrap,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            offload=offload,
+        )
+    return replicate(model, mesh, compute_dtype=compute_dtype, bucket_mb=bucket_mb)
+
+
+def replicate(
+    model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None, bucket_mb: float = 25.0
+) -> nn.Module:
+    """Every rank keeps all weights; gradients are averaged over the data and context axes by DDP.
+
+    A rank alone gets the model itself. Gradients that a step accumulates travel once if `synchronized` is asked; frozen
+    weights have none. Weights are equal on all ranks already; they are not sent again.
+    """
+    if compute_dtype is not None:
+        model.forward = torch.autocast(mesh.device_type, compute_dtype)(model.forward)
+    ranks = summed(mesh)
+    if ranks.size() == 1 or not any(p.requires_grad for p in model.parameters()):
+        return model
+    return DistributedDataParallel(
+        model,
+        process_group=ranks.get_group(),
+        bucket_cap_mb=bucket_mb,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+    )
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    mode: str = "full",
+    *,
+    wrap: Wrap = "blocks",
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    offload: bool = False,
+) -> nn.Module:
+    """Spread weights, gradients and what the optimizer keeps over the data and context axes, by `fully_shard`.
+
+    Args:
+        model: is changed in place, and returned.
+        mesh: of `init_mesh`.
+        mode: "full" spreads over dp, fsdp and cp and frees gathered weights after the forward; "grad_op" keeps them for
+            the backward; "hybrid" spreads over fsdp and cp, and keeps a copy for each rank of dp.
+        wrap: what is gathered at a time: each of the model's "blocks" (entries of its ModuleLists) and the rest, the
+            whole "model", or those modules that a function says.
+        compute_dtype: what weights are gathered and computed in; the masters stay as they are.
+        reduce_dtype: what gradients are summed in; by default that of the masters.
+        offload: keep shards and the optimizer's state in the host's memory; slower, see the docs.
+    """
+    if mode not in (*MODES, REPLICATED):
+        raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    whole = _whole(mesh, mode)
+    masters = {p.dtype for p in model.parameters() if p.requires_grad}
+    if reduce_dtype is None and compute_dtype is not None and len(masters) == 1:
+        (reduce_dtype,) = masters
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    options: dict[str, Any] = dict(
+        mesh=whole[(whole.mesh_dim_names or ())[:-1]],
+        reshard_after_forward=mode in ("full", "hybrid"),
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+    )
+    for module in _wrapped(model, wrap):
+        fully_shard(module, **options)
+    fully_shard(model, **options)
+    return model
+
+
+@contextmanager
+def synchronized(model: nn.Module, last: bool = True) -> Iterator[None]:
+    """Around a forward and backward: gradients travel only in the last one of an accumulation."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    yield
+
+
+def parameters(model: nn.Module) -> Iterable[nn.Parameter]:
+    """The weights that learn, each once however many modules share it."""
+    return (p for p in model.parameters() if p.requires_grad)
+
+
+def _whole(mesh: DeviceMesh, mode: str | None) -> DeviceMesh:
+    """The axes that a model lies on: of replicas, of shards, and of heads and hidden units."""
+    if mode == "hybrid":
+        return fold(mesh, "dp", "fsdp-cp", "tp")
+    if mode == REPLICATED:
+        return fold(mesh, "dp-fsdp-cp", "one", "tp")
+    return fold(mesh, "dp-fsdp-cp", "tp")
+
+
+def _divide(model: nn.Module, whole: DeviceMesh) -> None:
+    """Divide heads and hidden units over `tp`, on the very mesh that the weights are then spread over."""
+    plan, ranks = getattr(model, "tensor_plan", None), whole["tp"].size()
+    if plan is None:
+        raise ValueError(
+            f"tp={ranks}: {type(model).__name__} has no method tensor_plan(tp) that returns a plan for "
+            "torch.distributed.tensor.parallel.parallelize_module"
+        )
+    parallelize_module(model, whole["tp"], plan(ranks))
+
+
+def _wrapped(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
+    """The modules that are gathered one at a time, inner ones first."""
+    if callable(wrap):
+        return [module for module in list(model.modules())[:0:-1] if wrap(module)]
+    if wrap == "model":
+        return []
+    if wrap != "blocks":
+        raise ValueError(f'wrap={wrap!r}: expected "blocks", "model" or a function of a module')
+    return [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
