@@ -19,6 +19,13 @@ def schedules(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     _bars(rows, "schedule", lambda row: row["pass"], panels, title, path)
 
 
+def weights(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Bars of what a rank keeps and of what it saves against DDP, a group for each model and number of ranks."""
+    panels = {"kept by a rank, GB": ("total_bytes", 1e9), "saved against DDP, %": ("saved", 0.01)}
+    rows = [row for row in rows if row["how"] == "counted"]
+    _bars(rows, "method", lambda row: f"{row['model']}\n{row['ranks']} ranks", panels, title, path)
+
+
 def lengths(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Lines of milliseconds and of peak memory over the length, both logarithmic, one for each kernel."""
     plt = _pyplot()

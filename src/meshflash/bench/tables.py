@@ -51,6 +51,19 @@ def lengths_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def step(found: Any, head: str) -> list[Table]:
+    """A training step's kernels by what they take in sum, and the step beside them."""
+    kernels = _table(head, "kernel", "times", "ms each", "ms")
+    for part in sorted(found.parts, key=lambda part: -part.times * part.ms):
+        kernels.add_row(part.name, str(part.times), f"{part.ms:.3f}", f"{part.times * part.ms:.1f}")
+    total = _table(f"{found.weights:,} weights, loss {found.loss:.3f}", "", "ms", "of the step")
+    total.add_row("its kernels", f"{found.kernels_ms:.1f}", f"{found.ratio:.3f}")
+    total.add_row("the step", f"{found.ms:.1f}", f"{found.tflops:.1f} TFLOP/s, peak {found.peak_bytes / 2**30:.2f} GiB")
+    if found.plain_ms is not None:
+        total.add_row("the bare model's", f"{found.plain_ms:.1f}", f"{found.plain_ms / found.ms:.3f}")
+    return [kernels, total]
+
+
 def moved_markdown(rows: list[dict[str, Any]]) -> str:
     """What schedules move, for a document: a line for each schedule and shape."""
     head = ["heads", "mask", "schedule", "forward, MB", "peers'", "of them", "with backward, MB", "peers'", "of them"]

@@ -408,3 +408,63 @@ def moved(
     typer.echo(tables.moved_markdown(rows))
     record.write(output, rows, record.command_line())
     typer.echo(f"written: {output}")
+
+
+@app.command()
+def weights(
+    world: Annotated[
+        list[int], typer.Option("--world", "-n", min=1, help="Ranks that train the small model; repeat for several.")
+    ] = [1, 2, 4, 8],  # noqa: B006
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RESULTS / "weights.json",
+    plot: Plot = None,
+) -> None:
+    """Bytes of weights, gradients and optimizer that a rank keeps under DDP, ZeRO-1 and FSDP.
+
+    Measured in a small model that processes of this machine train, counted for 1, 10 and 100 billion weights.
+    """
+    from rich.console import Console
+
+    from meshflash.bench import plots, record
+    from meshflash.bench import weights as bench
+    from meshflash.bench.report import report
+
+    console = Console()
+    with _explained(), console.status("measuring"):
+        rows = [record.flat(row) for row in (*bench.measured(world), *bench.counted())]
+    title = "weights, gradients and AdamW's state in float32: what a rank keeps"
+    report(console, bench.tables(rows), rows, output, plot, plots.weights, title)
+
+
+@app.command()
+def step(
+    preset: Annotated[str, typer.Option(help="A GPT's: tiny, 125m, llama3.2-1b, llama3-8b, llama3-8b-1m.")] = "tiny",
+    tokens: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 2048,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers, if not the preset's.")] = None,
+    dim: Annotated[
+        int | None, typer.Option(min=1, help="Dim, if not the preset's; 4 times as many hidden units.")
+    ] = None,
+    recompute: Annotated[str | None, typer.Option(help="full or selective: what a backward computes again.")] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Keep weights and optimizer on the host.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Time the bare model too, in turns.")] = False,
+    dtype: OneDtype = None,
+    kernel: Annotated[str, typer.Option(help="Of the attention.")] = "auto",
+    device: Device = None,
+    rounds: Rounds = 3,
+    output: Output = None,
+) -> None:
+    """One training step of a GPT on this device: time and memory, beside the sum of its kernels' own times."""
+    from rich.console import Console
+
+    from meshflash.bench import record, tables
+    from meshflash.bench import step as bench
+    from meshflash.bench.cases import pick_device
+    from meshflash.bench.report import report
+
+    console = Console()
+    with _explained(), console.status("building") as status:
+        device = pick_device(device)
+        dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+        setup = bench.Setup(preset, tokens, layers, dim, "full", recompute, offload, dtype, device, kernel)
+        found = bench.run(setup, rounds, plain, say=status.update)
+    title = f"{preset}, {tokens:,} tokens, {dtype}, on {device}"
+    report(console, tables.step(found, title), [record.flat(found)], output or RESULTS / f"step-{device}.json")

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
+from meshflash.groups import group_of
 from meshflash.models.layers import (
     Attention,
     Context,
@@ -109,7 +110,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder over token ids; modules have the names of Hugging Face's Llama.
 
-    Where one rank cannot hold it: build it under `torch.device("meta")`, `parallelize` it, then `to_empty(device=...)` and
+    Where one rank cannot hold it: build it under `torch.device("meta")`, `parallelize` it, `to_empty(device=...)` and
     `init_weights()`.
 
     >>> model = GPT(tiny())
@@ -151,8 +152,13 @@ class GPT(nn.Module):
             last: logits of so many last tokens only.
         """
         mask = Mask.causal() if mask is None else mask
+        _, rank, ranks = self._ranks()
+        if layout is None and ranks > 1:
+            raise ValueError(
+                f"layout: say which tokens these are, as {ranks} ranks share the sequence; see spread_batch"
+            )
         x_BTE = self.embed_tokens(tokens)
-        positions = token_positions(tokens.shape[1], mask, layout, self._rank(), tokens.device)
+        positions = token_positions(tokens.shape[1], mask, layout, rank, tokens.device)
         assert self.config.head_dim is not None
         turning = frequencies(self.config.head_dim, self.config.theta, self.config.scaling)
         wide = torch.promote_types(x_BTE.dtype, torch.float32)
@@ -189,11 +195,11 @@ class GPT(nn.Module):
             plan["lm_head"] = ColwiseParallel()
         return plan
 
-    def _rank(self) -> int:
-        """This rank's number among those that share the sequence."""
+    def _ranks(self) -> tuple[str, int, int]:
+        """(group, rank, number) of the ranks that share the sequence."""
         block: Any = self.layers[0]
         mesh = block.self_attn.attend.mesh
-        return 0 if mesh is None else int(mesh.get_local_rank())
+        return ("", 0, 1) if mesh is None else group_of(mesh)
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -150,14 +149,14 @@ def init_weights(model: nn.Module, seed: int, spread: Spread) -> None:
             generator = torch.Generator(part.device).manual_seed(key)
             whole = torch.empty(weight.shape, dtype=torch.float32, device=part.device)
             whole.normal_(0.0, deviation, generator=generator)
-            part.copy_(_own(whole, weight))
+            part.copy_(whole[own_part(weight)])
 
 
-def _own(whole: Tensor, weight: Any) -> Tensor:
-    """This rank's part of a weight."""
+def own_part(weight: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole of a weight."""
     if not isinstance(weight, DTensor):
-        return whole
+        return tuple(slice(0, n) for n in weight.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    return whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))

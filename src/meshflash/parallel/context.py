@@ -40,10 +40,12 @@ class MeshAttention(nn.Module):
         given = self.options | options | {"mask": self.mask if mask is None else mask}
         if self.mesh is not None:
             return attention(q, k, v, mesh=self.mesh, layout=layout, schedule=self.schedule, **given)
-        if layout is not None and layout.world > 1:
+        if layout is not None and layout.ranges != Layout.contiguous(layout.tokens, 1).ranges:
             raise ValueError(
                 f"MeshAttention: the layout is for {layout.world} ranks, and this module has no mesh; give it one by "
                 "mesh=, by ContextParallel, or by meshflash.parallel.parallelize"
+                if layout.world > 1
+                else "MeshAttention: on one rank tokens are in order; the layout has them in another"
             )
         return flash_attention(q, k, v, **{name: value for name, value in given.items() if name not in _OVER_RANKS})
 

@@ -121,11 +121,25 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int, first: int, group: Any
     ) -> Tensor:
+        kind = hidden.device.type
         sums = torch.promote_types(torch.float32, torch.promote_types(hidden.dtype, weight.dtype))
+        if torch.is_autocast_enabled(kind):
+            weight = weight.to(torch.get_autocast_dtype(kind))
+        with torch.autocast(kind, enabled=False):
+            return _CrossEntropy._both(ctx, hidden.to(weight.dtype), weight, labels, tokens, first, group, sums)
+
+    @staticmethod
+    def _both(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        tokens: int,
+        first: int,
+        group: Any,
+        sums: torch.dtype,
+    ) -> Tensor:
         want_hidden, want_weight = ctx.needs_input_grad[:2]
-        if torch.is_autocast_enabled(hidden.device.type):
-            weight = weight.to(torch.get_autocast_dtype(hidden.device.type))
-        hidden = hidden.to(weight.dtype)
         loss = torch.zeros((), dtype=sums, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight = torch.zeros_like(weight, dtype=sums) if want_weight else None

@@ -42,6 +42,8 @@ def init_mesh(
 
     >>> init_mesh().mesh_dim_names
     ('dp', 'fsdp', 'cp', 'tp')
+    >>> from meshflash import shutdown
+    >>> shutdown()  # the job that init_mesh started
     """
     world = _start()
     sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
@@ -54,7 +56,7 @@ def init_mesh(
         asked = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(f"init_mesh: {asked} is {math.prod(sizes.values())} ranks, and the job has {world}")
     slowest_first = _order(order)[::-1]
-    ranks = torch.arange(world).reshape([sizes[name] for name in slowest_first])
+    ranks = torch.arange(world, device="cpu").reshape([sizes[name] for name in slowest_first])
     ranks = ranks.permute([slowest_first.index(name) for name in AXES])
     return DeviceMesh(device or kind_here(), ranks, mesh_dim_names=AXES)
 
@@ -109,7 +111,8 @@ def _start() -> int:
     if not dist.is_initialized():
         init()
     if not dist.is_initialized():
-        backends = [name for name in BACKENDS.get(kind_here(), ()) if dist.is_backend_available(name)]
+        kind = kind_here()
+        backends = [f"cpu:{GLOO},{kind}:{name}" for name in BACKENDS.get(kind, ()) if dist.is_backend_available(name)]
         dist.init_process_group((*backends, GLOO)[0], store=dist.HashStore(), rank=0, world_size=1)
     return int(dist.get_world_size())
 

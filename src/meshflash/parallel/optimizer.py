@@ -28,9 +28,11 @@ def sharded_optimizer(
     Each weight is updated by one rank and sent to the others; one that several modules share counts once, a frozen one
     not at all. Where `shard` spread the weights their optimizer is spread already: it is then a plain one.
 
+    >>> from meshflash import shutdown
     >>> from meshflash.parallel.mesh import init_mesh
     >>> type(sharded_optimizer(nn.Linear(2, 2), torch.optim.SGD, init_mesh(), lr=0.1)).__name__
     'SGD'
+    >>> shutdown()
     """
     learning = list(parameters(model))
     ranks = summed(mesh)

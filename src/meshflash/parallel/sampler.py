@@ -18,9 +18,11 @@ class MeshSampler(Sampler[int]):
     `meshflash.parallel.micro_batches` lets the others wait with blank batches. The order depends on the seed and the
     epoch (`set_epoch`) alone: taken in turns over the ranks, it is the same on any mesh.
 
+    >>> from meshflash import shutdown
     >>> from meshflash.parallel.mesh import init_mesh
     >>> list(MeshSampler(range(3), init_mesh(), shuffle=False))
     [0, 1, 2]
+    >>> shutdown()
     """
 
     def __init__(self, data: Sized | int, mesh: DeviceMesh, *, shuffle: bool = True, seed: int = 0) -> None:

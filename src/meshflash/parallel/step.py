@@ -87,14 +87,25 @@ def spread_batch(
     """
     mask = Mask.causal() if mask is None else mask
     labels = next_tokens(tokens, mask) if labels is None else labels
-    if isinstance(layout, str):
-        ranks, length = size(mesh, "cp"), tokens.shape[1]
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout={layout!r}: expected a Layout, or one of {', '.join(LAYOUTS)}")
-        balanced = layout == "balanced"
-        layout = Layout.balanced(mask, length, ranks) if balanced else getattr(Layout, layout)(length, ranks)
+    layout = named_layout(layout, mask, tokens.shape[1], size(mesh, "cp"))
     own = {name: shard(x, layout, mesh["cp"]) for name, x in (("tokens", tokens), ("labels", labels))}
     return {**own, "mask": mask, "layout": layout}
+
+
+def named_layout(layout: Layout | str, mask: Mask, tokens: int, ranks: int) -> Layout:
+    """A layout by its name.
+
+    >>> named_layout("zigzag", Mask.causal(), 8, 2).name
+    'zigzag'
+    """
+    if isinstance(layout, Layout):
+        return layout
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: expected a Layout, or one of {', '.join(LAYOUTS)}")
+    if layout == "balanced":
+        return Layout.balanced(mask, tokens, ranks)
+    found: Layout = getattr(Layout, layout)(tokens, ranks)
+    return found
 
 
 def micro_batches(loader: Iterable[Batch], number: int = 1, mesh: DeviceMesh | None = None) -> Iterator[list[Batch]]:

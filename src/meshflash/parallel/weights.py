@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from meshflash.launch.devices import CPU, GLOO
 from meshflash.parallel.context import ContextParallel
 from meshflash.parallel.mesh import check_mesh, fold, size, summed
 from meshflash.parallel.recompute import recompute as recompute_blocks
@@ -91,19 +93,22 @@ def replicate(
     """Every rank keeps all weights; gradients are averaged over the data and context axes by DDP.
 
     A rank alone gets the model itself. Gradients that a step accumulates travel once if `synchronized` is asked; frozen
-    weights have none. Weights are equal on all ranks already; they are not sent again.
+    weights have none. All ranks begin with rank 0's weights.
     """
     if compute_dtype is not None:
         model.forward = torch.autocast(mesh.device_type, compute_dtype)(model.forward)
     ranks = summed(mesh)
     if ranks.size() == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "replicate: weights are on the meta device; call to_empty and init_weights before, or spread them"
+        )
     return DistributedDataParallel(
         model,
         process_group=ranks.get_group(),
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
     )
 
 
@@ -119,6 +124,8 @@ def shard(
 ) -> nn.Module:
     """Spread weights, gradients and what the optimizer keeps over the data and context axes, by `fully_shard`.
 
+    A rank alone, without another dtype to compute in and without offload, has nothing to spread.
+
     Args:
         model: is changed in place, and returned.
         mesh: of `init_mesh`.
@@ -126,17 +133,22 @@ def shard(
             the backward; "hybrid" spreads over fsdp and cp, and keeps a copy for each rank of dp.
         wrap: what is gathered at a time: each of the model's "blocks" (entries of its ModuleLists) and the rest, the
             whole "model", or those modules that a function says.
-        compute_dtype: what weights are gathered and computed in; the masters stay as they are.
+        compute_dtype: what weights are gathered and computed in; the masters stay as they are. A call's own tensors
+            are cast to it too, unless the model says `casts_inputs = True`.
         reduce_dtype: what gradients are summed in; by default that of the masters.
         offload: keep shards and the optimizer's state in the host's memory; slower, see the docs.
     """
     if mode not in (*MODES, REPLICATED):
         raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
     whole = _whole(mesh, mode)
+    if whole.size() == 1 and compute_dtype is None and not offload:
+        return model
+    _check_backend(whole)
     masters = {p.dtype for p in model.parameters() if p.requires_grad}
     if reduce_dtype is None and compute_dtype is not None and len(masters) == 1:
         (reduce_dtype,) = masters
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    # torch would cast what modules pass to each other too, the angles of rotary positions among it
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = dict(
         mesh=whole[(whole.mesh_dim_names or ())[:-1]],
         reshard_after_forward=mode in ("full", "hybrid"),
@@ -146,6 +158,8 @@ def shard(
     for module in _wrapped(model, wrap):
         fully_shard(module, **options)
     fully_shard(model, **options)
+    if compute_dtype is not None and not getattr(model, "casts_inputs", False):
+        model.register_forward_pre_hook(partial(_cast, compute_dtype), prepend=True, with_kwargs=True)
     return model
 
 
@@ -166,6 +180,15 @@ def parameters(model: nn.Module) -> Iterable[nn.Parameter]:
     return (p for p in model.parameters() if p.requires_grad)
 
 
+def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A call's own tensors in the dtype that the weights are computed in."""
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
+
+
 def _whole(mesh: DeviceMesh, mode: str | None) -> DeviceMesh:
     """The axes that a model lies on: of replicas, of shards, and of heads and hidden units."""
     if mode == "hybrid":
@@ -175,8 +198,19 @@ def _whole(mesh: DeviceMesh, mode: str | None) -> DeviceMesh:
     return fold(mesh, "dp-fsdp-cp", "tp")
 
 
+def _check_backend(whole: DeviceMesh) -> None:
+    """ValueError where shards would be gathered by gloo from a device's memory: it ends the process."""
+    kind = torch.device(whole.device_type)
+    if kind.type != CPU and whole.size() > 1 and GLOO in whole.get_group(0)._get_backend(kind).name().lower():
+        raise ValueError(
+            f"mesh: its ranks move tensors of {kind.type} by gloo, by which shards cannot travel; give each rank a "
+            "device of its own, or keep all weights on each (mode None, tp 1)"
+        )
+
+
 def _divide(model: nn.Module, whole: DeviceMesh) -> None:
     """Divide heads and hidden units over `tp`, on the very mesh that the weights are then spread over."""
+    _check_backend(whole)
     plan, ranks = getattr(model, "tensor_plan", None), whole["tp"].size()
     if plan is None:
         raise ValueError(

@@ -1,0 +1,400 @@
+"""Llama models of Hugging Face as `GPT`, and back: config.json, and weights in one or more safetensors files.
+
+A model may lie on a mesh: each rank reads the parts of weights that it keeps, and what is written is the same on any
+mesh. Tokenizers, other architectures and quantized weights have no part here.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as _distributed
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from meshflash.models.gpt import GPT, GPTConfig
+from meshflash.models.layers import RopeScaling, own_part
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ARCHITECTURE = "LlamaForCausalLM"
+HEAD = "lm_head.weight"
+
+#: What Llama may have and GPT has not: fields of config.json, and what they have to say.
+_ONLY: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+#: Sizes that weights have no trace of: with others the same weights are another model.
+_MEANING = ("heads", "kv_heads", "head_dim", "norm_eps")
+_DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+#: The same as safetensors names them.
+_STORED = ("F64", "F32", "F16", "BF16")
+
+
+def read_config(folder: str | Path) -> GPTConfig:
+    """The sizes that a folder's config.json says; ValueError with the field's name where GPT cannot do what it says."""
+    return _gpt_config(_json(Path(folder) / CONFIG), Path(folder) / CONFIG)
+
+
+def write_config(
+    config: GPTConfig,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config.json, in words that all versions of transformers read.
+
+    Args:
+        config: of the model.
+        folder: where the file goes; it has to be there.
+        dtype: of the weights beside it.
+        fields: more of them, such as `bos_token_id`. Ids of tokens are null unless they are given here.
+    """
+    scaling = config.scaling
+    said: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.tokens,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.theta,
+        "rope_scaling": scaling
+        and {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_tokens,
+        },
+        "tie_word_embeddings": config.tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **{name: _ONLY[name] for name in ("attention_bias", "mlp_bias", "hidden_act", "attention_dropout")},
+    }
+    if taken := sorted(said.keys() & (fields or {}).keys()):
+        raise ValueError(f"fields: {_some(taken)} follow from the model; leave them out")
+    more = {"bos_token_id": None, "eos_token_id": None} | dict(fields or {})
+    (Path(folder) / CONFIG).write_text(json.dumps(said | more, indent=2) + "\n")
+
+
+def read_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> GPT:
+    """The model of a folder, on one device.
+
+    Where one device cannot hold it: build `GPT(read_config(folder))` under `torch.device("meta")`, `parallelize` it,
+    `to_empty(device=...)` and `load_pretrained`.
+
+    Args:
+        folder: with config.json and safetensors.
+        dtype: of its weights; by default what config.json says, and float32 where it says nothing.
+        device: where they go.
+    """
+    file = Path(folder) / CONFIG
+    given = _json(file)
+    with torch.device("meta"):
+        model = GPT(_gpt_config(given, file)).to(_dtype(given, file) if dtype is None else dtype)
+    model.to_empty(device=device)
+    load_pretrained(model, folder)
+    return model
+
+
+@torch.no_grad()
+def load_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Fill a model's weights from a folder; each rank reads the parts that it keeps.
+
+    What does not fit is found before any weight is changed: tensors that are missing, unexpected or of another shape,
+    and sizes that differ. Positions (`theta`, `scaling`, `tokens`) may differ: so models are trained on for longer
+    sequences.
+
+    Args:
+        model: a GPT as it is, in DDP, laid on a mesh by `parallelize`, or compiled. Not on the meta device any more.
+        folder: with config.json and safetensors.
+    """
+    core, folder = _core(model), Path(folder)
+    weights, config = _weights(core), read_config(folder)
+    with ExitStack() as files:
+        stored = _stored(folder, files)
+        if config.tied and core.config.tied:
+            stored.pop(HEAD, None)  # some write the shared weights twice
+        _check(weights, stored, folder)
+        for size in _MEANING:
+            theirs, ours = getattr(config, size), getattr(core.config, size)
+            if theirs != ours:
+                raise ValueError(f"{folder}: {size} is {theirs} there and {ours} in the model; use read_config")
+        for name, weight in weights.items():
+            part = weight.to_local() if isinstance(weight, DTensor) else weight
+            if part.numel():
+                part.copy_(stored[name][own_part(weight)])
+
+
+@torch.no_grad()
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_gb: float = 5.0,
+    fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config.json and weights as transformers does. All ranks call it, rank 0 writes.
+
+    The folder is there with all that belongs in it, or not at all. Weights are gathered one at a time; rank 0 holds
+    those of one file in its host's memory.
+
+    Args:
+        model: see `load_pretrained`.
+        folder: a new one, or an empty one.
+        dtype: what weights are written in; by default as they are.
+        max_gb: how many 10^9 bytes of weights a file has at most; a larger weight has a file of its own.
+        fields: more fields of config.json, see `write_config`.
+    """
+    core, folder = _core(model), Path(folder).resolve()
+    weights, write = _weights(core), _safetensors().torch.save_file
+    said = dtype or next(iter(weights.values())).dtype
+    if str(said).removeprefix("torch.") not in _DTYPES:
+        raise ValueError(f"dtype={said}: expected one of {', '.join(_DTYPES)}")
+    sizes = {name: weight.numel() * (dtype or weight.dtype).itemsize for name, weight in weights.items()}
+    files = _divided(sizes, max_gb)
+    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        _on_first(_begin, draft, folder)
+        _on_first(write_config, core.config, draft, dtype=said, fields=fields)
+        for file, names in files.items():
+            wholes = {}
+            for name in names:
+                whole = _whole(weights[name], dtype)
+                if _is_first():
+                    wholes[name] = whole.cpu().contiguous()
+            _on_first(write, wholes, draft / file, {"format": "pt"})
+            _on_first(shutil.copymode, draft / CONFIG, draft / file)  # safetensors lets only the owner read
+        if len(files) > 1:
+            total = {"total_size": sum(sizes.values())}
+            placed = {name: file for file, names in files.items() for name in names}
+            text = json.dumps({"metadata": total, "weight_map": placed}, indent=2, sort_keys=True)
+            _on_first((draft / INDEX).write_text, text + "\n")
+        _on_first(draft.rename, folder)
+    finally:
+        if _is_first():
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{file}: there is none; expected a folder that transformers' save_pretrained wrote") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: not a whole file of JSON ({error}); copy it again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: expected an object of JSON")
+    return found
+
+
+def _gpt_config(given: Mapping[str, Any], file: Path) -> GPTConfig:
+    """From the fields of LlamaConfig, with its defaults for all but sizes."""
+    if given.get("model_type") != "llama" or ARCHITECTURE not in (given.get("architectures") or [ARCHITECTURE]):
+        kind = f"model_type={given.get('model_type')!r}, architectures={given.get('architectures')!r}"
+        raise ValueError(f"{file}: {kind}; expected 'llama' and {ARCHITECTURE}")
+    theta, scaling = _rope(given, file)
+    for name, value in _ONLY.items():
+        if given.get(name) not in (None, value):
+            raise ValueError(f"{file}: {name}={given[name]!r}; GPT has only {name}={value!r}")
+    sizes = [
+        _field(given, name, file)
+        for name in ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+    ]
+    vocabulary, layers, dim, heads, hidden = sizes
+    return GPTConfig(
+        vocabulary,
+        layers,
+        dim,
+        heads,
+        given.get("num_key_value_heads") or heads,
+        hidden,
+        given.get("head_dim"),
+        tokens=_field(given, "max_position_embeddings", file, 2048),
+        theta=theta,
+        scaling=scaling,
+        norm_eps=_field(given, "rms_norm_eps", file, 1e-6),
+        tied=bool(given.get("tie_word_embeddings")),
+    )
+
+
+def _rope(given: Mapping[str, Any], file: Path) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling: `rope_theta` and `rope_scaling` up to transformers 4, `rope_parameters` from 5 on."""
+    said = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in said.values()):
+        raise ValueError(f"{file}: rope_type={kind!r} ({said}); GPT has 'default' and 'llama3', the same in all layers")
+    if said.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(f"{file}: partial_rotary_factor={said['partial_rotary_factor']}; GPT turns all dims of a head")
+    theta = float(said.get("rope_theta") or given.get("rope_theta") or 10_000.0)
+    if kind == "default":
+        return theta, None
+    factor, low, high = (float(_field(said, name, file)) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    tokens = said.get("original_max_position_embeddings") or _field(given, "max_position_embeddings", file)
+    return theta, RopeScaling(factor, low, high, int(tokens))
+
+
+def _field(given: Mapping[str, Any], name: str, file: Path, default: Any = None) -> Any:
+    found = given.get(name, default)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ValueError(f"{file}: {name}={found!r}; expected a number")
+    return found
+
+
+def _dtype(given: Mapping[str, Any], file: Path) -> torch.dtype:
+    name = str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(
+            f"{file}: dtype={name!r}; expected one of {', '.join(_DTYPES)}, or say dtype= to read_pretrained"
+        )
+    return _DTYPES[name]
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("weights of Hugging Face need safetensors: pip install 'meshflash[hf]'") from None
+    return safetensors
+
+
+def _core(model: nn.Module) -> GPT:
+    """The GPT within what wraps it, its weights as their ranks keep them."""
+    core: Any = model
+    while not isinstance(core, GPT):
+        core = getattr(core, "_orig_mod", None) or getattr(core, "module", None)
+        if core is None:
+            raise ValueError(f"model: expected a meshflash.models.gpt.GPT, or one in DDP; got {type(model).__name__}")
+    for module in core.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward may have left whole weights in their place
+    return core
+
+
+def _weights(core: GPT) -> dict[str, nn.Parameter]:
+    """The model's weights by their names in files; shared ones once."""
+    plain = {name.replace("_orig_mod.", ""): weight for name, weight in core.named_parameters()}
+    if absent := [name for name, weight in plain.items() if weight.is_meta]:
+        raise ValueError(f"model: {_some(absent)} on the meta device; call to_empty(device=...) before")
+    return {name if name == HEAD else f"model.{name}": weight for name, weight in plain.items()}
+
+
+def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """All tensors of a folder, of which nothing is read yet."""
+    opened = _safetensors()
+    names: Iterable[str] = [WEIGHTS]
+    if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
+        names = sorted(set(_json(folder / INDEX).get("weight_map", {}).values()))
+    found: dict[str, Any] = {}
+    for name in names:
+        file = folder / name
+        if not file.exists():
+            raise ValueError(f"{file}: there is none; expected {WEIGHTS}, or {INDEX} and all files that it names")
+        try:
+            tensors = files.enter_context(opened.safe_open(file, "pt"))
+        except opened.SafetensorError as error:
+            raise ValueError(f"{file}: not a whole file of safetensors ({error}); copy it again") from None
+        found |= {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118 it is no mapping
+    return {key: value for key, value in found.items() if not key.endswith("rotary_emb.inv_freq")}  # of old versions
+
+
+def _check(weights: Mapping[str, Tensor], stored: Mapping[str, Any], folder: Path) -> None:
+    """ValueError that names all tensors which do not fit."""
+    problems = {
+        "missing": [name for name in weights if name not in stored],
+        "unexpected": [name for name in stored if name not in weights],
+        "of another shape": [
+            f"{name} ({stored[name].get_shape()}, in the model {list(weight.shape)})"
+            for name, weight in weights.items()
+            if name in stored and stored[name].get_shape() != list(weight.shape)
+        ],
+        "of a dtype that GPT cannot read": [
+            f"{name} ({tensor.get_dtype()})" for name, tensor in stored.items() if tensor.get_dtype() not in _STORED
+        ],
+    }
+    said = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    if said:
+        raise ValueError(f"{folder}: its tensors do not fit the model: {said}. GPT(read_config(folder)) has its sizes")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _whole(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A weight out of its parts, on every rank."""
+    part = weight.detach() if dtype is None else weight.detach().to(dtype)
+    if not isinstance(part, DTensor):
+        return part
+    placed: Any = part.to(part.device_mesh.device_type)  # what is offloaded cannot travel from the host
+    whole: Tensor = placed.full_tensor()
+    return whole
+
+
+def _divided(sizes: Mapping[str, int], max_gb: float) -> dict[str, list[str]]:
+    """Which tensors go into which file, in order.
+
+    >>> _divided({"a": 3, "b": 4, "c": 9, "d": 1}, 8e-9)
+    {'model-00001-of-00003.safetensors': ['a', 'b'], 'model-00002-of-00003.safetensors': ['c'], ...}
+    """
+    if not max_gb > 0:
+        raise ValueError(f"max_gb={max_gb}: expected more than 0")
+    parts: list[list[str]] = []
+    room = 0.0
+    for name, size in sizes.items():
+        if not parts or size > room:
+            parts.append([])
+            room = max_gb * 1e9
+        parts[-1].append(name)
+        room -= size
+    if len(parts) == 1:
+        return {WEIGHTS: parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def _begin(draft: Path, folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder}: it is there and not empty; name another folder, or remove it first")
+    draft.mkdir(parents=True)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _on_first(do: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Rank 0 does it; where it fails every rank raises, so that none waits for it in the next gathering."""
+    failed: Exception | None = None
+    if _is_first():
+        try:
+            do(*args, **kwargs)
+        except Exception as error:
+            failed = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        said = [None if failed is None else f"{type(failed).__name__}: {failed}"]
+        dist.broadcast_object_list(said, src=0)
+        if failed is None and said[0] is not None:
+            raise RuntimeError(f"save_pretrained: rank 0 could not write: {said[0]}")
+    if failed is not None:
+        raise failed

@@ -1,0 +1,198 @@
+"""Loss, gradients and optimizer steps on every mesh are those of one process, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshflash import Mask
+from meshflash.models.gpt import GPT, tiny
+from meshflash.parallel import (
+    accumulate,
+    clip_grad_norm,
+    gradient_norm,
+    init_mesh,
+    next_tokens,
+    parallelize,
+    sharded_optimizer,
+    spread_batch,
+)
+from meshflash.parallel.mesh import DATA, place, size
+
+STEPS = 3
+OPTIMIZER: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1, eps=1e-3)
+
+
+def config(tied):
+    return tiny(vocabulary=61, dim=32, hidden=48, heads=4, kv_heads=4, tied=tied)
+
+
+def samples(step):
+    """A step's micro-batches, of other lengths, with uneven documents and ignored labels: (tokens, labels, mask)."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for n, tokens in enumerate((19, 31, 23)):
+        ids = torch.randint(61, (5, tokens), generator=generator)
+        mask = Mask.causal() & Mask.documents([7, tokens - 9, 2]) if n else None
+        labels = next_tokens(ids, mask)
+        labels[0, 3 + n :] = -100
+        labels[4, ::2] = -100
+        found.append((ids, labels, mask))
+    return found
+
+
+def own(batches, mesh, layout):
+    """This rank's part: rows divided unevenly, and the last micro-batch on the first data rank alone."""
+    found = []
+    for n, (ids, labels, mask) in enumerate(batches):
+        rows = torch.arange(len(ids)).tensor_split(size(mesh, DATA))[place(mesh, DATA)]
+        if n == len(batches) - 1 and n:
+            rows = torch.arange(len(ids) if place(mesh, DATA) == 0 else 0)
+        if len(rows):
+            found.append(spread_batch(ids[rows], mesh, labels=labels[rows], mask=mask, layout=layout))
+    return found
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def difference(got, want):
+    return float((whole(got) - want).abs().max() / max(1e-3, float(want.abs().max())))
+
+
+def reference(tied, micro):
+    """One process's loss, gradients, norm, and weights after some steps."""
+    model = GPT(config(tied))
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    first: Any = None
+    for step in range(STEPS):
+        batches = [dict(tokens=t, labels=y, mask=m) for t, y, m in samples(step)[:micro]]
+        optimizer.zero_grad()
+        told = accumulate(model, batches)
+        if first is None:
+            grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            first = float(told.loss), int(told.tokens), grads, float(gradient_norm(model))
+        clip_grad_norm(model, 0.5)
+        optimizer.step()
+    return *first, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def compare(rank, world, group, shapes):
+    """For each mesh: how far loss, gradients, norm and weights after some steps are from one process's."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        known = {(tied, micro): reference(tied, micro) for tied in (True, False) for micro in (1, 3)}
+        found = []
+        for shape, tied, micro, options in shapes:
+            dp, fsdp, cp, tp = shape
+            mesh = init_mesh(dp, fsdp, cp, tp, order=options.get("order", "cp-tp-dp"), device="cpu")
+            loss, tokens, grads, norm, weights = known[tied, micro]
+            laid = {name: options[name] for name in ("mode", "recompute", "schedule", "wrap") if name in options}
+            model = parallelize(GPT(config(tied)), mesh, **laid)
+            kind: Any = sharded_optimizer if options.get("zero") else lambda m, o, _, **k: o(m.parameters(), **k)
+            optimizer = kind(model, torch.optim.AdamW, mesh, **OPTIMIZER)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                told = accumulate(model, own(samples(step)[:micro], mesh, options.get("layout", "zigzag")), mesh)
+                if step == 0:
+                    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+                    assert named.keys() == grads.keys()
+                    errors = [abs(float(told.loss) - loss) / loss, abs(int(told.tokens) - tokens)]
+                    errors.append(max(difference(p.grad, grads[name]) for name, p in named.items()))
+                    errors.append(abs(float(gradient_norm(model)) - norm) / norm)
+                clip_grad_norm(model, 0.5)
+                optimizer.step()
+            errors.append(max(difference(p.detach(), weights[name]) for name, p in named.items()))
+            found.append((shape, tied, micro, options, errors))
+        return found
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def meshes(world):
+    """Every mesh of so many ranks, and ways to lay a model on it, by turns."""
+    shapes = [s for s in itertools.product((1, 2, 3, 4), repeat=4) if s[0] * s[1] * s[2] * s[3] == world and s[3] != 3]
+    ways: Any = itertools.cycle(
+        (
+            dict(schedule="zigzag", recompute="selective"),
+            dict(schedule="ulysses", layout="contiguous", zero=True),
+            dict(schedule="allgather", layout="striped", order="tp-cp-dp"),
+            dict(recompute="full", layout="balanced", wrap="model", zero=True),
+            dict(order="dp-cp-tp", recompute="full"),
+        )
+    )
+    found: list[Any] = []
+    for shape in shapes:
+        for micro in (1, 3):
+            way = dict(next(ways))
+            if shape[1] > 1 and micro == 3:
+                way["mode"] = "grad_op"
+            found.append((shape, (len(found) // 2) % 2 == 0, micro, way))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_mesh_has_the_loss_gradients_and_steps_of_one_process(pool, world):
+    shapes = meshes(world)
+    for rank in pool.run(world, compare, shapes, timeout=300.0):
+        assert len(rank) == len(shapes)
+        for *what, errors in rank:
+            assert max(errors) < 1e-9, (what, errors)
+
+
+def test_a_rank_alone_is_the_same(pool):
+    ways: Any = [dict(), dict(mode="full"), dict(mode="full", recompute="selective", zero=True)]
+    (rows,) = pool.run(1, compare, [((1, 1, 1, 1), True, 3, way) for way in ways])
+    for *what, errors in rows:
+        assert max(errors) < 1e-9, (what, errors)
+
+
+def built_on_meta(rank, world, group):
+    mesh = init_mesh(fsdp=2, tp=2, device="cpu")
+    with torch.device("meta"):
+        model: Any = GPT(config(tied=False))
+    model = parallelize(model, mesh)
+    model.to_empty(device="cpu")
+    model.init_weights(7)
+    want = dict(GPT(config(tied=False), seed=7).named_parameters())
+    local = sum(p.to_local().numel() for p in model.parameters())
+    return [torch.equal(whole(p), want[name]) for name, p in model.named_parameters()], local
+
+
+def test_a_model_built_on_meta_gets_the_weights_of_one_process(pool):
+    total = sum(p.numel() for p in GPT(config(tied=False)).parameters())
+    for same, local in pool.run(4, built_on_meta):
+        assert all(same)
+        assert local < 0.35 * total
+
+
+def half_precision(rank, world, group):
+    found = {}
+    batch = samples(0)[0]
+    for name, mesh, mode in (
+        ("replicas", init_mesh(device="cpu"), None),
+        ("shards", init_mesh(1, 2, device="cpu"), "full"),
+    ):
+        seen: list[Any] = []
+        model: Any = GPT(config(tied=True))
+        model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, x, y, seen=seen: seen.append(y.dtype))
+        model = parallelize(model, mesh, mode=mode, compute_dtype=torch.bfloat16)
+        told = accumulate(model, own([batch], mesh, "zigzag"), mesh)
+        dtypes = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
+        found[name] = float(told.loss), seen == [torch.bfloat16], dtypes == {torch.float32}
+    return found
+
+
+def test_half_precision_keeps_masters_and_gradients_in_float32(pool):
+    plain = float(accumulate(GPT(config(tied=True)), [dict(tokens=(b := samples(0)[0])[0], labels=b[1])]).loss)
+    for found in pool.run(2, half_precision):
+        for loss, computed, kept in found.values():
+            assert computed
+            assert kept
+            assert loss == pytest.approx(plain, rel=5e-3)
+            assert loss != plain

@@ -1,0 +1,228 @@
+"""Meshes, samplers, micro-batches, attention modules: the parts of `meshflash.parallel` one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.data import DataLoader
+
+from meshflash import Layout, Mask, attention, flash_attention, init, shard, shutdown
+from meshflash.models.gpt import GPT, tiny
+from meshflash.parallel import (
+    IGNORED,
+    ContextParallel,
+    MeshAttention,
+    MeshSampler,
+    accumulate,
+    init_mesh,
+    micro_batches,
+    parallelize,
+    recompute,
+    replicate,
+    sharded_optimizer,
+    spread_batch,
+)
+from meshflash.parallel import shard as shard_weights
+from meshflash.parallel.mesh import SUMMED, fold, place, size, summed
+
+
+def orders(rank, world, group):
+    found: dict[str, Any] = {}
+    for order in ("cp-tp-dp", "tp-cp-dp", "dp-cp-tp", "cp-fsdp-tp-dp"):
+        mesh = init_mesh(1, 1, 2, 2, order=order, device="cpu")
+        found[order] = mesh["cp"].mesh.tolist(), mesh["tp"].mesh.tolist()
+    mesh = init_mesh(2, 1, 2, 1, device="cpu")
+    found["places"] = place(mesh, ("dp", "fsdp")), place(mesh, SUMMED), sorted(summed(mesh).mesh.tolist())
+    assert fold(mesh, "dp", "fsdp-cp", "tp") is fold(mesh, "dp", "fsdp-cp", "tp")
+    return found
+
+
+def test_the_first_axis_of_the_order_has_neighbouring_ranks(pool):
+    found = pool.run(4, orders)
+    assert found[1]["cp-tp-dp"] == ([0, 1], [1, 3])
+    assert found[1]["tp-cp-dp"] == ([1, 3], [0, 1])
+    assert found[1]["dp-cp-tp"] == ([0, 1], [1, 3])
+    assert found[2]["cp-fsdp-tp-dp"] == ([2, 3], [0, 2])
+    assert [rank["places"] for rank in found] == [(n // 2, n, [0, 1, 2, 3]) for n in range(4)]
+
+
+def refusals(rank, world, group):
+    said = []
+    mesh = init_mesh(cp=2, device="cpu")
+    own: Any = dict(tokens=torch.zeros(1, 3, dtype=torch.int64), labels=torch.zeros(1, 3, dtype=torch.int64))
+    calls = [
+        lambda: init_mesh(cp=3, device="cpu"),
+        lambda: init_mesh(cp=0, device="cpu"),
+        lambda: init_mesh(order="cp-dp", device="cpu"),
+        lambda: summed(mesh["cp"]),
+        lambda: shard_weights(GPT(tiny()), mesh, "half"),
+        lambda: shard_weights(GPT(tiny()), mesh, wrap="layers"),
+        lambda: parallelize(nn.Linear(2, 2), init_mesh(tp=2, device="cpu")),
+        lambda: parallelize(GPT(tiny(kv_heads=1)), init_mesh(tp=2, device="cpu")),
+        lambda: parallelize(GPT(tiny(hidden=33)), init_mesh(tp=2, device="cpu")),
+        lambda: parallelize(nn.Linear(2, 2), mesh),
+        lambda: replicate(GPT(tiny()).to("meta"), mesh),
+        lambda: parallelize(GPT(tiny()), mesh)(**own),
+        lambda: recompute(GPT(tiny()), "some"),
+        lambda: spread_batch(own["tokens"], mesh, layout="spiral"),
+        lambda: accumulate(nn.Linear(2, 2), [own] if rank else [], mesh),
+        lambda: GPT(tiny())(**own, layout=Layout.zigzag(6, 2)),
+        lambda: MeshSampler(1, init_mesh(device="cpu")),
+    ]
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    return said
+
+
+def test_refusals(pool):
+    want = (
+        "cp 3 x tp 1 is 3 ranks, and the job has 2", "cp=0; expected at least 1", "expected the axes dp, cp and tp",
+        "expected one of init_mesh", "mode='half': expected one of full, grad_op, hybrid", 'expected "blocks", "model"',
+        "Linear has no method tensor_plan", "tp=2: it does not divide the 1 key heads", "33 hidden units",
+        "Linear has no meshflash.parallel.MeshAttention", "weights are on the meta device", "layout: say which tokens",
+        "recompute='some': expected one of full, selective",
+        "layout='spiral': expected a Layout, or one of zigzag", "a rank has no batch", "this module has no mesh",
+        "1 samples for 2 data ranks",
+    )  # fmt: skip
+    for said in pool.run(2, refusals):
+        assert len(said) == len(want)
+        for text, part in zip(said, want, strict=True):
+            assert part in text
+
+
+class Numbers(nn.Module):
+    """A weight for each sample, so that a gradient tells which samples it saw and how often."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+    def forward(self, index: Any, labels: Any) -> Any:
+        return self.weight[index].where(labels != IGNORED, 0.0).sum()
+
+
+def loads(rank, world, group, samples, batch, number):
+    mesh = init_mesh(-1, 1, 2 if world == 4 else 1, 1, device="cpu")
+    sampler = MeshSampler(samples, mesh, seed=3)
+    sampler.set_epoch(5)
+    data: Any = range(samples)
+    loader: Any = DataLoader(data, batch, sampler=sampler)
+    model = replicate(Numbers(samples), mesh)
+    batches = (dict(index=b, labels=torch.ones_like(b)) for b in loader)
+    counts, steps = torch.zeros(samples, dtype=torch.float64), []
+    for group_of in micro_batches(batches, number, mesh):
+        model.zero_grad()
+        told = accumulate(model, group_of, mesh)
+        weight: Any = next(model.parameters())
+        counts += weight.grad * told.tokens
+        steps.append(int(told.tokens))
+    return list(sampler), len(sampler), counts.tolist(), steps
+
+
+@pytest.mark.parametrize(("world", "samples"), [(1, 7), (2, 7), (3, 7), (4, 5)])
+def test_every_sample_counts_once_whatever_the_ranks(pool, world, samples):
+    found = pool.run(world, loads, samples, 2, 2)
+    copies = 2 if world == 4 else 1  # ranks of cp have the same samples, and here the same loss too
+    for _, _, counts, steps in found:
+        assert counts == pytest.approx([copies] * samples, abs=1e-12)
+        assert sum(steps) == copies * samples
+        assert steps == found[0][3]
+    order = sorted(n for own, *_ in found[::copies] for n in own)
+    assert order == list(range(samples))
+    assert all(len(own) == length for own, length, *_ in found)
+
+
+def test_the_order_of_samples_is_the_same_on_any_mesh(pool):
+    alone = pool.run(1, loads, 7, 2, 1)[0][0]
+    three = [own for own, *_ in pool.run(3, loads, 7, 2, 1)]
+    assert [three[n % 3][n // 3] for n in range(7)] == alone
+    assert alone != list(range(7))
+
+
+class Own(nn.Module):
+    """A user's model, with attention in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 3 * 16)
+        self.attend = MeshAttention(mask=Mask.causal() & Mask.window(9, 0), softcap=5.0)
+
+    def forward(self, x: Any, layout: Layout | None = None) -> Any:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return self.attend(q, k, v, layout=layout)
+
+
+def style(rank, world, group):
+    torch.manual_seed(0)
+    model, x = Own().double(), torch.randn(2, 17, 8, dtype=torch.float64)
+    want = model(x)  # with a process group there, but no mesh: alone
+    mesh = init_mesh(cp=world, device="cpu")
+    layout = Layout.striped(17, world)
+    parallelize_module(model, mesh["cp"], {"attend": ContextParallel("striped")})
+    got = model(shard(x, layout, mesh["cp"]), layout=layout)
+    return float((got - shard(want, layout, mesh["cp"])).abs().max()), repr(model.attend)
+
+
+def test_a_style_for_users_models(pool):
+    for error, text in pool.run(3, style):
+        assert error < 1e-12
+        assert text.startswith("MeshAttention(ranks=3, schedule='striped', mask=")
+
+
+def test_attention_alone_is_flash_attention():
+    q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
+    module = MeshAttention(mask=Mask.causal(), scale=0.3, reduce_dtype=torch.float64)
+    torch.testing.assert_close(module(q, k, v), flash_attention(q, k, v, mask=Mask.causal(), scale=0.3))
+    torch.testing.assert_close(module(q, k, v, mask=Mask.full()), flash_attention(q, k, v, scale=0.3))
+    got, lse = module(q, k, v, return_lse=True)
+    torch.testing.assert_close(got, attention(q, k, v, mask=Mask.causal(), scale=0.3))
+    assert lse.shape == (1, 2, 9)
+
+
+def travels(rank, world, group):
+    """Bytes of gradients that a step of three micro-batches sends, and whether state is divided."""
+    mesh = init_mesh(device="cpu")
+    model: Any = replicate(Numbers(8), mesh, bucket_mb=1e-6)
+    calls: list[Any] = []
+    model.register_comm_hook(calls, _averaged)
+    labels = torch.ones(2, dtype=torch.int64)
+    accumulate(model, [dict(index=torch.tensor([n, n]), labels=labels) for n in range(3)], mesh)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    layers[3].weight.requires_grad_(False)
+    layers[2].weight = layers[1].weight
+    optimizer: Any = sharded_optimizer(replicate(layers, mesh), torch.optim.Adam, mesh)
+    layers(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return len(calls), len(optimizer.optim.state), sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _averaged(calls, bucket):
+    calls.append(bucket)
+    buffer = bucket.buffer() / torch.distributed.get_world_size()
+    return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+def test_gradients_travel_once_and_state_is_divided(pool):
+    found = pool.run(2, travels)
+    assert [calls for calls, *_ in found] == [1, 1]
+    learning = found[0][2]
+    assert learning == 6  # four biases, two weights: one is shared, one frozen
+    assert [state for _, state, _ in found] == [3, 3]
+
+
+def test_alone_there_is_a_mesh_too():
+    mesh = init_mesh(device="cpu")
+    assert mesh.mesh_dim_names == ("dp", "fsdp", "cp", "tp")
+    assert size(mesh, SUMMED) == 1
+    assert init().world_size == 1
+    shutdown()
+    assert not torch.distributed.is_initialized()
