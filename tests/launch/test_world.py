@@ -65,6 +65,17 @@ def test_a_group_that_was_there_before_is_taken_and_stays(tmp_path):
         dist.destroy_process_group()
 
 
+def adopted(rank, world, group):
+    here = meshflash.init()
+    assert meshflash.init() is here
+    return here.rank, here.world_size
+
+
+def test_a_group_that_was_made_after_another_ended_is_taken(pool):
+    for world_size in (2, 3, 2):
+        assert pool.run(world_size, adopted) == [(rank, world_size) for rank in range(world_size)]
+
+
 def ranks(kind, backends, *places):
     return [Said(host, kind, device, backends) for host, device in places]
 

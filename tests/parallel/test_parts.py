@@ -219,6 +219,58 @@ def test_gradients_travel_once_and_state_is_divided(pool):
     assert [state for _, state, _ in found] == [3, 3]
 
 
+class Nested(nn.Module):
+    """Blocks within blocks, one of which shares its weight with the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = [nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(2)) for _ in range(2)]
+        self.stages = nn.ModuleList(nn.ModuleDict({"layers": layers}) for layers in inner)
+        self.outer = nn.ModuleList([Stage() for _ in range(2)])
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.outer[0].layers[1].weight  # type: ignore[union-attr, index]
+
+    def forward(self, x: Any) -> Any:
+        for stage in self.stages:
+            for layer in stage["layers"]:  # type: ignore[index]
+                x = torch.tanh(layer(x))
+        for block in self.outer:
+            x = block(x)
+        return self.head(x).square().sum()
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x
+
+
+def nests(rank, world, group):
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = []
+    for kind in ("full", "selective"):
+        torch.manual_seed(0)
+        model, plain = Nested().double(), Nested().double()
+        plain.load_state_dict(model.state_dict())
+        plain(x).backward()
+        mesh = init_mesh(fsdp=2, device="cpu")
+        laid: Any = shard_weights(recompute(model, kind), mesh)
+        (laid(x.chunk(2)[rank]) * 2).backward()
+        pairs = zip(laid.parameters(), plain.parameters(), strict=True)
+        found.append(max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs))
+    return found
+
+
+def test_blocks_within_blocks_and_weights_that_they_share(pool):
+    for errors in pool.run(2, nests):
+        assert max(errors) < 1e-12
+
+
 def test_alone_there_is_a_mesh_too():
     mesh = init_mesh(device="cpu")
     assert mesh.mesh_dim_names == ("dp", "fsdp", "cp", "tp")

@@ -51,6 +51,8 @@ class World:
 
 _world: World | None = None
 _meeting: Meeting | None = None
+#: The process group that was there before.
+_group: Any = None
 #: How often this process has met others: what they say is kept apart, for a store may outlive a group.
 _meetings = 0
 #: Environment variables that were set here.
@@ -62,7 +64,7 @@ on_end: list[Callable[[], None]] = []
 def begin(backend: str | None = None, timeout: float = TIMEOUT) -> World:
     """Find the other ranks, choose device and backend, and make the default process group."""
     global _world
-    if _world is not None and ((_world.own and _world.world_size == 1) or dist.is_initialized()):
+    if _world is not None and _current(_world):
         parts = re.split("[:,]", _world.backend or "")
         if backend and _world.backend and backend != _world.backend and backend not in parts:
             raise ValueError(f"backend={backend!r}: this rank has been initialised with {_world.backend!r} before")
@@ -98,11 +100,21 @@ def end() -> None:
     for name in _set:
         os.environ.pop(name, None)
     _set.clear()
-    _world = _meeting = None
+    _world = _meeting = _group = None
+
+
+def _current(known: World) -> bool:
+    """Whether what was known still holds: an adopted group may have ended since, and another may have been made."""
+    if not dist.is_initialized():
+        return known.own and known.world_size == 1
+    same = (known.rank, known.world_size) == (dist.get_rank(), dist.get_world_size())
+    return same and (known.own or dist.group.WORLD is _group)
 
 
 def _adopted(place: Place) -> World:
     """A process group that was there before: its ranks are those of the job, and the device is the current one."""
+    global _group
+    _group = dist.group.WORLD
     rank, size = dist.get_rank(), dist.get_world_size()
     hosts: list[Any] = [None] * size
     dist.all_gather_object(hosts, host_name())

@@ -10,12 +10,15 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshflash.engine import op as _op  # noqa: F401 the op has to be there
+from meshflash.parallel.blocks import inner_blocks
 
 KINDS = ("full", "selective")
 
 
 def recompute(model: nn.Module, kind: str = "full") -> nn.Module:
     """Let each block of a model (entries of its ModuleLists) keep little for its backward; the model is changed.
+
+    Of blocks within blocks those that hold no others: shards of what is computed again must not change meanwhile.
 
     Args:
         model: with blocks.
@@ -24,10 +27,8 @@ def recompute(model: nn.Module, kind: str = "full") -> nn.Module:
     """
     if kind not in KINDS:
         raise ValueError(f"recompute={kind!r}: expected one of {', '.join(KINDS)}")
-    for part in model.modules():
-        if isinstance(part, nn.ModuleList):
-            for block in part:
-                _wrap(block, kind)
+    for block in inner_blocks(model):
+        _wrap(block, kind)
     return model
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from meshflash.launch.devices import CPU, GLOO
+from meshflash.parallel.blocks import own_blocks
 from meshflash.parallel.context import ContextParallel
 from meshflash.parallel.mesh import check_mesh, fold, size, summed
 from meshflash.parallel.recompute import recompute as recompute_blocks
@@ -131,8 +132,8 @@ def shard(
         mesh: of `init_mesh`.
         mode: "full" spreads over dp, fsdp and cp and frees gathered weights after the forward; "grad_op" keeps them for
             the backward; "hybrid" spreads over fsdp and cp, and keeps a copy for each rank of dp.
-        wrap: what is gathered at a time: each of the model's "blocks" (entries of its ModuleLists) and the rest, the
-            whole "model", or those modules that a function says.
+        wrap: what is gathered at a time: each of the model's "blocks" (entries of its ModuleLists that share no weight
+            with the rest) and the rest, the whole "model", or those modules that a function says.
         compute_dtype: what weights are gathered and computed in; the masters stay as they are. A call's own tensors
             are cast to it too, unless the model says `casts_inputs = True`.
         reduce_dtype: what gradients are summed in; by default that of the masters.
@@ -228,4 +229,4 @@ def _wrapped(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
         return []
     if wrap != "blocks":
         raise ValueError(f'wrap={wrap!r}: expected "blocks", "model" or a function of a module')
-    return [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
+    return own_blocks(model)

@@ -1,4 +1,4 @@
-"""The names of Stanford's CS336, assignment 2: attention on `[..., tokens, dim]`, causal from the top left.
+"""CS336's FlashAttention: attention on `[..., tokens, dim]`, causal from the top left.
 
 `FlashAttentionTorch.apply(q, k, v, is_causal)` runs the tiled kernel, `FlashAttentionTriton.apply` the one in
 Triton; both save, beside their inputs and output, one tensor of shape `q.shape[:-1]`: the log-sum-exp.
@@ -64,6 +64,16 @@ def _forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel:
 
 
 FlashAttentionFunction = FlashAttentionTorch
+
+
+def get_flashattention_autograd_function_pytorch() -> type[FlashAttentionTorch]:
+    """The class in plain PyTorch."""
+    return FlashAttentionTorch
+
+
+def get_flashattention_autograd_function_triton() -> type[FlashAttentionTriton]:
+    """The class in Triton."""
+    return FlashAttentionTriton
 
 
 @torch.no_grad()

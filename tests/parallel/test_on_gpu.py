@@ -1,0 +1,98 @@
+"""Models on GPUs: ranks that share one, and what only a device has. Run with `-m gpu`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from meshflash import shutdown
+from meshflash.launch.devices import take_device
+from meshflash.launch.mps import missing, mps
+from meshflash.launch.processes import run_ranks
+from meshflash.models.gpt import GPT, tiny
+from meshflash.parallel import (
+    accumulate,
+    clip_grad_norm,
+    gradient_norm,
+    init_mesh,
+    next_tokens,
+    parallelize,
+    spread_batch,
+)
+from meshflash.parallel.mesh import DATA, place, size
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+SIZES = tiny(vocabulary=301, dim=128, heads=2, kv_heads=2, hidden=192)
+
+
+def tokens():
+    return torch.randint(301, (4, 203), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+def reference():
+    """One device's loss and gradients, in float32."""
+    model = GPT(SIZES).cuda()
+    told = accumulate(model, [dict(tokens=tokens(), labels=next_tokens(tokens()))])
+    return float(told.loss), {name: p.grad for name, p in model.named_parameters()}
+
+
+def share(rank, world, tell, axes):
+    """How far loss and gradients of replicas that share a GPU are from one device's; and what shards say there."""
+    take_device("cuda", rank)
+    loss, grads = reference()
+    mesh = init_mesh(**axes, device="cuda")
+    model: Any = parallelize(GPT(SIZES).cuda(), mesh, schedule="zigzag", recompute="selective")
+    rows = torch.arange(4).tensor_split(size(mesh, DATA))[place(mesh, DATA)]
+    told = accumulate(model, [spread_batch(tokens()[rows.cuda()], mesh)], mesh)
+    errors = [float((p.grad - grads[name.removeprefix("module.")]).abs().max()) for name, p in model.named_parameters()]
+    try:
+        parallelize(GPT(SIZES).cuda(), mesh, mode="full")
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    return abs(float(told.loss) - loss), max(errors), said
+
+
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"dp": 2}])
+def test_ranks_that_share_a_gpu(axes):
+    with nullcontext() if missing() else mps():
+        for loss, error, said in run_ranks(2, share, axes):
+            assert loss < 1e-5
+            assert error < 1e-5
+            assert "by gloo, by which shards cannot travel" in said
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_shards_of_a_gpu_alone(offload):
+    loss, grads = reference()
+    mesh = init_mesh(device="cuda")
+    model: Any = parallelize(
+        GPT(SIZES), mesh, mode="full", compute_dtype=torch.bfloat16, offload=offload, recompute="selective"
+    )
+    model.to("cpu" if offload else "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
+    for step in range(5):
+        told = accumulate(model, [spread_batch(tokens(), mesh)], mesh)
+        losses.append(float(told.loss))
+        if step == 0:
+            assert {p.grad.device.type for p in model.parameters()} == {"cpu" if offload else "cuda"}
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+            named = {name: p.grad.to_local().cuda() for name, p in model.named_parameters()}
+            far = max(float((named[name] - grad).norm() / grad.norm()) for name, grad in grads.items())
+            assert far < 0.05  # of bfloat16
+        norm = gradient_norm(model)
+        assert float(clip_grad_norm(model, 0.1)) == pytest.approx(float(norm))
+        assert float(gradient_norm(model)) == pytest.approx(min(0.1, float(norm)), rel=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[0] == pytest.approx(loss, rel=1e-2)
+    assert losses[-1] < losses[0] - 0.5
+    shutdown()
