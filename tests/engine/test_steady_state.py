@@ -113,6 +113,7 @@ def test_seeds_slopes_and_logits_that_change_are_the_same_kind_of_call(pool):
 def packings(rank: int, world: int, group: Any) -> None:
     draw = random.Random(0)  # the same on all ranks
     here, memory = member(group.group_name), pool(CPU)
+    memory.clear()  # of what other tests of this worker left
     layout = Layout.zigzag(32, world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "BOUND", 6)
