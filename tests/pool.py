@@ -231,6 +231,7 @@ def _work(rank: int, pipe: Connection) -> None:
             store = store or dist.TCPStore("127.0.0.1", job.port, None, False, limit)
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _forget_meshes()
             fresh = dist.PrefixStore(f"job{job.number}", store)
             dist.init_process_group("gloo", store=fresh, rank=rank, world_size=job.world)
             function = _load(job.module, job.path)
@@ -241,6 +242,14 @@ def _work(rank: int, pipe: Connection) -> None:
         except BaseException:  # A skip, a failed check and an exit are all news for the test.
             answer = (b"", traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def _forget_meshes() -> None:
+    """DTensor's cache takes a mesh of ranks for an equal one of an earlier job, whose process groups are gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _listen(pipe: Connection, jobs: queue.SimpleQueue[_Job]) -> None:

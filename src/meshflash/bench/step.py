@@ -40,6 +40,8 @@ class Setup:
     dtype: str = "float32"
     device: str = "cpu"
     kernel: str = "auto"
+    offload_activations: bool = False
+    tiles: int = 1
 
     @property
     def config(self) -> GPTConfig:
@@ -97,7 +99,16 @@ def run(setup: Setup, rounds: int, plain: bool = False, say: Callable[[str], Non
         for block in model.layers:
             block.self_attn.attend.options["kernel"] = setup.kernel
         dtype = setup.compute_dtype if half else None
-        model = parallelize(model, mesh, mode=mode, recompute=setup.recompute, compute_dtype=dtype, offload=offload)
+        model = parallelize(
+            model,
+            mesh,
+            mode=mode,
+            recompute=setup.recompute,
+            compute_dtype=dtype,
+            offload=offload,
+            offload_activations=setup.offload_activations,
+            tiles=setup.tiles,
+        )
         model.to_empty(device="cpu" if offload else device)
         model.init_weights()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -123,13 +134,12 @@ def run(setup: Setup, rounds: int, plain: bool = False, say: Callable[[str], Non
     for function in steps.values():
         function()
     ms = interleaved(steps, device, rounds)
-    weights = sum(p.numel() for p in _meta(config).parameters())
     parts = _parts(setup, config, device, rounds, say)
     parts.append(Part("clip and AdamW", 1, _update(config, device, rounds)))
     total = sum(part.times * part.ms for part in parts)
     return Step(
-        setup, weights, ms["step"], ms.get("plain"), total, total / ms["step"],
-        _flops(config, weights, setup.tokens) / ms["step"] / 1e9, peak, loss, tuple(parts),
+        setup, config.weights, ms["step"], ms.get("plain"), total, total / ms["step"],
+        config.flops(setup.tokens) / ms["step"] / 1e9, peak, loss, tuple(parts),
     )  # fmt: skip
 
 
@@ -142,14 +152,6 @@ def _held(device: torch.device) -> int:
     """Bytes that are held all the time: weights and the optimizer's state."""
     module: Any = torch.get_device_module(device) if device.type != "cpu" else None
     return int(module.memory_allocated(device)) if module is not None else 0
-
-
-def _flops(config: GPTConfig, weights: int, tokens: int) -> float:
-    """Of a step, what is computed again not counted: 6 for each weight and token, and attention's."""
-    assert config.head_dim is not None
-    looked_up = 0 if config.tied else config.vocabulary * config.dim
-    attention = 4 * tokens * tokens / 2 * config.heads * config.head_dim * config.layers
-    return 6.0 * (weights - looked_up) * tokens + 3.5 * attention
 
 
 def _parts(
@@ -180,18 +182,20 @@ def _parts(
         times = {"forward": ahead, "backward": back}
         parts.extend(Part(f"{name}, {way}", times[way], ms) for way, ms in found.items())
 
-    shapes: dict[tuple[int, int], int] = {}
-    for shape in ((e, q), (e, k), (e, k), (q, e), (e, h), (e, h), (h, e)):
-        shapes[shape] = shapes.get(shape, 0) + 1
-    for (inside, outside), number in shapes.items():
-        name = f"linear {inside} to {outside}"
-        timed(
-            name,
-            functional.linear,
-            [new(1, t, inside), new(outside, inside)],
-            number * forwards,
-            number * config.layers,
-        )
+    # of tokens, from, to: how often forward, and how often backward
+    linears: dict[tuple[int, int, int], tuple[int, int]] = {}
+    tile, hidden, down = _in_tiles(setup, forwards)
+    for shape, ahead, back in (
+        *(((t, *shape), forwards, config.layers) for shape in ((e, q), (e, k), (e, k), (q, e))),
+        *(((tile, e, h), hidden, config.layers * setup.tiles) for _ in range(2)),
+        ((tile, h, e), down, config.layers * setup.tiles),
+    ):
+        before = linears.get(shape, (0, 0))
+        linears[shape] = before[0] + ahead, before[1] + back
+    for (tokens, inside, outside), (ahead, back) in linears.items():
+        some = "" if tokens == t else f" of {tokens} tokens"
+        inputs = [new(1, tokens, inside), new(outside, inside)]
+        timed(f"linear {inside} to {outside}{some}", functional.linear, inputs, ahead, back)
     attend = partial(flash_attention, mask=Mask.causal(), kernel=setup.kernel)
     again = forwards if setup.recompute == "full" else config.layers
     heads = [new(1, t, n, d) for n in (config.heads, config.kv_heads, config.kv_heads)]
@@ -203,13 +207,25 @@ def _parts(
     turn = partial(_turned, cos=cos, sin=sin)
     timed("rotary, queries", turn, [new(1, t, config.heads, d)], forwards, config.layers)
     timed("rotary, keys", turn, [new(1, t, config.kv_heads, d)], forwards, config.layers)
-    timed("SwiGLU", _gated, [new(1, t, h), new(1, t, h)], forwards, config.layers)
-    timed("residual", torch.add, [new(1, t, e), new(1, t, e)], 2 * forwards, 0)
+    timed("SwiGLU", _gated, [new(1, tile, h), new(1, tile, h)], hidden, config.layers * setup.tiles)
+    timed("residual", torch.add, [new(1, t, e), new(1, t, e)], forwards + config.layers, 0)
     labels = torch.randint(config.vocabulary, (1, t), device=device)
     loss = partial(cross_entropy_sum, labels=labels)
     timed("loss and its gradients", loss, [new(1, t, e), new(config.vocabulary, e)], 1, 1)
     timed("embedding", lambda w: functional.embedding(labels, w), [new(config.vocabulary, e)], 1, 1)
     return parts
+
+
+def _in_tiles(setup: Setup, forwards: int) -> tuple[int, int, int]:
+    """Tokens of an MLP's tile, and how often all tiles' hidden units, and what follows from them, are computed.
+
+    A block that computes itself again ends when all that was saved is there: before its last product, and in tiles,
+    whose backward computes hidden units again by itself, before its MLP.
+    """
+    layers = setup.config.layers
+    if setup.tiles == 1:
+        return setup.tokens, forwards, layers
+    return -(-setup.tokens // setup.tiles), 2 * layers * setup.tiles, layers * setup.tiles
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -445,6 +445,10 @@ def step(
     ] = None,
     recompute: Annotated[str | None, typer.Option(help="full or selective: what a backward computes again.")] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Keep weights and optimizer on the host.")] = False,
+    offload_activations: Annotated[
+        bool, typer.Option("--offload-activations", help="Keep on the host what recompute keeps for the backward.")
+    ] = False,
+    tiles: Annotated[int, typer.Option(min=1, help="Slices of tokens that MLPs are computed in.")] = 1,
     plain: Annotated[bool, typer.Option("--plain", help="Time the bare model too, in turns.")] = False,
     dtype: OneDtype = None,
     kernel: Annotated[str, typer.Option(help="Of the attention.")] = "auto",
@@ -464,7 +468,9 @@ def step(
     with _explained(), console.status("building") as status:
         device = pick_device(device)
         dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-        setup = bench.Setup(preset, tokens, layers, dim, "full", recompute, offload, dtype, device, kernel)
+        setup = bench.Setup(
+            preset, tokens, layers, dim, "full", recompute, offload, dtype, device, kernel, offload_activations, tiles
+        )
         found = bench.run(setup, rounds, plain, say=status.update)
     title = f"{preset}, {tokens:,} tokens, {dtype}, on {device}"
     report(console, tables.step(found, title), [record.flat(found)], output or RESULTS / f"step-{device}.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.groups import group_of
+from meshflash.models.cache import Cache
 from meshflash.models.layers import (
     Attention,
     Context,
@@ -52,6 +54,25 @@ class GPTConfig:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads}: it must divide the {self.heads} heads")
+
+    @property
+    def weights(self) -> int:
+        """How many numbers are learnt.
+
+        >>> GPTConfig().weights
+        106816
+        """
+        assert self.head_dim is not None
+        attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
+        block = attention + 3 * self.dim * self.hidden + 2 * self.dim
+        return self.layers * block + self.dim + self.vocabulary * self.dim * (1 if self.tied else 2)
+
+    def flops(self, tokens: int) -> float:
+        """Of a training step with one causal sequence, what is computed again not counted."""
+        assert self.head_dim is not None
+        looked_up = 0 if self.tied else self.vocabulary * self.dim
+        attention = 4 * tokens * tokens / 2 * self.heads * self.head_dim * self.layers
+        return 6.0 * (self.weights - looked_up) * tokens + 3.5 * attention
 
 
 def tiny(**changes: Any) -> GPTConfig:
@@ -139,7 +160,8 @@ class GPT(nn.Module):
         *,
         mask: Mask | None = None,
         layout: Layout | None = None,
-        last: int | None = None,
+        at: Sequence[int] | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Logits `[batch, tokens, vocabulary]`; with labels the *sum* of their losses, without ever holding all logits.
 
@@ -149,27 +171,36 @@ class GPT(nn.Module):
                 there is none.
             mask: over the whole sequence, causal by default; positions count within its documents.
             layout: which tokens of the sequence these are, where ranks share it.
-            last: logits of so many last tokens only.
+            at: logits of these of the tokens only, by their places here.
+            cache: keys and values of tokens before, which are seen too; the first call fills it. See `generate`.
         """
         mask = Mask.causal() if mask is None else mask
         _, rank, ranks = self._ranks()
-        if layout is None and ranks > 1:
+        before = 0 if cache is None else cache.tokens
+        if layout is None and ranks > 1 and not before:
             raise ValueError(
                 f"layout: say which tokens these are, as {ranks} ranks share the sequence; see spread_batch"
             )
+        if not tokens.numel() and isinstance(self.embed_tokens.weight, DTensor):
+            raise ValueError(
+                "tokens: this rank has none, and torch divides no empty tensors over tp; take a smaller cp"
+            )
         x_BTE = self.embed_tokens(tokens)
-        positions = token_positions(tokens.shape[1], mask, layout, rank, tokens.device)
+        if before:
+            positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+        else:
+            positions = token_positions(tokens.shape[1], mask, layout, rank, tokens.device)
         assert self.config.head_dim is not None
         turning = frequencies(self.config.head_dim, self.config.theta, self.config.scaling)
         wide = torch.promote_types(x_BTE.dtype, torch.float32)
-        context = Context(mask, layout, *rotations(positions, turning, wide))
+        context = Context(mask, layout, *rotations(positions, turning, wide), cache)
         for block in self.layers:
             x_BTE = block(x_BTE, context)
         x_BTE = self.norm(x_BTE)
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if labels is not None:
             return cross_entropy_sum(x_BTE, weight, labels)
-        return _logits(x_BTE if last is None else x_BTE[:, -last:], weight)
+        return _logits(x_BTE if at is None else x_BTE[:, list(at)], weight)
 
     def init_weights(self, seed: int = 0) -> None:
         """Draw all weights, the same on any mesh."""
@@ -205,6 +236,8 @@ class GPT(nn.Module):
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return functional.linear(x, weight)
+    if not x.numel():  # torch divides no empty tensors; all ranks of tp are here
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
     whole = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
     logits: Any = functional.linear(whole, weight)
     found: Tensor = logits.full_tensor()

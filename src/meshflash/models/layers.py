@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
+from meshflash.models.cache import Cache
 from meshflash.parallel.context import MeshAttention
+from meshflash.parallel.tiles import TiledMLP, tiled_mlp
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Context:
     layout: Layout | None
     cos: Tensor | None = None
     sin: Tensor | None = None
+    cache: Cache | None = None
 
 
 def frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
@@ -102,12 +105,17 @@ class Attention(nn.Module):
         )
         if context.cos is not None and context.sin is not None:
             q, k = (rotate(x, context.cos, context.sin).to(v.dtype) for x in (q, k))
-        out_BTHD = self.attend(q, k, v, mask=context.mask, layout=context.layout)
+        if context.cache is not None and context.cache.tokens:
+            out_BTHD = context.cache.attend(self, q, k, v, context.mask)
+        else:
+            if context.cache is not None:
+                context.cache.keep(self, k, v)
+            out_BTHD = self.attend(q, k, v, mask=context.mask, layout=context.layout)
         out: Tensor = self.o_proj(out_BTHD.flatten(-2))
         return out
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(TiledMLP):
     """SwiGLU: one projection gates the other."""
 
     def __init__(self, dim: int, hidden: int) -> None:
@@ -117,8 +125,14 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.tiles > 1:
+            return tiled_mlp(x, (self.gate_proj, self.up_proj), self.down_proj, _gated, self.tiles)
+        out: Tensor = self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
         return out
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
 
 
 def check_division(what: str, number: int, tp: int) -> None:

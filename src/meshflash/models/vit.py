@@ -22,6 +22,7 @@ from meshflash.groups import group_of
 from meshflash.models.layers import Attention, Context, check_division, frequencies, init_weights
 from meshflash.models.patches import Patch, grid_of, pair, patchify
 from meshflash.parallel.loss import IGNORED
+from meshflash.parallel.tiles import TiledMLP, tiled_mlp
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -72,7 +73,7 @@ def vit_2_6b(**changes: Any) -> ViTConfig:
 PRESETS = {"tiny": tiny, "base": vit_base, "2.6b": vit_2_6b}
 
 
-class MLP(nn.Module):
+class MLP(TiledMLP):
     """Two projections with a GELU between them."""
 
     def __init__(self, dim: int, hidden: int) -> None:
@@ -81,6 +82,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tiles > 1:
+            return tiled_mlp(x, (self.up_proj,), self.down_proj, functional.gelu, self.tiles)
         out: Tensor = self.down_proj(functional.gelu(self.up_proj(x)))
         return out
 

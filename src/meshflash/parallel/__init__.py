@@ -7,6 +7,7 @@ from meshflash.parallel.optimizer import clip_grad_norm, gradient_norm, sharded_
 from meshflash.parallel.recompute import recompute
 from meshflash.parallel.sampler import MeshSampler
 from meshflash.parallel.step import Accumulated, accumulate, blank, micro_batches, spread_batch
+from meshflash.parallel.tiles import tile_mlp
 from meshflash.parallel.weights import parallelize, replicate, shard, synchronized
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "sharded_optimizer",
     "spread_batch",
     "synchronized",
+    "tile_mlp",
 ]

@@ -146,7 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
         for begin in range(0, len(hidden), tokens):
             rows = slice(begin, begin + tokens)
             x, label = hidden[rows], labels[rows]
-            logits = _product(x, weight.T, sums)
+            logits = wide_product(x, weight.T, sums)
             counts = label != IGNORED
             mine = label - first
             here = counts & (mine >= 0) & (mine < len(weight))
@@ -168,7 +168,7 @@ class _CrossEntropy(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[rows] = d_logits @ weight
             if d_weight is not None:
-                d_weight += _product(d_logits.T, x, sums)
+                d_weight += wide_product(d_logits.T, x, sums)
         if d_hidden is not None:
             _reduce(d_hidden, group)
         ctx.save_for_backward(d_hidden, d_weight)
@@ -180,7 +180,7 @@ class _CrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """A product whose sums, and result, are of a wider dtype."""
     if a.dtype == dtype:
         return a @ b

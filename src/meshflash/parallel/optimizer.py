@@ -21,12 +21,18 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 
 
 def sharded_optimizer(
-    model: nn.Module, optimizer: type[torch.optim.Optimizer], mesh: DeviceMesh, **options: Any
+    model: nn.Module,
+    optimizer: type[torch.optim.Optimizer],
+    mesh: DeviceMesh,
+    *,
+    groups: list[dict[str, Any]] | None = None,
+    **options: Any,
 ) -> torch.optim.Optimizer:
     """An optimizer of which each rank keeps and computes a part (ZeRO-1), for a model that `replicate` laid out.
 
     Each weight is updated by one rank and sent to the others; one that several modules share counts once, a frozen one
-    not at all. Where `shard` spread the weights their optimizer is spread already: it is then a plain one.
+    not at all. Where `shard` spread the weights their optimizer is spread already: it is then a plain one. `groups` are
+    weights with options of their own, as optimizers take them; by default all that learn.
 
     >>> from meshflash import shutdown
     >>> from meshflash.parallel.mesh import init_mesh
@@ -35,10 +41,10 @@ def sharded_optimizer(
     >>> shutdown()
     """
     learning = list(parameters(model))
-    ranks = summed(mesh)
+    ranks, weights = summed(mesh), learning if groups is None else groups
     if ranks.size() == 1 or any(isinstance(p, DTensor) for p in learning):
-        return optimizer(learning, **options)
-    return ZeroRedundancyOptimizer(learning, optimizer, process_group=ranks.get_group(), **options)
+        return optimizer(weights, **options)
+    return ZeroRedundancyOptimizer(weights, optimizer, process_group=ranks.get_group(), **options)
 
 
 @torch.no_grad()

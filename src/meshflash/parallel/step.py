@@ -29,10 +29,11 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Accumulated:
-    """The loss that one device would have had, a mean over tokens, and how many tokens counted."""
+    """The loss that one device would have had, a mean over tokens; how many tokens counted; and this rank's own sum."""
 
     loss: Tensor
     tokens: Tensor
+    own: Tensor
 
 
 def accumulate(model: nn.Module, batches: Sequence[Batch], mesh: DeviceMesh | None = None) -> Accumulated:
@@ -55,7 +56,7 @@ def accumulate(model: nn.Module, batches: Sequence[Batch], mesh: DeviceMesh | No
     >>> float(accumulate(model, [one, other]).loss), float(model.weight.grad)
     (3.0, 3.0)
     """
-    batches = _even(list(batches), mesh)
+    batches = even_batches(batches, mesh)
     count = count_tokens((batch["labels"] for batch in batches), mesh)
     scale = gradient_scale(count, mesh)
     lost: Tensor | None = None
@@ -65,7 +66,7 @@ def accumulate(model: nn.Module, batches: Sequence[Batch], mesh: DeviceMesh | No
             (loss * scale).backward()
         lost = loss.detach().double() if lost is None else lost + loss.detach()
     assert lost is not None
-    return Accumulated(total(lost, mesh) / count.clamp(min=1), count)
+    return Accumulated(total(lost, mesh) / count.clamp(min=1), count, lost)
 
 
 def spread_batch(
@@ -140,12 +141,12 @@ def blank(batch: Batch) -> Batch:
     return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
 
 
-def _even(batches: list[Batch], mesh: DeviceMesh | None) -> list[Batch]:
-    """The same number on all ranks, by blank ones."""
+def even_batches(batches: Sequence[Batch], mesh: DeviceMesh | None) -> list[Batch]:
+    """As many micro-batches on all ranks, by blank ones: else some would wait in collectives for the others."""
     most = _most(len(batches), mesh)
     if _most(int(not batches), mesh):  # asked of all ranks, so that all raise
         raise ValueError("accumulate: a rank has no batch; give each at least one, blank(...) where its samples ended")
-    return batches + [blank(batches[-1])] * (most - len(batches))
+    return [*batches, *[blank(batches[-1])] * (most - len(batches))]
 
 
 def _most(number: int, mesh: DeviceMesh | None) -> int:

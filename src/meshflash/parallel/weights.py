@@ -23,6 +23,7 @@ from meshflash.parallel.blocks import own_blocks
 from meshflash.parallel.context import ContextParallel
 from meshflash.parallel.mesh import check_mesh, fold, size, summed
 from meshflash.parallel.recompute import recompute as recompute_blocks
+from meshflash.parallel.tiles import tile_mlp
 
 #: How weights are spread: what "full" keeps after a forward it would gather again for the backward.
 MODES = ("full", "grad_op", "hybrid")
@@ -44,6 +45,8 @@ def parallelize(
     offload: bool = False,
     schedule: str | None = None,
     recompute: str | None = None,
+    offload_activations: bool = False,
+    tiles: int = 1,
     bucket_mb: float = 25.0,
 ) -> nn.Module:
     """Lay a model on a mesh: tensor parallel, context parallel, recomputation, and replicas or shards of the weights.
@@ -63,6 +66,8 @@ def parallelize(
         offload: keep shards in the host's memory.
         schedule: of the attention over `cp`.
         recompute: "full" keeps the input of each block only, "selective" its attention too; see `recompute`.
+        offload_activations: keep that in the host's memory, copied beside what is computed.
+        tiles: slices of tokens that MLPs are computed in, see `tile_mlp`.
         bucket_mb: megabytes of gradients that replicas sum at a time.
     """
     check_mesh(mesh)
@@ -73,8 +78,14 @@ def parallelize(
         _divide(model, _whole(mesh, mode or REPLICATED))
     if size(mesh, "cp") > 1:
         ContextParallel(schedule)._apply(model, mesh["cp"])
+    if tiles != 1:
+        tile_mlp(model, tiles)
     if recompute is not None:
-        recompute_blocks(model, recompute)
+        recompute_blocks(model, recompute, offload_activations)
+    elif offload_activations:
+        raise ValueError(
+            'offload_activations: it moves what blocks keep for their backward; say recompute="full" or "selective" too'
+        )
     if mode is not None or offload or size(mesh, "tp") > 1:
         return shard(
             model,
