@@ -10,7 +10,21 @@ from typing import Annotated
 import typer
 
 from meshflash import __version__
-from meshflash.cli import bench, calibrate, check, checksum, demo, doctor, draw, launch, trace
+from meshflash.cli import (
+    bench,
+    calibrate,
+    check,
+    checksum,
+    data,
+    demo,
+    doctor,
+    draw,
+    generate,
+    launch,
+    predict,
+    trace,
+    train,
+)
 
 app = typer.Typer(
     name="meshflash",
@@ -21,13 +35,17 @@ app = typer.Typer(
 app.command("calibrate")(calibrate.command)
 app.command("check")(check.command)
 app.command("checksum")(checksum.command)
+app.command("data")(data.command)
 app.command("demo")(demo.command)
 app.command("doctor")(doctor.command)
 app.command("draw")(draw.command)
 app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     launch.command
 )
+app.command("generate")(generate.command)
+app.command("predict")(predict.command)
 app.command("trace")(trace.command)
+app.command("train")(train.command)
 app.add_typer(bench.app, name="bench")
 
 

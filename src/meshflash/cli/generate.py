@@ -1,0 +1,47 @@
+"""`meshflash generate`: text from a trained GPT, the prompt read over the mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshflash.cli.ranks import Nproc, rerun
+
+
+def command(
+    prompt: Annotated[str, typer.Argument(help="What the text begins with; @FILE reads it from a file.")],
+    checkpoint: Annotated[Path, typer.Option(help="A folder of `meshflash train`, or of Hugging Face's Llama.")],
+    tokens: Annotated[int, typer.Option(min=1, help="How many to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among so much probability.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    tokenizer: Annotated[Path | None, typer.Option(help="A folder with tokenizer.json; bytes by default.")] = None,
+    cp: Annotated[int, typer.Option(min=1, help="Ranks that share the prompt.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share heads and hidden units.")] = 1,
+    fsdp: Annotated[int, typer.Option(min=1, help="Ranks that weights are spread over.")] = 1,
+    order: Annotated[str, typer.Option(help="Which ranks are neighbours.")] = "cp-tp-dp",
+    nproc: Nproc = 1,
+) -> None:
+    """Go on with a text. Ranks share the prompt; each keeps all of its keys and values after it."""
+    rerun(nproc)
+    from meshflash.job import init
+    from meshflash.train import inference
+
+    with init() as here:
+        try:
+            text = Path(prompt[1:]).read_text() if prompt.startswith("@") else prompt
+            parts = inference.text(
+                checkpoint, text, tokenizer, dict(fsdp=fsdp, cp=cp, tp=tp, order=order), tokens=tokens,
+                temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+            )  # fmt: skip
+            for part in parts:
+                if here.rank == 0:
+                    typer.echo(part, nl=False)
+            if here.rank == 0:
+                typer.echo()
+        except (ValueError, OSError) as error:
+            typer.echo(f"[rank {here.rank}] {error}", err=True)
+            raise typer.Exit(1) from error

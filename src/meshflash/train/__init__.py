@@ -1,0 +1,1 @@
+"""Training runs: data and its order, configurations, the loop, checkpoints."""

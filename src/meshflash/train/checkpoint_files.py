@@ -1,0 +1,270 @@
+"""Checkpoints as folders: tensors in safetensors files, all else in JSON, and a manifest with every file's digest.
+
+A folder gets its name by one rename, when all in it is on the disk; what has another name was never finished. Nothing
+is pickled. Ranks and models are not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT, VERSION = "meshflash checkpoint", 1
+MANIFEST, INDEX = "manifest.json", "index.json"
+
+#: dtypes by the names that safetensors has for them.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: What a file is: {"bytes": its size, "sha256": its digest}.
+Digest = dict[str, Any]
+
+_FOLDER = re.compile(r"step-(\d{8,})(\.replaced-\w+)?")
+_BLOCK = 1 << 22
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that was not saved, or cannot be loaded: which file, why, and what to do instead."""
+
+
+def folder_name(step: int) -> str:
+    """The name of a complete checkpoint.
+
+    >>> folder_name(123)
+    'step-00000123'
+    """
+    return f"step-{step:08d}"
+
+
+def partial_name(step: int, token: str) -> str:
+    """The name of one that is being written, or removed."""
+    return f"{folder_name(step)}.partial-{token}"
+
+
+def complete(root: Path) -> dict[int, Path]:
+    """The folders of complete checkpoints by their steps, in order."""
+    found: dict[int, Path] = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        match = _FOLDER.fullmatch(path.name)
+        # one put aside counts where its successor did not come: see commit
+        if match and (int(match[1]) not in found) and path.is_dir():
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
+    """Contiguous tensors of the host's memory as a safetensors file, on the disk when this returns."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = (tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors.values() if tensor.numel())
+    return _write(path, [len(text).to_bytes(8, "little"), text], data)
+
+
+def write_json(path: Path, value: Any) -> Digest:
+    """A value as JSON, on the disk when this returns."""
+    return _write(path, [json.dumps(value, indent=1).encode()])
+
+
+def commit(partial: Path, root: Path, step: int, token: str, files: Mapping[str, Digest]) -> None:
+    """Make a checkpoint of a folder whose files are all on the disk: write its manifest, then give it its name."""
+    manifest = {"format": FORMAT, "version": VERSION, "step": step, "torch": torch.__version__, "files": dict(files)}
+    write_json(partial / MANIFEST, manifest)
+    sync_folder(partial)
+    target, aside = root / folder_name(step), root / f"{folder_name(step)}.replaced-{token}"
+    if target.exists():  # a folder cannot be renamed onto another one; until the next line the old one counts
+        target.rename(aside)
+    partial.rename(target)
+    sync_folder(root)
+    if aside.exists():
+        discard(aside, step, token)
+
+
+def prune(root: Path, step: int, keep: int, token: str) -> None:
+    """Remove checkpoints before this step, but for the newest ones. Later ones are of another run: they stay."""
+    for old in [found for found in complete(root) if found < step][::-1][keep - 1 :]:
+        for path in [*sorted(root.glob(f"{folder_name(old)}.replaced-*")), root / folder_name(old)]:
+            if path.exists():
+                discard(path, old, token)
+
+
+def sweep(root: Path, token: str) -> None:
+    """Remove what was left of saves that never ended, but for the one with this token."""
+    for path in sorted(root.glob("step-*.*-*")):
+        name, _, rest = path.name.partition(".")
+        if path.name.endswith(token) or not _FOLDER.fullmatch(name):
+            continue
+        if rest.startswith("partial-"):
+            shutil.rmtree(path, ignore_errors=True)
+        elif rest.startswith("replaced-") and (root / name).exists():
+            discard(path, int(name.removeprefix("step-")), token)
+
+
+def discard(path: Path, step: int, token: str) -> None:
+    """Remove a checkpoint, so that at no time a part of it passes for one."""
+    gone = path.with_name(partial_name(step, f"removed-{path.suffix.removeprefix('.')}-{token}"))
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_manifest(folder: Path, step: int) -> dict[str, Digest]:
+    """The files of a checkpoint and their digests; CheckpointError where another version, or nobody here, wrote it."""
+    path = folder / MANIFEST
+    found = _read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not of a meshflash checkpoint; it was written by something else")
+    if found.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path}: version {found.get('version')!r}, and this meshflash reads version {VERSION}; take the meshflash "
+            "that wrote it"
+        )
+    if found.get("step") != step:
+        raise CheckpointError(f"{path}: it is of step {found.get('step')!r}, and the folder's name says {step}")
+    files = found.get("files")
+    if not isinstance(files, dict) or INDEX not in files or any(os.path.basename(name) != name for name in files):
+        raise CheckpointError(f"{path}: its list of files is damaged")
+    return files
+
+
+def check_files(folder: Path, files: Mapping[str, Digest], names: Iterable[str]) -> None:
+    """CheckpointError unless the named files are, byte by byte, what was written."""
+    for name in names:
+        path = folder / name
+        try:
+            want = int(files[name]["bytes"]), str(files[name]["sha256"])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{folder / MANIFEST}: what it says of {name} is damaged") from None
+        try:
+            size = path.stat().st_size
+            if size != want[0]:
+                raise CheckpointError(f"{path}: it has {size} bytes, and {want[0]} were written; it is cut or changed")
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK):
+                    digest.update(block)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {_why(error)}") from None
+        if digest.hexdigest() != want[1]:
+            raise CheckpointError(f"{path}: its sha256 is not the one that was written; its bytes have changed")
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What is not in the tensors' own files."""
+    found = _read_json(folder / INDEX)
+    if not isinstance(found, dict) or not {"tensors", "state", "groups", "values"} <= found.keys():
+        raise CheckpointError(f"{folder / INDEX}: not an index of tensors")
+    return found
+
+
+def check_checkpoint(folder: Path, step: int) -> None:
+    """CheckpointError unless all of a checkpoint is as it was written."""
+    files = read_manifest(folder, step)
+    check_files(folder, files, files)
+    read_index(folder)
+
+
+class TensorFile:
+    """Rows of tensors out of a safetensors file. It is read, not mapped: a file that is cut meanwhile is an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.file = path.open("rb")
+            length = int.from_bytes(self.file.read(8), "little")
+            self.begin = 8 + length
+            if self.begin > path.stat().st_size:
+                raise ValueError
+            self.header = json.loads(self.file.read(length))
+        except OSError as error:
+            raise CheckpointError(f"{path}: {_why(error)}") from None
+        except ValueError:
+            raise CheckpointError(f"{path}: not a file of safetensors") from None
+
+    def rows(self, name: str, dtype: torch.dtype, shape: torch.Size, first: int, last: int) -> Tensor:
+        """Rows from `first` to before `last` of a tensor that must be of this dtype and shape."""
+        try:
+            said = self.header[name]
+            begin, end = said["data_offsets"]
+            fits = end - begin == prod(shape) * dtype.itemsize
+            if not fits or DTYPES[said["dtype"]] != dtype or list(shape) != said["shape"]:
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{self.path}: {name} is not in it as the index says") from None
+        row = prod(shape[1:]) * dtype.itemsize
+        buffer = bytearray((last - first) * row)
+        try:
+            self.file.seek(self.begin + begin + first * row)
+            number = self.file.readinto(buffer)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {_why(error)}") from None
+        if number != len(buffer):
+            raise CheckpointError(f"{self.path}: it ends within {name}")
+        return torch.frombuffer(buffer, dtype=dtype).reshape([last - first, *shape[1:]] if shape else [])
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _write(path: Path, *pieces: Iterable[Any]) -> Digest:
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("wb") as file:
+            for several in pieces:
+                for piece in several:
+                    file.write(piece)
+                    digest.update(piece)
+                    size += len(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {_why(error)}") from error
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {_why(error)}") from None
+    except ValueError:
+        raise CheckpointError(f"{path}: not JSON; it is cut or changed") from None
+
+
+def _why(error: OSError) -> str:
+    return "missing" if isinstance(error, FileNotFoundError) else (error.strerror or str(error))

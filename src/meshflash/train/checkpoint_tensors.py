@@ -1,0 +1,319 @@
+"""What a checkpoint holds of a model and its optimizer: this rank's parts of tensors, and what is said in JSON.
+
+Names are those of one process, whatever wraps the model; where a part lies in its tensor is told with it, so that any
+other mesh finds what it needs. Who writes what, and who reads what, is planned by torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshflash.models.layers import own_part
+from meshflash.train.checkpoint_files import DTYPES, INDEX, NAMES, CheckpointError, TensorFile
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a tensor: its values, where they begin in the whole, and the whole's shape."""
+
+    local: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(x: Tensor) -> Part:
+        """This rank's part of a tensor, or of a DTensor, as it lies."""
+        local = x.detach()
+        if isinstance(local, DTensor):
+            local = local.to_local()
+        return Part(local, tuple(int(rows.start) for rows in own_part(x)), tuple(x.shape))
+
+    def outline(self) -> list[Any]:
+        """All but the values, for other ranks."""
+        return [list(self.offsets), list(self.local.shape), list(self.shape), NAMES[self.local.dtype]]
+
+
+@dataclass(frozen=True)
+class Content:
+    """A checkpoint's content on one rank: parts of tensors; values of the optimizer that are none; its groups."""
+
+    parts: dict[str, Part]
+    values: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
+    """What this rank has. Nothing is copied yet."""
+    named = weights(model)
+    parts = {f"model/{name}": Part.of(x) for name, x in named.items()}
+    values: dict[str, Any] = {}
+    names = {id(x): name for name, x in named.items()}
+    groups = _groups(optimizer, names) if optimizer is not None else []
+    for weight, kept in _inner(optimizer).state.items() if optimizer is not None else ():
+        for key, value in kept.items():
+            name = f"optimizer/{key}/{names[id(weight)]}"
+            if not isinstance(value, Tensor):
+                values[name] = _encode(value, name)
+                continue
+            if isinstance(weight, DTensor) and value.ndim and value.shape != weight.shape:
+                raise ValueError(
+                    f"{name}: {list(value.shape)} for a weight {list(weight.shape)} that is spread over ranks; another "
+                    "mesh could not have it: take an optimizer that keeps numbers, or tensors of the weight's shape"
+                )
+            parts[name] = Part.of(value)
+    for name, part in parts.items():
+        if part.local.dtype not in NAMES:
+            raise ValueError(f"{name}: {part.local.dtype} cannot be saved; expected one of {', '.join(DTYPES)}")
+    # ranks with less than one row have a part of nothing
+    return Content({name: p for name, p in parts.items() if p.local.numel() or not _volume(p.shape)}, values, groups)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by the names they have in one process, shared ones once, by their first name."""
+    bare: Any = model
+    while isinstance(bare, DistributedDataParallel) or hasattr(bare, "_orig_mod"):
+        bare = bare.module if isinstance(bare, DistributedDataParallel) else bare._orig_mod
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in bare.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name}: a {type(value).__name__} in the model's state; a checkpoint takes tensors")
+        if value.is_meta:
+            raise ValueError(f'{name}: on the meta device; call to_empty(device="cpu"), or that of your device, before')
+        found.setdefault(id(value), (name.replace("_orig_mod.", ""), value))
+    return dict(found.values())
+
+
+def plan_write(outlines: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], dict[str, Any]]:
+    """From all ranks' outlines: the tensors whose parts each rank writes, and the index of all. The same on each rank.
+
+    What several ranks have is written by one of them, so that all have about as much to write.
+    """
+    plans = [SavePlan([_item(name, *outline) for name, outline in parts.items()]) for parts in outlines]
+    plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    tensors: dict[str, Any] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            name = item.index.fqn
+            offsets, sizes, shape, dtype = outlines[rank][name]
+            known = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "chunks": []})
+            known["chunks"].append({"offsets": offsets, "sizes": sizes, "file": file_name(rank)})
+    return [[item.index.fqn for item in plan.items] for plan in plans], tensors
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank's tensors."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def wanted(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, Any], folder: Path) -> dict[str, Part]:
+    """What this rank needs, with room for it in the host's memory; CheckpointError where the checkpoint has others."""
+    named, stored = weights(model), index["tensors"]
+    found: dict[str, Part] = {f"model/{name}": _room(x) for name, x in named.items()}
+    there = {name for name in stored if name.startswith("model/")}
+    wrong = [
+        f"{what} {_few(names)}"
+        for what, names in (("it has no", found.keys() - there), ("the model has no", there - found.keys()))
+        if names
+    ]
+    if optimizer is not None:
+        wrong += _other_groups(_groups(optimizer, {id(x): name for name, x in named.items()}), index["groups"])
+        for name, weight, _ in _kept(optimizer, named, stored):
+            shape = stored[name]["shape"]
+            like = weight if list(weight.shape) == shape else torch.empty(shape, device="meta")
+            if shape and like is not weight and isinstance(weight, DTensor):
+                wrong.append(f"{name} is {shape} in it, and its weight {list(weight.shape)} is spread over ranks")
+            found[name] = _room(like, DTYPES[stored[name]["dtype"]])
+    for name in found.keys() & stored.keys():
+        have, need = stored[name], found[name]
+        if have["shape"] != list(need.shape):
+            wrong.append(f"{name} is {have['shape']} in it, and {list(need.shape)} in the model")
+        elif DTYPES[have["dtype"]] != need.local.dtype:
+            wrong.append(f"{name} is {have['dtype']} in it, and {NAMES.get(need.local.dtype)} in the model")
+    if wrong:
+        raise CheckpointError(f"{folder / INDEX}: of another model or optimizer: {'; '.join(sorted(wrong))}")
+    return found
+
+
+def read_parts(folder: Path, stored: Mapping[str, Any], files: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+    """Fill the room of parts from the files that hold them, however they were cut when they were written."""
+    opened: dict[str, TensorFile] = {}
+    try:
+        for name, part in parts.items():
+            if not part.local.numel():
+                continue
+            chunks, dtype = stored[name]["chunks"], part.local.dtype
+            saved = TensorStorageMetadata(
+                TensorProperties(dtype), torch.Size(part.shape), [_chunk(c["offsets"], c["sizes"]) for c in chunks]
+            )
+            filled = 0
+            for item in create_read_items_for_chunk_list(name, saved, [_chunk(part.offsets, part.local.shape)]):
+                assert item.storage_index.index is not None
+                chunk = chunks[item.storage_index.index]
+                if chunk["file"] not in files:  # then nobody compared its digest
+                    raise CheckpointError(f"{folder / INDEX}: {chunk['file']} is not in the manifest")
+                if chunk["file"] not in opened:
+                    opened[chunk["file"]] = TensorFile(folder / chunk["file"])
+                first, number = (item.storage_offsets[0], item.lengths[0]) if part.shape else (0, 1)
+                rows = opened[chunk["file"]].rows(name, dtype, torch.Size(chunk["sizes"]), first, first + number)
+                source, target = rows, part.local
+                for dim, length in enumerate(item.lengths):
+                    source = source.narrow(dim, item.storage_offsets[dim] if dim else 0, length)
+                    target = target.narrow(dim, item.dest_offsets[dim], length)
+                target.copy_(source)
+                filled += source.numel()
+            if filled != part.local.numel():
+                raise CheckpointError(f"{folder / INDEX}: it knows {filled} of {part.local.numel()} values of {name}")
+    finally:
+        for file in opened.values():
+            file.close()
+
+
+@torch.no_grad()
+def restore(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+    """Put what was read into the model and the optimizer."""
+    named = weights(model)
+    for name, weight in named.items():
+        Part.of(weight).local.copy_(parts[f"model/{name}"].local)
+    if optimizer is None:
+        return
+    inner = _inner(optimizer)
+    by_name = {frozenset(group["params"]): group["options"] for group in index["groups"]}
+    for both in zip(inner.param_groups, _groups(optimizer, {id(x): n for n, x in named.items()}), strict=True):
+        _set_options(both[0], by_name[frozenset(both[1]["params"])])
+    if inner is not optimizer:  # ZeRO has the groups twice
+        for own, outer in zip(inner.param_groups, optimizer.param_groups, strict=True):
+            outer.update({key: value for key, value in own.items() if key != "params"})
+    on_device = {id(p): g.get("capturable") or g.get("fused") for g in inner.param_groups for p in g["params"]}
+    for group in inner.param_groups:
+        for weight in group["params"]:
+            inner.state.pop(weight, None)
+    for name, weight, key in _kept(optimizer, named, index["tensors"]):
+        local = parts[name].local
+        if key != "step" or on_device[id(weight)]:  # where torch's own load_state_dict would have it
+            local = local.to(weight.device)
+        value: Tensor = local
+        if isinstance(weight, DTensor) and local.ndim:
+            value = DTensor.from_local(
+                local,
+                weight.device_mesh,
+                weight.placements,
+                run_check=False,
+                shape=weight.shape,
+                stride=weight.stride(),
+            )
+        inner.state[weight][key] = value
+    for name, weight, key in _kept(optimizer, named, index["values"]):
+        inner.state[weight][key] = _decode(index["values"][name])
+
+
+def _kept(optimizer: Optimizer, named: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """(name, weight, key) of what was saved for the weights that this rank's optimizer updates."""
+    names = {id(x): name for name, x in named.items()}
+    mine = {names.get(id(p)): p for group in _inner(optimizer).param_groups for p in group["params"]}
+    found = []
+    for name in stored:
+        kind, *rest = name.split("/", 2)
+        if kind == "optimizer" and rest[1] in mine:
+            found.append((name, mine[rest[1]], rest[0]))
+    return found
+
+
+def _inner(optimizer: Optimizer) -> Any:
+    """The optimizer of this rank's weights, where each rank has one for some of them."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The optimizer's groups, weights by their names."""
+    found = []
+    for n, group in enumerate(optimizer.param_groups):
+        if any(id(p) not in names for p in group["params"]):
+            raise ValueError(f"optimizer: group {n} has a weight that is not the model's; give the optimizer's model")
+        options = {key: _encode(value, f"group {n}, {key}") for key, value in group.items() if key != "params"}
+        found.append({"params": [names[id(p)] for p in group["params"]], "options": options})
+    return found
+
+
+def _other_groups(own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[str]:
+    """What to say of groups that have other weights than the saved ones."""
+    if not saved:
+        return ["it has no optimizer; load with optimizer None"]
+    known = {frozenset(group["params"]) for group in saved}
+    return [
+        f"no group of its optimizer has just the weights of group {n}: {_few(group['params'])}"
+        for n, group in enumerate(own)
+        if frozenset(group["params"]) not in known
+    ]
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, encoded in options.items():
+        value = _decode(encoded)
+        if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+            value = value.to(group[key].device)
+        group[key] = value
+
+
+def _encode(value: Any, name: str) -> Any:
+    """A value of an optimizer as JSON can have it, and as it can be had back."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor) and value.ndim == 0 and value.dtype in NAMES:
+        return {"tensor": value.item(), "dtype": NAMES[value.dtype]}
+    if isinstance(value, tuple | list):
+        return {type(value).__name__: [_encode(v, name) for v in value]}
+    raise ValueError(f"{name}: a {type(value).__name__} cannot be saved; expected numbers, texts and lists of them")
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=DTYPES[value["dtype"]], device="cpu")
+    ((kind, values),) = value.items()
+    return (tuple if kind == "tuple" else list)(map(_decode, values))
+
+
+def _room(x: Tensor, dtype: torch.dtype | None = None) -> Part:
+    """Room in the host's memory for a part of a tensor that lies as this one does."""
+    part = Part.of(x)
+    return Part(torch.empty(part.local.shape, dtype=dtype or x.dtype, device="cpu"), part.offsets, part.shape)
+
+
+def _item(name: str, offsets: list[int], sizes: list[int], shape: list[int], dtype: str) -> WriteItem:
+    data = TensorWriteData(_chunk(offsets, sizes), TensorProperties(DTYPES[dtype]), torch.Size(shape))
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _volume(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _few(names: Any, most: int = 8) -> str:
+    """Names in order, the first of them where they are many."""
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,321 @@
+"""What a training run is, as nested frozen dataclasses; presets are functions that return a whole one.
+
+Any field can be changed by TOML or on the command line, by its path: `mesh.cp=4`, `model.layers=2`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from meshflash.models import gpt, vit
+from meshflash.models.gpt import GPTConfig
+from meshflash.models.vit import ViTConfig
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks share what, see `meshflash.parallel.init_mesh` and `parallelize`; and how they attend."""
+
+    dp: int = -1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    order: str = "cp-tp-dp"
+    mode: str | None = None
+    schedule: str = "auto"
+    layout: str = "zigzag"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is learnt: the name of an embedded task, or a folder that `meshflash data` wrote; and how much at a time.
+
+    `batch` samples make a step over all ranks, in micro-batches of `micro` on each. `valid` is what is evaluated, by
+    default other samples of an embedded task, and nothing of a folder.
+    """
+
+    source: str = "copy"
+    tokens: int = 256
+    batch: int = 8
+    micro: int = 8
+    samples: int = 100_000
+    seed: int = 0
+    valid: str | None = None
+    valid_samples: int = 64
+    height: int = 64
+    width: int = 64
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW with a warm-up and a cosine down to `final` of the rate; matrices alone decay."""
+
+    lr: float = 3e-4
+    final: float = 0.1
+    warmup: int = 100
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What saves memory, each exact: see `meshflash.parallel.parallelize`."""
+
+    recompute: str | None = None
+    offload_activations: bool = False
+    offload_weights: bool = False
+    tiles: int = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """How long, how precise, and what is written how often; 0 is never. Weights begin as `seed` says."""
+
+    steps: int = 1000
+    dtype: str = "float32"
+    seed: int = 0
+    log: int = 10
+    evaluate: int = 0
+    save: int = 0
+    keep: int = 3
+    compare: int = 100
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of a run."""
+
+    model: GPTConfig | ViTConfig
+    mesh: Mesh = field(default_factory=Mesh)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    memory: Memory = field(default_factory=Memory)
+    run: Run = field(default_factory=Run)
+
+    @property
+    def kind(self) -> str:
+        """Which model: gpt or vit."""
+        return "gpt" if isinstance(self.model, GPTConfig) else "vit"
+
+
+def gpt_tiny() -> Config:
+    """The copy task on a tiny GPT: learnt in seconds on a CPU, and only if attention crosses ranks."""
+    return Config(
+        gpt.tiny(vocabulary=32, dim=64, layers=2, heads=4, kv_heads=2, hidden=128, theta=1000.0),
+        data=Data("copy", tokens=64, batch=32, micro=32),
+        optimizer=Optimizer(lr=5e-3, warmup=30, weight_decay=0.01, beta2=0.98),
+        run=Run(steps=150, evaluate=50),
+    )
+
+
+def gpt_125m() -> Config:
+    """125 million weights, 2,048 tokens."""
+    return Config(
+        gpt.gpt_125m(), data=Data("data", tokens=2048, batch=256, micro=8), run=Run(dtype="bfloat16", save=1000)
+    )
+
+
+def llama3_2_1b() -> Config:
+    """Llama 3.2 1B at 131,072 tokens: weights spread over all ranks, sequences over 8."""
+    return Config(
+        gpt.llama3_2_1b(),
+        Mesh(cp=8, mode="full", schedule="zigzag"),
+        Data("data", tokens=131_072, batch=16, micro=1),
+        memory=Memory(recompute="selective"),
+        run=Run(dtype="bfloat16", save=500),
+    )
+
+
+def llama3_8b() -> Config:
+    """Llama 3 8B at 8,192 tokens: weights spread over all ranks."""
+    return Config(
+        gpt.llama3_8b(),
+        Mesh(mode="full"),
+        Data("data", tokens=8192, batch=256, micro=1),
+        memory=Memory(recompute="selective"),
+        run=Run(dtype="bfloat16", save=500),
+    )
+
+
+def llama3_8b_1m() -> Config:
+    """Llama 3 8B at a million tokens: sequences over 64 ranks, activations on the host."""
+    return Config(
+        gpt.llama3_8b_1m(),
+        Mesh(cp=64, mode="full", schedule="zigzag"),
+        Data("data", tokens=1_048_576, batch=4, micro=1),
+        memory=Memory(recompute="selective", offload_activations=True, tiles=16),
+        run=Run(dtype="bfloat16", save=100),
+    )
+
+
+def vit_tiny() -> Config:
+    """An embedded set of images on a tiny ViT: the class depends on patches that lie far apart."""
+    return Config(
+        vit.tiny(),
+        Mesh(layout="contiguous"),
+        Data("images", batch=32, micro=32, height=24, width=40),
+        Optimizer(lr=2e-3, warmup=20),
+        run=Run(steps=300, evaluate=100),
+    )
+
+
+def vit_base() -> Config:
+    """86 million weights, 224 x 224."""
+    return Config(
+        vit.vit_base(),
+        Mesh(layout="contiguous"),
+        Data("data", batch=256, micro=32, height=224, width=224),
+        run=Run(dtype="bfloat16", save=1000),
+    )
+
+
+def vit_2_6b() -> Config:
+    """2.6 billion weights at 262,144 patches: images of 2,048 x 2,048 over 8 ranks."""
+    return Config(
+        vit.vit_2_6b(),
+        Mesh(cp=8, mode="full", schedule="ring", layout="contiguous"),
+        Data("data", batch=8, micro=1, height=2048, width=2048),
+        memory=Memory(recompute="selective"),
+        run=Run(dtype="bfloat16", save=200),
+    )
+
+
+PRESETS: dict[str, dict[str, Callable[[], Config]]] = {
+    "gpt": {
+        "tiny": gpt_tiny,
+        "125m": gpt_125m,
+        "llama3.2-1b": llama3_2_1b,
+        "llama3-8b": llama3_8b,
+        "llama3-8b-1m": llama3_8b_1m,
+    },
+    "vit": {"tiny": vit_tiny, "base": vit_base, "2.6b": vit_2_6b},
+}
+
+
+def preset(kind: str, name: str) -> Config:
+    """A preset's configuration.
+
+    >>> preset("gpt", "tiny").data.source
+    'copy'
+    """
+    if kind not in PRESETS:
+        raise ValueError(f"{kind!r}: expected one of {', '.join(PRESETS)}")
+    if name not in PRESETS[kind]:
+        raise ValueError(f"preset={name!r}: expected one of {', '.join(PRESETS[kind])}")
+    return PRESETS[kind][name]()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The changes that a TOML file says, by tables."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not TOML: {error}") from None
+
+
+def assignments(texts: list[str]) -> dict[str, Any]:
+    """Changes from `path=value` texts.
+
+    >>> assignments(["mesh.cp=4", "data.source=copy", "memory.recompute=none"])
+    {'mesh': {'cp': 4}, 'data': {'source': 'copy'}, 'memory': {'recompute': None}}
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        path, sign, value = text.partition("=")
+        if not sign or not path:
+            raise ValueError(f"{text!r}: expected path=value, as in mesh.cp=4")
+        table = found
+        *tables, name = path.split(".")
+        for part in tables:
+            table = table.setdefault(part, {})
+        table[name] = _value(value)
+    return found
+
+
+def change(config: Any, changes: Mapping[str, Any], path: str = "") -> Any:
+    """The same with other values of named fields; ValueError names one that is not there or is of another type.
+
+    >>> change(preset("gpt", "tiny"), {"mesh": {"cp": 2}}).mesh.cp
+    2
+    """
+    types = get_type_hints(type(config))
+    names = [f.name for f in dataclasses.fields(config)]
+    new: dict[str, Any] = {}
+    for name, value in changes.items():
+        where = f"{path}{name}"
+        if name not in names:
+            raise ValueError(f"{where}: there is no such field; expected one of {', '.join(path + n for n in names)}")
+        old = getattr(config, name)
+        if isinstance(value, Mapping):
+            if not dataclasses.is_dataclass(old):
+                old = _made(types[name], where)
+            new[name] = change(old, value, f"{where}.")
+        else:
+            new[name] = _fit(value, types[name], where)
+    if "head_dim" in names and new.keys() & {"dim", "heads"}:
+        new.setdefault("head_dim", None)  # follows from them
+    return replace(config, **new)
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """A configuration as JSON takes it, with its kind."""
+    return {"kind": config.kind, **asdict(config)}
+
+
+def from_dict(given: Mapping[str, Any]) -> Config:
+    """What `as_dict` made, back.
+
+    >>> from_dict(as_dict(preset("vit", "tiny"))) == preset("vit", "tiny")
+    True
+    """
+    parts = dict(given)
+    base = preset(parts.pop("kind"), "tiny")
+    found: Config = change(base, parts)
+    return found
+
+
+def _made(kind: Any, where: str) -> Any:
+    """A new table of a field that has none."""
+    for option in get_args(kind):
+        if dataclasses.is_dataclass(option):
+            return option()  # type: ignore[operator]
+    raise ValueError(f"{where}: it is a value, not a table")
+
+
+def _fit(value: Any, kind: Any, where: str) -> Any:
+    """A value of a field's type."""
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    for option in options:
+        plain = get_origin(option) or option
+        if option is NoneType and value is None:
+            return None
+        if plain is tuple and isinstance(value, list | tuple):
+            return tuple(value)
+        if plain is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(plain, type) and isinstance(value, plain) and (plain is bool) == isinstance(value, bool):
+            return value
+    names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"{where}={value!r}: expected {names}")
+
+
+def _value(text: str) -> Any:
+    """A value as TOML reads it, else a text; none is None."""
+    if text in ("none", "None", ""):
+        return None
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,121 @@
+"""Trained models at work: text from a GPT, labels or maps of images from a ViT, on any mesh."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as _distributed
+
+from meshflash.job import init
+from meshflash.launch.devices import current
+from meshflash.models.generate import generate
+from meshflash.models.gpt import GPTConfig
+from meshflash.models.huggingface import load_pretrained, read_config
+from meshflash.models.patches import spread_images, unpatchify
+from meshflash.parallel import init_mesh
+from meshflash.sharding import unshard
+from meshflash.train import config as configs
+from meshflash.train.checkpoint import Checkpoints
+from meshflash.train.images import SUFFIXES, ImageArrays, read_image
+from meshflash.train.loop import CHECKPOINTS, build_model
+from meshflash.train.tokenizer import ByteTokenizer, FolderTokenizer, Tokenizer
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+
+def text(
+    checkpoint: Path, prompt: str, tokenizer: Path | None, axes: Mapping[str, Any], **options: Any
+) -> Iterator[str]:
+    """What a GPT goes on with, piece by piece; `options` are those of `generate`. All ranks yield the same."""
+    config, mesh, model = _load(checkpoint, axes, "gpt")
+    words: Tokenizer = ByteTokenizer() if tokenizer is None else FolderTokenizer(tokenizer)
+    if words.vocabulary > config.model.vocabulary:
+        raise ValueError(
+            f"tokenizer: {words.vocabulary:,} ids do not fit the model's {config.model.vocabulary:,}; give its own"
+        )
+    ids = [*words.begin, *words.encode(prompt)]
+    stop = words.end[0] if words.end else None
+    made: list[int] = []
+    said = ""
+    for chosen in generate(model, torch.tensor([ids], device=current()), mesh, stop=stop, **options):
+        if stop is not None and int(chosen) == stop:
+            return
+        made.append(int(chosen))
+        whole = words.decode(made)
+        if not whole.endswith("\ufffd"):  # a character may take several tokens
+            yield whole[len(said) :]
+            said = whole
+
+
+@torch.no_grad()
+def images(checkpoint: Path, source: Path, output: Path, axes: Mapping[str, Any], preset: str | None = None) -> int:
+    """Label all images of a folder or array into JSON lines, or map them into .npy files; how many there were."""
+    config, mesh, model = _load(checkpoint, axes, "vit")
+    if preset is not None and configs.preset("vit", preset).model != config.model:
+        raise ValueError(f"{checkpoint}: its model is not of the preset {preset}")
+    first = init().rank == 0
+    dense = config.model.head == "pixels"
+    if first:
+        (output if dense else output.parent).mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    number = 0
+    for name, image in _images(source, (config.data.height, config.data.width)):
+        whole = image[None].to(current())
+        batch = spread_images(whole, mesh, patch=config.model.patch, layout=config.mesh.layout)
+        out = model(**batch)
+        number += 1
+        if dense:
+            patches = unshard(out, batch["layout"], mesh["cp"])
+            if first:
+                found = unpatchify(patches, config.model.patch, (whole.shape[2], whole.shape[3]))
+                np.save(output / f"{name}.npy", found[0].float().cpu().numpy())
+        else:
+            p = out[0].float().softmax(-1)
+            lines.append(json.dumps({"image": name, "label": int(p.argmax()), "probability": float(p.max())}))
+    if first and not dense:
+        output.write_text("\n".join(lines) + "\n")
+    return number
+
+
+def _images(source: Path, size: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and images: of a folder all that lie in it, however deep, or of an array one after another."""
+    if source.is_dir():
+        files = sorted(path for path in source.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        if not files:
+            raise ValueError(f"{source}: no images; expected files {', '.join(SUFFIXES)}")
+        for path in files:
+            name = str(path.relative_to(source).with_suffix("")).replace("/", "-")
+            yield name, torch.from_numpy(read_image(path, size))
+        return
+    arrays = ImageArrays(source, bare=True)
+    for n in range(len(arrays)):
+        yield f"{n:06d}", arrays[n].image
+
+
+def _load(checkpoint: Path, axes: Mapping[str, Any], kind: str) -> tuple[Any, Any, Any]:
+    """(config, mesh, model) of a folder that `train` wrote, or of Hugging Face's, on a mesh of its own."""
+    mesh = init_mesh(1, axes.get("fsdp", 1), axes["cp"], axes["tp"], axes["order"])
+    theirs = (checkpoint / "config.json").is_file()
+    if theirs:
+        if kind != "gpt":
+            raise ValueError(f"{checkpoint}: a Llama of Hugging Face; expected a folder of `meshflash train vit`")
+        config = replace(configs.preset("gpt", "tiny"), model=read_config(checkpoint))
+    else:
+        kept = Checkpoints(checkpoint / CHECKPOINTS, mesh=mesh)
+        config = configs.from_dict(kept.state()["config"])
+    if isinstance(config.model, GPTConfig) != (kind == "gpt"):
+        raise ValueError(f"{checkpoint}: it holds a {config.kind}, expected a {kind}")
+    fields = {name: axes[name] for name in ("cp", "tp", "order")} | {"dp": 1, "fsdp": axes.get("fsdp", 1), "mode": None}
+    config = replace(config, mesh=replace(config.mesh, **fields), memory=configs.Memory())
+    model = build_model(config, mesh, current())
+    if theirs:
+        load_pretrained(model, checkpoint)
+    else:
+        kept.load(model)
+    return config, mesh, model.eval()

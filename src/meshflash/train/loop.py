@@ -1,0 +1,309 @@
+"""The training loop: one device's losses and weights on any mesh, from the first step or from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as _distributed
+
+from meshflash.core.mask import Mask
+from meshflash.job import init
+from meshflash.launch.devices import CPU, current, peak_memory
+from meshflash.models.gpt import GPT, GPTConfig
+from meshflash.models.patches import spread_images
+from meshflash.models.vit import ViT
+from meshflash.parallel import (
+    accumulate,
+    blank,
+    clip_grad_norm,
+    init_mesh,
+    parallelize,
+    sharded_optimizer,
+    spread_batch,
+)
+from meshflash.parallel.loss import count_tokens, total
+from meshflash.parallel.mesh import DATA, place, size, summed
+from meshflash.parallel.step import even_batches
+from meshflash.train.checkpoint import Checkpoints
+from meshflash.train.config import Config, Optimizer, as_dict, from_dict
+from meshflash.train.images import ImageSample
+from meshflash.train.order import Order, divide
+from meshflash.train.report import Report, share_of_peak
+from meshflash.train.sources import Source, embedded, open_source, scored
+from meshflash.train.synthetic import accuracy
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+CHECKPOINTS = "checkpoints"
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on: a loss that is no number, or ranks that went apart; the message says step and rank."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run ended with: its last step, the losses of the steps that this process saw, and the last evaluation."""
+
+    step: int
+    losses: list[float]
+    valid: dict[str, float]
+    model: nn.Module
+
+
+def train(config: Config, folder: Path | None = None, *, resume: bool = True, quiet: bool = False) -> Trained:
+    """Train as the configuration says. With a folder numbers and checkpoints go there, and a run goes on where it was.
+
+    Every rank calls it. Batches, their order and the losses do not depend on the mesh.
+    """
+    here = init()
+    mesh = init_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp, config.mesh.order)
+    device = current()
+    source = open_source(config, config.data.source, config.data.samples, config.data.seed)
+    valid = _valid(config)
+    order = Order(len(source), config.data.batch, config.data.seed)
+    model, learner = build(config, mesh, device)
+    kept = None if folder is None else Checkpoints(folder / CHECKPOINTS, keep=config.run.keep, mesh=mesh)
+    start = 0
+    latest = _first_says(None if kept is None or not resume else kept.latest())
+    if kept is not None and latest is not None:
+        state = kept.load(model, learner, latest)
+        if from_dict(state["config"]).model != config.model:
+            raise ValueError(f"{folder}: its model has other sizes; give another --output, or --fresh")
+        start = int(state["step"])
+    report = Report(folder, config.run.steps, start, first=here.rank == 0, quiet=quiet)
+    told: dict[str, float] = {}
+    losses: list[float] = []
+    step = start
+    try:
+        if start:
+            report.say(f"going on from step {start}")
+        begin, since = time.perf_counter(), start
+        for step in range(start + 1, config.run.steps + 1):
+            for group in learner.param_groups:
+                group["lr"] = rate(config.optimizer, step, config.run.steps)
+            batches = _batches(config, source, order.of(step - 1), mesh, device)
+            made = accumulate(model, batches, mesh)
+            norm = clip_grad_norm(model, config.optimizer.clip)
+            _check(step, made.loss, made.own, norm, mesh)
+            learner.step()
+            learner.zero_grad()
+            losses.append(float(made.loss))
+            if config.run.compare and step % config.run.compare == 0:
+                compare_replicas(step, model, mesh, config)
+            if config.run.log and step % config.run.log == 0:
+                seconds = (time.perf_counter() - begin) / (step - since)
+                begin, since = time.perf_counter(), step
+                report.numbers(step, **_numbers(config, losses[-1], norm, seconds, step, device))
+            if valid is not None and config.run.evaluate and step % config.run.evaluate == 0:
+                told = evaluate(config, model, valid, mesh, device)
+                report.numbers(step, **told)
+            if kept is not None and config.run.save and step % config.run.save == 0:
+                kept.save(step, model, learner, {"step": step, "config": as_dict(config)})
+        if kept is not None:
+            if step > start and (not config.run.save or step % config.run.save):
+                kept.save(step, model, learner, {"step": step, "config": as_dict(config)})
+            kept.wait()
+    finally:
+        report.close()
+    return Trained(step, losses, told, model)
+
+
+def build(config: Config, mesh: Any, device: torch.device) -> tuple[Any, torch.optim.Optimizer]:
+    """The model on its mesh, with its first weights, and its optimizer."""
+    model = build_model(config, mesh, device)
+    return model, _optimizer(model, config.optimizer, mesh)
+
+
+def build_model(config: Config, mesh: Any, device: torch.device) -> Any:
+    """The model on its mesh, with its first weights."""
+    make: Callable[[Any], Any] = GPT if isinstance(config.model, GPTConfig) else ViT
+    half = config.run.dtype != "float32"
+    memory = config.memory
+    options: dict[str, Any] = dict(
+        mode=config.mesh.mode,
+        compute_dtype=getattr(torch, config.run.dtype) if half else None,
+        schedule=config.mesh.schedule,
+        recompute=memory.recompute,
+        offload=memory.offload_weights,
+        offload_activations=memory.offload_activations,
+        tiles=memory.tiles,
+    )
+    spread = config.mesh.mode is not None or config.mesh.fsdp > 1 or config.mesh.tp > 1 or memory.offload_weights
+    model: Any
+    if spread:
+        with torch.device("meta"):
+            model = make(config.model)
+        model = parallelize(model, mesh, **options)
+        model.to_empty(device=CPU if memory.offload_weights else device)
+        model.init_weights(config.run.seed)
+    else:
+        model = make(config.model)
+        model.init_weights(config.run.seed)
+        model = parallelize(model.to(device), mesh, **options)
+    return model
+
+
+def rate(optimizer: Optimizer, step: int, steps: int) -> float:
+    """The learning rate of a step: up in a line, then down a cosine.
+
+    >>> [round(rate(Optimizer(lr=1.0, warmup=2, final=0.0), step, 6), 3) for step in range(1, 7)]
+    [0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    if step <= optimizer.warmup:
+        return optimizer.lr * step / optimizer.warmup
+    part = (step - optimizer.warmup) / max(1, steps - optimizer.warmup)
+    low = optimizer.lr * optimizer.final
+    return low + (optimizer.lr - low) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, part)))
+
+
+@torch.no_grad()
+def evaluate(config: Config, model: nn.Module, source: Source, mesh: Any, device: torch.device) -> dict[str, float]:
+    """The mean loss over a source, and how many answers are right where a task has some."""
+    model.eval()
+    counted = scored(config, source)
+    lost = torch.zeros(3, dtype=torch.float64, device=device)
+    for begin in range(0, len(source), config.data.batch):
+        numbers = list(range(begin, min(begin + config.data.batch, len(source))))
+        for batch in even_batches(_batches(config, source, numbers, mesh, device), mesh):
+            labels = batch["labels"]
+            lost[0] += model(**batch).double()
+            if counted:
+                logits = model(**{name: x for name, x in batch.items() if name != "labels"})
+                lost[1] += accuracy(logits, labels)[0]
+            lost[2] += count_tokens(labels)
+    model.train()
+    lost = total(lost, mesh)
+    found = {"valid_loss": float(lost[0] / lost[2].clamp(min=1))}
+    if counted:
+        found["accuracy"] = float(lost[1] / lost[2].clamp(min=1))
+    return found
+
+
+def compare_replicas(step: int, model: nn.Module, mesh: Any, config: Config) -> None:
+    """TrainingError where ranks that keep the same weights have others."""
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    group = _replicas(mesh, config)
+    if group is None:
+        return
+    digest = sum(float(part.detach().double().sum()) for part in parts)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (dist.get_rank(), digest), group=group.get_group())
+    others = [rank for rank, value in everyone if value != everyone[0][1]]
+    if others:
+        raise TrainingError(
+            f"step {step}: rank {', '.join(map(str, others))} has other weights than rank {everyone[0][0]}; "
+            "all of them began with the same. Go back to a checkpoint"
+        )
+
+
+def _replicas(mesh: Any, config: Config) -> Any:
+    """The ranks that keep the same parts of the weights; None where there is one."""
+    sharded = config.mesh.mode is not None or config.mesh.fsdp > 1
+    if not sharded:
+        found = summed(mesh)
+    elif size(mesh, "dp") > 1 and config.mesh.mode in (None, "hybrid"):
+        found = mesh["dp"]
+    else:
+        return None
+    return found if found.size() > 1 else None
+
+
+def _check(step: int, loss: Tensor, own: Tensor, norm: Tensor, mesh: Any) -> None:
+    """TrainingError where the loss or the norm of the gradients is no number; it names the ranks that it came from."""
+    if bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)):
+        return
+    everyone: list[Any] = [float(own)]
+    if dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, float(own))
+    wrong = [rank for rank, value in enumerate(everyone) if not math.isfinite(value)]
+    where = "the losses of all ranks are numbers"
+    if wrong:
+        where = f"the loss of rank {', '.join(map(str, wrong))} is {everyone[wrong[0]]}"
+    raise TrainingError(
+        f"step {step}: loss {float(loss):.4g}, norm of the gradients {float(norm):.4g}; {where}. Go back to a "
+        "checkpoint with a lower learning rate, or look at the samples of this step"
+    )
+
+
+def _batches(
+    config: Config, source: Source, samples: list[int], mesh: Any, device: torch.device
+) -> list[dict[str, Any]]:
+    """This rank's micro-batches of all ranks' samples; a rank without any has a blank one."""
+    numbers = divide(samples, place(mesh, DATA), size(mesh, DATA), config.data.micro)
+    if not numbers:
+        return [dict(blank(_batch(config, [source[samples[0]]], mesh, device)))]
+    return [_batch(config, [source[n] for n in rows], mesh, device) for rows in numbers]
+
+
+def _batch(config: Config, samples: list[Any], mesh: Any, device: torch.device) -> dict[str, Any]:
+    if isinstance(samples[0], ImageSample):
+        images = torch.stack([sample.image for sample in samples]).to(device)
+        more: dict[str, Any] = {}
+        if samples[0].target is not None:
+            more["targets"] = torch.stack([sample.target for sample in samples]).to(device)
+        else:
+            more["labels"] = torch.tensor([sample.label for sample in samples], device=device)
+        return spread_images(images, mesh, patch=config.model.patch, layout=config.mesh.layout, **more)  # type: ignore[union-attr]
+    tokens, labels = (torch.stack([getattr(s, name) for s in samples]).to(device) for name in ("tokens", "labels"))
+    mask = Mask.causal()
+    if any(len(sample.documents) > 1 for sample in samples):
+        mask = mask & Mask.documents([list(sample.documents) for sample in samples])
+    return spread_batch(tokens, mesh, labels=labels, mask=mask, layout=config.mesh.layout)
+
+
+def _first_says(value: Any) -> Any:
+    """Rank 0's value: what a shared file system shows may come to ranks at other times."""
+    found = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def _valid(config: Config) -> Source | None:
+    """What is evaluated: other samples of an embedded task, or what the configuration names."""
+    name = config.data.valid or (config.data.source if embedded(config.data.source) else None)
+    if name is None or not config.run.evaluate:
+        return None
+    return open_source(config, name, config.data.valid_samples, config.data.seed + 1)
+
+
+def _optimizer(model: nn.Module, options: Optimizer, mesh: Any) -> torch.optim.Optimizer:
+    """AdamW; vectors, as those of norms, do not decay."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in learning if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in learning if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    more: dict[str, Any] = dict(lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
+    if options.sharded:
+        return sharded_optimizer(model, torch.optim.AdamW, mesh, groups=groups, **more)
+    return torch.optim.AdamW(groups, **more)
+
+
+def _numbers(
+    config: Config, loss: float, norm: Tensor, seconds: float, step: int, device: torch.device
+) -> dict[str, Any]:
+    tokens = config.data.batch * config.data.tokens
+    found: dict[str, Any] = {
+        "loss": loss,
+        "norm": float(norm),
+        "lr": rate(config.optimizer, step, config.run.steps),
+        "seconds": seconds,
+        "memory": peak_memory(device) / 2**30,
+    }
+    if isinstance(config.model, GPTConfig):
+        found["tokens_per_second"] = tokens / seconds
+        flops = config.model.flops(config.data.tokens) * config.data.batch
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        name = torch.get_device_module(device).get_device_name(device) if device.type != CPU else CPU
+        found["mfu"] = share_of_peak(flops / seconds / ranks / 1e12, name)
+    return found

@@ -1,0 +1,106 @@
+"""What a run says of itself: a progress line on rank 0, JSON lines, and TensorBoard's events where it is installed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINES = "metrics.jsonl"
+
+#: Dense bfloat16 TFLOP/s of devices by a part of their name, for the share that a run reaches.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "MI250": 191.5, "MI300": 1307.0, "B200": 2250.0}
+
+
+class Report:
+    """Where a run's numbers go; on ranks but the first nowhere."""
+
+    def __init__(self, folder: Path | None, steps: int, start: int, first: bool, quiet: bool = False) -> None:
+        self.folder = folder if first else None
+        self._events: Any = None
+        self._progress: Progress | None = None
+        if not first:
+            return
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._events = _events(folder)
+        if not quiet:
+            self._progress = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )  # fmt: skip
+            self._progress.start()
+            self._task = self._progress.add_task("training", total=steps, completed=start)
+
+    def numbers(self, step: int, **values: Any) -> None:
+        """Numbers after a step."""
+        if self.folder is not None:
+            with (self.folder / LINES).open("a") as file:
+                file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        if self._events is not None:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=_line(values))
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._progress is not None:
+            self._progress.console.print(text)
+
+    def close(self) -> None:
+        """End the progress line and write what is left."""
+        if self._progress is not None:
+            self._progress.stop()
+        if self._events is not None:
+            self._events.close()
+
+
+def share_of_peak(tflops: float, device: str) -> float | None:
+    """How much of its device's peak a run reaches; None where the peak is not known.
+
+    >>> share_of_peak(494.5, "NVIDIA H200")
+    0.5
+    """
+    peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
+    return None if peak is None else tflops / peak
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """The numbers of a run, step by step; after a restart the later ones count."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for line in (folder / LINES).read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that was killed
+        found[row["step"], "valid" if "valid_loss" in row else "train"] = row
+    return [found[key] for key in sorted(found)]
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    words = []
+    for name, (label, form) in {
+        "loss": ("loss", "{:.4f}"),
+        "valid_loss": ("valid", "{:.4f}"),
+        "accuracy": ("right", "{:.1%}"),
+        "tokens_per_second": ("tok/s", "{:,.0f}"),
+        "mfu": ("MFU", "{:.1%}"),
+        "memory": ("mem", "{:.2f} GiB"),
+    }.items():
+        if values.get(name) is not None:
+            words.append(f"{label} {form.format(values[name])}")
+    return "  ".join(words)
+
+
+def _events(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / "tensorboard"))

@@ -1,0 +1,97 @@
+"""Tasks of token models whose answers lie far back, so that they are solved only where attention crosses ranks.
+
+A sample is made from the seed and its number alone: any rank can make any of them. Each is one document.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshflash.parallel.loss import IGNORED
+from meshflash.train.order import draws
+from meshflash.train.tokens import Sample, check_number
+
+
+class Copy:
+    """Random tokens, then the same again. Labels are on the second half, each half a sequence from its answer.
+
+    >>> sample = Copy(6, 32, seed=0, samples=4)[0]
+    >>> bool((sample.tokens[:3] == sample.tokens[3:]).all())
+    True
+    >>> sample.labels.tolist() == [-100, -100, -100, *sample.tokens[4:].tolist(), -100]
+    True
+    """
+
+    def __init__(self, tokens: int, vocabulary: int, seed: int = 0, samples: int = 65536) -> None:
+        _check("Copy", samples, tokens=(tokens, 3), vocabulary=(vocabulary, 2))
+        self.tokens, self.vocabulary, self.seed, self.samples = tokens, vocabulary, seed, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> Sample:
+        check_number(number, self.samples)
+        half = -(-self.tokens // 2)
+        once = draws(self.seed, number, half) % np.uint64(self.vocabulary)
+        both = torch.from_numpy(np.tile(once.astype(np.int64), 2))
+        labels = torch.full((self.tokens,), IGNORED)
+        answers = both[half + 1 : self.tokens + 1]
+        labels[half : half + len(answers)] = answers
+        return Sample(both[: self.tokens].clone(), labels, (self.tokens,))
+
+
+class Needle:
+    """Key-value pairs in the first half of a long filler; the last token is one of the keys, its label the value.
+
+    The first quarter of the vocabulary are keys, the second values, the rest is filler. A layout that gives a rank
+    tokens of both ends, as zigzag does, answers some samples without crossing: of R ranks about one in R.
+
+    Args:
+        tokens: of a sample.
+        vocabulary: how many ids there are.
+        seed: of all samples.
+        samples: how many there are.
+        pairs: how many pairs, of which one is asked for.
+    """
+
+    def __init__(self, tokens: int, vocabulary: int, seed: int = 0, samples: int = 65536, pairs: int = 1) -> None:
+        _check("Needle", samples, pairs=(pairs, 1), tokens=(tokens, 4 * pairs + 1), vocabulary=(vocabulary, 8))
+        self.tokens, self.vocabulary, self.seed, self.samples, self.pairs = tokens, vocabulary, seed, samples, pairs
+        self.keys = vocabulary // 4
+        if pairs > self.keys:
+            raise ValueError(f"pairs={pairs}: a vocabulary of {vocabulary} has {self.keys} keys")
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> Sample:
+        check_number(number, self.samples)
+        slots = self.tokens // 4
+        words = draws(self.seed, number, self.tokens + slots + self.keys + self.pairs)
+        filler, where, which, what = np.split(words, np.cumsum([self.tokens, slots, self.keys]))
+        ids = (filler % np.uint64(self.vocabulary - 2 * self.keys)).astype(np.int64) + 2 * self.keys
+        places = 2 * np.argsort(where, kind="stable")[: self.pairs]
+        keys = np.argsort(which, kind="stable")[: self.pairs]
+        values = (what % np.uint64(self.keys)).astype(np.int64) + self.keys
+        ids[places], ids[places + 1], ids[-1] = keys, values, keys[0]
+        labels = torch.full((self.tokens,), IGNORED)
+        labels[-1] = int(values[0])
+        return Sample(torch.from_numpy(ids), labels, (self.tokens,))
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many answers are right, how many labels there are): numbers that ranks can add.
+
+    >>> accuracy(torch.eye(3), torch.tensor([0, 2, -100]))
+    (tensor(1), tensor(2))
+    """
+    counts = labels != IGNORED
+    return ((logits.argmax(-1) == labels) & counts).sum(), counts.sum()
+
+
+def _check(task: str, samples: int, **least: tuple[int, int]) -> None:
+    for name, (value, low) in {**least, "samples": (samples, 1)}.items():
+        if value < low:
+            raise ValueError(f"{task}: {name}={value}; expected at least {low}")

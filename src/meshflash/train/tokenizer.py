@@ -1,0 +1,127 @@
+"""From text to token ids and back: bytes, or a tokenizer of Hugging Face that lies in a local folder.
+
+A tokenizer has `vocabulary`, `begin` and `end` (the ids around a document), `encode`, `encode_many` and `decode`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+#: The file that holds a whole tokenizer of Hugging Face, and those beside it that may name its end token.
+TOKENIZER = "tokenizer.json"
+NAMING = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+class Tokenizer(Protocol):
+    """What a token file is written with. `kind` is its name there, `files` are what it is read from."""
+
+    kind: str
+    vocabulary: int
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    files: tuple[Path, ...]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without those around a document."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """The same for several, as arrays."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids."""
+
+
+class ByteTokenizer:
+    """Every byte of UTF-8 is a token; a document ends with 256.
+
+    >>> ByteTokenizer().encode("aé")
+    [97, 195, 169]
+    >>> ByteTokenizer().decode([97, 195, 169, 256])
+    'aé'
+    """
+
+    kind = "bytes"
+    vocabulary = 257
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = (256,)
+    files: tuple[Path, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode())
+
+    def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """The bytes of several texts."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of bytes; a character of which a part is missing becomes U+FFFD, and ids above 255 nothing."""
+        return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+
+
+class FolderTokenizer:
+    """The tokenizer.json of a local folder, through the package `tokenizers`; nothing is downloaded.
+
+    Around a document stands what the tokenizer itself puts around a text, then the end token that
+    tokenizer_config.json or special_tokens_map.json beside it names. Text that looks like a special token stays text.
+    """
+
+    kind = "huggingface"
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        file = self.folder / TOKENIZER
+        if not file.is_file():
+            raise ValueError(f"{folder}: no {TOKENIZER} there; give the folder of a Hugging Face tokenizer")
+        try:
+            from tokenizers import Tokenizer as Loaded
+        except ImportError as error:
+            raise ValueError(f"{file}: reading it needs another package; pip install tokenizers") from error
+        try:
+            self._loaded: Any = Loaded.from_file(str(file))
+        except Exception as error:  # tokenizers raises no more special one
+            raise ValueError(f"{file}: not a tokenizer ({error})") from error
+        self._loaded.no_truncation()
+        self._loaded.no_padding()
+        self._loaded.encode_special_tokens = True
+        self.files = (file, *(path for path in map(self.folder.joinpath, NAMING) if path.is_file()))
+        self.vocabulary = 1 + max(self._loaded.get_vocab().values(), default=-1)
+        self.begin, self.end = self._around()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        ids: list[int] = self._loaded.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """Ids of several texts, on all cores."""
+        found = self._loaded.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, without special tokens."""
+        text: str = self._loaded.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids before and behind a document, seen on a text of one letter."""
+        bare, whole = self.encode("a"), self._loaded.encode("a").ids
+        at = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), len(whole))
+        begin, end = tuple(whole[:at]), tuple(whole[at + len(bare) :])
+        last = self._end_token()
+        return begin, end if last is None or last in end else (*end, last)
+
+    def _end_token(self) -> int | None:
+        for path in self.files[1:]:
+            told = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+            token = told.get("content") if isinstance(told, dict) else told
+            if token is not None:
+                found: int | None = self._loaded.token_to_id(token)
+                return found
+        return None

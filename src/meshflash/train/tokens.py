@@ -1,0 +1,224 @@
+"""Token files: documents as ids in one flat memory-mapped file, and windows over them as samples.
+
+A folder holds tokens.bin (ids, little-endian), documents.bin (where each document ends, int64), meta.json (counts,
+vocabulary, tokenizer, digests) and the files of a tokenizer of Hugging Face. It appears when all of it is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from meshflash.parallel.loss import IGNORED
+from meshflash.train.texts import batches, input_files
+from meshflash.train.tokenizer import ByteTokenizer, FolderTokenizer, Tokenizer
+
+FORMAT, VERSION = "meshflash tokens", 1
+TOKENS, DOCUMENTS, META = "tokens.bin", "documents.bin", "meta.json"
+DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence: ids and labels `[tokens]`, and the lengths of the documents that it is packed from."""
+
+    tokens: Tensor
+    labels: Tensor
+    documents: tuple[int, ...]
+
+
+class TokenFile:
+    """A token file, opened and checked against its meta.json; `ids` and `ends` are read as they are used."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.meta = _read_meta(self.folder)
+        self.vocabulary: int = self.meta["vocabulary"]
+        self.ids = _mapped(self.folder / TOKENS, DTYPES[self.meta["dtype"]], self.meta["tokens"])
+        self.ends = _mapped(self.folder / DOCUMENTS, "<i8", self.meta["documents"])
+        if (int(self.ends[-1]) if len(self.ends) else 0) != len(self.ids):
+            raise ValueError(f"{self.folder}: {DOCUMENTS} does not end where {TOKENS} does; write it again")
+
+    def __reduce__(self) -> Any:
+        return TokenFile, (self.folder,)  # by name: workers map the file, nobody copies it
+
+    def document(self, number: int) -> npt.NDArray[Any]:
+        """The ids of a document."""
+        if not 0 <= number < len(self.ends):
+            raise IndexError(f"document {number}: {self.folder} has {len(self.ends)}")
+        return self.ids[int(self.ends[number - 1]) if number else 0 : int(self.ends[number])]
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that it was written with."""
+        kind = self.meta["tokenizer"]
+        if kind == ByteTokenizer.kind:
+            return ByteTokenizer()
+        if kind == FolderTokenizer.kind:
+            return FolderTokenizer(self.folder)
+        raise ValueError(f"{self.folder}: written with a tokenizer of its own, {kind!r}, which only its author has")
+
+    def verify(self) -> None:
+        """ValueError unless every file is as it was written; reads all of them."""
+        for name, digest in self.meta["sha256"].items():
+            if _digest(self.folder / name) != digest:
+                raise ValueError(f"{self.folder}: {name} is not what was written (its sha256 differs); write it again")
+
+
+class Packed:
+    """Samples of `tokens` ids each: windows over all documents, one behind the other.
+
+    Windows cut documents, but a label at a window's end is still the document's next token; its last token has none.
+    What fills up the last window is a document of its own without labels, so each token is there exactly once.
+    """
+
+    def __init__(self, file: TokenFile, tokens: int) -> None:
+        if tokens < 1:
+            raise ValueError(f"tokens={tokens}: expected at least 1")
+        if not len(file.ids):
+            raise ValueError(f"{file.folder}: there are no tokens in it")
+        self.file, self.tokens, self.vocabulary = file, tokens, file.vocabulary
+
+    def __len__(self) -> int:
+        return -(-len(self.file.ids) // self.tokens)
+
+    def __getitem__(self, number: int) -> Sample:
+        check_number(number, len(self))
+        begin = number * self.tokens
+        ids = np.zeros(self.tokens + 1, np.int64)
+        read = self.file.ids[begin : begin + self.tokens + 1]  # one more: the last label
+        ids[: len(read)] = read
+        held = min(self.tokens, len(read))
+        end = begin + held
+        first = np.searchsorted(self.file.ends, begin, side="right")
+        last = np.searchsorted(self.file.ends, end, side="left")
+        ends = np.array(self.file.ends[first : last + 1])
+        labels = ids[1:].copy()
+        labels[ends[ends <= end] - begin - 1] = IGNORED
+        labels[held:] = IGNORED
+        lengths = np.diff(np.minimum(ends, end), prepend=begin)
+        documents = [*lengths[lengths > 0].tolist(), *([self.tokens - held] if held < self.tokens else [])]
+        return Sample(torch.from_numpy(ids[:-1]), torch.from_numpy(labels), tuple(documents))
+
+
+def check_number(number: int, samples: int) -> None:
+    """IndexError for a sample that is not there; so a source ends where it is iterated."""
+    if not 0 <= number < samples:
+        raise IndexError(f"sample {number}: there are {samples}")
+
+
+def write_tokens(
+    paths: Iterable[Path | str],
+    folder: Path | str,
+    tokenizer: Tokenizer | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> TokenFile:
+    """Write a token file from texts, of which only a piece at a time is in memory.
+
+    A file is a document; in a .jsonl every line is one, the field "text" of an object. Each document is followed by
+    the end token of the tokenizer. The folder is there when all is written, or not at all.
+
+    Args:
+        paths: files in UTF-8, and folders, of which all files are taken by name but hidden ones.
+        folder: to be made; it must not be there, or be empty.
+        tokenizer: bytes by default; `FolderTokenizer(folder)` for one of Hugging Face.
+        progress: called with how many bytes of the texts are read so far.
+
+    A document of more than a million characters is encoded in pieces, cut between lines. To bytes that makes no
+    difference, nor to tokenizers that split at lines, as those of GPT-2 and Llama 3 do; others begin a text anew there.
+    """
+    files, folder, tokenizer = input_files(paths), Path(folder), tokenizer or ByteTokenizer()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder}: it is there already; remove it, or name another")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    draft.mkdir()
+    try:
+        _write(files, draft, tokenizer, progress or (lambda done: None))
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return TokenFile(folder)
+
+
+def _write(files: Sequence[Path], folder: Path, tokenizer: Tokenizer, progress: Callable[[int], None]) -> None:
+    dtype = next((name for name, code in DTYPES.items() if tokenizer.vocabulary <= np.iinfo(code).max + 1), None)
+    if dtype is None:
+        raise ValueError(f"vocabulary of {tokenizer.vocabulary}: ids of more than 32 bits are not stored")
+    begin, end = (np.array(ids, np.int64) for ids in (tokenizer.begin, tokenizer.end))
+    tokens, documents, first = 0, 0, True
+    with (folder / TOKENS).open("wb") as ids_file, (folder / DOCUMENTS).open("wb") as ends_file:
+        for pieces in batches(files):
+            parts, ends = [], []
+            for ids, (_, last, _) in zip(tokenizer.encode_many([piece[0] for piece in pieces]), pieces, strict=True):
+                whole = [*([begin] if first else []), ids, *([end] if last else [])]
+                tokens += sum(map(len, whole))
+                parts += whole
+                ends += [tokens] * last
+                first = last
+            written = np.concatenate(parts)
+            if len(written) and int(written.max()) >= tokenizer.vocabulary:
+                raise ValueError(f"tokenizer: it gave {written.max()}, and its vocabulary is {tokenizer.vocabulary}")
+            ids_file.write(written.astype(DTYPES[dtype]).tobytes())
+            ends_file.write(np.array(ends, "<i8").tobytes())
+            documents += len(ends)
+            progress(pieces[-1][2])
+        for file in (ids_file, ends_file):
+            file.flush()
+            os.fsync(file.fileno())
+    for path in tokenizer.files:
+        shutil.copyfile(path, folder / path.name)
+    meta = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": dtype,
+        "tokens": tokens,
+        "documents": documents,
+        "vocabulary": tokenizer.vocabulary,
+        "tokenizer": tokenizer.kind,
+        "sha256": {path.name: _digest(path) for path in sorted(folder.iterdir())},
+    }
+    (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: not a token file, as its {META} cannot be read; see `meshflash data`") from error
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise ValueError(f"{folder}: not a token file, its {META} is of something else; see `meshflash data`")
+    if meta.get("version") != VERSION:
+        raise ValueError(
+            f"{folder}: a token file of version {meta.get('version')!r}, and this meshflash reads {VERSION}; read it "
+            "with the one that wrote it, or write it again"
+        )
+    counts = all(type(meta.get(name)) is int and meta[name] >= 0 for name in ("tokens", "documents", "vocabulary"))
+    if not counts or meta.get("dtype") not in DTYPES or not isinstance(meta.get("sha256"), dict):
+        raise ValueError(f"{folder}: its {META} is damaged; write it again")
+    return meta
+
+
+def _mapped(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
+    """An array in a file, which must be of that size."""
+    size, expected = path.stat().st_size if path.is_file() else 0, count * np.dtype(dtype).itemsize
+    if size != expected:
+        raise ValueError(f"{path}: {size:,} bytes, and {META} says {expected:,}; copy it anew, or write it again")
+    return np.memmap(path, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

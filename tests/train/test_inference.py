@@ -1,0 +1,103 @@
+"""Trained models at work: text and images from checkpoints, on the mesh that they were trained on or another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshflash.models import gpt
+from meshflash.models.gpt import GPT
+from meshflash.models.huggingface import save_pretrained
+from meshflash.train import config as configs
+from meshflash.train import inference, loop
+
+ALONE: dict[str, Any] = dict(cp=1, tp=1, order="cp-tp-dp")
+
+
+def learn(rank, world, group, config, folder):
+    loop.train(config, Path(folder), quiet=True)
+
+
+def words(rank, world, group, folder, axes, **options):
+    return "".join(inference.text(Path(folder), "abcabcab", None, ALONE | axes, tokens=6, **options))
+
+
+def test_text_from_a_checkpoint_on_any_mesh(pool, tmp_path):
+    sizes = {"vocabulary": 257, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 48}
+    config = configs.change(configs.preset("gpt", "tiny"), {"model": sizes, "run": {"steps": 2, "evaluate": 0}})
+    pool.run(1, learn, config, str(tmp_path))
+    (want,) = pool.run(1, words, str(tmp_path), {})
+    for axes in ({"cp": 2}, {"tp": 2}):
+        assert pool.run(2, words, str(tmp_path), axes) == [want, want]
+
+
+def theirs(rank, world, group, folder):
+    with pytest.raises(ValueError, match="a Llama of Hugging Face"):
+        inference.images(Path(folder), Path(folder), Path(folder), ALONE)
+    return words(rank, world, group, folder, {})
+
+
+def test_text_from_hugging_faces_weights(pool, tmp_path):
+    model = GPT(gpt.tiny(vocabulary=257), seed=5)
+    save_pretrained(model, tmp_path / "llama")
+    (said,) = pool.run(1, theirs, str(tmp_path / "llama"))
+    assert isinstance(said, str)
+
+
+def label(rank, world, group, folder, source, output, axes, preset=None):
+    return inference.images(Path(folder), Path(source), Path(output), ALONE | axes, preset)
+
+
+@pytest.mark.parametrize("head", ["classes", "pixels"])
+def test_images_by_a_checkpoint(pool, tmp_path, head):
+    changes = {
+        "model": {"head": head, "outputs": 3, "dim": 32, "heads": 2, "hidden": 48},
+        "data": {"height": 20, "width": 28, "batch": 4},
+        "run": {"steps": 2, "evaluate": 0},
+    }
+    config = configs.change(configs.preset("vit", "tiny"), changes)
+    pool.run(1, learn, config, str(tmp_path / "run"))
+    images = torch.rand(3, 3, 20, 28, generator=torch.Generator().manual_seed(0)).numpy()
+    np.savez(tmp_path / "set.npz", images=images)
+    found: list[Any] = []
+    for world, axes in ((1, {}), (2, {"cp": 2})):
+        output = tmp_path / f"out{world}"
+        assert set(pool.run(world, label, *map(str, (tmp_path / "run", tmp_path / "set.npz", output)), axes)) == {3}
+        if head == "classes":
+            rows = [json.loads(line) for line in output.read_text().splitlines()]
+            assert [row["image"] for row in rows] == ["000000", "000001", "000002"]
+            found.append([row["label"] for row in rows])
+        else:
+            maps = [np.load(path) for path in sorted(output.glob("*.npy"))]
+            assert [x.shape for x in maps] == [(3, 20, 28)] * 3
+            found.append(np.stack(maps))
+    if head == "classes":
+        assert found[0] == found[1]
+    else:
+        np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+def refused(rank, world, group, folder):
+    said = []
+    for call in (
+        lambda: label(0, 1, None, folder, folder, folder, {}),
+        lambda: words(0, 1, None, folder + "/nothing", {}),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_is_not_there_is_refused(pool, tmp_path):
+    config = configs.change(configs.preset("gpt", "tiny"), {"run": {"steps": 1, "evaluate": 0}})
+    pool.run(1, learn, config, str(tmp_path))
+    ((other, nothing),) = pool.run(1, refused, str(tmp_path))
+    assert "it holds a gpt, expected a vit" in other
+    assert "no checkpoint in it" in nothing

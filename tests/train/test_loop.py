@@ -1,0 +1,200 @@
+"""Training: the same losses on any mesh, going on after an end, and errors that name step and rank."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshflash.cli import app
+from meshflash.train import config as configs
+from meshflash.train import loop
+from meshflash.train.report import read_lines
+
+
+def small(kind="gpt", **tables: dict[str, Any]):
+    sizes: dict[str, Any] = {"dim": 32, "hidden": 48, "heads": 4, "layers": 1}
+    sizes |= {"vocabulary": 16, "kv_heads": 2} if kind == "gpt" else {"outputs": 4}
+    base: dict[str, Any] = {
+        "model": sizes,
+        "data": {"tokens": 24, "batch": 6, "micro": 2, "valid_samples": 13, "height": 20, "width": 28},
+        "optimizer": {"lr": 3e-3, "warmup": 3},
+        "run": {"steps": 6, "log": 2, "evaluate": 3, "compare": 2},
+    }
+    for table, fields in tables.items():
+        base[table] = base.get(table, {}) | fields
+    return configs.change(configs.preset(kind, "tiny"), base)
+
+
+def runs(rank, world, group, config, folder, times=1):
+    torch.manual_seed(rank)  # nothing may depend on it
+    for _ in range(times):
+        trained = loop.train(config, folder and Path(folder), quiet=True)
+    return trained.losses, trained.valid, trained.step
+
+
+MESHES: list[dict[str, Any]] = [
+    {"dp": 4},  # of six samples some have one, some two
+    {"cp": 3, "layout": "striped"},
+    {"dp": 2, "cp": 2, "schedule": "zigzag"},
+    {"fsdp": 2, "tp": 2},
+    {"fsdp": 4, "mode": "grad_op"},
+    {"dp": 2, "fsdp": 2},
+]
+
+
+def ranks_of(mesh):
+    found = 1
+    for axis in ("dp", "fsdp", "cp", "tp"):
+        found *= mesh.get(axis, 1)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gpt", "vit"])
+def test_losses_do_not_depend_on_the_mesh(pool, kind):
+    ((want, valid, step),) = pool.run(1, runs, small(kind), None)
+    assert step == len(want) == 6
+    assert set(valid) == {"valid_loss", "accuracy"}
+    for mesh in MESHES if kind == "gpt" else MESHES[1:4]:
+        more = {"recompute": "selective"} if "cp" in mesh else {}
+        layout = {"layout": "contiguous"} if kind == "vit" else {}
+        for losses, told, _ in pool.run(ranks_of(mesh), runs, small(kind, mesh={**mesh, **layout}, memory=more), None):
+            assert losses == pytest.approx(want, rel=2e-5)
+            assert told == pytest.approx(valid, rel=1e-3)
+
+
+def test_a_run_goes_on_where_it_was(pool, tmp_path):
+    whole = small(run={"steps": 9, "save": 3}, optimizer={"sharded": True}, mesh={"dp": 2})
+    (want, *_), _ = pool.run(2, runs, whole, str(tmp_path / "whole"))
+    part = replace(whole, run=replace(whole.run, steps=5))
+    fixed = replace(part, optimizer=replace(part.optimizer, warmup=9))  # so that the rate does not depend on the end
+    (want, *_), _ = pool.run(2, runs, replace(fixed, run=replace(fixed.run, steps=9)), str(tmp_path / "fixed"))
+    (first, *_), _ = pool.run(2, runs, fixed, str(tmp_path / "parts"))
+    longer = replace(fixed, run=replace(fixed.run, steps=9))
+    (rest, _, step), _ = pool.run(2, runs, longer, str(tmp_path / "parts"))
+    assert step == 9
+    assert first + rest == want  # to the last bit
+    rows = read_lines(tmp_path / "parts")
+    assert [row["step"] for row in rows if "loss" in row] == [2, 4, 6, 8]
+    assert [row["loss"] for row in rows if "loss" in row] == [want[n - 1] for n in (2, 4, 6, 8)]
+
+
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"fsdp": 2, "tp": 2}, {}])
+def test_a_run_goes_on_on_another_mesh(pool, tmp_path, mesh):
+    config = small(mesh={"fsdp": 2, "cp": 2}, optimizer={"warmup": 12}, run={"steps": 10, "save": 4, "evaluate": 0})
+    folder = str(tmp_path)
+    (want, *_), *_ = pool.run(4, runs, config, None)
+    pool.run(4, runs, replace(config, run=replace(config.run, steps=4)), folder)
+    other = small(mesh=mesh, optimizer={"warmup": 12}, run={"steps": 10, "save": 4, "evaluate": 0})
+    for losses, *_ in pool.run(ranks_of(mesh), runs, other, folder):
+        assert len(losses) == 6
+        assert losses[0] == pytest.approx(want[4], rel=1e-6)
+        assert losses == pytest.approx(want[4:], rel=1e-4)
+
+
+def breaks(rank, world, group, what):
+    config = small(run={"steps": 4, "evaluate": 0})
+    check, built = loop._check, loop.build
+    if what == "nan":
+
+        def broken(step, loss, own, norm, mesh):
+            if step == 3:
+                own = own * float("nan") if rank == 1 else own
+                loss = loss * float("nan")
+            check(step, loss, own, norm, mesh)
+
+        loop._check = broken
+    elif what == "apart":
+
+        def other(*args):
+            model, learner = built(*args)
+            if rank == 1:
+                with torch.no_grad():
+                    next(model.parameters()).add_(1e-3)
+            return model, learner
+
+        loop.build = other
+    try:
+        loop.train(config, None, quiet=True)
+    except loop.TrainingError as error:
+        return str(error)
+    finally:
+        loop._check, loop.build = check, built
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nan", "step 3: loss nan, .*the loss of rank 1 is nan"),
+        ("apart", "step 2: rank 1 has other weights than rank 0"),
+    ],
+)
+def test_a_run_that_cannot_go_on_says_step_and_rank(pool, what, said):
+    for text in pool.run(2, breaks, what):
+        assert re.search(said, text)
+
+
+def diverges(rank, world, group):
+    with pytest.raises(loop.TrainingError, match=r"step \d: loss .*, norm of the gradients nan"):
+        loop.train(small(optimizer={"lr": 1e30, "clip": 1e30, "warmup": 1}), None, quiet=True)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(pool):
+    pool.run(1, diverges)
+
+
+def test_changes_of_configurations(tmp_path):
+    base = configs.preset("gpt", "tiny")
+    (tmp_path / "run.toml").write_text('[model]\nlayers = 3\n[model.scaling]\nfactor = 4\n[data]\nsource = "needle"\n')
+    found = configs.change(base, configs.read_toml(tmp_path / "run.toml"))
+    assert (found.model.layers, found.model.scaling.factor, found.data.source) == (3, 4.0, "needle")
+    assert configs.from_dict(json.loads(json.dumps(configs.as_dict(found)))) == found
+    for kind, presets in configs.PRESETS.items():
+        for name in presets:
+            preset = configs.preset(kind, name)
+            assert configs.from_dict(json.loads(json.dumps(configs.as_dict(preset)))) == preset
+    for texts, said in (
+        (["mesh.xp=2"], "mesh.xp: there is no such field; expected one of mesh.dp"),
+        (["mesh.cp=two"], "mesh.cp='two': expected int"),
+        (["run.dtype=3"], "run.dtype=3: expected str"),
+        (["mesh"], "expected path=value"),
+        (["mesh.cp.x=1"], "mesh.cp: it is a value, not a table"),
+    ):
+        with pytest.raises(ValueError, match=said.replace(".", r"\.")):
+            configs.change(base, configs.assignments(texts))
+
+
+def test_the_command_over_ranks(tmp_path):
+    words = ["train", "gpt", "--nproc", "2", "--cp", "2", "--steps", "4", "--output", str(tmp_path)]
+    changes = ["--set", "data.batch=4", "--set", "run.log=2", "--set", "run.evaluate=4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshflash", *words, *changes], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "step 4, loss" in done.stdout
+    assert done.stdout.count("accuracy") == 1
+    rows = read_lines(tmp_path)
+    assert [row["step"] for row in rows] == [2, 4, 4]
+    assert (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").exists()
+
+
+def test_the_command_says_what_is_wrong():
+    for words, said in (
+        ("train gpt --preset huge", "expected one of tiny, 125m"),
+        ("train resnet", "expected one of gpt, vit"),
+        ("train gpt --set data.tokens=x", "data.tokens='x': expected int"),
+        ("train gpt --config none.toml", "there is no such file"),
+    ):
+        result = CliRunner().invoke(app, words.split())
+        assert result.exit_code == 2
+        assert said in " ".join(result.output.replace("│", " ").split())
+    shown = CliRunner().invoke(app, ["train", "gpt", "--show", "--cp", "4"])
+    assert json.loads(shown.output)["mesh"]["cp"] == 4
