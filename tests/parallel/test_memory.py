@@ -187,7 +187,7 @@ def test_every_mesh_has_the_loss_and_gradients_of_one_process(pool):
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_what_blocks_keep_is_on_the_host_until_the_backward(kind):
     ids, labels, _ = samples()[0]
-    x, attended, lse = (ids.numel() * numbers * 8 for numbers in (32, 64, 4))
+    x, attended, lse = (ids.numel() * numbers * 8 for numbers in (32, 32, 4))
     loss = recompute(gpt(), kind, offload=True)(ids, labels)
     assert usage().live == LAYERS * (x if kind == "full" else x + attended + lse)
     loss.backward()
@@ -489,6 +489,7 @@ def far_from(exact, grads):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("make", [GatedMLP, vit.MLP])
 def test_in_half_precision_tiles_are_added_in_float32(make, autocast):
+    torch.manual_seed(0)
     mlp, x = make(16, 32), torch.randn(4, 512, 16)
     errors = {}
     for name in ("exact", "plain", "tiles"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -18,16 +20,21 @@ from meshflash.parallel import (
     MeshAttention,
     MeshSampler,
     accumulate,
+    cross_entropy_sum,
+    gradient_norm,
     init_mesh,
     micro_batches,
+    next_tokens,
     parallelize,
     recompute,
     replicate,
     sharded_optimizer,
     spread_batch,
+    synchronized,
 )
 from meshflash.parallel import shard as shard_weights
 from meshflash.parallel.mesh import SUMMED, fold, place, size, summed
+from meshflash.parallel.weights import parameters
 
 
 def orders(rank, world, group):
@@ -278,3 +285,153 @@ def test_alone_there_is_a_mesh_too():
     assert init().world_size == 1
     shutdown()
     assert not torch.distributed.is_initialized()
+
+
+def loops(rank, world, group):
+    """What follows a micro-batch that does not travel, an evaluation, and an error: gradients as ever."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        mesh = init_mesh(fsdp=2, device="cpu")
+        ids = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
+        batch: Any = dict(tokens=ids, labels=next_tokens(ids))
+        plain: Any = GPT(tiny())
+        plain(**batch).backward()
+        want: dict[str, Any] = {name: p.grad for name, p in plain.named_parameters()}
+        errors = []
+        for mode in ("full", "grad_op"):
+            model: Any = shard_weights(GPT(tiny()), mesh, mode)
+            with synchronized(model, last=False):
+                model(**batch).backward()
+            with torch.no_grad():
+                model(**batch)
+            model(**batch).backward()  # travels, with what did not before
+            with torch.no_grad():
+                model(**batch)  # may leave weights gathered
+            norm = gradient_norm(model)
+            weights: Any = parameters(model)
+            found = {name: p.grad.full_tensor() for name, p in zip(want, weights, strict=True)}
+            errors.append(max(float((found[name] - 2 * grad).abs().max()) for name, grad in want.items()))
+            errors.append(abs(float(norm - 2 * gradient_norm(plain))))
+        return errors
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_gradients_travel_again_after_a_micro_batch_that_did_not(pool):
+    for errors in pool.run(2, loops):
+        assert max(errors) < 1e-12
+
+
+class Dropped(nn.Module):
+    """Blocks with two kinds of dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DroppedBlock() for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class DroppedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.drop = nn.Linear(8, 8), nn.Dropout(0.3)
+        self.attend = MeshAttention(dropout=0.4)
+
+    def forward(self, x: Any) -> Any:
+        q = self.project(x)[:, :, None]
+        return x + self.drop(self.attend(q, q, q)[:, :, 0])
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_what_is_computed_again_drops_the_same(kind):
+    x = torch.randn(1, 9, 8)
+    plain = Dropped()
+    again = recompute(copy.deepcopy(plain), kind)
+    grads = []
+    for model in (plain, again):
+        torch.manual_seed(3)
+        model(x).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("how", ["recompute", "autocast"])
+def test_a_copy_computes_with_its_own_weights(how):
+    ids = torch.randint(256, (1, 12), generator=torch.Generator().manual_seed(0))
+    model: Any = GPT(tiny())
+    if how == "recompute":
+        recompute(model)
+    else:
+        model = replicate(model, init_mesh(device="cpu"), compute_dtype=torch.bfloat16)
+        shutdown()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert float(other(ids, labels=next_tokens(ids)).detach()) == pytest.approx(11 * math.log(256), rel=1e-3)
+    other(ids, labels=next_tokens(ids)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in other.parameters())
+
+
+def test_padding_and_words_that_are_not_there_do_not_count():
+    ids = torch.arange(16)[None]
+    labels = next_tokens(ids, Mask.causal() & Mask.documents([5, 6], pad=True))
+    assert labels.tolist() == [[1, 2, 3, 4, IGNORED, 6, 7, 8, 9, 10, *[IGNORED] * 6]]
+    rows = next_tokens(ids.expand(2, -1), Mask.documents([[5, 6], [16, 0]], pad=True))
+    assert (rows != IGNORED).sum(1).tolist() == [9, 15]
+    hidden, weight = torch.randn(3, 4), torch.randn(5, 4)
+    for wrong in (-1, 5, 999):
+        with pytest.raises(RuntimeError, match="labels: expected 0 to 4"):
+            cross_entropy_sum(hidden, weight, torch.tensor([0, wrong, 1]))
+    with pytest.raises(ValueError, match="tokens=0"):
+        cross_entropy_sum(hidden, weight, torch.zeros(3, dtype=torch.int64), tokens=0)
+
+
+def more_refusals(rank, world, group):
+    mesh = init_mesh(fsdp=2, device="cpu")
+    ids = torch.zeros(1, 6, dtype=torch.int64)
+    model = shard_weights(GPT(tiny()), mesh, wrap=lambda part: isinstance(part, nn.Linear))
+    small = nn.Linear(4, 1)
+    spread = shard_weights(small, mesh)
+    spread(torch.ones(1, 4)).sum().backward()
+    norm = float(gradient_norm(spread, float("inf")))  # where a rank's part is empty
+    said = []
+    for call in (
+        lambda: model(ids, labels=ids),
+        lambda: parallelize(model, mesh),
+        lambda: parallelize(GPT(tiny()), init_mesh(device="cpu"), reduce_dtype=torch.float32),
+        lambda: parallelize(GPT(tiny(vocabulary=1)), init_mesh(tp=2, device="cpu")),
+        lambda: shard_weights(GPT(tiny()), mesh, offload=True),
+        lambda: recompute(nn.Linear(2, 2)),
+    ):
+        try:
+            call()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return norm, said
+
+
+def test_more_refusals(pool):
+    want = (
+        "the embedding and the head are read outside", "lies on a mesh already", "reduce_dtype: replicas sum",
+        "a rank would have none of the 1 words", "weights are in the host's memory already", "Linear has no blocks",
+    )  # fmt: skip
+    for norm, said in pool.run(2, more_refusals):
+        assert norm == 1.0
+        for text, part in zip(said, want, strict=True):
+            assert part in text
+
+
+def test_sizes_follow_from_each_other():
+    assert tiny(dim=32, heads=4).head_dim == 8
+    assert tiny(dim=32, heads=4, head_dim=16).head_dim == 16
+    for wrong in (dict(dim=12, heads=4, kv_heads=4), dict(kv_heads=0), dict(layers=0)):
+        with pytest.raises(ValueError, match="expected"):
+            tiny(**wrong)

@@ -177,7 +177,7 @@ def test_the_command_over_ranks(tmp_path):
     words = ["train", "gpt", "--nproc", "2", "--cp", "2", "--steps", "4", "--output", str(tmp_path)]
     changes = ["--set", "data.batch=4", "--set", "run.log=2", "--set", "run.evaluate=4"]
     done = subprocess.run(
-        [sys.executable, "-m", "meshflash", *words, *changes], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "meshflash", *words, *changes], capture_output=True, text=True, timeout=400, check=True
     )
     assert "step 4, loss" in done.stdout
     assert done.stdout.count("accuracy") == 1

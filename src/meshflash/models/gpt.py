@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from meshflash.models.layers import (
     rotations,
     token_positions,
 )
-from meshflash.parallel.loss import cross_entropy_sum
+from meshflash.parallel.loss import check_gathered, cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,18 @@ class GPTConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("vocabulary", "layers", "dim", "heads", "kv_heads", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.head_dim is None:
             if self.dim % self.heads:
                 raise ValueError(f"dim={self.dim}: {self.heads} heads do not divide it; say head_dim")
             object.__setattr__(self, "head_dim", self.dim // self.heads)
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads}: it must divide the {self.heads} heads")
+        assert self.head_dim is not None
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: expected an even one, for positions turn pairs of dims")
 
     @property
     def weights(self) -> int:
@@ -75,31 +81,41 @@ class GPTConfig:
         return 6.0 * (self.weights - looked_up) * tokens + 3.5 * attention
 
 
+def resized(config: GPTConfig, changes: Mapping[str, Any]) -> GPTConfig:
+    """The same with other sizes; the dim of a head follows from them unless it is said.
+
+    >>> resized(GPTConfig(dim=64, heads=4), {"heads": 8}).head_dim
+    8
+    """
+    follows = {"head_dim": None} if changes.keys() & {"dim", "heads"} else {}
+    return replace(config, **{**follows, **changes})
+
+
 def tiny(**changes: Any) -> GPTConfig:
     """A model for tests and demos."""
-    return replace(GPTConfig(), **changes)
+    return resized(GPTConfig(), changes)
 
 
 def gpt_125m(**changes: Any) -> GPTConfig:
     """The size of GPT-2's smallest, with Llama's layers."""
     sizes = GPTConfig(50304, 12, 768, 12, 12, 2048, tokens=2048, theta=10_000.0, tied=True)
-    return replace(sizes, **changes)
+    return resized(sizes, changes)
 
 
 def llama3_2_1b(**changes: Any) -> GPTConfig:
     """Llama 3.2 of 1.24 billion weights."""
     sizes = GPTConfig(128256, 16, 2048, 32, 8, 8192, tokens=131072, scaling=RopeScaling(factor=32.0), tied=True)
-    return replace(sizes, **changes)
+    return resized(sizes, changes)
 
 
 def llama3_8b(**changes: Any) -> GPTConfig:
     """Llama 3 of 8 billion weights."""
-    return replace(GPTConfig(128256, 32, 4096, 32, 8, 14336, tokens=8192), **changes)
+    return resized(GPTConfig(128256, 32, 4096, 32, 8, 14336, tokens=8192), changes)
 
 
 def llama3_8b_1m(**changes: Any) -> GPTConfig:
     """Llama 3 of 8 billion weights for a million tokens, by slower rotations."""
-    return replace(llama3_8b(tokens=1_048_576, theta=2_804_339_835.0), **changes)
+    return resized(llama3_8b(tokens=1_048_576, theta=2_804_339_835.0), changes)
 
 
 PRESETS = {
@@ -217,6 +233,8 @@ class GPT(nn.Module):
         """How torch divides the model over `tp` ranks: heads, hidden units, and the rows of the vocabulary."""
         check_division("key heads", self.config.kv_heads, tp)
         check_division("hidden units", self.config.hidden, tp)
+        if -(-self.config.vocabulary // tp) * (tp - 1) >= self.config.vocabulary:
+            raise ValueError(f"tp={tp}: a rank would have none of the {self.config.vocabulary} words; take a smaller")
         plan: dict[str, ParallelStyle] = {"embed_tokens": RowwiseParallel(input_layouts=Replicate())}
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             plan[f"layers.*.{name}"] = ColwiseParallel()
@@ -236,6 +254,7 @@ class GPT(nn.Module):
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return functional.linear(x, weight)
+    check_gathered(weight)
     if not x.numel():  # torch divides no empty tensors; all ranks of tp are here
         return x.new_empty(*x.shape[:-1], weight.shape[0])
     whole = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as _distributed
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,8 +41,17 @@ def next_tokens(tokens: Tensor, mask: Mask | None = None) -> Tensor:
         places = torch.from_numpy(mask.positions_in_document(tokens.shape[-1])).to(tokens.device)
         ends = torch.zeros_like(places, dtype=torch.bool)
         ends[..., :-1] = places[..., 1:] == 0
-        labels = labels.masked_fill(ends, IGNORED)
+        labels = labels.masked_fill(ends | _padding(mask, tokens), IGNORED)
     return labels
+
+
+def _padding(mask: Mask, tokens: Tensor) -> Tensor:
+    """Which tokens are behind the last document: `[tokens]`, or `[rows, tokens]`."""
+    node = mask.documents_node
+    assert node is not None
+    lengths = [int(node.q_cuts(row)[-1]) for row in range(node.rows or 1)]
+    found = torch.arange(tokens.shape[-1])[None, :] >= torch.tensor(lengths)[:, None]
+    return (found if node.rows is not None else found[0]).to(tokens.device)
 
 
 def count_tokens(labels: Tensor | Iterable[Tensor], mesh: DeviceMesh | None = None) -> Tensor:
@@ -100,14 +110,22 @@ def cross_entropy_sum(
     """
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels: expected {list(hidden.shape[:-1])}, as hidden has tokens; got {list(labels.shape)}")
-    first = 0
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens={tokens}: expected at least 1")
+    words, ranks, first = len(weight), 1, 0
     if isinstance(weight, DTensor):
-        weight, group, first = _local(weight)
+        weight, group, first, ranks = _local(weight)
     elif group is not None:
-        first = _rows_before(weight, group)
+        rows: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(rows, len(weight), group)
+        words, ranks, first = sum(rows), len(rows), sum(rows[: dist.get_rank(group)])
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()
-    tokens = tokens or max(1, LOGITS // max(1, weight.shape[0]))
+    known = (labels == IGNORED) | ((labels >= 0) & (labels < words))
+    torch._assert_async(known.all(), f"labels: expected 0 to {words - 1}, or {IGNORED} for what does not count")
+    tokens = tokens or max(1, LOGITS // max(1, -(-words // ranks)))  # the same on all ranks
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _CrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), tokens, first, group
     )
@@ -175,6 +193,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
         return d_hidden, d_weight, None, None, None, None
@@ -194,18 +213,21 @@ def _reduce(x: Tensor, group: Any, operation: str = "SUM") -> None:
         dist.all_reduce(x, getattr(dist.ReduceOp, operation), group=group)
 
 
-def _rows_before(weight: Tensor, group: Any) -> int:
-    """How many rows of a weight the ranks before this one have."""
-    rows: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, len(weight), group)
-    return int(sum(rows[: dist.get_rank(group)]))
-
-
-def _local(weight: DTensor) -> tuple[Tensor, Any, int]:
-    """A weight's own rows, the group that has the others, and how many are before them."""
+def _local(weight: DTensor) -> tuple[Tensor, Any, int, int]:
+    """A weight's own rows, the group that has the others, how many are before them, and the number of ranks."""
+    check_gathered(weight)
     (placement,) = weight.placements
     if not isinstance(placement, Shard) or placement.dim != 0:
-        return weight.full_tensor(), None, 0
+        return weight.full_tensor(), None, 0, 1
     mesh = weight.device_mesh
     step = -(-weight.shape[0] // mesh.size())  # as torch.chunk cuts
-    return weight.to_local(), mesh.get_group(), min(weight.shape[0], step * mesh.get_local_rank())
+    return weight.to_local(), mesh.get_group(), min(weight.shape[0], step * mesh.get_local_rank()), mesh.size()
+
+
+def check_gathered(weight: DTensor) -> None:
+    """ValueError for a weight in parts on ranks with other samples: it is read without a call of its module."""
+    if weight.device_mesh.mesh_dim_names != ("tp",):
+        raise ValueError(
+            "wrap: the weights of the embedding and the head are read outside of their modules; leave both to the rest "
+            "of the model"
+        )

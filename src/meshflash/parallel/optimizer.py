@@ -48,7 +48,7 @@ def sharded_optimizer(
 
 
 @torch.no_grad()
-def gradient_norm(weights: nn.Module | Iterable[nn.Parameter], norm: float = 2.0) -> Tensor:
+def gradient_norm(weights: nn.Module | Iterable[nn.Parameter] | Tensor, norm: float = 2.0) -> Tensor:
     """The norm of all gradients as one device would have it, wherever their parts lie. All ranks call it.
 
     >>> layer = nn.Linear(1, 1, bias=False)
@@ -67,6 +67,8 @@ def gradient_norm(weights: nn.Module | Iterable[nn.Parameter], norm: float = 2.0
             cut = [n for n, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
             groups = tuple(grad.device_mesh.get_group(n) for n in cut)
             grad = grad.to_local()
+        if not grad.numel():  # a rank's part may be empty; its ranks wait for it all the same
+            grad = grad.new_zeros(1)
         found = torch.linalg.vector_norm(grad, norm, dtype=torch.promote_types(grad.dtype, torch.float32)).double()
         if math.isinf(norm):
             powers[groups] = torch.maximum(powers[groups], found)
@@ -81,7 +83,7 @@ def gradient_norm(weights: nn.Module | Iterable[nn.Parameter], norm: float = 2.0
 
 
 @torch.no_grad()
-def clip_grad_norm(weights: nn.Module | Iterable[nn.Parameter], most: float, norm: float = 2.0) -> Tensor:
+def clip_grad_norm(weights: nn.Module | Iterable[nn.Parameter] | Tensor, most: float, norm: float = 2.0) -> Tensor:
     """Scale gradients down where their norm over the mesh is more than `most`. Returns that norm. All ranks call it."""
     weights = list(_all(weights))
     found = gradient_norm(weights, norm)
@@ -93,5 +95,7 @@ def clip_grad_norm(weights: nn.Module | Iterable[nn.Parameter], most: float, nor
     return found
 
 
-def _all(weights: nn.Module | Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
-    return weights.parameters() if isinstance(weights, nn.Module) else weights
+def _all(weights: nn.Module | Iterable[nn.Parameter] | Tensor) -> Iterable[Any]:
+    if isinstance(weights, Tensor):
+        return [weights]
+    return parameters(weights) if isinstance(weights, nn.Module) else weights

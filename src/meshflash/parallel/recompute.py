@@ -16,6 +16,7 @@ from meshflash.engine import op as _op  # noqa: F401 the op has to be there
 from meshflash.launch.devices import CPU
 from meshflash.parallel.blocks import inner_blocks
 from meshflash.parallel.offload import Call, Kept, store_of
+from meshflash.parallel.overlay import Overlay, lay_over
 
 KINDS = ("full", "selective")
 
@@ -35,31 +36,35 @@ def recompute(model: nn.Module, kind: str = "full", offload: bool = False) -> nn
     """
     if kind not in KINDS:
         raise ValueError(f"recompute={kind!r}: expected one of {', '.join(KINDS)}")
-    for block in inner_blocks(model):
-        _wrap(block, kind, offload)
+    found = inner_blocks(model)
+    if not found:
+        raise ValueError(f"recompute: {type(model).__name__} has no blocks; put its layers into an nn.ModuleList")
+    for block in found:
+        lay_over(block, _Again, _again=(kind, offload))
     return model
 
 
-def _wrap(block: nn.Module, kind: str, offload: bool) -> None:
-    """The block's forward, computed again in its backward. Its name in the model, and so its weights', stay."""
-    forward = block.forward
-    options: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
-    selective: dict[str, Any] = {}
-    if kind == "selective":
-        selective["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+class _Again(Overlay):
+    """A block's forward that is computed again in its backward, with the same random numbers."""
 
-    def again(*args: Any, **kwargs: Any) -> Any:
+    _again: tuple[str, bool]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        kind, offload = self._again
+        selective: dict[str, Any] = {}
+        if kind == "selective":
+            selective["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
         device = _device(args, kwargs) if offload else None
         if device is None:
-            return checkpoint(forward, *args, **options, **selective, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **selective, **kwargs)
         call = store_of(device).call()
         contexts: dict[str, Any] = {name: partial(_offloaded, call) for name in selective}
+        inputs = _Inputs(forward, call, args, kwargs)
         # torch asks its arguments for the kind of device
-        return checkpoint(_Inputs(forward, call, args, kwargs), torch.empty(0, device=device), **options, **contexts)
-
-    block.forward = again
+        return checkpoint(inputs, torch.empty(0, device=device), use_reentrant=False, **contexts)
 
 
 class _Inputs:

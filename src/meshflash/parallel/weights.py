@@ -22,6 +22,7 @@ from meshflash.launch.devices import CPU, GLOO
 from meshflash.parallel.blocks import own_blocks
 from meshflash.parallel.context import ContextParallel
 from meshflash.parallel.mesh import check_mesh, fold, size, summed
+from meshflash.parallel.overlay import Overlay, lay_over
 from meshflash.parallel.recompute import recompute as recompute_blocks
 from meshflash.parallel.tiles import tile_mlp
 
@@ -71,9 +72,14 @@ def parallelize(
         bucket_mb: megabytes of gradients that replicas sum at a time.
     """
     check_mesh(mesh)
-    mode = mode or ("hybrid" if size(mesh, "dp") > 1 else "full" if size(mesh, "fsdp") > 1 else None)
-    if mode == "hybrid" and size(mesh, "fsdp") == 1:
-        mode = None
+    if isinstance(model, DistributedDataParallel | FSDPModule):
+        raise ValueError(f"parallelize: {type(model).__name__} lies on a mesh already")
+    if mode is None and size(mesh, "fsdp") > 1:
+        mode = "hybrid" if size(mesh, "dp") > 1 else "full"
+    spread = mode is not None or offload or size(mesh, "tp") > 1
+    _check_options(model, mode, wrap)
+    if reduce_dtype is not None and not spread:
+        raise ValueError("reduce_dtype: replicas sum gradients in their own dtype; say mode= to spread the weights")
     if size(mesh, "tp") > 1:
         _divide(model, _whole(mesh, mode or REPLICATED))
     if size(mesh, "cp") > 1:
@@ -86,7 +92,7 @@ def parallelize(
         raise ValueError(
             'offload_activations: it moves what blocks keep for their backward; say recompute="full" or "selective" too'
         )
-    if mode is not None or offload or size(mesh, "tp") > 1:
+    if spread:
         return shard(
             model,
             mesh,
@@ -108,7 +114,7 @@ def replicate(
     weights have none. All ranks begin with rank 0's weights.
     """
     if compute_dtype is not None:
-        model.forward = torch.autocast(mesh.device_type, compute_dtype)(model.forward)
+        lay_over(model, _Autocast, _autocast=(mesh.device_type, compute_dtype))
     ranks = summed(mesh)
     if ranks.size() == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
@@ -150,8 +156,9 @@ def shard(
         reduce_dtype: what gradients are summed in; by default that of the masters.
         offload: keep shards and the optimizer's state in the host's memory; slower, see the docs.
     """
-    if mode not in (*MODES, REPLICATED):
-        raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    _check_options(model, None if mode == REPLICATED else mode, wrap)
+    if offload and mesh.device_type == CPU:
+        raise ValueError("offload: weights are in the host's memory already, for the mesh is of CPUs")
     whole = _whole(mesh, mode)
     if whole.size() == 1 and compute_dtype is None and not offload:
         return model
@@ -182,14 +189,40 @@ def synchronized(model: nn.Module, last: bool = True) -> Iterator[None]:
         with model.no_sync():
             yield
         return
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-    yield
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_requires_gradient_sync(last)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def parameters(model: nn.Module) -> Iterable[nn.Parameter]:
-    """The weights that learn, each once however many modules share it."""
+    """The weights that learn, each once however many modules share it; of spread ones this rank's parts."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # a forward without a backward may have left them gathered
     return (p for p in model.parameters() if p.requires_grad)
+
+
+class _Autocast(Overlay):
+    """A forward under autocast."""
+
+    _autocast: tuple[str, torch.dtype]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kind, dtype = self._autocast
+        with torch.autocast(kind, dtype):
+            return super().forward(*args, **kwargs)
+
+
+def _check_options(model: nn.Module, mode: str | None, wrap: Wrap) -> None:
+    """ValueError for a mode or a wrap that is not known, on however many ranks."""
+    if mode not in (None, *MODES):
+        raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    _wrapped(model, wrap)
 
 
 def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
