@@ -54,15 +54,20 @@ def test_bench_attention_forward_only_over_a_slow_link_and_traced(tmp_path):
 
 
 def test_demo_proves_draws_and_writes(tmp_path):
-    words = ["demo", "--tokens", "70", "-n", "3", "--heads", "2", "--folder", str(tmp_path)]
+    words = ["demo", "--tokens", "70", "-n", "3", "--heads", "2", "--steps", "10", "--folder", str(tmp_path)]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
-    for name in ("ring", "zigzag", "striped", "allgather", "keys of", "link", "demo.svg"):
+    for name in ("ring", "zigzag", "striped", "allgather", "keys of", "link", "learnt to repeat", "index.html"):
         assert name in result.output
     rows = json.loads((tmp_path / "demo.json").read_text())["rows"]
     assert {row["schedule"] for row in rows} == {attention.ONE, *names()}
     assert all(row["error"] < 1e-5 for row in rows)
     assert ElementTree.fromstring((tmp_path / "demo.svg").read_text()).tag.endswith("svg")
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("<svg") == page.count("<h2>") == 2
+    learnt = json.loads((tmp_path / "learning.json").read_text())["rows"]
+    assert [row["step"] for row in learnt] == list(range(1, 11))
+    assert all(row["over_ranks"] == pytest.approx(row["alone"], rel=1e-4) for row in learnt)
 
 
 @pytest.mark.parametrize(
