@@ -20,6 +20,7 @@ from meshflash.parallel import (
     MeshAttention,
     MeshSampler,
     accumulate,
+    clip_grad_norm,
     cross_entropy_sum,
     gradient_norm,
     init_mesh,
@@ -409,6 +410,7 @@ def more_refusals(rank, world, group):
         lambda: parallelize(GPT(tiny(vocabulary=1)), init_mesh(tp=2, device="cpu")),
         lambda: shard_weights(GPT(tiny()), mesh, offload=True),
         lambda: recompute(nn.Linear(2, 2)),
+        lambda: clip_grad_norm(small, -1.0),
     ):
         try:
             call()
@@ -422,6 +424,7 @@ def test_more_refusals(pool):
     want = (
         "the embedding and the head are read outside", "lies on a mesh already", "reduce_dtype: replicas sum",
         "a rank would have none of the 1 words", "weights are in the host's memory already", "Linear has no blocks",
+        "most=-1.0; expected more than 0",
     )  # fmt: skip
     for norm, said in pool.run(2, more_refusals):
         assert norm == 1.0

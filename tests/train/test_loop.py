@@ -166,6 +166,7 @@ def test_changes_of_configurations(tmp_path):
         (["mesh.xp=2"], "mesh.xp: there is no such field; expected one of mesh.dp"),
         (["mesh.cp=two"], "mesh.cp='two': expected int"),
         (["run.dtype=3"], "run.dtype=3: expected str"),
+        (["run.dtype=float3"], "run.dtype='float3': expected one of float32"),
         (["mesh"], "expected path=value"),
         (["mesh.cp.x=1"], "mesh.cp: it is a value, not a table"),
     ):

@@ -85,6 +85,8 @@ def gradient_norm(weights: nn.Module | Iterable[nn.Parameter] | Tensor, norm: fl
 @torch.no_grad()
 def clip_grad_norm(weights: nn.Module | Iterable[nn.Parameter] | Tensor, most: float, norm: float = 2.0) -> Tensor:
     """Scale gradients down where their norm over the mesh is more than `most`. Returns that norm. All ranks call it."""
+    if not most > 0:
+        raise ValueError(f"clip_grad_norm: most={most}; expected more than 0")
     weights = list(_all(weights))
     found = gradient_norm(weights, norm)
     scale = (most / (found + 1e-6)).clamp(max=1.0)

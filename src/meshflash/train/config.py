@@ -17,6 +17,9 @@ from meshflash.models import gpt, vit
 from meshflash.models.gpt import GPTConfig
 from meshflash.models.vit import ViTConfig
 
+#: What weights are computed in; the masters are float32.
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -89,6 +92,10 @@ class Run:
     save: int = 0
     keep: int = 3
     compare: int = 100
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"run.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
