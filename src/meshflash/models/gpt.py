@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.groups import group_of
 from meshflash.models.cache import Cache
 from meshflash.models.layers import (
     Attention,
@@ -25,6 +24,7 @@ from meshflash.models.layers import (
     frequencies,
     init_weights,
     rotations,
+    sharing_ranks,
     token_positions,
 )
 from meshflash.parallel.loss import check_gathered, cross_entropy_sum
@@ -191,7 +191,7 @@ class GPT(nn.Module):
             cache: keys and values of tokens before, which are seen too; the first call fills it. See `generate`.
         """
         mask = Mask.causal() if mask is None else mask
-        _, rank, ranks = self._ranks()
+        _, rank, ranks = sharing_ranks(self)
         before = 0 if cache is None else cache.tokens
         if layout is None and ranks > 1 and not before:
             raise ValueError(
@@ -243,12 +243,6 @@ class GPT(nn.Module):
         if self.lm_head is not None:
             plan["lm_head"] = ColwiseParallel()
         return plan
-
-    def _ranks(self) -> tuple[str, int, int]:
-        """(group, rank, number) of the ranks that share the sequence."""
-        block: Any = self.layers[0]
-        mesh = block.self_attn.attend.mesh
-        return ("", 0, 1) if mesh is None else group_of(mesh)
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
+from meshflash.groups import group_of
 from meshflash.models.cache import Cache
 from meshflash.parallel.context import MeshAttention
 from meshflash.parallel.tiles import TiledMLP, tiled_mlp
@@ -133,6 +134,12 @@ class GatedMLP(TiledMLP):
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
+
+
+def sharing_ranks(model: nn.Module) -> tuple[str, int, int]:
+    """(group, rank, number) of the ranks that share a model's sequence."""
+    mesh = next(part.mesh for part in model.modules() if isinstance(part, MeshAttention))
+    return ("", 0, 1) if mesh is None else group_of(mesh)
 
 
 def check_division(what: str, number: int, tp: int) -> None:

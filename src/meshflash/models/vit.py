@@ -18,8 +18,7 @@ from torch.nn import functional
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine.membership import member
-from meshflash.groups import group_of
-from meshflash.models.layers import Attention, Context, check_division, frequencies, init_weights
+from meshflash.models.layers import Attention, Context, check_division, frequencies, init_weights, sharing_ranks
 from meshflash.models.patches import Patch, grid_of, pair, patchify
 from meshflash.parallel.loss import IGNORED
 from meshflash.parallel.tiles import TiledMLP, tiled_mlp
@@ -209,17 +208,11 @@ class ViT(nn.Module):
             plan[f"layers.*.{name}"] = RowwiseParallel()
         return plan
 
-    def _group(self) -> tuple[str, int, int]:
-        """(name, this rank, how many) of the ranks that share an image."""
-        block: Any = self.layers[0]
-        mesh = block.self_attn.attend.mesh
-        return ("", 0, 1) if mesh is None else group_of(mesh)
-
     def _own(
         self, x: Tensor, grid: tuple[int, int] | None, layout: Layout | None
     ) -> tuple[Tensor, tuple[int, int], Layout | None]:
         """Where this rank's patches are in the sequence, of which grid, and in which layout."""
-        _, rank, world = self._group()
+        _, rank, world = sharing_ranks(self)
         if x.ndim == 4:
             grid = grid_of(x, self.config.patch)
             layout = layout or Layout.contiguous(grid[0] * grid[1], world)
@@ -247,7 +240,7 @@ class ViT(nn.Module):
         """Patches of whole images, where one rank has all of them; patches as they are."""
         if x.ndim != 4:
             return x
-        if self._group()[2] > 1:
+        if sharing_ranks(self)[2] > 1:
             raise ValueError(
                 "labels, targets: of whole images each rank of cp would count all pixels; give this rank's patches of "
                 "them, as spread_images does"
@@ -255,7 +248,7 @@ class ViT(nn.Module):
         return patchify(x, self.config.patch, IGNORED)[:, own]
 
     def _classes(self, x_BTE: Tensor, labels: Tensor | None, tokens: int) -> Tensor:
-        name, _, world = self._group()
+        name, _, world = sharing_ranks(self)
         wide = torch.promote_types(x_BTE.dtype, torch.float32)
         sums_BE = x_BTE.sum(1, dtype=wide)
         if world > 1:
