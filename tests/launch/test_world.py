@@ -221,6 +221,20 @@ def test_slurm_nodes_meet_at_the_first_host_on_a_port_of_the_job(monkeypatch):
     assert asked[-1] == ("node07", 1234)
 
 
+def test_ranks_that_torchrun_starts_again_do_not_hear_those_before(monkeypatch):
+    store = torch.distributed.HashStore()  # of the agent: it stays
+    monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+
+    def met(turn, ranks=2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", turn)
+        return rendezvous.meet(Place("torchrun", 0, ranks, 0, ranks), 1.0).store
+
+    met("0").set("address", "of a rank that is gone")
+    assert met("0").check(["address"])
+    assert not met("1").check(["address"])
+    assert not met("0", ranks=3).check(["address"])  # a node has come
+
+
 def test_a_file_that_a_dead_job_left_is_not_believed(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(rendezvous, "_name", lambda *_: "x")

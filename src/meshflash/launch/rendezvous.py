@@ -87,7 +87,7 @@ def _found(place: Place, timeout: float, number: int) -> Store:
         where = f"{address}:{port}"
         with _explained(place, where, timeout):
             store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=limit))
-        return store, where
+        return dist.PrefixStore(_turn(place), store), where
     if address:
         return _given(place, address, port, timeout, number)
     if place.one_node:
@@ -107,6 +107,14 @@ def _found(place: Place, timeout: float, number: int) -> Store:
         f"rank {place.rank} of {place.world_size}, started by {place.launcher}, does not know where rank 0 is: "
         f"{ADVICE}; or install mpi4py, which tells"
     )
+
+
+def _turn(place: Place) -> str:
+    """Which start of the ranks by torchrun this is: its store outlives those that it started before, and what they said.
+
+    A node that comes or goes starts them again too, with another number of ranks.
+    """
+    return f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{place.world_size}"
 
 
 def _given(place: Place, address: str, port: str, timeout: float, number: int) -> Store:
