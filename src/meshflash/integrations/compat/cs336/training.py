@@ -33,6 +33,9 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 
 Loss = Callable[[Any, Any], Tensor]
 
+#: How often a rank tries to meet the others.
+MEETINGS = 20
+
 
 def setup_ddp(
     rank: int | None = None, world_size: int | None = None, backend: str | None = None
@@ -60,13 +63,25 @@ def setup_ddp(
         if absent:
             raise ValueError(f"setup_ddp: set {' and '.join(absent)}, where ranks meet, or give no rank and world_size")
         take_device(kind, local_rank)
-        dist.init_process_group(backend or _backend(kind), rank=rank, world_size=world_size)
+        _meet(backend or _backend(kind), rank, world_size)
     elif (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         raise ValueError(
             f"setup_ddp: rank {rank} of {world_size}, and this process is rank {dist.get_rank()} of "
             f"{dist.get_world_size()} already; call cleanup_ddp first"
         )
     return rank, world_size, local_rank
+
+
+def _meet(backend: str, rank: int, world_size: int) -> None:
+    """Make the group. Rank 0's store of the group before may still answer, and end meanwhile: then once more."""
+    for left in reversed(range(MEETINGS)):
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=world_size)
+            return
+        except dist.DistNetworkError:
+            if rank == 0 or not left:
+                raise
+            time.sleep(0.2)
 
 
 def cleanup_ddp() -> None:
