@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What deploy/build.sh and deploy/run.sh share: which container engine there is, which GPUs, and how to show a command.
+# What deploy/build.sh, deploy/run.sh and deploy/train.sh share: errors, which container engine there is, which GPUs, and
+# how to show a command.
 # Sourced, not run.
 
 fail() {

@@ -93,7 +93,7 @@ def scheduler(desk: Desk) -> dict[str, str]:
 
 def test_every_script_is_known() -> None:
     names = {str(path.relative_to(DEPLOY)) for path in SCRIPTS}
-    assert names == {*JOBS, "build.sh", "common.sh", "install.sh", "run.sh"}
+    assert names == {*JOBS, "build.sh", "common.sh", "install.sh", "run.sh", "train.sh"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -109,7 +109,7 @@ def test_shellcheck_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("script", [*JOBS, "build.sh", "run.sh", "install.sh"])
+@pytest.mark.parametrize("script", [*JOBS, "build.sh", "run.sh", "install.sh", "train.sh"])
 def test_it_runs_by_its_name_and_stops_at_an_error(script: str) -> None:
     text = (DEPLOY / script).read_text()
     assert os.access(DEPLOY / script, os.X_OK)
