@@ -227,8 +227,9 @@ def test_without_gradients_nothing_is_kept():
     assert usage().peak > 0
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_calls_in_flight_in_any_order_twice_and_without_a_backward(kind):
+@pytest.mark.parametrize(("kind", "piece"), [("full", 1 << 28), ("selective", 1 << 28), ("selective", 1 << 10)])
+def test_calls_in_flight_in_any_order_twice_and_without_a_backward(kind, piece, monkeypatch):
+    monkeypatch.setattr(offloading, "PIECE", piece)  # of the host's memory; the smaller one cuts every tensor
     want = trained(gpt())[1]
     for order in ((0, 1), (1, 0)):
         model = switched(gpt(), recompute=kind, offload_activations=True, tiles=2)
@@ -250,6 +251,19 @@ def test_calls_in_flight_in_any_order_twice_and_without_a_backward(kind):
     assert usage().allocations == allocations  # memory of the host is used again
     shutdown()
     assert not offloading._stores
+
+
+def test_a_host_without_memory_is_an_error_that_leaves_nothing_behind(monkeypatch):
+    model = recompute(gpt(), "full", offload=True)
+    ids, labels, _ = samples()[0]
+    monkeypatch.setattr(offloading, "PIECE", 1 << 10)
+    left = iter([1 << 30] * 3)
+    monkeypatch.setattr(offloading, "free_bytes", lambda: next(left, 100))  # after a few pieces
+    with pytest.raises(torch.OutOfMemoryError, match=r"more of the host's memory are needed .* take shorter sequences"):
+        model(ids, labels).backward()
+    monkeypatch.undo()
+    assert usage().live == 0
+    model(ids, labels).backward()
 
 
 class Two(nn.Module):
@@ -543,6 +557,7 @@ def _on_gpu():
         pytest.skip("needs a GPU")
     torch.set_default_dtype(torch.float32)
     yield
+    torch.use_deterministic_algorithms(False)
     shutdown()
 
 
@@ -551,10 +566,7 @@ WIDE = tiny(vocabulary=512, dim=512, head_dim=64, heads=8, kv_heads=8, hidden=10
 
 def on_gpu(dtype, switches, tokens):
     """Loss and gradients of a second step, and the most memory that it took beyond what it found."""
-    model: Any = GPT(WIDE).cuda()
-    for block in model.layers:
-        block.self_attn.attend.options["deterministic"] = True
-    switched(model, **switches)
+    model: Any = switched(GPT(WIDE).cuda(), **switches)
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(0)).cuda()
     batch: Any = dict(tokens=ids, labels=next_tokens(ids))
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
@@ -572,8 +584,10 @@ def on_gpu(dtype, switches, tokens):
 @pytest.mark.usefixtures("_on_gpu")
 @pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_offload_changes_no_bit_and_saves_memory(kind, dtype):
+def test_on_a_gpu_offload_changes_no_bit_and_saves_memory(kind, dtype, monkeypatch):
     tokens = 16384
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    torch.use_deterministic_algorithms(True)  # attention and embedding add in another order each time otherwise
     loss, grads, peak = on_gpu(dtype, dict(recompute=kind), tokens)
     same, again, _ = on_gpu(dtype, dict(recompute=kind), tokens)
     assert torch.equal(loss, same), "two runs without offload differ, so nothing can be said"

@@ -110,7 +110,7 @@ def _found(place: Place, timeout: float, number: int) -> Store:
 
 
 def _turn(place: Place) -> str:
-    """Which start of the ranks by torchrun this is: its store outlives those that it started before, and what they said.
+    """Which start of ranks by torchrun this is: its store outlives those that it started before, and what they said.
 
     A node that comes or goes starts them again too, with another number of ranks.
     """

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,15 @@ from torch.utils.weak import TensorWeakRef
 from meshflash import job
 from meshflash.engine.op import PLAIN
 from meshflash.launch.devices import CPU
+from meshflash.launch.room import free_bytes
 from meshflash.transport.streams import DeviceStreams, MakeStreams, Streams
 
 #: Bytes of a tensor that is worth a copy.
 SMALLEST = 1024
+#: Bytes of the host's memory that are left to others.
+RESERVE = 2 << 30
+#: The most bytes of one piece of the host's memory: torch pins powers of two, and larger ones would waste up to half.
+PIECE = 256 << 20
 
 
 @dataclass
@@ -91,7 +97,7 @@ class Kept:
     _last: Any = None
     _source: Tensor | None = None
     _here: Tensor | None = None
-    _host: Tensor | None = None
+    _host: Sequence[Tensor] = ()
 
     def __init__(self, store: Store, tensor: Tensor) -> None:
         self._store, self._home = store, store.streams.current()
@@ -104,7 +110,7 @@ class Kept:
         self.bytes, self.version = source.nbytes, tensor._version
         self._changes = source._version
         self._host, before = store.take(self.bytes)
-        self._last = store.copy(store.out, self._home, self._on_host(), source, before)
+        self._last = store.copy(store.out, self._home, self._pairs(source, out=True), before)
         self._source = source
 
     def let_go(self) -> None:
@@ -125,7 +131,7 @@ class Kept:
         store = self._store
         self._home = store.streams.current()
         self._here = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=store.device)
-        self._last = store.copy(store.back, self._home, self._here, self._on_host(), self._last)
+        self._last = store.copy(store.back, self._home, self._pairs(self._here, out=False), [self._last])
         store.usage.brought += 1
         return True
 
@@ -143,12 +149,14 @@ class Kept:
         here, self._here = self._here, None
         return here
 
-    def _on_host(self) -> Tensor:
-        assert self._host is not None
-        return self._host[: self.bytes].view(self._dtype).as_strided(self._shape, self._stride)
+    def _pairs(self, tensor: Tensor, out: bool) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of the bytes of a tensor without gaps and their pieces on the host."""
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        found = [(room[: len(part)], part) for room, part in zip(self._host, flat.split(PIECE), strict=True)]
+        return found if out else [(part, room) for room, part in found]
 
     def __del__(self) -> None:
-        if self._host is None or sys.is_finalizing():
+        if not self._host or sys.is_finalizing():
             return
         if self._source is not None or self._here is not None:  # memory that a copy may still read or write
             self._store.streams.after(self._home, self._last)
@@ -225,35 +233,62 @@ class Store:
             found = self._known[id(tensor)] = Kept(self, tensor)
         return found
 
-    def copy(self, stream: Any, home: Any, target: Tensor, source: Tensor, before: Any) -> Any:
-        """Copy on a stream, behind what `home` has to do and another event; the event behind the copy."""
+    def copy(self, stream: Any, home: Any, pairs: Iterable[tuple[Tensor, Tensor]], before: Iterable[Any]) -> Any:
+        """Copy on a stream, behind what `home` has to do and other events; the event behind the copies."""
         streams = self.streams
         streams.after(stream, streams.mark(home))
-        if before is not None:
-            streams.after(stream, before)
+        for event in before:
+            if event is not None:
+                streams.after(stream, event)
         with streams.on(stream):
-            streams.copy(target, source)
+            for target, source in pairs:
+                streams.copy(target, source)
         return streams.mark(stream)
 
-    def take(self, size: int) -> tuple[Tensor, Any]:
-        """Memory of the host, and the event that what it held before is done with.
+    def take(self, size: int) -> tuple[list[Tensor], list[Any]]:
+        """Memory of the host in pieces, and the events that what they held before is done with.
 
-        Its sizes are powers of two: what torch pins has such, and other lengths find memory to use again.
+        Sizes are powers of two, and the same for most: other lengths find memory to use again.
         """
-        room = 1 << (size - 1).bit_length()
+        rooms = [PIECE] * (size // PIECE)
+        if rest := size % PIECE:
+            rooms.append(1 << (rest - 1).bit_length())
+        pieces: list[Tensor] = []
+        events: list[Any] = []
+        try:
+            for room in rooms:
+                piece, event = self._free[room].pop() if self._free[room] else (self._pin(room), None)
+                pieces.append(piece)
+                events.append(event)
+        except BaseException:
+            for piece, event in zip(pieces, events, strict=True):
+                self._free[piece.nbytes].append((piece, event))
+            raise
         self.usage.live += size
         self.usage.peak = max(self.usage.peak, self.usage.live)
-        try:
-            return self._free[room].pop()
-        except IndexError:
-            self.usage.allocations += 1
-            return self.streams.pinned(room, torch.uint8), None
+        return pieces, events
 
-    def give_back(self, host: Tensor, size: int, event: Any) -> None:
+    def _pin(self, room: int) -> Tensor:
+        """New memory of the host. Where it would run out, the system would end the process without a word."""
+        needed = room + min(room, RESERVE)
+        if (free_bytes() or needed) < needed:
+            self.clear()
+            _empty_cache()
+        free = free_bytes() or needed
+        if free < needed:
+            raise torch.OutOfMemoryError(
+                f"offload: {room / 2**30:.1f} GiB more of the host's memory are needed for what backwards will need, "
+                f"and {free / 2**30:.1f} GiB are free; take shorter sequences, more ranks, or no offload_activations"
+            )
+        self.usage.allocations += 1
+        return self.streams.pinned(room, torch.uint8)
+
+    def give_back(self, host: Sequence[Tensor], size: int, event: Any) -> None:
         """For the next that needs some; an event says when copies from and to it are done."""
         with self.lock:
             self.usage.live -= size
-            self._free[host.nbytes].append((host, event))
+            for piece in host:
+                self._free[piece.nbytes].append((piece, event))
 
     def clear(self) -> None:
         """Free what nothing waits in."""
@@ -276,7 +311,12 @@ def release() -> None:
     for store in _stores.values():
         store.clear()
     _stores.clear()
-    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    _empty_cache()
+
+
+def _empty_cache() -> None:
+    """Give the system what torch keeps of pinned memory."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None and torch.accelerator.is_available():
         empty()
 

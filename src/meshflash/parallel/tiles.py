@@ -77,7 +77,9 @@ def tiled_mlp(x: Tensor, inside: Sequence[nn.Module], outside: nn.Module, activa
         whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
         x = whole.to_local(grad_placements=[Partial()])
     weights = [_local(w) for layer in layers for w in (layer.weight, layer.bias)]
-    bias = weights.pop()
+    bias = None
+    if mesh is not None:  # once, to the sum over ranks
+        bias, weights[-1] = weights[-1], None
     sliced = _Slices(activation, tiles, _dtype(x))
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled():
@@ -93,17 +95,21 @@ def tiled_mlp(x: Tensor, inside: Sequence[nn.Module], outside: nn.Module, activa
 
 
 class _Slices:
-    """The computation. Weights are those of the first projections, each with its bias or None, and the last one's."""
+    """The computation. Weights are those of the first projections, then the last one's, each with its bias or None."""
 
     def __init__(self, activation: Activation, tiles: int, dtype: torch.dtype) -> None:
         self.activation, self.tiles, self.dtype = activation, tiles, dtype
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            *inside, last = self._cast(weights)
+            *inside, last, bias = self._cast(weights)
             y = x.new_empty(len(x), len(last), dtype=self.dtype)
             for rows in self._rows(x):
-                torch.mm(self.activation(*self._projected(x[rows].to(self.dtype), inside)), last.T, out=y[rows])
+                hidden = self.activation(*self._projected(x[rows].to(self.dtype), inside))
+                if bias is None:
+                    torch.mm(hidden, last.T, out=y[rows])
+                else:
+                    torch.addmm(bias, hidden, last.T, out=y[rows])
         return y
 
     def backward(self, dy: Tensor, wanted: Sequence[bool], x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
@@ -115,19 +121,19 @@ class _Slices:
             for w, needed in zip(weights, want, strict=True)
         ]
         with torch.autocast(x.device.type, enabled=False):
-            *inside, last = self._cast(weights)
+            *inside, last, _ = self._cast(weights)
             for rows in self._rows(x):
                 x_rows, dy_rows = x[rows].to(self.dtype), dy[rows]
                 said = [one.requires_grad_() for one in self._projected(x_rows, inside)]
                 with torch.enable_grad():
                     hidden = self.activation(*said)
-                _add(sums[-1], dy_rows.T, hidden.detach())
+                _add(sums[-2], dy_rows.T, hidden.detach())
+                _add_rows(sums[-1], dy_rows)
                 grads = torch.autograd.grad(hidden, said, dy_rows @ last)
                 del hidden, said
                 for n, grad in enumerate(grads):
                     _add(sums[2 * n], grad.T, x_rows)
-                    if (total := sums[2 * n + 1]) is not None:
-                        total += grad.sum(0, dtype=total.dtype)
+                    _add_rows(sums[2 * n + 1], grad)
                 if dx is not None:
                     dx[rows] = self._back(grads, inside)
         done = (
@@ -163,7 +169,7 @@ class _Gradients(torch.autograd.Function):
     def forward(ctx: Any, sliced: _Slices, x: Tensor, *weights: Tensor | None) -> Tensor:
         ctx.sliced = sliced
         ctx.save_for_backward(x, *weights)
-        last: Any = weights[-1]
+        last: Any = weights[-2]
         return torch.zeros((), dtype=sliced.dtype, device=x.device).expand(len(x), len(last))
 
     @staticmethod
@@ -193,6 +199,11 @@ def _add(total: Tensor | None, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total += wide_product(a, b, total.dtype)
+
+
+def _add_rows(total: Tensor | None, rows: Tensor) -> None:
+    if total is not None:
+        total += rows.sum(0, dtype=total.dtype)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
