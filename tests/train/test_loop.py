@@ -6,8 +6,10 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +87,53 @@ def test_a_run_goes_on_where_it_was(pool, tmp_path):
     rows = read_lines(tmp_path / "parts")
     assert [row["step"] for row in rows if "loss" in row] == [2, 4, 6, 8]
     assert [row["loss"] for row in rows if "loss" in row] == [want[n - 1] for n in (2, 4, 6, 8)]
+
+
+def chosen(rank, world, group, config, folder):
+    """Losses of a run, of one from its first checkpoint, and of one that begins anew, with what is then there."""
+    folder = Path(folder)
+    every = loop.train(config, folder, quiet=True).losses
+    again = loop.train(config, folder, from_step=2, quiet=True).losses
+    with pytest.raises(ValueError, match="the steps there are: 2, 4"):
+        loop.train(config, folder, from_step=3, quiet=True)
+    with pytest.raises(ValueError, match="from_step: it is one of the checkpoints"):
+        loop.train(config, folder, from_step=2, resume=False, quiet=True)
+    short = replace(config, run=replace(config.run, steps=1, save=0, save_minutes=1e-9))
+    for number in (1, 2):
+        anew = loop.train(short, folder, resume=False, quiet=True).losses
+        if rank == 0:
+            assert {path.name for path in (folder / f"before-{number}").iterdir()} == {"checkpoints", "metrics.jsonl"}
+    return every, again, anew, sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_where_a_run_goes_on_can_be_said(pool, tmp_path):
+    config = small(run={"steps": 4, "save": 2, "log": 1, "evaluate": 0}, optimizer={"warmup": 9}, mesh={"dp": 2})
+    for every, again, anew, names in pool.run(2, chosen, config, str(tmp_path)):
+        assert again == every[2:]
+        assert anew == every[:1]
+        assert names == ["step-00000001"]
+
+
+def timed(rank, world, group, folder):
+    """Which steps are saved by minutes, where only the first rank's clock has moved."""
+    clock = [0.0]
+    loop.time = SimpleNamespace(perf_counter=lambda: clock[0])
+
+    def trained(*args):
+        clock[0] += 31.0 if rank == 0 else 0.0
+        return accumulate(*args)
+
+    accumulate, loop.accumulate = loop.accumulate, trained
+    try:
+        loop.train(small(run={"steps": 5, "save_minutes": 1.0, "log": 0, "evaluate": 0}), Path(folder), quiet=True)
+    finally:
+        loop.accumulate, loop.time = accumulate, time
+    return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+
+
+def test_saves_by_minutes(pool, tmp_path):
+    for names in pool.run(2, timed, str(tmp_path)):
+        assert names == [f"step-0000000{n}" for n in (2, 4, 5)]
 
 
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"fsdp": 2, "tp": 2}, {}])

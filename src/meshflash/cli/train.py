@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,8 @@ def command(
     config: Annotated[Path | None, typer.Option(help="TOML with fields to change, by tables.")] = None,
     change: Annotated[list[str], typer.Option("--set", help="A field to change: data.tokens=4096; repeat.")] = [],  # noqa: B006
     output: Annotated[Path | None, typer.Option(help="Folder for numbers and checkpoints.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Do not go on from the checkpoints there.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Put the checkpoints there aside, and begin anew.")] = False,
+    from_step: Annotated[int | None, typer.Option(min=0, help="Go on from this checkpoint, not the latest.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the configuration as JSON, and end.")] = False,
     find_max_tokens: Annotated[
         bool, typer.Option("--find-max-tokens", help="Find the longest sequence that one step has the memory for.")
@@ -58,6 +60,9 @@ def command(
 
         typer.echo(json.dumps(configs.as_dict(built), indent=1))
         return
+    # lengths that change leave holes otherwise, and long sequences fill the memory; torch reads it when it starts
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     rerun(nproc)
     from meshflash.job import init
     from meshflash.train import loop
@@ -69,9 +74,10 @@ def command(
 
                 say = typer.echo if here.rank == 0 else lambda _: None
                 found = longest(built, say)
-                say(f"{found:,} tokens fit")
+                say(f"{found.tokens:,} tokens fit")
                 return
-            trained = loop.train(built, output, resume=not fresh)
+            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, after a rank ended
+            trained = loop.train(built, output, resume=again or not fresh, from_step=None if again else from_step)
         except (ValueError, loop.TrainingError) as error:
             typer.echo(f"[rank {here.rank}] {error}", err=True)
             raise typer.Exit(1) from error

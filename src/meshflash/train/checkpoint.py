@@ -277,7 +277,7 @@ class Checkpoints:
             other = self._ranks.exchange(self._whole_before(step) if self._ranks.rank == 0 else None)[0]
             advice = "; no older checkpoint passes its checks"
             if other is not None:
-                advice = f"; step {other} passes its checks: give step={other}"
+                advice = f"; step {other} passes its checks: give step={other}, or --from-step {other}"
         raise CheckpointError(errors + advice) from problem
 
     def _whole_before(self, step: int) -> int | None:

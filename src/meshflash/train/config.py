@@ -82,7 +82,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Run:
-    """How long, how precise, and what is written how often; 0 is never. Weights begin as `seed` says."""
+    """How long, how precise, and what is written how often; 0 is never. Weights begin as `seed` says.
+
+    Checkpoints are saved every `save` steps, and when `save_minutes` have gone by since the last.
+
+    `deterministic` lets GPUs add in one order, a bit slower: a run that goes on then has the same bits.
+    """
 
     steps: int = 1000
     dtype: str = "float32"
@@ -90,8 +95,10 @@ class Run:
     log: int = 10
     evaluate: int = 0
     save: int = 0
+    save_minutes: float = 0.0
     keep: int = 3
     compare: int = 100
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -128,7 +135,9 @@ def gpt_tiny() -> Config:
 def gpt_125m() -> Config:
     """125 million weights, 2,048 tokens."""
     return Config(
-        gpt.gpt_125m(), data=Data("data", tokens=2048, batch=256, micro=8), run=Run(dtype="bfloat16", save=1000)
+        gpt.gpt_125m(),
+        data=Data("data", tokens=2048, batch=256, micro=8),
+        run=Run(dtype="bfloat16", save=1000, save_minutes=20.0),
     )
 
 
@@ -139,7 +148,7 @@ def llama3_2_1b() -> Config:
         Mesh(cp=8, mode="full", schedule="zigzag"),
         Data("data", tokens=131_072, batch=16, micro=1),
         memory=Memory(recompute="selective"),
-        run=Run(dtype="bfloat16", save=500),
+        run=Run(dtype="bfloat16", save=500, save_minutes=20.0),
     )
 
 
@@ -150,7 +159,7 @@ def llama3_8b() -> Config:
         Mesh(mode="full"),
         Data("data", tokens=8192, batch=256, micro=1),
         memory=Memory(recompute="selective"),
-        run=Run(dtype="bfloat16", save=500),
+        run=Run(dtype="bfloat16", save=500, save_minutes=20.0),
     )
 
 
@@ -161,7 +170,7 @@ def llama3_8b_1m() -> Config:
         Mesh(cp=64, mode="full", schedule="zigzag"),
         Data("data", tokens=1_048_576, batch=4, micro=1),
         memory=Memory(recompute="selective", offload_activations=True, tiles=16),
-        run=Run(dtype="bfloat16", save=100),
+        run=Run(dtype="bfloat16", save=100, save_minutes=20.0),
     )
 
 
@@ -182,7 +191,7 @@ def vit_base() -> Config:
         vit.vit_base(),
         Mesh(layout="contiguous"),
         Data("data", batch=256, micro=32, height=224, width=224),
-        run=Run(dtype="bfloat16", save=1000),
+        run=Run(dtype="bfloat16", save=1000, save_minutes=20.0),
     )
 
 
@@ -193,7 +202,7 @@ def vit_2_6b() -> Config:
         Mesh(cp=8, mode="full", schedule="ring", layout="contiguous"),
         Data("data", batch=8, micro=1, height=2048, width=2048),
         memory=Memory(recompute="selective"),
-        run=Run(dtype="bfloat16", save=200),
+        run=Run(dtype="bfloat16", save=200, save_minutes=20.0),
     )
 
 

@@ -1,70 +1,157 @@
-"""The longest sequence that a training step has the memory for, by trying."""
+"""The longest sequence that a training step has the memory for, by trying.
+
+A step at a million tokens takes minutes, nearly all of them in attention, whose memory does not depend on how much it
+sees. So long sequences are tried with attention to near tokens, after it was seen at shorter ones that a layer with
+attention to all tokens takes no more; where it does, one layer attends to all.
+"""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
+from meshflash.core.mask import Mask
 from meshflash.job import init
 from meshflash.launch.devices import CPU, current, peak_memory
+from meshflash.launch.room import attempt, free_bytes
+from meshflash.models.gpt import GPTConfig
 from meshflash.parallel import accumulate, clip_grad_norm, init_mesh, spread_batch
+from meshflash.parallel.offload import release, store_of
 from meshflash.train.config import Config
 from meshflash.train.loop import build
 
-#: Lengths that are tried are multiples of this, and the search ends when it is so near.
+#: Lengths that are tried are multiples of this.
 STEP = 8192
+#: The search ends when what fits and what does not are so near: one in this many.
+NEAR = 32
 #: On CPUs nothing says no in time: so many tokens at most.
-MOST_ON_CPU = 1 << 15
+MOST_ON_CPU = 1 << 14
+#: What the layers see that do not attend to all.
+WINDOW = 1024
+#: Up to so many tokens one layer attends to all.
+COMPARED = 1 << 17
 
 
-def longest(config: Config, say: Callable[[str], None] = lambda _: None, most: int = 1 << 24) -> int:
-    """Tokens of one sequence on the mesh of the configuration; 0 where not even the least fits.
+@dataclass(frozen=True)
+class Longest:
+    """How many tokens fit, 0 where not even the least do; the bytes that they take on the device and on the host."""
 
-    Doubles until a step runs out of memory, then halves the distance. On one device: a rank of several that runs out
-    would leave the others waiting.
+    tokens: int
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+def longest(config: Config, say: Callable[[str], None] = lambda _: None, most: int = 1 << 24) -> Longest:
+    """The longest causal sequence on one device, to three in a hundred.
+
+    Lengths grow by four until a step runs out of memory; then memory as a line of length says where to look. On one
+    device: a rank of several that runs out would leave the others waiting.
     """
+    if not isinstance(config.model, GPTConfig):
+        raise ValueError("--find-max-tokens: of a GPT; the patches of an image are data.height and data.width")
     if init().world_size > 1:
         raise ValueError("--find-max-tokens: on one device only; give layers and heads of a rank's part by --set")
     device = current()
     most = min(most, MOST_ON_CPU) if device.type == CPU else most
-    fits, fails, tokens = 0, 0, STEP
-    while True:
-        bytes_ = _try(config, tokens, device)
-        say(f"{tokens:,} tokens: " + ("out of memory" if bytes_ is None else f"{bytes_ / 2**30:.1f} GiB"))
-        if bytes_ is None:
-            fails = tokens
+    rooms = _room(device), free_bytes()
+    fits: dict[int, Longest] = {}
+    trial: _Trial | None = None
+    fails, tokens = 0, STEP
+    while tokens:
+        begin = time.perf_counter()
+        trial = trial or attempt(partial(_Trial, config, device))
+        found = None if trial is None else attempt(partial(trial.step, tokens))
+        seconds = time.perf_counter() - begin
+        if found is None:
+            fails, trial = tokens, None
+            release()
+            say(f"{tokens:>12,} tokens: out of memory, after {seconds:.0f} s")
         else:
-            fits = tokens
-        if fits >= most:
-            return fits
-        tokens = 2 * fits if not fails else (fits + fails) // 2 // STEP * STEP
-        if tokens in (fits, 0):
-            return fits
+            fits[tokens] = found
+            on_host = f", {found.host_bytes / 2**30:.1f} GiB on the host" if found.host_bytes else ""
+            say(f"{tokens:>12,} tokens: {found.device_bytes / 2**30:.1f} GiB{on_host}, {seconds:.0f} s")
+        tokens = _next({n: (own.device_bytes, own.host_bytes) for n, own in fits.items()}, fails, most, rooms)
+    return fits[max(fits)] if fits else Longest(0)
 
 
-def _try(config: Config, tokens: int, device: torch.device) -> int | None:
-    """The peak bytes of a step; None where there are too few."""
-    mesh = init_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp, config.mesh.order)
-    config = replace(config, data=replace(config.data, tokens=tokens))
-    failed, peak = 0, 0
-    model = learner = None
-    try:
-        model, learner = build(config, mesh, device)
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
-        for _ in range(2):  # the second has the optimizer's state beside it
-            accumulate(model, [spread_batch(ids, mesh, layout=config.mesh.layout)], mesh)
-            clip_grad_norm(model, 1.0)
-            learner.step()
-            learner.zero_grad()
-        peak = peak_memory(device)
-    except torch.OutOfMemoryError:
-        failed = 1
-    del model, learner
-    gc.collect()
-    if device.type != CPU:
-        torch.get_device_module(device).empty_cache()
-        torch.get_device_module(device).reset_peak_memory_stats(device)
-    return None if failed else peak
+def _next(fits: Mapping[int, tuple[int, int]], fails: int, most: int, rooms: tuple[int | None, int | None]) -> int:
+    """The next length to try, from the bytes of those that fit and the least that failed; 0 when they are near.
+
+    >>> _next({8192: (100, 0), 32768: (340, 0)}, 0, 1 << 24, (1600, None))
+    131072
+    >>> _next({8192: (100, 0), 32768: (340, 0), 131072: (1300, 0)}, 0, 1 << 24, (1600, None))
+    155648
+    >>> _next({131072: (1300, 0), 163840: (1600, 0)}, 180224, 1 << 24, (1600, None))
+    172032
+    >>> _next({163840: (1600, 0)}, 172032, 1 << 24, (1600, None)), _next({}, 8192, 1 << 24, (1600, None))
+    (0, 0)
+    """
+    if not fits:
+        return 0
+    top, *below = sorted(fits, reverse=True)
+    if top >= most or (fails and fails - top <= max(STEP, top // NEAR)):
+        return 0
+    guesses = []
+    for n, room in enumerate(rooms):
+        if room is not None and below and fits[top][n] > fits[below[0]][n]:
+            by_token = (fits[top][n] - fits[below[0]][n]) / (top - below[0])
+            guesses.append(int(0.98 * (top + (room - fits[top][n]) / by_token)))
+    guess = min(guesses, default=4 * top) // STEP * STEP
+    if not fails:
+        return min(most, 4 * top, max(guess, top + max(STEP, top // NEAR // STEP * STEP)))
+    if not top < guess < fails:
+        guess = (top + fails) // 2 // STEP * STEP
+    return max(guess, top + STEP)
+
+
+def _room(device: torch.device) -> int | None:
+    """Bytes of a device."""
+    return None if device.type == CPU else int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+class _Trial:
+    """A model that takes steps of any length; the optimizer has its state."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        mesh = config.mesh
+        self.mesh = init_mesh(mesh.dp, mesh.fsdp, mesh.cp, mesh.tp, mesh.order)
+        self.device = device
+        self.model, self.learner = build(config, self.mesh, device)
+        inner: Any = getattr(self.model, "module", self.model)
+        for n, block in enumerate(inner.layers):
+            block.self_attn.attend.register_forward_pre_hook(partial(self._near, n), with_kwargs=True)
+        self.all_near = False
+        self._step(STEP)
+
+    def step(self, tokens: int) -> Longest:
+        """What a step takes."""
+        if tokens > COMPARED:
+            return self._step(tokens)
+        self.all_near = True
+        near = self._step(tokens)
+        self.all_near = False
+        found = self._step(tokens)
+        self.all_near = found.device_bytes <= near.device_bytes
+        return found
+
+    def _step(self, tokens: int) -> Longest:
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.device)
+        if self.device.type != CPU:
+            torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
+        usage = store_of(self.device).usage
+        usage.peak = usage.live
+        accumulate(self.model, [spread_batch(ids, self.mesh)], self.mesh)
+        clip_grad_norm(self.model, 1.0)
+        self.learner.step()
+        self.learner.zero_grad()
+        return Longest(tokens, peak_memory(self.device), usage.peak)
+
+    def _near(self, layer: int, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if layer or self.all_near:
+            kwargs = kwargs | {"mask": Mask.causal() & Mask.window(WINDOW, 0)}
+        return args, kwargs

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,10 @@ from meshflash.parallel.loss import count_tokens, total
 from meshflash.parallel.mesh import DATA, place, size, summed
 from meshflash.parallel.step import even_batches
 from meshflash.train.checkpoint import Checkpoints
-from meshflash.train.config import Config, Optimizer, as_dict, from_dict
+from meshflash.train.config import Config, Optimizer, Run, as_dict, from_dict
 from meshflash.train.images import ImageSample
 from meshflash.train.order import Order, divide
-from meshflash.train.report import Report, share_of_peak
+from meshflash.train.report import EVENTS, LINES, Report, share_of_peak
 from meshflash.train.sources import Source, embedded, open_source, scored
 from meshflash.train.synthetic import accuracy
 
@@ -58,12 +60,61 @@ class Trained:
     model: nn.Module
 
 
-def train(config: Config, folder: Path | None = None, *, resume: bool = True, quiet: bool = False) -> Trained:
+def train(
+    config: Config,
+    folder: Path | None = None,
+    *,
+    resume: bool = True,
+    from_step: int | None = None,
+    quiet: bool = False,
+) -> Trained:
     """Train as the configuration says. With a folder numbers and checkpoints go there, and a run goes on where it was.
 
     Every rank calls it. Batches, their order and the losses do not depend on the mesh.
+
+    Args:
+        config: all of the run.
+        folder: that all ranks see.
+        resume: go on from the checkpoints there; otherwise they are put aside, in a folder beside them.
+        from_step: go on from this one, not the latest.
+        quiet: without a progress line.
     """
     here = init()
+    if from_step is not None and (folder is None or not resume):
+        raise ValueError("from_step: it is one of the checkpoints of a folder that a run goes on from")
+    if folder is not None and not resume:
+        if here.rank == 0:
+            _put_aside(folder)
+        _first_says(None)  # all others come after it
+    with _repeatable(config.run.deterministic):
+        return _train(config, folder, here.rank == 0, from_step, quiet)
+
+
+def _put_aside(folder: Path) -> None:
+    """Let a run begin anew where another one was; what that left is kept."""
+    number = 1
+    while (folder / f"before-{number}").exists():
+        number += 1
+    for name in (CHECKPOINTS, LINES, EVENTS):
+        if (folder / name).exists():
+            (folder / f"before-{number}").mkdir(exist_ok=True)
+            (folder / name).rename(folder / f"before-{number}" / name)
+
+
+@contextmanager
+def _repeatable(wanted: bool) -> Iterator[None]:
+    """Kernels that give the same bits each time, where that is asked."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _train(config: Config, folder: Path | None, first: bool, from_step: int | None, quiet: bool) -> Trained:
     mesh = init_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp, config.mesh.order)
     device = current()
     source = open_source(config, config.data.source, config.data.samples, config.data.seed)
@@ -72,13 +123,13 @@ def train(config: Config, folder: Path | None = None, *, resume: bool = True, qu
     model, learner = build(config, mesh, device)
     kept = None if folder is None else Checkpoints(folder / CHECKPOINTS, keep=config.run.keep, mesh=mesh)
     start = 0
-    latest = _first_says(None if kept is None or not resume else kept.latest())
+    latest = from_step if kept is None or from_step is not None else _first_says(kept.latest())
     if kept is not None and latest is not None:
         state = kept.load(model, learner, latest)
         if from_dict(state["config"]).model != config.model:
             raise ValueError(f"{folder}: its model has other sizes; give another --output, or --fresh")
         start = int(state["step"])
-    report = Report(folder, config.run.steps, start, first=here.rank == 0, quiet=quiet)
+    report = Report(folder, config.run.steps, start, first=first, quiet=quiet)
     told: dict[str, float] = {}
     losses: list[float] = []
     step = start
@@ -86,6 +137,7 @@ def train(config: Config, folder: Path | None = None, *, resume: bool = True, qu
         if start:
             report.say(f"going on from step {start}")
         begin, since = time.perf_counter(), start
+        saved, saved_at = start, begin
         for step in range(start + 1, config.run.steps + 1):
             for group in learner.param_groups:
                 group["lr"] = rate(config.optimizer, step, config.run.steps)
@@ -105,10 +157,11 @@ def train(config: Config, folder: Path | None = None, *, resume: bool = True, qu
             if valid is not None and config.run.evaluate and step % config.run.evaluate == 0:
                 told = evaluate(config, model, valid, mesh, device)
                 report.numbers(step, **told)
-            if kept is not None and config.run.save and step % config.run.save == 0:
+            if kept is not None and _due(config.run, step, saved_at):
                 kept.save(step, model, learner, {"step": step, "config": as_dict(config)})
+                saved, saved_at = step, time.perf_counter()
         if kept is not None:
-            if step > start and (not config.run.save or step % config.run.save):
+            if step > saved:
                 kept.save(step, model, learner, {"step": step, "config": as_dict(config)})
             kept.wait()
     finally:
@@ -258,6 +311,13 @@ def _batch(config: Config, samples: list[Any], mesh: Any, device: torch.device) 
     if any(len(sample.documents) > 1 for sample in samples):
         mask = mask & Mask.documents([list(sample.documents) for sample in samples])
     return spread_batch(tokens, mesh, labels=labels, mask=mask, layout=config.mesh.layout)
+
+
+def _due(run: Run, step: int, since: float) -> bool:
+    """Whether to save: after so many steps, or so many minutes by rank 0's clock."""
+    if run.save and step % run.save == 0:
+        return True
+    return bool(run.save_minutes) and bool(_first_says(time.perf_counter() - since >= 60.0 * run.save_minutes))
 
 
 def _first_says(value: Any) -> Any:

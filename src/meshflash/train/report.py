@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 LINES = "metrics.jsonl"
+EVENTS = "tensorboard"
 
 #: Dense bfloat16 TFLOP/s of devices by a part of their name, for the share that a run reaches.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "MI250": 191.5, "MI300": 1307.0, "B200": 2250.0}
@@ -28,7 +29,8 @@ class Report:
             return
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._events = _events(folder)
+            _end_line(folder / LINES)
+            self._events = _events(folder, start)
         if not quiet:
             self._progress = Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -44,7 +46,8 @@ class Report:
                 file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
         if self._events is not None:
             for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+                if value is not None:  # the share of a peak that is not known
+                    self._events.add_scalar(name, value, step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=_line(values))
 
@@ -98,9 +101,17 @@ def _line(values: Mapping[str, Any]) -> str:
     return "  ".join(words)
 
 
-def _events(folder: Path) -> Any:
+def _end_line(path: Path) -> None:
+    """End a line that a run which was killed began, so that the next one stands by itself."""
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        with path.open("a") as file:
+            file.write("\n")
+
+
+def _events(folder: Path, start: int) -> Any:
+    """TensorBoard's writer, or None; what a run wrote behind the step that it now goes on from is hidden."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter(str(folder / EVENTS), purge_step=start + 1)

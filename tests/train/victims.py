@@ -1,0 +1,148 @@
+"""Ranks of `meshflash` commands that can be killed: forked from a process that has imported torch, or under torchrun.
+
+A forked rank is a process of its own, with the variables that mpiexec would set; it begins in a tenth of the time. Run
+as a script, under torchrun, this file is `meshflash` with a rank that kills itself, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+#: Seconds that a run may take.
+LIMIT = 120.0
+
+_fork = multiprocessing.get_context("forkserver")
+_fork.set_forkserver_preload(["meshflash.cli", "meshflash.train.inference", "torch._dynamo", "typer._adapters"])
+
+
+class Job:
+    """The ranks of one command. `stall` is which flush of a file, of the first rank's, never comes back."""
+
+    def __init__(self, words: Sequence[Any], world: int, log: Path, stall: int = 0) -> None:
+        self.log = log
+        job, arguments = uuid.uuid4().hex, [str(word) for word in words]
+        self.ranks = [
+            _fork.Process(target=command, args=(arguments, rank, world, job, str(log), stall), daemon=True)
+            for rank in range(world)
+        ]
+        for rank in self.ranks:
+            rank.start()
+
+    def ends(self) -> str:
+        """What the first rank said, when all have ended well."""
+        deadline = time.monotonic() + LIMIT
+        for rank in self.ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        codes = [rank.exitcode for rank in self.ranks]
+        if any(codes) or None in codes:
+            self.kill()
+            said = "\n".join(path.read_text() for path in sorted(self.log.parent.glob(f"{self.log.name}*")))
+            raise AssertionError(f"ranks ended with {codes}:\n{said}")
+        return Path(f"{self.log}.0").read_text()
+
+    def lives(self) -> bool:
+        return all(rank.is_alive() for rank in self.ranks)
+
+    def kill(self) -> None:
+        """kill -9 of all ranks."""
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.join()
+
+
+def command(words: list[str], rank: int, world: int, job: str, log: str, stall: int) -> None:
+    """Be a rank of a command; its output goes to a file of its own."""
+    import torch
+
+    from meshflash.cli import app
+
+    handle = os.open(f"{log}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    numbers = {"RANK": rank, "SIZE": world, "LOCAL_RANK": rank, "LOCAL_SIZE": world}
+    os.environ |= {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()}
+    os.environ |= {"PMIX_NAMESPACE": job, "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)  # the variable was read when torch was imported
+    if stall and rank == 0:
+        _stall(stall, Path(f"{log}.stalled"))
+    sys.argv = ["meshflash", *words]
+    app()
+
+
+def _stall(at: int, told: Path) -> None:
+    """The disk hangs at the n-th flush from now on, and a file says so."""
+    fsync, calls = os.fsync, [0]
+
+    def hanging(fd: Any) -> None:
+        calls[0] += 1
+        if calls[0] >= at:
+            told.touch()
+            time.sleep(LIMIT)
+        fsync(fd)
+
+    os.fsync = hanging
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it, of whatever session."""
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            parents.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found = [pid]
+    for one in found:
+        found += parents.get(one, [])
+    return found
+
+
+def kill_family(pid: int) -> int:
+    """kill -9 of a launcher and its ranks; how many there were. Returns when none of them runs."""
+    found = family(pid)
+    for one in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+    deadline = time.monotonic() + LIMIT
+    while any(_runs(one) for one in found) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(found)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def die_once(rank: str, at: int, marker: Path) -> None:
+    """Kill this process after a step if it is this rank, unless the marker says that it has been done."""
+    from meshflash.train.report import Report
+
+    numbers = Report.numbers
+
+    def last(self: Report, step: int, **values: Any) -> None:
+        numbers(self, step, **values)
+        if step == at and os.environ["RANK"] == rank and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Report.numbers = last  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from meshflash.cli import app
+
+    die_once(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    sys.argv = ["meshflash", *sys.argv[4:]]
+    app()
