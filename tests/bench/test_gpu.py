@@ -25,6 +25,8 @@ LONG = DENSE_TOKENS + 64
         f"kernels --tokens {LONG} --dtype bfloat16 --mask window-256 --kernel auto --rounds 2",
         "host --rounds 3 --kernel auto --kernel triton",
         f"memory --tokens {LONG} --heads 4",
+        "model --tokens 256 --tokens 512 --layers 2 --dim 128 --heads 2 --rounds 2",
+        "ddp --layers 2 --dim 128 --heads 2 --tokens 256 --batch 4 --rounds 2",
     ],
 )
 def test_commands_on_a_gpu(words, tmp_path):

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from meshflash.bench import check, kernels, plots, record, timing
 from meshflash.bench.cases import Case, parse_mask
-from meshflash.bench.room import attempt
 from meshflash.bench.timing import interleaved, watched
 from meshflash.cli import app
 from meshflash.core.mask import Mask
 from meshflash.kernels.tiled import Tiled
+from meshflash.launch.room import attempt
 
 COLUMNS = {
     "kernel", "ran", "pass", "head_dim", "tokens", "batch", "heads", "kv_heads", "mask", "dtype", "device",

@@ -117,7 +117,7 @@ def test_where_a_run_goes_on_can_be_said(pool, tmp_path):
 def timed(rank, world, group, folder):
     """Which steps are saved by minutes, where only the first rank's clock has moved."""
     clock = [0.0]
-    loop.time = SimpleNamespace(perf_counter=lambda: clock[0])
+    vars(loop)["time"] = SimpleNamespace(perf_counter=lambda: clock[0])
 
     def trained(*args):
         clock[0] += 31.0 if rank == 0 else 0.0
@@ -127,7 +127,7 @@ def timed(rank, world, group, folder):
     try:
         loop.train(small(run={"steps": 5, "save_minutes": 1.0, "log": 0, "evaluate": 0}), Path(folder), quiet=True)
     finally:
-        loop.accumulate, loop.time = accumulate, time
+        loop.accumulate, vars(loop)["time"] = accumulate, time
     return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
 
 

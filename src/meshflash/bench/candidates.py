@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from meshflash.api import flash_attention
 from meshflash.bench.cases import Case, on_cpu
-from meshflash.bench.room import free_bytes
 from meshflash.kernels import registry
+from meshflash.launch.room import free_bytes
 
 SDPA = "torch sdpa"
 STANDARD = "standard"

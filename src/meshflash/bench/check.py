@@ -11,8 +11,8 @@ from torch import Tensor
 from meshflash.api import flash_attention
 from meshflash.bench.candidates import DENSE_TOKENS, SDPA, Attention, candidate
 from meshflash.bench.cases import Case, Tensors, on_cpu
-from meshflash.bench.room import attempt
 from meshflash.kernels import registry
+from meshflash.launch.room import attempt
 
 PASSES = ("forward", "backward")
 

@@ -12,8 +12,8 @@ import torch
 from meshflash.bench.candidates import Attention, candidate, check_names
 from meshflash.bench.cases import Case, Tensors
 from meshflash.bench.check import PASSES, Verdict, judge, truth
-from meshflash.bench.room import attempt
 from meshflash.bench.timing import interleaved, watched
+from meshflash.launch.room import attempt
 
 Say = Callable[[str], None]
 

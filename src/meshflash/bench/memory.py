@@ -11,9 +11,9 @@ from torch import Tensor
 from meshflash.bench.candidates import DENSE_TOKENS, candidate, check_names
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.bench.check import judge, truth
-from meshflash.bench.room import attempt
 from meshflash.bench.timing import watched
 from meshflash.kernels import registry
+from meshflash.launch.room import attempt
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,20 @@ from typing import Any
 def kernels(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Bars of milliseconds and of peak memory for each kernel, a group for each pass and shape."""
     rows = [row for row in rows if row["ms"] is not None]
-    _bars(rows, "kernel", _group, {"milliseconds": ("ms", 1), "peak memory, MiB": ("peak_bytes", 2**20)}, title, path)
+    bars(rows, "kernel", _group, {"milliseconds": ("ms", 1), "peak memory, MiB": ("peak_bytes", 2**20)}, title, path)
 
 
 def schedules(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Bars of speed against one rank and of megabytes received for each schedule, a group for each pass."""
     panels = {"times one rank's speed": ("speedup", 1), "received by a rank, MB": ("received_mean", 1e6)}
-    _bars(rows, "schedule", lambda row: row["pass"], panels, title, path)
+    bars(rows, "schedule", lambda row: row["pass"], panels, title, path)
 
 
 def weights(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Bars of what a rank keeps and of what it saves against DDP, a group for each model and number of ranks."""
     panels = {"kept by a rank, GB": ("total_bytes", 1e9), "saved against DDP, %": ("saved", 0.01)}
     rows = [row for row in rows if row["how"] == "counted"]
-    _bars(rows, "method", lambda row: f"{row['model']}\n{row['ranks']} ranks", panels, title, path)
+    bars(rows, "method", lambda row: f"{row['model']}\n{row['ranks']} ranks", panels, title, path)
 
 
 def lengths(rows: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -51,7 +51,7 @@ def lengths(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     _finish(figure, axes[0], len(names), title, path)
 
 
-def _bars(
+def bars(
     rows: list[dict[str, Any]],
     named: str,
     group: Callable[[dict[str, Any]], str],

@@ -6,7 +6,8 @@ sum is the cost of putting them together: gathers and casts of weights, launches
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,11 @@ from meshflash.models.layers import frequencies, rotate, rotations
 from meshflash.parallel import accumulate, clip_grad_norm, cross_entropy_sum, init_mesh, parallelize, spread_batch
 
 Call = Callable[[], Any]
+
+#: Tokens of the first step, which compiles kernels and makes the optimizer's state.
+FIRST = 8192
+#: Seconds of a step that is done once for its memory and its time.
+LONG = 10.0
 
 
 @dataclass(frozen=True)
@@ -77,23 +83,32 @@ class Step:
     weights: int
     ms: float
     plain_ms: float | None
-    kernels_ms: float
-    ratio: float
+    kernels_ms: float | None
+    ratio: float | None
     tflops: float
     peak_bytes: int
     loss: float
     parts: tuple[Part, ...]
 
 
-def run(setup: Setup, rounds: int, plain: bool = False, say: Callable[[str], None] = lambda _: None) -> Step:
-    """A step of the model as `parallelize` lays it out on this device alone; `plain` times the bare model in turns."""
+def run(
+    setup: Setup,
+    rounds: int,
+    plain: bool = False,
+    parts: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Step:
+    """A step of the model as `parallelize` lays it out on this device alone; `plain` times the bare model in turns.
+
+    Without `parts` its kernels are not timed, and a step that takes long is done once.
+    """
     device = take_device(setup.device, 0)
     mesh, config, half = init_mesh(device=setup.device), setup.config, setup.compute_dtype != torch.float32
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocabulary, (1, setup.tokens), generator=generator).to(device)
     say("building the model")
 
-    def trainer(mode: str | None, offload: bool) -> Call:
+    def trainer(mode: str | None, offload: bool) -> Callable[..., Tensor]:
         with torch.device("meta"):
             model: Any = GPT(config)
         for block in model.layers:
@@ -114,7 +129,7 @@ def run(setup: Setup, rounds: int, plain: bool = False, say: Callable[[str], Non
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         batch = spread_batch(tokens, mesh)
 
-        def step() -> Tensor:
+        def step(batch: Mapping[str, Any] = batch) -> Tensor:
             told = accumulate(model, [batch], mesh)
             clip_grad_norm(model, 1.0)
             optimizer.step()
@@ -125,21 +140,29 @@ def run(setup: Setup, rounds: int, plain: bool = False, say: Callable[[str], Non
 
     step = trainer(setup.mode, setup.offload)
     say("first step")
-    loss = float(step())
+    step(spread_batch(tokens[:, :FIRST], mesh))
     synchronize(device)
     say("watching memory")
-    peak = watched(step, device).peak_bytes + _held(device)
+    begin = time.perf_counter()
+    seen = watched(step, device)
+    seconds = time.perf_counter() - begin
+    peak, loss = seen.peak_bytes + _held(device), float(seen.result)
+    del seen
     say("timing steps")
-    steps = {"step": step} | ({"plain": trainer(None, False)} if plain else {})
-    for function in steps.values():
-        function()
-    ms = interleaved(steps, device, rounds)
-    parts = _parts(setup, config, device, rounds, say)
-    parts.append(Part("clip and AdamW", 1, _update(config, device, rounds)))
-    total = sum(part.times * part.ms for part in parts)
+    steps = {"step": step}
+    if plain:
+        steps["plain"] = trainer(None, False)
+        steps["plain"]()
+    once = not parts and not plain and seconds > LONG
+    ms = {"step": 1e3 * seconds} if once else interleaved(steps, device, rounds)
+    found: list[Part] = []
+    if parts:
+        found = _parts(setup, config, device, rounds, say)
+        found.append(Part("clip and AdamW", 1, _update(config, device, rounds)))
+    total = sum(part.times * part.ms for part in found) if parts else None
     return Step(
-        setup, config.weights, ms["step"], ms.get("plain"), total, total / ms["step"],
-        config.flops(setup.tokens) / ms["step"] / 1e9, peak, loss, tuple(parts),
+        setup, config.weights, ms["step"], ms.get("plain"), total, None if total is None else total / ms["step"],
+        config.flops(setup.tokens) / ms["step"] / 1e9, peak, loss, tuple(found),
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def schedules(rows: list[dict[str, Any]], beside: str) -> list[Table]:
 def lengths(rows: list[dict[str, Any]]) -> Table:
     """Kernels by length, each with its speed and memory against standard attention."""
     head = f"{title(rows[0], tokens=False)} on {rows[0]['device']}"
-    table = _table(head, "tokens", "kernel", "forward", "backward", "both, ms", "speed-up", "peak MiB", "saved")
+    table = blank(head, "tokens", "kernel", "forward", "backward", "both, ms", "speed-up", "peak MiB", "saved")
     table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
     table.columns[4].no_wrap = False
     for tokens, own in groupby(rows, key=lambda row: row["tokens"]):
@@ -53,15 +53,16 @@ def lengths_markdown(rows: list[dict[str, Any]]) -> str:
 
 def step(found: Any, head: str) -> list[Table]:
     """A training step's kernels by what they take in sum, and the step beside them."""
-    kernels = _table(head, "kernel", "times", "ms each", "ms")
+    kernels = blank(head, "kernel", "times", "ms each", "ms")
     for part in sorted(found.parts, key=lambda part: -part.times * part.ms):
         kernels.add_row(part.name, str(part.times), f"{part.ms:.3f}", f"{part.times * part.ms:.1f}")
-    total = _table(f"{found.weights:,} weights, loss {found.loss:.3f}", "", "ms", "of the step")
-    total.add_row("its kernels", f"{found.kernels_ms:.1f}", f"{found.ratio:.3f}")
+    total = blank(f"{found.weights:,} weights, loss {found.loss:.3f}", "", "ms", "of the step")
+    if found.kernels_ms is not None:
+        total.add_row("its kernels", f"{found.kernels_ms:.1f}", f"{found.ratio:.3f}")
     total.add_row("the step", f"{found.ms:.1f}", f"{found.tflops:.1f} TFLOP/s, peak {found.peak_bytes / 2**30:.2f} GiB")
     if found.plain_ms is not None:
         total.add_row("the bare model's", f"{found.plain_ms:.1f}", f"{found.plain_ms / found.ms:.3f}")
-    return [kernels, total]
+    return [kernels, total] if found.parts else [total]
 
 
 def moved_markdown(rows: list[dict[str, Any]]) -> str:
@@ -89,7 +90,7 @@ def checks(rows: list[dict[str, Any]]) -> Table:
     Where there are many they are one row for each name, whatever their options.
     """
     head = ("schedule", "right", "missed", "refused", "worst error", "of allowed", "KB in")
-    table = _table(f"against float64, {rows[0]['world']} ranks", *head)
+    table = blank(f"against float64, {rows[0]['world']} ranks", *head)
     many = len({row["schedule"] for row in rows}) > MANY_SCHEDULES
     by_name: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -106,49 +107,52 @@ def checks(rows: list[dict[str, Any]]) -> Table:
 
 def host(rows: list[dict[str, Any]], beside: str) -> Table:
     """Kernels by pass, with the host's microseconds for a call as a multiple of those of `beside`."""
-    table = _table(f"{title(rows[0])} on {rows[0]['device']}", "pass", "kernel", "us a call", "least", _times(beside))
+    table = blank(f"{title(rows[0])} on {rows[0]['device']}", "pass", "kernel", "us a call", "least", _times(beside))
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
         for n, row in enumerate(own):
             numbers = (f"{row['microseconds']:.1f}", f"{row['least']:.1f}", f"{row['ratio']:.2f}")
-            table.add_row("" if n else direction, _kernel(row), *numbers)
+            table.add_row("" if n else direction, kernel_cell(row), *numbers)
         table.add_section()
     return table
 
 
 def memory(rows: list[dict[str, Any]]) -> Table:
     """Kernels with their peak as a multiple of the bytes of q, k, v, out and their gradients."""
-    table = _table(f"{title(rows[0])} on {rows[0]['device']}", "kernel", "needed MiB", "peak MiB", "x needed")
+    table = blank(f"{title(rows[0])} on {rows[0]['device']}", "kernel", "needed MiB", "peak MiB", "x needed")
     for row in rows:
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        table.add_row(_kernel(row), _mebibytes(row["needed_bytes"]), _mebibytes(row["peak_bytes"]), ratio)
+        table.add_row(kernel_cell(row), mebibytes(row["needed_bytes"]), mebibytes(row["peak_bytes"]), ratio)
     return table
 
 
 def _length(row: dict[str, Any]) -> list[str]:
     """A row of a table of lengths, after the length."""
-    forward, backward = (_milliseconds(row[key], "") for key in ("forward_ms", "backward_ms"))
+    forward, backward = (milliseconds(row[key], "") for key in ("forward_ms", "backward_ms"))
     speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
     saved = "" if row["saved"] is None else f"{row['saved']:.0%}"
     return [
-        _kernel(row),
+        kernel_cell(row),
         forward,
         backward,
-        _milliseconds(row["ms"]),
+        milliseconds(row["ms"]),
         speedup,
-        _mebibytes(row["peak_bytes"], ""),
+        mebibytes(row["peak_bytes"], ""),
         saved,
     ]
 
 
-def _kernel(row: dict[str, Any]) -> str:
+def kernel_cell(row: dict[str, Any]) -> str:
+    """A kernel, and what ran where it chose."""
     return row["kernel"] if row["ran"] == row["kernel"] else f"{row['kernel']} ({row['ran']})"
 
 
-def _milliseconds(number: float | None, missing: str = NO_MEMORY) -> str:
+def milliseconds(number: float | None, missing: str = NO_MEMORY) -> str:
+    """A time in its cell."""
     return missing if number is None else f"{number:,.{2 if number < 1000 else 0}f}"
 
 
-def _mebibytes(number: int | None, missing: str = NO_MEMORY) -> str:
+def mebibytes(number: int | None, missing: str = NO_MEMORY) -> str:
+    """Memory in its cell."""
     return missing if number is None else f"{number / 2**20:,.1f}"
 
 
@@ -156,7 +160,7 @@ def _times(beside: str) -> str:
     return f"x {beside.split()[-1]}"
 
 
-def _table(head: str, *columns: str) -> Table:
+def blank(head: str, *columns: str) -> Table:
     """A table with words on the left of their columns and numbers on the right."""
     table = Table(title=head, title_justify="left", title_style="bold", header_style="bold")
     for name in columns:
@@ -166,7 +170,7 @@ def _table(head: str, *columns: str) -> Table:
 
 def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Table:
     world = max(row["world"] for row in rows)
-    table = _table(f"{title(cell)}, {world} ranks", "pass")
+    table = blank(f"{title(cell)}, {world} ranks", "pass")
     table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
     table.add_column("schedule")
     simulated = any(row["simulated_ms"] is not None for row in rows)
@@ -218,7 +222,7 @@ def title(cell: dict[str, Any], tokens: bool = True) -> str:
 
 def _cell(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Table:
     columns = ("pass", "kernel", "ms", "TFLOP/s", _times(beside), "error", "peak MiB")
-    table = _table(f"{title(cell)} on {cell['device']}", *columns)
+    table = blank(f"{title(cell)} on {cell['device']}", *columns)
     table.caption, table.caption_justify = f"error: against {rows[0]['oracle']}", "left"
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
         passes = list(own)
@@ -227,12 +231,12 @@ def _cell(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Tabl
             ms = row["ms"]
             table.add_row(
                 direction if n == 0 else "",
-                _kernel(row),
-                _milliseconds(ms),
+                kernel_cell(row),
+                milliseconds(ms),
                 "" if ms is None else f"{row['tflops']:.3f}",
                 "" if peer is None or ms is None else f"{peer / ms:.2f}",
                 "" if row["error"] is None else f"{row['error']:.1e}",
-                _mebibytes(row["peak_bytes"], ""),
+                mebibytes(row["peak_bytes"], ""),
             )
         table.add_section()
     return table

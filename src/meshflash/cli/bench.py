@@ -1,49 +1,43 @@
-"""`meshflash bench`: benchmarks that print the peers beside us and write what they measured."""
+"""`meshflash bench`: benchmarks that print the peers beside us and write what they measured.
+
+Those of training are in `bench_training`, what all share in `bench_options`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from meshflash.cli import bench_training
+from meshflash.cli.bench_options import (
+    DTYPES,
+    MASKS,
+    RESULTS,
+    Batch,
+    Deterministic,
+    Device,
+    Dim,
+    Heads,
+    Kernels,
+    KvHeads,
+    Markdown,
+    MaybeKernels,
+    OneDtype,
+    OneMask,
+    Output,
+    Plot,
+    Rounds,
+    Source,
+    Tokens,
+    View,
+    explained,
+    show,
+)
+
 app = typer.Typer(no_args_is_help=True, help="Measure, with the peers beside us.")
-
-RESULTS = Path("benchmarks/results")
-MASKS = "full, causal, window-N, documents-N or documents-lognormal-N"
-DTYPES = "float32, bfloat16, float16 or float64"
-
-Kernels = Annotated[list[str], typer.Option(help='A kernel, "auto", "torch sdpa" or "standard"; repeat for several.')]
-MaybeKernels = Annotated[
-    list[str] | None,
-    typer.Option(
-        help='A kernel, "auto", "torch sdpa" or "standard"; repeat for several. By default all that the table needs.'
-    ),
-]
-Tokens = Annotated[int | None, typer.Option(min=1, help="Sequence length; by default what suits the device.")]
-OneMask = Annotated[str, typer.Option(help=f"{MASKS}.")]
-OneDtype = Annotated[str | None, typer.Option(help=f"{DTYPES}; bfloat16 on GPUs and float32 on CPUs by default.")]
-Batch = Annotated[int, typer.Option(min=1, help="Batch size.")]
-Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
-KvHeads = Annotated[int | None, typer.Option(min=1, help="Key heads; as many as query heads by default.")]
-Dim = Annotated[int, typer.Option(min=1, help="Head dim.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="Our kernels' deterministic mode.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds, in each of which every kernel takes its turn.")]
-Output = Annotated[Path | None, typer.Option(help="JSON file to write.")]
-Plot = Annotated[Path | None, typer.Option(help="Picture to write.")]
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """A ValueError is the caller's mistake, and told without a traceback."""
-    try:
-        yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 @app.command()
@@ -80,7 +74,7 @@ def kernels(
 
     console = Console()
     rows = []
-    with _explained():
+    with explained():
         device = pick_device(device)
         cases = [
             Case(t, batch, heads, kv_heads or heads, d, m, dt, device, deterministic)
@@ -111,10 +105,8 @@ def lengths(
     rounds: Rounds = 5,
     output: Output = None,
     plot: Plot = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
-    source: Annotated[
-        Path | None, typer.Option("--from", exists=True, help="Show this record again instead of measuring.")
-    ] = None,
+    markdown: Markdown = False,
+    source: Source = None,
 ) -> None:
     """Standard attention and kernels over growing lengths: time, speed-up, peak memory and memory saved.
 
@@ -125,12 +117,11 @@ def lengths(
     from meshflash.bench import lengths as bench
     from meshflash.bench import plots, record, tables
     from meshflash.bench.cases import Case, pick_device, pick_dtype
-    from meshflash.bench.report import picture
 
     console = Console()
     path = source
     if path is None:
-        with _explained(), console.status("starting") as status:
+        with explained(), console.status("starting") as status:
             device = pick_device(device)
             cases = [
                 Case(t, batch, heads, kv_heads or heads, dim, mask, pick_dtype(dtype, device), device)
@@ -142,18 +133,14 @@ def lengths(
                 names = tuple(kernel or bench.default_kernels(device))
                 rows += [record.flat(row) for row in bench.run(case, names, rounds, say)]
                 record.write(path, rows, record.command_line())
-    with _explained():
-        written = bench.read(path)
-    rows = written["rows"]
-    place = record.place(written["header"], rows[0]["device"])
-    if markdown:
-        typer.echo(f"`{written['header']['command']}` on {place}.\n\n{tables.lengths_markdown(rows)}")
-    else:
-        console.print(tables.lengths(rows))
-    if source is None:
-        console.print(f"written: {path}", soft_wrap=True)
-    if plot is not None:
-        picture(console, plots.lengths, rows, f"{tables.title(rows[0], tokens=False)}\n{place}", plot)
+    view = View(
+        bench.read,
+        tables.lengths,
+        tables.lengths_markdown,
+        plots.lengths,
+        lambda rows: tables.title(rows[0], tokens=False),
+    )
+    show(console, path, view, measured=source is None, markdown=markdown, plot=plot)
 
 
 @app.command()
@@ -181,7 +168,7 @@ def host(
     from meshflash.bench.report import report
 
     console = Console()
-    with _explained(), console.status("measuring"):
+    with explained(), console.status("measuring"):
         device = pick_device(device)
         tokens, dtype = tokens or bench.default_tokens(device), pick_dtype(dtype, device)
         case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, device, deterministic)
@@ -212,7 +199,7 @@ def memory(
     from meshflash.bench.report import report
 
     console = Console()
-    with _explained(), console.status("measuring"):
+    with explained(), console.status("measuring"):
         device = pick_device(device)
         tokens, dtype = tokens or bench.default_tokens(device), pick_dtype(dtype, device)
         heads = heads or bench.default_heads(device)
@@ -235,7 +222,7 @@ def tiles(
     from meshflash.bench import record
     from meshflash.bench import tiles as bench
 
-    with _explained():
+    with explained():
         rows = [record.flat(row) for row in bench.run(tokens, documents, ranks)]
     title = f"{documents} documents, {ranks} ranks, {tokens:,} tokens"
     table = Table("layout", title=title, title_justify="left", title_style="bold")
@@ -299,7 +286,7 @@ def attention(
     traced = {"MESHFLASH_TRACE": str(trace)} if trace else {}
     if causal is not None:
         mask = "causal" if causal else "full"
-    with _explained(), console.status("starting") as status, variables(**traced):
+    with explained(), console.status("starting") as status, variables(**traced):
         case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, pick_device(device))
         check_transport(transport)
         setup = bench.Setup(world, rounds, threads, transport, kernel, forward_only, mps, str(profile or ""))
@@ -337,7 +324,7 @@ def rank(
     from meshflash.bench.report import report
 
     console = Console()
-    with _explained(), console.status("measuring"):
+    with explained(), console.status("measuring"):
         device = pick_device(device)
         tokens = world * local_tokens
         case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, pick_dtype(dtype, device), device)
@@ -373,7 +360,7 @@ def engine(
     from meshflash.bench import engine as bench
     from meshflash.bench import record
 
-    with _explained():
+    with explained():
         rows = [record.flat(row) for row in bench.run(tuple(schedule), world, rounds)]
     title = f"the engine's own time, {world} ranks"
     table = Table("schedule", "pass", title=title, title_justify="left", title_style="bold")
@@ -400,7 +387,7 @@ def moved(
     from meshflash.schedules.registry import over_lines
 
     rows = []
-    with _explained():
+    with explained():
         for kv_heads in (32, 8):
             for mask in ("full", "causal", "window-4096"):
                 case = Case(tokens, 1, 32, kv_heads, 128, mask, "bfloat16")
@@ -410,67 +397,7 @@ def moved(
     typer.echo(f"written: {output}")
 
 
-@app.command()
-def weights(
-    world: Annotated[
-        list[int], typer.Option("--world", "-n", min=1, help="Ranks that train the small model; repeat for several.")
-    ] = [1, 2, 4, 8],  # noqa: B006
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RESULTS / "weights.json",
-    plot: Plot = None,
-) -> None:
-    """Bytes of weights, gradients and optimizer that a rank keeps under DDP, ZeRO-1 and FSDP.
-
-    Measured in a small model that processes of this machine train, counted for 1, 10 and 100 billion weights.
-    """
-    from rich.console import Console
-
-    from meshflash.bench import plots, record
-    from meshflash.bench import weights as bench
-    from meshflash.bench.report import report
-
-    console = Console()
-    with _explained(), console.status("measuring"):
-        rows = [record.flat(row) for row in (*bench.measured(world), *bench.counted())]
-    title = "weights, gradients and AdamW's state in float32: what a rank keeps"
-    report(console, bench.tables(rows), rows, output, plot, plots.weights, title)
-
-
-@app.command()
-def step(
-    preset: Annotated[str, typer.Option(help="A GPT's: tiny, 125m, llama3.2-1b, llama3-8b, llama3-8b-1m.")] = "tiny",
-    tokens: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 2048,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers, if not the preset's.")] = None,
-    dim: Annotated[
-        int | None, typer.Option(min=1, help="Dim, if not the preset's; 4 times as many hidden units.")
-    ] = None,
-    recompute: Annotated[str | None, typer.Option(help="full or selective: what a backward computes again.")] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Keep weights and optimizer on the host.")] = False,
-    offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Keep on the host what recompute keeps for the backward.")
-    ] = False,
-    tiles: Annotated[int, typer.Option(min=1, help="Slices of tokens that MLPs are computed in.")] = 1,
-    plain: Annotated[bool, typer.Option("--plain", help="Time the bare model too, in turns.")] = False,
-    dtype: OneDtype = None,
-    kernel: Annotated[str, typer.Option(help="Of the attention.")] = "auto",
-    device: Device = None,
-    rounds: Rounds = 3,
-    output: Output = None,
-) -> None:
-    """One training step of a GPT on this device: time and memory, beside the sum of its kernels' own times."""
-    from rich.console import Console
-
-    from meshflash.bench import record, tables
-    from meshflash.bench import step as bench
-    from meshflash.bench.cases import pick_device
-    from meshflash.bench.report import report
-
-    console = Console()
-    with _explained(), console.status("building") as status:
-        device = pick_device(device)
-        dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-        setup = bench.Setup(
-            preset, tokens, layers, dim, "full", recompute, offload, dtype, device, kernel, offload_activations, tiles
-        )
-        found = bench.run(setup, rounds, plain, say=status.update)
-    title = f"{preset}, {tokens:,} tokens, {dtype}, on {device}"
-    report(console, tables.step(found, title), [record.flat(found)], output or RESULTS / f"step-{device}.json")
+app.command()(bench_training.ddp)
+app.command()(bench_training.model)
+app.command()(bench_training.step)
+app.command()(bench_training.weights)

@@ -37,7 +37,10 @@ def free_bytes() -> int | None:
         return None
     free = int(found[1]) * 1024
     limit, used = (_read(f"sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    return min(free, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else free
+    if limit.isdigit() and used.isdigit():
+        files = re.findall(r"^(?:in)?active_file (\d+)$", _read("sys/fs/cgroup/memory.stat"), re.MULTILINE)
+        free = min(free, int(limit) - int(used) + sum(map(int, files)))  # what is read of files gives way
+    return free
 
 
 def _read(path: str) -> str:
