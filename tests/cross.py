@@ -54,7 +54,8 @@ TENSOR_MEMORY = 512
 class Call:
     """A call of the kernels: `forward`, `backward`, `deterministic` (a backward), or `rows`.
 
-    With `features` it has all of them; `aligned` rows begin at multiples of 16 bytes.
+    With `features` it has all of them, with `partial` it goes on from sums; `aligned` rows begin at multiples of 16
+    bytes. With `gluon` those in Gluon serve it; `mask` is "causal", "full", or "runs", where blocks have several.
     """
 
     kind: str
@@ -62,9 +63,13 @@ class Call:
     dtype: str = "bfloat16"
     features: bool = False
     aligned: bool = True
+    gluon: bool = False
+    mask: str = "causal"
+    partial: bool = False
 
     def __str__(self) -> str:
-        more = ("features",) * self.features + ("unaligned",) * (not self.aligned)
+        more = ("features",) * self.features + ("unaligned",) * (not self.aligned) + ("gluon",) * self.gluon
+        more += (self.mask,) * (self.mask != "causal") + ("partial",) * self.partial
         return " ".join((self.kind, str(self.dim), self.dtype, *more))
 
 
@@ -74,6 +79,7 @@ class Built:
 
     `serialized` is whether ptxas gave up overlapping products of warp groups; `local` how many instructions of the
     loop that copies by descriptors and multiplies go to local memory, None where there is no such loop or GPU.
+    `barrier` is the highest number of a hardware barrier that the compiler takes for itself.
     """
 
     kernel: str
@@ -84,6 +90,7 @@ class Built:
     spilled: int
     serialized: bool
     local: int | None
+    barrier: int = 0
 
 
 def missing(target: str) -> str | None:
@@ -147,15 +154,17 @@ def _pretend(name: str, built: list[Built]) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from meshflash.kernels import rates, triton_configs, triton_kernel, triton_rows
+    from meshflash.kernels import gluon_launch, rates, triton_configs, triton_kernel, triton_rows
 
     target = TARGETS[name]
     driver.set_active(_Driver(target))
     knobs.nvidia.dump_ptxas_log = True
     torch.version.hip = "6" if target.backend == "hip" else None
     vars(torch.cuda)["get_device_capability"] = lambda device: divmod(int(target.arch), 10)
-    for module in (triton_configs, triton_kernel):
+    for module in (gluon_launch, triton_configs, triton_kernel):
         vars(module)["has_descriptors"] = lambda device: target.descriptors
+    vars(gluon_launch)["_counter"] = lambda device: torch.empty(1, dtype=torch.int32, device=device)
+    vars(gluon_launch)["_processors"] = lambda device: 132
     rates.known = lambda device: rates._known(name, name)
     triton_rows.INTERPRETED_ROWS = triton_rows.ROWS
     launch = JITFunction.run
@@ -183,7 +192,9 @@ def _built(name: str, config: dict[str, int], kernel: Any, log: str) -> Built:
     assert used, log
     local = _local(kernel.asm["cubin"]) if kernel.metadata.target.arch == 90 else None
     serialized = "are serialized" in log
-    return Built(name, config, shared, tensor_memory, int(used[1]), max(map(int, spills)), serialized, local)
+    numbers = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive)(?:\.aligned)?\s+(\d+)", kernel.asm["ptx"])
+    barrier = max(map(int, numbers), default=0)
+    return Built(name, config, shared, tensor_memory, int(used[1]), max(map(int, spills)), serialized, local, barrier)
 
 
 def _local(cubin: bytes) -> int | None:
@@ -211,8 +222,8 @@ def _make(call: Call) -> None:
 
     from meshflash import Mask
     from meshflash.core.tiles import worklist
-    from meshflash.kernels import triton_rows
-    from meshflash.kernels.contract import Features, Inputs, Rows
+    from meshflash.kernels import gluon_launch, triton_rows
+    from meshflash.kernels.contract import Features, Grads, Inputs, Rows
     from meshflash.kernels.triton_kernel import Triton
 
     def rows(heads: int, width: int = call.dim) -> torch.Tensor:
@@ -229,8 +240,16 @@ def _make(call: Call) -> None:
         triton_rows.merge_gradient(out, lse, out, lse, out, lse, out, lse)
         triton_rows.delta(out, out, lse, lse, lse)
         return
+    os.environ["MESHFLASH_GLUON"] = str(int(call.gluon))
+    gluon_launch._there.cache_clear()
     mask, features = Mask.causal(), Features(scale=call.dim**-0.5)
-    if call.features:
+    if call.mask == "full":
+        mask = Mask.full()
+    if call.mask == "runs":
+        mask &= Mask.window(1000, 0) | Mask.first(130)
+    if call.features and call.gluon:
+        features = Features(call.dim**-0.5, 30.0, sink_logits_H=numbers(HEADS))
+    elif call.features:
         mask &= Mask.window(1024, 0)
         slopes, sinks = numbers(2, HEADS), numbers(HEADS)
         features = Features(call.dim**-0.5, 30.0, 0.1, seed=7, alibi_slopes_BH=slopes, sink_logits_H=sinks)
@@ -238,9 +257,11 @@ def _make(call: Call) -> None:
     x = Inputs(out, rows(KEY_HEADS), rows(KEY_HEADS), work, features)
     if call.kind == "forward":
         partial = numbers(2, TOKENS, HEADS, call.dim), lse
-        Triton().forward(x, *((partial, partial) if call.features else ()))
+        Triton().forward(x, *((partial, partial) if call.features or call.partial else ()))
     else:
-        Triton(deterministic=call.kind == "deterministic").backward(x, Rows(out, out, lse, lse))
+        dq, dk, dv = (numbers(2, TOKENS, heads, call.dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+        grads = Grads(dq, dk, dv, add_dq=True, add_dkv=True) if call.partial else None
+        Triton(deterministic=call.kind == "deterministic").backward(x, Rows(out, out, lse, lse), grads)
 
 
 def main(target: str, work: str, into: str) -> None:

@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 
 Started = dict[str, "Future[dict[Call, list[Built] | str]]"]
 
+#: The hardware barrier that the backward in Gluon takes for itself: see gluon_backward.py.
+JOIN = 8
 #: One split in two among them: 96 = 64 + 32.
 DIMS = (64, 96, 128, 256)
 ATTENTION = ("forward", "backward", "deterministic")
@@ -27,11 +29,27 @@ CALLS = (
     *(Call(kind, 64, features=True) for kind in ATTENTION),
     *(Call(kind, 128, aligned=False) for kind in ATTENTION),
 )
+GLUON = tuple(
+    Call(kind, dim, dtype, gluon=True, mask=mask, partial=partial, features=features)
+    for dim in (64, 128)
+    for kind, dtype, mask, partial, features in (
+        *((kind, "bfloat16", mask, False, False) for kind in ATTENTION[:2] for mask in ("causal", "full", "runs")),
+        *((kind, "bfloat16", "causal", True, False) for kind in ATTENTION[:2]),
+        ("forward", "bfloat16", "causal", False, True),
+        *((kind, "float16", "causal", False, False) for kind in ATTENTION[:2]),
+    )
+)
 FEW: Mapping[str, Sequence[Call]] = {
-    "sm_90": (Call("forward", 128), Call("backward", 128)),
+    "sm_90": (
+        *(Call(kind, 128) for kind in ATTENTION[:2]),
+        *(Call(kind, 128, gluon=True) for kind in ATTENTION[:2]),
+    ),
     "gfx942": (Call("forward", 64),),
 }
-ALL: Mapping[str, Sequence[Call]] = dict.fromkeys(("sm_100", "sm_90", "gfx942", "sm_80"), CALLS)
+ALL: Mapping[str, Sequence[Call]] = {
+    **dict.fromkeys(("sm_100", "sm_90", "gfx942", "sm_80"), CALLS),
+    "sm_90": (*CALLS, *GLUON),
+}
 
 #: Bytes that a thread may spill where no more is said: some numbers of a span, outside of the loops.
 SPILLED = 64
@@ -50,7 +68,7 @@ SPILLS = {
     "sm_90 forward 96 bfloat16 forward": 300,
     "sm_90 deterministic 96 bfloat16 by_keys": 250,
     "sm_90 backward 256 bfloat16 by_keys": 600,
-    "sm_90 deterministic 256 bfloat16 by_keys": 350,
+    "sm_90 deterministic 256 bfloat16 by_keys": 490,
     "sm_90 deterministic 256 bfloat16 by_queries": 200,
     "sm_90 backward 64 float32 by_keys": 1050,
     "sm_90 deterministic 64 float32 by_keys": 900,
@@ -65,6 +83,12 @@ SPILLS = {
     "sm_90 backward 128 bfloat16 unaligned by_keys": 1700,
     "sm_90 deterministic 128 bfloat16 unaligned by_keys": 1550,
     "sm_90 deterministic 128 bfloat16 unaligned by_queries": 650,
+    **{f"sm_90 backward 128 {dtype} gluon backward": 110 for dtype in ("bfloat16", "float16")},
+    "sm_90 backward 128 bfloat16 gluon runs backward": 130,
+    **{f"sm_90 backward 64 {dtype} gluon backward": 140 for dtype in ("bfloat16", "float16")},
+    "sm_90 backward 64 bfloat16 gluon full backward": 100,
+    "sm_90 backward 64 bfloat16 gluon runs backward": 230,
+    "sm_90 backward 64 bfloat16 gluon partial backward": 175,
     "sm_100 forward 256 bfloat16 forward": 100,
     "sm_100 backward 64 float32 by_keys": 1300,
     "sm_100 deterministic 64 float32 by_keys": 1150,
@@ -116,6 +140,7 @@ def check(built: list[Built], target: str, call: Call) -> None:
         assert kernel.registers <= limits.registers, kernel
         assert kernel.spilled <= SPILLS.get(f"{target} {call} {kernel.kernel}", SPILLED), kernel
         assert not kernel.serialized, kernel
+        assert not call.gluon or kernel.barrier < JOIN, kernel
 
 
 def cases(work: Mapping[str, Sequence[Call]]) -> list[object]:
@@ -132,8 +157,9 @@ def test_a_few_fit(few, target, call):
 
 
 def test_hot_loop_of_forward_stays_in_registers(few):
-    (forward,) = kernels(few, "sm_90", Call("forward", 128))
-    assert forward.local == 0
+    for gluon in (False, True):
+        (forward,) = kernels(few, "sm_90", Call("forward", 128, gluon=gluon))
+        assert forward.local == 0
 
 
 @pytest.mark.slow

@@ -174,9 +174,11 @@ def test_runs_are_whole_blocks_inside_of_their_spans():
         assert served.lower  # a last block overlaps, and seen from keys the diagonal is below
 
 
-def test_stripes_and_configurations_that_are_forced_are_left_to_the_rest():
+def test_bands_over_other_steps_and_configurations_that_are_forced_are_left_to_the_rest():
     stripes = worklist(Mask.causal(), (range(0, 256, 4),), (range(1, 256, 4),))
-    assert not len(runs(stripes, False, 32, 16, 32, 1, CPU)[0])
+    assert not len(runs(stripes, False, 32, 16, 32, 1, CPU)[1])
+    others = worklist(Mask.causal(), (range(0, 256, 4),), (range(1, 256, 2),))
+    assert not len(runs(others, False, 32, 16, 32, 1, CPU)[0])
     full = worklist(Mask.full(), (range(0, 256, 4),), (range(1, 256, 4),))
     assert not len(runs(full, False, 32, 16, 32, 1, CPU)[1])
     assert triton_configs.specialized("forward", 128, torch.bfloat16, CPU) is None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.kernels import triton_hopper
+from meshflash.kernels import gluon_launch, triton_hopper
 from meshflash.kernels.contract import (
     HALF,
     Ask,
@@ -27,6 +27,9 @@ from meshflash.kernels.dropout import threshold
 from meshflash.kernels.triton_configs import MAX_DIM, Config, config, has_descriptors
 from meshflash.kernels.triton_launch import described, fits, launch
 from meshflash.kernels.triton_tables import Blocks, blocks, runs
+
+#: What says how many rows blocks have.
+Sizes = Config | gluon_launch.Forward | gluon_launch.Backward
 
 
 class Triton(Kernel):
@@ -61,8 +64,11 @@ class Triton(Kernel):
         out, lse = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
         q, k, v = (_rows_in_line(y) for y in (x.q_BTHD, x.k_BSKD, x.v_BSKE))
         config = _config("forward", x)
-        (special,) = triton_hopper.configs(("forward",), x, q, k, v)
-        served, tables = _tables(x, False, config, special)
+        gluon = gluon_launch.forward_config(x, q, k, v)
+        (special,) = (None,) if gluon else triton_hopper.configs(("forward",), x, q, k, v)
+        served, tables = _tables(x, False, config, gluon or special)
+        if gluon and served:
+            gluon_launch.forward(x, q, k, v, (out, lse), carry, gluon, served)
         if special and served:
             triton_hopper.forward(x, q, k, v, (out, lse), carry, special, served)
         if not len(tables):
@@ -98,16 +104,24 @@ class Triton(Kernel):
         given = (q, k, v, dout, rows.lse_BHT, rows.delta_BHT)
         strides = [n for y in given[:4] for n in y.stride()[:3]] + [*rows.lse_BHT.stride(), *rows.delta_BHT.stride()]
         parts = _parts(q, k, v, dout)
-        special_keys, special_queries = triton_hopper.configs(("by_keys", "by_queries"), x, q, k, v, dout)
+        gluon = gluon_launch.backward_config(x, self.deterministic, grads, q, k, v, dout)
+        ways = ("by_keys", "by_queries")
+        special_keys, special_queries = (None, None) if gluon else triton_hopper.configs(ways, x, q, k, v, dout)
         special = None
         if special_keys and special_queries:  # two passes, faster there than one with atomic sums
             special = triton_hopper.Backward(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT)
         atomic = not self.deterministic and special is None
         dq = grads.dq_BTHD
-        if atomic and not grads.add_dq:
-            dq = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype), memory_format=torch.contiguous_format)
         config = _config("by_keys", x)
-        served, tables = _tables(x, True, config, special_keys if special else None)
+        served, tables = _tables(x, True, config, gluon or (special_keys if special else None), filled=bool(gluon))
+        sums = None
+        if gluon and served:
+            tiled = served.even and not len(tables) and not grads.add_dq
+            sums = gluon_launch.Sums(q, grads, tiled, gluon.block_m)
+            gluon_launch.backward(x, q, k, v, dout, *given[4:], grads, sums, gluon, served)
+            dq = sums.room
+        elif atomic and not grads.add_dq:
+            dq = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype), memory_format=torch.contiguous_format)
         if special and special_keys and served:
             special.by_keys(special_keys, served, grads)
         if len(tables):
@@ -126,6 +140,9 @@ class Triton(Kernel):
                 ATOMIC=atomic,
                 ADD=grads.add_dkv,
             )
+        if sums:
+            sums.finish(x.features.scale)
+            return grads
         if atomic:
             if dq is not grads.dq_BTHD:
                 grads.dq_BTHD.copy_(dq)
@@ -151,14 +168,16 @@ class Triton(Kernel):
         return grads
 
 
-def _tables(x: Inputs, by_key: bool, config: Config, special: Config | None) -> tuple[Blocks | None, Blocks]:
+def _tables(
+    x: Inputs, by_key: bool, config: Config, special: Sizes | None, filled: bool = False
+) -> tuple[Blocks | None, Blocks]:
     """The blocks that specialized warps serve, where there are any, and those that are left."""
     batch, device = x.q_BTHD.shape[0], x.q_BTHD.device
     size = config.block_n if by_key else config.block_m
     if special is None:
         return None, blocks(x.work, by_key, size, batch, device)
     sizes = (special.block_n, special.block_m) if by_key else (special.block_m, special.block_n)
-    served, rest = runs(x.work, by_key, *sizes, size, batch, device)
+    served, rest = runs(x.work, by_key, *sizes, size, batch, device, filled)
     return served if len(served) else None, rest
 
 

@@ -34,8 +34,9 @@ class Blocks:
 
     Where they are runs (`RUN`), a block has its first run, and instead of the last how many blocks of the other
     side it meets. `lower` and `upper` say whether that side of a band binds anywhere, `edge` whether a block has
-    missing rows, `single` whether each has one run, `aligned` whether all begin at
-    multiples of 4 rows.
+    missing rows, `single` whether each has one run, `aligned` whether all begin at multiples of 4 rows. `whole` says
+    that no block of the other side begins earlier because its rows end, and `even` that all of these begin at multiples
+    of their size.
     """
 
     tiles: Tensor
@@ -45,6 +46,8 @@ class Blocks:
     edge: bool
     single: bool = False
     aligned: bool = False
+    whole: bool = False
+    even: bool = False
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -64,25 +67,37 @@ def blocks(work: Worklist, by_key: bool, size: int, batch: int, device: torch.de
 
 
 def runs(
-    work: Worklist, by_key: bool, size: int, other: int, rest: int, batch: int, device: torch.device
+    work: Worklist,
+    by_key: bool,
+    size: int,
+    other: int,
+    rest: int,
+    batch: int,
+    device: torch.device,
+    filled: bool = False,
 ) -> tuple[Blocks, Blocks]:
     """The blocks that meet the other side in whole blocks of `other` rows, with their runs, and the rest of them.
 
-    The rest is in blocks of at most `rest` rows, as `blocks` has them.
+    The rest is in blocks of at most `rest` rows, as `blocks` has them. Blocks are `filled` where rows before one that
+    has fewer than `size` are of the same segment, so that it can be read from there; others are left to the rest.
 
     A run's last block begins earlier where the rows of its span end, so nothing outside of the span is read; a span
-    that is shorter than a block, or whose positions are not neighbours, leaves its blocks to the rest.
+    that is shorter than a block, or that a band cuts and whose positions have another step, leaves its blocks to the
+    rest. Positions of the blocks' rows are counted from 0 there, and bands are in rows.
     """
     kept = _kept.setdefault(work, {})
-    key = (by_key, size, other, rest, batch, device)
+    key = (by_key, size, other, rest, batch, device, filled)
     if key not in kept:
         table = work.by_key if by_key else work.by_query
         tiles = _cut(_whole(table), size)
         pairs = _pairs(tiles, table, by_key)
         served = np.bincount(pairs.tile, minlength=len(tiles)) > 0
-        served[pairs.tile[(pairs.step != 1) & pairs.bound | (pairs.rows < other)]] = False
+        other_step = pairs.step != tiles[pairs.tile, 4]
+        served[pairs.tile[other_step & pairs.bound | (pairs.rows < other)]] = False
+        if filled:
+            served &= np.repeat(table.segments[:, 2], -(-table.segments[:, 2] // size)) >= size
         left = _blocks(_cut(tiles[~served], rest), table, by_key, rest, batch, device)
-        kept[key] = _runs(tiles, served, pairs, other, batch, device), left
+        kept[key] = _runs(tiles, served, pairs, size, other, batch, device), left
     return kept[key]
 
 
@@ -95,25 +110,44 @@ def _blocks(tiles: Ints, table: Table, by_key: bool, size: int, batch: int, devi
 
 
 def _runs(
-    tiles: Ints, served: npt.NDArray[np.bool_], pairs: _Pairs, other: int, batch: int, device: torch.device
+    tiles: Ints,
+    served: npt.NDArray[np.bool_],
+    pairs: _Pairs,
+    size: int,
+    other: int,
+    batch: int,
+    device: torch.device,
 ) -> Blocks:
     pairs = pairs.of(served[pairs.tile])
     count = -(-(pairs.end - pairs.begin) // other)
     begin, limit = pairs.row + pairs.begin, pairs.row + pairs.rows
-    shift = np.where(pairs.bound, pairs.row - pairs.position, 0)
-    least, most = np.maximum(pairs.lo + shift, -UNBOUNDED), np.minimum(pairs.hi + shift, UNBOUNDED)
+    shift = pairs.first - pairs.position
+    least = np.where(pairs.lo > -UNBOUNDED, -((-pairs.lo - shift) // pairs.step) + pairs.row, -UNBOUNDED)
+    most = np.where(pairs.hi < UNBOUNDED, (pairs.hi + shift) // pairs.step + pairs.row, UNBOUNDED)
     last = np.minimum(begin + count * other, limit) - 1
-    lower = (begin + count * other > limit) | (pairs.last + least > begin)
-    upper = pairs.first + most < last
+    lower = (begin + count * other > limit) | (tiles[pairs.tile, 2] - 1 + least > begin)
+    upper = most < last
     turns = np.bincount(pairs.tile, count, minlength=len(tiles)).astype(np.int64)
     first = np.searchsorted(pairs.tile, np.arange(len(tiles)))
-    mine = np.concatenate([tiles[:, :5], first[:, None], turns[:, None]], axis=1)
+    counted = np.tile([0, 1], (len(tiles), 1))
+    mine = np.concatenate([tiles[:, :3], counted, first[:, None], turns[:, None]], axis=1)
     order = _heaviest_first(pairs, len(tiles))
     mine = _every_batch_row(mine[order[served[order]]], batch)
     table = np.stack([begin, count, limit, least, most], axis=1)
     aligned = not (mine[:, 1] % 4).any() and not ((begin | limit) % 4).any()
     single = len(np.unique(pairs.tile)) == len(pairs.tile)
-    return Blocks(_on(mine, device), _on(table, device), bool(lower.any()), bool(upper.any()), False, single, aligned)
+    whole = not (begin + count * other > limit).any()
+    return Blocks(
+        _on(mine, device),
+        _on(table, device),
+        bool(lower.any()),
+        bool(upper.any()),
+        edge=bool((mine[:, 2] < size).any()),
+        single=single,
+        aligned=aligned,
+        whole=bool(whole),
+        even=bool(whole and not (begin % other).any()),
+    )
 
 
 def _whole(table: Table) -> Ints:

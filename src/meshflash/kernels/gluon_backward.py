@@ -1,0 +1,306 @@
+"""Attention backward in Gluon for Hopper: one warp copies, two groups of warps compute 64 of a program's 128 keys each.
+
+Scores are computed with keys as rows, so that weights and their gradients go from registers into dV and dK. dS also
+goes to shared memory, where both groups read all of it: each multiplies half of dQ over all 128 keys, and adds it to
+float32 sums in global memory, by copies that add. The order of those sums changes from run to run.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from meshflash.kernels.gluon_common import (
+    INF,
+    add_block,
+    barriers,
+    copy_block,
+    cut,
+    next_block,
+    run_of,
+    seen,
+    tanh,
+    tile_of,
+)
+
+#: The hardware's barrier over both groups: Triton takes those from 0 on, for each group one.
+JOIN = gl.constexpr(8)
+
+
+@gluon.jit
+def _join():
+    """Wait for the other group: Gluon has no barrier over several."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    barrier = gl.full([128], JOIN, gl.int32, layout)
+    threads = gl.full([128], 256, gl.int32, layout)
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _turn(number, turns, ROTATE: gl.constexpr):
+    """Which block is met: programs begin at others, so that they do not add to the same rows of dQ at once."""
+    if ROTATE:
+        number += (gl.program_id(0) * ROTATE) % turns
+        number = gl.where(number >= turns, number - turns, number)
+    return number
+
+
+@gluon.jit
+def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full, q_empty,
+          dout_full, dout_empty, TILES, RUNS, heads,
+          GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+          SINGLE: gl.constexpr, WHOLE: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+    """The warp that copies: keys and values once, then queries, dout, lse and delta block by block."""
+    batch, row, rows, _, _, first_run, turns = tile_of(TILES, gl.program_id(0))
+    key_head = gl.program_id(1)
+    start = row + rows - BLOCK_N
+    mbarrier.expect(kv_full.index(0), 2 * BLOCK_N * D * 2)
+    for w in gl.static_range(2):
+        copy_block(k, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), k_room.index(w))
+        copy_block(v, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), v_room.index(w))
+    copied = 0
+    block = 0
+    for g in range(GROUP):
+        head = key_head * GROUP + g
+        run = first_run
+        left = 0
+        begin, blocks, limit, least, most = run_of(RUNS, run)
+        for number in range(turns):
+            run, left, begin, blocks, limit, least, most, _fresh, block = next_block(
+                _turn(number, turns, ROTATE), run, left, begin, blocks, limit, least, most, RUNS, BLOCK_M, SINGLE, WHOLE
+            )
+            stage = copied % STAGES
+            phase = ((copied // STAGES) & 1) ^ 1
+            mbarrier.wait(q_empty.index(stage), phase)
+            mbarrier.expect(q_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
+            copy_block(q, [batch, head, block, 0], q_full.index(stage), q_room.index(stage))
+            copy_block(lse, [batch * heads + head, block], q_full.index(stage), lse_room.index(stage))
+            mbarrier.wait(dout_empty.index(stage), phase)
+            mbarrier.expect(dout_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
+            copy_block(dout, [batch, head, block, 0], dout_full.index(stage), dout_room.index(stage))
+            copy_block(delta, [batch * heads + head, block], dout_full.index(stage), delta_room.index(stage))
+            copied += 1
+    if AHEAD:  # scores of one block too many are started, and need something to read
+        stage = copied % STAGES
+        mbarrier.wait(q_empty.index(stage), ((copied // STAGES) & 1) ^ 1)
+        mbarrier.expect(q_full.index(stage), BLOCK_M * D * 2)
+        copy_block(q, [batch, key_head * GROUP, block, 0], q_full.index(stage), q_room.index(stage))
+
+
+@gluon.jit
+def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full, q_full,
+             q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2, inner_scale,
+             dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+             WHICH: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+             STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr,
+             UPPER: gl.constexpr, EDGE: gl.constexpr,
+             SOFTCAP: gl.constexpr, ADD: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr,
+             AHEAD: gl.constexpr):  # fmt: skip
+    """A group of warps that computes: 64 keys, and half of dQ."""
+    DTYPE: gl.constexpr = q_room.dtype
+    ROWS: gl.constexpr = BLOCK_N // 2
+    BY_ROWS: gl.constexpr = BLOCK_M == 128  # how dQ is halved: by rows, else by columns; each half is 64 x 64
+    LATE: gl.constexpr = BLOCK_M == 128  # lse and delta of a block take BLOCK_M / 4 registers: read when they are used
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, S)
+    batch, row, rows, first, step, first_run, turns = tile_of(TILES, gl.program_id(0))
+    key_head = gl.program_id(1)
+    missing = 0
+    if EDGE:
+        missing = BLOCK_N - rows
+    k = k_room.index(WHICH).reshape([ROWS, D])
+    v = v_room.index(WHICH).reshape([ROWS, D])
+    k_first = k_room.index(0).reshape([ROWS, D])
+    k_second = k_room.index(1).reshape([ROWS, D])
+    if not BY_ROWS:
+        k_first = k_first.slice(WHICH * 64, 64, dim=1)
+        k_second = k_second.slice(WHICH * 64, 64, dim=1)
+    dk = gl.zeros([ROWS, D], gl.float32, DKV)
+    dv = gl.zeros([ROWS, D], gl.float32, DKV)
+    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
+    zero_dq = gl.zeros([64, 64], gl.float32, DQ)
+    dq_own = dq_room.index(WHICH)
+    n = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    positions = first + step * (n - missing)
+    lowest = first + step * (WHICH * ROWS - missing)
+    highest = lowest + step * (ROWS - 1)
+    mbarrier.wait(kv_full.index(0), 0)
+    s = zero
+    if AHEAD:
+        mbarrier.wait(q_full.index(0), 0)
+        s = warpgroup_mma(k, q_room.index(0).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    used = 0
+    for g in range(GROUP):
+        head = key_head * GROUP + g
+        run = first_run
+        left = 0
+        begin, blocks, limit, least, most = run_of(RUNS, run)
+        for number in range(turns):
+            run, left, begin, blocks, limit, least, most, fresh, block = next_block(
+                _turn(number, turns, ROTATE), run, left, begin, blocks, limit, least, most, RUNS, BLOCK_M, SINGLE, WHOLE
+            )
+            stage = used % STAGES
+            phase = (used // STAGES) & 1
+            q = q_room.index(stage).reshape([BLOCK_M, D])
+            dout = dout_room.index(stage).reshape([BLOCK_M, D])
+            ds_first = ds_room.index((used & 1) * 2)
+            ds_second = ds_room.index((used & 1) * 2 + 1)
+            if AHEAD:
+                mbarrier.wait(dout_full.index(stage), phase)
+                dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+            else:
+                mbarrier.wait(q_full.index(stage), phase)
+                s_moving = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(dout_full.index(stage), phase)
+                dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(num_outstanding=1, deps=(s_moving,))
+            if not LATE:
+                lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+            if SOFTCAP:
+                s = tanh(s * inner_scale)
+            visible = s
+            if LOWER or UPPER:
+                if cut(lowest, highest, fresh, block, least, most, BLOCK_M, LOWER, UPPER, WHOLE):
+                    visible = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_M, LOWER, UPPER, WHOLE, S)
+            if EDGE:  # keys of another program, which stand where this one's are missing
+                visible = gl.where((n >= missing)[:, None], visible, -INF)
+            if LATE:
+                lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+            p = gl.exp2(visible * scale2 - lse[None, :])
+            if not LATE:
+                delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+            dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+            weights = gl.convert_layout(p.to(DTYPE), A)
+            dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
+            if LATE:
+                delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+            ds_wide = p * (dp - delta[None, :])
+            if SOFTCAP:
+                ds_wide = ds_wide * (1.0 - s * s)
+            ds = ds_wide.to(DTYPE)
+            if WHICH == 0:
+                ds_first.store(ds)
+            else:
+                ds_second.store(ds)
+            ds_weights = gl.convert_layout(ds, A)
+            fence_async_shared()
+            # two rooms for dS make one barrier enough: a group is one block ahead at most, and then writes the other
+            _join()
+            if BY_ROWS:
+                a_first = ds_first.slice(WHICH * 64, 64, dim=1).permute((1, 0))
+                a_second = ds_second.slice(WHICH * 64, 64, dim=1).permute((1, 0))
+            else:
+                a_first = ds_first.permute((1, 0))
+                a_second = ds_second.permute((1, 0))
+            dq_moving = warpgroup_mma(a_first, k_first, zero_dq, use_acc=False, is_async=True)
+            dq_moving = warpgroup_mma(a_second, k_second, dq_moving, is_async=True)
+            # dV is done before dK begins: with three products in flight ptxas lets none overlap
+            dv, weights = warpgroup_mma_wait(num_outstanding=2, deps=(dv_moving, weights))
+            dk_moving = warpgroup_mma(ds_weights, q, dk, is_async=True)
+            tma.store_wait(pendings=0)  # the dQ of the block before has left; what follows tells all threads
+            mbarrier.arrive(dout_empty.index(stage), count=1)
+            if AHEAD:
+                following = (used + 1) % STAGES
+                mbarrier.wait(q_full.index(following), ((used + 1) // STAGES) & 1)
+                s_moving = warpgroup_mma(
+                    k, q_room.index(following).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                part = warpgroup_mma_wait(num_outstanding=2, deps=(dq_moving,))
+            else:
+                part = warpgroup_mma_wait(num_outstanding=1, deps=(dq_moving,))
+            if TILED:  # in the order of registers: stores of 16 bytes, and 16 KiB in one piece
+                ordered = gl.reshape(part, [4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+                dq_own.store(gl.reshape(ordered, [16, 256]))
+                fence_async_shared()
+                tile = (batch * heads + head) * tiles_of_row + block // BLOCK_M
+                add_block(dq, [(tile * 2 + WHICH) * 16, 0], dq_own)
+            else:
+                dq_own.reshape([64, 64]).store(part * scale)
+                fence_async_shared()
+                if BY_ROWS:
+                    add_block(dq, [batch, head, block + WHICH * 64, 0], dq_own)
+                else:
+                    add_block(dq, [batch, head, block, WHICH * 64], dq_own)
+            if AHEAD:
+                dk, ds_weights = warpgroup_mma_wait(num_outstanding=1, deps=(dk_moving, ds_weights))
+                mbarrier.arrive(q_empty.index(stage), count=1)
+                s = warpgroup_mma_wait(num_outstanding=0, deps=(s_moving,))
+            else:
+                dk, ds_weights = warpgroup_mma_wait(num_outstanding=0, deps=(dk_moving, ds_weights))
+                mbarrier.arrive(q_empty.index(stage), count=1)
+            used += 1
+    n_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, DKV))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, DKV))
+    at = (row + n_out - missing).to(gl.int64)[:, None]
+    there = (n_out >= missing)[:, None]
+    b = batch.to(gl.int64)
+    h = key_head.to(gl.int64)
+    dk_at = DK + b * dk_b + h * dk_h + at * dk_t + columns[None, :]
+    dv_at = DV + b * dv_b + h * dv_h + at * dv_t + columns[None, :]
+    dk = dk * scale
+    if ADD:
+        dk += gl.load(dk_at, mask=there, other=0.0)
+        dv += gl.load(dv_at, mask=there, other=0.0)
+    gl.store(dk_at, dk.to(DK.dtype.element_ty), mask=there)
+    gl.store(dv_at, dv.to(DV.dtype.element_ty), mask=there)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["heads", "tiles_of_row"])
+def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of_row, scale, scale2, inner_scale,
+             dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+             GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+             SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, EDGE: gl.constexpr,
+             SOFTCAP: gl.constexpr, ADD: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr,
+             COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+    """(dK, dV) of one block of keys and one key head, and its part of dQ, which is added.
+
+    `scale2` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. Where a
+    segment of keys ends within a block, the block begins earlier: keys before its own are not weighed. TILED sums of dQ
+    are not scaled and lie as `gather_dq` reads them.
+    """
+    DTYPE: gl.constexpr = q.dtype
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    q_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, D], q.layout)
+    dout_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, D], dout.layout)
+    k_room = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_N // 2, D], k.layout)
+    v_room = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_N // 2, D], v.layout)
+    lse_room = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse.layout)
+    delta_room = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta.layout)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N // 2, BLOCK_M], DTYPE)
+    ds_room = gl.allocate_shared_memory(DTYPE, [4, BLOCK_N // 2, BLOCK_M], DS)
+    if TILED:
+        dq_room = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq.layout)
+    else:
+        dq_room = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq.layout)
+    kv_full = barriers(1, 1)
+    q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    dout_full, dout_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    fence_async_shared()
+    gl.warp_specialize([
+        (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
+                    q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
+                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                    SINGLE, WHOLE, LOWER, UPPER, EDGE, SOFTCAP, ADD, TILED, ROTATE, AHEAD)),
+        (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
+                    q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
+                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                    SINGLE, WHOLE, LOWER, UPPER, EDGE, SOFTCAP, ADD, TILED, ROTATE, AHEAD)),
+        (_copy, (q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full,
+                 q_empty, dout_full, dout_empty, TILES, RUNS, heads, GROUP, BLOCK_M, BLOCK_N, D, STAGES, SINGLE, WHOLE,
+                 ROTATE, AHEAD)),
+    ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -1,0 +1,136 @@
+"""What the kernels in Gluon share: tiles by number, runs of blocks, limits of a band, and names of several Tritons.
+
+Gluon says where every number lies: in which thread's registers, in which layout of shared memory, behind which
+barrier. It runs on NVIDIA's Hopper, sm_90, from Triton 3.6 on; there is no interpreter for it.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+INF = gl.constexpr(float("inf"))
+#: What a maximum is at least, so that rows that see nothing have no inf - inf.
+LEAST = gl.constexpr(-1e30)
+
+#: A block of global memory to shared memory, by a descriptor, on a barrier; renamed in Triton 3.8.
+copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+if hasattr(tma, "async_atomic_add"):
+    #: A block of shared memory added to global memory.
+    add_block = tma.async_atomic_add
+else:  # 3.6 and 3.7 have it without a name in Python
+    from triton._C.libtriton import ir as _ir
+
+    @_core.builtin
+    def add_block(descriptor, coordinates, source, _semantic=None):
+        """A block of shared memory added to global memory."""
+        at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+        kind = _ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, at, source.handle)
+
+
+@gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers, each open after so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(NUMBER):
+        mbarrier.init(made.index(n), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def tile_of(TILES, number):
+    """A block of the worklist: batch row, first row, rows, first position, step, first run, turns."""
+    at = TILES + number * 7
+    batch, row, rows = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+    return batch, row, rows, gl.load(at + 3), gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)
+
+
+@gluon.jit
+def run_of(RUNS, number):
+    """A run of blocks: first row, blocks, the row past the last, and how far a visible row may lie."""
+    at = RUNS + number * 5
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+
+
+@gluon.jit
+def next_block(turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE: gl.constexpr, SINGLE: gl.constexpr,
+               WHOLE: gl.constexpr):  # fmt: skip
+    """One block further: (run, blocks left of it, its numbers), and of the block its first new row and where it begins.
+
+    Blocks of a run come last one first: those that a band cuts are the last. The last block of a run begins earlier
+    where the run's rows end, so that nothing outside is read; its rows before the new ones were in another block. WHOLE
+    says that there is no such block.
+    """
+    if SINGLE:
+        left = blocks - 1 - turn
+    else:
+        left -= 1
+        if left < 0:
+            if turn > 0:
+                run += 1
+                begin, blocks, limit, least, most = run_of(RUNS, run)
+            left = blocks - 1
+    fresh = begin + left * SIZE
+    block = fresh
+    if not WHOLE:
+        block = gl.minimum(fresh, limit - SIZE)
+    return run, left, begin, blocks, limit, least, most, fresh, block
+
+
+@gluon.jit
+def cut(first, last, fresh, block, least, most, SIZE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
+        WHOLE: gl.constexpr):  # fmt: skip
+    """Whether rows at positions from first to last do not see all of a block."""
+    found = False
+    if LOWER:
+        found = last + least > block
+        if not WHOLE:
+            found = found | (fresh > block)
+    if UPPER:
+        found = found | (first + most < block + SIZE - 1)
+    return found
+
+
+@gluon.jit
+def seen(x, positions, fresh, block, least, most, other, ROWS: gl.constexpr, SIZE: gl.constexpr,
+         LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """A tile of numbers where its row sees its column, and `other` elsewhere; one of the sides is asked for.
+
+    Column = 8 * j + c, where j is the number of a register and c of a lane: what is compared with j is an immediate,
+    and nothing is kept for each column.
+    """
+    wide = gl.reshape(x, [ROWS, SIZE // 8, 8])
+    layout: gl.constexpr = wide.type.layout
+    j = gl.arange(0, SIZE // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))) * 8
+    c = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    if UPPER:
+        high = gl.convert_layout(positions + (most - block), rows)
+        visible = j[None, :][:, :, None] <= high[:, None][:, :, None] - c[None, :][:, None, :]
+    if LOWER:
+        low = positions + (least - block)
+        if not WHOLE:
+            low = gl.maximum(low, fresh - block)
+        low = gl.convert_layout(low, rows)
+        above = j[None, :][:, :, None] >= low[:, None][:, :, None] - c[None, :][:, None, :]
+        if UPPER:
+            visible = visible & above
+        else:
+            visible = above
+    return gl.convert_layout(gl.reshape(gl.where(visible, wide, other), [ROWS, SIZE]), LAYOUT)
+
+
+@gluon.jit
+def tanh(x):
+    """By exp2; near 0, where that cancels, by its series."""
+    e = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
+    t = (1.0 - e) / (1.0 + e)
+    y = x * x
+    near = x * (1.0 - y * (1.0 / 3.0 - y * (2.0 / 15.0 - y * (17.0 / 315.0))))
+    return gl.where(gl.abs(x) < 0.1, near, gl.where(x < 0, -t, t))

@@ -1,0 +1,295 @@
+"""Attention forward in Gluon for Hopper: one warp copies, two or three groups of warps compute 64 queries each.
+
+A group starts the scores of a block, then the product of the block before with its values, and works on exponentials
+while the second runs. Programs stay: each takes a tile of queries and a head, the heaviest first, from a counter, in
+sections of heads whose keys fit the cache. What was measured, and why it is so: docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from meshflash.kernels.gluon_common import (
+    INF,
+    LEAST,
+    LN2,
+    LOG2E,
+    barriers,
+    copy_block,
+    cut,
+    next_block,
+    run_of,
+    seen,
+    tanh,
+    tile_of,
+)
+
+
+@gluon.jit
+def _work(number, tiles, heads, section):
+    """The tile and the head of a piece of work: sections of heads one after another, in each the tiles in order."""
+    each = section * tiles
+    nth = number // each
+    rest = number - nth * each
+    width = gl.minimum(section, heads - nth * section)
+    return rest // width, nth * section + rest % width
+
+
+@gluon.jit
+def _copy(q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room, next_full,
+          next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work,
+          GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+          GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr):  # fmt: skip
+    """The warp that copies: queries of each tile, then keys and values block by block."""
+    programs = gl.num_programs(0)
+    copied = 0
+    done = 0
+    number = gl.program_id(0)
+    while number < work:
+        if DYNAMIC:
+            # asked for a tile ahead of its use; there are as many asks as work, and the last leaves the counter at 0
+            asked = gl.atomic_add(COUNTER, 1)
+            if asked == work - 1:
+                gl.store(COUNTER, 0)
+            following = programs + asked
+        else:
+            following = number + programs
+        tile, head = _work(number, tiles, heads, section)
+        batch, row, _, _, _, run, turns = tile_of(TILES, tile)
+        key_head = head // GROUP
+        begin, blocks, limit, least, most = run_of(RUNS, run)
+        for w in gl.static_range(GROUPS):
+            mbarrier.wait(q_empty.index(w), (done & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), ROWS * D * 2)
+            copy_block(q, [batch, head, row + w * ROWS, 0], q_full.index(w), q_room.index(w))
+        left = 0
+        for turn in range(turns):
+            run, left, begin, blocks, limit, least, most, _fresh, block = next_block(
+                turn, run, left, begin, blocks, limit, least, most, RUNS, BLOCK_N, SINGLE, WHOLE
+            )
+            stage = copied % STAGES
+            phase = ((copied // STAGES) & 1) ^ 1
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
+            copy_block(k, [batch, key_head, block, 0], k_full.index(stage), k_room.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
+            copy_block(v, [batch, key_head, block, 0], v_full.index(stage), v_room.index(stage))
+            copied += 1
+        if DYNAMIC:
+            mbarrier.wait(next_empty.index(0), (done & 1) ^ 1)
+            next_room.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            mbarrier.arrive(next_full.index(0), count=1)
+        done += 1
+        number = following
+
+
+@gluon.jit
+def _weigh(s, top, sums, scale, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROWS: gl.constexpr):
+    """Weights of a block's scores, what older sums decay by, the new maximum, and the sums, still one for each lane."""
+    # over registers first, in two chains for each row: half as long as one
+    most = gl.max(gl.max(gl.reshape(s, [ROWS, BLOCK_N // 8, 8]), 1), 1)
+    new_top = gl.maximum(top, gl.convert_layout(most, OF_ROWS) * scale)
+    p = gl.exp2(s * scale - new_top[:, None])
+    decay = gl.exp2(top - new_top)
+    part = gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 8]), 1)
+    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, part.type.layout))[:, None] + part
+    return p, decay, new_top, sums
+
+
+@gluon.jit
+def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full,
+             v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work, scale, inner_scale,
+             o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+             WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+             STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
+             LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
+             HAS_SINKS: gl.constexpr):  # fmt: skip
+    """A group of warps that computes: 64 rows of each tile."""
+    DTYPE: gl.constexpr = q_room.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, S)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    q = q_room.index(WHICH).reshape([ROWS, D])
+    m = WHICH * ROWS + gl.arange(0, ROWS, layout=OF_ROWS)
+    used = 0
+    done = 0
+    number = gl.program_id(0)
+    while number < work:
+        tile, head = _work(number, tiles, heads, section)
+        batch, row, rows, first, step, run, turns = tile_of(TILES, tile)
+        begin, blocks, limit, least, most = run_of(RUNS, run)
+        lowest = first + step * (WHICH * ROWS)
+        highest = lowest + step * (ROWS - 1)
+        positions = first + step * m
+        top = gl.full([ROWS], LEAST, gl.float32, OF_ROWS)
+        sums = gl.sum(gl.reshape(zero, [ROWS, BLOCK_N // 8, 8]), 1)
+        acc = gl.zeros([ROWS, D], gl.float32, O)
+        left = 0
+        # the first block
+        run, left, begin, blocks, limit, least, most, fresh, block = next_block(
+            0, run, left, begin, blocks, limit, least, most, RUNS, BLOCK_N, SINGLE, WHOLE
+        )
+        mbarrier.wait(q_full.index(WHICH), done & 1)
+        stage = used % STAGES
+        mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+        s = warpgroup_mma(
+            q, k_room.index(stage).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if SOFTCAP:
+            s = tanh(s * inner_scale)
+        if LOWER or UPPER:
+            s = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
+        p, _decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS)
+        weights = gl.convert_layout(p.to(DTYPE), P)
+        mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
+        used += 1
+        # one loop, with the mask in a branch: two loops would carry the packed weights in other registers
+        for turn in range(1, turns):
+            run, left, begin, blocks, limit, least, most, fresh, block = next_block(
+                turn, run, left, begin, blocks, limit, least, most, RUNS, BLOCK_N, SINGLE, WHOLE
+            )
+            stage = used % STAGES
+            before = (used - 1) % STAGES
+            mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+            s = warpgroup_mma(
+                q, k_room.index(stage).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+            moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            if SOFTCAP:
+                s = tanh(s * inner_scale)
+            if LOWER or UPPER:
+                if cut(lowest, highest, fresh, block, least, most, BLOCK_N, LOWER, UPPER, WHOLE):
+                    s = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
+            p, decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS)
+            # a wait here ends a basic block: without it ptxas moves every exp2 behind the wait for the product
+            mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
+            # the weights that the product reads from registers must live until it is done
+            acc, weights, p = warpgroup_mma_wait(num_outstanding=0, deps=(moving, weights, p))
+            mbarrier.arrive(v_empty.index(before), count=1)
+            weights = gl.convert_layout(p.to(DTYPE), P)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
+            used += 1
+        mbarrier.arrive(q_empty.index(WHICH), count=1)  # the next queries come under what follows
+        before = (used - 1) % STAGES
+        moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(moving,))  # at once: nothing can take the weights' registers
+        mbarrier.arrive(v_empty.index(before), count=1)
+        # what was carried, the sink, and the division
+        total = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
+        b = batch.to(gl.int64)
+        h = head.to(gl.int64)
+        there = m < rows
+        rows_o = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, O))
+        there_o = (rows_o < rows)[:, None]
+        if HAS_CARRY:
+            old_lse = gl.load(CARRY_LSE + b * cl_b + h * cl_h + (row + m).to(gl.int64) * cl_t, mask=there, other=-INF)
+            old_top = old_lse * LOG2E
+            reference = gl.maximum(top, old_top)
+            decay = gl.exp2(top - reference)
+            weight = gl.exp2(old_top - reference)
+            at = (row + rows_o).to(gl.int64)[:, None] * c_t + columns[None, :]
+            old = gl.load(CARRY + b * c_b + h * c_h + at, mask=there_o, other=0.0)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
+            acc += old * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
+            total = total * decay + weight
+            top = reference
+        if HAS_SINKS:
+            sink = gl.load(SINKS + head).to(gl.float32) * LOG2E
+            reference = gl.maximum(top, sink)
+            decay = gl.exp2(top - reference)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
+            total = total * decay + gl.exp2(sink - reference)
+            top = reference
+        empty = total == 0.0
+        total = gl.where(empty, 1.0, total)
+        lse = gl.where(empty, -INF, (top + gl.log2(total)) * LN2)
+        acc = acc * gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), gl.SliceLayout(1, O))[:, None]
+        at = (row + rows_o).to(gl.int64)[:, None] * o_t + columns[None, :]
+        gl.store(OUT + b * o_b + h * o_h + at, acc.to(OUT.dtype.element_ty), mask=there_o)
+        gl.store(LSE + b * l_b + h * l_h + (row + m).to(gl.int64) * l_t, lse, mask=there)
+        if DYNAMIC:
+            mbarrier.wait(next_full.index(0), done & 1)
+            number = gl.max(next_room.load(gl.BlockedLayout([1], [32], [4], [0])), 0)  # of one
+            mbarrier.arrive(next_empty.index(0), count=1)
+        else:
+            number = number + gl.num_programs(0)
+        done += 1
+
+
+@gluon.jit(do_not_specialize=["tiles", "heads", "section", "work"])
+def forward(q, k, v, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles, heads, section, work,
+            scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+            GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+            GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
+            UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr,
+            COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+    """(out, lse) of all tiles and heads.
+
+    `scale` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it.
+    """
+    DTYPE: gl.constexpr = q.dtype
+    FIRST: gl.constexpr = 0  # literals in a tuple of arguments lose that they are constants
+    SECOND: gl.constexpr = 1
+    THIRD: gl.constexpr = 2
+    q_room = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 1, ROWS, D], q.layout)
+    k_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], k.layout)
+    v_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], v.layout)
+    next_room = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full, q_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
+    k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    next_full, next_empty = barriers(1, 1), barriers(1, GROUPS)
+    fence_async_shared()
+    # constants that go by a name for a tuple would lose that they are constants
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
+                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
+                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+                        FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS)),
+            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
+                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
+                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+                        SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS)),
+            (_copy, (q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room,
+                     next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work, GROUP, ROWS, BLOCK_N, D,
+                     STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC)),
+        ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
+                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
+                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+                        FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS)),
+            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
+                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
+                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+                        SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS)),
+            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
+                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
+                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+                        THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS)),
+            (_copy, (q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room,
+                     next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work, GROUP, ROWS, BLOCK_N, D,
+                     STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC)),
+        ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip

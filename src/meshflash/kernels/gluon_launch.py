@@ -1,0 +1,255 @@
+"""The kernels in Gluon behind what the Triton kernel asks of them: which calls they serve, and how they are started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshflash.kernels.contract import HALF, Grads, Inputs, Outputs
+from meshflash.kernels.triton_configs import has_descriptors
+from meshflash.kernels.triton_hopper import LEAST_SCALE
+from meshflash.kernels.triton_launch import fits
+from meshflash.kernels.triton_tables import Blocks
+
+#: Versions of Triton that the kernels were compiled by.
+VERSIONS = ("3.6", "3.7")
+#: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
+CACHED = 32 << 20
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How a forward is started: queries of a group of warps, groups, keys of a block, stages, registers."""
+
+    groups: int
+    stages: int
+    compute_registers: int
+    copy_registers: int
+    rows: int = 64
+    block_n: int = 128
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile."""
+        return self.rows * self.groups
+
+
+@dataclass(frozen=True)
+class Backward:
+    """How a backward is started: queries and keys of a block, stages, and whether scores are started a block ahead.
+
+    `rotate` is how many blocks further each program begins than the one before, where nothing is masked or not.
+    """
+
+    block_m: int
+    ahead: bool
+    rotate: int
+    rotate_masked: int
+    stages: int = 2
+    block_n: int = 128
+    compute_registers: int = 240
+    copy_registers: int = 24
+
+
+FORWARD = {64: Forward(3, 3, 160, 32), 128: Forward(2, 2, 240, 24)}
+BACKWARD = {64: Backward(128, True, 5, 1), 128: Backward(64, False, 5, 5)}
+
+
+def forward_config(x: Inputs, *tensors: Tensor) -> Forward | None:
+    """How a forward is served, or None."""
+    return FORWARD.get(x.q_BTHD.shape[-1]) if _serves(x, *tensors) else None
+
+
+def backward_config(x: Inputs, deterministic: bool, grads: Grads, *tensors: Tensor) -> Backward | None:
+    """How a backward is served, or None."""
+    if deterministic or x.features.softcap or not _serves(x, *tensors):
+        return None
+    if grads.add_dq and not fits(grads.dq_BTHD):
+        return None
+    return BACKWARD.get(x.q_BTHD.shape[-1])
+
+
+def _serves(x: Inputs, *tensors: Tensor) -> bool:
+    features, q = x.features, x.q_BTHD
+    if q.dtype not in HALF or q.shape[-1] != x.v_BSKE.shape[-1] or not _there(q.device):
+        return False
+    if features.scale < LEAST_SCALE or features.dropout or features.alibi_slopes_BH is not None:
+        return False
+    return all(map(fits, tensors))
+
+
+@cache
+def _there(device: torch.device) -> bool:
+    if os.environ.get("MESHFLASH_GLUON") != "1" or not has_descriptors(device):
+        return False
+    import triton
+
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and triton.__version__.startswith(tuple(f"{version}." for version in VERSIONS))
+
+
+def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry: Outputs | None, config: Forward,
+            tables: Blocks) -> None:  # fmt: skip
+    """(out, lse) of the blocks."""
+    from meshflash.kernels.gluon_forward import forward as kernel
+
+    (out, lse), features = outputs, x.features
+    carried, carried_lse = outputs if carry is None else carry
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    dynamic = tables.lower or tables.upper or not tables.single
+    each = 4 * k.shape[0] * k.shape[1] * k.shape[3]
+    section = min(heads, group * max(1, CACHED // max(1, each))) if dynamic else 1
+    work = len(tables) * heads
+    scale, inner = _scales(features.scale, features.softcap)
+    sinks = features.sink_logits_H
+    with torch.cuda.device_of(q):
+        kernel[(min(work, _processors(q.device)),)](
+            *(_blocks_of(q, config.rows), _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
+            *(out, lse, carried, carried_lse, lse if sinks is None else sinks.contiguous()),
+            *(_counter(q.device), tables.tiles, tables.spans, len(tables), heads, section, work, scale, inner),
+            *(*out.stride()[:3], *lse.stride(), *carried.stride()[:3], *carried_lse.stride()),
+            GROUP=group,
+            ROWS=config.rows,
+            BLOCK_N=config.block_n,
+            D=q.shape[3],
+            STAGES=config.stages,
+            GROUPS=config.groups,
+            SINGLE=tables.single,
+            WHOLE=tables.whole,
+            DYNAMIC=dynamic,
+            LOWER=tables.lower,
+            UPPER=tables.upper,
+            SOFTCAP=features.softcap > 0,
+            HAS_CARRY=carry is not None,
+            HAS_SINKS=sinks is not None,
+            COMPUTE_REGISTERS=config.compute_registers,
+            COPY_REGISTERS=config.copy_registers,
+            num_warps=4,
+        )
+
+
+class Sums:
+    """Sums of dQ in float32, while programs add to them: in tiles as registers have them, or in rows."""
+
+    def __init__(self, q: Tensor, grads: Grads, tiled: bool, block_m: int) -> None:
+        self.q, self.grads, self.tiled, self.block_m = q, grads, tiled, block_m
+        batch, tokens, heads, dim = q.shape
+        self.tiles = -(-tokens // block_m)
+        if tiled:
+            self.room = torch.zeros(batch * heads * self.tiles * block_m * dim, dtype=torch.float32, device=q.device)
+        else:
+            self.room = grads.dq_BTHD if grads.add_dq else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+
+    def described(self) -> Any:
+        """As the kernel adds to them."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+
+        if not self.tiled:
+            return _blocks_of(self.room, 64, 64)
+        return _descriptor(self.room.view(-1, 256), [16, 256], NVMMASharedLayout(0, 32, rank=2))
+
+    def finish(self, scale: float) -> None:
+        """Write the gradients, where they are not what was added to."""
+        dq = self.grads.dq_BTHD
+        if not self.tiled:
+            if self.room is not dq:
+                dq.copy_(self.room)
+            return
+        from meshflash.kernels.gluon_rows import gather_dq
+
+        batch, tokens, heads, dim = self.q.shape
+        with torch.cuda.device_of(dq):
+            gather_dq[(self.tiles, batch * heads)](
+                *(self.room, dq, tokens, self.tiles, heads, scale, *dq.stride()[:3]), BLOCK_M=self.block_m, D=dim
+            )
+
+
+def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
+             sums: Sums, config: Backward, tables: Blocks) -> None:  # fmt: skip
+    """(dK, dV) of the blocks, and their part of dQ."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from meshflash.kernels.gluon_backward import backward as kernel
+    from meshflash.kernels.gluon_rows import LINE, lines
+
+    batch, tokens, heads, dim = q.shape
+    room = -(-tokens // 4) * 4  # descriptors have lines at multiples of 16 bytes
+    numbers = lse.new_empty(2, batch * heads, room)
+    dk, dv, scale = grads.dk_BSKD, grads.dv_BSKE, x.features.scale
+    flat = NVMMASharedLayout(0, 32, rank=2)
+    rotate = config.rotate_masked if tables.lower or tables.upper else config.rotate
+    with torch.cuda.device_of(q):
+        lines[(-(-room // LINE), batch * heads)](
+            *(lse, delta, *numbers, tokens, room, heads, *lse.stride(), *delta.stride()), LINE=LINE
+        )
+        kernel[(len(tables), k.shape[2])](
+            *(_blocks_of(q, config.block_m), _blocks_of(k, config.block_n // 2), _blocks_of(v, config.block_n // 2)),
+            *(_blocks_of(dout, config.block_m), *(_descriptor(y, [1, config.block_m], flat) for y in numbers)),
+            *(sums.described(), dk, dv, tables.tiles, tables.spans, heads, sums.tiles),
+            *(scale, scale * LOG2E, 0.0, *dk.stride()[:3], *dv.stride()[:3]),
+            GROUP=heads // k.shape[2],
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            D=dim,
+            STAGES=config.stages,
+            SINGLE=tables.single,
+            WHOLE=tables.whole,
+            LOWER=tables.lower,
+            UPPER=tables.upper,
+            EDGE=tables.edge,
+            SOFTCAP=False,
+            ADD=grads.add_dkv,
+            TILED=sums.tiled,
+            ROTATE=rotate if tables.single else 0,
+            AHEAD=config.ahead,
+            COMPUTE_REGISTERS=config.compute_registers,
+            COPY_REGISTERS=config.copy_registers,
+            num_warps=4,
+        )
+
+
+def _scales(scale: float, softcap: float) -> tuple[float, float]:
+    """Of scores in base 2, and inside of the cap."""
+    return (softcap * LOG2E, scale / softcap) if softcap else (scale * LOG2E, 0.0)
+
+
+def _blocks_of(x_BTHD: Tensor, rows: int, columns: int | None = None) -> Any:
+    """A tensor as a descriptor of blocks of rows of one head."""
+    x_BHTD = x_BTHD.permute(0, 2, 1, 3)
+    return _descriptor(x_BHTD, [1, 1, rows, columns or x_BTHD.shape[3]])
+
+
+def _descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
+    layout = layout or gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """A number that is 0, and 0 again when a kernel has ended: one for each stream, where kernels follow each other.
+
+    A graph that is captured has one of its own, for it may run beside others.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,133 @@
+"""How the kernels in Gluon walk a worklist: their own code for blocks and masks, with numbers for tensors.
+
+There is no interpreter for Gluon: products and copies are compared on a GPU, see test_gpu.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from meshflash import Layout, Mask
+from meshflash.core.tiles import worklist
+from meshflash.kernels.triton_tables import runs
+
+common = pytest.importorskip("meshflash.kernels.gluon_common")
+
+CAUSAL = Mask.causal()
+TOKENS = 700
+WHOLE = ((range(TOKENS),), (range(TOKENS),))
+
+
+def ranges_of(layout: Layout, q: int, k: int):
+    return tuple(layout.ranges[q]), tuple(layout.ranges[k])
+
+
+ZIGZAG, STRIPED = Layout.zigzag(TOKENS, 2), Layout.striped(TOKENS, 2)
+WORK = {
+    "full": (Mask.full(), *WHOLE),
+    "causal": (CAUSAL, *WHOLE),
+    "even": (CAUSAL, (range(512),), (range(512),)),
+    "window": (CAUSAL & Mask.window(150, 0), *WHOLE),
+    "both sides": (Mask.window(100, 60), *WHOLE),
+    "more keys": (CAUSAL, (range(400, 700),), (range(700),)),
+    "more queries": (CAUSAL, (range(700),), (range(100, 400),)),
+    "documents": (CAUSAL & Mask.documents([300, 1, 0, 199, 200]), *WHOLE),
+    "first keys": (CAUSAL & (Mask.window(64, 0) | Mask.first(130)), *WHOLE),
+    "zigzag, own": (CAUSAL, *ranges_of(ZIGZAG, 0, 0)),
+    "zigzag, other": (CAUSAL, *ranges_of(ZIGZAG, 1, 0)),
+    "striped": (CAUSAL, *ranges_of(STRIPED, 1, 1)),
+    "striped, other": (CAUSAL & Mask.window(301, 0), *ranges_of(STRIPED, 1, 0)),
+    "striped, other way": (CAUSAL, *ranges_of(STRIPED, 0, 1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _numbers(monkeypatch):
+    """The code's own names, for numbers."""
+    monkeypatch.setattr(common, "gl", SimpleNamespace(minimum=min, maximum=max))
+    monkeypatch.setattr(common, "run_of", lambda table, n: tuple(map(int, table[n])))
+
+
+def dense(name: str):
+    """Which rows of keys each row of queries sees."""
+    mask, q, k = WORK[name]
+    i, j = (np.concatenate([np.asarray(part) for part in ranges]) for ranges in (q, k))
+    return np.asarray(mask.visible(i[:, None], j[None, :]), bool)
+
+
+def walk(tables, size, other, by_key):
+    """For each tile its first row, rows, and of every block in turn where it begins and what is seen of it."""
+    spans = tables.spans.numpy()
+    for tile in tables.tiles.numpy():
+        _, row, rows, first, step, run, turns = map(int, tile)
+        missing = size - rows if by_key else 0
+        n = np.arange(size)
+        positions = first + step * (n - missing)
+        state = (run, 0, *common.run_of(spans, run))
+        blocks = []
+        for turn in range(turns):
+            *state, fresh, block = common.next_block.fn(turn, *state, spans, other, tables.single, tables.whole)
+            *_, least, most = state
+            columns = np.arange(other)
+            seen = np.ones((size, other), bool)
+            if tables.lower:
+                seen &= columns >= np.maximum(positions + least, fresh)[:, None] - block
+            if tables.upper:
+                seen &= columns <= (positions + most - block)[:, None]
+            for part in range(0, size, 64):  # each group of warps decides by itself
+                lowest = first + step * (part - missing)
+                bound = tables.lower, tables.upper, tables.whole
+                cut = common.cut.fn(lowest, lowest + step * 63, fresh, block, least, most, other, *bound)
+                if not cut:
+                    assert seen[part : part + 64][: max(0, rows - part) if not by_key else 64].all()
+                    seen[part : part + 64] = True
+            blocks.append((block, seen & (n >= missing)[:, None]))
+        yield row - missing, rows, missing, blocks
+
+
+@pytest.mark.parametrize(("size", "other"), [(128, 128), (192, 128)])
+@pytest.mark.parametrize("name", WORK)
+def test_a_forward_meets_every_visible_pair_once(name, size, other):
+    want = dense(name)
+    served, left = runs(worklist(*WORK[name]), False, size, other, 64, 1, torch.device("cpu"))
+    got = np.zeros(want.shape, int)
+    mine = np.zeros(len(want), bool)
+    for row, rows, _, blocks in walk(served, size, other, by_key=False):
+        mine[row : row + rows] = True
+        for block, seen in blocks:
+            assert 0 <= block <= want.shape[1] - other  # nothing outside is read
+            got[row : row + rows, block : block + other] += seen[:rows]
+    assert (got[mine] == want[mine]).all()
+    for tile in left.tiles.numpy():
+        mine[tile[1] : tile[1] + tile[2]] = True
+    assert mine.all()
+    if name in ("full", "causal", "even", "window", "more keys", "striped"):
+        assert len(served) == -(-len(want) // size)
+
+
+@pytest.mark.parametrize("other", [64, 128])
+@pytest.mark.parametrize("name", WORK)
+def test_a_backward_meets_every_visible_pair_once(name, other):
+    want = dense(name).T
+    served, left = runs(worklist(*WORK[name]), True, 128, other, 64, 1, torch.device("cpu"), True)
+    got = np.zeros(want.shape, int)
+    mine = np.zeros(len(want), bool)
+    for row, rows, missing, blocks in walk(served, 128, other, by_key=True):
+        assert row >= 0  # keys are read from where this begins
+        assert bool(missing) <= served.edge
+        mine[row + missing : row + missing + rows] = True
+        for block, seen in blocks:
+            assert 0 <= block <= want.shape[1] - other
+            assert not served.even or block % other == 0
+            got[row : row + 128, block : block + other] += seen
+    assert (got[mine] == want[mine]).all()
+    for tile in left.tiles.numpy():
+        mine[tile[1] : tile[1] + tile[2]] = True
+    assert mine.all()
+    assert served.even == (name == "even")
+    if name in ("full", "causal", "even", "window"):
+        assert len(served) == -(-len(want) // 128)
