@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshflash.cli import bench_training
+from meshflash.cli import bench_gemm, bench_training
 from meshflash.cli.bench_options import (
     DTYPES,
     MASKS,
@@ -397,6 +397,7 @@ def moved(
     typer.echo(f"written: {output}")
 
 
+app.command()(bench_gemm.gemm)
 app.command()(bench_training.ddp)
 app.command()(bench_training.model)
 app.command()(bench_training.step)

@@ -1,0 +1,88 @@
+"""`meshflash bench gemm`: products of matrices, each mode beside torch.mm, and the table that "auto" goes by."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshflash.cli.bench_options import RESULTS, Device, Output, Plot, explained
+
+
+def gemm(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="MxNxK; repeat for several. By default six large ones on a GPU, two small ones on a CPU."),
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="stream_k, data_parallel, split_k, torch or auto; repeat. All on a GPU, torch on a CPU."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="bfloat16, float16, float32 or tf32; repeat. bfloat16 on GPUs, float32 on CPUs."),
+    ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(help="nn, nt, tn or tt: a t for each operand that is a transpose in memory; repeat. nn."),
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Time the configurations of our kernel in each mode, and show the best.")
+    ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="The same in layouts nn, nt and tn; write the table that auto goes by."),
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every mode takes its turn.")] = 9,
+    device: Device = None,
+    output: Output = None,
+    plot: Plot = None,
+) -> None:
+    """Products of matrices: time, TFLOP/s, and speed as a multiple of torch.mm's, each mode checked against float64.
+
+    All modes of a product run in turns in one process; one that is wrong is an error, not a time. On a CPU our kernel
+    is interpreted, where TRITON_INTERPRET=1 is set: it is checked, and not timed.
+    """
+    import torch
+    from rich.console import Console
+
+    from meshflash.bench import gemm as bench
+    from meshflash.bench import record
+    from meshflash.bench.cases import pick_device, pick_dtype
+    from meshflash.bench.report import picture
+    from meshflash.gemm import rates
+    from meshflash.kernels.rates import identity
+
+    console = Console()
+    most = 8 if tune or calibrate else None
+    table_file: Path | None = None
+    with explained(), console.status("starting") as status:
+        device = pick_device(device)
+        kinds = dtype or [pick_dtype(None, device)]
+        shapes = [bench.parse(text) for text in shape or []] or list(bench.default_shapes(device))
+        path = output or RESULTS / f"gemm-{'tune-' if most else ''}{device}.json"
+        rows: list[dict[str, object]] = []
+        if calibrate:
+            layouts = layout or list(bench.LAYOUTS)
+            found, measured = bench.calibrate(device, shapes, kinds, layouts, rounds, status.update)
+            table_file = rates.file_of(identity(torch.device(device))[0])
+            rates.write(found, table_file)
+            rows = [record.flat(row) for row in measured]
+            record.write(path, rows, record.command_line())
+        else:
+            for (m, n, k), kind, lies in product(shapes, kinds, layout or ["nn"]):
+                case = bench.Case(m, n, k, kind, lies, device)
+                say = lambda text, case=case: status.update(f"{case.m}x{case.n}x{case.k}: {text}")  # noqa: E731
+                modes = tuple(mode or bench.default_modes(device))
+                own = bench.trials(case, rounds, say) if tune else bench.measure(case, modes, rounds, say)
+                rows += [record.flat(row) for row in own]
+                record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
+    console.print(*bench.table(rows, most), sep="\n")
+    if device == "cpu":
+        console.print("on a CPU only torch is timed: our kernel is interpreted there", soft_wrap=True)
+    for written in filter(None, (path, table_file)):
+        console.print(f"written: {written}", soft_wrap=True)
+    if plot is not None:
+        picture(console, bench.plot, rows, f"products on {device}", plot)

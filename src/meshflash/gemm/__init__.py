@@ -1,0 +1,6 @@
+"""Products of matrices: Stream-K kernels, the choice between them and torch's own, and their gradients."""
+
+from meshflash.gemm.api import matmul
+from meshflash.gemm.planning import Plan
+
+__all__ = ["Plan", "matmul"]

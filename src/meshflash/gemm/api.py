@@ -1,0 +1,160 @@
+"""The public product: its arguments, its plan, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshflash.gemm.launch import ACTIVATIONS, Epilogue, run
+from meshflash.gemm.planning import MODES, PRECISIONS, Plan, Product, choose
+
+
+@overload
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    activation: str | None = ...,
+    mode: str = ...,
+    precision: str = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_plan: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    activation: str | None = ...,
+    mode: str = ...,
+    precision: str = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_plan: Literal[True],
+) -> tuple[Tensor, Plan]: ...
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    mode: str = "auto",
+    precision: str = "ieee",
+    out_dtype: torch.dtype | None = None,
+    return_plan: bool = False,
+) -> Tensor | tuple[Tensor, Plan]:
+    """`activation(a @ b + bias)` of two matrices, with gradients.
+
+    Args:
+        a: `[m, k]`, of any strides.
+        b: `[k, n]`, of the same dtype, on the same device.
+        bias: `[n]`, added to every row.
+        activation: None, "relu", "gelu" (by erf, as torch's default) or "silu".
+        mode: "stream_k", "data_parallel", "split_k" (our kernel), "torch", or "auto": the fastest of them at the
+            nearest shape that was measured on such a device, and torch's own where none was. Every run of our
+            kernel on a device gives the same bits.
+        precision: of float32 on GPUs: "ieee" or "tf32".
+        out_dtype: of the result; that of the operands by default. Sums are in float32 either way.
+        return_plan: also return the `Plan`: mode, tiles, programs, and why.
+
+    >>> a, b = torch.ones(2, 3), torch.ones(3, 4)
+    >>> out, plan = matmul(a, b, bias=torch.full((4,), -5.0), activation="relu", return_plan=True)
+    >>> out.shape, out.max().item(), plan.mode
+    (torch.Size([2, 4]), 0.0, 'torch')
+
+    """
+    _check(a, b, bias, activation, mode, precision, out_dtype)
+    plan = choose(Product.of(a, b, precision), mode)
+    dtype = out_dtype or a.dtype
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
+        out = _Product.apply(a, b, bias, activation, mode, precision, dtype, plan)
+    else:
+        out, _ = run(plan, a, b, precision, Epilogue(dtype, bias, activation))
+    return (out, plan) if return_plan else out
+
+
+class _Product(torch.autograd.Function):
+    """The product and its gradients, each by a plan of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        mode: str,
+        precision: str,
+        dtype: torch.dtype,
+        plan: Plan,
+    ) -> Tensor:
+        keep = activation in ("gelu", "silu")
+        out, kept = run(plan, a, b, precision, Epilogue(dtype, bias, activation, keep))
+        ctx.save_for_backward(a, b, out if activation == "relu" else kept)
+        ctx.asked = activation, mode, precision, None if bias is None else bias.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        a, b, kept = ctx.saved_tensors
+        activation, mode, precision, bias_dtype = ctx.asked
+        dx = dout if activation is None else _GRADIENTS[activation](dout, kept)
+        dbias = dx.sum(0, dtype=torch.promote_types(dx.dtype, torch.float32)).to(bias_dtype) if bias_dtype else None
+        dx = dx.to(a.dtype)
+
+        def product(x: Tensor, y: Tensor) -> Tensor:
+            return run(choose(Product.of(x, y, precision), mode), x, y, precision, Epilogue(a.dtype))[0]
+
+        da = product(dx, b.T) if ctx.needs_input_grad[0] else None
+        db = product(a.T, dx) if ctx.needs_input_grad[1] else None
+        return da, db, dbias if ctx.needs_input_grad[2] else None, *(None,) * 5
+
+
+#: The gradient of what an activation got, from that of its result and what it got, or gave in relu's case.
+_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda dout, out: torch.ops.aten.threshold_backward(dout, out, 0),
+    "gelu": torch.ops.aten.gelu_backward,
+    "silu": torch.ops.aten.silu_backward,
+}
+
+
+def _check(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    mode: str,
+    precision: str,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """A ValueError for what cannot be, with what to write instead."""
+    for name, x in (("a", a), ("b", b)):
+        if x.dim() != 2:
+            raise ValueError(f"{name} has {x.dim()} dims: a product is of matrices; write {name}.flatten(0, -2) or so")
+        if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
+            raise ValueError(f"{name} is {x.dtype}: write {name}.bfloat16(), .half(), .float() or .double()")
+    if a.shape[1] != b.shape[0]:
+        turned = "; write b.T" if a.shape[1] == b.shape[1] else ""
+        raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: columns of a are rows of b{turned}")
+    if a.dtype != b.dtype:
+        raise ValueError(f"a is {a.dtype} and b is {b.dtype}: write b.to(a.dtype)")
+    if a.device != b.device:
+        raise ValueError(f"a is on {a.device} and b on {b.device}: write b.to(a.device)")
+    if bias is not None and (bias.shape != b.shape[1:] or not bias.dtype.is_floating_point or bias.device != a.device):
+        raise ValueError(
+            f"bias is {bias.dtype} of {tuple(bias.shape)} on {bias.device}: "
+            f"expected floating numbers of shape ({b.shape[1]},) on {a.device}"
+        )
+    for word, value, known in (("mode", mode, ("auto", *MODES)), ("precision", precision, PRECISIONS)):
+        if value not in known:
+            raise ValueError(f"{word} {value!r}: expected one of {', '.join(known)}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r}: expected None or one of {', '.join(ACTIVATIONS)}")
+    if out_dtype is not None and (not out_dtype.is_floating_point or out_dtype.itemsize == 1):
+        raise ValueError(f"out_dtype {out_dtype}: expected torch.float32, torch.bfloat16 or torch.float16")

@@ -1,0 +1,134 @@
+"""How fast each way to a product is on a device, as measured; nothing is ever measured in a call.
+
+A table lists modes at shapes. `meshflash bench gemm --calibrate` writes one into the user's own folder, beside that
+of the attention kernels; tables that come with meshflash lie under `measured/`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshflash.kernels.rates import identity, own_file
+
+#: Where the tables are that come with meshflash.
+SHIPPED = Path(__file__).parent / "measured"
+#: How far a measured shape may be: each size by this factor at most.
+NEAR = 2.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one mode reached at one shape: TFLOP/s. `layout` has a t for each operand whose columns are neighbours."""
+
+    mode: str
+    numbers: str
+    layout: str
+    m: int
+    n: int
+    k: int
+    tflops: float
+    config: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The measured rates of a device."""
+
+    device: str
+    architecture: str
+    rates: tuple[Rate, ...]
+    measured_with: dict[str, str] = field(default_factory=dict)
+
+    def best(self, numbers: str, layout: str, m: int, n: int, k: int) -> Rate | None:
+        """The fastest at the nearest shape of these numbers and this layout; None where none is near."""
+        like = [rate for rate in self.rates if (rate.numbers, rate.layout) == (numbers, layout)]
+
+        def distance(rate: Rate) -> float:
+            sizes = zip((m, n, k), (rate.m, rate.n, rate.k), strict=True)
+            return max(abs(math.log(size / measured)) for size, measured in sizes)
+
+        nearest = min(map(distance, like), default=math.inf)
+        if nearest > math.log(NEAR):
+            return None
+        return max((rate for rate in like if distance(rate) == nearest), key=lambda rate: rate.tflops)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is written."""
+        rows = [asdict(rate) | {"tflops": float(f"{rate.tflops:.4g}")} for rate in self.rates]
+        about = {"device": self.device, "architecture": self.architecture, "measured_with": self.measured_with}
+        return about | {"rates": rows}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Table:
+        """As it was written."""
+        rates = tuple(Rate(**row | {"config": tuple(row["config"])}) for row in data["rates"])
+        if not all(0 < rate.tflops < math.inf and min(rate.m, rate.n, rate.k) > 0 for rate in rates):
+            raise ValueError("rates and sizes must be numbers > 0")
+        return Table(str(data["device"]), str(data["architecture"]), rates, data.get("measured_with", {}))
+
+
+@dataclass(frozen=True)
+class Known:
+    """A table, and how it came to be used, in words."""
+
+    table: Table
+    source: str
+
+
+def known(device: torch.device) -> Known | None:
+    """The table for a device: the user's own, the one that comes with meshflash, or one of its architecture."""
+    return _known(*identity(device)) if device.type == "cuda" else None
+
+
+@cache
+def _known(name: str, architecture: str) -> Known | None:
+    own = _found(name)
+    if own:
+        return Known(_read(own), f"measured here, in {own}")
+    tables = [_read(path) for path in sorted(SHIPPED.glob("*.json"))]
+    for table in tables:
+        if table.device == name:
+            return Known(table, f"the table of {name}")
+    for table in tables:
+        if table.architecture == architecture:
+            return Known(table, f"the table of {table.device}, of the same architecture")
+    return None
+
+
+def file_of(name: str) -> Path:
+    """Where the user's own table of a device is."""
+    return own_file(f"gemm {name}")
+
+
+def _found(name: str) -> Path | None:
+    """The user's own table, if there is one; a home that is not there or not ours has none."""
+    try:
+        path = file_of(name)
+        return path if path.exists() else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def write(table: Table, path: Path) -> None:
+    """Write a table at once or not at all: other processes may be reading it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(table.to_json(), indent=1) + "\n")
+    os.replace(new, path)
+    _known.cache_clear()
+
+
+def _read(path: Path) -> Table:
+    try:
+        return Table.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        again = "remove it, or run meshflash bench gemm --calibrate"
+        raise ValueError(f"{path}: not a table of rates of products ({error!r}); {again}") from error

@@ -1,0 +1,193 @@
+"""The product of two matrices in Triton: shares of tiles, a fixed-order sum of them, bias and activation.
+
+Which program has which slices is `partition.py`'s, by the same functions. A program that has a part of a tile writes
+its sum to the workspace and counts its slices; the one that completes the count adds all parts in the order of
+programs, so that nobody waits and every run gives the same bits. It leaves the count at zero for the next call.
+Sums are in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from meshflash.gemm import partition
+from meshflash.kernels.triton_common import INTERPRETED, dot
+
+#: What the kernel calls: compiled with it, but as it is for the interpreter, which takes milliseconds for each call of
+#: a jitted function and asks that it know Triton.
+inner = (lambda function: function) if INTERPRETED else triton.jit
+begin_of = inner(partition.begin_of)
+owner_of = inner(partition.owner_of)
+place_of = inner(partition.place_of)
+
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+
+
+@inner
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu":
+        x = tl.where(x < 0, 0.0, x)  # NaN stays
+    if ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.math.erf(x * SQRT_HALF))
+    if ACTIVATION == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@inner
+def _finish(
+    acc, BIAS, OUT, KEPT, o_m, m, n, M, N,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation, and the store of numbers at rows m and columns n; KEPT gets what the activation gets."""
+    there = (m[:, None] < M) & (n[None, :] < N)
+    if HAS_BIAS:
+        acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at = m[:, None] * o_m + n[None, :]
+    if KEEP:
+        tl.store(KEPT + at, acc.to(KEPT.dtype.element_ty), mask=there)
+    tl.store(OUT + at, _activated(acc, ACTIVATION).to(OUT.dtype.element_ty), mask=there)
+
+
+@inner
+def _finish_block(
+    acc, BIAS, OUT_BLOCKS, KEPT_BLOCKS, m0, n0, N,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """The same for a block that descriptors store."""
+    if HAS_BIAS:
+        n = n0 + tl.arange(0, acc.shape[1])
+        acc += tl.load(BIAS + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if KEEP:
+        KEPT_BLOCKS.store([m0, n0], acc.to(KEPT_BLOCKS.dtype))
+    OUT_BLOCKS.store([m0, n0], _activated(acc, ACTIVATION).to(OUT_BLOCKS.dtype))
+
+
+@inner
+def _add_up(
+    BIAS, OUT, KEPT, PARTIALS, tile, m0, n0, M, N, o_m, steps, crew, slices,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Finish a tile whose parts are all there: their sum in the order of programs, some columns at a time."""
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    begin = tile.to(tl.int64) * steps
+    first = owner_of(begin, crew, slices)
+    last = owner_of(begin + (steps - 1), crew, slices)
+    m = _numbers(m0, BLOCK_M, WIDE)
+    inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, COLUMNS)[None, :]
+    for j in range(0, BLOCK_N, COLUMNS):
+        part = PARTIALS + (inside + j)
+        # who begins a tile has it as its last one, the others as their first
+        total = tl.load(part + (first * SLOTS + (SLOTS - 1)) * SIZE, cache_modifier=".cg")
+        for program in range(first + 1, last + 1):
+            total += tl.load(part + program * SLOTS * SIZE, cache_modifier=".cg")
+        n = _numbers(n0 + j, COLUMNS, WIDE)
+        _finish(total, BIAS, OUT, KEPT, o_m, m, n, M, N, ACTIVATION, HAS_BIAS, KEEP)
+
+
+@inner
+def _numbers(first, COUNT: tl.constexpr, WIDE: tl.constexpr):
+    """COUNT numbers from the first on, in 64 bits where addresses need that."""
+    numbers = first + tl.arange(0, COUNT)
+    if WIDE:
+        numbers = numbers.to(tl.int64)
+    return numbers
+
+
+@triton.jit(do_not_specialize=["steps", "crew", "slices", "shared"])
+def product(
+    A, B, BIAS, OUT, OUT_BLOCKS, KEPT, KEPT_BLOCKS, PARTIALS, COUNTS,
+    M, N, K, a_m, a_k, b_k, b_n, o_m, steps, crew, slices, shared,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    SLOTS: tl.constexpr, COLUMNS: tl.constexpr, FLATTEN: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, OUT_DESCRIBED: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """OUT = activation(A B + BIAS), a program's segments one after another.
+
+    A descriptor that is TURNED is that of the transpose. SLOTS is how many unfinished tiles a program may have, 0
+    where all are whole; COLUMNS how many columns of a tile are added up at a time.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    rows = tl.cdiv(M, BLOCK_M)
+    columns = tl.cdiv(N, BLOCK_N)
+    tiles = rows * columns
+    count = tl.cdiv(tl.maximum(tiles - shared - program, 0), programs)
+    parted = 0
+    at = tl.cast(program, tl.int64)
+    end = at
+    if SLOTS > 0:
+        at = begin_of(tl.cast(program, tl.int64), crew, slices)
+        end = begin_of(tl.cast(program, tl.int64) + 1, crew, slices)
+        parted = ((end - 1) // steps - at // steps + 1).to(tl.int32)
+        count += parted
+    for turn in tl.range(0, count, flatten=FLATTEN):
+        tile = shared + program + (turn - parted) * programs
+        first = 0
+        last = steps
+        if SLOTS > 0:
+            mine = turn < parted
+            tile = tl.where(mine, (at // steps).to(tl.int32), tile)
+            first = tl.where(mine, (at % steps).to(tl.int32), 0)
+            last = tl.where(mine, tl.minimum(first + end - at, steps).to(tl.int32), steps)
+            at += last - first
+        row, column = place_of(tile, rows, columns, GROUP)
+        m0 = row * BLOCK_M
+        n0 = column * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if DESCRIPTORS:
+            for step in range(first, last):
+                k0 = step * BLOCK_K
+                if A_TURNED:  # noqa: SIM108 - a branch on a constant is pruned when compiled, a ternary is not
+                    a = A.load([k0, m0]).T
+                else:
+                    a = A.load([m0, k0])
+                if B_TURNED:  # noqa: SIM108
+                    b = B.load([n0, k0]).T
+                else:
+                    b = B.load([k0, n0])
+                acc = dot(a, b, acc, PRECISION, INTERPRETED)
+        else:
+            m = _numbers(m0, BLOCK_M, WIDE)
+            n = _numbers(n0, BLOCK_N, WIDE)
+            a_at = A + m[:, None] * a_m
+            b_at = B + n[None, :] * b_n
+            for step in range(first, last):
+                k = _numbers(step * BLOCK_K, BLOCK_K, WIDE)
+                a = tl.load(a_at + k[None, :] * a_k, mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
+                b = tl.load(b_at + k[:, None] * b_k, mask=(k[:, None] < K) & (n[None, :] < N), other=0.0)
+                acc = dot(a, b, acc, PRECISION, INTERPRETED)
+        whole = True
+        if SLOTS > 0:
+            whole = last - first == steps
+        if whole:
+            # in halves, which take half the shared memory and registers
+            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            right0 = n0 + BLOCK_N // 2
+            if OUT_DESCRIBED:
+                _finish_block(left, BIAS, OUT_BLOCKS, KEPT_BLOCKS, m0, n0, N, ACTIVATION, HAS_BIAS, KEEP)
+                _finish_block(right, BIAS, OUT_BLOCKS, KEPT_BLOCKS, m0, right0, N, ACTIVATION, HAS_BIAS, KEEP)
+            else:
+                rows_m = _numbers(m0, BLOCK_M, WIDE)
+                n_left = _numbers(n0, BLOCK_N // 2, WIDE)
+                n_right = _numbers(right0, BLOCK_N // 2, WIDE)
+                _finish(left, BIAS, OUT, KEPT, o_m, rows_m, n_left, M, N, ACTIVATION, HAS_BIAS, KEEP)
+                _finish(right, BIAS, OUT, KEPT, o_m, rows_m, n_right, M, N, ACTIVATION, HAS_BIAS, KEEP)
+        else:
+            slot = program.to(tl.int64) * SLOTS
+            if SLOTS == 2:
+                slot += first == 0
+            inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(PARTIALS + slot * (BLOCK_M * BLOCK_N) + inside, acc, cache_modifier=".cg")
+            tl.debug_barrier()  # all threads have stored before one of them counts
+            counted = tl.atomic_add(COUNTS + tile, last - first, sem="acq_rel", scope="gpu")
+            if counted + (last - first) == steps:
+                _add_up(
+                    BIAS, OUT, KEPT, PARTIALS, tile, m0, n0, M, N, o_m, steps, crew, slices,
+                    BLOCK_M, BLOCK_N, SLOTS, COLUMNS, ACTIVATION, HAS_BIAS, KEEP, WIDE,
+                )  # fmt: skip
+                tl.store(COUNTS + tile, 0)

@@ -1,0 +1,306 @@
+"""`meshflash.gemm.matmul`: gradients, edges, plans, mistakes, the table of rates, and `meshflash bench gemm`."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshflash.bench import gemm as bench
+from meshflash.bench import record
+from meshflash.cli import app
+from meshflash.gemm import Plan, configs, matmul, planning, rates
+from meshflash.gemm.configs import Config
+from meshflash.gemm.launch import ACTIVATIONS
+from meshflash.gemm.planning import MODES, Product, choose
+from meshflash.gemm.rates import Known, Rate, Table
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_gemm_gpu.py has it on a GPU")
+
+
+def leaves(m=17, n=18, k=20, dtype=torch.float32, turned=False):
+    generator = torch.Generator().manual_seed(0)
+    a, b, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (n, k), (n,)))
+    b = b if turned else b.T.contiguous()
+    return [x.requires_grad_() for x in (a, b, bias)]
+
+
+def everything(function, tensors):
+    """The result and all gradients."""
+    out = function(*tensors)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, tensors, dout)]
+
+
+def check(got, want, allowed):
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape
+        assert float((x.detach().double() - y.detach()).norm()) <= allowed * float(y.detach().norm())
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("mode", "activation"),
+    [*((mode, "gelu") for mode in MODES), *(("stream_k", name) for name in (None, "relu", "silu")), ("torch", "silu")],
+)
+def test_gradients_against_float64(mode, activation):
+    tensors = leaves()
+    got = everything(lambda a, b, bias: matmul(a, b, bias=bias, activation=activation, mode=mode), tensors)
+    act = ACTIVATIONS[activation] if activation else lambda x: x
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    check(got, everything(lambda a, b, bias: act(a @ b + bias), exact), 1e-6)
+
+
+@interpreted
+def test_gradients_in_half_precision_with_a_wider_result():
+    a, b, bias = leaves(dtype=torch.bfloat16)
+    bias = bias.detach().float().requires_grad_()
+    for mode in ("stream_k", "torch"):
+        got = everything(
+            lambda *x, mode=mode: matmul(*x[:2], bias=x[2], mode=mode, out_dtype=torch.float32), [a, b, bias]
+        )
+        assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+        exact = [x.detach().double().requires_grad_() for x in (a, b, bias)]
+        want = everything(lambda a, b, bias: a @ b + bias, exact)
+        check(got[:1], want[:1], 1e-6)
+        check(got[1:], want[1:], 5e-3)
+
+
+@interpreted
+def test_a_result_that_is_summed_has_a_gradient_of_no_stride():
+    a, b, _ = leaves()
+    matmul(a, b, mode="stream_k").sum().backward()
+    assert a.grad is not None
+    check([a.grad], [b.detach().double().sum(1).expand(17, 20)], 1e-6)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    a, b, bias = leaves()
+    out = matmul(a.detach(), b, bias=bias.detach(), activation="gelu")
+    out.sum().backward()
+    assert a.grad is None
+    assert bias.grad is None
+    assert b.grad is not None
+    with torch.no_grad():
+        assert not matmul(a, b, bias=bias).requires_grad
+
+
+def test_float64_goes_to_torch_and_passes_gradcheck():
+    tensors = [x.detach().double().requires_grad_() for x in leaves(3, 4, 5)]
+    for name in (None, *ACTIVATIONS):
+        torch.autograd.gradcheck(lambda a, b, bias, name=name: matmul(a, b, bias=bias, activation=name), tensors)
+
+
+@pytest.mark.parametrize("mode", ["auto", *(MODES if os.environ.get("TRITON_INTERPRET") == "1" else ["torch"])])
+@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)])
+def test_nothing_to_multiply(shape, mode):
+    m, n, k = shape
+    a, b = torch.ones(m, k, requires_grad=True), torch.ones(k, n, requires_grad=True)
+    bias = torch.arange(-1.0, n - 1, requires_grad=True)
+    out, plan = matmul(a, b, bias=bias, activation="relu", mode=mode, return_plan=True)
+    assert plan == Plan("torch", "there is nothing to multiply")
+    assert torch.equal(out, torch.relu(bias).expand(m, n))
+    out.sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, m * (bias > 0).float())
+    assert a.grad is not None
+    assert a.grad.shape == a.shape
+
+
+def test_autocast_does_not_change_the_dtype():
+    a, b, _ = leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert matmul(a, b).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "words"),
+    [
+        ((torch.ones(2, 3, 4), torch.ones(4, 5)), {}, r"a has 3 dims.*a\.flatten\(0, -2\)"),
+        ((torch.ones(2, 3), torch.ones(4, 3)), {}, r"columns of a are rows of b; write b\.T"),
+        ((torch.ones(2, 3), torch.ones(4, 5)), {}, r"a is \(2, 3\) and b is \(4, 5\)"),
+        ((torch.ones(2, 3), torch.ones(3, 4).half()), {}, r"write b\.to\(a\.dtype\)"),
+        ((torch.ones(2, 3).int(), torch.ones(3, 4).int()), {}, r"write a\.bfloat16\(\)"),
+        ((torch.ones(2, 3), torch.ones(3, 4, device="meta")), {}, r"write b\.to\(a\.device\)"),
+        ((torch.ones(2, 3), torch.ones(3, 4)), {"bias": torch.ones(3)}, r"shape \(4,\)"),
+        ((torch.ones(2, 3), torch.ones(3, 4)), {"mode": "split"}, "mode 'split': expected one of auto, stream_k"),
+        ((torch.ones(2, 3), torch.ones(3, 4)), {"activation": "tanh"}, "None or one of relu, gelu, silu"),
+        ((torch.ones(2, 3), torch.ones(3, 4)), {"precision": "bf16"}, "one of ieee, tf32"),
+        ((torch.ones(2, 3), torch.ones(3, 4)), {"out_dtype": torch.int32}, "expected torch.float32"),
+        (
+            (torch.ones(2, 3).double(), torch.ones(3, 4).double()),
+            {"mode": "stream_k"},
+            'no float64; write mode="torch"',
+        ),
+    ],
+)
+def test_mistakes_are_told(arguments, more, words):
+    with pytest.raises(ValueError, match=words):
+        matmul(*arguments, **more)
+
+
+def test_a_cpu_without_the_interpreter_is_told(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1 is set from the start; write mode"):
+        matmul(torch.ones(2, 3), torch.ones(3, 4), mode="stream_k")
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """A GPU that is not here, and is only planned for."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(configs, "cores", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(planning.triton_configs, "has_descriptors", lambda device: True)
+    monkeypatch.setattr(rates, "known", lambda device: None)
+
+    def product(m, n, k, **more):
+        return Product(m, n, k, torch.bfloat16, device, **more)
+
+    return product
+
+
+def test_auto_without_rates_is_torch_and_says_so(a_gpu):
+    plan = choose(a_gpu(8192, 8192, 8192))
+    assert plan.mode == "torch"
+    assert "bench gemm --calibrate" in str(plan)
+    assert matmul(torch.ones(2, 3), torch.ones(3, 4), return_plan=True)[1].mode == "torch"
+
+
+def test_auto_takes_the_fastest_at_the_nearest_shape(a_gpu, monkeypatch):
+    config = (128, 128, 64, 4, 3, 8, 2, 0)
+    table = Table(
+        "here",
+        "sm_90",
+        (
+            Rate("torch", "bfloat16", "nn", 4096, 4096, 4096, 700.0),
+            Rate("stream_k", "bfloat16", "nn", 4096, 4096, 4096, 710.0, config),
+            Rate("torch", "bfloat16", "nn", 256, 1024, 16384, 300.0),
+            Rate("split_k", "bfloat16", "nn", 256, 1024, 16384, 250.0),
+        ),
+    )
+    again = Table.from_json(json.loads(json.dumps(table.to_json())))
+    assert again.rates == table.rates
+    monkeypatch.setattr(rates, "known", lambda device: Known(again, "a test"))
+    plan = choose(a_gpu(5000, 4096, 4000))
+    assert (plan.mode, plan.config, plan.programs) == ("stream_k", Config(*config), 264)
+    assert plan.why == "the fastest at 4096x4096x4096 (a test)"
+    assert choose(a_gpu(200, 1024, 16384)).mode == "torch"
+    for other in (a_gpu(64, 64, 64), a_gpu(4096, 4096, 4096, layout="tn")):
+        assert "no shape near" in choose(other).why
+    assert "multiples of 16 bytes" in choose(a_gpu(4096, 4096, 4096, lined=False)).why
+
+
+def test_plans_of_a_large_gpu(a_gpu):
+    plan = choose(a_gpu(8192, 8192, 8192), "stream_k")
+    assert plan.partition is not None
+    assert plan.config == Config(128, 256, 64, 8, 3)
+    assert (plan.programs, plan.partition.tiles, plan.partition.shared) == (132, 2048, 200)
+    assert str(plan).startswith(
+        "stream_k: 2048 tiles of 128x256x64 8w 3s, 200 shared and 1848 whole, over 132 programs"
+    )
+    few = choose(a_gpu(256, 1024, 28672), "split_k")
+    assert few.partition is not None
+    assert few.partition.shared == few.partition.tiles
+    assert 132 <= few.programs <= 264
+    unlined = choose(a_gpu(8192, 8192, 8192, lined=False), "stream_k").config
+    assert unlined is not None
+    assert unlined.block_n == 128
+
+
+def test_tables_are_written_and_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path))
+    path = rates.file_of("NVIDIA H200")
+    assert path == tmp_path / "gemm-nvidia-h200.json"
+    rates.write(Table("NVIDIA H200", "sm_90", (Rate("torch", "bfloat16", "nn", 1, 2, 3, 4.0),)), path)
+    known = rates._known("NVIDIA H200", "sm_90")
+    assert known is not None
+    assert known.table.rates[0].tflops == 4.0
+    assert str(path) in known.source
+    path.write_text('{"rates": [{"tflops": 0}]}')
+    rates._known.cache_clear()
+    with pytest.raises(ValueError, match=r"not a table of rates of products.*--calibrate"):
+        rates._known("NVIDIA H200", "sm_90")
+    rates._known.cache_clear()
+
+
+def test_no_table_comes_without_a_measurement():
+    for path in rates.SHIPPED.glob("*.json"):
+        table = Table.from_json(json.loads(path.read_text()))
+        assert table.measured_with
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, ["bench", "gemm", *map(str, words)], env={"COLUMNS": "80"})
+
+
+@interpreted
+def test_bench_gemm_times_torch_and_checks_the_kernel(tmp_path):
+    output, plot = tmp_path / "x.json", tmp_path / "x.png"
+    words = ("--shape", "33x20x40", "--mode", "stream_k", "--mode", "auto", "--layout", "nt", "--rounds", 2)
+    result = invoke(*words, "--device", "cpu", "--output", output, "--plot", plot)
+    assert result.exit_code == 0, (result.output, result.exception)
+    rows = record.read(output)["rows"]
+    assert [row["mode"] for row in rows] == ["torch", "stream_k", "auto"]
+    assert rows[0]["ratio"] == 1.0
+    assert rows[0]["ms"] > 0
+    assert rows[1]["ms"] is None
+    assert all(0 < row["error"] < 1e-6 for row in rows)
+    assert "not timed" in result.output
+    assert "only torch is timed" in result.output
+    assert max(map(len, result.output.splitlines()[:9])) <= 80
+    assert plot.stat().st_size > 1000
+
+
+def test_bench_gemm_shows_no_time_of_what_is_wrong(monkeypatch):
+    monkeypatch.setattr(bench, "run", lambda *args: (torch.zeros(4, 4), None))
+    with pytest.raises(RuntimeError, match=r"torch: relative error 1\.0e\+00 .* not timed"):
+        bench.measure(bench.Case(4, 4, 4, "float32", device="cpu"), ["torch"], 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--shape", "3x4"), ("--mode", "best"), ("--dtype", "int8"), ("--layout", "nx"), ("--tune",), ("--calibrate",)],
+)
+def test_mistakes_of_bench_gemm_are_told(words, tmp_path):
+    result = invoke(*words, "--device", "cpu", "--output", tmp_path / "x.json")
+    assert result.exit_code == 2
+    assert "Invalid value" in result.output
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_calibration_writes_the_best_of_each_mode(monkeypatch):
+    """Its rows are made up here: on a CPU nothing of ours is timed."""
+    wide, slim = (128, 256, 64, 8, 3, 8, 1, 0), (64, 128, 64, 4, 4, 8, 2, 0)
+
+    def trials(case, rounds, say):
+        say("timing")
+        made = [("torch", (), 500.0), ("stream_k", wide, 400.0), ("stream_k", slim, 450.0), ("split_k", slim, None)]
+        return [
+            bench.Row(case, mode, config, 1, 0, 1, 1e-3, None if tflops is None else 1.0, tflops, None, "tried")
+            for mode, config, tflops in made
+        ]
+
+    monkeypatch.setattr(bench, "trials", trials)
+    monkeypatch.setattr(bench, "identity", lambda device: ("a GPU", "sm_90"))
+    said: list[str] = []
+    table, rows = bench.calibrate("cuda", [(64, 64, 64)], layouts=("nn", "tn"), say=said.append)
+    assert len(rows) == 8
+    assert said == ["64x64x64 bfloat16 nn: timing", "64x64x64 bfloat16 tn: timing"]
+    assert [(rate.mode, rate.layout, rate.config) for rate in table.rates] == [
+        ("stream_k", "nn", slim),
+        ("torch", "nn", ()),
+        ("stream_k", "tn", slim),
+        ("torch", "tn", ()),
+    ]
+    assert table.measured_with["torch"] == torch.__version__
+
+
+def test_what_is_worth_trying(a_gpu):
+    device = torch.device("cuda")
+    tried = configs.candidates("bfloat16", device)
+    assert len({str(config) for config in tried}) == len(tried)
+    assert {configs.default(m, m, "bfloat16", True, device) for m in (64, 1024, 8192)} <= set(tried)
