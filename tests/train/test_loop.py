@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -221,19 +219,6 @@ def test_changes_of_configurations(tmp_path):
     ):
         with pytest.raises(ValueError, match=said.replace(".", r"\.")):
             configs.change(base, configs.assignments(texts))
-
-
-def test_the_command_over_ranks(tmp_path):
-    words = ["train", "gpt", "--nproc", "2", "--cp", "2", "--steps", "4", "--output", str(tmp_path)]
-    changes = ["--set", "data.batch=4", "--set", "run.log=2", "--set", "run.evaluate=4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "meshflash", *words, *changes], capture_output=True, text=True, timeout=400, check=True
-    )
-    assert "step 4, loss" in done.stdout
-    assert done.stdout.count("accuracy") == 1
-    rows = read_lines(tmp_path)
-    assert [row["step"] for row in rows] == [2, 4, 4]
-    assert (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").exists()
 
 
 def test_the_command_says_what_is_wrong():
