@@ -114,12 +114,12 @@ for ((n = 0; n < ${#rest[@]}; n++)); do
   "--dp -1") dp='' ;;
   "--dp "* | "--fsdp "* | "--cp "* | "--tp "*) number "$word" "$value" && printf -v "${word#--}" %s "$value" ;;
   "--output "*) output=yes ;;
-  "--fresh "*) fresh=yes ;;
+  "--fresh "* | "--from-step "*) fresh=yes ;;
   esac
 done
 if [ "$chain" -gt 1 ]; then
   if [ $output = no ]; then fail "--chain $chain: give --output FOLDER, where the next job finds checkpoints"; fi
-  if [ $fresh = yes ]; then fail "--chain $chain: each job would begin anew; leave out --fresh"; fi
+  if [ $fresh = yes ]; then fail "--chain $chain: each job would begin there; leave out --fresh and --from-step"; fi
 fi
 
 command=(meshflash train "$kind" --preset "$name" ${rest[@]+"${rest[@]}"})

@@ -250,7 +250,8 @@ def killed(rank, world, tell):
 
 
 @interpreted
-def test_a_killed_peer_is_an_error_within_seconds_and_what_it_left_is_swept():
+def test_a_killed_peer_is_an_error_within_seconds_and_what_it_left_is_swept(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # new processes import this file by its name here
     told: list[Any] = []
     with pytest.raises(RankError, match="rank 1 died with exit code -9"):
         run_ranks(3, killed, timeout=60, listen=told.append)

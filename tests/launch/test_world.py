@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -225,14 +227,21 @@ def test_ranks_that_torchrun_starts_again_do_not_hear_those_before(monkeypatch):
     store = torch.distributed.HashStore()  # of the agent: it stays
     monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
 
-    def met(turn, ranks=2):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", turn)
-        return rendezvous.meet(Place("torchrun", 0, ranks, 0, ranks), 1.0).store
+    def met(rank, timeout=10.0):
+        return rendezvous.meet(Place("torchrun", rank, 2, rank, 2), timeout).store
 
-    met("0").set("address", "of a rank that is gone")
-    assert met("0").check(["address"])
-    assert not met("1").check(["address"])
-    assert not met("0", ranks=3).check(["address"])  # a node has come
+    for start in range(3):
+        with ThreadPoolExecutor(2) as pool:  # the second rank comes first, and finds what others said
+            later = pool.submit(met, 1)
+            time.sleep(0.05)
+            first, second = met(0), later.result()
+        assert not first.check(["address"])
+        first.set("address", str(start))
+        assert second.get("address").decode() == str(start)
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 did not come within 0\.1 s"):
+        met(0, 0.1)
+    with pytest.raises(LaunchError, match=r"rank 1 of 2: rank 0 did not come within 0\.1 s"):
+        met(1, 0.1)
 
 
 def test_a_file_that_a_dead_job_left_is_not_believed(tmp_path, monkeypatch):

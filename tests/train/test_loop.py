@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from meshflash import shutdown
 from meshflash.cli import app
 from meshflash.train import config as configs
 from meshflash.train import loop
@@ -92,12 +93,13 @@ def chosen(rank, world, group, config, folder):
     folder = Path(folder)
     every = loop.train(config, folder, quiet=True).losses
     again = loop.train(config, folder, from_step=2, quiet=True).losses
+    assert (folder / "before-1" / "checkpoints" / "step-00000004").is_dir()
     with pytest.raises(ValueError, match="the steps there are: 2, 4"):
         loop.train(config, folder, from_step=3, quiet=True)
     with pytest.raises(ValueError, match="from_step: it is one of the checkpoints"):
         loop.train(config, folder, from_step=2, resume=False, quiet=True)
     short = replace(config, run=replace(config.run, steps=1, save=0, save_minutes=1e-9))
-    for number in (1, 2):
+    for number in (2, 3):
         anew = loop.train(short, folder, resume=False, quiet=True).losses
         if rank == 0:
             assert {path.name for path in (folder / f"before-{number}").iterdir()} == {"checkpoints", "metrics.jsonl"}
@@ -110,6 +112,23 @@ def test_where_a_run_goes_on_can_be_said(pool, tmp_path):
         assert again == every[2:]
         assert anew == every[:1]
         assert names == ["step-00000001"]
+
+
+def test_a_process_alone_begins_anew_once_for_a_launch(tmp_path, monkeypatch):
+    def trained(steps):
+        config = small(run={"steps": steps, "evaluate": 0}, optimizer={"warmup": 9})
+        try:
+            return loop.train(config, tmp_path, resume=False, quiet=True).losses
+        finally:
+            shutdown()
+
+    assert len(trained(2)) == len(trained(2)) == 2
+    monkeypatch.setattr(loop, "agent", lambda: "one of torchrun's")
+    assert len(trained(2)) == 2
+    assert len(trained(3)) == 1  # its ranks were started again
+    monkeypatch.setattr(loop, "agent", lambda: "another")
+    assert len(trained(2)) == 2
+    assert len(list(tmp_path.glob("before-*"))) == 3
 
 
 def timed(rank, world, group, folder):

@@ -29,6 +29,7 @@ from meshflash.gemm.launch import Epilogue, run
 from meshflash.gemm.planning import KERNELS, MODES, TORCH, Plan, Product, choose, plan
 from meshflash.gemm.rates import Rate
 from meshflash.kernels.rates import identity
+from meshflash.launch.devices import TRITON
 from meshflash.launch.room import attempt
 
 #: M, N and K: square, the two products of a wide MLP, a ragged one, and one with few rows and a long sum.
@@ -62,7 +63,7 @@ class Case:
     k: int
     numbers: str = "bfloat16"
     layout: str = "nn"
-    device: str = "cuda"
+    device: str = TRITON
 
     def __post_init__(self) -> None:
         if self.numbers not in WORST_ERROR:

@@ -78,7 +78,8 @@ def run(case: Training, rounds: int, say: Say = lambda _: None) -> list[Row]:
             del steps[name]
         else:
             losses[name] = loss
-    check_losses(losses, case.dtype)
+    if losses:
+        check_losses(losses, case.dtype)
     say("watching memory")
     peaks = {name: _peak(trainer, step, device) for name, step in steps.items()}
     say("timing steps")

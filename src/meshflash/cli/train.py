@@ -76,8 +76,7 @@ def command(
                 found = longest(built, say)
                 say(f"{found.tokens:,} tokens fit")
                 return
-            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, after a rank ended
-            trained = loop.train(built, output, resume=again or not fresh, from_step=None if again else from_step)
+            trained = loop.train(built, output, resume=not fresh, from_step=from_step)
         except (ValueError, loop.TrainingError) as error:
             typer.echo(f"[rank {here.rank}] {error}", err=True)
             raise typer.Exit(1) from error

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshflash.gemm.heap_contract import Heap
 from meshflash.gemm.heap_meeting import Meeting
-from meshflash.launch.devices import symmetric_memory
+from meshflash.launch.devices import current, symmetric_memory
 from meshflash.transport.symmetric import TorchHeap
 
 
@@ -129,4 +129,4 @@ class _Bytes:
 
 
 def _bytes_at(address: int, count: int) -> Tensor:
-    return torch.as_tensor(_Bytes(address, count), device="cuda")
+    return torch.as_tensor(_Bytes(address, count), device=current())

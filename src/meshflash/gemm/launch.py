@@ -15,6 +15,7 @@ from meshflash.gemm.planning import TORCH, Plan, in_lines
 from meshflash.kernels import triton_configs
 from meshflash.kernels.contract import HALF
 from meshflash.kernels.triton_launch import described
+from meshflash.launch.devices import TRITON
 
 #: By name, as torch has them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -44,7 +45,7 @@ def run(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue) -> tup
 def _by_torch(a: Tensor, b: Tensor, precision: str, then: Epilogue) -> tuple[Tensor, Tensor | None]:
     with torch.autocast(a.device.type, enabled=False), _float32_as(precision, a):
         if a.dtype in HALF and then.dtype == torch.float32:
-            x = torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else torch.mm(a.float(), b.float())
+            x = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
             x = x if then.bias is None else x + then.bias
         elif then.bias is not None and then.bias.dtype == a.dtype:
             x = torch.addmm(then.bias, a, b)
@@ -60,7 +61,7 @@ def _float32_as(precision: str, a: Tensor) -> Iterator[None]:
     """Inside the block torch multiplies float32 so on GPUs, whatever it was told before."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
-    if a.device.type != "cuda" or a.dtype != torch.float32 or before == precision:
+    if not a.is_cuda or a.dtype != torch.float32 or before == precision:
         yield
         return
     settings.fp32_precision = precision
@@ -143,7 +144,7 @@ def workspace(device: torch.device, numbers: int, tiles: int) -> tuple[Tensor, T
 
     It is kept for the stream, and grows. A graph that is captured gets its own, since its replays may run beside us.
     """
-    if device.type != "cuda":  # interpreted programs do not run beside each other, but threads do
+    if device.type != TRITON:  # interpreted programs do not run beside each other, but threads do
         return _room(device, numbers, tiles)
     if torch.cuda.is_current_stream_capturing():
         return _room(device, numbers, tiles)

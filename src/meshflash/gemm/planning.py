@@ -15,6 +15,7 @@ from meshflash.gemm.configs import Config
 from meshflash.gemm.partition import Partition
 from meshflash.kernels import triton_configs
 from meshflash.kernels.contract import HALF
+from meshflash.launch.devices import CPU, TRITON
 
 TORCH = "torch"
 #: The ways that our kernel has, and torch's own; "auto" is one of them, by what was measured.
@@ -83,7 +84,7 @@ class Product:
         """Why our kernel cannot serve it, or None."""
         if self.dtype not in (torch.float32, *HALF):
             return f"the kernel has no {self.numbers}"
-        if self.device.type not in ("cpu", "cuda"):
+        if self.device.type not in (CPU, TRITON):
             return f"the kernel does not run on {self.device.type}"
         if not find_spec("triton"):
             return "triton is not installed"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from meshflash.kernels.rates import identity, own_file
+from meshflash.launch.devices import TRITON
 
 #: Where the tables are that come with meshflash.
 SHIPPED = Path(__file__).parent / "measured"
@@ -85,7 +86,7 @@ class Known:
 
 def known(device: torch.device) -> Known | None:
     """The table for a device: the user's own, the one that comes with meshflash, or one of its architecture."""
-    return _known(*identity(device)) if device.type == "cuda" else None
+    return _known(*identity(device)) if device.type == TRITON else None
 
 
 @cache

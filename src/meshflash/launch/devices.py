@@ -18,6 +18,8 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 #: Kinds of accelerators, the first that is there is taken; and the backends that move their tensors, best first.
 BACKENDS: dict[str, tuple[str, ...]] = {"cuda": ("nccl",), "xpu": ("xccl", "ccl")}
 CPU = "cpu"
+#: What torch calls the GPUs that Triton compiles for, NVIDIA's and AMD's.
+TRITON = "cuda"
 #: Moves tensors of CPUs, and of others by way of the host.
 GLOO = "gloo"
 

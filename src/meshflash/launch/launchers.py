@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshflash.launch.hosts import tasks_on
 
@@ -154,6 +156,19 @@ def detect(environment: Environment | None = None) -> Place:
     if "WORLD_SIZE" in given and _number(given, "WORLD_SIZE", "variables") > 1:
         raise LaunchError("WORLD_SIZE is set and RANK is not: set RANK and LOCAL_RANK as well, or unset WORLD_SIZE")
     return Place(SINGLE)
+
+
+def agent() -> str:
+    """Which launch by torchrun this rank is of, the same where ranks are started again; empty where it is of none."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return ""
+    parent = os.getppid()
+    try:
+        begun = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        begun = ""
+    return f"{run} {socket.gethostname()} {parent} {begun}"
 
 
 def _within_step(given: Environment) -> bool:

@@ -87,7 +87,8 @@ def _found(place: Place, timeout: float, number: int) -> Store:
         where = f"{address}:{port}"
         with _explained(place, where, timeout):
             store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=limit))
-        return dist.PrefixStore(_turn(place), store), where
+            turn = _agreed(place, store, timeout)
+        return dist.PrefixStore(turn, store), where
     if address:
         return _given(place, address, port, timeout, number)
     if place.one_node:
@@ -109,12 +110,35 @@ def _found(place: Place, timeout: float, number: int) -> Store:
     )
 
 
-def _turn(place: Place) -> str:
-    """Which start of ranks by torchrun this is: its store outlives those that it started before, and what they said.
+def _agreed(place: Place, store: Any, timeout: float) -> str:
+    """A word that these very ranks share: torchrun's store outlives those that it started before, and what they said.
 
-    A node that comes or goes starts them again too, with another number of ranks.
+    Nothing that torchrun tells them would do: each node counts the starts by itself. Rank 0 says a new word, the others
+    answer with words of their own, and it repeats those: a rank that does not find its own has heard an old one.
     """
-    return f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{place.world_size}"
+    deadline, others = time.monotonic() + timeout, range(1, place.world_size)
+    if place.rank == 0:
+        word = secrets.token_hex(8)
+        store.set("meshflash/word", word)
+        answers = [f"meshflash/{word}/{rank}" for rank in others]
+        while absent := [str(rank) for rank, key in zip(others, answers, strict=True) if not store.check([key])]:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"rank {', '.join(absent)} of {place.world_size} did not come within {timeout:g} s; look at the "
+                    "first error of those ranks"
+                )
+            time.sleep(0.01)
+        store.set(f"meshflash/{word}/all", json.dumps([store.get(key).decode() for key in answers]))
+        return word
+    mine = secrets.token_hex(8)
+    while time.monotonic() < deadline:
+        if store.check(["meshflash/word"]):
+            word = store.get("meshflash/word").decode()
+            store.set(f"meshflash/{word}/{place.rank}", mine)
+            if store.check([f"meshflash/{word}/all"]) and mine in json.loads(store.get(f"meshflash/{word}/all")):
+                return word
+        time.sleep(0.01)
+    raise LaunchError(f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s")
 
 
 def _given(place: Place, address: str, port: str, timeout: float, number: int) -> Store:

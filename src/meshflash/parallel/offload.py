@@ -270,12 +270,13 @@ class Store:
 
     def _pin(self, room: int) -> Tensor:
         """New memory of the host. Where it would run out, the system would end the process without a word."""
-        needed = room + min(room, RESERVE)
-        if (free_bytes() or needed) < needed:
+        needed = room + (RESERVE if room == PIECE else room)
+        free = free_bytes()
+        if free is not None and free < needed:
             self.clear()
             _empty_cache()
-        free = free_bytes() or needed
-        if free < needed:
+            free = free_bytes()
+        if free is not None and free < needed:
             raise torch.OutOfMemoryError(
                 f"offload: {room / 2**30:.1f} GiB more of the host's memory are needed for what backwards will need, "
                 f"and {free / 2**30:.1f} GiB are free; take shorter sequences, more ranks, or no offload_activations"

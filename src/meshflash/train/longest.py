@@ -1,8 +1,8 @@
 """The longest sequence that a training step has the memory for, by trying.
 
 A step at a million tokens takes minutes, nearly all of them in attention, whose memory does not depend on how much it
-sees. So long sequences are tried with attention to near tokens, after it was seen at shorter ones that a layer with
-attention to all tokens takes no more; where it does, one layer attends to all.
+sees. So long sequences are tried with attention to near tokens, after it was seen at shorter ones that attention to
+all tokens, in the first layer and in the last, takes no more; where it does, those two attend to all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEAR = 32
 MOST_ON_CPU = 1 << 14
 #: What the layers see that do not attend to all.
 WINDOW = 1024
-#: Up to so many tokens one layer attends to all.
+#: Up to so many tokens the first layer and the last attend to all.
 COMPARED = 1 << 17
 
 
@@ -61,18 +61,19 @@ def longest(config: Config, say: Callable[[str], None] = lambda _: None, most: i
     rooms = _room(device), free_bytes()
     fits: dict[int, Longest] = {}
     trial: _Trial | None = None
-    fails, tokens = 0, STEP
+    fails, tokens, near = 0, STEP, False
     while tokens:
         begin = time.perf_counter()
-        trial = trial or attempt(partial(_Trial, config, device))
+        trial = trial or attempt(partial(_Trial, config, device, near))
         found = None if trial is None else attempt(partial(trial.step, tokens))
         seconds = time.perf_counter() - begin
         if found is None:
             fails, trial = tokens, None
+            attempt(_no_memory)  # its model is gone before the next one comes
             release()
             say(f"{tokens:>12,} tokens: out of memory, after {seconds:.0f} s")
         else:
-            fits[tokens] = found
+            fits[tokens], near = found, trial is not None and trial.all_near
             on_host = f", {found.host_bytes / 2**30:.1f} GiB on the host" if found.host_bytes else ""
             say(f"{tokens:>12,} tokens: {found.device_bytes / 2**30:.1f} GiB{on_host}, {seconds:.0f} s")
         tokens = _next({n: (own.device_bytes, own.host_bytes) for n, own in fits.items()}, fails, most, rooms)
@@ -109,6 +110,10 @@ def _next(fits: Mapping[int, tuple[int, int]], fails: int, most: int, rooms: tup
     return max(guess, top + STEP)
 
 
+def _no_memory() -> None:
+    raise torch.OutOfMemoryError
+
+
 def _room(device: torch.device) -> int | None:
     """Bytes of a device."""
     return None if device.type == CPU else int(torch.get_device_module(device).mem_get_info(device)[1])
@@ -117,15 +122,16 @@ def _room(device: torch.device) -> int | None:
 class _Trial:
     """A model that takes steps of any length; the optimizer has its state."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, all_near: bool) -> None:
         mesh = config.mesh
         self.mesh = init_mesh(mesh.dp, mesh.fsdp, mesh.cp, mesh.tp, mesh.order)
         self.device = device
         self.model, self.learner = build(config, self.mesh, device)
         inner: Any = getattr(self.model, "module", self.model)
         for n, block in enumerate(inner.layers):
-            block.self_attn.attend.register_forward_pre_hook(partial(self._near, n), with_kwargs=True)
-        self.all_near = False
+            inside = 0 < n < len(inner.layers) - 1
+            block.self_attn.attend.register_forward_pre_hook(partial(self._near, inside), with_kwargs=True)
+        self.all_near = all_near
         self._step(STEP)
 
     def step(self, tokens: int) -> Longest:
@@ -151,7 +157,7 @@ class _Trial:
         self.learner.zero_grad()
         return Longest(tokens, peak_memory(self.device), usage.peak)
 
-    def _near(self, layer: int, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if layer or self.all_near:
+    def _near(self, inside: bool, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if inside or self.all_near:
             kwargs = kwargs | {"mask": Mask.causal() & Mask.window(WINDOW, 0)}
         return args, kwargs

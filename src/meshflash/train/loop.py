@@ -18,6 +18,7 @@ from torch import distributed as _distributed
 from meshflash.core.mask import Mask
 from meshflash.job import init
 from meshflash.launch.devices import CPU, current, peak_memory
+from meshflash.launch.launchers import agent
 from meshflash.models.gpt import GPT, GPTConfig
 from meshflash.models.patches import spread_images
 from meshflash.models.vit import ViT
@@ -34,6 +35,7 @@ from meshflash.parallel.loss import count_tokens, total
 from meshflash.parallel.mesh import DATA, place, size, summed
 from meshflash.parallel.step import even_batches
 from meshflash.train.checkpoint import Checkpoints
+from meshflash.train.checkpoint_files import complete
 from meshflash.train.config import Config, Optimizer, Run, as_dict, from_dict
 from meshflash.train.images import ImageSample
 from meshflash.train.order import Order, divide
@@ -44,6 +46,8 @@ from meshflash.train.synthetic import accuracy
 dist: Any = _distributed  # torch does not declare all that it exports here
 
 CHECKPOINTS = "checkpoints"
+#: Says for which launch of torchrun's what an earlier run left was put aside.
+LAUNCH = "launch"
 
 
 class TrainingError(RuntimeError):
@@ -82,39 +86,65 @@ def train(
     here = init()
     if from_step is not None and (folder is None or not resume):
         raise ValueError("from_step: it is one of the checkpoints of a folder that a run goes on from")
-    if folder is not None and not resume:
-        if here.rank == 0:
-            _put_aside(folder)
-        _first_says(None)  # all others come after it
+    problem = None
+    if folder is not None and here.rank == 0:
+        try:
+            _clear_way(folder, resume, from_step)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    if problem := _first_says(problem):
+        raise ValueError(problem)
     with _repeatable(config.run.deterministic):
-        return _train(config, folder, here.rank == 0, from_step, quiet)
+        return _train(config, folder, here.rank == 0, quiet)
 
 
-def _put_aside(folder: Path) -> None:
-    """Let a run begin anew where another one was; what that left is kept."""
+def _clear_way(folder: Path, resume: bool, from_step: int | None) -> None:
+    """Put aside what this run does not go on from: all of it, or the checkpoints behind a step; once for a launch."""
+    asked = "fresh" if not resume else None if from_step is None else f"from {from_step}"
+    if asked is None:
+        return
+    launch = agent()
+    words = f"{asked} {launch}"
+    mark = folder / LAUNCH
+    if launch and mark.exists() and mark.read_text() == words:
+        return  # torchrun has started the ranks again: now they go on
+    kept = complete(folder / CHECKPOINTS)
+    if from_step is not None and from_step not in kept:
+        there = ", ".join(map(str, kept)) or "none"
+        raise ValueError(f"from_step={from_step}: no such checkpoint in {folder}; the steps there are: {there}")
     number = 1
     while (folder / f"before-{number}").exists():
         number += 1
-    for name in (CHECKPOINTS, LINES, EVENTS):
-        if (folder / name).exists():
-            (folder / f"before-{number}").mkdir(exist_ok=True)
-            (folder / name).rename(folder / f"before-{number}" / name)
+    aside = folder / f"before-{number}"
+    if from_step is None:
+        going = [folder / name for name in (CHECKPOINTS, LINES, EVENTS)]
+    else:
+        going = [path for step, path in kept.items() if step > from_step]
+    for path in going:
+        if path.exists():
+            into = aside / path.relative_to(folder)
+            into.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(into)
+    if folder.exists():
+        mark.write_text(words)
 
 
 @contextmanager
 def _repeatable(wanted: bool) -> Iterator[None]:
     """Kernels that give the same bits each time, where that is asked."""
-    before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-        torch.use_deterministic_algorithms(True)
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _train(config: Config, folder: Path | None, first: bool, from_step: int | None, quiet: bool) -> Trained:
+def _train(config: Config, folder: Path | None, first: bool, quiet: bool) -> Trained:
     mesh = init_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp, config.mesh.order)
     device = current()
     source = open_source(config, config.data.source, config.data.samples, config.data.seed)
@@ -123,7 +153,7 @@ def _train(config: Config, folder: Path | None, first: bool, from_step: int | No
     model, learner = build(config, mesh, device)
     kept = None if folder is None else Checkpoints(folder / CHECKPOINTS, keep=config.run.keep, mesh=mesh)
     start = 0
-    latest = from_step if kept is None or from_step is not None else _first_says(kept.latest())
+    latest = None if kept is None else _first_says(kept.latest())
     if kept is not None and latest is not None:
         state = kept.load(model, learner, latest)
         if from_dict(state["config"]).model != config.model:
@@ -323,7 +353,7 @@ def _due(run: Run, step: int, since: float) -> bool:
 def _first_says(value: Any) -> Any:
     """Rank 0's value: what a shared file system shows may come to ranks at other times."""
     found = [value]
-    if dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(found, 0)
     return found[0]
 

@@ -76,12 +76,14 @@ def _meet(backend: str, rank: int, world_size: int) -> None:
     """Make the group. Rank 0's store of the group before may still answer, and end meanwhile: then once more."""
     for left in reversed(range(MEETINGS)):
         try:
-            dist.init_process_group(backend, rank=rank, world_size=world_size)
-            return
+            store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+            store.set(f"here/{rank}", "1")  # it answers, and is not about to end
+            break
         except dist.DistNetworkError:
             if rank == 0 or not left:
                 raise
             time.sleep(0.2)
+    dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size)
 
 
 def cleanup_ddp() -> None:
