@@ -70,7 +70,8 @@ class Backward:
         rows = config.block_m
         (q_rows, q_at), (dout_rows, dout_at) = in_rows(self.q, rows), in_rows(self.dout, rows)
         numbers = [self.lse, self.delta]
-        # heads of 64 get NaN by descriptors of one dimension in this loop, from Triton 3.6 on an H200
+        # heads of 64 got NaN by descriptors of one dimension in this loop, in four configurations, by Triton 3.6 on an
+        # H200, and the right numbers by pointers; why is not known
         if aligned := self._aligned(tables) and self.q.shape[-1] == 128:
             numbers = [described(y.view(-1), [rows]) for y in numbers]
         dk, dv = grads.dk_BSKD, grads.dv_BSKE
