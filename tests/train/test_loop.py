@@ -233,6 +233,8 @@ def test_changes_of_configurations(tmp_path):
         (["mesh.cp=two"], "mesh.cp='two': expected int"),
         (["run.dtype=3"], "run.dtype=3: expected str"),
         (["run.dtype=float3"], "run.dtype='float3': expected one of float32"),
+        (["run.save=-3"], "run.save=-3: expected 0, which is never, or more"),
+        (["run.save_minutes=-1"], "run.save_minutes=-1.0: expected 0"),
         (["mesh"], "expected path=value"),
         (["mesh.cp.x=1"], "mesh.cp: it is a value, not a table"),
     ):

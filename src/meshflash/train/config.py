@@ -103,6 +103,9 @@ class Run:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"run.dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        for name in ("steps", "log", "evaluate", "save", "save_minutes", "compare"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"run.{name}={getattr(self, name)}: expected 0, which is never, or more")
 
 
 @dataclass(frozen=True)
