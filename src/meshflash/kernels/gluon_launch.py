@@ -21,6 +21,8 @@ VERSIONS = ("3.6", "3.7")
 #: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
 CACHED = 32 << 20
 LOG2E = 1.4426950408889634
+#: A stride that descriptors take, for dimensions of one, whose own may be any.
+LINED = 64
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _serves(x: Inputs, *tensors: Tensor) -> bool:
         return False
     if features.scale < LEAST_SCALE or features.dropout or features.alibi_slopes_BH is not None:
         return False
-    return all(map(fits, tensors))
+    return all(x.dtype == q.dtype and fits(x) for x in tensors)
 
 
 @cache
@@ -165,7 +167,7 @@ class Sums:
 
         batch, tokens, heads, dim = self.q.shape
         with torch.cuda.device_of(dq):
-            gather_dq[(self.tiles, batch * heads)](
+            gather_dq[(self.tiles * batch * heads,)](
                 *(self.room, dq, tokens, self.tiles, heads, scale, *dq.stride()[:3]), BLOCK_M=self.block_m, D=dim
             )
 
@@ -185,7 +187,7 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
     flat = NVMMASharedLayout(0, 32, rank=2)
     rotate = config.rotate_masked if tables.lower or tables.upper else config.rotate
     with torch.cuda.device_of(q):
-        lines[(-(-room // LINE), batch * heads)](
+        lines[(batch * heads, -(-room // LINE))](
             *(lse, delta, *numbers, tokens, room, heads, *lse.stride(), *delta.stride()), LINE=LINE
         )
         kernel[(len(tables), k.shape[2])](
@@ -231,7 +233,9 @@ def _descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
 
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
     layout = layout or gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    *outer, inner = x.stride()
+    strides = [LINED if size == 1 else stride for size, stride in zip(x.shape, outer, strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, inner], block, layout)
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

@@ -14,10 +14,10 @@ LINE = 1024
 @triton.jit(do_not_specialize=["tokens", "room"])
 def lines(LSE, DELTA, LSE_LINES, DELTA_LINES, tokens, room, heads, l_b, l_h, l_t, d_b, d_h, d_t, LINE: tl.constexpr):
     """LSE in base 2, +inf for rows that see nothing, and delta: lines of `room` numbers by batch row and head."""
-    line = tl.program_id(1)
+    line = tl.program_id(0)
     b = (line // heads).to(tl.int64)
     h = (line % heads).to(tl.int64)
-    t = tl.program_id(0) * LINE + tl.arange(0, LINE)
+    t = tl.program_id(1) * LINE + tl.arange(0, LINE)
     there = t < tokens
     lse = tl.load(LSE + b * l_b + h * l_h + t.to(tl.int64) * l_t, mask=there, other=-INF)
     delta = tl.load(DELTA + b * d_b + h * d_h + t.to(tl.int64) * d_t, mask=there, other=0.0)
@@ -29,9 +29,10 @@ def lines(LSE, DELTA, LSE_LINES, DELTA_LINES, tokens, room, heads, l_b, l_h, l_t
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def gather_dq(SUMS, DQ, tokens, tiles, heads, scale, q_b, q_t, q_h, BLOCK_M: tl.constexpr, D: tl.constexpr):
     """DQ of one block of queries and one head, from sums in the order of registers."""
-    line = tl.program_id(1)
-    b = (line // heads).to(tl.int64)
-    h = (line % heads).to(tl.int64)
+    block = tl.program_id(0).to(tl.int64)
+    line = block // tiles
+    b = line // heads
+    h = line % heads
     m = tl.arange(0, BLOCK_M)[:, None]
     c = tl.arange(0, D)[None, :]
     half = c // 64 if BLOCK_M == 64 else m // 64
@@ -39,8 +40,7 @@ def gather_dq(SUMS, DQ, tokens, tiles, heads, scale, q_b, q_t, q_h, BLOCK_M: tl.
     column = c % 64
     at = (column // 8 * 4 + row // 16) * 8 + row % 8
     at = ((at * 4 + column % 8 // 2) * 2 + row // 8 % 2) * 2 + column % 2
-    block = line.to(tl.int64) * tiles + tl.program_id(0)
     x = tl.load(SUMS + block * (BLOCK_M * D) + half * 4096 + at)
-    t = tl.program_id(0) * BLOCK_M + m
-    into = DQ + b * q_b + h * q_h + t.to(tl.int64) * q_t + c
+    t = block % tiles * BLOCK_M + m
+    into = DQ + b * q_b + h * q_h + t * q_t + c
     tl.store(into, (x * scale).to(DQ.dtype.element_ty), mask=t < tokens)

@@ -21,14 +21,16 @@ from meshflash.launch.devices import CPU, current, peak_memory
 from meshflash.launch.room import attempt, free_bytes
 from meshflash.models.gpt import GPTConfig
 from meshflash.parallel import accumulate, clip_grad_norm, init_mesh, spread_batch
-from meshflash.parallel.offload import release, store_of
+from meshflash.parallel.offload import RESERVE, release, store_of
 from meshflash.train.config import Config
 from meshflash.train.loop import build
 
 #: Lengths that are tried are multiples of this.
 STEP = 8192
-#: The search ends when what fits and what does not are so near: one in this many.
-NEAR = 32
+#: The search ends when what fits and what does not are so near: one in this many. A try may take minutes.
+NEAR = 16
+#: Shares of the device's memory and of the host's that a step may fill, as memory as a line of length says.
+FILLED = 0.98, 0.95
 #: On CPUs nothing says no in time: so many tokens at most.
 MOST_ON_CPU = 1 << 14
 #: What the layers see that do not attend to all.
@@ -47,10 +49,10 @@ class Longest:
 
 
 def longest(config: Config, say: Callable[[str], None] = lambda _: None, most: int = 1 << 24) -> Longest:
-    """The longest causal sequence on one device, to three in a hundred.
+    """The longest causal sequence on one device, to six in a hundred.
 
-    Lengths grow by four until a step runs out of memory; then memory as a line of length says where to look. On one
-    device: a rank of several that runs out would leave the others waiting.
+    Lengths grow by four up to `COMPARED`; then memory as a line of length says where to look. On one device: a rank of
+    several that runs out would leave the others waiting.
     """
     if not isinstance(config.model, GPTConfig):
         raise ValueError("--find-max-tokens: of a GPT; the patches of an image are data.height and data.width")
@@ -58,7 +60,7 @@ def longest(config: Config, say: Callable[[str], None] = lambda _: None, most: i
         raise ValueError("--find-max-tokens: on one device only; give layers and heads of a rank's part by --set")
     device = current()
     most = min(most, MOST_ON_CPU) if device.type == CPU else most
-    rooms = _room(device), free_bytes()
+    rooms = _room(device), _host_room()
     fits: dict[int, Longest] = {}
     trial: _Trial | None = None
     fails, tokens, near = 0, STEP, False
@@ -85,28 +87,30 @@ def _next(fits: Mapping[int, tuple[int, int]], fails: int, most: int, rooms: tup
 
     >>> _next({8192: (100, 0), 32768: (340, 0)}, 0, 1 << 24, (1600, None))
     131072
-    >>> _next({8192: (100, 0), 32768: (340, 0), 131072: (1300, 0)}, 0, 1 << 24, (1600, None))
-    155648
-    >>> _next({131072: (1300, 0), 163840: (1600, 0)}, 180224, 1 << 24, (1600, None))
-    172032
+    >>> _next({32768: (340, 0), 131072: (1300, 0)}, 0, 1 << 24, (16000, None))
+    1597440
+    >>> _next({131072: (1300, 0), 163840: (1600, 0)}, 196608, 1 << 24, (1600, None))
+    180224
     >>> _next({163840: (1600, 0)}, 172032, 1 << 24, (1600, None)), _next({}, 8192, 1 << 24, (1600, None))
     (0, 0)
     """
     if not fits:
         return 0
     top, *below = sorted(fits, reverse=True)
-    if top >= most or (fails and fails - top <= max(STEP, top // NEAR)):
+    least = max(STEP, top // NEAR // STEP * STEP)
+    if top >= most or (fails and fails - top <= least):
         return 0
     guesses = []
-    for n, room in enumerate(rooms):
+    for n, (room, filled) in enumerate(zip(rooms, FILLED, strict=True)):
         if room is not None and below and fits[top][n] > fits[below[0]][n]:
             by_token = (fits[top][n] - fits[below[0]][n]) / (top - below[0])
-            guesses.append(int(0.98 * (top + (room - fits[top][n]) / by_token)))
+            guesses.append(int(top + (filled * room - fits[top][n]) / by_token))
     guess = min(guesses, default=4 * top) // STEP * STEP
     if not fails:
-        return min(most, 4 * top, max(guess, top + max(STEP, top // NEAR // STEP * STEP)))
+        farthest = most if guesses and top >= COMPARED else min(most, 4 * top)
+        return min(farthest, max(guess, top + least))
     if not top < guess < fails:
-        guess = (top + fails) // 2 // STEP * STEP
+        guess = max((top + fails) // 2, fails - fails // NEAR * 2) // STEP * STEP
     return max(guess, top + STEP)
 
 
@@ -117,6 +121,12 @@ def _no_memory() -> None:
 def _room(device: torch.device) -> int | None:
     """Bytes of a device."""
     return None if device.type == CPU else int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def _host_room() -> int | None:
+    """Bytes of the host that offloaded activations may take."""
+    free = free_bytes()
+    return None if free is None else free - RESERVE
 
 
 class _Trial:
