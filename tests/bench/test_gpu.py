@@ -23,6 +23,7 @@ LONG = DENSE_TOKENS + 64
         f"kernels --tokens 512 --tokens {LONG} --heads 8 --kv-heads 2 --dtype bfloat16 --rounds 2",
         "kernels --tokens 512 --dtype bfloat16 --mask documents-lognormal-64 --deterministic --rounds 2",
         f"kernels --tokens {LONG} --dtype bfloat16 --mask window-256 --kernel auto --rounds 2",
+        f"kernels --peers --tokens 512 --tokens {LONG} --dim 64 --rounds 2 --kernel triton --kernel fa2 --kernel flex",
         "host --rounds 3 --kernel auto --kernel triton",
         f"memory --tokens {LONG} --heads 4",
         "model --tokens 256 --tokens 512 --layers 2 --dim 128 --heads 2 --rounds 2",

@@ -1,4 +1,4 @@
-"""What is compared: our kernels by name, torch's own, and attention as one writes it down first."""
+"""What is compared: our kernels by name, torch's own two, and attention as one writes it down first."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from meshflash.launch.room import free_bytes
 
 SDPA = "torch sdpa"
 STANDARD = "standard"
+FLEX = "flex"
 
 #: Torch's own is not given matrices of more rows than this.
 DENSE_TOKENS = 4096
@@ -27,7 +28,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def check_names(names: tuple[str, ...]) -> None:
     """ValueError for a name that nothing here has."""
-    known = (*registry.names(), SDPA, STANDARD)
+    known = (*registry.names(), SDPA, STANDARD, FLEX)
     for name in names:
         if name not in known:
             raise ValueError(f"kernel {name!r}: expected one of {', '.join(known)}")
@@ -40,6 +41,8 @@ def candidate(case: Case, name: str) -> Attention:
         return _by_heads(sdpa(case))
     if name == STANDARD:
         return _by_heads(standard(case))
+    if name == FLEX:
+        return _by_heads(flex(case))
     return partial(flash_attention, mask=case.rule, kernel=name, deterministic=case.deterministic)
 
 
@@ -82,6 +85,23 @@ def standard(case: Case) -> Attention:
         return torch.softmax(scores, dim=-1) @ v
 
     return attention
+
+
+def flex(case: Case) -> Attention:
+    """Torch's FlexAttention, compiled for this shape, on `[batch, heads, tokens, dim]`. Its mask is not timed."""
+    if case.mask not in ("full", "causal"):
+        raise ValueError(f"{FLEX} is compared on full and causal masks, not on {case.mask}")
+    from torch._functorch import config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # it would stop compiling after eight shapes
+    config.donated_buffer = False  # a backward that is timed runs on one graph several times
+    blocks = None
+    if case.mask == "causal":
+        shape = (None, None, case.tokens, case.tokens)
+        blocks = create_block_mask(lambda b, h, i, j: i >= j, *shape, device=case.device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return partial(compiled, block_mask=blocks, enable_gqa=case.heads != case.kv_heads)
 
 
 def _by_heads(attention: Attention) -> Attention:

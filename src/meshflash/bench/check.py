@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,12 +21,39 @@ PASSES = ("forward", "backward")
 MATRIX_BYTES = 2**30
 
 
+class WrongError(RuntimeError):
+    """A candidate whose results are not those of the oracle."""
+
+
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """Output and gradients to compare with, and what computed them."""
+    """Output and gradients to compare with, and what computed them.
+
+    The output is known in every row, and gradients are unless there are `blocks`: then in those rows alone, which
+    stand one after another in the results.
+    """
 
     oracle: str
     results: tuple[Tensor, ...]
+    blocks: tuple[slice, ...] = ()
+
+    def forward_error(self, out: Tensor) -> float:
+        """The relative error of an output."""
+        return relative_error(out, self.results[0])
+
+    def backward_error(self, grads: Sequence[Tensor]) -> float:
+        """The worst relative error of a gradient, and of a block of it; NaN where a row that is not known is none."""
+        pairs = list(zip(grads, self.results[1:], strict=True))
+        if not self.blocks:
+            return max(relative_error(grad, known) for grad, known in pairs)
+        if not all(grad.isfinite().all() for grad in grads):
+            return math.nan
+        sizes = [block.stop - block.start for block in self.blocks]
+        return max(
+            relative_error(grad[:, block], part)
+            for grad, known in pairs
+            for block, part in zip(self.blocks, known.split(sizes, dim=1), strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -65,20 +93,19 @@ def truth(case: Case, tensors: Tensors, exact: bool = False) -> Truth:
 
 
 def judge(case: Case, name: str, function: Attention, tensors: Tensors, want: Truth) -> Verdict:
-    """Run a candidate forward and backward; RuntimeError if it is wrong."""
+    """Run a candidate forward and backward; WrongError, a RuntimeError, if it is wrong."""
     inputs, dout = tensors[:3], tensors[3]
     errors: dict[str, float] = {}
     with registry.spy() as seen:
         out = attempt(lambda: function(*inputs))
         if out is not None:
-            errors["forward"] = relative_error(out, want.results[0])
+            errors["forward"] = want.forward_error(out)
             grads = attempt(lambda: torch.autograd.grad(out, inputs, dout))
             if grads is not None:
-                each = [relative_error(a, b) for a, b in zip(grads, want.results[1:], strict=True)]
-                errors["backward"] = max(each)
+                errors["backward"] = want.backward_error(grads)
     for direction, error in errors.items():
         if not error <= case.worst_error:
-            raise RuntimeError(
+            raise WrongError(
                 f"{name}, {direction}: relative error {error:.1e} against {want.oracle} at {case}, where "
                 f"{case.dtype} allows {case.worst_error:.0e}; it is wrong, so it is not timed"
             )

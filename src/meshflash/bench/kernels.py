@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from meshflash.bench.cases import Case
-from meshflash.bench.check import PASSES
-from meshflash.bench.measure import measure
+from meshflash.bench.check import PASSES, truth
+from meshflash.bench.measure import Measured, measure
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,15 @@ class Row:
 
 
 def run(case: Case, names: tuple[str, ...], rounds: int, exact: bool = False) -> Iterator[Row]:
-    """Each kernel's rows for a case; a kernel that is wrong raises instead of being timed."""
-    measured = measure(case, names, rounds, exact)
+    """Each kernel's rows for a case; a kernel that is wrong raises instead of being timed.
+
+    `exact` checks against float64 at any length.
+    """
+    return rows_of(case, measure(case, names, rounds, partial(truth, exact=exact)))
+
+
+def rows_of(case: Case, measured: Mapping[str, Measured]) -> Iterator[Row]:
+    """What was measured of a case, a row for each pass and kernel."""
     for direction in PASSES:
         for name, figures in measured.items():
             ms = figures.ms.get(direction)

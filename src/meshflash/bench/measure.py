@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 
 from meshflash.bench.candidates import Attention, candidate, check_names
 from meshflash.bench.cases import Case, Tensors
-from meshflash.bench.check import PASSES, Verdict, judge, truth
+from meshflash.bench.check import PASSES, Truth, Verdict, WrongError, judge, truth
 from meshflash.bench.timing import interleaved, watched
 from meshflash.launch.room import attempt
 
 Say = Callable[[str], None]
+Oracle = Callable[[Case, Tensors], Truth]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Measured:
     """One candidate: by pass its milliseconds, peak bytes, error and the kernel that ran.
 
     A pass that ran out of memory is in none of them. `peak_bytes` are of each pass beyond what was held
-    before it, `both_bytes` of forward and backward together, beyond the inputs.
+    before it, `both_bytes` of forward and backward together, beyond the inputs. `check_s` are the seconds until it
+    was checked, compilation included; `note` says why there are no figures where it failed.
     """
 
     oracle: str
@@ -32,27 +35,41 @@ class Measured:
     ran: dict[str, str]
     peak_bytes: dict[str, int]
     both_bytes: int | None
+    check_s: float
+    note: str | None
 
 
 def measure(
-    case: Case, names: tuple[str, ...], rounds: int, exact: bool = False, say: Say = lambda _: None
+    case: Case,
+    names: tuple[str, ...],
+    rounds: int,
+    oracle: Oracle = truth,
+    say: Say = lambda _: None,
+    noted: Collection[str] = (),
 ) -> dict[str, Measured]:
-    """Measure each candidate; RuntimeError for one that is wrong. `exact` checks against float64 at any length."""
+    """Measure each candidate; WrongError for one that is wrong. Those in `noted` that fail get a note instead."""
     check_names(names)
     device, tensors = torch.device(case.device), case.tensors()
     say("asking the oracle")
-    want = truth(case, tensors, exact)
+    want = oracle(case, tensors)
     functions: dict[str, Attention] = {}
     verdicts: dict[str, Verdict] = {}
+    seconds: dict[str, float] = {}
+    notes: dict[str, str] = {}
     for name in names:
         say(f"checking {name}")
-        function = attempt(partial(candidate, case, name))
+        start = time.perf_counter()
         verdicts[name] = Verdict({}, dict.fromkeys(PASSES, name))
-        if function is not None:
-            verdicts[name] = judge(case, name, function, tensors, want)
-            functions |= {name: function} if verdicts[name].errors else {}
+        try:
+            verdicts[name], function = _checked(case, name, tensors, want)
+            functions |= {} if function is None else {name: function}
+        except Exception as error:
+            if name not in noted:
+                raise
+            notes[name] = _why(error)
         function = None
-    oracle = want.oracle
+        seconds[name] = time.perf_counter() - start
+    judged_by = want.oracle
     del want
     say("watching memory")
     peaks = {name: _peaks(function, tensors, device) for name, function in functions.items()}
@@ -62,14 +79,32 @@ def measure(
     times["backward"] = interleaved(_backwards(functions, verdicts, tensors), device, rounds)
     return {
         name: Measured(
-            oracle,
+            judged_by,
             {direction: times[direction][name] for direction in PASSES if name in times[direction]},
             verdicts[name].errors,
             verdicts[name].ran,
             *peaks.get(name, ({}, None)),
+            seconds[name],
+            notes.get(name),
         )
         for name in names
     }
+
+
+def _checked(case: Case, name: str, tensors: Tensors, want: Truth) -> tuple[Verdict, Attention | None]:
+    """The verdict on a candidate, and the candidate where it had the memory for a pass."""
+    function = attempt(partial(candidate, case, name))
+    if function is None:
+        return Verdict({}, dict.fromkeys(PASSES, name)), None
+    verdict = judge(case, name, function, tensors, want)
+    return verdict, function if verdict.errors else None
+
+
+def _why(error: Exception) -> str:
+    """What became of a candidate, in one line."""
+    kind = "wrong" if isinstance(error, WrongError) else "unable" if isinstance(error, ValueError) else "failed"
+    line = next(iter(str(error).splitlines()), "")
+    return f"{kind}: {line}" if kind != "failed" else f"{kind}: {type(error).__name__}: {line}"
 
 
 def _backwards(

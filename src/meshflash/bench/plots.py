@@ -13,6 +13,20 @@ def kernels(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     bars(rows, "kernel", _group, {"milliseconds": ("ms", 1), "peak memory, MiB": ("peak_bytes", 2**20)}, title, path)
 
 
+def peers(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Bars of TFLOP/s for each kernel, a panel for each pass and a group for each setting; no figure, no bar."""
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        group = f"{row['mask']}\nT={row['tokens']:,}\nD={row['head_dim']}"
+        if row["tflops"] is not None:
+            empty = {"kernel": row["kernel"], "group": group, "forward": 0.0, "backward": 0.0}
+            merged.setdefault((row["kernel"], group), empty)[row["pass"]] = row["tflops"]
+    if not merged:
+        raise RuntimeError("no kernel has figures")
+    panels = {f"{direction}, TFLOP/s": (direction, 1.0) for direction in ("forward", "backward")}
+    bars(list(merged.values()), "kernel", lambda row: row["group"], panels, title, path)
+
+
 def schedules(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Bars of speed against one rank and of megabytes received for each schedule, a group for each pass."""
     panels = {"times one rank's speed": ("speedup", 1), "received by a rank, MB": ("received_mean", 1e6)}

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshflash.cli import bench_gemm, bench_training
+from meshflash.cli import bench_gemm, bench_peers, bench_training
 from meshflash.cli.bench_options import (
     DTYPES,
     MASKS,
@@ -42,6 +42,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure, with the peers beside us.
 
 @app.command()
 def kernels(
+    context: typer.Context,
     tokens: Annotated[list[int], typer.Option(min=1, help="Sequence length; repeat for several.")] = [2048],  # noqa: B006 - typer copies it
     mask: Annotated[list[str], typer.Option(help=f"{MASKS}; repeat for several.")] = ["causal", "full"],  # noqa: B006
     dim: Annotated[list[int], typer.Option(min=1, help="Head dim; repeat for several.")] = [64],  # noqa: B006
@@ -58,11 +59,37 @@ def kernels(
     rounds: Rounds = 9,
     output: Output = None,
     plot: Plot = None,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="Ours beside its peers in 24 cells; --tokens, --dim, --mask, --kernel narrow it."),
+    ] = False,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="With --peers: time for all of it; slow peers are left out first.")
+    ] = 10.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="With --peers: measure anew what the record has.")] = False,
+    markdown: Markdown = False,
+    source: Source = None,
 ) -> None:
     """Attention kernels, forward and backward: time, error and peak memory.
 
     All kernels of a cell run in turns in one process; one that is wrong is an error, not a time.
+
+    With --peers, what a peer fails at is said, and what was measured before is not measured again.
     """
+    others = bench_peers.given(context, bench_peers.DECIDED if peers else bench_peers.OWN)
+    if others:
+        words = ", ".join(f"--{'from' if name == 'source' else name.replace('_', '-')}" for name in others)
+        raise typer.BadParameter(f"{words}: not {'with' if peers else 'without'} --peers")
+    if peers:
+        named = bench_peers.given(context, ("tokens", "mask", "dim", "kernel"))
+        bench_peers.peers(
+            tokens if "tokens" in named else None,
+            mask if "mask" in named else None,
+            dim if "dim" in named else None,
+            kernel if "kernel" in named else None,
+            *(device, rounds, minutes, fresh, output, plot, markdown, source),
+        )
+        return
     from rich.console import Console
     from rich.progress import track
 

@@ -13,11 +13,11 @@ RESULTS = Path("benchmarks/results")
 MASKS = "full, causal, window-N, documents-N or documents-lognormal-N"
 DTYPES = "float32, bfloat16, float16 or float64"
 
-Kernels = Annotated[list[str], typer.Option(help='A kernel, "auto", "torch sdpa" or "standard"; repeat for several.')]
+Kernels = Annotated[list[str], typer.Option(help='A kernel, "auto", "torch sdpa", "flex" or "standard"; repeat.')]
 MaybeKernels = Annotated[
     list[str] | None,
     typer.Option(
-        help='A kernel, "auto", "torch sdpa" or "standard"; repeat for several. By default all that the table needs.'
+        help='A kernel, "auto", "torch sdpa", "flex" or "standard"; repeat. By default all that the table needs.'
     ),
 ]
 Tokens = Annotated[int | None, typer.Option(min=1, help="Sequence length; by default what suits the device.")]

@@ -1,0 +1,273 @@
+"""The headline set: ours beside its peers at three lengths, two head dims and two masks, forward and backward.
+
+All kernels of a setting (length, dim, mask) take turns in one process, each checked before it is timed; a setting is
+two cells. A record is written after each setting, and what it holds is not measured again while machine, versions and
+code are the same. Where time runs short the slow peers are left out of what is left first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshflash
+from meshflash.bench import record
+from meshflash.bench.candidates import DENSE_TOKENS, FLEX, SDPA, STANDARD, check_names
+from meshflash.bench.cases import Case, on_cpu, pick_dtype
+from meshflash.bench.check import PASSES, truth
+from meshflash.bench.kernels import Row, rows_of
+from meshflash.bench.measure import Say, measure
+from meshflash.bench.sampled import sampled
+from meshflash.bench.timing import SAMPLE_MS
+from meshflash.kernels import registry
+
+#: Ours where it is among the kernels, else the first of them.
+OURS = "triton"
+#: Left out first where time runs short, the first of them first.
+SLOW = (FLEX, "fa2")
+#: Masks of the set.
+MASKS = ("causal", "full")
+NO_TIME = "no time"
+NO_MEMORY = "memory: it ran out"
+ABSENT = "absent"
+
+#: Calls of each pass besides those of the rounds: to check, to watch memory, and to warm up.
+OTHER_CALLS = 6
+#: Predicted seconds count as so many: what is predicted knows nothing of the oracle.
+CAUTION = 1.2
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Lengths and head dims, heads times dim, and batch times tokens, of which there is at least one sequence."""
+
+    tokens: tuple[int, ...]
+    dims: tuple[int, ...]
+    width: int
+    total: int
+
+
+ON_GPU = Scale((4096, 16384, 65536), (64, 128), 2048, 32768)
+ON_CPU = Scale((128, 256), (16, 32), 64, 256)
+
+
+@dataclass(frozen=True)
+class Peer(Row):
+    """A kernel's row with its version, the rounds, the seconds to check it, and why there are no figures if so."""
+
+    version: str
+    rounds: int
+    check_s: float
+    note: str | None
+
+
+def default_kernels(device: str) -> tuple[str, ...]:
+    """Ours and all peers on a GPU; on a CPU what there is."""
+    return ("auto", "tiled", SDPA, FLEX) if on_cpu(device) else (OURS, "fa4", "cudnn", "fa2", FLEX)
+
+
+def settings(
+    device: str, tokens: list[int] | None = None, dims: list[int] | None = None, masks: list[str] | None = None
+) -> list[Case]:
+    """The settings of the set, or those that are asked for; short ones first, which say how long others take."""
+    scale = ON_CPU if on_cpu(device) else ON_GPU
+    for mask in masks or []:
+        if mask not in MASKS:
+            raise ValueError(f"mask {mask!r}: peers are compared on {' and '.join(MASKS)}")
+    cases = []
+    for t, d, mask in product(sorted(set(tokens or scale.tokens)), dims or scale.dims, masks or MASKS):
+        batch, heads = max(1, scale.total // t), max(1, scale.width // d)
+        cases.append(Case(t, batch, heads, heads, d, mask, pick_dtype(None, device), device))
+    return list(dict.fromkeys(cases))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A record of the headline set."""
+    written = record.read(path)
+    if not all({"note", "check_s", "version"} <= row.keys() for row in written.get("rows") or [{}]):
+        raise ValueError(f"{path} is not a record of `meshflash bench kernels --peers`")
+    return written
+
+
+def still_true(written: dict[str, Any]) -> Rows:
+    """The rows of a record that this machine would measure again with the same code, setting by setting."""
+    now = record.header("")
+    if any(written["header"][key] != now[key] for key in ("machine", "versions")):
+        return []
+    return [row for _, own in by_case(written["rows"]) if _same(own) for row in own]
+
+
+def by_case(rows: Rows) -> Iterator[tuple[Case, Rows]]:
+    """The rows of each setting, which stand together."""
+    for case, own in groupby(rows, key=_case):
+        yield case, list(own)
+
+
+def run(
+    cases: list[Case], names: tuple[str, ...], rounds: int, budget: Budget, known: Rows, say: Say
+) -> Iterator[Rows]:
+    """Measure settings; after each, all rows so far with those `known` from before, which are not measured again.
+
+    Ours raises where it fails or is wrong. A peer that cannot be imported, fails, is wrong, or for which there is no
+    time gets rows without figures that say so.
+    """
+    check_names(names)
+    done = dict(by_case(known))
+    todo = [case for case in cases if not holds(known, case, names, rounds)]
+    for n, case in enumerate(todo):
+        rows = [row for own in done.values() for row in own]
+        taken = budget.affords(todo[n:], names, rounds, rows)
+        old = done.pop(case, [])  # a setting that is measured stands last
+        if not old or not holds(old, case, taken, rounds):
+            say_of = lambda text, n=n, case=case: say(f"{n + 1} of {len(todo)}, {words(case)}: {text}")  # noqa: E731
+            old = [record.flat(row) for row in _measured(case, names, taken, rounds, say_of)]
+        done[case] = old
+        yield [row for own in _in_order(done) for row in own]
+    if not todo:
+        yield [row for own in _in_order(done) for row in own]
+
+
+class Budget:
+    """Seconds for a run from now on, and what they are spent on."""
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + minutes * 60
+
+    def affords(self, todo: list[Case], names: tuple[str, ...], rounds: int, rows: Rows) -> tuple[str, ...]:
+        """The kernels that there is time for in the first of the settings to do.
+
+        The slow ones get what all others leave over in all settings; what nothing is known of takes no time.
+        """
+        left = self._end - self._clock()
+        fast = [name for name in names if name not in SLOW]
+        if left <= 0 or sum(_seconds(todo[0], name, rounds, rows) for name in fast) > left:
+            return ()
+        over = left - sum(_seconds(case, name, rounds, rows) for case in todo for name in fast)
+        taken = set(fast)
+        for name in reversed(SLOW):
+            need = _seconds(todo[0], name, rounds, rows)
+            if name in names and need <= over:
+                taken.add(name)
+                over -= need
+        return tuple(name for name in names if name in taken)
+
+
+def holds(rows: Rows, case: Case, names: tuple[str, ...], rounds: int) -> bool:
+    """Whether rows have all that was found of these kernels in a setting, in as many rounds."""
+    return set(names) <= {
+        row["kernel"]
+        for row in rows
+        if _case(row) == case and row["rounds"] == rounds and not str(row["note"]).startswith(NO_TIME)
+    }
+
+
+def words(case: Case) -> str:
+    """A setting in a few words."""
+    return f"{case.batch} x {case.tokens:,} tokens, dim {case.head_dim}, {case.mask}"
+
+
+def version_of(name: str) -> str:
+    """The version of a kernel: of its package, or for ours of the sources and of the variables that steer them."""
+    packages = {"fa4": "flash-attn-4", "fa3": "flash-attn-3", "fa2-package": "flash-attn"}
+    if name in packages:
+        try:
+            return f"{packages[name]} {version(packages[name])}"
+        except PackageNotFoundError:
+            return f"{packages[name]}, of no known version"
+    if name == "cudnn":
+        return f"cuDNN {torch.backends.cudnn.version()}"
+    if name in (SDPA, FLEX, STANDARD, "fa2", "vendor"):
+        return f"torch {torch.__version__}"
+    return f"meshflash {meshflash.__version__}, sources {_sources()}"
+
+
+def _measured(case: Case, names: tuple[str, ...], taken: tuple[str, ...], rounds: int, say: Say) -> list[Peer]:
+    """The rows of a setting: figures of the kernels in `taken` that are there, and notes for the others."""
+    notes = dict.fromkeys(names, f"{NO_TIME}: the minutes were over, or needed for others")
+    seconds = dict.fromkeys(names, 0.0)
+    missing = {kernel.name: kernel.missing() for kernel in registry.kernels() if kernel.name in names}
+    notes |= {name: f"{ABSENT}: {reason}" for name, reason in missing.items() if reason}
+    present = tuple(name for name in taken if not missing.get(name))
+    rows: list[Row] = []
+    if present:
+        ours = OURS if OURS in names else names[0]
+        oracle = truth if case.tokens <= DENSE_TOKENS else sampled
+        measured = measure(case, present, rounds, oracle, say, noted=set(names) - {ours})
+        rows = list(rows_of(case, measured))
+        notes |= {name: figures.note or NO_MEMORY for name, figures in measured.items()}
+        seconds |= {name: figures.check_s for name, figures in measured.items()}
+    found = {(row.direction, row.kernel): row for row in rows}
+    empty = [Row(name, name, direction, case, None, None, None, "", None) for direction in PASSES for name in names]
+    return [
+        Peer(
+            **vars(row),
+            version=version_of(row.kernel),
+            rounds=rounds,
+            check_s=seconds[row.kernel],
+            note=notes[row.kernel] if row.ms is None else None,
+        )
+        for row in (found.get((row.direction, row.kernel), row) for row in empty)
+    ]
+
+
+def _seconds(case: Case, name: str, rounds: int, rows: Rows) -> float:
+    """What a kernel will take in a setting, going by the longest that is known with its dim and mask; else 0.
+
+    FlexAttention is compiled for each length, others once for a dim and mask.
+    """
+    alike = [
+        row
+        for row in rows
+        if (row["kernel"], row["head_dim"], row["mask"]) == (name, case.head_dim, case.mask) and row["ms"] is not None
+    ]
+    longest = max((row["tokens"] for row in alike), default=0)
+    total = 0.0
+    for row in alike:
+        if row["tokens"] == longest:
+            ms = row["ms"] * case.flops(row["pass"]) / _case(row).flops(row["pass"])
+            total += row["check_s"] / len(PASSES) if name == FLEX else 0.0
+            total += (rounds * (ms + max(ms, SAMPLE_MS)) + OTHER_CALLS * ms) / 1e3
+    return total * CAUTION
+
+
+def _in_order(done: dict[Case, Rows]) -> list[Rows]:
+    """Settings from short to long."""
+    return [done[case] for case in sorted(done, key=lambda case: (case.tokens, case.head_dim, case.mask))]
+
+
+def _case(row: dict[str, Any]) -> Case:
+    return Case(**{name: row[name] for name in Case.__dataclass_fields__})
+
+
+def _same(rows: Rows) -> bool:
+    """Whether all kernels of these rows are the same today, and those that were absent still are."""
+    absent = {f"{ABSENT}: {kernel.missing()}" for kernel in registry.kernels() if kernel.missing()}
+    return all(
+        row["version"] == version_of(row["kernel"])
+        and (row["note"] in absent or not str(row["note"]).startswith(ABSENT))
+        for row in rows
+    )
+
+
+@cache
+def _sources() -> str:
+    """A digest of the package's sources, and of the variables that steer it."""
+    root = Path(meshflash.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    digest.update(repr(sorted(item for item in os.environ.items() if item[0].startswith("MESHFLASH_"))).encode())
+    return digest.hexdigest()[:12]

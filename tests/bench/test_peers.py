@@ -1,0 +1,312 @@
+"""The headline set: what it measures, what it skips and leaves out, what it says, and a judge that can fail."""
+
+import io
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from meshflash.bench import candidates, check, headline, headline_table, measure, plots, record, sampled
+from meshflash.bench.cases import Case
+from meshflash.cli import app
+from meshflash.kernels.tiled import Tiled
+
+SMALL = "bench kernels --peers --device cpu --tokens 16 --tokens 24 --dim 8 --rounds 1"
+CASES = headline.settings("cpu", tokens=[16, 24], dims=[8])
+
+
+def invoke(words, *more):
+    return CliRunner().invoke(app, [*words.split(), *map(str, more)], env={"COLUMNS": "80"})
+
+
+def quiet(_text):
+    pass
+
+
+def row(kernel, ms, note=None, tokens=4096, direction="forward", check_s=0.0, **other):
+    base = replace(CASES[0], tokens=tokens, head_dim=64, mask=other.pop("mask", "causal"), device="cuda")
+    figures = dict(ms=ms, tflops=None if ms is None else 600.0, error=None, oracle="", peak_bytes=None)
+    own = dict(version=headline.version_of(kernel), rounds=1, check_s=check_s, note=note)
+    return record.flat(headline.Peer(kernel=kernel, ran=kernel, direction=direction, case=base, **figures, **own))
+
+
+def test_the_set_on_a_gpu_is_24_cells():
+    cases = headline.settings("cuda")
+    assert len(cases) * len(check.PASSES) == 24
+    assert [case.tokens for case in cases] == sorted(case.tokens for case in cases)
+    assert {(case.tokens, case.batch) for case in cases} == {(4096, 8), (16384, 2), (65536, 1)}
+    assert {(case.head_dim, case.heads, case.kv_heads) for case in cases} == {(64, 32, 32), (128, 16, 16)}
+    assert {(case.mask, case.dtype) for case in cases} == {("causal", "bfloat16"), ("full", "bfloat16")}
+    assert headline.default_kernels("cuda") == ("triton", "fa4", "cudnn", "fa2", "flex")
+    (narrow,) = headline.settings("cuda", [65536], [128], ["full"])
+    assert narrow in cases
+
+
+def test_peers_are_measured_shown_and_not_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "kernels", "--peers"])
+    output, plot = tmp_path / "peers.json", tmp_path / "peers.png"
+    names = ("auto", "tiled", "torch sdpa", "flex", "cudnn")
+    words = f"{SMALL} --mask causal" + "".join(f" --kernel {name}" for name in ("auto", "tiled", "flex", "cudnn"))
+    result = invoke(words, "--kernel", "torch sdpa", "--output", output, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    assert plot.stat().st_size > 1000
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == 2 * 2 * len(names)
+    assert {row["kernel"] for row in rows if row["ms"] is None} == {"flex", "cudnn"}
+    for own in rows:
+        assert own["note"] is None or own["note"].startswith(
+            "failed: NotImplementedError" if own["kernel"] == "flex" else "absent"
+        )
+        assert own["ms"] is None or (own["ms"] > 0 and own["error"] < 1e-5 and own["check_s"] > 0)
+    text = " ".join(result.output.split())
+    assert "cudnn, 4 of 4 cells: absent: " in text
+    assert "auto against torch sdpa: at least 1.00x in " in text
+    assert "auto against cudnn: no cell has both" in text
+
+    monkeypatch.setattr(headline, "measure", None)  # nothing is measured from here on
+    again = invoke(words, "--kernel", "torch sdpa", "--output", output)
+    assert again.exit_code == 0, (again.output, again.exception)
+    assert "skipped: 2 of 2 settings" in again.output
+    assert json.loads(output.read_text())["rows"] == rows
+    narrow = invoke(
+        "bench kernels --peers --device cpu --dim 8 --tokens 24 --mask causal --kernel auto --rounds 1",
+        "--output",
+        output,
+    )
+    assert "skipped: 1 of 1 settings" in narrow.output
+    assert json.loads(output.read_text())["rows"] == rows
+    shown = invoke("bench kernels --peers --markdown", "--from", output)
+    assert shown.output.startswith("`meshflash bench kernels --peers` on ")
+    assert "| 10x24 | 8 | causal | backward | " in shown.output
+    assert "- flex, 4 of 4 cells: failed: NotImplementedError" in shown.output
+    fresh = invoke(words, "--kernel", "torch sdpa", "--output", output, "--fresh")
+    assert isinstance(fresh.exception, TypeError)  # it would have measured
+
+
+def test_a_run_that_was_cut_short_goes_on(tmp_path):
+    names, budget = ("auto", "tiled"), headline.Budget(10)
+    first = next(headline.run(CASES, names, 1, budget, [], quiet))
+    assert [case for case, _ in headline.by_case(first)] == CASES[:1]
+    record.write(tmp_path / "x.json", first, "")
+    known = headline.still_true(headline.read(tmp_path / "x.json"))
+    assert known == first
+    said: list[str] = []
+    *_, last = headline.run(CASES, names, 1, budget, known, said.append)
+    assert [case for case, _ in headline.by_case(last)] == CASES
+    assert last[: len(first)] == first
+    assert said[0].startswith("1 of 3, 16 x 16 tokens, dim 8, full: ")
+
+
+def test_other_rounds_or_kernels_are_measured():
+    rows = [row("triton", 1.0), row("triton", 1.0, direction="backward"), row("flex", None, "no time: over")]
+    ((case, _),) = headline.by_case(rows)
+    assert headline.holds(rows, case, ("triton",), 1)
+    assert not headline.holds(rows, case, ("triton",), 2)
+    assert not headline.holds(rows, case, ("triton", "cudnn"), 1)
+    assert not headline.holds(rows, case, ("triton", "flex"), 1)
+    assert not headline.holds(rows, CASES[0], ("triton",), 1)
+
+
+def test_what_other_code_machines_or_kernels_measured_is_dropped(monkeypatch):
+    (rows,) = headline.run(CASES[:1], ("auto", "fa4"), 1, headline.Budget(10), [], quiet)
+    written: dict[str, Any] = {"header": record.header(""), "rows": rows}
+    assert headline.still_true(written) == rows
+    assert headline.still_true(written | {"header": written["header"] | {"machine": {"cpu": "other"}}}) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(headline, "_sources", lambda: "other")
+        assert headline.still_true(written) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(type(headline.registry._KERNELS["fa4"]), "missing", lambda self: None)
+        assert headline.still_true(written) == []
+
+
+def test_variables_that_steer_kernels_make_another_version(monkeypatch):
+    before = headline.version_of("triton")
+    headline._sources.cache_clear()
+    monkeypatch.setenv("MESHFLASH_SOMETHING", "1")
+    assert headline.version_of("triton") != before
+    headline._sources.cache_clear()
+
+
+def test_slow_peers_are_left_out_first():
+    names = ("triton", "cudnn", "fa2", "flex")
+    short, long = (replace(CASES[0], tokens=t, head_dim=64, device="cuda") for t in (4096, 8192))
+    rows = [row(name, 1000.0, direction=p) for name in names for p in check.PASSES]
+    each = headline._seconds(long, "triton", 1, rows)
+    assert each == pytest.approx(1.2 * 2 * 4 * (2 * 1 + headline.OTHER_CALLS), rel=1e-3)  # two passes of 4 s a call
+    for share, taken in ((4.1, names), (3.1, names[:3]), (2.1, names[:2]), (0.5, ())):
+        budget = headline.Budget(share * each / 60, clock=lambda: 0.0)
+        assert budget.affords([long], names, 1, rows) == taken, share
+    compiled = [row(name, 1000.0, direction=p, check_s=50) for name in names for p in check.PASSES]
+    assert headline._seconds(long, "triton", 1, compiled) == each
+    assert headline._seconds(long, "flex", 1, compiled) == pytest.approx(each + 1.2 * 50)
+    both = 2 * each + 2 * headline._seconds(short, "triton", 1, rows)
+    assert headline.Budget(both / 60 + 0.01, clock=lambda: 0.0).affords([short, long], names, 1, rows) == names[:2]
+    assert headline.Budget(1e-9, clock=lambda: 0.0).affords([long], names, 1, []) == names
+
+
+def test_what_there_is_no_time_for_is_said_and_measured_next_time(monkeypatch):
+    monkeypatch.setattr(headline, "SLOW", ("tiled",))
+    names = ("auto", "tiled")
+    monkeypatch.setattr(headline.Budget, "affords", lambda self, todo, *_: ("auto",) if todo[0] == CASES[0] else ())
+    *_, rows = headline.run(CASES[:2], names, 1, headline.Budget(10), [], quiet)
+    assert [own["kernel"] for own in rows if own["ms"]] == ["auto", "auto"]
+    assert sum(own["note"] is not None and own["note"].startswith("no time") for own in rows) == 6
+    assert "no time" in headline_table.markdown(rows)
+    assert list(headline.run(CASES[:2], names, 1, headline.Budget(10), rows, quiet))[-1] == rows  # nothing is lost
+    monkeypatch.undo()
+    *_, rows = headline.run(CASES[:2], names, 1, headline.Budget(10), rows, quiet)
+    assert all(own["ms"] for own in rows)
+
+
+def test_a_wrong_peer_is_noted_and_ours_raises(monkeypatch):
+    right = Tiled.forward
+
+    def wrong(self, x, outputs=None, carry=None):
+        out_BTHE, lse_BHT = right(self, x, outputs, carry)
+        out_BTHE[0, 0] += 1
+        return out_BTHE, lse_BHT
+
+    monkeypatch.setattr(Tiled, "forward", wrong)
+    (rows,) = headline.run(CASES[:1], ("auto", "tiled"), 1, headline.Budget(10), [], quiet)
+    noted = [own for own in rows if own["note"]]
+    assert {own["kernel"] for own in noted} == {"tiled"}
+    assert all(own["note"].startswith("wrong: tiled, forward: relative error") and own["ms"] is None for own in noted)
+    with pytest.raises(check.WrongError, match="it is wrong, so it is not timed"):
+        list(headline.run(CASES[:1], ("tiled", "auto"), 1, headline.Budget(10), [], quiet))
+
+
+def test_ratios_are_counted_and_the_smallest_named():
+    rows = [row("triton", 1.0), row("fa4", 0.98), row("cudnn", 1.2), row("flex", None, "no time: over")]
+    rows += [row(name, ms, direction="backward") for name, ms in (("triton", 1.0), ("fa4", 1.1), ("cudnn", 0.9))]
+    cudnn, fa4 = headline_table.summary(rows)
+    cell = "4,096 tokens, dim 64, causal"
+    assert cudnn == f"triton against cudnn: at least 1.00x in 1 of 2 cells; smallest 0.900x: {cell}, backward"
+    assert fa4.startswith("triton against fa4: at least 0.97x in 2 of 2 cells, at least 1.03x in 1 of 2 cells; ")
+    assert fa4.endswith(f"smallest 0.980x: {cell}, forward")
+    text = headline_table.markdown(rows)
+    assert "| 16x4,096 | 64 | causal | forward | 600 | 600 | 600 | no time | 1.20 | 0.98 |" in text
+    assert text.endswith("- flex, 1 of 2 cells: no time: over")
+
+
+def test_the_table_of_a_gpu_fits_a_terminal():
+    notes = {"fa4": "absent: no package", "fa2": "no time: over", "flex": "memory: it ran out"}
+    rows = [
+        row(name, None if name in notes else 1.0, notes.get(name), tokens=65536, direction=p)
+        for p in check.PASSES
+        for name in headline.default_kernels("cuda")
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(headline_table.table(rows))
+    text = console.export_text()
+    assert "…" not in text
+    assert "causal backward    600 absent   600 no time memory    1.00" in text
+
+
+def test_no_figures_no_plot(tmp_path):
+    with pytest.raises(RuntimeError, match="no kernel has figures"):
+        plots.peers([row("triton", None, "no time: over")], "title", tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--peers --heads 4 --exact", "--heads, --exact: not with --peers"),
+        ("--fresh --minutes 3", "--minutes, --fresh: not without --peers"),
+        ("--peers --mask window-4", "peers are compared on causal and full"),
+        ("--peers --kernel fast", "expected one of auto, vendor"),
+        ("--peers --kernel triton", "lacks the device cpu"),
+    ],
+)
+def test_bad_arguments_are_explained(arguments, message, tmp_path):
+    words = f"bench kernels --device cpu --tokens 16 --rounds 1 --output {tmp_path / 'x.json'} {arguments}"
+    result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "300", "TRITON_INTERPRET": "0"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_another_record_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text('{"header": {}, "rows": [{"ms": 1}]}')
+    words = ["bench", "kernels", "--peers", "--from", str(tmp_path / "x.json")]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "is not a record of" in result.output
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_the_sampled_judge_agrees_with_the_dense_one(mask, monkeypatch):
+    case = Case(tokens=50, batch=2, heads=3, kv_heads=3, head_dim=8, mask=mask)
+    monkeypatch.setattr(sampled, "ROWS", 7)
+    monkeypatch.setattr(sampled, "MATRIX_BYTES", 2 * 7 * 50 * 8)  # two heads, and seven rows of them
+    tensors = case.tensors()
+    dense, found = check.truth(case, tensors), sampled.sampled(case, tensors)
+    assert (found.blocks[0], found.blocks[-1], len(found.blocks)) == (slice(0, 7), slice(43, 50), 8)
+    assert found.forward_error(dense.results[0]) < 1e-10
+    assert found.backward_error(dense.results[1:]) < 1e-10
+
+
+@pytest.mark.parametrize("gradient", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 25, 49])
+def test_the_sampled_judge_sees_what_is_wrong(gradient, at, monkeypatch):
+    case = Case(tokens=50, heads=1, kv_heads=1, head_dim=8)
+    monkeypatch.setattr(sampled, "ROWS", 7)
+    tensors = case.tensors()
+    dense, found = check.truth(case, tensors), sampled.sampled(case, tensors)
+    grads = [grad.clone() for grad in dense.results[1:]]
+    grads[gradient][0, at] += 0.01
+    assert found.backward_error(grads) > 1e-3
+    grads[gradient][0, at] = math.nan
+    assert math.isnan(found.backward_error(grads))
+    out = dense.results[0].clone()
+    out[0, at] *= 1.5
+    assert found.forward_error(out) > 1e-3
+
+
+def test_a_row_between_the_blocks_must_be_a_number(monkeypatch):
+    case = Case(tokens=50, heads=1, kv_heads=1, head_dim=8)
+    monkeypatch.setattr(sampled, "ROWS", 2)
+    tensors = case.tensors()
+    found, right = sampled.sampled(case, tensors), candidates.candidate(case, "tiled")
+    assert not any(block.start <= 3 < block.stop for block in found.blocks)
+
+    class Spoiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            dx = dx.clone()
+            dx[0, 3] = math.nan
+            return dx
+
+    with pytest.raises(check.WrongError, match="backward: relative error nan"):
+        check.judge(case, "tiled", lambda q, k, v: right(Spoiled.apply(q), k, v), tensors, found)
+
+
+def test_failures_raise_unless_they_are_noted(monkeypatch):
+    def broken(case, name):
+        raise NotImplementedError("not on this machine\nand more")
+
+    monkeypatch.setattr(measure, "candidate", broken)
+    figures = measure.measure(CASES[0], ("tiled",), 1, noted=("tiled",))["tiled"]
+    assert figures.note == "failed: NotImplementedError: not on this machine"
+    with pytest.raises(NotImplementedError):
+        measure.measure(CASES[0], ("tiled",), 1)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_flex_has_the_mask_of_the_case(mask, monkeypatch):
+    case = Case(tokens=48, heads=4, kv_heads=2, head_dim=16, mask=mask)
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled(function, backend="eager"))
+    q, k, v, _ = (x.detach() for x in case.tensors())
+    want = candidates.candidate(case, "reference")(q, k, v)
+    assert check.relative_error(candidates.candidate(case, "flex")(q, k, v), want) < 1e-5
+    with pytest.raises(ValueError, match="full and causal"):
+        candidates.candidate(replace(case, mask="window-4"), "flex")
