@@ -5,6 +5,9 @@ Pure numbers: the same calls in the same order give the same places, so ranks ne
 
 from __future__ import annotations
 
+#: Bytes that allocations, and heaps, begin at multiples of.
+ALIGN = 256
+
 
 class Blocks:
     """The places of blocks in so many bytes.

@@ -20,13 +20,10 @@ from torch import Tensor
 
 from meshflash.engine.membership import DisagreementError
 from meshflash.gemm.device import LIMIT, STATUS_WORDS
-from meshflash.gemm.heap_blocks import Blocks
+from meshflash.gemm.heap_blocks import ALIGN, Blocks
 from meshflash.gemm.heap_meeting import Meeting
 from meshflash.gemm.heap_tensor import Allocation, SymmetricTensor
 from meshflash.transport.contract import TransportError
-
-#: Bytes that allocations, and heaps, begin at multiples of.
-ALIGN = 256
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,11 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=then.dtype, device=a.device)
     kept = torch.empty_like(out) if then.keep else out
-    in_blocks = _in_blocks(a, b, config)
-    store = in_blocks is not None and out.dtype in HALF and in_lines(out)  # wider ones take too much shared memory
+    as_blocks = in_blocks(a, b, config)
+    store = as_blocks is not None and out.dtype in HALF and in_lines(out)  # wider ones take too much shared memory
     half = [config.block_m, config.block_n // 2]
     out_in, kept_in = (described(x, half) if store else x for x in (out, kept))
-    (a_in, a_turned), (b_in, b_turned) = in_blocks or ((a, False), (b, False))
+    (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (b, False))
     size = config.block_m * config.block_n
     partials, counts = workspace(a.device, split.programs * split.slots * size, split.shared)
     with torch.cuda.device_of(a):
@@ -100,14 +100,14 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
             SLOTS=split.slots,
             COLUMNS=min(SUMS * 32 * config.warps // config.block_m, config.block_n),
             FLATTEN=bool(config.flatten),
-            DESCRIPTORS=in_blocks is not None,
+            DESCRIPTORS=as_blocks is not None,
             A_TURNED=a_turned,
             B_TURNED=b_turned,
             OUT_DESCRIBED=store,
             ACTIVATION=then.activation,
             HAS_BIAS=then.bias is not None,
             KEEP=then.keep,
-            WIDE=any(_extent(x) >= 2**31 for x in (a, b, out)),
+            WIDE=any(extent(x) >= 2**31 for x in (a, b, out)),
             PRECISION=precision,
             INTERPRETED=a.device.type == "cpu",
             num_warps=config.warps,
@@ -116,7 +116,7 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
     return out, kept if then.keep else None
 
 
-def _in_blocks(a: Tensor, b: Tensor, config: Config) -> list[tuple[Any, bool]] | None:
+def in_blocks(a: Tensor, b: Tensor, config: Config) -> list[tuple[Any, bool]] | None:
     """Both as descriptors, and whether of the transpose; None where the GPU has none, or one of them does not fit."""
     if a.dtype not in HALF or not triton_configs.has_descriptors(a.device):
         return None
@@ -130,7 +130,7 @@ def _in_blocks(a: Tensor, b: Tensor, config: Config) -> list[tuple[Any, bool]] |
     ]
 
 
-def _extent(x: Tensor) -> int:
+def extent(x: Tensor) -> int:
     """How far apart its first and last number are."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 

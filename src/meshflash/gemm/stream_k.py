@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from meshflash.gemm import partition
-from meshflash.kernels.triton_common import INTERPRETED, dot
+from meshflash.kernels import triton_common
+from meshflash.kernels.triton_common import INTERPRETED
 
 #: What the kernel calls: compiled with it, but as it is for the interpreter, which takes milliseconds for each call of
 #: a jitted function and asks that it know Triton.
@@ -20,8 +21,58 @@ inner = (lambda function: function) if INTERPRETED else triton.jit
 begin_of = inner(partition.begin_of)
 owner_of = inner(partition.owner_of)
 place_of = inner(partition.place_of)
+dot = triton_common.dot.fn if INTERPRETED else triton_common.dot
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
+
+
+@inner
+def numbers(first, COUNT: tl.constexpr, WIDE: tl.constexpr):
+    """COUNT numbers from the first on, in 64 bits where addresses need that."""
+    numbers = first + tl.arange(0, COUNT)
+    if WIDE:
+        numbers = numbers.to(tl.int64)
+    return numbers
+
+
+@inner
+def tile_sum(
+    A, B, m0, n0, first, last, M, N, K, a_m, a_k, b_k, b_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The sum of a tile that begins at row m0 and column n0, over slices of K from the first to before the last."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if DESCRIPTORS:
+        for step in range(first, last):
+            k0 = step * BLOCK_K
+            if A_TURNED:  # noqa: SIM108 - a branch on a constant is pruned when compiled, a ternary is not
+                a = A.load([k0, m0]).T
+            else:
+                a = A.load([m0, k0])
+            if B_TURNED:  # noqa: SIM108
+                b = B.load([n0, k0]).T
+            else:
+                b = B.load([k0, n0])
+            acc = dot(a, b, acc, PRECISION, INTERPRETED)
+    else:
+        m = numbers(m0, BLOCK_M, WIDE)
+        n = numbers(n0, BLOCK_N, WIDE)
+        a_at = A + m[:, None] * a_m
+        b_at = B + n[None, :] * b_n
+        for step in range(first, last):
+            k = numbers(step * BLOCK_K, BLOCK_K, WIDE)
+            a = tl.load(a_at + k[None, :] * a_k, mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
+            b = tl.load(b_at + k[:, None] * b_k, mask=(k[:, None] < K) & (n[None, :] < N), other=0.0)
+            acc = dot(a, b, acc, PRECISION, INTERPRETED)
+    return acc
+
+
+@inner
+def halves(acc):
+    """The left and the right columns: stored one after the other they take half the shared memory and registers."""
+    return tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
 
 
 @inner
@@ -75,7 +126,7 @@ def _add_up(
     begin = tile.to(tl.int64) * steps
     first = owner_of(begin, crew, slices)
     last = owner_of(begin + (steps - 1), crew, slices)
-    m = _numbers(m0, BLOCK_M, WIDE)
+    m = numbers(m0, BLOCK_M, WIDE)
     inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, COLUMNS)[None, :]
     for j in range(0, BLOCK_N, COLUMNS):
         part = PARTIALS + (inside + j)
@@ -83,17 +134,8 @@ def _add_up(
         total = tl.load(part + (first * SLOTS + (SLOTS - 1)) * SIZE, cache_modifier=".cg")
         for program in range(first + 1, last + 1):
             total += tl.load(part + program * SLOTS * SIZE, cache_modifier=".cg")
-        n = _numbers(n0 + j, COLUMNS, WIDE)
+        n = numbers(n0 + j, COLUMNS, WIDE)
         _finish(total, BIAS, OUT, KEPT, o_m, m, n, M, N, ACTIVATION, HAS_BIAS, KEEP)
-
-
-@inner
-def _numbers(first, COUNT: tl.constexpr, WIDE: tl.constexpr):
-    """COUNT numbers from the first on, in 64 bits where addresses need that."""
-    numbers = first + tl.arange(0, COUNT)
-    if WIDE:
-        numbers = numbers.to(tl.int64)
-    return numbers
 
 
 @triton.jit(do_not_specialize=["steps", "crew", "slices", "shared"])
@@ -138,43 +180,23 @@ def product(
         row, column = place_of(tile, rows, columns, GROUP)
         m0 = row * BLOCK_M
         n0 = column * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        if DESCRIPTORS:
-            for step in range(first, last):
-                k0 = step * BLOCK_K
-                if A_TURNED:  # noqa: SIM108 - a branch on a constant is pruned when compiled, a ternary is not
-                    a = A.load([k0, m0]).T
-                else:
-                    a = A.load([m0, k0])
-                if B_TURNED:  # noqa: SIM108
-                    b = B.load([n0, k0]).T
-                else:
-                    b = B.load([k0, n0])
-                acc = dot(a, b, acc, PRECISION, INTERPRETED)
-        else:
-            m = _numbers(m0, BLOCK_M, WIDE)
-            n = _numbers(n0, BLOCK_N, WIDE)
-            a_at = A + m[:, None] * a_m
-            b_at = B + n[None, :] * b_n
-            for step in range(first, last):
-                k = _numbers(step * BLOCK_K, BLOCK_K, WIDE)
-                a = tl.load(a_at + k[None, :] * a_k, mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
-                b = tl.load(b_at + k[:, None] * b_k, mask=(k[:, None] < K) & (n[None, :] < N), other=0.0)
-                acc = dot(a, b, acc, PRECISION, INTERPRETED)
+        acc = tile_sum(
+            A, B, m0, n0, first, last, M, N, K, a_m, a_k, b_k, b_n, BLOCK_M, BLOCK_N, BLOCK_K,
+            DESCRIPTORS, A_TURNED, B_TURNED, WIDE, PRECISION, INTERPRETED,
+        )  # fmt: skip
         whole = True
         if SLOTS > 0:
             whole = last - first == steps
         if whole:
-            # in halves, which take half the shared memory and registers
-            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            left, right = halves(acc)
             right0 = n0 + BLOCK_N // 2
             if OUT_DESCRIBED:
                 _finish_block(left, BIAS, OUT_BLOCKS, KEPT_BLOCKS, m0, n0, N, ACTIVATION, HAS_BIAS, KEEP)
                 _finish_block(right, BIAS, OUT_BLOCKS, KEPT_BLOCKS, m0, right0, N, ACTIVATION, HAS_BIAS, KEEP)
             else:
-                rows_m = _numbers(m0, BLOCK_M, WIDE)
-                n_left = _numbers(n0, BLOCK_N // 2, WIDE)
-                n_right = _numbers(right0, BLOCK_N // 2, WIDE)
+                rows_m = numbers(m0, BLOCK_M, WIDE)
+                n_left = numbers(n0, BLOCK_N // 2, WIDE)
+                n_right = numbers(right0, BLOCK_N // 2, WIDE)
                 _finish(left, BIAS, OUT, KEPT, o_m, rows_m, n_left, M, N, ACTIVATION, HAS_BIAS, KEEP)
                 _finish(right, BIAS, OUT, KEPT, o_m, rows_m, n_right, M, N, ACTIVATION, HAS_BIAS, KEEP)
         else:

@@ -1,0 +1,167 @@
+"""The kernels of fused products with their tensors: what one rank starts in a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshflash.gemm.fused_plan import FusedPlan
+from meshflash.gemm.launch import extent, in_blocks
+
+#: Warps of programs that only move or add, and sums that a thread of theirs has at a time.
+WARPS, SUMS = 8, 32
+#: Depth of blocks that are loaded by pointers, at most.
+DEPTH = 32
+#: Numbers that are set to NaN at a time where a rank was lost.
+BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What the kernels of one rank talk through in one call; where a collective has no such thing, `begun` stands.
+
+    `matrix` and `inbox` are this call's of two. `firsts` are the first rows of sections, `wanted` the counts that a
+    call adds to `arrived`, `times` of tiles (computed, sent, received) or None.
+    """
+
+    rank: int
+    epoch: int
+    bases: Tensor
+    status: Tensor
+    begun: Tensor
+    arrived: Tensor
+    flags: Tensor
+    ready: Tensor
+    inbox: Tensor
+    matrix: Tensor
+    firsts: Tensor
+    wanted: Tensor
+    times: Tensor | None = None
+
+    @property
+    def clocked(self) -> Tensor:
+        """Where kernels write times, or something else that they do not touch."""
+        return self.begun if self.times is None else self.times
+
+
+def send(
+    ends: Ends,
+    plan: FusedPlan,
+    a: Tensor,
+    b: Tensor | None,
+    into: Tensor,
+    *,
+    to: str,
+    flag: str,
+    firsts: Tensor,
+    sections: int = 1,
+    rows: int | None = None,
+    put: str = "all",
+    held: bool = False,
+    programs: int | None = None,
+) -> None:
+    """Put the tiles of a product, or of a matrix that is there, to other ranks."""
+    from meshflash.gemm.fused_kernels import send as kernel
+
+    config, product = plan.blocks, plan.product
+    as_blocks = None if b is None or not a.numel() or not b.numel() else in_blocks(a, b, config)
+    (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (a if b is None else b, False))
+    n, k = (a.shape[1], 0) if b is None else (b.shape[1], a.shape[1])
+    with torch.cuda.device_of(a):
+        kernel[(programs or plan.programs,)](
+            *(a_in, b_in, into, ends.flags if to != "matrix" else ends.arrived, ends.ready, ends.begun, firsts),
+            *(ends.clocked, ends.bases, ends.status, ends.rank, ends.epoch, n, k),
+            *(*a.stride(), *((0, 0) if b is None else b.stride())),
+            *(into.stride(0), plan.rows if rows is None else rows, 0 if to == "matrix" else plan.places),
+            WORLD=product.world,
+            SECTIONS=sections,
+            TO=to,
+            PUT=put,
+            FLAG=flag,
+            MULTIPLY=b is not None,
+            HELD=held,
+            TIMED=ends.times is not None,
+            DESCRIPTORS=as_blocks is not None,
+            A_TURNED=a_turned,
+            B_TURNED=b_turned,
+            WIDE=any(extent(x) >= 2**31 for x in (a, b) if x is not None),
+            **_blocks(plan, a, as_blocks is not None),
+        )
+
+
+def receive(ends: Ends, plan: FusedPlan, out: Tensor, programs: int) -> None:
+    """Add up the tiles that this rank has, into its rows of a matrix, or those of all ranks."""
+    from meshflash.gemm.fused_kernels import receive as kernel
+
+    config, two = plan.blocks, plan.shots == 2
+    with torch.cuda.device_of(out):
+        kernel[(programs,)](
+            *(ends.inbox, out, ends.flags, ends.arrived, ends.begun, ends.clocked, ends.bases, ends.status),
+            *(ends.rank, ends.epoch, out.shape[0], out.shape[1], out.stride(0), plan.rows, plan.places),
+            WORLD=plan.product.world,
+            STRIDE=plan.product.world if two else 1,
+            SPREAD=two,
+            TIMED=ends.times is not None,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            GROUP=config.group,
+            COLUMNS=min(SUMS * 32 * WARPS // config.block_m, config.block_n),
+            num_warps=WARPS,
+        )
+
+
+def gathered(ends: Ends, plan: FusedPlan, b: Tensor, out: Tensor, *, fetch: bool, programs: int) -> None:
+    """Multiply the rows of all ranks as they come."""
+    from meshflash.gemm.fused_kernels import gathered as kernel
+
+    a = ends.matrix[:, : plan.product.k]
+    as_blocks = None if fetch or not a.numel() or not b.numel() else in_blocks(a, b, plan.blocks)
+    (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (b, False))
+    assert not a_turned
+    with torch.cuda.device_of(b):
+        kernel[(programs,)](
+            *(a_in, b_in, out, ends.arrived, ends.begun, ends.firsts, ends.clocked, ends.bases, ends.status),
+            *(ends.rank, ends.epoch, b.shape[1], a.shape[1], a.stride(0), *b.stride(), out.stride(0)),
+            *(plan.rows, plan.chunks),
+            WORLD=plan.product.world,
+            FETCH=fetch,
+            TIMED=ends.times is not None,
+            DESCRIPTORS=as_blocks is not None,
+            B_TURNED=b_turned,
+            WIDE=any(extent(x) >= 2**31 for x in (a, b, out)),
+            **_blocks(plan, b, as_blocks is not None),
+        )
+
+
+def finish(ends: Ends, plan: FusedPlan, programs: int = 1) -> None:
+    """Wait for what all ranks put into this call's matrix."""
+    from meshflash.gemm.fused_kernels import finish as kernel
+
+    flags = ends.wanted.numel()
+    with torch.cuda.device_of(ends.matrix):
+        kernel[(programs,)](
+            *(ends.matrix, ends.arrived, ends.wanted, ends.begun, ends.status, ends.epoch),
+            *(flags, flags // plan.product.world, ends.matrix.numel()),
+            WORLD=plan.product.world,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+
+def _blocks(plan: FusedPlan, a: Tensor, by_descriptors: bool) -> dict[str, Any]:
+    """What all kernels that multiply are compiled with; pointers of deep blocks would take too many registers."""
+    config = plan.blocks
+    depth = config.block_k if by_descriptors else min(config.block_k, DEPTH)
+    return dict(
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=depth,
+        GROUP=config.group,
+        PRECISION=plan.product.precision,
+        INTERPRETED=a.device.type == "cpu",
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )

@@ -1,0 +1,303 @@
+"""From a product of several ranks to a plan: which variant, in which tiles, by how many programs, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshflash.gemm import configs, rates
+from meshflash.gemm.configs import Config
+from meshflash.gemm.fused_tiles import split
+from meshflash.gemm.heap_blocks import ALIGN
+from meshflash.gemm.planning import PRECISIONS, Product
+from meshflash.kernels.contract import HALF
+
+#: What a product of several ranks is, by what each rank has of A and B, and gets of C = A B.
+COLLECTIVES = {
+    "all_scatter": "A, and columns of B; all of C",
+    "all_reduce": "columns of A, and rows of B; all of C",
+    "ag_gemm": "rows of A, and B; all rows of C",
+    "gemm_rs": "columns of A, and rows of B; rows of C",
+}
+BULK = "bulk"
+#: Where the messages are: in the programs of the tiles, in programs beside them, or after all of the product.
+VARIANTS = ("epilogue", "producer_consumer", BULK)
+#: One of so many multiprocessors moves where some do; not timed yet.
+MOVERS = 8
+#: Of the programs that the interpreter plays.
+INTERPRETED_MOVERS = 2
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FusedProduct:
+    """What all ranks agree on: the sizes of the whole product, who has how much of it, and dtypes.
+
+    `sizes` are columns of B of each rank (all_scatter), rows of A (ag_gemm) or rows of C (gemm_rs). An all_reduce has
+    none: parts of K may be of any sizes.
+    """
+
+    collective: str
+    m: int
+    n: int
+    k: int
+    world: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    sizes: tuple[int, ...]
+    precision: str = "ieee"
+
+    @staticmethod
+    def of(
+        collective: str,
+        m: int,
+        n: int,
+        k: int,
+        world: int,
+        dtype: torch.dtype,
+        *,
+        sizes: Sequence[int] | None = None,
+        out_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        precision: str = "ieee",
+    ) -> FusedProduct:
+        """With what was left out: even parts, results as the operands are, sums on their way in float32."""
+        for word, value, known in (("collective", collective, COLLECTIVES), ("precision", precision, PRECISIONS)):
+            if value not in known:
+                raise ValueError(f"{word} {value!r}: expected one of {', '.join(known)}")
+        if min(m, n, k) < 0:
+            raise ValueError(f"m={m}, n={n}, k={k}: expected sizes >= 0 of the whole product")
+        for word, given in (("dtype", dtype), ("out_dtype", out_dtype), ("reduce_dtype", reduce_dtype)):
+            if given is not None and (not given.is_floating_point or given.itemsize == 1):
+                raise ValueError(f"{word}={given}: expected torch.float32, torch.bfloat16 or torch.float16")
+        total = {"all_scatter": n, "ag_gemm": m, "gemm_rs": m}.get(collective)
+        if total is None:
+            if sizes is not None:
+                raise ValueError("sizes are not for all_reduce: each rank's part of K may be of any size")
+            parts: tuple[int, ...] = ()
+        else:
+            parts = split(total, world) if sizes is None else tuple(sizes)
+            if len(parts) != world or sum(parts) != total or min(parts) < 0:
+                raise ValueError(f"sizes={parts}: expected {world} numbers >= 0 with the sum {total}")
+        widest = torch.promote_types(dtype, torch.float32)
+        return FusedProduct(
+            *(collective, m, n, k, world, dtype, out_dtype or dtype, reduce_dtype or widest, parts, precision)
+        )
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """Where each rank's part begins, and where the last one ends."""
+        return tuple(sum(self.sizes[:rank]) for rank in range(len(self.sizes) + 1))
+
+    @property
+    def lacks(self) -> str | None:
+        """Why a heap cannot carry it, or None."""
+        known = (torch.float32, *HALF)
+        strange = next((x for x in (self.out_dtype, self.reduce_dtype) if x not in known), None)
+        return f"the kernels have no {strange}" if strange else None
+
+    def part(self, device: torch.device) -> Product:
+        """The product of one rank, as plans of products take it: the largest, with rows in line as sizes have them."""
+        most, unit = max(self.sizes, default=0), 16 // self.dtype.itemsize
+        n = most if self.collective == "all_scatter" else self.n
+        k = self.k if self.collective in ("all_scatter", "ag_gemm") else -(-self.k // self.world)
+        lined = n % unit == 0 and k % unit == 0
+        return Product(self.m, n, k, self.dtype, device, "nn", self.precision, lined)
+
+
+@dataclass(frozen=True)
+class FusedPlan:
+    """How a product of several ranks is computed, and why so.
+
+    `shots` is of an all_reduce: 1 where every rank adds up all tiles, 2 where each adds up some and puts them to all;
+    else 0. `programs` compute and `movers` move beside them, 0 where the same ones do. `means` is what carries
+    messages, "heap" or "group".
+    """
+
+    product: FusedProduct
+    variant: str
+    shots: int
+    why: str
+    config: Config | None = None
+    programs: int = 0
+    movers: int = 0
+    means: str = "heap"
+
+    @property
+    def blocks(self) -> Config:
+        """The configuration, which plans on a heap have."""
+        assert self.config is not None
+        return self.config
+
+    @property
+    def sections(self) -> int:
+        """Parts that the rows of C are in, each with tiles of its own."""
+        return self.product.world if self.product.collective in ("ag_gemm", "gemm_rs") else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of tiles, of the largest section."""
+        return -(-(max(self.product.sizes) if self.sections > 1 else self.product.m) // self.blocks.block_m)
+
+    def columns(self, rank: int) -> int:
+        """Columns of tiles that a rank computes."""
+        product = self.product
+        n = product.sizes[rank] if product.collective == "all_scatter" else product.n
+        return -(-n // self.blocks.block_n)
+
+    @property
+    def chunks(self) -> int:
+        """Parts in which a row of tiles of A is gathered."""
+        return -(-self.product.k // self.blocks.block_n)
+
+    @property
+    def places(self) -> int:
+        """Tiles that a rank adds up at most."""
+        tiles = self.rows * self.columns(0)
+        return -(-tiles // self.product.world) if self.shots == 2 else tiles
+
+    def wanted(self) -> list[int]:
+        """How often each flag of arrivals is raised in a call: one for each rank, or for each row of tiles of it."""
+        product, world = self.product, self.product.world
+        if product.collective == "ag_gemm":
+            return [
+                self.chunks * (row * self.blocks.block_m < size) for size in product.sizes for row in range(self.rows)
+            ]
+        if product.collective == "all_scatter":
+            return [self.rows * self.columns(rank) for rank in range(world)]
+        tiles = self.rows * self.columns(0)
+        return [max(0, -(-(tiles - rank) // world)) for rank in range(world)]
+
+    def rooms(self) -> dict[str, tuple[Shape, torch.dtype]]:
+        """What it takes of a heap: names, shapes and dtypes. Where data lies there are two of each, used in turns."""
+        product, world = self.product, self.product.world
+        rooms: dict[str, tuple[Shape, torch.dtype]] = {"begun": ((world,), torch.int32)}
+        if product.collective == "all_scatter" or self.shots == 2:
+            rooms["matrix"] = (2, product.m, lined(product.n, product.out_dtype)), product.out_dtype
+        if product.collective == "ag_gemm":
+            rooms["matrix"] = (2, product.m, lined(product.k, product.dtype)), product.dtype
+        if "matrix" in rooms:
+            rooms["arrived"] = (len(self.wanted()),), torch.int64
+        if product.collective in ("all_reduce", "gemm_rs"):
+            size = self.blocks.block_m * self.blocks.block_n
+            rooms["inbox"] = (2, world, self.places, size), product.reduce_dtype
+            rooms["flags"] = (world, self.places), torch.int32
+        if product.collective == "all_scatter":
+            rooms["ready"] = (max(self.rows * self.columns(rank) for rank in range(world)),), torch.int32
+        return rooms
+
+    @property
+    def heap_bytes(self) -> int:
+        """What it takes of each rank's heap."""
+        if self.means == "group":
+            return 0
+        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in self.rooms().values())
+        return sum(-(-max(size, 1) // ALIGN) * ALIGN for size in sizes)
+
+    def __str__(self) -> str:
+        shots = {0: "", 1: " in one shot", 2: " in two shots"}[self.shots]
+        if self.means == "group":
+            return f"{self.product.collective}{shots}, {self.variant} by the process group: {self.why}"
+        movers = f" and {self.movers} that move" if self.movers else ""
+        return (
+            f"{self.product.collective}{shots}, {self.variant}: tiles of {self.config}, {self.programs} programs"
+            f"{movers}, {self.heap_bytes:,} bytes of the heap; {self.why}"
+        )
+
+
+def lined(width: int, dtype: torch.dtype) -> int:
+    """Numbers from row to row, so that rows begin at multiples of 16 bytes.
+
+    >>> lined(5, torch.float32), lined(16, torch.bfloat16)
+    (8, 16)
+    """
+    unit = 16 // dtype.itemsize
+    return -(-width // unit) * unit
+
+
+def plan_fused(
+    product: FusedProduct,
+    device: torch.device,
+    *,
+    variant: str = "auto",
+    shots: int | None = None,
+    config: Config | None = None,
+    sharing: int = 1,
+    cores: int | None = None,
+    means: str = "heap",
+) -> FusedPlan:
+    """The plan of a product on ranks of which so many share each device, where each has so many multiprocessors.
+
+    "auto" takes what was fastest at the nearest shape that was measured so, and the bulk where none was.
+
+    >>> product = FusedProduct.of("gemm_rs", 10, 8, 6, 4, torch.float32)
+    >>> product.sizes
+    (3, 3, 2, 2)
+    >>> plan_fused(product, torch.device("cpu"), means="group").variant
+    'bulk'
+
+    """
+    if variant not in ("auto", *VARIANTS):
+        raise ValueError(f"variant {variant!r}: expected one of auto, {', '.join(VARIANTS)}")
+    reduces = product.collective == "all_reduce"
+    if shots not in (None, 1, 2) or (shots is not None and not reduces):
+        raise ValueError(f"shots={shots}: expected 1 or 2, of an all_reduce")
+    part = product.part(device)
+    if means == "group":
+        if variant not in ("auto", BULK):
+            raise ValueError(f'variant {variant!r} needs a heap; give one of open_heap, or write variant="bulk"')
+        why = "asked for" if variant == BULK else "a process group has no memory that kernels could put into"
+        return FusedPlan(product, BULK, 0, why, means=means)
+    lacks = part.lacks or product.lacks
+    if lacks:
+        raise ValueError(f"a heap cannot carry this: {lacks}; give the process group instead of the heap")
+    why = "asked for"
+    if variant == "auto":
+        variant, shots, config, why = _measured(product, part, shots, config, sharing)
+    if reduces and shots is None:
+        shots = 1 if product.world <= 2 else 2
+    config = config or configs.default(part.m, part.n, part.numbers, part.lined, device)
+    if config.block_n % 2:
+        raise ValueError(f"{config}: expected an even number of columns")
+    cores = cores or max(1, configs.cores(device) // sharing)
+    movers = 0
+    if variant == "producer_consumer":
+        movers = INTERPRETED_MOVERS if device.type == "cpu" else max(1, cores // MOVERS)
+    programs = max(1, cores - movers) * config.per_core
+    return FusedPlan(product, variant, shots or 0, why, config, programs, movers)
+
+
+def key_of(product: FusedProduct, sharing: int) -> str:
+    """How tables of rates call it, where those of one device have the layout of operands."""
+    return f"{product.collective}/{product.world}/{sharing}"
+
+
+def mode_of(variant: str, shots: int) -> str:
+    """How tables of rates call a variant.
+
+    >>> mode_of("bulk", 0), mode_of("epilogue", 2)
+    ('bulk', 'epilogue/2')
+    """
+    return f"{variant}/{shots}" if shots else variant
+
+
+def _measured(
+    product: FusedProduct, part: Product, shots: int | None, config: Config | None, sharing: int
+) -> tuple[str, int | None, Config | None, str]:
+    """Variant, shots and configuration by what was measured, and why; the bulk where nothing was."""
+    known = rates.known(part.device)
+    if known is None:
+        return BULK, shots, config, "no rates of fused products were measured on this device"
+    found = known.table.best(part.numbers, key_of(product, sharing), product.m, product.n, product.k)
+    if found is None:
+        return BULK, shots, config, f"no fused product near this one is among the rates ({known.source})"
+    variant, _, count = found.mode.partition("/")
+    if variant not in VARIANTS or (count and shots not in (None, int(count))):
+        return BULK, shots, config, f"{found.mode} was the fastest at such sizes, and is not what was asked for"
+    why = f"the fastest at {found.m}x{found.n}x{found.k} on {product.world} ranks ({known.source})"
+    return variant, int(count) if count else shots, config or (Config(*found.config) if found.config else None), why

@@ -1,0 +1,250 @@
+"""Products of several ranks, interpreted across real processes: ragged shapes, epochs, the same bits everywhere."""
+
+from __future__ import annotations
+
+import os
+import signal as signals
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from meshflash.engine.membership import DisagreementError
+from meshflash.gemm import FusedGemm, fused_launch
+from meshflash.gemm.fused_plan import VARIANTS, FusedProduct
+from meshflash.gemm.heap import open_heap
+from meshflash.kernels.triton_common import INTERPRETED
+from meshflash.launch.processes import RankError, run_ranks
+from meshflash.transport.contract import TransportError
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_fused_gpu.py runs them")
+
+#: As in test_stream_k.py; what is rounded on its way adds as much.
+ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 4e-4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fused product, and how often it is called."""
+
+    collective: str
+    variant: str
+    shots: int | None = None
+    shape: tuple[int, int, int] = (19, 40, 33)
+    dtype: torch.dtype = torch.float32
+    sizes: tuple[int, ...] | None = None
+    reduce: torch.dtype | None = None
+    out: torch.dtype | None = None
+    turned: bool = False
+    calls: int = 3
+
+    def whole(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of A and B."""
+        m, n, k = self.shape
+        generator = torch.Generator().manual_seed(seed)
+        made = [torch.randn(shape, generator=generator).to(self.dtype) for shape in ((m, k), (k, n))]
+        return made[0], made[1]
+
+    def parts(self, a: torch.Tensor, b: torch.Tensor, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What each rank has; columns of a matrix are not in line, and with `turned` no rows are."""
+        product = FusedProduct.of(self.collective, *self.shape, world, self.dtype, sizes=self.sizes)
+        k = self.shape[2]
+        cuts = [0, *sorted((7 * rank * k) // (7 * world - 1) for rank in range(1, world)), k]  # not even
+        some = [cuts[rank + 1] - cuts[rank] for rank in range(world)]
+        if self.collective == "all_scatter":
+            pairs = [(a, part) for part in b.split(product.sizes, 1)]
+        elif self.collective == "ag_gemm":
+            pairs = [(part, b) for part in a.split(product.sizes)]
+        else:
+            pairs = list(zip(a.split(some, 1), b.split(some), strict=True))
+        return [(x.T.contiguous().T, y.T.contiguous().T) for x, y in pairs] if self.turned else pairs
+
+    def check(self, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        want = a.double() @ b.double()
+        assert got.shape == want.shape
+        assert got.dtype == (self.out or self.dtype)
+        allowed = ALLOWED[got.dtype] + (ALLOWED[self.reduce] if self.reduce else 0)
+        error = float((got.double() - want).norm() / want.norm())
+        assert error <= allowed, (self, error)
+
+
+def across(rank, world, group, cases, late=0.0):
+    """The results of all calls of this rank, those of one case after those of the other; the last rank may be late."""
+    results = []
+    with open_heap(group, bytes=2**21, device="cpu", timeout=30) as heap:
+        for number, case in enumerate(cases):
+            m, n, k = case.shape
+            more = dict(variant=case.variant, shots=case.shots, sizes=case.sizes, mode="data_parallel")
+            more |= dict(reduce_dtype=case.reduce, out_dtype=case.out)
+            with FusedGemm(heap, case.collective, m, n, k, case.dtype, **more) as gemm:
+                assert heap.usage.used <= gemm.plan.heap_bytes
+                for call in range(case.calls):
+                    time.sleep(late if rank == world - 1 and call == 1 else 0)
+                    a, b = case.parts(*case.whole(10 * number + call), world)[rank]
+                    lent = gemm(a, b, copy=call % 2 == 0)
+                    results.append(lent.clone())
+    return results
+
+
+def check(case, number, by_rank):
+    """All calls of a case, right on every rank, and the same bits."""
+    for call in range(case.calls):
+        a, b = case.whole(10 * number + call)
+        got = [results[call] for results in by_rank]
+        if case.collective == "gemm_rs":
+            case.check(torch.cat(got), a, b)
+            continue
+        case.check(got[0], a, b)
+        for x in got[1:]:
+            assert torch.equal(x, got[0]), case
+
+
+def run(pool, world, cases, late=0.0):
+    by_rank = pool.run(world, across, cases, late, timeout=240)
+    first = 0
+    for number, case in enumerate(cases):
+        check(case, number, [results[first : first + case.calls] for results in by_rank])
+        first += case.calls
+    return by_rank
+
+
+#: Every collective in every variant.
+EVERY = [
+    ("all_scatter", None),
+    ("all_reduce", 1),
+    ("all_reduce", 2),
+    ("ag_gemm", None),
+    ("gemm_rs", None),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_processes_and_changing_inputs(pool, variant):
+    run(pool, 2, [Case(collective, variant, shots) for collective, shots in EVERY])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_four_processes_with_ragged_parts(pool, variant):
+    """Parts that differ, a rank that has none, and a result that is smaller than the number of ranks times a tile."""
+    sizes = {"all_scatter": (1, 0, 20, 16), "ag_gemm": (2, 0, 15, 1), "gemm_rs": (0, 15, 2, 1)}
+    cases = [
+        Case(collective, variant, shots, (18, 37, 10), sizes=sizes.get(collective), calls=2)
+        for collective, shots in EVERY
+    ]
+    run(pool, 4, cases)
+
+
+def test_dtypes_strides_and_sums_that_travel_rounded(pool):
+    cases = [
+        Case("all_scatter", "epilogue", dtype=torch.bfloat16, calls=1),
+        Case("all_scatter", "producer_consumer", dtype=torch.float16, out=torch.float32, calls=1, turned=True),
+        Case("all_reduce", "epilogue", 2, dtype=torch.float16, calls=1, turned=True),
+        Case("all_reduce", "producer_consumer", 1, dtype=torch.bfloat16, reduce=torch.bfloat16, calls=1),
+        Case("ag_gemm", "producer_consumer", dtype=torch.float16, calls=1, turned=True),
+        Case("ag_gemm", "epilogue", dtype=torch.bfloat16, calls=1),
+        Case("gemm_rs", "bulk", dtype=torch.bfloat16, reduce=torch.float16, calls=1),
+        Case("gemm_rs", "epilogue", dtype=torch.float16, out=torch.float32, calls=1, turned=True),
+    ]
+    run(pool, 2, cases)
+
+
+def test_a_rank_that_waits_for_nobody_does_not_run_ahead(pool):
+    """Rank 0 gets no rows, so no message of a call keeps it from the next, and rank 1 comes late."""
+    run(pool, 2, [Case("gemm_rs", "epilogue", shape=(5, 8, 8), sizes=(0, 5), calls=6)], late=0.7)
+
+
+def test_every_way_to_a_sum_gives_the_same_bits(pool):
+    """Partial sums are the same ones, added in the order of ranks by whoever adds them."""
+    cases = [Case("all_reduce", variant, shots, calls=1) for variant in VARIANTS for shots in (1, 2)]
+    cases += [Case("gemm_rs", variant, calls=1) for variant in VARIANTS]
+    by_rank = pool.run(2, same_inputs, cases, timeout=120)
+    sums = [by_rank[0][number] for number in range(6)]
+    sums += [torch.cat([results[number] for results in by_rank]) for number in range(6, 9)]
+    for x in sums:
+        assert torch.equal(x, sums[0])
+
+
+def same_inputs(rank, world, group, cases):
+    """The first call of each case, on the inputs of the first."""
+    results = []
+    with open_heap(group, bytes=2**21, device="cpu", timeout=30) as heap:
+        for case in cases:
+            more: Any = dict(variant=case.variant, shots=case.shots, mode="data_parallel")
+            with FusedGemm(heap, case.collective, *case.shape, **more) as gemm:
+                results.append(gemm(*case.parts(*case.whole(0), world)[rank]))
+    return results
+
+
+def by_group(rank, world, group, cases):
+    """The bulk of a process group."""
+    results = []
+    for number, case in enumerate(cases):
+        more: Any = dict(sizes=case.sizes, reduce_dtype=case.reduce, out_dtype=case.out)
+        m, n, k = case.shape
+        gemm = FusedGemm(group, case.collective, m, n, k, case.dtype, **more)
+        assert gemm.plan.means == "group"
+        assert gemm.plan.heap_bytes == 0
+        for call in range(case.calls):
+            results.append(gemm(*case.parts(*case.whole(10 * number + call), world)[rank]))
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_process_group_without_a_heap(pool, world):
+    sizes = {"all_scatter": (1, 0, 20, 19), "ag_gemm": (2, 0, 16, 1), "gemm_rs": (0, 16, 2, 1)} if world == 4 else {}
+    cases = [
+        Case(collective, "bulk", dtype=dtype, sizes=sizes.get(collective), calls=2)
+        for collective in ("all_scatter", "all_reduce", "ag_gemm", "gemm_rs")
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    by_rank = pool.run(world, by_group, cases)
+    for number, case in enumerate(cases):
+        check(case, number, [results[2 * number : 2 * number + 2] for results in by_rank])
+    exact = Case("gemm_rs", "bulk", dtype=torch.float64, calls=1)
+    a, b = exact.whole(0)
+    got = torch.cat([results[0] for results in pool.run(world, by_group, [exact])])
+    torch.testing.assert_close(got, a @ b)
+
+
+def disagreeing(rank, world, group):
+    with open_heap(group, bytes=2**20, device="cpu", timeout=10) as heap:
+        FusedGemm(heap, "all_reduce", 16, 16 + 16 * rank, 16)
+
+
+def test_ranks_that_disagree_are_told(pool):
+    with pytest.raises(Exception, match=r"ranks disagree in n of a fused product: rank 0 has 16, rank 1 32") as raised:
+        pool.run(2, disagreeing)
+    assert DisagreementError.__name__ in str(raised.value)
+
+
+def killed(rank, world, tell):
+    """In its second call rank 1 puts its parts, and is killed before it adds up the tiles that it owns."""
+    heap = open_heap(bytes=2**20, device="cpu", timeout=2)
+    gemm = FusedGemm(heap, "all_reduce", 33, 40, 18, variant="epilogue", shots=2)
+    case = Case("all_reduce", "epilogue", 2, (33, 40, 18))
+    a, b = case.whole(0)
+    mine = case.parts(a, b, world)[rank]
+    case.check(gemm(*mine), a, b)
+    if rank == 1:
+        fused_launch.receive = lambda *more: os.kill(os.getpid(), signals.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(TransportError) as raised:
+        gemm(*mine)
+    tell((rank, str(raised.value), time.monotonic() - begin))
+
+
+def test_a_rank_killed_in_a_call_ends_the_others(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # new processes import this file by its name here
+    told: list[Any] = []
+    with pytest.raises(RankError, match="rank 1 died with exit code -9"):
+        run_ranks(3, killed, timeout=120, listen=told.append)
+    assert sorted(each[0] for each in told) == [0, 2]
+    for rank, text, seconds in told:
+        assert text.startswith(f"rank {rank} waited 2 s in step 2 for rank 1, whose signal stands at")
+        assert text.endswith("of rank 1 has ended")
+        assert seconds < 20

@@ -1,0 +1,186 @@
+"""The kernels of fused products, compiled for GPUs that are not here: they fit, and loops of products do not spill.
+
+As in `test_gemm_compile.py`, by a process of its own that runs this very file as a script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cross import TARGETS, Built, _pretend, missing
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parents[1]
+CORES = 132
+
+
+@dataclass(frozen=True)
+class Call:
+    """A fused product of 4096 x 4096 x 4096 on 4 ranks, or one that no descriptor describes."""
+
+    collective: str
+    variant: str
+    shots: int | None = None
+    numbers: str = "bfloat16"
+    aligned: bool = True
+    reduce: str = "float32"
+    timed: bool = False
+
+    def __str__(self) -> str:
+        more = [f"in {self.shots}"] * bool(self.shots) + ["unaligned"] * (not self.aligned) + ["timed"] * self.timed
+        return " ".join((self.collective, self.variant, self.numbers, f"by {self.reduce}", *more))
+
+
+def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str]:
+    """The kernels of each call, or what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:  # a kernel from Triton's cache has no log of ptxas
+        paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "TRITON_CACHE_DIR": folder, "MESHFLASH_RATES": folder, "PYTHONPATH": paths}
+        environment.pop("TRITON_INTERPRET", None)
+        into = Path(folder, "built.json")
+        work = json.dumps([asdict(call) for call in calls])
+        run = subprocess.run(
+            [sys.executable, "-P", __file__, target, work, str(into)], env=environment, capture_output=True, text=True
+        )
+        if run.returncode:
+            raise RuntimeError(f"compiling for {target}: {run.stderr or run.stdout}")
+        answers = json.loads(into.read_text())
+    return {
+        call: x if isinstance(x, str) else [Built(**built) for built in x]
+        for call, x in zip(calls, answers, strict=True)
+    }
+
+
+def main(target: str, work: str, into: str) -> None:
+    from meshflash.gemm import configs, planning
+
+    built: list[Built] = []
+    answers: list[Any] = []
+    _pretend(target, built)
+    vars(configs)["cores"] = lambda device: CORES
+    planning.Product.lacks = None  # type: ignore[assignment,method-assign] # the device is none that kernels run on
+    for fields in json.loads(work):
+        built.clear()
+        try:
+            make(Call(**fields))
+            answers.append([asdict(one) for one in built])
+        except Exception as error:  # a compiler's own, of any kind, and the other calls are still to come
+            answers.append(f"{type(error).__name__}: {error}")
+    Path(into).write_text(json.dumps(answers))
+
+
+def make(call: Call) -> None:
+    """Go through the stages of a call on tensors that are not there; launches compile."""
+    import torch
+
+    from meshflash.gemm.fused_exchange import Exchange
+    from meshflash.gemm.fused_launch import Ends
+    from meshflash.gemm.fused_plan import FusedProduct, plan_fused
+
+    device, world, size = torch.device("meta"), 4, 4096
+    dtype = getattr(torch, call.numbers)
+    product = FusedProduct.of(
+        *(call.collective, size, size, size, world, dtype), reduce_dtype=getattr(torch, call.reduce)
+    )
+    plan = plan_fused(product, device, variant=call.variant, shots=call.shots)
+
+    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device=device)
+
+    rooms: dict[str, Any] = {name: empty(*shape, kind=kind) for name, (shape, kind) in plan.rooms().items()}
+    begun = rooms["begun"]
+    firsts, words = empty(world + 1, kind=torch.int32), empty(world, kind=torch.int64)
+    exchange = Exchange.__new__(Exchange)
+    exchange.plan, exchange.mode, exchange._firsts = plan, "torch", firsts
+    exchange._own = {1: firsts}
+    vars(exchange).update(heap=SimpleNamespace(device=device), _product=lambda a, b: empty(a.shape[0], b.shape[1]))
+    flags = {name: rooms.get(name, begun) for name in ("begun", "arrived", "flags", "ready")}
+    data = {name: rooms[name][0] if name in rooms else begun for name in ("inbox", "matrix")}
+    times = empty(10, 3, kind=torch.int64) if call.timed else None
+    tables: dict[str, Any] = {"bases": words, "status": words, "firsts": firsts, "wanted": words, "times": times}
+    ends = Ends(rank=1, epoch=5, **flags, **data, **tables)
+    some = size // world
+    rows = {"all_scatter": (size, size, some), "ag_gemm": (some, size, size)}.get(call.collective, (size, some, size))
+    m, k, n = rows
+    more = 0 if call.aligned else 1
+    a, b = empty(m, k + more)[:, :k], empty(k, n + more)[:, :n]
+    for stage in exchange._stages(ends, a, b, {}):
+        stage.do()
+
+
+COLLECTIVES = (("all_scatter", None), ("all_reduce", 1), ("all_reduce", 2), ("ag_gemm", None), ("gemm_rs", None))
+ANYWHERE = (
+    *(
+        Call(collective, variant, shots)
+        for collective, shots in COLLECTIVES
+        for variant in ("epilogue", "producer_consumer", "bulk")
+    ),
+    *(Call(collective, "epilogue", shots, aligned=False) for collective, shots in COLLECTIVES),
+    *(Call(collective, "epilogue", shots, "float32") for collective, shots in COLLECTIVES),
+    *(Call(collective, "producer_consumer", shots, timed=True) for collective, shots in COLLECTIVES),
+    Call("all_reduce", "epilogue", 1, "float16", reduce="float16"),
+    Call("gemm_rs", "epilogue", None, reduce="bfloat16"),
+)
+#: In the ordinary run: a product that puts, one that adds up and puts, and one whose rows come by descriptors.
+FEW = (Call("all_reduce", "epilogue", 2), Call("ag_gemm", "producer_consumer"))
+#: Bytes that a thread may spill, outside of the loop over K.
+SPILLED = {"sm_90": 0, "sm_100": 192, "sm_80": 0, "gfx942": 0}
+#: The same where parts are added up, which waits for memory.
+SPILLED_IN_SUMS = 8
+
+
+def check(target: str, call: Call, built: list[Built] | str) -> None:
+    assert not isinstance(built, str), built
+    kernels = [kernel.kernel for kernel in built]
+    assert kernels[0] == "send"
+    assert len(kernels) > 1 or (call.collective, call.variant) == ("ag_gemm", "bulk")
+    for kernel in built:
+        assert kernel.shared <= TARGETS[target].shared, kernel
+        assert kernel.registers <= TARGETS[target].registers, kernel
+        assert kernel.spilled <= max(SPILLED[target], SPILLED_IN_SUMS * (kernel.kernel == "receive")), kernel
+        assert not kernel.serialized, kernel
+    # what reads in place reads by pointers, and a bulk's product is another kernel's
+    fetches = call.collective == "ag_gemm" and call.variant == "epilogue"
+    if target == "sm_90" and call.numbers != "float32" and call.aligned and call.variant != "bulk" and not fetches:
+        multiplies = built[1 if call.collective == "ag_gemm" else 0]
+        assert multiplies.local == 0, (
+            "the loop copies by descriptors, multiplies by warp groups, and stays in registers"
+        )
+
+
+def test_fused_products_fit_a_hopper_gpu():
+    if lacking := missing("sm_90"):
+        pytest.skip(f"no {lacking} here")
+    for call, built in compiled("sm_90", FEW).items():
+        check("sm_90", call, built)
+
+
+@cache
+def every(target: str) -> dict[Call, list[Built] | str]:
+    return compiled(target, ANYWHERE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ANYWHERE, ids=str)
+@pytest.mark.parametrize("target", SPILLED)
+def test_every_collective_fits(target, call):
+    if lacking := missing(target):
+        pytest.skip(f"no {lacking} here")
+    check(target, call, every(target)[call])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

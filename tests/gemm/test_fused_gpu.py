@@ -1,0 +1,181 @@
+"""Fused products on a GPU that ranks share, by MPS and by streams of one process: run with `-m gpu`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from meshflash.gemm import FusedGemm
+from meshflash.gemm.fused_plan import VARIANTS, FusedProduct
+from meshflash.gemm.heap import open_heap
+from meshflash.launch import mps
+from meshflash.launch.devices import take_device
+from meshflash.launch.processes import RankError, run_ranks
+from meshflash.transport.contract import TransportError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+#: Norm of the difference over that of the result, as in test_gemm_gpu.py; what is rounded on its way adds as much.
+ALLOWED = {torch.float32: 3e-6, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
+EVERY = [("all_scatter", None), ("all_reduce", 1), ("all_reduce", 2), ("ag_gemm", None), ("gemm_rs", None)]
+#: Even and ragged.
+SHAPES = [(2048, 2048, 4096), (1003, 777, 1501)]
+HEAP = 2**29
+
+
+def parts(collective, world, shape, dtype, seed):
+    """What each rank has, and the whole product in float64."""
+    m, n, k = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+    a, b = (torch.randn(size, generator=generator, device="cuda").to(dtype) for size in ((m, k), (k, n)))
+    want = a.double() @ b.double()
+    sizes = FusedProduct.of(collective, m, n, k, world, dtype).sizes
+    if collective == "all_scatter":
+        return [(a, part) for part in b.split(sizes, 1)], want
+    if collective == "ag_gemm":
+        return [(part, b) for part in a.split(sizes)], want
+    some = FusedProduct.of("ag_gemm", k, n, m, world, dtype).sizes
+    return list(zip(a.split(some, 1), b.split(some), strict=True)), want
+
+
+def mine(collective, rank, world, want):
+    """What a rank gets of the whole."""
+    if collective != "gemm_rs":
+        return want
+    return want.split(FusedProduct.of(collective, len(want), want.shape[1], 1, world, torch.float32).sizes)[rank]
+
+
+def error(got, want):
+    return float((got.double() - want).norm() / want.norm())
+
+
+def bits(x):
+    """A number that tells results apart."""
+    words = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32).long().flatten()
+    return int((words * (torch.arange(len(words), device=words.device) % 8191 + 1)).sum())
+
+
+def repeated(rank, world, tell, calls):
+    """So many calls of each collective and variant, on inputs that change; the errors, and what bits came."""
+    device = take_device("cuda", rank)
+    heap = open_heap(bytes=HEAP, device=device, timeout=60)
+    for collective, shots in EVERY:
+        for variant in VARIANTS:
+            for shape in SHAPES:
+                for dtype in (torch.bfloat16, torch.float32) if shape == SHAPES[1] else (torch.bfloat16,):
+                    name = f"{collective} {shots} {variant} {shape} {dtype}"
+                    inputs = [parts(collective, world, shape, dtype, seed) for seed in range(3)]
+                    gemm = FusedGemm(heap, collective, *shape, dtype, variant=variant, shots=shots)
+                    worst, seen = 0.0, dict[int, set[int]]()
+                    for call in range(calls):
+                        seed = call % 3
+                        out = gemm(*inputs[seed][0][rank], copy=call % 2 == 0)
+                        seen.setdefault(seed, set()).add(bits(out))
+                        worst = max(worst, error(out, mine(collective, rank, world, inputs[seed][1])))
+                    gemm.free()
+                    heap.barrier()
+                    tell((name, rank, worst / ALLOWED[dtype], {seed: sorted(found) for seed, found in seen.items()}))
+    heap.close()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_of_one_gpu_and_changing_inputs(world):
+    if mps.missing():
+        pytest.skip(str(mps.missing()))
+    told: list[Any] = []
+    with mps.mps():
+        run_ranks(world, repeated, 200, timeout=1500, listen=told.append)
+    assert len(told) == world * len(EVERY) * len(VARIANTS) * (len(SHAPES) + 1)
+    found: dict[str, list[Any]] = {}
+    for name, rank, worst, seen in told:
+        assert worst <= 1, (name, rank, worst)
+        assert all(len(different) == 1 for different in seen.values()), (name, rank, "not the same bits each time")
+        found.setdefault(name, []).append(seen)
+    for name, seen in found.items():
+        if not name.startswith("gemm_rs"):
+            assert all(one == seen[0] for one in seen), (name, "not the same bits on all ranks")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("collective", "shots"), EVERY)
+def test_one_process_plays_all_ranks(collective, shots, variant, world):
+    for shape in SHAPES:
+        with (
+            open_heap(world, bytes=HEAP, device="cuda", timeout=30) as heap,
+            FusedGemm(heap, collective, *shape, torch.bfloat16, variant=variant, shots=shots) as gemm,
+        ):
+            for seed in range(20):
+                pairs, want = parts(collective, world, shape, torch.bfloat16, seed)
+                outs = gemm([a for a, _ in pairs], [b for _, b in pairs])
+                for rank, out in enumerate(outs):
+                    assert error(out, mine(collective, rank, world, want)) <= ALLOWED[torch.bfloat16]
+                    assert collective == "gemm_rs" or torch.equal(out, outs[0])
+            heap.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("collective", "shots"), EVERY)
+def test_dtypes_and_sums_that_travel_rounded(collective, shots, dtype):
+    shape = SHAPES[1]
+    with open_heap(2, bytes=HEAP, device="cuda", timeout=30) as heap:
+        for reduce in (torch.float32, torch.bfloat16):
+            more = dict(variant="epilogue", shots=shots, reduce_dtype=reduce)
+            with FusedGemm(heap, collective, *shape, dtype, **more) as gemm:
+                pairs, want = parts(collective, 2, shape, dtype, 0)
+                outs = gemm([a for a, _ in pairs], [b for _, b in pairs])
+                allowed = ALLOWED[dtype] + (ALLOWED[reduce] if reduce != torch.float32 else 0)
+                for rank, out in enumerate(outs):
+                    assert error(out, mine(collective, rank, 2, want)) <= allowed
+
+
+def test_a_graph_is_refused():
+    with (
+        open_heap(2, bytes=2**22, device="cuda", timeout=30) as heap,
+        FusedGemm(heap, "all_scatter", 64, 64, 64, variant="epilogue") as gemm,
+    ):
+        pairs, _ = parts("all_scatter", 2, (64, 64, 64), torch.float32, 0)
+        a, b = [a for a, _ in pairs], [b for _, b in pairs]
+        gemm(a, b)
+        torch.cuda.synchronize()
+        with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            gemm(a, b)
+
+
+def lost(rank, world, tell):
+    """Rank 1 does not come to the second call; the others say so, and have NaN."""
+    device = take_device("cuda", rank)
+    shape = (512, 512, 512)
+    pairs, want = parts("all_reduce", world, shape, torch.float32, 0)
+    for seconds in (60, 4):  # what is compiled in the first call takes longer than the second heap waits
+        heap = open_heap(bytes=2**26, device=device, timeout=seconds)
+        gemm = FusedGemm(heap, "all_reduce", *shape, variant="epilogue", shots=2)
+        assert error(gemm(*pairs[rank]), want) <= ALLOWED[torch.float32]
+        heap.barrier()
+        if seconds == 60:
+            gemm.free()
+            heap.close()
+    if rank == 1:
+        return
+    out = gemm(*pairs[rank])
+    with pytest.raises(TransportError) as raised:
+        heap.check()
+    tell((rank, str(raised.value), bool(out.isnan().any())))
+
+
+def test_a_lost_rank_is_named():
+    if mps.missing():
+        pytest.skip(str(mps.missing()))
+    told: list[Any] = []
+    with mps.mps(), suppress(RankError):  # rank 1 waits at the end for the others, or they for it
+        run_ranks(3, lost, timeout=200, listen=told.append)
+    assert sorted(each[0] for each in told) == [0, 2]
+    for rank, text, has_nan in told:
+        assert text.startswith(f"rank {rank} waited 4 s in step 2 for rank 1")
+        assert has_nan

@@ -1,0 +1,321 @@
+"""Fused products of ranks that one process plays, their plans and their mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from meshflash.gemm import FusedGemm, FusedPlan, configs, launch, rates
+from meshflash.gemm.configs import Config
+from meshflash.gemm.fused_exchange import Exchange
+from meshflash.gemm.fused_plan import BULK, COLLECTIVES, VARIANTS, FusedProduct, key_of, mode_of, plan_fused
+from meshflash.gemm.fused_tiles import owner_of, peer_of, section_of, split
+from meshflash.gemm.heap import open_heap
+from meshflash.gemm.rates import Known, Rate, Table
+from meshflash.kernels import triton_configs
+from meshflash.kernels.triton_common import INTERPRETED
+from meshflash.transport.contract import TransportError
+
+CONFIG = Config(16, 32, 16, 1, 1)
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_fused_gpu.py runs them")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that nobody wrote is NaN."""
+    empty = torch.empty
+
+    def poison(*args, **more):
+        x = empty(*args, **more)
+        return x.fill_(torch.nan) if x.dtype.is_floating_point else x
+
+    monkeypatch.setattr(torch, "empty", poison)
+
+
+def local(world, timeout=20.0):
+    return open_heap(world, bytes=2**20, device="cpu", timeout=timeout)
+
+
+def operands(collective, world, m, n, k, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (k, n)))
+    if collective == "all_scatter":
+        return [a] * world, list(b.split(split(n, world), 1)), a.double() @ b.double()
+    if collective == "ag_gemm":
+        return list(a.split(split(m, world))), [b] * world, a.double() @ b.double()
+    some = split(k, world)
+    return list(a.split(some, 1)), list(b.split(some)), a.double() @ b.double()
+
+
+def check(collective, outs, want, allowed=1e-6):
+    if collective == "gemm_rs":
+        outs = [torch.cat(outs)]
+    for out in outs:
+        assert torch.equal(out, outs[0])
+    assert float((outs[0].double() - want).norm()) <= allowed * float(want.norm())
+
+
+@interpreted
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_one_process_plays_three_ranks(collective, variant):
+    with local(3) as heap, FusedGemm(heap, collective, 18, 33, 12, variant=variant) as gemm:
+        for seed in range(2):
+            a, b, want = operands(collective, 3, 18, 33, 12, seed=seed)
+            check(collective, gemm(a, b), want)
+
+
+@interpreted
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_next_to_nothing(collective, variant):
+    with local(2) as heap:
+        for m, n, k in [(0, 5, 4), (5, 0, 4), (5, 4, 0), (1, 1, 1)]:
+            with FusedGemm(heap, collective, m, n, k, variant=variant) as gemm:
+                a, b, want = operands(collective, 2, m, n, k)
+                outs = gemm(a, b)
+                check(collective, outs, want)
+                assert outs[0].shape == ((split(m, 2)[0], n) if collective == "gemm_rs" else (m, n))
+
+
+@interpreted
+@pytest.mark.parametrize("collective", ["all_scatter", "ag_gemm", "gemm_rs"])
+def test_operands_by_descriptors(collective, monkeypatch):
+    made = []
+    describe = launch.described
+
+    def keep(x, block):
+        made.append(x)
+        return describe(x, block)
+
+    monkeypatch.setattr(triton_configs, "has_descriptors", lambda device: True)
+    monkeypatch.setattr(launch, "described", keep)
+    with local(2) as heap, FusedGemm(heap, collective, 20, 32, 32, torch.float16, variant="producer_consumer") as gemm:
+        a, b, want = operands(collective, 2, 20, 32, 32, torch.float16)
+        check(collective, gemm(a, b), want, 6e-4)
+    assert len(made) == 4
+
+
+@interpreted
+def test_what_is_lent_stays_until_the_next_call():
+    with local(2) as heap, FusedGemm(heap, "all_scatter", 4, 6, 5, variant="epilogue") as gemm:
+        first = operands("all_scatter", 2, 4, 6, 5, seed=0)
+        lent = gemm(*first[:2], copy=False)
+        kept = gemm(*first[:2])
+        check("all_scatter", lent, first[2])
+        for seed in (1, 2):
+            gemm(*operands("all_scatter", 2, 4, 6, 5, seed=seed)[:2])
+        check("all_scatter", kept, first[2])
+        assert not torch.allclose(lent[0].double(), first[2])
+
+
+@interpreted
+def test_gathered_rows():
+    with local(2) as heap:
+        for variant in ("producer_consumer", "bulk"):
+            with FusedGemm(heap, "ag_gemm", 5, 6, 7, variant=variant) as gemm:
+                with pytest.raises(RuntimeError, match="after a call"):
+                    gemm.gathered()
+                a, b, _ = operands("ag_gemm", 2, 5, 6, 7)
+                gemm(a, b)
+                assert all(torch.equal(gemm.gathered(rank), torch.cat(a)) for rank in range(2))
+
+
+@interpreted
+@pytest.mark.parametrize("variant", ["epilogue", "producer_consumer"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_times_of_tiles(collective, variant):
+    """Of 2 x 2 tiles, where each rank computes all, or one column, and adds up half, or none."""
+    more = dict(variant=variant, shots=2 if collective == "all_reduce" else None)
+    with local(2) as heap, FusedGemm(heap, collective, 20, 40, 18, timed=True, **more) as gemm:
+        a, b, want = operands(collective, 2, 20, 40, 18)
+        check(collective, gemm(a, b), want)
+        for times in gemm.times.values():
+            computed, sent, received = times.T
+            assert computed.count_nonzero() == (2 if collective == "all_scatter" else 4)
+            if collective == "ag_gemm":
+                assert received.all()
+                assert (computed >= received).all()
+            else:
+                assert (sent >= computed).all()
+                assert sent.count_nonzero() == computed.count_nonzero()
+                assert received.count_nonzero() == (0 if collective == "all_scatter" else 2)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("collective", "shots", "dtype"),
+    [
+        ("all_scatter", None, torch.bfloat16),
+        ("all_reduce", 1, torch.float32),
+        ("all_reduce", 2, torch.float16),
+        ("ag_gemm", None, torch.float32),
+        ("gemm_rs", None, torch.bfloat16),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named_and_its_numbers_are_nan(collective, shots, dtype, monkeypatch):
+    """Rank 1 starts nothing in the second call."""
+    start, stages = Exchange._start, Exchange._stages
+    seen: dict[int, torch.Tensor] = {}
+
+    def start_rank_0(self, rank, stage):
+        if rank == 0 or self.epoch == 1:
+            start(self, rank, stage)
+
+    def note(self, ends, a, b, results):
+        made = stages(self, ends, a, b, results)
+        seen.update(results)
+        return made
+
+    monkeypatch.setattr(Exchange, "_start", start_rank_0)
+    monkeypatch.setattr(Exchange, "_stages", note)
+    a, b, want = operands(collective, 2, 20, 40, 18, dtype)
+
+    def call_twice():
+        with local(2, timeout=0.2) as heap:
+            gemm = FusedGemm(heap, collective, 20, 40, 18, dtype, variant="epilogue", shots=shots)
+            check(collective, gemm(a, b), want, 6e-3)
+            gemm(a, b)
+
+    with pytest.raises(TransportError, match=r"rank 0 waited 0.2 s in step 2 for rank 1, whose signal stands at"):
+        call_twice()
+    assert seen[0].isnan().any()
+
+
+def test_every_tile_is_added_up_once_and_flags_count_what_comes():
+    for world in (1, 2, 3, 4, 8):
+        assert sum(split(17, world)) == 17
+        assert sorted(section_of(turn, 2, world) for turn in range(world)) == list(range(world))
+        for rank in range(world):
+            assert [peer_of(turn, rank, world) for turn in range(world)][-1] == rank
+        for m, n in ((1, 1), (40, 33), (100, 300)):
+            product = FusedProduct.of("all_reduce", m, n, 64, world, torch.float32)
+            plan = FusedPlan(product, "epilogue", 2, "", CONFIG, 4)
+            tiles = plan.rows * plan.columns(0)
+            owners = [owner_of(0, tile, world, 1) for tile in range(tiles)]
+            assert len(set(owners)) == tiles
+            assert all(place < plan.places for _, place in owners)
+            assert plan.wanted() == [sum(owner == rank for owner, _ in owners) for rank in range(world)]
+            rows = FusedProduct.of("gemm_rs", m, n, 64, world, torch.float32)
+            assert FusedPlan(rows, "epilogue", 0, "", CONFIG, 4).places * world >= tiles
+            columns = FusedPlan(FusedProduct.of("all_scatter", m, n, 64, world, torch.float32), BULK, 0, "", CONFIG, 4)
+            assert sum(columns.wanted()) == sum(-(-m // 16) * -(-part // 32) for part in split(n, world))
+
+
+def test_a_group_has_the_bulk_alone():
+    product = FusedProduct.of("gemm_rs", 5, 6, 7, 2, torch.float64)
+    plan = plan_fused(product, CPU, means="group")
+    assert (plan.variant, plan.heap_bytes, product.reduce_dtype) == (BULK, 0, torch.float64)
+    assert "by the process group: a process group has no memory" in str(plan)
+    with pytest.raises(ValueError, match=r'needs a heap.*variant="bulk"'):
+        plan_fused(product, CPU, variant="epilogue", means="group")
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """Plans for a GPU that is not here, of 132 multiprocessors and no tables."""
+    monkeypatch.setattr(configs, "cores", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(rates, "known", lambda device: None)
+    return torch.device("cuda")
+
+
+def test_auto_takes_the_bulk_where_nothing_was_measured(a_gpu):
+    product = FusedProduct.of("all_reduce", 4096, 4096, 4096, 4, torch.bfloat16)
+    plan = plan_fused(product, a_gpu, sharing=4)
+    assert (plan.variant, plan.shots, plan.programs, plan.movers) == (BULK, 2, 33, 0)
+    assert "no rates of fused products were measured on this device" in str(plan)
+    two = FusedProduct.of("all_reduce", 4096, 4096, 4096, 2, torch.bfloat16)
+    assert plan_fused(two, a_gpu).shots == 1
+
+
+def test_auto_takes_the_fastest_at_the_nearest_shape(a_gpu, monkeypatch):
+    product = FusedProduct.of("all_reduce", 4096, 4096, 4096, 4, torch.bfloat16)
+    slim = (64, 128, 64, 4, 4, 8, 2, 0)
+
+    def rate(mode, m, tflops, key=None):
+        return Rate(mode, "bfloat16", key or key_of(product, 1), m, m, m, tflops, slim if "epilogue" in mode else ())
+
+    rows = (
+        rate(mode_of("epilogue", 2), 4096, 500.0),
+        rate(mode_of(BULK, 1), 4096, 400.0),
+        rate(mode_of("producer_consumer", 1), 1024, 900.0),
+        rate("torch", 4096, 999.0, "nn"),
+        rate(mode_of("producer_consumer", 1), 4096, 999.0, key_of(product, 4)),
+    )
+    table = Table("a GPU", "sm_90", rows)
+    monkeypatch.setattr(rates, "known", lambda device: Known(table, "a table"))
+    plan = plan_fused(product, a_gpu)
+    assert (plan.variant, plan.shots, plan.config) == ("epilogue", 2, Config(*slim))
+    assert plan.why == "the fastest at 4096x4096x4096 on 4 ranks (a table)"
+    one = plan_fused(product, a_gpu, shots=1)
+    assert (one.variant, one.shots) == (BULK, 1)
+    assert "epilogue/2 was the fastest at such sizes, and is not what was asked for" in one.why
+    small = FusedProduct.of("all_reduce", 64, 64, 64, 4, torch.bfloat16)
+    assert "no fused product near this one is among the rates (a table)" in plan_fused(small, a_gpu).why
+
+
+def test_movers_have_a_share_of_the_multiprocessors(a_gpu):
+    product = FusedProduct.of("ag_gemm", 4096, 4096, 4096, 4, torch.bfloat16)
+    plan = plan_fused(product, a_gpu, variant="producer_consumer")
+    assert (plan.programs, plan.movers) == (132 - 16, 16)
+    assert "116 programs and 16 that move" in str(plan)
+    shared = plan_fused(product, a_gpu, variant="producer_consumer", sharing=4)
+    assert shared.programs + shared.movers == 33
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "words"),
+    [
+        (("all_gather", 4, 4, 4), {}, "expected one of all_scatter, all_reduce, ag_gemm, gemm_rs"),
+        (("all_scatter", 4, 4, -1), {}, "expected sizes >= 0 of the whole product"),
+        (("all_scatter", 4, 4, 4), {"sizes": (4,)}, "expected 2 numbers >= 0 with the sum 4"),
+        (("all_reduce", 4, 4, 4), {"sizes": (2, 2)}, "part of K may be of any size"),
+        (("all_scatter", 4, 4, 4), {"shots": 1}, "expected 1 or 2, of an all_reduce"),
+        (("all_reduce", 4, 4, 4), {"shots": 3}, "expected 1 or 2, of an all_reduce"),
+        (("all_reduce", 4, 4, 4), {"variant": "tile"}, "one of auto, epilogue, producer_consumer, bulk"),
+        (("all_reduce", 4, 4, 4), {"mode": "tile"}, "one of auto, stream_k"),
+        (("all_reduce", 4, 4, 4), {"precision": "bf16"}, "one of ieee, tf32"),
+        (("all_reduce", 4, 4, 4, torch.int32), {}, "expected torch.float32"),
+        (("all_reduce", 4, 4, 4, torch.float64), {}, "no float64; give the process group instead of the heap"),
+        (("all_reduce", 4, 4, 4), {"reduce_dtype": torch.float64}, "no torch.float64; give the process group"),
+        (("all_reduce", 4000, 4000, 4), {}, "open_heap"),
+    ],
+)
+@interpreted
+def test_mistakes_are_told(arguments, more, words):
+    with pytest.raises(ValueError, match=words), local(2) as heap:
+        FusedGemm(heap, *arguments, **more)
+
+
+@interpreted
+def test_operands_that_were_not_planned_are_told():
+    ones = torch.ones
+    with local(2) as heap, FusedGemm(heap, "all_scatter", 4, 5, 6) as gemm:
+        a, b = [ones(4, 6)] * 2, [ones(6, 3), ones(6, 2)]
+        wrong: list[tuple[Any, str]] = [
+            ((a[0], b[0]), "plays 2 ranks: expected as many operands"),
+            ((a[:1], b[:1]), "plays 2 ranks: expected as many operands"),
+            (
+                (a, b[::-1]),
+                r"b of rank 0 is torch.float32 of \(6, 2\) on cpu: expected .* of \(6, 3\) on cpu",
+            ),
+            (([x.half() for x in a], b), "a of rank 0 is torch.float16"),
+            ((a, [x.requires_grad_() for x in (ones(6, 3), ones(6, 2))]), r"use torch.no_grad\(\)"),
+        ]
+        for given, words in wrong:
+            with pytest.raises(ValueError, match=words):
+                gemm(*given)
+        with pytest.raises(RuntimeError, match="timed=True"):
+            gemm.times  # noqa: B018 - it is the reading that raises
+        with pytest.raises(RuntimeError, match="no gathered rows"):
+            gemm.gathered()
+    with local(2) as heap, FusedGemm(heap, "gemm_rs", 4, 5, 6) as gemm:
+        a, b = [ones(4, 3)] * 2, [ones(2, 5)] * 2
+        with pytest.raises(ValueError, match="a of rank 0 has 3 columns and b 2 rows"):
+            gemm(a, b)
