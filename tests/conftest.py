@@ -10,6 +10,8 @@ import torch
 
 from pool import Pool
 
+# tensors of tests are small: threads would wait for each other more than they work
+torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # before anything imports Triton, which reads it once; workers of the pool find it too
     os.environ.setdefault("TRITON_INTERPRET", "1")

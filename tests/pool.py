@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -34,6 +35,9 @@ WORKERS = 4
 
 #: Seconds: for a worker to import torch; for the others to end once one failed; for a stack to be written.
 _START, _GRACE, _STACKS = 120.0, 2.0, 0.3
+
+#: Groups that jobs may leave in cycles of garbage; each has a thread that wakes up a hundred times a second.
+_LEFT = 16
 
 
 class WorkerError(RuntimeError):
@@ -225,13 +229,18 @@ def _work(rank: int, pipe: Connection) -> None:
     pipe.send_bytes(pickle.dumps(store.port if store else 0))
     jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, jobs), daemon=True).start()
+    left = 0
     while True:
         job = jobs.get()
         try:
             store = store or dist.TCPStore("127.0.0.1", job.port, None, False, limit)
             if dist.is_initialized():
+                left += dist.get_pg_count() - 1
                 dist.destroy_process_group()
             _forget_meshes()
+            if left > _LEFT:
+                gc.collect()
+                left = 0
             fresh = dist.PrefixStore(f"job{job.number}", store)
             dist.init_process_group("gloo", store=fresh, rank=rank, world_size=job.world)
             function = _load(job.module, job.path)
@@ -245,11 +254,15 @@ def _work(rank: int, pipe: Connection) -> None:
 
 
 def _forget_meshes() -> None:
-    """DTensor's cache takes a mesh of ranks for an equal one of an earlier job, whose process groups are gone."""
+    """DTensor's caches take a mesh of ranks for an equal one of an earlier job, and keep the threads of its groups."""
     if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _collective_utils, _redistribute
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute._planner_cache.clear()
 
 
 def _listen(pipe: Connection, jobs: queue.SimpleQueue[_Job]) -> None:

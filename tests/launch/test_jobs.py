@@ -67,7 +67,8 @@ def test_a_job_may_begin_again():
     assert [rank.code for rank in found] == [0, 0], found[0].text + found[1].text
 
 
-def test_torchrun():
+@pytest.mark.slow
+def test_torchrun_of_one_node():
     job = run(
         [
             sys.executable,

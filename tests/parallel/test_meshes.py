@@ -23,7 +23,7 @@ from meshflash.parallel import (
 )
 from meshflash.parallel.mesh import DATA, place, size
 
-STEPS = 3
+STEPS = 2
 OPTIMIZER: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1, eps=1e-3)
 
 
@@ -115,7 +115,7 @@ def compare(rank, world, group, shapes):
 
 
 def meshes(world):
-    """Every mesh of so many ranks, and ways to lay a model on it, by turns."""
+    """Every mesh of so many ranks twice, with ways to lay a model on it by turns."""
     shapes = [s for s in itertools.product((1, 2, 3, 4), repeat=4) if s[0] * s[1] * s[2] * s[3] == world and s[3] != 3]
     ways: Any = itertools.cycle(
         (
@@ -136,9 +136,22 @@ def meshes(world):
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_mesh_has_the_loss_gradients_and_steps_of_one_process(pool, world):
-    shapes = meshes(world)
+def every_other(shapes, first):
+    """One of the two of each mesh: by turns that with one micro-batch, and that with three."""
+    return [shapes[2 * n + (n + first) % 2] for n in range(len(shapes) // 2)]
+
+
+@pytest.mark.parametrize(
+    ("world", "shapes"),
+    [
+        (2, meshes(2)),
+        (3, meshes(3)),
+        (4, every_other(meshes(4), 0)),
+        pytest.param(4, every_other(meshes(4), 1), marks=pytest.mark.slow),
+    ],
+    ids=["2", "3", "4", "4, the others"],
+)
+def test_every_mesh_has_the_loss_gradients_and_steps_of_one_process(pool, world, shapes):
     for rank in pool.run(world, compare, shapes, timeout=300.0):
         assert len(rank) == len(shapes)
         for *what, errors in rank:

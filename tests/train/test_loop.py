@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -73,14 +74,12 @@ def test_losses_do_not_depend_on_the_mesh(pool, kind):
 
 
 def test_a_run_goes_on_where_it_was(pool, tmp_path):
-    whole = small(run={"steps": 9, "save": 3}, optimizer={"sharded": True}, mesh={"dp": 2})
+    optimizer = {"sharded": True, "warmup": 9}  # so that the rate does not depend on the end
+    whole = small(run={"steps": 9, "save": 3}, optimizer=optimizer, mesh={"dp": 2})
     (want, *_), _ = pool.run(2, runs, whole, str(tmp_path / "whole"))
     part = replace(whole, run=replace(whole.run, steps=5))
-    fixed = replace(part, optimizer=replace(part.optimizer, warmup=9))  # so that the rate does not depend on the end
-    (want, *_), _ = pool.run(2, runs, replace(fixed, run=replace(fixed.run, steps=9)), str(tmp_path / "fixed"))
-    (first, *_), _ = pool.run(2, runs, fixed, str(tmp_path / "parts"))
-    longer = replace(fixed, run=replace(fixed.run, steps=9))
-    (rest, _, step), _ = pool.run(2, runs, longer, str(tmp_path / "parts"))
+    (first, *_), _ = pool.run(2, runs, part, str(tmp_path / "parts"))
+    (rest, _, step), _ = pool.run(2, runs, whole, str(tmp_path / "parts"))
     assert step == 9
     assert first + rest == want  # to the last bit
     rows = read_lines(tmp_path / "parts")
@@ -153,14 +152,23 @@ def test_saves_by_minutes(pool, tmp_path):
         assert names == [f"step-0000000{n}" for n in (2, 4, 5)]
 
 
-@pytest.mark.parametrize("mesh", [{"cp": 2}, {"fsdp": 2, "tp": 2}, {}])
-def test_a_run_goes_on_on_another_mesh(pool, tmp_path, mesh):
-    config = small(mesh={"fsdp": 2, "cp": 2}, optimizer={"warmup": 12}, run={"steps": 10, "save": 4, "evaluate": 0})
-    folder = str(tmp_path)
+def to_go_on(mesh):
+    return small(mesh=mesh, optimizer={"warmup": 12}, run={"steps": 10, "save": 4, "evaluate": 0})
+
+
+@pytest.fixture(scope="module")
+def ended(pool, tmp_path_factory):
+    """The losses of a run of ten steps, and the folder of one that ended after four of them."""
+    config, folder = to_go_on({"fsdp": 2, "cp": 2}), tmp_path_factory.mktemp("ended")
     (want, *_), *_ = pool.run(4, runs, config, None)
-    pool.run(4, runs, replace(config, run=replace(config.run, steps=4)), folder)
-    other = small(mesh=mesh, optimizer={"warmup": 12}, run={"steps": 10, "save": 4, "evaluate": 0})
-    for losses, *_ in pool.run(ranks_of(mesh), runs, other, folder):
+    pool.run(4, runs, replace(config, run=replace(config.run, steps=4)), str(folder))
+    return want, folder
+
+
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"fsdp": 2, "tp": 2}, {}])
+def test_a_run_goes_on_on_another_mesh(pool, ended, tmp_path, mesh):
+    want, folder = ended[0], shutil.copytree(ended[1], tmp_path / "run")
+    for losses, *_ in pool.run(ranks_of(mesh), runs, to_go_on(mesh), str(folder)):
         assert len(losses) == 6
         assert losses[0] == pytest.approx(want[4], rel=1e-6)
         assert losses == pytest.approx(want[4:], rel=1e-4)
