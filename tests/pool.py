@@ -262,7 +262,7 @@ def _forget_meshes() -> None:
         _clear_sharding_prop_cache()
         _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
         _redistribute._gen_transform_infos.cache_clear()
-        _redistribute._planner_cache.clear()
+        getattr(_redistribute, "_planner_cache", {}).clear()  # older torch has none
 
 
 def _listen(pipe: Connection, jobs: queue.SimpleQueue[_Job]) -> None:

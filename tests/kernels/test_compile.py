@@ -33,8 +33,8 @@ GLUON = tuple(
     Call(kind, dim, dtype, gluon=True, mask=mask, partial=partial, features=features)
     for dim in (64, 128)
     for kind, dtype, mask, partial, features in (
-        *((kind, "bfloat16", mask, False, False) for kind in ATTENTION[:2] for mask in ("causal", "full", "runs")),
-        *((kind, "bfloat16", "causal", True, False) for kind in ATTENTION[:2]),
+        *((kind, "bfloat16", mask, False, False) for kind in ATTENTION for mask in ("causal", "full", "runs")),
+        *((kind, "bfloat16", "causal", True, False) for kind in ATTENTION),
         ("forward", "bfloat16", "causal", False, True),
         *((kind, "float16", "causal", False, False) for kind in ATTENTION[:2]),
     )
@@ -83,11 +83,13 @@ SPILLS = {
     "sm_90 backward 128 bfloat16 unaligned by_keys": 1700,
     "sm_90 deterministic 128 bfloat16 unaligned by_keys": 1550,
     "sm_90 deterministic 128 bfloat16 unaligned by_queries": 650,
-    **{f"sm_90 backward 128 {dtype} gluon backward": 110 for dtype in ("bfloat16", "float16")},
-    "sm_90 backward 128 bfloat16 gluon runs backward": 130,
-    **{f"sm_90 backward 64 {dtype} gluon backward": 140 for dtype in ("bfloat16", "float16")},
-    "sm_90 backward 64 bfloat16 gluon full backward": 100,
-    "sm_90 backward 64 bfloat16 gluon runs backward": 230,
+    **{f"sm_90 backward 128 {dtype} by_keys": 810 for dtype in ("bfloat16", "float16")},
+    "sm_90 deterministic 128 bfloat16 by_keys": 420,
+    "sm_90 backward 128 bfloat16 gluon runs backward": 120,
+    **{f"sm_90 backward 64 {dtype} gluon backward": 175 for dtype in ("bfloat16", "float16")},
+    "sm_90 backward 64 bfloat16 gluon full backward": 110,
+    "sm_90 backward 64 bfloat16 gluon runs backward": 240,
+    **{f"sm_90 deterministic 128 bfloat16 gluon{more} backward": 75 for more in ("", " runs", " partial")},
     "sm_90 backward 64 bfloat16 gluon partial backward": 175,
     "sm_100 forward 256 bfloat16 forward": 100,
     "sm_100 backward 64 float32 by_keys": 1300,

@@ -131,3 +131,35 @@ def test_a_backward_meets_every_visible_pair_once(name, other):
     assert served.even == (name == "even")
     if name in ("full", "causal", "even", "window"):
         assert len(served) == -(-len(want) // 128)
+
+
+def test_runs_are_whole_blocks_inside_of_their_spans():
+    mask = CAUSAL & Mask.documents([40, 10, 61])
+    for by_key in (False, True):
+        work = worklist(mask, (range(111),), (range(111),))
+        served, rest = runs(work, by_key, 32, 16, 8, 1, torch.device("cpu"))
+        assert {row for _, row, *_ in rest.tiles.tolist()} == {40, 48}, "the document that is shorter than a block"
+        assert all(rows <= 8 for _, _, rows, *_ in rest.tiles.tolist())
+        spans = served.spans.tolist()
+        for _, row, _, _, _, first, turns in served.tiles.tolist():
+            begin, count, limit, *_ = spans[first]
+            document = (0, 40) if row < 40 else (50, 111)
+            assert document[0] <= begin < limit == document[1]
+            assert count == turns
+        assert served.lower  # a last block overlaps, and seen from keys the diagonal is below
+
+
+def test_the_first_tile_of_a_forward_is_the_short_one():
+    served, _ = runs(worklist(CAUSAL, (range(448),), (range(448),)), False, 192, 64, 64, 1, torch.device("cpu"))
+    assert sorted((row, rows) for _, row, rows, *_ in served.tiles.tolist()) == [(0, 64), (64, 192), (256, 192)]
+
+
+def test_bands_over_other_steps_are_left_to_the_rest():
+    def served(mask, step):
+        work = worklist(mask, (range(0, 256, 4),), (range(1, 256, step),))
+        mine, rest = runs(work, False, 32, 16, 32, 1, torch.device("cpu"))
+        return bool(len(mine)), bool(len(rest))
+
+    assert served(CAUSAL, 4) == (True, False)
+    assert served(CAUSAL, 2) == (False, True)
+    assert served(Mask.full(), 2) == (True, False)

@@ -174,3 +174,14 @@ def test_rows_that_are_not_in_line():
     q, k, v = (torch.randn(1, 2, 16, 9).transpose(1, 3) for _ in range(3))
     got = flash_attention(q, k, v, mask=Mask.causal(), kernel="triton")
     assert torch.allclose(got, flash_attention(q, k, v, mask=Mask.causal(), kernel="reference"), atol=1e-5)
+
+
+def test_heads_that_lie_more_than_two_billion_numbers_apart():
+    """Their memory is asked for, and next to none of it touched."""
+    stride, tokens, dim = 2**30, 40, 24
+    far = torch.empty(2 * stride + tokens * dim, dtype=torch.float16)
+    x = far.as_strided((1, tokens, 3, dim), (far.numel(), dim, stride, 1))
+    x.copy_(torch.randn(1, tokens, 3, dim))
+    near = x.contiguous()
+    want = flash_attention(near, near, near, mask=Mask.causal(), kernel="triton")
+    assert torch.equal(flash_attention(x, near, x, mask=Mask.causal(), kernel="triton"), want)

@@ -58,9 +58,13 @@ def _turn(number, turns, ROTATE: gl.constexpr):
 def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full, q_empty,
           dout_full, dout_empty, TILES, RUNS, heads,
           GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-          SINGLE: gl.constexpr, WHOLE: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """The warp that copies: keys and values once, then queries, dout, lse and delta block by block."""
-    batch, row, rows, _, _, first_run, turns = tile_of(TILES, gl.program_id(0))
+          SINGLE: gl.constexpr, WHOLE: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
+          AHEAD: gl.constexpr):  # fmt: skip
+    """The warp that copies: keys and values once, then queries, dout, lse and delta block by block.
+
+    Copies of lse and delta begin at multiples of 16 bytes. SHIFTED lines are there four times, each a row further.
+    """
+    batch, row, rows, _, _, first_run, turns = tile_of(TILES, gl.program_id(0), SINGLE)
     key_head = gl.program_id(1)
     start = row + rows - BLOCK_N
     mbarrier.expect(kv_full.index(0), 2 * BLOCK_N * D * 2)
@@ -83,11 +87,16 @@ def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room
             mbarrier.wait(q_empty.index(stage), phase)
             mbarrier.expect(q_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
             copy_block(q, [batch, head, block, 0], q_full.index(stage), q_room.index(stage))
-            copy_block(lse, [batch * heads + head, block], q_full.index(stage), lse_room.index(stage))
+            line = batch * heads + head
+            column = block
+            if SHIFTED:
+                line = line * 4 + block % 4
+                column = block - block % 4
+            copy_block(lse, [line, column], q_full.index(stage), lse_room.index(stage))
             mbarrier.wait(dout_empty.index(stage), phase)
             mbarrier.expect(dout_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
             copy_block(dout, [batch, head, block, 0], dout_full.index(stage), dout_room.index(stage))
-            copy_block(delta, [batch * heads + head, block], dout_full.index(stage), delta_room.index(stage))
+            copy_block(delta, [line, column], dout_full.index(stage), delta_room.index(stage))
             copied += 1
     if AHEAD:  # scores of one block too many are started, and need something to read
         stage = copied % STAGES
@@ -103,7 +112,7 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
              WHICH: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
              STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr,
              UPPER: gl.constexpr, EDGE: gl.constexpr,
-             SOFTCAP: gl.constexpr, ADD: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr,
+             SOFTCAP: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr,
              AHEAD: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 keys, and half of dQ."""
     DTYPE: gl.constexpr = q_room.dtype
@@ -115,7 +124,7 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S)
-    batch, row, rows, first, step, first_run, turns = tile_of(TILES, gl.program_id(0))
+    batch, row, rows, first, step, first_run, turns = tile_of(TILES, gl.program_id(0), SINGLE)
     key_head = gl.program_id(1)
     missing = 0
     if EDGE:
@@ -191,26 +200,29 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
             if SOFTCAP:
                 ds_wide = ds_wide * (1.0 - s * s)
             ds = ds_wide.to(DTYPE)
-            if WHICH == 0:
-                ds_first.store(ds)
-            else:
-                ds_second.store(ds)
+            if QUERIES:
+                if WHICH == 0:
+                    ds_first.store(ds)
+                else:
+                    ds_second.store(ds)
             ds_weights = gl.convert_layout(ds, A)
-            fence_async_shared()
-            # two rooms for dS make one barrier enough: a group is one block ahead at most, and then writes the other
-            _join()
-            if BY_ROWS:
-                a_first = ds_first.slice(WHICH * 64, 64, dim=1).permute((1, 0))
-                a_second = ds_second.slice(WHICH * 64, 64, dim=1).permute((1, 0))
-            else:
-                a_first = ds_first.permute((1, 0))
-                a_second = ds_second.permute((1, 0))
-            dq_moving = warpgroup_mma(a_first, k_first, zero_dq, use_acc=False, is_async=True)
-            dq_moving = warpgroup_mma(a_second, k_second, dq_moving, is_async=True)
+            if QUERIES:
+                fence_async_shared()
+                # two rooms for dS make one barrier enough: a group is one block ahead at most, and writes the other
+                _join()
+                if BY_ROWS:
+                    a_first = ds_first.slice(WHICH * 64, 64, dim=1).permute((1, 0))
+                    a_second = ds_second.slice(WHICH * 64, 64, dim=1).permute((1, 0))
+                else:
+                    a_first = ds_first.permute((1, 0))
+                    a_second = ds_second.permute((1, 0))
+                dq_moving = warpgroup_mma(a_first, k_first, zero_dq, use_acc=False, is_async=True)
+                dq_moving = warpgroup_mma(a_second, k_second, dq_moving, is_async=True)
             # dV is done before dK begins: with three products in flight ptxas lets none overlap
-            dv, weights = warpgroup_mma_wait(num_outstanding=2, deps=(dv_moving, weights))
+            dv, weights = warpgroup_mma_wait(num_outstanding=2 if QUERIES else 0, deps=(dv_moving, weights))
             dk_moving = warpgroup_mma(ds_weights, q, dk, is_async=True)
-            tma.store_wait(pendings=0)  # the dQ of the block before has left; what follows tells all threads
+            if QUERIES:
+                tma.store_wait(pendings=0)  # the dQ of the block before has left; what follows tells all threads
             mbarrier.arrive(dout_empty.index(stage), count=1)
             if AHEAD:
                 following = (used + 1) % STAGES
@@ -218,22 +230,21 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
                 s_moving = warpgroup_mma(
                     k, q_room.index(following).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
-                part = warpgroup_mma_wait(num_outstanding=2, deps=(dq_moving,))
-            else:
-                part = warpgroup_mma_wait(num_outstanding=1, deps=(dq_moving,))
-            if TILED:  # in the order of registers: stores of 16 bytes, and 16 KiB in one piece
-                ordered = gl.reshape(part, [4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-                dq_own.store(gl.reshape(ordered, [16, 256]))
-                fence_async_shared()
-                tile = (batch * heads + head) * tiles_of_row + block // BLOCK_M
-                add_block(dq, [(tile * 2 + WHICH) * 16, 0], dq_own)
-            else:
-                dq_own.reshape([64, 64]).store(part * scale)
-                fence_async_shared()
-                if BY_ROWS:
-                    add_block(dq, [batch, head, block + WHICH * 64, 0], dq_own)
+            if QUERIES:
+                part = warpgroup_mma_wait(num_outstanding=2 if AHEAD else 1, deps=(dq_moving,))
+                if TILED:  # in the order of registers: stores of 16 bytes, and 16 KiB in one piece
+                    ordered = gl.reshape(part, [4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+                    dq_own.store(gl.reshape(ordered, [16, 256]))
+                    fence_async_shared()
+                    tile = (batch * heads + head) * tiles_of_row + block // BLOCK_M
+                    add_block(dq, [(tile * 2 + WHICH) * 16, 0], dq_own)
                 else:
-                    add_block(dq, [batch, head, block, WHICH * 64], dq_own)
+                    dq_own.reshape([64, 64]).store(part * scale)
+                    fence_async_shared()
+                    if BY_ROWS:
+                        add_block(dq, [batch, head, block + WHICH * 64, 0], dq_own)
+                    else:
+                        add_block(dq, [batch, head, block, WHICH * 64], dq_own)
             if AHEAD:
                 dk, ds_weights = warpgroup_mma_wait(num_outstanding=1, deps=(dk_moving, ds_weights))
                 mbarrier.arrive(q_empty.index(stage), count=1)
@@ -256,7 +267,8 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         dv += gl.load(dv_at, mask=there, other=0.0)
     gl.store(dk_at, dk.to(DK.dtype.element_ty), mask=there)
     gl.store(dv_at, dv.to(DV.dtype.element_ty), mask=there)
-    tma.store_wait(pendings=0)
+    if QUERIES:
+        tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["heads", "tiles_of_row"])
@@ -264,9 +276,10 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of
              dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
              GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
              SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, EDGE: gl.constexpr,
-             SOFTCAP: gl.constexpr, ADD: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr,
-             COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
-    """(dK, dV) of one block of keys and one key head, and its part of dQ, which is added.
+             SOFTCAP: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr,
+             SHIFTED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+             COPY_REGISTERS: gl.constexpr):  # fmt: skip
+    """(dK, dV) of one block of keys and one key head, and with QUERIES its part of dQ, which is added.
 
     `scale2` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. Where a
     segment of keys ends within a block, the block begins earlier: keys before its own are not weighed. TILED sums of dQ
@@ -283,10 +296,12 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of
     delta_room = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N // 2, BLOCK_M], DTYPE)
     ds_room = gl.allocate_shared_memory(DTYPE, [4, BLOCK_N // 2, BLOCK_M], DS)
-    if TILED:
-        dq_room = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq.layout)
-    else:
-        dq_room = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq.layout)
+    dq_room = ds_room  # without QUERIES neither is used
+    if QUERIES:
+        if TILED:
+            dq_room = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq.layout)
+        else:
+            dq_room = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq.layout)
     kv_full = barriers(1, 1)
     q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     dout_full, dout_empty = barriers(STAGES, 1), barriers(STAGES, 2)
@@ -295,12 +310,12 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
                     inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, LOWER, UPPER, EDGE, SOFTCAP, ADD, TILED, ROTATE, AHEAD)),
+                    SINGLE, WHOLE, LOWER, UPPER, EDGE, SOFTCAP, ADD, QUERIES, TILED, ROTATE, AHEAD)),
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
                     inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, LOWER, UPPER, EDGE, SOFTCAP, ADD, TILED, ROTATE, AHEAD)),
+                    SINGLE, WHOLE, LOWER, UPPER, EDGE, SOFTCAP, ADD, QUERIES, TILED, ROTATE, AHEAD)),
         (_copy, (q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full,
                  q_empty, dout_full, dout_empty, TILES, RUNS, heads, GROUP, BLOCK_M, BLOCK_N, D, STAGES, SINGLE, WHOLE,
-                 ROTATE, AHEAD)),
+                 SHIFTED, ROTATE, AHEAD)),
     ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip

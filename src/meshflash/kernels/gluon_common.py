@@ -44,11 +44,45 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(TILES, number):
+def following(COUNTER, number, work, DYNAMIC: gl.constexpr):
+    """The piece of work after this one: from a counter, or one from each program in turn.
+
+    Programs ask once for each piece, so that the last ask is known, and leaves the counter at 0.
+    """
+    if DYNAMIC:
+        asked = gl.atomic_add(COUNTER, 1)
+        if asked == work - 1:
+            gl.store(COUNTER, 0)
+        number = asked
+    return number + gl.num_programs(0)
+
+
+@gluon.jit
+def tell(room, full, empty, number, done):
+    """Tell all groups which piece of work is next; by the warp that copies."""
+    mbarrier.wait(empty, (done & 1) ^ 1)
+    room.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def told(room, full, empty, done):
+    """Which piece of work is next."""
+    mbarrier.wait(full, done & 1)
+    number = gl.max(room.load(gl.BlockedLayout([1], [32], [4], [0])), 0)  # of one
+    mbarrier.arrive(empty, count=1)
+    return number
+
+
+@gluon.jit
+def tile_of(TILES, number, SINGLE: gl.constexpr):
     """A block of the worklist: batch row, first row, rows, first position, step, first run, turns."""
     at = TILES + number * 7
     batch, row, rows = gl.load(at), gl.load(at + 1), gl.load(at + 2)
-    return batch, row, rows, gl.load(at + 3), gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)
+    run = number
+    if not SINGLE:
+        run = gl.load(at + 5)
+    return batch, row, rows, gl.load(at + 3), gl.load(at + 4), run, gl.load(at + 6)
 
 
 @gluon.jit

@@ -24,11 +24,14 @@ from meshflash.kernels.gluon_common import (
     barriers,
     copy_block,
     cut,
+    following,
     next_block,
     run_of,
     seen,
     tanh,
+    tell,
     tile_of,
+    told,
 )
 
 
@@ -48,21 +51,13 @@ def _copy(q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_f
           GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
           GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr):  # fmt: skip
     """The warp that copies: queries of each tile, then keys and values block by block."""
-    programs = gl.num_programs(0)
     copied = 0
     done = 0
     number = gl.program_id(0)
     while number < work:
-        if DYNAMIC:
-            # asked for a tile ahead of its use; there are as many asks as work, and the last leaves the counter at 0
-            asked = gl.atomic_add(COUNTER, 1)
-            if asked == work - 1:
-                gl.store(COUNTER, 0)
-            following = programs + asked
-        else:
-            following = number + programs
+        next_number = following(COUNTER, number, work, DYNAMIC)  # asked for a tile ahead of its use
         tile, head = _work(number, tiles, heads, section)
-        batch, row, _, _, _, run, turns = tile_of(TILES, tile)
+        batch, row, _, _, _, run, turns = tile_of(TILES, tile, SINGLE)
         key_head = head // GROUP
         begin, blocks, limit, least, most = run_of(RUNS, run)
         for w in gl.static_range(GROUPS):
@@ -84,19 +79,49 @@ def _copy(q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_f
             copy_block(v, [batch, key_head, block, 0], v_full.index(stage), v_room.index(stage))
             copied += 1
         if DYNAMIC:
-            mbarrier.wait(next_empty.index(0), (done & 1) ^ 1)
-            next_room.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(next_full.index(0), count=1)
+            tell(next_room, next_full.index(0), next_empty.index(0), next_number, done)
         done += 1
-        number = following
+        number = next_number
+
+
+def _decay_in_asm() -> str:
+    """PTX that multiplies 32 numbers of a thread by what their two rows decay by, if any row of the warp does.
+
+    A branch of a single warp, which Gluon cannot say.
+    """
+    copies = "".join(f"mov.f32 ${n}, ${32 + n}; " for n in range(32))
+    products = "".join(f"mul.f32 ${n}, ${n}, ${64 + n}; " for n in range(32))
+    some = "setp.neu.f32 p, $64, 0f3F800000; setp.neu.or.f32 p, $66, 0f3F800000, p; "
+    return "{ .reg .pred p; " + copies + some + "vote.sync.any.pred p, p, -1; @!p bra.uni END; " + products + "END: }"
+
+
+DECAY = gl.constexpr(_decay_in_asm())
+DECAY_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
+#: By how much a maximum grows, as a power of two, before sums are scaled anew: weights are as exact below 2^8.
+SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
-def _weigh(s, top, sums, scale, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROWS: gl.constexpr):
+def _decayed(acc, decay, O: gl.constexpr, LAZY: gl.constexpr):  # noqa: E741
+    """Sums of rows, scaled to a new maximum."""
+    by = gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
+    if LAZY:
+        # registers are in pairs of two columns: of a row, of the row 8 below it, and on
+        every = gl.convert_layout(gl.zeros_like(acc) + by, O)
+        return gl.inline_asm_elementwise(DECAY, DECAY_CONSTRAINTS, [acc, every], gl.float32, True, 32)
+    return acc * by
+
+
+@gluon.jit
+def _weigh(s, top, sums, scale, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROWS: gl.constexpr, LAZY: gl.constexpr):
     """Weights of a block's scores, what older sums decay by, the new maximum, and the sums, still one for each lane."""
     # over registers first, in two chains for each row: half as long as one
     most = gl.max(gl.max(gl.reshape(s, [ROWS, BLOCK_N // 8, 8]), 1), 1)
-    new_top = gl.maximum(top, gl.convert_layout(most, OF_ROWS) * scale)
+    most = gl.convert_layout(most, OF_ROWS) * scale
+    if LAZY:
+        new_top = gl.maximum(top, most - SLACK)
+    else:
+        new_top = gl.maximum(top, most)
     p = gl.exp2(s * scale - new_top[:, None])
     decay = gl.exp2(top - new_top)
     part = gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 8]), 1)
@@ -106,12 +131,12 @@ def _weigh(s, top, sums, scale, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_RO
 
 @gluon.jit
 def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full,
-             v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work, scale, inner_scale,
-             o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+             v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads, section, work, scale,
+             inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
              WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
              STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
              LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
-             HAS_SINKS: gl.constexpr):  # fmt: skip
+             HAS_SINKS: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 rows of each tile."""
     DTYPE: gl.constexpr = q_room.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -126,7 +151,7 @@ def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, 
     number = gl.program_id(0)
     while number < work:
         tile, head = _work(number, tiles, heads, section)
-        batch, row, rows, first, step, run, turns = tile_of(TILES, tile)
+        batch, row, rows, first, step, run, turns = tile_of(TILES, tile, SINGLE)
         begin, blocks, limit, least, most = run_of(RUNS, run)
         lowest = first + step * (WHICH * ROWS)
         highest = lowest + step * (ROWS - 1)
@@ -151,7 +176,7 @@ def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, 
             s = tanh(s * inner_scale)
         if LOWER or UPPER:
             s = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
-        p, _decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS)
+        p, _decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS, False)
         weights = gl.convert_layout(p.to(DTYPE), P)
         mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
         used += 1
@@ -174,14 +199,17 @@ def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, 
             if LOWER or UPPER:
                 if cut(lowest, highest, fresh, block, least, most, BLOCK_N, LOWER, UPPER, WHOLE):
                     s = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
-            p, decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS)
-            # a wait here ends a basic block: without it ptxas moves every exp2 behind the wait for the product
+            p, decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS, LAZY)
+            # a wait here ends a basic block: without it ptxas moves every exp2 behind the wait for the product; where a
+            # branch follows it does so nonetheless, but not behind a store of what they sum up to
+            if LAZY:
+                sums_room.index(WHICH).store(sums)
             mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
             # the weights that the product reads from registers must live until it is done
             acc, weights, p = warpgroup_mma_wait(num_outstanding=0, deps=(moving, weights, p))
             mbarrier.arrive(v_empty.index(before), count=1)
             weights = gl.convert_layout(p.to(DTYPE), P)
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
+            acc = _decayed(acc, decay, O, LAZY)
             used += 1
         mbarrier.arrive(q_empty.index(WHICH), count=1)  # the next queries come under what follows
         before = (used - 1) % STAGES
@@ -223,9 +251,7 @@ def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, 
         gl.store(OUT + b * o_b + h * o_h + at, acc.to(OUT.dtype.element_ty), mask=there_o)
         gl.store(LSE + b * l_b + h * l_h + (row + m).to(gl.int64) * l_t, lse, mask=there)
         if DYNAMIC:
-            mbarrier.wait(next_full.index(0), done & 1)
-            number = gl.max(next_room.load(gl.BlockedLayout([1], [32], [4], [0])), 0)  # of one
-            mbarrier.arrive(next_empty.index(0), count=1)
+            number = told(next_room, next_full.index(0), next_empty.index(0), done)
         else:
             number = number + gl.num_programs(0)
         done += 1
@@ -237,7 +263,7 @@ def forward(q, k, v, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, ti
             GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
             UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr,
-            COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+            LAZY: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(out, lse) of all tiles and heads.
 
     `scale` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it.
@@ -250,6 +276,9 @@ def forward(q, k, v, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, ti
     k_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], k.layout)
     v_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], v.layout)
     next_room = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sums_room = next_room  # where it is not used
+    if LAZY:
+        sums_room = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     q_full, q_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
     k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
@@ -259,15 +288,15 @@ def forward(q, k, v, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, ti
     if GROUPS == 2:
         gl.warp_specialize([
             (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
-                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
-                        FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS)),
+                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
+                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
+                        cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS, LAZY)),
             (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
-                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
-                        SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS)),
+                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
+                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
+                        cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS, LAZY)),
             (_copy, (q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room,
                      next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work, GROUP, ROWS, BLOCK_N, D,
                      STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC)),
@@ -275,20 +304,20 @@ def forward(q, k, v, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, ti
     else:
         gl.warp_specialize([
             (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
-                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
-                        FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS)),
+                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
+                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
+                        cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS, LAZY)),
             (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
-                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
-                        SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS)),
+                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
+                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
+                        cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS, LAZY)),
             (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section, work,
-                        scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
-                        THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS)),
+                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
+                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
+                        cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
+                        HAS_CARRY, HAS_SINKS, LAZY)),
             (_copy, (q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room,
                      next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work, GROUP, ROWS, BLOCK_N, D,
                      STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from meshflash.kernels.contract import HALF, Grads, Inputs, Outputs
-from meshflash.kernels.triton_configs import has_descriptors
-from meshflash.kernels.triton_hopper import LEAST_SCALE
-from meshflash.kernels.triton_launch import fits
+from meshflash.kernels.triton_configs import has_descriptors, is_forced
+from meshflash.kernels.triton_launch import LEAST_SCALE, fits
 from meshflash.kernels.triton_tables import Blocks
 
-#: Versions of Triton that the kernels were compiled by.
+#: Versions of Triton that the kernels were compiled by: Gluon is young, and a fault of it hangs the GPU.
+#: MESHFLASH_GLUON=0 goes without them.
 VERSIONS = ("3.6", "3.7")
 #: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
 CACHED = 32 << 20
@@ -27,12 +28,16 @@ LINED = 64
 
 @dataclass(frozen=True)
 class Forward:
-    """How a forward is started: queries of a group of warps, groups, keys of a block, stages, registers."""
+    """How a forward is started: groups of warps, stages, registers, rows of a group, keys of a block.
+
+    A `lazy` one scales its sums only where a maximum has grown by much.
+    """
 
     groups: int
     stages: int
     compute_registers: int
     copy_registers: int
+    lazy: bool = False
     rows: int = 64
     block_n: int = 128
 
@@ -46,39 +51,57 @@ class Forward:
 class Backward:
     """How a backward is started: queries and keys of a block, stages, and whether scores are started a block ahead.
 
-    `rotate` is how many blocks further each program begins than the one before, where nothing is masked or not.
+    `rotate` is how many blocks further each program begins than the one before.
     """
 
     block_m: int
     ahead: bool
     rotate: int
-    rotate_masked: int
     stages: int = 2
     block_n: int = 128
     compute_registers: int = 240
     copy_registers: int = 24
 
 
-FORWARD = {64: Forward(3, 3, 160, 32), 128: Forward(2, 2, 240, 24)}
-BACKWARD = {64: Backward(128, True, 5, 1), 128: Backward(64, False, 5, 5)}
+@dataclass(frozen=True)
+class Queries:
+    """How a pass for dQ alone is started."""
+
+    stages: int
+    rows: int = 64
+    block_n: int = 128
+    compute_registers: int = 240
+    copy_registers: int = 24
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile."""
+        return 2 * self.rows
+
+
+FORWARD = {64: Forward(3, 3, 160, 32, lazy=True), 128: Forward(2, 2, 240, 24)}
+BACKWARD = {64: Backward(128, ahead=True, rotate=5), 128: Backward(64, ahead=False, rotate=0)}
+QUERIES = {64: Queries(3), 128: Queries(2)}
 
 
 def forward_config(x: Inputs, *tensors: Tensor) -> Forward | None:
     """How a forward is served, or None."""
-    return FORWARD.get(x.q_BTHD.shape[-1]) if _serves(x, *tensors) else None
+    return FORWARD.get(x.q_BTHD.shape[-1]) if _serves(x, ("forward",), *tensors) else None
 
 
 def backward_config(x: Inputs, deterministic: bool, grads: Grads, *tensors: Tensor) -> Backward | None:
-    """How a backward is served, or None."""
-    if deterministic or x.features.softcap or not _serves(x, *tensors):
+    """How a backward is served, or None. A deterministic one has a second pass, as `QUERIES` says."""
+    if x.features.softcap or not _serves(x, ("by_keys", "by_queries"), *tensors):
         return None
-    if grads.add_dq and not fits(grads.dq_BTHD):
+    if grads.add_dq and not deterministic and not fits(grads.dq_BTHD):
         return None
     return BACKWARD.get(x.q_BTHD.shape[-1])
 
 
-def _serves(x: Inputs, *tensors: Tensor) -> bool:
+def _serves(x: Inputs, passes: Sequence[str], *tensors: Tensor) -> bool:
     features, q = x.features, x.q_BTHD
+    if any(is_forced(name, q.shape[-1]) for name in passes):
+        return False
     if q.dtype not in HALF or q.shape[-1] != x.v_BSKE.shape[-1] or not _there(q.device):
         return False
     if features.scale < LEAST_SCALE or features.dropout or features.alibi_slopes_BH is not None:
@@ -88,7 +111,7 @@ def _serves(x: Inputs, *tensors: Tensor) -> bool:
 
 @cache
 def _there(device: torch.device) -> bool:
-    if os.environ.get("MESHFLASH_GLUON") != "1" or not has_descriptors(device):
+    if os.environ.get("MESHFLASH_GLUON") == "0" or not has_descriptors(device):
         return False
     import triton
 
@@ -130,6 +153,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             SOFTCAP=features.softcap > 0,
             HAS_CARRY=carry is not None,
             HAS_SINKS=sinks is not None,
+            LAZY=config.lazy,
             COMPUTE_REGISTERS=config.compute_registers,
             COPY_REGISTERS=config.copy_registers,
             num_warps=4,
@@ -173,8 +197,8 @@ class Sums:
 
 
 def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
-             sums: Sums, config: Backward, tables: Blocks) -> None:  # fmt: skip
-    """(dK, dV) of the blocks, and their part of dQ."""
+             sums: Sums | None, config: Backward, tables: Blocks) -> None:  # fmt: skip
+    """(dK, dV) of the blocks, and their part of dQ where there are sums for it."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from meshflash.kernels.gluon_backward import backward as kernel
@@ -182,18 +206,20 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
 
     batch, tokens, heads, dim = q.shape
     room = -(-tokens // 4) * 4  # descriptors have lines at multiples of 16 bytes
-    numbers = lse.new_empty(2, batch * heads, room)
+    shifts = 1 if tables.aligned else 4
+    numbers = lse.new_empty(2, batch * heads * shifts, room)
     dk, dv, scale = grads.dk_BSKD, grads.dv_BSKE, x.features.scale
     flat = NVMMASharedLayout(0, 32, rank=2)
-    rotate = config.rotate_masked if tables.lower or tables.upper else config.rotate
+    described = [_descriptor(y, [1, config.block_m], flat) for y in numbers]
     with torch.cuda.device_of(q):
         lines[(batch * heads, -(-room // LINE))](
-            *(lse, delta, *numbers, tokens, room, heads, *lse.stride(), *delta.stride()), LINE=LINE
+            *(lse, delta, *numbers, tokens, room, heads, *lse.stride(), *delta.stride()), LINE=LINE, SHIFTS=shifts
         )
         kernel[(len(tables), k.shape[2])](
             *(_blocks_of(q, config.block_m), _blocks_of(k, config.block_n // 2), _blocks_of(v, config.block_n // 2)),
-            *(_blocks_of(dout, config.block_m), *(_descriptor(y, [1, config.block_m], flat) for y in numbers)),
-            *(sums.described(), dk, dv, tables.tiles, tables.spans, heads, sums.tiles),
+            *(_blocks_of(dout, config.block_m), *described),
+            *(sums.described() if sums else described[0], dk, dv, tables.tiles, tables.spans),
+            *(heads, sums.tiles if sums else 0),
             *(scale, scale * LOG2E, 0.0, *dk.stride()[:3], *dv.stride()[:3]),
             GROUP=heads // k.shape[2],
             BLOCK_M=config.block_m,
@@ -207,9 +233,38 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             EDGE=tables.edge,
             SOFTCAP=False,
             ADD=grads.add_dkv,
-            TILED=sums.tiled,
-            ROTATE=rotate if tables.single else 0,
+            QUERIES=sums is not None,
+            TILED=sums is not None and sums.tiled,
+            SHIFTED=shifts > 1,
+            ROTATE=config.rotate if sums and tables.single else 0,
             AHEAD=config.ahead,
+            COMPUTE_REGISTERS=config.compute_registers,
+            COPY_REGISTERS=config.copy_registers,
+            num_warps=4,
+        )
+
+
+def queries(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
+            config: Queries, tables: Blocks) -> None:  # fmt: skip
+    """DQ of the blocks."""
+    from meshflash.kernels.gluon_queries import queries as kernel
+
+    dq, scale = grads.dq_BTHD, x.features.scale
+    with torch.cuda.device_of(q):
+        kernel[(len(tables), q.shape[2])](
+            *(_blocks_of(q, config.rows), _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
+            *(_blocks_of(dout, config.rows), lse, delta, dq, tables.tiles, tables.spans, scale, scale * LOG2E),
+            *(*lse.stride(), *delta.stride(), *dq.stride()[:3]),
+            GROUP=q.shape[2] // k.shape[2],
+            ROWS=config.rows,
+            BLOCK_N=config.block_n,
+            D=q.shape[3],
+            STAGES=config.stages,
+            SINGLE=tables.single,
+            WHOLE=tables.whole,
+            LOWER=tables.lower,
+            UPPER=tables.upper,
+            ADD=grads.add_dq,
             COMPUTE_REGISTERS=config.compute_registers,
             COPY_REGISTERS=config.copy_registers,
             num_warps=4,

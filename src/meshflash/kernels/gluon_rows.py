@@ -12,8 +12,12 @@ LINE = 1024
 
 
 @triton.jit(do_not_specialize=["tokens", "room"])
-def lines(LSE, DELTA, LSE_LINES, DELTA_LINES, tokens, room, heads, l_b, l_h, l_t, d_b, d_h, d_t, LINE: tl.constexpr):
-    """LSE in base 2, +inf for rows that see nothing, and delta: lines of `room` numbers by batch row and head."""
+def lines(LSE, DELTA, LSE_LINES, DELTA_LINES, tokens, room, heads, l_b, l_h, l_t, d_b, d_h, d_t, LINE: tl.constexpr,
+          SHIFTS: tl.constexpr):  # fmt: skip
+    """LSE in base 2, +inf for rows that see nothing, and delta: lines of `room` numbers by batch row and head.
+
+    Each line is there so many times, and begins one row further every time.
+    """
     line = tl.program_id(0)
     b = (line // heads).to(tl.int64)
     h = (line % heads).to(tl.int64)
@@ -21,9 +25,12 @@ def lines(LSE, DELTA, LSE_LINES, DELTA_LINES, tokens, room, heads, l_b, l_h, l_t
     there = t < tokens
     lse = tl.load(LSE + b * l_b + h * l_h + t.to(tl.int64) * l_t, mask=there, other=-INF)
     delta = tl.load(DELTA + b * d_b + h * d_h + t.to(tl.int64) * d_t, mask=there, other=0.0)
-    into = line.to(tl.int64) * room + t
-    tl.store(LSE_LINES + into, tl.where(lse == -INF, INF, lse * LOG2E), mask=t < room)
-    tl.store(DELTA_LINES + into, delta, mask=t < room)
+    lse = tl.where(lse == -INF, INF, lse * LOG2E)
+    for shift in tl.static_range(SHIFTS):
+        into = (line.to(tl.int64) * SHIFTS + shift) * room + t - shift
+        fits = (t >= shift) & (t - shift < room)
+        tl.store(LSE_LINES + into, lse, mask=fits)
+        tl.store(DELTA_LINES + into, delta, mask=fits)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])

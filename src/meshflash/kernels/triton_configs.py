@@ -6,7 +6,6 @@ rates, which goes before the one here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -53,18 +52,6 @@ _HOPPER = {
     ("by_queries", 128): Config(128, 64, 8, 2),
     ("by_queries", 256): Config(64, 32, 8, 1),
 }
-#: (pass, head) -> configuration of the kernels by specialized warps, for that very head; four of the nine others that
-#: were tried give wrong numbers there, by three stages, one, or 32 rows.
-_SPECIALIZED = {
-    ("forward", 128): Config(128, 128, 4, 2),
-    ("by_keys", 64): Config(64, 128, 4, 2),
-    ("by_keys", 128): Config(64, 128, 4, 2),
-    ("by_queries", 64): Config(128, 128, 4, 2),
-    ("by_queries", 128): Config(128, 64, 4, 2),
-}
-#: Versions of Triton whose specialized warps were run and compared: they are young, and a fault of theirs hangs the
-#: GPU. MESHFLASH_SPECIALIZED=0 goes without them.
-_SPECIALIZES = ("3.6", "3.7")
 #: The same for sm_100, where accumulators take the tensor memory: compiled, but never measured.
 _BLACKWELL = {
     ("forward", 64): Config(128, 64, 4, 4),
@@ -136,25 +123,9 @@ def config(direction: str, dim: int, dtype: torch.dtype, device: torch.device, p
     return own or replace(chosen, warps=8, stages=min(chosen.stages, 3))
 
 
-def specialized(direction: str, dim: int, dtype: torch.dtype, device: torch.device) -> Config | None:
-    """The configuration of a pass by specialized warps, or None where they do not serve.
-
-    A pass whose ordinary configuration is forced has none.
-    """
-    forced = _forced.get(name(f"specialized-{direction}", dim))
-    if forced or dtype not in HALF or not _specializes(device) or name(direction, widest(dim)) in _forced:
-        return forced
-    return _SPECIALIZED.get((direction, dim))
-
-
-@cache
-def _specializes(device: torch.device) -> bool:
-    hopper = has_descriptors(device) and torch.cuda.get_device_capability(device)[0] == 9
-    if not hopper or os.environ.get("MESHFLASH_SPECIALIZED") == "0":
-        return False
-    import triton
-
-    return triton.__version__.startswith(tuple(f"{version}." for version in _SPECIALIZES))
+def is_forced(direction: str, dim: int) -> bool:
+    """Whether a pass runs in a configuration that was asked for."""
+    return name(direction, widest(dim)) in _forced
 
 
 def _settled(direction: str, most: int, device: torch.device) -> Config:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.kernels import gluon_launch, triton_hopper
+from meshflash.kernels import gluon_launch
 from meshflash.kernels.contract import (
     HALF,
     Ask,
@@ -25,11 +25,11 @@ from meshflash.kernels.contract import (
 )
 from meshflash.kernels.dropout import threshold
 from meshflash.kernels.triton_configs import MAX_DIM, Config, config, has_descriptors
-from meshflash.kernels.triton_launch import described, fits, launch
+from meshflash.kernels.triton_launch import LEAST_SCALE, described, fits, launch
 from meshflash.kernels.triton_tables import Blocks, blocks, runs
 
-#: What says how many rows blocks have.
-Sizes = Config | gluon_launch.Forward | gluon_launch.Backward
+#: What says how many rows blocks of the kernels in Gluon have.
+Sizes = gluon_launch.Forward | gluon_launch.Backward | gluon_launch.Queries
 
 
 class Triton(Kernel):
@@ -65,12 +65,9 @@ class Triton(Kernel):
         q, k, v = (_rows_in_line(y) for y in (x.q_BTHD, x.k_BSKD, x.v_BSKE))
         config = _config("forward", x)
         gluon = gluon_launch.forward_config(x, q, k, v)
-        (special,) = (None,) if gluon else triton_hopper.configs(("forward",), x, q, k, v)
-        served, tables = _tables(x, False, config, gluon or special)
+        served, tables = _tables(x, False, config, gluon)
         if gluon and served:
             gluon_launch.forward(x, q, k, v, (out, lse), carry, gluon, served)
-        if special and served:
-            triton_hopper.forward(x, q, k, v, (out, lse), carry, special, served)
         if not len(tables):
             return out, lse
         carried, carried_lse = (out, lse) if carry is None else carry
@@ -91,7 +88,7 @@ class Triton(Kernel):
             HAS_CARRY=carry is not None,
             HAS_SINKS=sinks is not None,
             DESCRIPTORS=in_blocks is not None,
-            PLAIN=triton_hopper.plain(x),
+            PLAIN=_plain(x) and x.features.scale >= LEAST_SCALE,
         )
         return out, lse
 
@@ -105,25 +102,19 @@ class Triton(Kernel):
         strides = [n for y in given[:4] for n in y.stride()[:3]] + [*rows.lse_BHT.stride(), *rows.delta_BHT.stride()]
         parts = _parts(q, k, v, dout)
         gluon = gluon_launch.backward_config(x, self.deterministic, grads, q, k, v, dout)
-        ways = ("by_keys", "by_queries")
-        special_keys, special_queries = (None, None) if gluon else triton_hopper.configs(ways, x, q, k, v, dout)
-        special = None
-        if special_keys and special_queries:  # two passes, faster there than one with atomic sums
-            special = triton_hopper.Backward(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT)
-        atomic = not self.deterministic and special is None
+        atomic = not self.deterministic
         dq = grads.dq_BTHD
         config = _config("by_keys", x)
-        served, tables = _tables(x, True, config, gluon or (special_keys if special else None), filled=bool(gluon))
+        served, tables = _tables(x, True, config, gluon, filled=True)
         sums = None
         if gluon and served:
-            tiled = served.even and not len(tables) and not grads.add_dq
-            sums = gluon_launch.Sums(q, grads, tiled, gluon.block_m)
+            if atomic:
+                tiled = served.even and not len(tables) and not grads.add_dq
+                sums = gluon_launch.Sums(q, grads, tiled, gluon.block_m)
+                dq = sums.room
             gluon_launch.backward(x, q, k, v, dout, *given[4:], grads, sums, gluon, served)
-            dq = sums.room
         elif atomic and not grads.add_dq:
             dq = torch.zeros_like(q, dtype=accumulator_dtype(q.dtype), memory_format=torch.contiguous_format)
-        if special and special_keys and served:
-            special.by_keys(special_keys, served, grads)
         if len(tables):
             in_blocks = _in_blocks(parts, (q, dout, dq) if atomic else (q, dout, q), config.block_m)
             launch(
@@ -148,9 +139,10 @@ class Triton(Kernel):
                 grads.dq_BTHD.copy_(dq)
             return grads
         config = _config("by_queries", x)
-        served, tables = _tables(x, False, config, special_queries if special else None)
-        if special and special_queries and served:
-            special.by_queries(special_queries, served, grads)
+        second = gluon_launch.QUERIES[q.shape[-1]] if gluon else None
+        served, tables = _tables(x, False, config, second)
+        if second and served:
+            gluon_launch.queries(x, *given, grads, second, served)
         if len(tables):
             in_blocks = _in_blocks(parts, (k, v), config.block_n)
             launch(
@@ -169,14 +161,14 @@ class Triton(Kernel):
 
 
 def _tables(
-    x: Inputs, by_key: bool, config: Config, special: Sizes | None, filled: bool = False
+    x: Inputs, by_key: bool, config: Config, gluon: Sizes | None, filled: bool = False
 ) -> tuple[Blocks | None, Blocks]:
-    """The blocks that specialized warps serve, where there are any, and those that are left."""
+    """The blocks that kernels in Gluon serve, where there are any, and those that are left."""
     batch, device = x.q_BTHD.shape[0], x.q_BTHD.device
     size = config.block_n if by_key else config.block_m
-    if special is None:
+    if gluon is None:
         return None, blocks(x.work, by_key, size, batch, device)
-    sizes = (special.block_n, special.block_m) if by_key else (special.block_m, special.block_n)
+    sizes = (gluon.block_n, gluon.block_m) if by_key else (gluon.block_m, gluon.block_n)
     served, rest = runs(x.work, by_key, *sizes, size, batch, device, filled)
     return served if len(served) else None, rest
 
@@ -228,9 +220,13 @@ def _descriptors_serve(x: Tensor) -> bool:
     return x.dtype in HALF and has_descriptors(x.device)
 
 
+def _plain(x: Inputs) -> bool:
+    """Whether scores are products and no more."""
+    return not x.features.softcap and x.features.alibi_slopes_BH is None
+
+
 def _config(direction: str, x: Inputs) -> Config:
-    features = x.features
-    plain = not features.softcap and not features.dropout and features.alibi_slopes_BH is None
+    plain = _plain(x) and not x.features.dropout
     return config(direction, max(x.q_BTHD.shape[-1], x.v_BSKE.shape[-1]), x.q_BTHD.dtype, x.q_BTHD.device, plain)
 
 

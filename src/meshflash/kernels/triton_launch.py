@@ -1,8 +1,7 @@
-"""How Triton kernels are started: a grid over blocks and heads, tensors as descriptors, scratch memory."""
+"""How Triton kernels are started: a grid over blocks and heads, tensors as descriptors."""
 
 from __future__ import annotations
 
-from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -10,27 +9,14 @@ from torch import Tensor
 
 from meshflash.kernels.triton_tables import Blocks
 
-#: How far apart the batch rows and the heads of a tensor are in a descriptor of two dimensions: in rows (batch, head)
-#: and in columns (batch, head).
-Coordinates = tuple[int, int, int, int]
+#: Below this a scale is 0, or nearly, in float32.
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def launch(kernel: Any, tables: Blocks, heads: int, *arguments: Any, **constants: Any) -> None:
     """One instance for each block and head, on the device of the tables, whichever is current."""
     with torch.cuda.device_of(tables.tiles):
         kernel[(len(tables), heads)](*arguments, **constants)
-
-
-def launch_with_scratch(kernel: Any, tables: Blocks, heads: int, *arguments: Any, **constants: Any) -> None:
-    """The same for a kernel that makes descriptors itself, which takes memory; what others set for that stays."""
-    import triton
-
-    def memory(size: int, alignment: int, stream: int | None) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=tables.tiles.device)
-
-    context = copy_context()
-    context.run(triton.set_allocator, memory)
-    context.run(launch, kernel, tables, heads, *arguments, **constants)
 
 
 def fits(x: Tensor) -> bool:
@@ -45,16 +31,3 @@ def described(x: Tensor, block: list[int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-
-
-def in_rows(x_BTHD: Tensor, rows: int) -> tuple[Any, Coordinates]:
-    """A tensor as a descriptor of two dimensions, tokens one below the other, and where batch rows and heads are."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    batch, tokens, heads, width = x_BTHD.shape
-    of_batch, of_token, of_head, _ = x_BTHD.stride()
-    (rows_b, columns_b), (rows_h, columns_h) = divmod(of_batch, of_token), divmod(of_head, of_token)
-    height = (batch - 1) * rows_b + (heads - 1) * rows_h + tokens
-    across = (batch - 1) * columns_b + (heads - 1) * columns_h + width
-    descriptor = TensorDescriptor(x_BTHD, [height, across], [of_token, 1], [rows, width])
-    return descriptor, (rows_b, rows_h, columns_b, columns_h)

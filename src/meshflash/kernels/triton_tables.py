@@ -34,9 +34,9 @@ class Blocks:
 
     Where they are runs (`RUN`), a block has its first run, and instead of the last how many blocks of the other
     side it meets. `lower` and `upper` say whether that side of a band binds anywhere, `edge` whether a block has
-    missing rows, `single` whether each has one run, `aligned` whether all begin at multiples of 4 rows. `whole` says
-    that no block of the other side begins earlier because its rows end, and `even` that all of these begin at multiples
-    of their size.
+    missing rows, `single` whether each has one run, of the block's own number, `aligned` whether all begin at multiples
+    of 4 rows. `whole` says that no block of the other side begins earlier because its rows end, and `even` that all of
+    these begin at multiples of their size.
     """
 
     tiles: Tensor
@@ -80,6 +80,8 @@ def runs(
 
     The rest is in blocks of at most `rest` rows, as `blocks` has them. Blocks are `filled` where rows before one that
     has fewer than `size` are of the same segment, so that it can be read from there; others are left to the rest.
+    Where they are not, a block takes as long however few rows it has: the first one has fewer, which under a causal
+    mask meets least.
 
     A run's last block begins earlier where the rows of its span end, so nothing outside of the span is read; a span
     that is shorter than a block, or that a band cuts and whose positions have another step, leaves its blocks to the
@@ -89,7 +91,7 @@ def runs(
     key = (by_key, size, other, rest, batch, device, filled)
     if key not in kept:
         table = work.by_key if by_key else work.by_query
-        tiles = _cut(_whole(table), size)
+        tiles = _cut(_whole(table), size, short_first=not filled)
         pairs = _pairs(tiles, table, by_key)
         served = np.bincount(pairs.tile, minlength=len(tiles)) > 0
         other_step = pairs.step != tiles[pairs.tile, 4]
@@ -136,6 +138,9 @@ def _runs(
     table = np.stack([begin, count, limit, least, most], axis=1)
     aligned = not (mine[:, 1] % 4).any() and not ((begin | limit) % 4).any()
     single = len(np.unique(pairs.tile)) == len(pairs.tile)
+    if single:  # a run has the number of its block, so that neither waits for the other
+        table = table[mine[:, 5]]
+        mine[:, 5] = np.arange(len(mine))
     whole = not (begin + count * other > limit).any()
     return Blocks(
         _on(mine, device),
@@ -155,11 +160,13 @@ def _whole(table: Table) -> Ints:
     return np.column_stack([table.segments, table.indptr[:-1], table.indptr[1:]]).astype(np.int64)
 
 
-def _cut(tiles: Ints, size: int) -> Ints:
-    """Blocks in blocks of at most `size` rows."""
+def _cut(tiles: Ints, size: int, short_first: bool = False) -> Ints:
+    """Blocks in blocks of at most `size` rows; the one that has fewer is the last, or the first."""
     owner, nth = expand(-(-tiles[:, 2] // size))
-    begin, mine = nth * size, tiles[owner]
-    rows = np.minimum(size, mine[:, 2] - begin)
+    mine = tiles[owner]
+    ends = (nth + 1) * size - (-mine[:, 2] % size if short_first else 0)
+    begin, rows = np.maximum(0, ends - size), np.minimum(ends, mine[:, 2])
+    rows -= begin
     columns = (mine[:, 0], mine[:, 1] + begin, rows, mine[:, 3] + mine[:, 4] * begin, *mine[:, 4:].T)
     return np.stack(columns, axis=1).astype(np.int64)
 

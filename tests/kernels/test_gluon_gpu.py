@@ -1,0 +1,176 @@
+"""The kernels in Gluon, against the oracle on a Hopper GPU: run with `-m gpu`."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from meshflash import Mask, flash_attention
+from meshflash.check.oracle import Case, check, gradients, replace
+from meshflash.core.tiles import worklist
+from meshflash.kernels import gluon_launch
+from meshflash.kernels.contract import Features, Grads, Inputs, Rows
+from meshflash.kernels.triton_kernel import Triton
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not gluon_launch._there(torch.device("cuda")), reason="needs a Hopper GPU"
+    ),
+]
+
+CAUSAL = Mask.causal()
+DIMS = (64, 128)
+#: Whole blocks, blocks that begin earlier, runs that begin anywhere, less work than processors and more.
+CASES = {
+    "causal": Case(CAUSAL, batch=2, tokens=1024, heads=4),
+    "full": Case(batch=2, tokens=1024, heads=2),
+    "groups": Case(CAUSAL, batch=2, tokens=1024, heads=8, kv_heads=2),
+    "one block": Case(batch=3, tokens=128, heads=2),
+    "a block and a half": Case(CAUSAL, batch=2, tokens=192, heads=2),
+    "causal, 700": Case(CAUSAL, batch=1, tokens=700, heads=3),
+    "full, 700": Case(batch=1, tokens=700, heads=3),
+    "causal, 2047": Case(CAUSAL, batch=1, tokens=2047, heads=5),
+    "full, 2045": Case(batch=1, tokens=2045, heads=2),
+    "window": Case(CAUSAL & Mask.window(200, 0), batch=1, tokens=1024, heads=2),
+    "both sides": Case(Mask.window(101, 60), batch=1, tokens=901, heads=2),
+    "window and first": Case(CAUSAL & (Mask.window(200, 0) | Mask.first(130)), batch=1, tokens=1024, heads=2),
+    "documents": Case(CAUSAL & Mask.documents([400, 1, 0, 399, 224]), batch=1, tokens=1024, heads=2),
+    "whole documents": Case(Mask.documents([256, 512, 256]), batch=2, tokens=1024, heads=2),
+    "more queries": Case(CAUSAL, batch=1, tokens=700, k_tokens=300, heads=2),
+    "more keys": Case(CAUSAL, batch=1, tokens=301, k_tokens=701, q_offset=400, heads=2),
+    "sinks": Case(CAUSAL, batch=1, tokens=640, heads=2, sinks=True, lse_gradient=True),
+    "sections": Case(CAUSAL, batch=1, tokens=1536, heads=24, kv_heads=8),
+}
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch):
+    """How often each kernel in Gluon was started."""
+    count = {"forward": 0, "backward": 0, "queries": 0}
+
+    def counting(name, function):
+        def call(*arguments):
+            count[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in count:
+        monkeypatch.setattr(gluon_launch, name, counting(name, getattr(gluon_launch, name)))
+    return count
+
+
+def of_dim(case: Case, dim: int) -> Case:
+    return replace(case, dim=dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name, dim, dtype, ran):
+    case = of_dim(CASES[name], dim)
+    for seed in range(2):
+        leaves = case.inputs(dtype, "cuda", seed)
+        check(gradients(case.run(leaves, "triton"), leaves, case), case, leaves)
+    assert ran == {"forward": 2, "backward": 2, "queries": 0}
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_twice(name, dim, ran):
+    case = of_dim(CASES[name], dim)
+    leaves = case.inputs(torch.bfloat16, "cuda")
+    tensors = [leaves[key] for key in "qkv"]
+    call = partial(flash_attention, *tensors, mask=case.mask, q_offset=case.q_offset, kernel="triton")
+    dout = torch.randn_like(tensors[0])
+    runs = []
+    for _ in range(3):
+        out = call(deterministic=True)
+        runs.append([out, *torch.autograd.grad(out, tensors, dout)])
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+    assert ran == {"forward": 3, "backward": 3, "queries": 3}
+    fast = call()
+    for a, b in zip(runs[0][1:], torch.autograd.grad(fast, tensors, dout), strict=True):
+        assert (a.double() - b.double()).norm() <= 0.01 * b.double().norm()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_softcap_is_served_forward(dim, ran):
+    case = Case(CAUSAL, batch=1, tokens=515, heads=4, kv_heads=2, dim=dim, softcap=3.0, sinks=True)
+    leaves = case.inputs(torch.bfloat16, "cuda")
+    check(gradients(case.run(leaves, "triton"), leaves, case), case, leaves)
+    assert ran == {"forward": 1, "backward": 0, "queries": 0}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_ring_of_two(dim, deterministic, ran):
+    """Keys in two halves: sums are carried in place, gradients added."""
+    tokens, heads = 1024, 2
+    q, k, v, dout = (torch.randn(1, tokens, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    features, kernel = Features(scale=dim**-0.5), Triton(deterministic)
+    halves = range(tokens // 2), range(tokens // 2, tokens)
+    parts = []
+    for half in halves:
+        work = worklist(CAUSAL, (range(tokens),), (half,))
+        parts.append(Inputs(q, k[:, half.start : half.stop], v[:, half.start : half.stop], work, features))
+    sums = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(1, heads, tokens, dtype=torch.float32)
+    kernel.forward(parts[0], sums)
+    kernel.forward(parts[1], sums, carry=sums)
+    whole = Inputs(q, k, v, worklist(CAUSAL, (range(tokens),), (range(tokens),)), features)
+    out, lse = kernel.forward(whole, (torch.empty_like(sums[0]), torch.empty_like(sums[1])))
+    torch.testing.assert_close(sums[0], out, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(sums[1], lse, atol=1e-4, rtol=1e-5)
+    delta = (out * dout.float()).sum(-1).transpose(1, 2).contiguous()
+    rows = Rows(out, dout, lse, delta)
+    want = kernel.backward(whole, rows, Grads(torch.empty_like(out), torch.empty_like(out), torch.empty_like(out)))
+    dq = torch.ones_like(out)
+    for half, part in zip(halves, parts, strict=True):
+        dk, dv = (torch.ones_like(out[:, half.start : half.stop]) for _ in range(2))
+        kernel.backward(part, rows, Grads(dq, dk, dv, add_dq=True, add_dkv=True))
+        for got, all_of_it in zip((dk, dv), (want.dk_BSKD, want.dv_BSKE), strict=True):
+            torch.testing.assert_close(got - 1, all_of_it[:, half.start : half.stop], atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(dq - 1, want.dq_BTHD, atol=2e-3, rtol=2e-3)
+    assert ran == {"forward": 3, "backward": 3, "queries": 3 * deterministic}
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_graph_that_runs_again(dim, ran):
+    q, k, v = (torch.randn(2, 700, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+
+    def both():
+        out = flash_attention(q, k, v, mask=CAUSAL, kernel="triton", deterministic=True)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = both()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in (q, k, v):
+                x.copy_(torch.randn_like(x))
+        for x in kept:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(kept, both(), strict=True))
+    assert ran["forward"]
+
+
+def test_a_gpu_that_is_never_idle_between_calls():
+    """Counters of tiles are at 0 again when a kernel ends: many calls, behind each other and on two streams."""
+    q, k, v = (torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    want = flash_attention(q, k, v, mask=CAUSAL, kernel="triton")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    got = []
+    torch.cuda.synchronize()
+    for n in range(40):
+        with torch.cuda.stream(streams[n % 2]):
+            got.append(flash_attention(q, k, v, mask=CAUSAL, kernel="triton"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, want) for x in got)
