@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,11 +45,11 @@ class Truth:
         """The worst relative error of a gradient, and of a block of it; NaN where a row that is not known is none."""
         pairs = list(zip(grads, self.results[1:], strict=True))
         if not self.blocks:
-            return max(relative_error(grad, known) for grad, known in pairs)
+            return worst(relative_error(grad, known) for grad, known in pairs)
         if not all(grad.isfinite().all() for grad in grads):
             return math.nan
         sizes = [block.stop - block.start for block in self.blocks]
-        return max(
+        return worst(
             relative_error(grad[:, block], part)
             for grad, known in pairs
             for block, part in zip(self.blocks, known.split(sizes, dim=1), strict=True)
@@ -110,6 +110,15 @@ def judge(case: Case, name: str, function: Attention, tensors: Tensors, want: Tr
                 f"{case.dtype} allows {case.worst_error:.0e}; it is wrong, so it is not timed"
             )
     return Verdict(errors, dict.fromkeys(PASSES, name) | {direction: kernel for kernel, direction in seen})
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest error, or NaN where there is one, which `max` would lose.
+
+    >>> worst([0.5, math.nan, 1.0]), worst([0.5, 1.0])
+    (nan, 1.0)
+    """
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshflash.cli import bench_gemm, bench_peers, bench_training
+from meshflash.cli import bench_gemm, bench_peers, bench_training, bench_ways
 from meshflash.cli.bench_options import (
     DTYPES,
     MASKS,
@@ -429,3 +429,4 @@ app.command()(bench_training.ddp)
 app.command()(bench_training.model)
 app.command()(bench_training.step)
 app.command()(bench_training.weights)
+app.command()(bench_ways.ways)

@@ -1,0 +1,270 @@
+"""One kernel in the ways that schedules call it, beside a plain call of as many FLOPs; and over masks beside causal.
+
+A way is checked before it is timed: the plain call against the oracle, a step of a ring against the plain call. All
+ways of a setting take turns in one process. Calls are those of the kernel's contract; delta is made before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshflash.bench.cases import Case, on_cpu, pick_dtype
+from meshflash.bench.check import PASSES, WrongError, relative_error, truth, worst
+from meshflash.bench.headline import MASKS, OURS
+from meshflash.bench.measure import Say
+from meshflash.bench.timing import interleaved
+from meshflash.core.mask import Mask
+from meshflash.engine import local
+from meshflash.kernels import registry
+from meshflash.kernels.contract import Features, Grads, Kernel, Pass, accumulator_dtype
+from meshflash.kernels.merge import merge
+
+PLAIN = "plain"
+STEP = "step"
+DETERMINISTIC = "deterministic"
+GQA = "gqa"
+
+#: Query heads of a key head in the way `gqa`.
+GROUP = 4
+#: Documents in the way `documents`.
+DOCUMENTS = 32
+#: A step may differ from the plain call by this part of the error that a dtype is allowed: it rounds no sums.
+SAME = 0.2
+
+#: The ways of a setting with their cases; others are shown beside the first.
+Setting = dict[str, Case]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes on a kind of device: of the ways to call a kernel, `width` is heads times dim; then those of masks."""
+
+    tokens: int
+    batch: int
+    dims: tuple[int, ...]
+    width: int
+    long_tokens: int
+    long_heads: int
+    window: int
+
+
+ON_GPU = Scale(16384, 2, (64, 128), 2048, 131072, 8, 4096)
+ON_CPU = Scale(512, 2, (16, 32), 128, 2048, 4, 256)
+
+
+@dataclass(frozen=True)
+class Packed(Case):
+    """A case of packed causal documents of random lengths, the same each time; its mask is called `documents`."""
+
+    mask: str = "documents"
+
+    @property
+    def rule(self) -> Mask:
+        """Causal within each document."""
+        if self.tokens < DOCUMENTS:
+            raise ValueError(f"{DOCUMENTS} documents do not fit in {self.tokens} tokens")
+        generator = np.random.default_rng(0)
+        shares = generator.dirichlet(np.ones(DOCUMENTS))
+        return Mask.causal() & Mask.documents(1 + generator.multinomial(self.tokens - DOCUMENTS, shares))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way, one pass. `ratio` is its rate as a multiple of that of the way `beside`.
+
+    Without figures where memory ran out. `error` is against `oracle`.
+    """
+
+    way: str
+    beside: str
+    kernel: str
+    ran: str
+    direction: str
+    case: Case
+    ms: float | None
+    tflops: float | None
+    ratio: float | None
+    error: float
+    oracle: str
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A way that was right: by pass the call to time, the kernel that runs, and its error against the oracle."""
+
+    name: str
+    case: Case
+    oracle: str
+    calls: dict[str, Callable[[], Any]]
+    ran: dict[str, str]
+    errors: dict[str, float]
+
+
+def default_kernel(device: str) -> str:
+    """Ours on a GPU, the tiled one on a CPU."""
+    return "tiled" if on_cpu(device) else OURS
+
+
+def settings(
+    device: str,
+    tokens: int | None = None,
+    long_tokens: int | None = None,
+    dims: list[int] | None = None,
+    masks: list[str] | None = None,
+    dtype: str | None = None,
+) -> list[Setting]:
+    """The ways to call a kernel for each dim and mask, then the masks at a long length for each dim."""
+    scale = ON_CPU if on_cpu(device) else ON_GPU
+    sizes, kind = list(dict.fromkeys(dims or scale.dims)), pick_dtype(dtype, device)
+    out: list[Setting] = []
+    for dim, mask in product(sizes, dict.fromkeys(masks or MASKS)):
+        heads = scale.width // dim
+        if not heads or heads % GROUP:
+            raise ValueError(f"dim {dim}: heads times dim are {scale.width}, and heads must be a multiple of {GROUP}")
+        case = Case(tokens or scale.tokens, scale.batch, heads, heads, dim, mask, kind, device)
+        ways = dict.fromkeys((PLAIN, STEP, DETERMINISTIC), case)
+        out.append(ways | ({GQA: replace(case, kv_heads=heads // GROUP)} if mask == "causal" else {}))
+    for dim in sizes:
+        shape: dict[str, Any] = dict(tokens=long_tokens or scale.long_tokens, heads=scale.long_heads)
+        shape |= dict(kv_heads=scale.long_heads, head_dim=dim, dtype=kind, device=device)
+        narrow = [Case(mask=mask, **shape) for mask in ("causal", f"window-{scale.window}")]
+        out.append({case.mask: case for case in (*narrow, Packed(**shape))})
+    return out
+
+
+def run(setting: Mapping[str, Case], kernel: str, rounds: int, say: Say = lambda _: None) -> Iterator[Row]:
+    """The rows of a setting; WrongError for a way that is wrong, ValueError for one that the kernel cannot serve."""
+    if kernel not in registry.names():
+        raise ValueError(f"kernel {kernel!r}: expected one of {', '.join(registry.names())}")
+    checked: dict[Case, _Checked] = {}
+    ways = []
+    for name, case in setting.items():
+        say(f"checking {name}")
+        if case not in checked:
+            checked[case] = _Checked(case, kernel, name)
+        ways.append(checked[case].way(name))
+    checked.clear()
+    device = torch.device(ways[0].case.device)
+    for direction in PASSES:
+        say(f"timing {direction}")
+        own = [way for way in ways if direction in way.calls]
+        ms = interleaved({way.name: way.calls[direction] for way in own}, device, rounds)
+        rates = {way.name: way.case.flops(direction) / ms[way.name] / 1e9 for way in own if way.name in ms}
+        beside = ways[0].name
+        for way in own:
+            rate, base = rates.get(way.name), rates.get(beside)
+            yield Row(
+                way=way.name,
+                beside=beside,
+                kernel=kernel,
+                ran=way.ran[direction],
+                direction=direction,
+                case=way.case,
+                ms=ms.get(way.name),
+                tflops=rate,
+                ratio=None if rate is None or base is None else rate / base,
+                error=way.errors[direction],
+                oracle=way.oracle,
+            )
+
+
+class _Checked:
+    """A kernel on a case whose plain call was right, and the ways to call it."""
+
+    def __init__(self, case: Case, kernel: str, name: str) -> None:
+        tensors = case.tensors()
+        q, k, v, dout = (x.detach() for x in tensors)
+        self.case, self.kernel = case, kernel
+        self.x = local.inputs(q, k, v, case.rule, Features(scale=case.head_dim**-0.5))
+        forward, backward = self._choose("forward"), self._choose("backward")
+        self.want = truth(case, tensors)
+        self.out, self.lse = forward.forward(self.x)
+        self.rows = local.rows_of(self.out, self.lse, dout, None)
+        self.grads = _tensors(backward.backward(self.x, self.rows))
+        calls: dict[str, Callable[[], Any]] = {
+            "forward": partial(forward.forward, self.x),
+            "backward": partial(backward.backward, self.x, self.rows),
+        }
+        ran = {"forward": forward.name, "backward": backward.name}
+        known_out, *known_grads = self.want.results
+        errors = {"forward": _worst([self.out], [known_out]), "backward": _worst(self.grads, known_grads)}
+        self.plain = self._right(Way(name, case, self.want.oracle, calls, ran, errors), case.worst_error)
+
+    def way(self, name: str) -> Way:
+        """The way of this name."""
+        if name == STEP:
+            return self._step()
+        return self._deterministic() if name == DETERMINISTIC else replace(self.plain, name=name)
+
+    def _step(self) -> Way:
+        """As a step of a ring: results are carried in place and gradients are added to, in the accumulator's dtype.
+
+        Continued from nothing it is the plain call. Continued from other results it is the two merged, and what is
+        added to other gradients is the plain call's. Those others are the plain call's own, last row first.
+        """
+        forward, backward = self._choose("forward", in_parts=True), self._choose("backward", in_parts=True)
+        dtype = accumulator_dtype(self.case.torch_dtype)
+        alone = torch.zeros_like(self.out, dtype=dtype), torch.full_like(self.lse, -torch.inf)
+        forward.forward(self.x, alone, alone)
+        carried = self.out.flip(1).to(dtype), self.lse.flip(2)
+        both = torch.empty_like(alone[0]), torch.empty_like(alone[1])
+        merge(carried, alone, both)
+        forward.forward(self.x, carried, carried)
+        before = [grad.flip(1).to(dtype) for grad in self.grads]
+        dq, dk, dv = (grad.clone() for grad in before)
+        grads = Grads(dq, dk, dv, add_dq=True, add_dkv=True)
+        backward.backward(self.x, self.rows, grads)
+        added = [grad - old for grad, old in zip(_tensors(grads), before, strict=True)]
+        errors = {
+            "forward": _worst([*alone, *carried], [self.out, self.lse, *both]),
+            "backward": _worst(added, self.grads),
+        }
+        calls: dict[str, Callable[[], Any]] = {
+            "forward": partial(forward.forward, self.x, carried, carried),
+            "backward": partial(backward.backward, self.x, self.rows, grads),
+        }
+        ran = {"forward": forward.name, "backward": backward.name}
+        return self._right(Way(STEP, self.case, PLAIN, calls, ran, errors), SAME * self.case.worst_error)
+
+    def _deterministic(self) -> Way:
+        """The backward that gives the same bits each time."""
+        backward = self._choose("backward", deterministic=True)
+        call = partial(backward.backward, self.x, self.rows)
+        first, second = _tensors(call()), _tensors(call())
+        if not all(map(torch.equal, first, second)):
+            raise WrongError(f"{DETERMINISTIC}, backward: two calls differ at {self.case}; it is not timed")
+        errors = {"backward": _worst(first, self.want.results[1:])}
+        ran = {"backward": backward.name}
+        way = Way(DETERMINISTIC, self.case, self.want.oracle, {"backward": call}, ran, errors)
+        return self._right(way, self.case.worst_error)
+
+    def _choose(self, direction: Pass, deterministic: bool = False, in_parts: bool = False) -> Kernel:
+        ask = replace(local.ask_for(self.x, direction, deterministic), partial=in_parts)
+        return registry.choose(self.kernel, ask).kernel
+
+    def _right(self, way: Way, allowed: float) -> Way:
+        """The way itself; WrongError for an error that is not allowed."""
+        for direction, error in way.errors.items():
+            if not error <= allowed:
+                raise WrongError(
+                    f"{way.name}, {direction}: relative error {error:.1e} against {way.oracle} at {way.case}, where "
+                    f"{allowed:.0e} is allowed; it is wrong, so it is not timed"
+                )
+        return way
+
+
+def _tensors(grads: Grads) -> tuple[Tensor, ...]:
+    return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE
+
+
+def _worst(got: Sequence[Tensor], known: Sequence[Tensor]) -> float:
+    """The worst relative error; NaN is worse than any."""
+    return worst(relative_error(value, reference) for value, reference in zip(got, known, strict=True))

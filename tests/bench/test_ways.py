@@ -1,0 +1,205 @@
+"""Ways to call a kernel: what is measured by default, what is written and shown, and checks that can fail."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshflash.bench import record, ways, ways_table
+from meshflash.bench.cases import Case
+from meshflash.bench.check import PASSES, WrongError
+from meshflash.bench.timing import interleaved
+from meshflash.cli import app
+from meshflash.core.tiles import visible_per_query
+from meshflash.kernels.contract import Grads
+from meshflash.kernels.tiled import Tiled
+
+SMALL = "bench ways --device cpu --tokens 24 --long-tokens 64 --dim 16 --rounds 1"
+CASE = Case(tokens=24, batch=2, heads=4, kv_heads=4, head_dim=8)
+CALLS = dict.fromkeys((ways.PLAIN, ways.STEP, ways.DETERMINISTIC), CASE)
+
+
+def invoke(words, *more):
+    return CliRunner().invoke(app, [*words.split(), *map(str, more)], env={"COLUMNS": "80"})
+
+
+def test_what_is_measured_on_a_gpu():
+    *calls, short, long = ways.settings("cuda")
+    assert [(s["plain"].head_dim, s["plain"].mask) for s in calls] == [
+        (dim, mask) for dim in (64, 128) for mask in ("causal", "full")
+    ]
+    for setting in calls:
+        plain = setting["plain"]
+        assert (plain.tokens, plain.batch, plain.heads * plain.head_dim, plain.dtype) == (16384, 2, 2048, "bfloat16")
+        assert setting["step"] == setting["deterministic"] == plain
+        assert ("gqa" in setting) == (plain.mask == "causal")
+        if "gqa" in setting:
+            assert setting["gqa"] == replace(plain, kv_heads=plain.heads // 4)
+            assert setting["gqa"].flops("backward") == plain.flops("backward")
+    for dim, setting in ((64, short), (128, long)):
+        assert list(setting) == ["causal", "window-4096", "documents"]
+        for case in setting.values():
+            assert (case.tokens, case.batch, case.heads, case.kv_heads, case.head_dim) == (131072, 1, 8, 8, dim)
+        assert setting["window-4096"].flops("forward") < setting["causal"].flops("forward") / 10
+    assert ways.default_kernel("cuda") == "triton"
+
+
+def test_documents_are_32_of_random_lengths_and_the_same_each_time():
+    rule = ways.Packed(tokens=4096).rule
+    starts = np.flatnonzero(visible_per_query(rule, 4096) == 1)
+    lengths = np.diff([*starts, 4096])
+    assert len(lengths) == len(starts) == 32
+    assert len(set(lengths.tolist())) > 20
+    assert rule == ways.Packed(tokens=4096).rule
+    with pytest.raises(ValueError, match="32 documents do not fit in 31 tokens"):
+        ways.Packed(tokens=31)
+
+
+def test_ways_are_measured_written_and_shown_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "ways"])
+    output, plot = tmp_path / "ways.json", tmp_path / "ways.png"
+    result = invoke(SMALL, "--output", output, "--plot", plot)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert plot.stat().st_size > 1000
+    assert max(map(len, result.output.splitlines()[:-2])) <= 80
+    rows = json.loads(output.read_text())["rows"]
+    calls = ["plain", "step", "deterministic"]
+    masks = ["causal", "window-256", "documents"]
+    expected = [(p, way) for own in ([*calls, "gqa"], calls, masks) for p in PASSES for way in own]
+    found = [(row["pass"], row["way"]) for row in rows]
+    assert found == [each for each in expected if each != ("forward", "deterministic")]
+    for row in rows:
+        assert row["kernel"] == row["ran"] == "tiled"
+        assert row["ms"] > 0
+        assert row["error"] < 2e-5
+        assert row["oracle"] == ("plain" if row["way"] == "step" else "reference in float64")
+        beside = next(
+            other
+            for other in rows
+            if (other["way"], other["pass"]) == (row["beside"], row["pass"])
+            and (other["mask"] == row["mask"] or row["beside"] == "causal")
+        )
+        assert row["ratio"] == pytest.approx(row["tflops"] / beside["tflops"])
+        if row["way"] == "documents":
+            pairs = visible_per_query(ways.Packed(tokens=64).rule, 64).sum()
+            flops = 4 * 4 * 16 * pairs * (2.5 if row["pass"] == "backward" else 1)
+            assert row["tflops"] * row["ms"] * 1e9 == pytest.approx(flops)
+    again = invoke("bench ways", "--from", output)
+    assert again.output.splitlines() == result.output.splitlines()[:-2]
+    shown = invoke("bench ways --markdown", "--from", output).output
+    assert shown.startswith("`meshflash bench ways` on ")
+    assert "| dim | mask | way | fwd ms | TFLOP/s | x plain | bwd ms | TFLOP/s | x plain |" in shown
+    assert "| 16 | causal | deterministic |  |  |  | " in shown
+    assert "| dim | way | fwd ms | TFLOP/s | x causal | bwd ms | TFLOP/s | x causal |" in shown
+    assert shown.count("| 1.00 |") >= 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--kernel other", "kernel 'other'"),
+        ("--kernel vendor --dtype bfloat16", "float32 partial results"),
+        ("--dim 48", "multiple of 4"),
+        ("--mask other", "mask 'other'"),
+        ("--long-tokens 16", "32 documents do not fit"),
+    ],
+)
+def test_mistakes_are_told(words, said, tmp_path):
+    result = invoke(f"{SMALL} {words}", "--output", tmp_path / "x.json")
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_what_is_no_record_of_ways_is_refused(tmp_path):
+    for text in ('{"header": {}, "rows": [{"ms": 1}]}', '{"rows": []}', "no JSON"):
+        (tmp_path / "x.json").write_text(text)
+        assert invoke("bench ways", "--from", tmp_path / "x.json").exit_code == 2
+
+
+def test_half_precision_and_other_kernels_are_right():
+    for dtype, kernel in (("bfloat16", "tiled"), ("float64", "tiled"), ("float32", "auto")):
+        case = replace(CASE, dtype=dtype)
+        rows = list(ways.run(dict.fromkeys(CALLS, case), kernel, rounds=1))
+        assert len(rows) == 5
+        assert all(row.error <= case.worst_error for row in rows)
+    assert {row.ran for row in rows} == {"vendor"}
+    assert "auto (vendor)" in ways_table.title([record.flat(row) for row in rows])
+
+
+def wrong_plain(forward, backward):
+    def wrong(self, x, outputs=None, carry=None):
+        out_BTHE, lse_BHT = forward(self, x, outputs, carry)
+        out_BTHE[0, 0] += 1
+        return out_BTHE, lse_BHT
+
+    return wrong, backward
+
+
+def wrong_carry(forward, backward):
+    return lambda self, x, outputs=None, carry=None: forward(self, x, outputs), backward
+
+
+def wrong_sums(forward, backward):
+    def wrong(self, x, rows, grads=None):
+        return backward(self, x, rows, grads and Grads(grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, add_dq=True))
+
+    return forward, wrong
+
+
+def without_numbers(forward, backward):
+    def wrong(self, x, rows, grads=None):
+        made = backward(self, x, rows, grads)
+        made.dv_BSKE[0, 0, 0, 0] = torch.nan
+        return made
+
+    return forward, wrong
+
+
+def other_bits(forward, backward):
+    def wrong(self, x, rows, grads=None):
+        made = backward(self, x, rows, grads)
+        made.dq_BTHD[0, -1] *= 1 + 1e-6 * torch.rand(())
+        return made
+
+    return forward, wrong
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (wrong_plain, "plain, forward: relative error .* against reference in float64"),
+        (wrong_carry, "step, forward: relative error .* against plain"),
+        (wrong_sums, "step, backward: relative error .* against plain"),
+        (without_numbers, "plain, backward: relative error nan"),
+        (other_bits, "deterministic, backward: two calls differ"),
+    ],
+)
+def test_a_way_that_is_wrong_is_not_timed(mistake, said, monkeypatch):
+    forward, backward = mistake(Tiled.forward, Tiled.backward)
+    monkeypatch.setattr(Tiled, "forward", forward)
+    monkeypatch.setattr(Tiled, "backward", backward)
+    monkeypatch.setattr(ways, "interleaved", None)
+    with pytest.raises(WrongError, match=said):
+        list(ways.run(CALLS, "tiled", rounds=1))
+
+
+def test_a_way_that_runs_out_of_memory_is_shown_as_that(monkeypatch):
+    def greedy(functions, device, rounds):
+        return interleaved({name: call for name, call in functions.items() if name != "step"}, device, rounds)
+
+    monkeypatch.setattr(ways, "interleaved", greedy)
+    rows = [record.flat(row) for row in ways.run(CALLS, "tiled", rounds=1)]
+    assert [row["way"] for row in rows if row["ms"] is None] == ["step", "step"]
+    assert "| 8 | causal | step | out of memory |  |  | out of memory |  |  |" in ways_table.markdown(rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_ways_on_a_gpu(tmp_path):
+    words = "bench ways --tokens 4160 --long-tokens 8256 --rounds 2"
+    result = invoke(words, "--output", tmp_path / "x.json")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert all(row["ran"] == "triton" and row["ms"] > 0 for row in record.read(tmp_path / "x.json")["rows"])
