@@ -1,6 +1,6 @@
 """How the kernels in Gluon walk a worklist: their own code for blocks and masks, with numbers for tensors.
 
-There is no interpreter for Gluon: products and copies are compared on a GPU, see test_gpu.py.
+There is no interpreter for Gluon: products and copies are compared on a GPU, see test_gluon_gpu.py.
 """
 
 from __future__ import annotations
@@ -163,3 +163,12 @@ def test_bands_over_other_steps_are_left_to_the_rest():
     assert served(CAUSAL, 4) == (True, False)
     assert served(CAUSAL, 2) == (False, True)
     assert served(Mask.full(), 2) == (True, False)
+
+
+@pytest.mark.parametrize(("tiles", "heads", "section"), [(5, 6, 6), (5, 7, 3), (3, 8, 1), (1, 4, 4)])
+def test_every_tile_of_every_head_is_one_piece_of_work(tiles, heads, section, monkeypatch):
+    forward = pytest.importorskip("meshflash.kernels.gluon_forward")
+    monkeypatch.setattr(forward, "gl", SimpleNamespace(minimum=min))
+    pieces = [forward._work.fn(number, tiles, heads, section) for number in range(tiles * heads)]
+    assert sorted(pieces) == [(tile, head) for tile in range(tiles) for head in range(heads)]
+    assert [head // section for _, head in pieces] == sorted(head // section for _, head in pieces)

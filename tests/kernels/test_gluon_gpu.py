@@ -40,7 +40,9 @@ CASES = {
     "more queries": Case(CAUSAL, batch=1, tokens=700, k_tokens=300, heads=2),
     "more keys": Case(CAUSAL, batch=1, tokens=301, k_tokens=701, q_offset=400, heads=2),
     "sinks": Case(CAUSAL, batch=1, tokens=640, heads=2, sinks=True, lse_gradient=True),
-    "sections": Case(CAUSAL, batch=1, tokens=1536, heads=24, kv_heads=8),
+    "more than processors": Case(CAUSAL, batch=1, tokens=1536, heads=24, kv_heads=8),
+    "groups, several runs": Case(CAUSAL & (Mask.window(200, 0) | Mask.first(130)), tokens=1024, heads=4, kv_heads=2),
+    "documents by row": Case(CAUSAL & Mask.documents([[400, 624], [1000, 24]]), tokens=1024, heads=4, kv_heads=2),
 }
 
 
@@ -136,8 +138,18 @@ def test_a_ring_of_two(dim, deterministic, ran):
 
 
 @pytest.mark.parametrize("dim", DIMS)
+def test_sections_of_heads(dim, monkeypatch):
+    """Several, of which the last has fewer heads than the others."""
+    monkeypatch.setattr(gluon_launch, "CACHED", 2 * 4 * 2048 * dim)
+    case = Case(CAUSAL, batch=1, tokens=2048, heads=15, kv_heads=5, dim=dim)
+    leaves = case.inputs(torch.bfloat16, "cuda")
+    check(gradients(case.run(leaves, "triton"), leaves, case), case, leaves)
+
+
+@pytest.mark.parametrize("dim", DIMS)
 def test_a_graph_that_runs_again(dim, ran):
-    q, k, v = (torch.randn(2, 700, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    # more pieces of work than processors, so that a counter deals them
+    q, k, v = (torch.randn(2, 2044, 8, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
 
     def both():
@@ -164,7 +176,7 @@ def test_a_graph_that_runs_again(dim, ran):
 
 def test_a_gpu_that_is_never_idle_between_calls():
     """Counters of tiles are at 0 again when a kernel ends: many calls, behind each other and on two streams."""
-    q, k, v = (torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(1, 4096, 16, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     want = flash_attention(q, k, v, mask=CAUSAL, kernel="triton")
     streams = [torch.cuda.Stream() for _ in range(2)]
     got = []

@@ -9,9 +9,10 @@ from meshflash import Mask, attention
 from meshflash.bench import calibrate
 from meshflash.check.oracle import replace
 from meshflash.core.tiles import worklist
-from meshflash.kernels import rates, registry, triton_configs
+from meshflash.kernels import gluon_launch, rates, registry, triton_configs
 from meshflash.kernels.contract import Ask, Features, Launch
 from meshflash.kernels.rates import Known, Rate, Rates
+from meshflash.kernels.triton_kernel import Triton
 
 CAUSAL = Mask.causal()
 
@@ -163,7 +164,7 @@ def test_every_shipped_table_can_be_read():
     for path in rates.SHIPPED.glob("*.json"):
         made = rates._read(path)
         assert made.rates, path
-        assert {rate.kernel for rate in made.rates} <= set(registry.names())
+        assert {rate.kernel for rate in made.rates} <= {*registry.names(), triton_configs.PORTABLE}
         for name, values in made.configs.items():
             direction, _, most = name.partition("/")
             assert direction in triton_configs.PASSES
@@ -196,3 +197,30 @@ def test_configurations_are_forced_and_let_go():
         assert triton_configs.config("forward", 48, torch.bfloat16, device).block_m == 16
     assert name not in triton_configs._forced
     assert all(list(triton_configs.candidates(direction, 128)) for direction in triton_configs.PASSES)
+
+
+def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
+    monkeypatch.setattr(gluon_launch, "_there", lambda device: True)
+    work = worklist(Mask.causal(), (range(64),), (range(64),))
+
+    def rated(dim, direction="forward", dtype=torch.bfloat16, **features):
+        asked = Features(scale=0.1, **features)
+        return Triton().rated_as(Ask(direction, torch.device("cuda"), dtype, dim, dim, work, asked))
+
+    assert rated(64) == rated(128, "backward") == rated(64, softcap=3.0) == "triton"
+    others = rated(96), rated(256), rated(64, dtype=torch.float32), rated(64, dropout=0.1, seed=1)
+    assert {*others, rated(64, "backward", softcap=3.0)} == {triton_configs.PORTABLE}
+    with triton_configs.portable():
+        assert rated(64) == triton_configs.PORTABLE
+    assert rated(64) == "triton"
+
+
+def test_rates_that_a_table_lacks_are_those_of_the_kernel(monkeypatch):
+    monkeypatch.setattr(gluon_launch, "_there", lambda device: True)
+    work = worklist(Mask.causal(), (range(64),), (range(64),))
+    ask = Ask("forward", torch.device("cuda"), torch.bfloat16, 96, 96, work, Features(scale=0.1))
+    slow, fast = Rate("triton", "forward", True, 128, 512, 100.0), Rate("triton", "forward", True, 64, 512, 400.0)
+    own = Rate(triton_configs.PORTABLE, "forward", True, 128, 512, 50.0)
+    without, table = (Rates("a", "b", rates, {}) for rates in ((slow, fast), (slow, fast, own)))
+    found, borrowed = (registry._seconds(rates, Triton(), ask) for rates in (table, without))
+    assert found and borrowed and found == pytest.approx(2 * borrowed)

@@ -55,6 +55,7 @@ def peers(
             if skipped := [case for case in cases if headline.holds(known, case, names, rounds)]:
                 console.print(f"skipped: {len(skipped)} of {len(cases)} settings, measured before; --fresh to repeat")
             for rows in headline.run(cases, names, rounds, budget, known, status.update):
-                record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
+                if before is None or rows != before["rows"]:  # else its date and command stay
+                    record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
     view = View(headline.read, headline_table.table, headline_table.markdown, plots.peers, headline_table.title)
     show(console, path, view, measured=source is None, markdown=markdown, plot=plot)

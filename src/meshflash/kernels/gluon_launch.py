@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.kernels.contract import HALF, Grads, Inputs, Outputs
-from meshflash.kernels.triton_configs import has_descriptors, is_forced
-from meshflash.kernels.triton_launch import LEAST_SCALE, fits
+from meshflash.kernels.contract import HALF, Ask, Features, Grads, Inputs, Outputs
+from meshflash.kernels.triton_configs import are_alone, has_descriptors
+from meshflash.kernels.triton_launch import LEAST_SCALE, fits, strides_of
 from meshflash.kernels.triton_tables import Blocks
 
 #: Versions of Triton that the kernels were compiled by: Gluon is young, and a fault of it hangs the GPU.
@@ -22,8 +21,6 @@ VERSIONS = ("3.6", "3.7")
 #: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
 CACHED = 32 << 20
 LOG2E = 1.4426950408889634
-#: A stride that descriptors take, for dimensions of one, whose own may be any.
-LINED = 64
 
 
 @dataclass(frozen=True)
@@ -86,27 +83,35 @@ QUERIES = {64: Queries(3), 128: Queries(2)}
 
 def forward_config(x: Inputs, *tensors: Tensor) -> Forward | None:
     """How a forward is served, or None."""
-    return FORWARD.get(x.q_BTHD.shape[-1]) if _serves(x, ("forward",), *tensors) else None
+    return FORWARD.get(x.q_BTHD.shape[-1]) if _serves(x, *tensors) else None
 
 
 def backward_config(x: Inputs, deterministic: bool, grads: Grads, *tensors: Tensor) -> Backward | None:
     """How a backward is served, or None. A deterministic one has a second pass, as `QUERIES` says."""
-    if x.features.softcap or not _serves(x, ("by_keys", "by_queries"), *tensors):
+    if x.features.softcap or not _serves(x, *tensors):
         return None
     if grads.add_dq and not deterministic and not fits(grads.dq_BTHD):
         return None
     return BACKWARD.get(x.q_BTHD.shape[-1])
 
 
-def _serves(x: Inputs, passes: Sequence[str], *tensors: Tensor) -> bool:
-    features, q = x.features, x.q_BTHD
-    if any(is_forced(name, q.shape[-1]) for name in passes):
+def may_serve(ask: Ask) -> bool:
+    """Whether calls like this are served, unless rows lie where descriptors do not reach them."""
+    if ask.direction == "backward" and ask.features.softcap:
         return False
-    if q.dtype not in HALF or q.shape[-1] != x.v_BSKE.shape[-1] or not _there(q.device):
+    return _knows(ask.features, ask.dtype, ask.head_dim, ask.value_dim, ask.device)
+
+
+def _serves(x: Inputs, *tensors: Tensor) -> bool:
+    q = x.q_BTHD
+    known = _knows(x.features, q.dtype, q.shape[-1], x.v_BSKE.shape[-1], q.device)
+    return known and all(y.dtype == q.dtype and fits(y) for y in tensors)
+
+
+def _knows(features: Features, dtype: torch.dtype, dim: int, value_dim: int, device: torch.device) -> bool:
+    if dtype not in HALF or dim not in FORWARD or value_dim != dim or are_alone() or not _there(device):
         return False
-    if features.scale < LEAST_SCALE or features.dropout or features.alibi_slopes_BH is not None:
-        return False
-    return all(x.dtype == q.dtype and fits(x) for x in tensors)
+    return features.scale >= LEAST_SCALE and not features.dropout and features.alibi_slopes_BH is None
 
 
 @cache
@@ -288,9 +293,7 @@ def _descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
 
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
     layout = layout or gl.NVMMASharedLayout.get_default_for(block, dtype)
-    *outer, inner = x.stride()
-    strides = [LINED if size == 1 else stride for size, stride in zip(x.shape, outer, strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, inner], block, layout)
+    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

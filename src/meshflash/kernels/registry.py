@@ -108,12 +108,19 @@ def _choose(name: str, ask: Ask) -> Choice:
     if known is None or len(able) == 1:
         others = f"before {', '.join(kernel.name for kernel in able[1:])}" if able[1:] else "the only one able"
         return Choice(able[0].serving(ask), others + (", by a fixed order" if able[1:] else ""))
-    predicted = [(known.rates.seconds(kernel.name, ask, kernel.launches(ask)), kernel) for kernel in able]
+    predicted = [(_seconds(known.rates, kernel, ask), kernel) for kernel in able]
     measured = sorted(((t, kernel) for t, kernel in predicted if t is not None), key=lambda pair: pair[0])
     if not measured:
         return Choice(able[0].serving(ask), f"by a fixed order: no able kernel is in {known.source}")
     times = ", ".join(f"{kernel.name} {t * 1e3:.3g} ms" for t, kernel in measured[:3])
     return Choice(measured[0][1].serving(ask), f"predicted: {times}, by {known.source}")
+
+
+def _seconds(known: rates.Rates, kernel: Kernel, ask: Ask) -> float | None:
+    """How long a call should take, by the rates of calls like it, or where there are none by the kernel's."""
+    launches = kernel.launches(ask)
+    own = known.seconds(kernel.rated_as(ask), ask, launches)
+    return own if own is not None else known.seconds(kernel.name, ask, launches)
 
 
 def may_be_chosen(kernel: Kernel, ask: Ask) -> bool:

@@ -19,6 +19,8 @@ from meshflash.kernels.contract import HALF
 
 #: The widest head that the configurations serve.
 MAX_DIM = 256
+#: What tables of rates call the kernels here where others, for one architecture, serve calls of the same name too.
+PORTABLE = "triton-portable"
 #: The kernels' passes: forward, gradients by keys, gradients by queries.
 PASSES = ("forward", "by_keys", "by_queries")
 
@@ -123,11 +125,6 @@ def config(direction: str, dim: int, dtype: torch.dtype, device: torch.device, p
     return own or replace(chosen, warps=8, stages=min(chosen.stages, 3))
 
 
-def is_forced(direction: str, dim: int) -> bool:
-    """Whether a pass runs in a configuration that was asked for."""
-    return name(direction, widest(dim)) in _forced
-
-
 def _settled(direction: str, most: int, device: torch.device) -> Config:
     known = rates.known(device)
     tuned = known.rates.configs.get(name(direction, most)) if known else None
@@ -151,6 +148,25 @@ def forced(which: str, chosen: Config) -> Iterator[None]:
         yield
     finally:
         del _forced[which]
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """Inside the block the kernels that these configurations are of serve all calls."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
+def are_alone() -> bool:
+    """Whether no other kernels may serve."""
+    return _alone
+
+
+_alone = False
 
 
 def name(direction: str, most: int) -> str:

@@ -24,7 +24,7 @@ from meshflash.kernels.contract import (
     new_outputs,
 )
 from meshflash.kernels.dropout import threshold
-from meshflash.kernels.triton_configs import MAX_DIM, Config, config, has_descriptors
+from meshflash.kernels.triton_configs import MAX_DIM, PORTABLE, Config, config, has_descriptors
 from meshflash.kernels.triton_launch import LEAST_SCALE, described, fits, launch
 from meshflash.kernels.triton_tables import Blocks, blocks, runs
 
@@ -57,6 +57,9 @@ class Triton(Kernel):
 
     def serving(self, ask: Ask) -> Kernel:
         return Triton(ask.deterministic) if ask.deterministic != self.deterministic else self
+
+    def rated_as(self, ask: Ask) -> str:
+        return self.name if gluon_launch.may_serve(ask) else PORTABLE
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
         from meshflash.kernels.triton_forward import forward

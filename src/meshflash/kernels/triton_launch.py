@@ -11,6 +11,8 @@ from meshflash.kernels.triton_tables import Blocks
 
 #: Below this a scale is 0, or nearly, in float32.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
+#: Numbers of any dtype that take a multiple of 16 bytes.
+LINED = 64
 
 
 def launch(kernel: Any, tables: Blocks, heads: int, *arguments: Any, **constants: Any) -> None:
@@ -23,11 +25,18 @@ def fits(x: Tensor) -> bool:
     """Whether a descriptor can describe it: rows, and that they begin at multiples of 16 bytes."""
     unit = 16 // x.element_size()
     strides = [stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in strides)
+    lined = x.data_ptr() % 16 == 0 and x.stride(-1) == 1
+    return x.numel() > 0 and lined and all(n > 0 and n % unit == 0 for n in strides)
+
+
+def strides_of(x: Tensor) -> list[int]:
+    """Its strides as descriptors take them: of dimensions of one, whose own may be any, a multiple of 16 bytes."""
+    *outer, inner = x.stride()
+    return [LINED if size == 1 else stride for size, stride in zip(x.shape, outer, strict=False)] + [inner]
 
 
 def described(x: Tensor, block: list[int]) -> Any:
     """A tensor as a descriptor of blocks."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+    return TensorDescriptor(x, list(x.shape), strides_of(x), block)

@@ -136,7 +136,7 @@ def _runs(
     order = _heaviest_first(pairs, len(tiles))
     mine = _every_batch_row(mine[order[served[order]]], batch)
     table = np.stack([begin, count, limit, least, most], axis=1)
-    aligned = not (mine[:, 1] % 4).any() and not ((begin | limit) % 4).any()
+    aligned = not ((begin | limit) % 4).any()
     single = len(np.unique(pairs.tile)) == len(pairs.tile)
     if single:  # a run has the number of its block, so that neither waits for the other
         table = table[mine[:, 5]]
