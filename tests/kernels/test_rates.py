@@ -223,4 +223,6 @@ def test_rates_that_a_table_lacks_are_those_of_the_kernel(monkeypatch):
     own = Rate(triton_configs.PORTABLE, "forward", True, 128, 512, 50.0)
     without, table = (Rates("a", "b", rates, {}) for rates in ((slow, fast), (slow, fast, own)))
     found, borrowed = (registry._seconds(rates, Triton(), ask) for rates in (table, without))
-    assert found and borrowed and found == pytest.approx(2 * borrowed)
+    assert found
+    assert borrowed
+    assert found == pytest.approx(2 * borrowed)
