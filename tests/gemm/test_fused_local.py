@@ -148,6 +148,7 @@ def test_times_of_tiles(collective, variant):
             if collective == "ag_gemm":
                 assert received.all()
                 assert (computed >= received).all()
+                assert not sent.any()  # what is sent are tiles of A
             else:
                 assert (sent >= computed).all()
                 assert sent.count_nonzero() == computed.count_nonzero()

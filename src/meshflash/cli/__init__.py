@@ -19,6 +19,7 @@ from meshflash.cli import (
     demo,
     doctor,
     draw,
+    gemm,
     generate,
     launch,
     predict,
@@ -39,6 +40,7 @@ app.command("data")(data.command)
 app.command("demo")(demo.command)
 app.command("doctor")(doctor.command)
 app.command("draw")(draw.command)
+app.command("gemm", context_settings={"help_option_names": ["-h", "--help"]})(gemm.command)
 app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     launch.command
 )

@@ -1,4 +1,7 @@
-"""`meshflash bench gemm`: products of matrices, each mode beside torch.mm, and the table that "auto" goes by."""
+"""`meshflash bench gemm`: products of matrices, each mode beside torch.mm, and the table that "auto" goes by.
+
+With --fused, products of several ranks: see `bench_fused`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli import bench_fused
 from meshflash.cli.bench_options import RESULTS, Device, Output, Plot, explained
+from meshflash.cli.bench_peers import given
 
 
 def gemm(
+    context: typer.Context,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="MxNxK; repeat for several. By default six large ones on a GPU, two small ones on a CPU."),
@@ -39,12 +45,36 @@ def gemm(
     device: Device = None,
     output: Output = None,
     plot: Plot = None,
+    fused: Annotated[
+        bool, typer.Option("--fused", help="Products of several ranks instead, against the same ones unfused.")
+    ] = False,
+    collective: Annotated[
+        list[str] | None,
+        typer.Option("--collective", "-c", help="With --fused: all_scatter, all_reduce, ag_gemm or gemm_rs; repeat."),
+    ] = None,
+    world: Annotated[
+        int | None, typer.Option("--num-gpus", "-n", min=1, max=64, help="With --fused: ranks; 4, on a CPU 2.")
+    ] = None,
+    heap: Annotated[
+        str, typer.Option(help="With --fused: local, one process plays all ranks; symmetric or shared, one each.")
+    ] = "local",
+    mps: Annotated[bool, typer.Option("--mps", help="With --fused: processes share the GPU by MPS.")] = False,
 ) -> None:
     """Products of matrices: time, TFLOP/s, and speed as a multiple of torch.mm's, each mode checked against float64.
 
     All modes of a product run in turns in one process; one that is wrong is an error, not a time. On a CPU our kernel
     is interpreted, where TRITON_INTERPRET=1 is set: it is checked, and not timed.
+
+    With --fused, C = A B with A or B in parts, over growing K: each variant's time, and the best fused one as a
+    multiple of the best unfused one; losses are told.
     """
+    others = given(context, bench_fused.DECIDED if fused else bench_fused.OWN)
+    if others:
+        words = ", ".join("--num-gpus" if name == "world" else f"--{name}" for name in others)
+        raise typer.BadParameter(f"{words}: not {'with' if fused else 'without'} --fused")
+    if fused:
+        bench_fused.fused(shape, dtype, collective, world, heap, mps, rounds, device, output, plot)
+        return
     import torch
     from rich.console import Console
 

@@ -9,7 +9,7 @@ play all ranks, stage by stage, and streams that queue behind each other only co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,7 +186,8 @@ class Exchange:
 
         def spread(put: str = "all") -> None:
             programs = plan.movers or plan.programs
-            launch.send(ends, plan, a, None, mine, to="matrix", flag="row", firsts=own, put=put, programs=programs)
+            untimed = replace(ends, times=None)  # tiles of A are others than those of C, and may be more
+            launch.send(untimed, plan, a, None, mine, to="matrix", flag="row", firsts=own, put=put, programs=programs)
 
         if plan.variant == BULK:
 

@@ -1,0 +1,71 @@
+"""`meshflash bench gemm --fused`: products of several ranks, fused against unfused, over growing K."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshflash.cli.bench_options import RESULTS, explained
+from meshflash.cli.gemm import interpret
+
+#: Options of `bench gemm` that have no meaning here.
+DECIDED = ("mode", "layout", "tune", "calibrate")
+#: Options of `bench gemm` that are only for this.
+OWN = ("collective", "world", "heap", "mps")
+
+
+def fused(
+    shape: list[str] | None,
+    dtype: list[str] | None,
+    collective: list[str] | None,
+    world: int | None,
+    heap: str,
+    mps: bool,
+    rounds: int,
+    device: str | None,
+    output: Path | None,
+    plot: Path | None,
+) -> None:
+    """Measure all cells, write them after each, and print tables and losses."""
+    from rich.console import Console
+
+    from meshflash.bench.cases import on_cpu, pick_device, pick_dtype
+
+    with explained():
+        device = pick_device(device)
+    if on_cpu(device):
+        interpret()
+    from meshflash.bench import fused_cases, fused_sweep, fused_tables, record
+    from meshflash.bench.fused import LOCAL
+    from meshflash.bench.gemm import parse
+    from meshflash.bench.report import picture
+
+    console = Console()
+    rows: list[dict[str, Any]] = []
+    path = output or RESULTS / f"gemm-fused-{device}.json"
+    with explained(), console.status("starting") as status:
+        fused_cases.check_heap(heap, device)
+        setup = fused_cases.Setup(rounds=rounds, local=heap == LOCAL, mps=mps)
+        shapes = [parse(text) for text in shape or []]
+        ranks = world or (2 if on_cpu(device) else 4)
+        kinds = dtype or [pick_dtype(None, device)]
+
+        def hear(told: Any) -> None:
+            if isinstance(told, str):
+                status.update(told)
+                return
+            rows.extend(record.flat(row) for row in told)
+            record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
+
+        cases = [x for kind in kinds for x in fused_sweep.cases(device, ranks, kind, shapes, collective or [])]
+        fused_sweep.run(cases, setup, hear)
+    console.print(*fused_tables.sweep(rows), sep="\n")
+    for line in [] if on_cpu(device) else fused_tables.verdict(rows):
+        console.print(line, soft_wrap=True)
+    note = (
+        fused_tables.INTERPRETED if on_cpu(device) else "memory of peers is that of the same card where they share it"
+    )
+    console.print(note, soft_wrap=True)
+    console.print(f"written: {path}", soft_wrap=True)
+    if plot is not None:
+        picture(console, fused_sweep.plot, rows, f"fused products on {device}, {ranks} ranks", plot)

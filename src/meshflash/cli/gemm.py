@@ -1,0 +1,120 @@
+"""`meshflash gemm`: a product of several ranks with its messages inside, checked against float64, timed and drawn."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshflash.cli.bench_options import Device, explained
+
+
+def command(
+    world: Annotated[
+        int | None,
+        typer.Option(
+            "--num-gpus",
+            "-n",
+            min=1,
+            max=64,
+            help="Ranks: processes on CPUs, GPUs or processes that share them; by default GPUs, at least 2.",
+        ),
+    ] = None,
+    collective: Annotated[
+        str, typer.Option("--collective", "-c", help="all_scatter, all_reduce, ag_gemm or gemm_rs.")
+    ] = "all_scatter",
+    m: Annotated[int | None, typer.Option(min=1, help="Rows of C; small on a CPU by default, large on a GPU.")] = None,
+    n_cols: Annotated[int | None, typer.Option(min=1, help="Columns of C.")] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="What is summed over, on all ranks together.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, float32 or tf32; bfloat16 on GPUs, float32 on CPUs.")
+    ] = None,
+    variant: Annotated[str, typer.Option(help="auto, epilogue, producer_consumer or bulk.")] = "auto",
+    shots: Annotated[int | None, typer.Option(min=1, max=2, help="Of an all_reduce: 1 or 2.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of which the median is shown.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of the numbers in A and B.")] = 0,
+    device: Device = None,
+    heap: Annotated[
+        str | None,
+        typer.Option(help="local: one process plays all ranks; symmetric on GPUs, shared on CPUs: one process each."),
+    ] = None,
+    mps: Annotated[bool, typer.Option("--mps", help="Processes share a GPU by NVIDIA's MPS, a part for each.")] = False,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Beside it the product, then the collective of a process group.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="Write a record to this file.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Draw when tiles were computed, sent and received to this SVG file.")
+    ] = None,
+) -> None:
+    """Multiply over ranks while tiles travel: C = A B with A or B in parts, every rank's result held to float64.
+
+    Ends with 1, naming rank and error, if a result is wrong, or its bits differ between ranks. Started by torchrun,
+    mpiexec or srun, the ranks are those of the job.
+    """
+    from rich.console import Console
+
+    from meshflash.bench.cases import on_cpu, pick_device, pick_dtype
+    from meshflash.job import init, shutdown
+    from meshflash.launch.launchers import detect
+    from meshflash.launch.processes import RankError
+
+    with explained():
+        device = pick_device(device)
+    if on_cpu(device):
+        interpret()
+    from meshflash.bench import fused, fused_cases, fused_tables, record
+    from meshflash.plan.moments import picture
+
+    here = init() if detect().world_size > 1 else None
+    console = Console(quiet=bool(here and here.rank))
+    with explained(), console.status("starting") as status:
+        fused_cases.check_heap(heap, device)
+        if here and (heap == fused.LOCAL or mps):
+            raise ValueError("--heap local and --mps are for ranks that this command starts, not a launcher")
+        usual = fused_cases.default_shape(device)
+        sizes = m or usual[0], n_cols or usual[1], k or usual[2]
+        ranks = here.world_size if here else world or fused_cases.default_world(device)
+        case = fused_cases.Case(collective, *sizes, ranks, pick_dtype(dtype, device), device, shots, seed)
+        setup = fused_cases.Setup(variant, rounds, heap == fused.LOCAL, mps, reference, timeline is not None)
+        try:
+            found = fused.run_here(case, setup, here) if here else fused.run(case, setup, status.update)
+        except RankError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from error
+    if here:
+        shutdown()
+    if found is None:
+        return
+    rows = [record.flat(row) for row in found.rows]
+    console.print(fused_tables.ranks(rows))
+    for words in dict.fromkeys(found.plans.values()):
+        own = [str(rank) for rank, plan in found.plans.items() if plan == words]
+        console.print(f"rank {', '.join(own)}: {words}", soft_wrap=True)
+    if on_cpu(device):
+        console.print(fused_tables.INTERPRETED, soft_wrap=True)
+    if output is not None:
+        record.write(output, rows, record.command_line())
+        console.print(f"written: {output}", soft_wrap=True)
+    if timeline is not None:
+        head = f"{fused_tables.title(rows[0])}, {rows[0]['variant']}: {'x'.join(map(str, sizes))} on {ranks} ranks"
+        try:
+            drawn = picture(found.times, head, fused_tables.INTERPRETED if on_cpu(device) else "")
+        except ValueError as error:  # the bulk of an ag_gemm has tiles of its own
+            console.print(f"no picture: {error}; try --variant epilogue", soft_wrap=True)
+        else:
+            timeline.parent.mkdir(parents=True, exist_ok=True)
+            timeline.write_text(drawn)
+            console.print(f"written: {timeline}", soft_wrap=True)
+    wrong = fused_cases.failures(found.rows)
+    for line in wrong:
+        typer.echo(f"wrong: {line}", err=True)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def interpret() -> None:
+    """Let Triton interpret kernels, here and in the processes that are started; it reads this when it is imported."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,191 @@
+"""Fused products in benchmarks: parts, bytes, the verdict, and the sweep of `meshflash bench gemm --fused`."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("triton")
+
+from meshflash.bench import fused, fused_sweep, fused_tables, record
+from meshflash.bench.fused import Played
+from meshflash.bench.fused_cases import GROUP, HEAP, Case, Row, Setup, default_shape, default_world, failures
+from meshflash.bench.fused_sweep import COPIES, WAYS, Copies
+from meshflash.cli import app
+from meshflash.gemm.heap import open_heap
+from meshflash.kernels.triton_common import INTERPRETED
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="interprets kernels on a CPU")
+
+
+def invoke(words, *more):
+    return CliRunner().invoke(app, ["bench", "gemm", *words.split(), *map(str, more)], env={"COLUMNS": "100"})
+
+
+@pytest.mark.parametrize("collective", [name for name, _ in WAYS])
+def test_parts_make_the_whole(collective):
+    case = Case(collective, 7, 10, 8, 3, seed=2)
+    a, b = case.tensors(torch.device("cpu"))
+    parts = [case.part(a, b, rank) for rank in range(3)]
+    made = [x.double() @ y.double() for x, y in parts]
+    whole = {
+        "all_scatter": lambda: torch.cat(made, 1),
+        "ag_gemm": lambda: torch.cat(made),
+        "all_reduce": lambda: torch.stack(made).sum(0),
+        "gemm_rs": lambda: torch.stack(made).sum(0),
+    }[collective]()
+    torch.testing.assert_close(whole, a.double() @ b.double())
+    shares = [case.share(whole, rank) for rank in range(3)]
+    assert [len(x) for x in shares] == ([3, 2, 2] if collective == "gemm_rs" else [7, 7, 7])
+    again = case.tensors(torch.device("cpu"))[0]
+    assert torch.equal(a, again)
+    assert not torch.equal(a, replace(case, seed=3).tensors(torch.device("cpu"))[0])
+
+
+def test_bytes_that_a_rank_sends():
+    def sent(collective, rank, shots=0):
+        return Case(collective, 8, 12, 16, 4, "bfloat16").sent_bytes(rank, shots)
+
+    assert sent("all_scatter", 0) == 3 * 8 * 3 * 2
+    assert sent("ag_gemm", 0) == 3 * 2 * 16 * 2
+    assert sent("gemm_rs", 0) == 6 * 12 * 4  # sums in float32
+    assert sent("all_reduce", 0, 1) == 3 * 8 * 12 * 4
+    assert sent("all_reduce", 0, 2) == 3 / 4 * 8 * 12 * (4 + 2)
+    assert Case("all_scatter", 8, 10, 16, 4).sent_bytes(3, 0) == 3 * 8 * 2 * 4  # a smaller part
+
+
+def test_a_case_of_a_gpu_needs_no_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert Case("all_reduce", 8, 8, 8, 2, "bfloat16", "cuda", 1).product.world == 2
+    with pytest.raises(ValueError, match="shots=3"):
+        Case("all_reduce", 8, 8, 8, 2, "bfloat16", "cuda", 3)
+
+
+def test_processes_that_share_a_gpu_by_mps_get_equal_parts(monkeypatch):
+    """What is set where they are started; no GPU is asked."""
+
+    def started(world, function, *args, **more):
+        return [os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")] * world
+
+    monkeypatch.setattr(fused, "mps", nullcontext)
+    monkeypatch.setattr(fused, "run_ranks", started)
+    monkeypatch.setattr(fused, "count", lambda kind: 2)
+    case = Case("ag_gemm", 8, 8, 8, 8, "bfloat16", "cuda")
+    assert fused.in_ranks(started, case, Setup(mps=True)) == ["25"] * 8
+    assert fused.in_ranks(started, case, Setup()) == [None] * 8
+
+
+def test_defaults_on_a_cpu_are_small():
+    assert max(default_shape("cpu")) < 100
+    assert default_world("cpu") == 2
+
+
+def test_failures_name_ranks():
+    right = Row(Case("all_reduce", 8, 8, 8, 2), 0, HEAP, "shared heap", "bulk", 1, "", 1, 1, 1, 1e-7, None, "a")
+    assert failures([right, replace(right, rank=1)]) == []
+    nan, other = replace(right, rank=1, error=math.nan), replace(right, rank=1, bits="b")
+    assert failures([right, nan]) == [
+        "rank 1, bulk by shared heap: relative error nan against float64, where float32 allows 1e-05"
+    ]
+    assert "other bits than rank 0" in failures([right, other])[0]
+    assert failures([right, replace(other, by=GROUP)]) == []  # a group has the bits of its library
+    rows = replace(other, case=replace(right.case, collective="gemm_rs"))
+    assert failures([replace(rows, rank=0, bits="a"), rows]) == []
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_copies_are_the_same_product(way):
+    collective, shots = way
+    case = Case(collective, 7, 10, 8, 3, "bfloat16", shots=shots)
+    with open_heap(3, bytes=4096, device="cpu") as heap:
+        played = Played(case, heap)
+        call = Copies(played, shots or 0)
+        for _ in range(2):
+            assert max(played.errors(call())) < 5e-3
+
+
+def test_cases_of_a_sweep():
+    found = fused_sweep.cases("cpu", 2, "float32", [], [])
+    assert len(found) == len(WAYS) * len(fused_sweep.SMALL)
+    found = fused_sweep.cases("cpu", 2, "float32", [(1, 2, 3)], ["all_reduce"])
+    assert [(case.shots, case.k) for case in found] == [(1, 3), (2, 3)]
+    with pytest.raises(ValueError, match="collective 'all'"):
+        fused_sweep.cases("cpu", 2, "float32", [], ["all"])
+
+
+@interpreted
+def test_bench_gemm_fused_writes_a_record(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "gemm"])
+    output, plot = tmp_path / "fused.json", tmp_path / "fused.png"
+    words = "--fused -c all_scatter --shape 10x36x8 --shape 10x36x20 --rounds 1 --device cpu"
+    done = invoke(words, "--output", output, "--plot", plot)
+    assert done.exit_code == 0, done.output
+    assert "all_scatter, 2 ranks, local heap, float32 on cpu" in done.output
+    assert "not a speed" in done.output
+    rows = record.read(output)["rows"]
+    assert [row["k"] for row in rows] == [8] * 4 + [20] * 4
+    assert [row["variant"] for row in rows[:4]] == ["epilogue", "producer_consumer", "bulk", COPIES]
+    assert [row["fused"] for row in rows[:4]] == [True, True, False, False]
+    assert [row["auto"] for row in rows[:4]] == [False, False, True, False]
+    for own in (rows[:4], rows[4:]):
+        unfused = min(row["ms"] for row in own[2:])
+        assert all(row["ratio"] == row["ms"] / unfused for row in own)
+        assert min(row["behind"] for row in own) == 1
+        assert all(row["error"] < 1e-6 for row in own)
+
+
+def sweep(rank, world, group, setup, cases):
+    told: list = []
+    fused_sweep._run(rank, world, told.append, setup, cases)
+    return told
+
+
+@interpreted
+def test_a_sweep_over_processes(pool):
+    told, others = pool.run(2, sweep, Setup(rounds=1), [Case("all_reduce", 10, 36, 8, 2, shots=1)])
+    assert others == []
+    assert told[0] == "all_reduce 10x36x8 float32 on 2 ranks"
+    assert [row.variant for row in told[1]] == ["epilogue", "producer_consumer", "bulk"]
+    assert {row.heap for row in told[1]} == {"shared heap"}
+
+
+@interpreted
+def test_what_is_wrong_is_not_timed(monkeypatch):
+    monkeypatch.setattr(Copies, "_sum", lambda self, rank: self.inbox[rank][0])
+    with pytest.raises(RuntimeError, match=r"copies: relative error .* it is wrong, so it is not timed"):
+        fused_sweep.run([Case("gemm_rs", 6, 8, 8, 2)], Setup(rounds=1, local=True), lambda _: None)
+
+
+def test_losses_are_told():
+    case = Case("all_reduce", 8, 8, 8, 2, shots=2)
+    best = fused_sweep.Row(case, "local heap", "epilogue", True, False, 1.0, 1.0, 1.25, 1.25, 0.0, "")
+    rows = [
+        best,
+        replace(best, variant="producer_consumer", ratio=1.5),
+        replace(best, case=replace(case, k=16), ratio=0.9),
+    ]
+    assert fused_tables.verdict([record.flat(row) for row in rows]) == [
+        "fusing pays in 1 of 2 products",
+        "it loses: all_reduce in two shots, 8x8x8: epilogue takes 1.250 times the unfused time",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--fused --tune", "--tune: not with --fused"),
+        ("-n 2 --mps", "--num-gpus, --mps: not without --fused"),
+        ("--fused --device cpu --mps", "share a GPU"),
+        ("--fused --device cpu --heap symmetric", "expected local or shared"),
+    ],
+)
+def test_options_that_do_not_go_together(words, message):
+    done = invoke(words)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())

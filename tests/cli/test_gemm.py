@@ -1,0 +1,156 @@
+"""`meshflash gemm`: what it prints, writes and draws, and that wrong results end it with 1, by rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("triton")
+
+from meshflash.bench import fused
+from meshflash.bench.fused_cases import GROUP, HEAP, Case, Setup
+from meshflash.cli import app
+from meshflash.kernels.triton_common import INTERPRETED
+from meshflash.launch.world import World
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="interprets kernels on a CPU")
+
+TINY = "--device cpu --m 10 --n-cols 36 --k 12 --rounds 1"
+
+
+def invoke(words, *more):
+    return CliRunner().invoke(app, ["gemm", *words.split(), *map(str, more)], env={"COLUMNS": "100"})
+
+
+def measure(rank, world, group, *args):
+    return fused._measure(rank, world, lambda _: None, *args)
+
+
+def broken(rank, world, group, *args):
+    """Rank 1 multiplies by another B."""
+
+    def part(self, a, b, rank):
+        x, y = right(self, a, b, rank)
+        return x, y * (1.01 if rank == 1 else 1)
+
+    right = Case.part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Case, "part", part)
+        return measure(rank, world, group, *args)
+
+
+def here(rank, world, group, case, setup):
+    return fused.run_here(case, setup, World(rank, world, rank, world, 0, torch.device("cpu"), "torchrun", "gloo"))
+
+
+def started(monkeypatch, pool, function):
+    """Ranks that have started already."""
+    monkeypatch.setattr(fused, "run_ranks", lambda world, _, *args, **more: pool.run(world, function, *args))
+
+
+def test_every_rank_is_checked_timed_written_and_drawn(tmp_path, monkeypatch, pool):
+    started(monkeypatch, pool, measure)
+    monkeypatch.setattr("sys.argv", ["meshflash", "gemm"])
+    record, picture = tmp_path / "new" / "gemm.json", tmp_path / "gemm.svg"
+    words = f"-n 2 -c all_reduce --shots 2 --variant producer_consumer --reference {TINY}"
+    done = invoke(words, "--json", record, "--timeline", picture)
+    assert done.exit_code == 0, done.output
+    assert "all_reduce in two shots, 10 x 36 x 12, float32 on cpu" in done.output
+    assert "rank 0, 1: all_reduce in two shots, producer_consumer: tiles of" in done.output
+    assert "asked for" in done.output
+    assert "x group" in done.output
+    written = json.loads(record.read_text())
+    assert written["header"]["command"] == "meshflash gemm"
+    rows = written["rows"]
+    assert [(row["by"], row["rank"]) for row in rows] == [(HEAP, 0), (HEAP, 1), (GROUP, 0), (GROUP, 1)]
+    assert [row["variant"] for row in rows] == ["producer_consumer"] * 2 + ["bulk"] * 2
+    assert [row["means"] for row in rows] == ["shared heap"] * 2 + ["gloo"] * 2
+    assert all(0 < row["error"] < 1e-6 and row["ms"] > 0 for row in rows)
+    assert rows[0]["bits"] == rows[1]["bits"]
+    assert rows[0]["ratio"] == rows[0]["ms"] / rows[2]["ms"]
+    drawn = picture.read_text()
+    ElementTree.fromstring(drawn)
+    assert all(f"rank {rank}, tile 0: sent after" in drawn for rank in (0, 1))
+    assert "received after" in drawn
+
+
+def test_a_wrong_rank_is_named_and_the_command_ends_with_1(monkeypatch, pool):
+    started(monkeypatch, pool, broken)
+    done = invoke(f"-n 2 -c ag_gemm --variant epilogue {TINY}")
+    assert done.exit_code == 1
+    wrong = [line for line in done.output.splitlines() if line.startswith("wrong: ")]
+    assert len(wrong) == 2
+    assert wrong[0].startswith("wrong: rank 1, epilogue by shared heap: relative error 1.0e-02 against float64, where")
+    assert wrong[1].startswith("wrong: rank 1, epilogue by shared heap: other bits than rank 0 has")
+
+
+def test_as_ranks_of_a_launcher(pool):
+    case = Case("gemm_rs", 9, 20, 8, 2)
+    first, second = pool.run(2, here, case, Setup(rounds=1))
+    assert second is None
+    assert [row.rank for row in first.rows] == [0, 1]
+    assert all(row.error < 1e-6 for row in first.rows)
+    assert first.times == {}
+
+
+@pytest.mark.parametrize("collective", ["all_scatter", "ag_gemm"])
+def test_one_process_plays_all_ranks(tmp_path, collective):
+    picture = tmp_path / "gemm.svg"
+    done = invoke(f"-n 3 -c {collective} --heap local --seed 4 --dtype bfloat16 {TINY}", "--timeline", picture)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("bulk, local heap") == 3
+    assert "no rates of fused products were measured on this device" in done.output
+    if collective == "all_scatter":
+        assert "rank 2, tile 0: sent" in picture.read_text()
+    else:  # its product is that of `matmul`
+        assert "no picture: no tile has a moment to draw; try --variant epilogue" in done.output
+        assert not picture.exists()
+
+
+def test_real_processes_interpret_kernels_by_themselves():
+    """As one types it: nothing is set, and ranks are started."""
+    words = f"-n 2 -c gemm_rs {TINY}".split()
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "meshflash", "gemm", *words], env=clean, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("shared heap") == 2
+
+
+def test_help_by_its_short_name():
+    done = invoke("-h")
+    assert done.exit_code == 0
+    assert "--num-gpus" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-c allreduce", "expected one of all_scatter"),
+        ("--variant fast", "variant 'fast'"),
+        ("--shots 2", "of an all_reduce"),
+        ("--dtype float64", "dtype 'float64'"),
+        ("--heap symmetric", "expected local or shared"),
+        ("--heap local --reference", "needs a process group"),
+        ("--mps", "share a GPU"),
+    ],
+)
+def test_what_cannot_be_is_said(words, message):
+    done = invoke(f"{TINY} {words}")
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_without_the_interpreter_it_says_what_to_set(monkeypatch):
+    monkeypatch.setattr("meshflash.kernels.triton_common.INTERPRETED", False)
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
+        fused.run(replace(Case("ag_gemm", 4, 4, 4, 2), seed=1), Setup())
