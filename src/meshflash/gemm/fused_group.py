@@ -30,9 +30,9 @@ def run_by_group(product: FusedProduct, group: Any, mode: str, a: Tensor, b: Ten
 
     if product.collective == "all_scatter":
         columns = multiply(a, product.out_dtype)
-        return _gather(columns.T, product.sizes, group).T.contiguous()
+        return gather_rows(columns.T, product.sizes, group).T.contiguous()
     if product.collective == "ag_gemm":
-        return multiply(_gather(a, product.sizes, group), product.out_dtype)
+        return multiply(gather_rows(a, product.sizes, group), product.out_dtype)
     sums = multiply(a, product.reduce_dtype)
     if product.collective == "all_reduce":
         dist.all_reduce(sums, group=group)
@@ -45,7 +45,7 @@ def run_by_group(product: FusedProduct, group: Any, mode: str, a: Tensor, b: Ten
     return mine[: product.sizes[rank]].to(product.out_dtype)
 
 
-def _gather(rows: Tensor, sizes: tuple[int, ...], group: Any) -> Tensor:
+def gather_rows(rows: Tensor, sizes: tuple[int, ...], group: Any) -> Tensor:
     """The rows of all ranks: sent in equal parts, since not all groups take others."""
     part = rows.new_zeros(max(sizes), rows.shape[1])
     part[: len(rows)] = rows

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
 from meshflash.parallel.loss import wide_product
+from meshflash.parallel.one_step import Step, computed_in, run_step
 
 #: From what the first projections say of a token to its hidden units.
 Activation = Callable[..., Tensor]
@@ -80,12 +80,8 @@ def tiled_mlp(x: Tensor, inside: Sequence[nn.Module], outside: nn.Module, activa
     bias = None
     if mesh is not None:  # once, to the sum over ranks
         bias, weights[-1] = weights[-1], None
-    sliced = _Slices(activation, tiles, _dtype(x))
-    rows = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled():
-        y = _Values.apply(_Gradients.apply(sliced, rows, *weights), sliced, (rows, *weights))
-    else:
-        y = sliced.forward(rows, *weights)
+    sliced = _Slices(activation, tiles, computed_in(x))
+    y = run_step(sliced, x.reshape(-1, x.shape[-1]), *weights)
     if mesh is not None:
         y = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
     if bias is not None:
@@ -94,11 +90,15 @@ def tiled_mlp(x: Tensor, inside: Sequence[nn.Module], outside: nn.Module, activa
     return found
 
 
-class _Slices:
+class _Slices(Step):
     """The computation. Weights are those of the first projections, then the last one's, each with its bias or None."""
 
     def __init__(self, activation: Activation, tiles: int, dtype: torch.dtype) -> None:
         self.activation, self.tiles, self.dtype = activation, tiles, dtype
+
+    def place(self, x: Tensor, *weights: Tensor | None) -> Tensor:
+        last: Any = weights[-2]
+        return x.new_zeros((), dtype=self.dtype).expand(len(x), len(last))
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -158,39 +158,6 @@ class _Slices:
         return total
 
 
-class _Gradients(torch.autograd.Function):
-    """All that the backward needs and does. Its result is an empty place for `_Values`, whose gradient comes here.
-
-    They are apart so that what is saved is saved before anything is computed: a block that computes itself again for
-    its backward ends when all that was saved is there, and so leaves the slices out.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, sliced: _Slices, x: Tensor, *weights: Tensor | None) -> Tensor:
-        ctx.sliced = sliced
-        ctx.save_for_backward(x, *weights)
-        last: Any = weights[-2]
-        return torch.zeros((), dtype=sliced.dtype, device=x.device).expand(len(x), len(last))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        return None, *ctx.sliced.backward(dy, ctx.needs_input_grad[1:], x, *weights)
-
-
-class _Values(torch.autograd.Function):
-    """The result, with the gradients of the place that it takes."""
-
-    @staticmethod
-    def forward(ctx: Any, place: Tensor, sliced: _Slices, tensors: tuple[Any, ...]) -> Tensor:
-        return sliced.forward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return dy, None, None
-
-
 def _add(total: Tensor | None, a: Tensor, b: Tensor) -> None:
     """Add a product, in the dtype of the sum."""
     if total is None:
@@ -204,12 +171,6 @@ def _add(total: Tensor | None, a: Tensor, b: Tensor) -> None:
 def _add_rows(total: Tensor | None, rows: Tensor) -> None:
     if total is not None:
         total += rows.sum(0, dtype=total.dtype)
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    """What is computed in."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _local(weight: Tensor | None) -> Tensor | None:

@@ -21,9 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from meshflash.launch.devices import CPU, GLOO
 from meshflash.parallel.blocks import own_blocks
 from meshflash.parallel.context import ContextParallel
+from meshflash.parallel.linear_styles import own_styles
 from meshflash.parallel.mesh import check_mesh, fold, size, summed
 from meshflash.parallel.overlay import Overlay, lay_over
 from meshflash.parallel.recompute import recompute as recompute_blocks
+from meshflash.parallel.tensor_ranks import TensorRanks
 from meshflash.parallel.tiles import tile_mlp
 
 #: How weights are spread: what "full" keeps after a forward it would gather again for the backward.
@@ -49,6 +51,7 @@ def parallelize(
     offload_activations: bool = False,
     tiles: int = 1,
     bucket_mb: float = 25.0,
+    tp_linear: TensorRanks | None = None,
 ) -> nn.Module:
     """Lay a model on a mesh: tensor parallel, context parallel, recomputation, and replicas or shards of the weights.
 
@@ -70,8 +73,12 @@ def parallelize(
         offload_activations: keep that in the host's memory, copied beside what is computed.
         tiles: slices of tokens that MLPs are computed in, see `tile_mlp`.
         bucket_mb: megabytes of gradients that replicas sum at a time.
+        tp_linear: `TensorRanks(mesh["tp"])`, with a heap or without: divide linear layers by `ColumnParallel` and
+            `RowParallel` where the model's plan has torch's styles for them, which are the default.
     """
     check_mesh(mesh)
+    if tp_linear is not None and tiles != 1:
+        raise ValueError("tp_linear: an MLP in tiles multiplies by itself; leave out tiles= or tp_linear=")
     if isinstance(model, DistributedDataParallel | FSDPModule):
         raise ValueError(f"parallelize: {type(model).__name__} lies on a mesh already")
     if mode is None and size(mesh, "fsdp") > 1:
@@ -81,7 +88,7 @@ def parallelize(
     if reduce_dtype is not None and not spread:
         raise ValueError("reduce_dtype: replicas sum gradients in their own dtype; say mode= to spread the weights")
     if size(mesh, "tp") > 1:
-        _divide(model, _whole(mesh, mode or REPLICATED))
+        _divide(model, _whole(mesh, mode or REPLICATED), tp_linear)
     if size(mesh, "cp") > 1:
         ContextParallel(schedule)._apply(model, mesh["cp"])
     if tiles != 1:
@@ -253,7 +260,7 @@ def _check_backend(whole: DeviceMesh) -> None:
         )
 
 
-def _divide(model: nn.Module, whole: DeviceMesh) -> None:
+def _divide(model: nn.Module, whole: DeviceMesh, linear: TensorRanks | None) -> None:
     """Divide heads and hidden units over `tp`, on the very mesh that the weights are then spread over."""
     _check_backend(whole)
     plan, ranks = getattr(model, "tensor_plan", None), whole["tp"].size()
@@ -262,7 +269,8 @@ def _divide(model: nn.Module, whole: DeviceMesh) -> None:
             f"tp={ranks}: {type(model).__name__} has no method tensor_plan(tp) that returns a plan for "
             "torch.distributed.tensor.parallel.parallelize_module"
         )
-    parallelize_module(model, whole["tp"], plan(ranks))
+    styles = plan(ranks) if linear is None else own_styles(plan(ranks), linear)
+    parallelize_module(model, whole["tp"], styles)
 
 
 def _wrapped(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
