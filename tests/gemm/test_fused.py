@@ -189,6 +189,10 @@ def by_group(rank, world, group, cases):
         m, n, k = case.shape
         gemm = FusedGemm(group, case.collective, m, n, k, case.dtype, **more)
         assert gemm.plan.means == "group"
+        for ignored in ("timed", "config"):
+            of_kernels: Any = {ignored: True}
+            with pytest.raises(ValueError, match="give a heap"):
+                FusedGemm(group, case.collective, m, n, k, case.dtype, **of_kernels)
         assert gemm.plan.heap_bytes == 0
         for call in range(case.calls):
             results.append(gemm(*case.parts(*case.whole(10 * number + call), world)[rank]))

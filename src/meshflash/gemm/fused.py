@@ -92,6 +92,8 @@ class FusedGemm:
         self._mode = mode
         self._exchange: Exchange | None = None
         if self._heap is None:
+            if config is not None or timed:
+                raise ValueError("config and timed are of kernels that talk, and a process group has none; give a heap")
             self._group = over
             self.plan = plan_fused(product, torch.device(CPU), variant=variant, shots=shots, means="group")
             return
