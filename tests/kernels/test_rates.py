@@ -155,7 +155,7 @@ def test_without_a_home_there_is_no_own_table(monkeypatch):
     for name in ("MESHFLASH_RATES", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(rates.Path, "home", nowhere)
-    assert rates._found("A GPU") is None
+    assert rates._there(lambda: rates.own_file("A GPU")) is None
     monkeypatch.setenv("MESHFLASH_RATES", "tables")
     assert rates.own_file("A GPU").as_posix() == "tables/a-gpu.json"
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshflash.kernels.rates import identity, own_file
+from meshflash.kernels.rates import identity, own_file, pick, write_whole
 from meshflash.launch.devices import TRITON
 
 #: Where the tables are that come with meshflash.
@@ -91,17 +90,8 @@ def known(device: torch.device) -> Known | None:
 
 @cache
 def _known(name: str, architecture: str) -> Known | None:
-    own = _found(name)
-    if own:
-        return Known(_read(own), f"measured here, in {own}")
-    tables = [_read(path) for path in sorted(SHIPPED.glob("*.json"))]
-    for table in tables:
-        if table.device == name:
-            return Known(table, f"the table of {name}")
-    for table in tables:
-        if table.architecture == architecture:
-            return Known(table, f"the table of {table.device}, of the same architecture")
-    return None
+    found = pick(name, architecture, partial(file_of, name), SHIPPED, _read)
+    return Known(*found) if found else None
 
 
 def file_of(name: str) -> Path:
@@ -109,21 +99,9 @@ def file_of(name: str) -> Path:
     return own_file(f"gemm {name}")
 
 
-def _found(name: str) -> Path | None:
-    """The user's own table, if there is one; a home that is not there or not ours has none."""
-    try:
-        path = file_of(name)
-        return path if path.exists() else None
-    except (OSError, RuntimeError):
-        return None
-
-
 def write(table: Table, path: Path) -> None:
-    """Write a table at once or not at all: other processes may be reading it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(table.to_json(), indent=1) + "\n")
-    os.replace(new, path)
+    """Write a table, which is read from now on."""
+    write_whole(table.to_json(), path)
     _known.cache_clear()
 
 

@@ -12,11 +12,11 @@ import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -157,16 +157,39 @@ def identity(device: torch.device) -> tuple[str, str]:
 
 @cache
 def _known(name: str, architecture: str) -> Known | None:
-    own = _found(name)
-    if own:
-        return Known(_read(own), f"measured here, in {own}")
-    tables = [_read(path) for path in sorted(SHIPPED.glob("*.json"))]
+    found = pick(name, architecture, partial(own_file, name), SHIPPED, _read)
+    return Known(*found) if found else None
+
+
+class Measured(Protocol):
+    """A table of what was measured on a device."""
+
+    @property
+    def device(self) -> str:
+        """Its name."""
+
+    @property
+    def architecture(self) -> str:
+        """What it has in common with others."""
+
+
+M = TypeVar("M", bound=Measured)
+
+
+def pick(
+    name: str, architecture: str, own: Callable[[], Path], shipped: Path, read: Callable[[Path], M]
+) -> tuple[M, str] | None:
+    """The table of a device, and in words which it is: the user's own, or of those in a folder the nearest."""
+    file = _there(own)
+    if file:
+        return read(file), f"measured here, in {file}"
+    tables = [read(path) for path in sorted(shipped.glob("*.json"))]
     for table in tables:
         if table.device == name:
-            return Known(table, f"the table of {name}")
+            return table, f"the table of {name}"
     for table in tables:
         if table.architecture == architecture:
-            return Known(table, f"the table of {table.device}, of the same architecture")
+            return table, f"the table of {table.device}, of the same architecture"
     return None
 
 
@@ -179,22 +202,27 @@ def own_file(name: str) -> Path:
     return Path(folder) / f"{slug}.json"
 
 
-def _found(name: str) -> Path | None:
+def _there(own: Callable[[], Path]) -> Path | None:
     """The user's own table, if there is one; a home that is not there or not ours has none."""
     try:
-        path = own_file(name)
+        path = own()
         return path if path.exists() else None
     except (OSError, RuntimeError):
         return None
 
 
 def write(rates: Rates, path: Path) -> None:
+    """Write a table, which is read from now on."""
+    write_whole(rates.to_json(), path)
+    forget()
+
+
+def write_whole(table: dict[str, Any], path: Path) -> None:
     """Write a table at once or not at all: other processes may be reading it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(rates.to_json(), indent=1) + "\n")
+    new.write_text(json.dumps(table, indent=1) + "\n")
     os.replace(new, path)
-    forget()
 
 
 def forget() -> None:
