@@ -219,8 +219,12 @@ def test_a_signal_that_never_comes_is_an_error_that_names_rank_and_step():
         heap.close()
 
 
-def killed(rank, world, tell):
-    """Rank 1 is killed between put and signal, and leaves a file as if a heap of its were just being opened."""
+def killed(rank, world, tell, folder):
+    """Rank 1 is killed between put and signal, and leaves a file as if a heap of its were just being opened.
+
+    In a folder of their own, where no heap of other tests sweeps it first.
+    """
+    vars(heap_shared)["folder"] = lambda: folder
     heap = open_heap(bytes=2**16, device="cpu", timeout=1.5)
     inbox, flags = heap.allocate(WORDS, torch.int32), heap.allocate(world, torch.int32)
     came = torch.zeros(2, dtype=torch.int32)
@@ -250,11 +254,11 @@ def killed(rank, world, tell):
 
 
 @interpreted
-def test_a_killed_peer_is_an_error_within_seconds_and_what_it_left_is_swept(monkeypatch):
+def test_a_killed_peer_is_an_error_within_seconds_and_what_it_left_is_swept(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # new processes import this file by its name here
     told: list[Any] = []
     with pytest.raises(RankError, match="rank 1 died with exit code -9"):
-        run_ranks(3, killed, timeout=60, listen=told.append)
+        run_ranks(3, killed, tmp_path, timeout=60, listen=told.append)
     assert sorted(each[0] for each in told) == [0, 2]
     for rank, text, seconds, inbox, _, gone, alive in told:
         waited = f"rank {rank} waited 1.5 s in step 7 for rank 1, whose signal stands at 0 and was to reach 1; process"
