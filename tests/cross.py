@@ -56,6 +56,7 @@ class Call:
 
     With `features` it has all of them, with `partial` it goes on from sums; `aligned` rows begin at multiples of 16
     bytes. With `gluon` those in Gluon serve it; `mask` is "causal", "full", or "runs", where blocks have several.
+    `odd` lengths are no multiple of a block, nor of anything else.
     """
 
     kind: str
@@ -66,10 +67,13 @@ class Call:
     gluon: bool = False
     mask: str = "causal"
     partial: bool = False
+    key_heads: int = KEY_HEADS
+    odd: bool = False
 
     def __str__(self) -> str:
         more = ("features",) * self.features + ("unaligned",) * (not self.aligned) + ("gluon",) * self.gluon
-        more += (self.mask,) * (self.mask != "causal") + ("partial",) * self.partial
+        more += (self.mask,) * (self.mask != "causal") + ("partial",) * self.partial + ("odd",) * self.odd
+        more += (f"{self.key_heads} key heads",) * (self.key_heads != KEY_HEADS)
         return " ".join((self.kind, str(self.dim), self.dtype, *more))
 
 
@@ -226,22 +230,24 @@ def _make(call: Call) -> None:
     from meshflash.kernels.contract import Features, Grads, Inputs, Rows
     from meshflash.kernels.triton_kernel import Triton
 
+    tokens = TOKENS - call.odd
+
     def rows(heads: int, width: int = call.dim) -> torch.Tensor:
         stride = call.dim if call.aligned else call.dim + 1
-        whole = torch.empty(2, TOKENS, heads, stride, dtype=getattr(torch, call.dtype), device="meta")
+        whole = torch.empty(2, tokens, heads, stride, dtype=getattr(torch, call.dtype), device="meta")
         return whole[..., :width]
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device="meta")
 
-    out, lse = rows(HEADS), numbers(2, HEADS, TOKENS)
+    out, lse = rows(HEADS), numbers(2, HEADS, tokens)
     if call.kind == "rows":
         triton_rows.merge(out, lse, out, lse, out, lse)
         triton_rows.merge_gradient(out, lse, out, lse, out, lse, out, lse)
         triton_rows.delta(out, out, lse, lse, lse)
         return
     os.environ["MESHFLASH_GLUON"] = str(int(call.gluon))
-    gluon_launch._there.cache_clear()
+    gluon_launch.has_gluon.cache_clear()
     mask, features = Mask.causal(), Features(scale=call.dim**-0.5)
     if call.mask == "full":
         mask = Mask.full()
@@ -253,13 +259,13 @@ def _make(call: Call) -> None:
         mask &= Mask.window(1024, 0)
         slopes, sinks = numbers(2, HEADS), numbers(HEADS)
         features = Features(call.dim**-0.5, 30.0, 0.1, seed=7, alibi_slopes_BH=slopes, sink_logits_H=sinks)
-    work = worklist(mask, (range(TOKENS),), (range(TOKENS),))
-    x = Inputs(out, rows(KEY_HEADS), rows(KEY_HEADS), work, features)
+    work = worklist(mask, (range(tokens),), (range(tokens),))
+    x = Inputs(out, rows(call.key_heads), rows(call.key_heads), work, features)
     if call.kind == "forward":
-        partial = numbers(2, TOKENS, HEADS, call.dim), lse
+        partial = numbers(2, tokens, HEADS, call.dim), lse
         Triton().forward(x, *((partial, partial) if call.features or call.partial else ()))
     else:
-        dq, dk, dv = (numbers(2, TOKENS, heads, call.dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+        dq, dk, dv = (numbers(2, tokens, heads, call.dim) for heads in (HEADS, call.key_heads, call.key_heads))
         grads = Grads(dq, dk, dv, add_dq=True, add_dkv=True) if call.partial else None
         Triton(deterministic=call.kind == "deterministic").backward(x, Rows(out, out, lse, lse), grads)
 

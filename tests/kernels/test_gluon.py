@@ -13,6 +13,8 @@ import torch
 
 from meshflash import Layout, Mask
 from meshflash.core.tiles import worklist
+from meshflash.kernels import gluon_launch
+from meshflash.kernels.contract import Grads
 from meshflash.kernels.triton_tables import runs
 
 common = pytest.importorskip("meshflash.kernels.gluon_common")
@@ -46,10 +48,14 @@ WORK = {
 
 
 @pytest.fixture(autouse=True)
-def _numbers(monkeypatch):
+def numbers(monkeypatch):
     """The code's own names, for numbers."""
-    monkeypatch.setattr(common, "gl", SimpleNamespace(minimum=min, maximum=max))
+    names = SimpleNamespace(minimum=min, maximum=max, where=lambda yes, a, b: a if yes else b)
+    monkeypatch.setattr(common, "gl", names)
     monkeypatch.setattr(common, "run_of", lambda table, n: tuple(map(int, table[n])))
+    monkeypatch.setattr(common, "rotated", common.rotated.fn)
+    monkeypatch.setattr(common, "next_block", common.next_block.fn)
+    return names
 
 
 def dense(name: str):
@@ -70,7 +76,7 @@ def walk(tables, size, other, by_key):
         state = (run, 0, *common.run_of(spans, run))
         blocks = []
         for turn in range(turns):
-            *state, fresh, block = common.next_block.fn(turn, *state, spans, other, tables.single, tables.whole)
+            *state, fresh, block = common.next_block(turn, *state, spans, other, tables.single, tables.whole)
             *_, least, most = state
             columns = np.arange(other)
             seen = np.ones((size, other), bool)
@@ -131,6 +137,56 @@ def test_a_backward_meets_every_visible_pair_once(name, other):
     assert served.even == (name == "even")
     if name in ("full", "causal", "even", "window"):
         assert len(served) == -(-len(want) // 128)
+
+
+@pytest.mark.parametrize("rotate", [0, 5])
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", WORK)
+def test_heads_of_a_group_meet_the_same_blocks(name, group, rotate, numbers):
+    """One loop over heads and blocks: each head meets what a walk of its own would, and none is left or met twice."""
+    served, _ = runs(worklist(*WORK[name]), True, 128, 64, 64, 1, torch.device("cpu"), True)
+    rotate *= served.single  # as it is launched
+    spans, first_head = served.spans.numpy(), 3 * group
+    for program, tile in enumerate(served.tiles.tolist()):
+        *_, run, turns = tile
+        vars(numbers)["program_id"] = lambda axis, program=program: program
+        alone, state = [], (run, 0, *common.run_of(spans, run))
+        for turn in range(turns):
+            *state, fresh, block = common.next_block(turn, *state, spans, 64, served.single, served.whole)
+            alone.append((*state[-2:], fresh, block))
+        start = common.run_of(spans, run)
+        head, left, ends = common.before_group.fn(first_head, start[1], turns, group, served.single, rotate)
+        state, met = (head, ends, run, left, *start), []
+        for number in range(turns * group):
+            *state, fresh, block = common.next_in_group.fn(
+                *(number, *state, spans, first_head, run, turns, 64, group, served.single, served.whole, rotate)
+            )
+            met.append((state[0], *state[-2:], fresh, block))
+        want = [(first_head + g, *block) for g in range(group) for block in alone]
+        skipped = program * rotate % turns
+        assert met == want[skipped:] + want[:skipped]
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_of_dq_become_rows(dim, given):
+    """In the order in which `_compute` stores a part: each half of a block is 64 x 64, by rows at dim 64."""
+    size, scale, (batch, tokens, heads) = gluon_launch.BACKWARD[dim].block_m, 0.5, (2, 300, 3)
+    tiles = -(-tokens // size)
+    wide = torch.randn(batch, tiles * size, heads, dim)
+    parts = wide.view(batch, tiles, size // 64, 64, heads, dim // 64, 64).permute(0, 4, 1, 2, 5, 3, 6)
+    ordered = parts.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
+    q = torch.empty(batch, tokens, heads, dim, dtype=torch.bfloat16)
+    dq = torch.ones(q.shape) if given else torch.full(q.shape, torch.nan)
+    sums = gluon_launch.Sums(q, Grads(dq, q, q, add_dq=given), not given, size)
+    if given:
+        assert sums.room is dq
+        sums.tile()
+        assert sums.room is dq, "what the ordinary kernel adds to"
+    assert not sums.added.any()
+    sums.added.copy_(ordered.flatten())
+    sums.finish(scale)
+    torch.testing.assert_close(dq, wide[:, :tokens] * scale + given)
 
 
 def test_runs_are_whole_blocks_inside_of_their_spans():

@@ -4,18 +4,21 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
-from meshflash import Mask, flash_attention
+from meshflash import Layout, Mask, flash_attention
 from meshflash.check.oracle import Case, check, gradients, replace
 from meshflash.core.tiles import worklist
 from meshflash.kernels import gluon_launch
 from meshflash.kernels.contract import Features, Grads, Inputs, Rows
+from meshflash.kernels.tiled import Tiled
 from meshflash.kernels.triton_kernel import Triton
+from meshflash.kernels.triton_tables import runs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not gluon_launch._there(torch.device("cuda")), reason="needs a Hopper GPU"
+        not torch.cuda.is_available() or not gluon_launch.has_gluon(torch.device("cuda")), reason="needs a Hopper GPU"
     ),
 ]
 
@@ -42,6 +45,10 @@ CASES = {
     "sinks": Case(CAUSAL, batch=1, tokens=640, heads=2, sinks=True, lse_gradient=True),
     "more than processors": Case(CAUSAL, batch=1, tokens=1536, heads=24, kv_heads=8),
     "groups, several runs": Case(CAUSAL & (Mask.window(200, 0) | Mask.first(130)), tokens=1024, heads=4, kv_heads=2),
+    "groups of three, 700": Case(CAUSAL, batch=1, tokens=700, heads=6, kv_heads=2),
+    "groups of four, several runs": Case(
+        CAUSAL & (Mask.window(200, 0) | Mask.first(130)), batch=1, tokens=901, heads=4, kv_heads=1
+    ),
     "documents by row": Case(CAUSAL & Mask.documents([[400, 624], [1000, 24]]), tokens=1024, heads=4, kv_heads=2),
 }
 
@@ -61,6 +68,44 @@ def ran(monkeypatch):
     for name in count:
         monkeypatch.setattr(gluon_launch, name, counting(name, getattr(gluon_launch, name)))
     return count
+
+
+@pytest.fixture(params=["in rows", "in tiles"])
+def added(request, monkeypatch):
+    """How sums that are given are added to, however many keys there are."""
+    least = 0 if request.param == "in tiles" else 1 << 30
+    configs = {dim: replace(config, tiled_from=least) for dim, config in gluon_launch.BACKWARD.items()}
+    monkeypatch.setattr(gluon_launch, "BACKWARD", configs)
+
+
+def tensors(batch, q_tokens, k_tokens, heads, kv_heads, dim):
+    """(q, k, v, dout)."""
+    shapes = ((q_tokens, heads), (k_tokens, kv_heads), (k_tokens, kv_heads), (q_tokens, heads))
+    return [torch.randn(batch, *shape, dim, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+
+def exact(x: Inputs, dout: Tensor) -> tuple[Rows, Grads]:
+    """What a backward knows of its rows, and the gradients, by a plain kernel in float64."""
+    doubles = replace(x, q_BTHD=x.q_BTHD.double(), k_BSKD=x.k_BSKD.double(), v_BSKE=x.v_BSKE.double())
+    out, lse = Tiled().forward(doubles)
+    delta = (out * dout.double()).sum(-1).transpose(1, 2).contiguous()
+    grads = Tiled().backward(doubles, Rows(out, dout.double(), lse, delta))
+    return Rows(out.to(dout.dtype), dout, lse.float(), delta.float()), grads
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """Every 64 rows by themselves, so that a block that is missing or doubled is not lost among others."""
+    for a, b in zip(got.double().split(64, 1), want.split(64, 1), strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm() + 1e-3
+
+
+def added_to_ones(x: Inputs, dout: Tensor, kernel: Triton, like=torch.ones_like) -> None:
+    """A step of a ring: its gradients, added to sums that are there."""
+    rows, want = exact(x, dout)
+    dq, dk, dv = (like(y, dtype=torch.float32) for y in (x.q_BTHD, x.k_BSKD, x.v_BSKE))
+    kernel.backward(x, rows, Grads(dq, dk, dv, add_dq=True, add_dkv=True))
+    for y, z in zip((dq, dk, dv), (want.dq_BTHD, want.dk_BSKD, want.dv_BSKE), strict=True):
+        close(y - 1, z)
 
 
 def of_dim(case: Case, dim: int) -> Case:
@@ -186,3 +231,93 @@ def test_a_gpu_that_is_never_idle_between_calls():
             got.append(flash_attention(q, k, v, mask=CAUSAL, kernel="triton"))
     torch.cuda.synchronize()
     assert all(torch.equal(x, want) for x in got)
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("dim", DIMS)
+def test_sums_that_both_kernels_add_to(dim, group, ran):
+    """Documents that are shorter than a block are left to the ordinary kernel; whole blocks are the others."""
+    work = worklist(CAUSAL & Mask.documents([512, 64, 64, 384]), (range(1024),), (range(1024),))
+    config = gluon_launch.BACKWARD[dim]
+    served, rest = runs(work, True, config.block_n, config.block_m, 64, 2, torch.device("cuda"), True)
+    assert served.even
+    assert len(rest)
+    q, k, v, dout = tensors(2, 1024, 1024, 4, 4 // group, dim)
+    added_to_ones(Inputs(q, k, v, work, Features(dim**-0.5)), dout, Triton())
+    assert ran["backward"] == 1
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("mask", [Mask.full(), CAUSAL, CAUSAL & (Mask.window(200, 0) | Mask.first(130))])
+@pytest.mark.parametrize("dim", DIMS)
+def test_sums_of_groups(dim, mask, ran):
+    q, k, v, dout = tensors(1, 896, 896, 8, 2, dim)
+    work = worklist(mask, (range(896),), (range(896),))
+    added_to_ones(Inputs(q, k, v, work, Features(dim**-0.5)), dout, Triton())
+    assert ran["backward"] == 1
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", [Layout.zigzag, Layout.striped])
+@pytest.mark.parametrize("dim", DIMS)
+def test_steps_of_a_ring_by_chunks_and_stripes(dim, kind, deterministic, ran):
+    layout = kind(2048, 2)
+    kernel = Triton(deterministic)
+    for mine in range(2):
+        for others in range(2):
+            work = worklist(CAUSAL, tuple(layout.ranges[mine]), tuple(layout.ranges[others]))
+            q, k, v, dout = tensors(1, 1024, 1024, 4, 1, dim)
+            added_to_ones(Inputs(q, k, v, work, Features(dim**-0.5)), dout, kernel)
+    assert ran == {"forward": 0, "backward": 4, "queries": 4 * deterministic}
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_carry_that_meets_sinks_at_the_end(dim, ran):
+    q, k, v, _ = tensors(2, 1024, 1024, 4, 2, dim)
+    sinks = torch.randn(4, device="cuda")
+    scale, kernel = dim**-0.5, Triton()
+    sums = torch.empty(q.shape, device="cuda"), torch.empty(2, 4, 1024, device="cuda")
+    halves = range(512), range(512, 1024)
+    for half, features in zip(halves, (Features(scale), Features(scale, sink_logits_H=sinks)), strict=True):
+        part = slice(half.start, half.stop)
+        x = Inputs(q, k[:, part], v[:, part], worklist(CAUSAL, (range(1024),), (half,)), features)
+        kernel.forward(x, sums, carry=None if half.start == 0 else sums)
+    work = worklist(CAUSAL, (range(1024),), (range(1024),))
+    whole = Inputs(q.double(), k.double(), v.double(), work, Features(scale, sink_logits_H=sinks.double()))
+    out, lse = Tiled().forward(whole)
+    close(sums[0], out)
+    torch.testing.assert_close(sums[1].double(), lse, atol=1e-4, rtol=1e-5)
+    assert ran["forward"] == 2
+
+
+@pytest.mark.parametrize("name", ["sinks", "groups of three, 700"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_deterministic_gradients_of_sinks(dim, name, ran):
+    case = replace(CASES[name], dim=dim, sinks=True)
+    leaves = case.inputs(torch.bfloat16, "cuda")
+    q, k, v, sinks = (leaves[key] for key in ("q", "k", "v", "sink_logits"))
+    outputs = flash_attention(
+        q, k, v, sink_logits=sinks, mask=case.mask, kernel="triton", deterministic=True, return_lse=True
+    )
+    check(gradients(outputs, leaves, case), case, leaves)
+    assert ran == {"forward": 1, "backward": 1, "queries": 1}
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("dim", DIMS)
+def test_strides_of_dimensions_of_one_may_be_any(dim, ran):
+    def odd(x, **options):
+        """Ones like it, or itself, where a batch row and a head have strides that no descriptor takes."""
+        made = torch.ones_like(x, **options) if options else x
+        return made.as_strided(made.shape, (7, dim, 3, 1))
+
+    q, k, v, dout = (odd(x) for x in tensors(1, 640, 640, 1, 1, dim))
+    x = Inputs(q, k, v, worklist(CAUSAL, (range(640),), (range(640),)), Features(dim**-0.5))
+    added_to_ones(x, dout, Triton(), odd)
+    out = odd(q, dtype=torch.float32), torch.empty(1, 1, 640, device="cuda").as_strided((1, 1, 640), (5, 3, 1))
+    Triton().forward(x, out)
+    doubles = Inputs(q.double(), k.double(), v.double(), x.work, x.features)
+    close(out[0], Tiled().forward(doubles)[0])
+    assert ran == {"forward": 1, "backward": 1, "queries": 0}

@@ -21,12 +21,12 @@ from meshflash.kernels.gluon_common import (
     INF,
     add_block,
     barriers,
+    before_group,
     copy_block,
     cut,
-    next_block,
+    next_in_group,
     run_of,
     seen,
-    tanh,
     tile_of,
 )
 
@@ -46,15 +46,6 @@ def _join():
 
 
 @gluon.jit
-def _turn(number, turns, ROTATE: gl.constexpr):
-    """Which block is met: programs begin at others, so that they do not add to the same rows of dQ at once."""
-    if ROTATE:
-        number += (gl.program_id(0) * ROTATE) % turns
-        number = gl.where(number >= turns, number - turns, number)
-    return number
-
-
-@gluon.jit
 def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full, q_empty,
           dout_full, dout_empty, TILES, RUNS, heads,
           GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -71,49 +62,48 @@ def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room
     for w in gl.static_range(2):
         copy_block(k, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), k_room.index(w))
         copy_block(v, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), v_room.index(w))
-    copied = 0
     block = 0
-    for g in range(GROUP):
-        head = key_head * GROUP + g
-        run = first_run
-        left = 0
-        begin, blocks, limit, least, most = run_of(RUNS, run)
-        for number in range(turns):
-            run, left, begin, blocks, limit, least, most, _fresh, block = next_block(
-                _turn(number, turns, ROTATE), run, left, begin, blocks, limit, least, most, RUNS, BLOCK_M, SINGLE, WHOLE
-            )
-            stage = copied % STAGES
-            phase = ((copied // STAGES) & 1) ^ 1
-            mbarrier.wait(q_empty.index(stage), phase)
-            mbarrier.expect(q_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
-            copy_block(q, [batch, head, block, 0], q_full.index(stage), q_room.index(stage))
-            line = batch * heads + head
-            column = block
-            if SHIFTED:
-                line = line * 4 + block % 4
-                column = block - block % 4
-            copy_block(lse, [line, column], q_full.index(stage), lse_room.index(stage))
-            mbarrier.wait(dout_empty.index(stage), phase)
-            mbarrier.expect(dout_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
-            copy_block(dout, [batch, head, block, 0], dout_full.index(stage), dout_room.index(stage))
-            copy_block(delta, [line, column], dout_full.index(stage), delta_room.index(stage))
-            copied += 1
+    first_head = key_head * GROUP
+    run = first_run
+    begin, blocks, limit, least, most = run_of(RUNS, run)
+    head, left, ends = before_group(first_head, blocks, turns, GROUP, SINGLE, ROTATE)
+    copied = 0
+    for number in range(turns * GROUP):
+        head, ends, run, left, begin, blocks, limit, least, most, _fresh, block = next_in_group(
+            number, head, ends, run, left, begin, blocks, limit, least, most, RUNS, first_head, first_run, turns,
+            BLOCK_M, GROUP, SINGLE, WHOLE, ROTATE
+        )  # fmt: skip
+        stage = copied % STAGES
+        phase = ((copied // STAGES) & 1) ^ 1
+        mbarrier.wait(q_empty.index(stage), phase)
+        mbarrier.expect(q_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
+        copy_block(q, [batch, head, block, 0], q_full.index(stage), q_room.index(stage))
+        line = batch * heads + head
+        column = block
+        if SHIFTED:
+            line = line * 4 + block % 4
+            column = block - block % 4
+        copy_block(lse, [line, column], q_full.index(stage), lse_room.index(stage))
+        mbarrier.wait(dout_empty.index(stage), phase)
+        mbarrier.expect(dout_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
+        copy_block(dout, [batch, head, block, 0], dout_full.index(stage), dout_room.index(stage))
+        copy_block(delta, [line, column], dout_full.index(stage), delta_room.index(stage))
+        copied += 1
     if AHEAD:  # scores of one block too many are started, and need something to read
         stage = copied % STAGES
         mbarrier.wait(q_empty.index(stage), ((copied // STAGES) & 1) ^ 1)
         mbarrier.expect(q_full.index(stage), BLOCK_M * D * 2)
-        copy_block(q, [batch, key_head * GROUP, block, 0], q_full.index(stage), q_room.index(stage))
+        copy_block(q, [batch, first_head, block, 0], q_full.index(stage), q_room.index(stage))
 
 
 @gluon.jit
 def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full, q_full,
-             q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2, inner_scale,
+             q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
              dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
              WHICH: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
              STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr,
-             UPPER: gl.constexpr, EDGE: gl.constexpr,
-             SOFTCAP: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr,
-             AHEAD: gl.constexpr):  # fmt: skip
+             UPPER: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr,
+             ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 keys, and half of dQ."""
     DTYPE: gl.constexpr = q_room.dtype
     ROWS: gl.constexpr = BLOCK_N // 2
@@ -151,108 +141,102 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma(k, q_room.index(0).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    used = 0
-    for g in range(GROUP):
-        head = key_head * GROUP + g
-        run = first_run
-        left = 0
-        begin, blocks, limit, least, most = run_of(RUNS, run)
-        for number in range(turns):
-            run, left, begin, blocks, limit, least, most, fresh, block = next_block(
-                _turn(number, turns, ROTATE), run, left, begin, blocks, limit, least, most, RUNS, BLOCK_M, SINGLE, WHOLE
-            )
-            stage = used % STAGES
-            phase = (used // STAGES) & 1
-            q = q_room.index(stage).reshape([BLOCK_M, D])
-            dout = dout_room.index(stage).reshape([BLOCK_M, D])
+    first_head = key_head * GROUP
+    run = first_run
+    begin, blocks, limit, least, most = run_of(RUNS, run)
+    head, left, ends = before_group(first_head, blocks, turns, GROUP, SINGLE, ROTATE)
+    for used in range(turns * GROUP):
+        head, ends, run, left, begin, blocks, limit, least, most, fresh, block = next_in_group(
+            used, head, ends, run, left, begin, blocks, limit, least, most, RUNS, first_head, first_run, turns,
+            BLOCK_M, GROUP, SINGLE, WHOLE, ROTATE
+        )  # fmt: skip
+        stage = used % STAGES
+        phase = (used // STAGES) & 1
+        q = q_room.index(stage).reshape([BLOCK_M, D])
+        dout = dout_room.index(stage).reshape([BLOCK_M, D])
+        if QUERIES:
             ds_first = ds_room.index((used & 1) * 2)
             ds_second = ds_room.index((used & 1) * 2 + 1)
-            if AHEAD:
-                mbarrier.wait(dout_full.index(stage), phase)
-                dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if AHEAD:
+            mbarrier.wait(dout_full.index(stage), phase)
+            dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        else:
+            mbarrier.wait(q_full.index(stage), phase)
+            s_moving = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            mbarrier.wait(dout_full.index(stage), phase)
+            dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s_moving,))
+        if not LATE:
+            lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+        visible = s
+        if LOWER or UPPER:
+            if cut(lowest, highest, fresh, block, least, most, BLOCK_M, LOWER, UPPER, WHOLE):
+                visible = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_M, LOWER, UPPER, WHOLE, S)
+        if EDGE:  # keys of another program, which stand where this one's are missing
+            visible = gl.where((n >= missing)[:, None], visible, -INF)
+        if LATE:
+            lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+        p = gl.exp2(visible * scale2 - lse[None, :])
+        if not LATE:
+            delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+        dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+        weights = gl.convert_layout(p.to(DTYPE), A)
+        dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
+        if LATE:
+            delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+        ds = (p * (dp - delta[None, :])).to(DTYPE)
+        if QUERIES:
+            if WHICH == 0:
+                ds_first.store(ds)
             else:
-                mbarrier.wait(q_full.index(stage), phase)
-                s_moving = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                mbarrier.wait(dout_full.index(stage), phase)
-                dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(num_outstanding=1, deps=(s_moving,))
-            if not LATE:
-                lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
-            if SOFTCAP:
-                s = tanh(s * inner_scale)
-            visible = s
-            if LOWER or UPPER:
-                if cut(lowest, highest, fresh, block, least, most, BLOCK_M, LOWER, UPPER, WHOLE):
-                    visible = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_M, LOWER, UPPER, WHOLE, S)
-            if EDGE:  # keys of another program, which stand where this one's are missing
-                visible = gl.where((n >= missing)[:, None], visible, -INF)
-            if LATE:
-                lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
-            p = gl.exp2(visible * scale2 - lse[None, :])
-            if not LATE:
-                delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
-            dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-            weights = gl.convert_layout(p.to(DTYPE), A)
-            dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
-            if LATE:
-                delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
-            ds_wide = p * (dp - delta[None, :])
-            if SOFTCAP:
-                ds_wide = ds_wide * (1.0 - s * s)
-            ds = ds_wide.to(DTYPE)
-            if QUERIES:
-                if WHICH == 0:
-                    ds_first.store(ds)
-                else:
-                    ds_second.store(ds)
-            ds_weights = gl.convert_layout(ds, A)
-            if QUERIES:
+                ds_second.store(ds)
+        ds_weights = gl.convert_layout(ds, A)
+        if QUERIES:
+            fence_async_shared()
+            # two rooms for dS make one barrier enough: a group is one block ahead at most, and writes the other
+            _join()
+            if BY_ROWS:
+                a_first = ds_first.slice(WHICH * 64, 64, dim=1).permute((1, 0))
+                a_second = ds_second.slice(WHICH * 64, 64, dim=1).permute((1, 0))
+            else:
+                a_first = ds_first.permute((1, 0))
+                a_second = ds_second.permute((1, 0))
+            dq_moving = warpgroup_mma(a_first, k_first, zero_dq, use_acc=False, is_async=True)
+            dq_moving = warpgroup_mma(a_second, k_second, dq_moving, is_async=True)
+        # dV is done before dK begins: with three products in flight ptxas lets none overlap
+        dv, weights = warpgroup_mma_wait(num_outstanding=2 if QUERIES else 0, deps=(dv_moving, weights))
+        dk_moving = warpgroup_mma(ds_weights, q, dk, is_async=True)
+        if QUERIES:
+            tma.store_wait(pendings=0)  # the dQ of the block before has left; what follows tells all threads
+        mbarrier.arrive(dout_empty.index(stage), count=1)
+        if AHEAD:
+            following = (used + 1) % STAGES
+            mbarrier.wait(q_full.index(following), ((used + 1) // STAGES) & 1)
+            s_moving = warpgroup_mma(
+                k, q_room.index(following).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+            )
+        if QUERIES:
+            part = warpgroup_mma_wait(num_outstanding=2 if AHEAD else 1, deps=(dq_moving,))
+            if TILED:  # in the order of registers: stores of 16 bytes, and 16 KiB in one piece
+                ordered = gl.reshape(part, [4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+                dq_own.store(gl.reshape(ordered, [16, 256]))
                 fence_async_shared()
-                # two rooms for dS make one barrier enough: a group is one block ahead at most, and writes the other
-                _join()
-                if BY_ROWS:
-                    a_first = ds_first.slice(WHICH * 64, 64, dim=1).permute((1, 0))
-                    a_second = ds_second.slice(WHICH * 64, 64, dim=1).permute((1, 0))
-                else:
-                    a_first = ds_first.permute((1, 0))
-                    a_second = ds_second.permute((1, 0))
-                dq_moving = warpgroup_mma(a_first, k_first, zero_dq, use_acc=False, is_async=True)
-                dq_moving = warpgroup_mma(a_second, k_second, dq_moving, is_async=True)
-            # dV is done before dK begins: with three products in flight ptxas lets none overlap
-            dv, weights = warpgroup_mma_wait(num_outstanding=2 if QUERIES else 0, deps=(dv_moving, weights))
-            dk_moving = warpgroup_mma(ds_weights, q, dk, is_async=True)
-            if QUERIES:
-                tma.store_wait(pendings=0)  # the dQ of the block before has left; what follows tells all threads
-            mbarrier.arrive(dout_empty.index(stage), count=1)
-            if AHEAD:
-                following = (used + 1) % STAGES
-                mbarrier.wait(q_full.index(following), ((used + 1) // STAGES) & 1)
-                s_moving = warpgroup_mma(
-                    k, q_room.index(following).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True
-                )
-            if QUERIES:
-                part = warpgroup_mma_wait(num_outstanding=2 if AHEAD else 1, deps=(dq_moving,))
-                if TILED:  # in the order of registers: stores of 16 bytes, and 16 KiB in one piece
-                    ordered = gl.reshape(part, [4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-                    dq_own.store(gl.reshape(ordered, [16, 256]))
-                    fence_async_shared()
-                    tile = (batch * heads + head) * tiles_of_row + block // BLOCK_M
-                    add_block(dq, [(tile * 2 + WHICH) * 16, 0], dq_own)
-                else:
-                    dq_own.reshape([64, 64]).store(part * scale)
-                    fence_async_shared()
-                    if BY_ROWS:
-                        add_block(dq, [batch, head, block + WHICH * 64, 0], dq_own)
-                    else:
-                        add_block(dq, [batch, head, block, WHICH * 64], dq_own)
-            if AHEAD:
-                dk, ds_weights = warpgroup_mma_wait(num_outstanding=1, deps=(dk_moving, ds_weights))
-                mbarrier.arrive(q_empty.index(stage), count=1)
-                s = warpgroup_mma_wait(num_outstanding=0, deps=(s_moving,))
+                tile = (batch * heads + head) * tiles_of_row + block // BLOCK_M
+                add_block(dq, [(tile * 2 + WHICH) * 16, 0], dq_own)
             else:
-                dk, ds_weights = warpgroup_mma_wait(num_outstanding=0, deps=(dk_moving, ds_weights))
-                mbarrier.arrive(q_empty.index(stage), count=1)
-            used += 1
+                dq_own.reshape([64, 64]).store(part * scale)
+                fence_async_shared()
+                if BY_ROWS:
+                    add_block(dq, [batch, head, block + WHICH * 64, 0], dq_own)
+                else:
+                    add_block(dq, [batch, head, block, WHICH * 64], dq_own)
+        if AHEAD:
+            dk, ds_weights = warpgroup_mma_wait(num_outstanding=1, deps=(dk_moving, ds_weights))
+            mbarrier.arrive(q_empty.index(stage), count=1)
+            s = warpgroup_mma_wait(num_outstanding=0, deps=(s_moving,))
+        else:
+            dk, ds_weights = warpgroup_mma_wait(num_outstanding=0, deps=(dk_moving, ds_weights))
+            mbarrier.arrive(q_empty.index(stage), count=1)
     n_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, DKV))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, DKV))
     at = (row + n_out - missing).to(gl.int64)[:, None]
@@ -272,18 +256,16 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
 
 
 @gluon.jit(do_not_specialize=["heads", "tiles_of_row"])
-def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of_row, scale, scale2, inner_scale,
+def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of_row, scale, scale2,
              dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
              GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
              SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, EDGE: gl.constexpr,
-             SOFTCAP: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr,
-             SHIFTED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
-             COPY_REGISTERS: gl.constexpr):  # fmt: skip
+             ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
+             AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(dK, dV) of one block of keys and one key head, and with QUERIES its part of dQ, which is added.
 
-    `scale2` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. Where a
-    segment of keys ends within a block, the block begins earlier: keys before its own are not weighed. TILED sums of dQ
-    are not scaled and lie as `gather_dq` reads them.
+    `scale2` is of scores in base 2. Where a segment of keys ends within a block, the block begins earlier: keys before
+    its own are not weighed. TILED sums of dQ are not scaled and lie as `gather_dq` reads them.
     """
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0
@@ -295,9 +277,10 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of
     lse_room = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse.layout)
     delta_room = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N // 2, BLOCK_M], DTYPE)
-    ds_room = gl.allocate_shared_memory(DTYPE, [4, BLOCK_N // 2, BLOCK_M], DS)
-    dq_room = ds_room  # without QUERIES neither is used
+    ds_room = q_room  # without QUERIES neither is used
+    dq_room = q_room
     if QUERIES:
+        ds_room = gl.allocate_shared_memory(DTYPE, [4, BLOCK_N // 2, BLOCK_M], DS)
         if TILED:
             dq_room = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq.layout)
         else:
@@ -309,12 +292,12 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of
     gl.warp_specialize([
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
-                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, LOWER, UPPER, EDGE, SOFTCAP, ADD, QUERIES, TILED, ROTATE, AHEAD)),
+                    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                    SINGLE, WHOLE, LOWER, UPPER, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
-                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, LOWER, UPPER, EDGE, SOFTCAP, ADD, QUERIES, TILED, ROTATE, AHEAD)),
+                    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                    SINGLE, WHOLE, LOWER, UPPER, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
         (_copy, (q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full,
                  q_empty, dout_full, dout_empty, TILES, RUNS, heads, GROUP, BLOCK_M, BLOCK_N, D, STAGES, SINGLE, WHOLE,
                  SHIFTED, ROTATE, AHEAD)),

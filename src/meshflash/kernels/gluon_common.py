@@ -75,6 +75,20 @@ def told(room, full, empty, done):
 
 
 @gluon.jit
+def copy_keys(k, v, k_room, v_room, k_full, k_empty, v_full, v_empty, batch, head, block, copied,
+              BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Keys and values of a block, into the stage whose turn it is; by the warp that copies."""
+    stage = copied % STAGES
+    phase = ((copied // STAGES) & 1) ^ 1
+    mbarrier.wait(k_empty.index(stage), phase)
+    mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
+    copy_block(k, [batch, head, block, 0], k_full.index(stage), k_room.index(stage))
+    mbarrier.wait(v_empty.index(stage), phase)
+    mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
+    copy_block(v, [batch, head, block, 0], v_full.index(stage), v_room.index(stage))
+
+
+@gluon.jit
 def tile_of(TILES, number, SINGLE: gl.constexpr):
     """A block of the worklist: batch row, first row, rows, first position, step, first run, turns."""
     at = TILES + number * 7
@@ -115,6 +129,67 @@ def next_block(turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE: g
     if not WHOLE:
         block = gl.minimum(fresh, limit - SIZE)
     return run, left, begin, blocks, limit, least, most, fresh, block
+
+
+@gluon.jit
+def rotated(number, turns, ROTATE: gl.constexpr):
+    """Which block is met: programs begin at others, so that they do not add to the same rows of dQ at once."""
+    if ROTATE:
+        number += (gl.program_id(0) * ROTATE) % turns
+        number = gl.where(number >= turns, number - turns, number)
+    return number
+
+
+@gluon.jit
+def before_group(first_head, blocks, turns, GROUP: gl.constexpr, SINGLE: gl.constexpr, ROTATE: gl.constexpr):
+    """What `next_in_group` begins with: (head, blocks left, the turn at which the head ends)."""
+    head = first_head
+    left = 0
+    if GROUP > 1:
+        if SINGLE:
+            left = blocks
+            if ROTATE:
+                left -= (gl.program_id(0) * ROTATE) % turns
+        else:
+            head -= 1
+    return head, left, 0
+
+
+@gluon.jit
+def next_in_group(number, head, ends, run, left, begin, blocks, limit, least, most, RUNS, first_head, first_run, turns,
+                  SIZE: gl.constexpr, GROUP: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
+                  ROTATE: gl.constexpr):  # fmt: skip
+    """One block further, in one loop over the heads of a group and the blocks of each: as `next_block`, and the head.
+
+    A head begins where the one before ends. Where programs begin at other blocks (ROTATE), the blocks that the first
+    head is short of come after the last head.
+    """
+    if GROUP == 1:
+        turn = rotated(number, turns, ROTATE)
+        run, left, begin, blocks, limit, least, most, fresh, block = next_block(
+            turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE, SINGLE, WHOLE
+        )
+    else:
+        left -= 1
+        if SINGLE:
+            over = left < 0
+            left = gl.where(over, blocks - 1, left)
+            head = gl.where(over, head + 1, head)
+            if ROTATE:
+                head = gl.where(head == first_head + GROUP, first_head, head)
+        elif left < 0:
+            run += 1
+            if number == ends:
+                run = first_run
+                head += 1
+                ends += turns
+            begin, blocks, limit, least, most = run_of(RUNS, run)
+            left = blocks - 1
+        fresh = begin + left * SIZE
+        block = fresh
+        if not WHOLE:
+            block = gl.minimum(fresh, limit - SIZE)
+    return head, ends, run, left, begin, blocks, limit, least, most, fresh, block
 
 
 @gluon.jit

@@ -23,6 +23,7 @@ from meshflash.kernels.gluon_common import (
     LOG2E,
     barriers,
     copy_block,
+    copy_keys,
     cut,
     following,
     next_block,
@@ -69,14 +70,10 @@ def _copy(q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_f
             run, left, begin, blocks, limit, least, most, _fresh, block = next_block(
                 turn, run, left, begin, blocks, limit, least, most, RUNS, BLOCK_N, SINGLE, WHOLE
             )
-            stage = copied % STAGES
-            phase = ((copied // STAGES) & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
-            copy_block(k, [batch, key_head, block, 0], k_full.index(stage), k_room.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
-            copy_block(v, [batch, key_head, block, 0], v_full.index(stage), v_room.index(stage))
+            copy_keys(
+                k, v, k_room, v_room, k_full, k_empty, v_full, v_empty, batch, key_head, block, copied,
+                BLOCK_N, D, STAGES
+            )  # fmt: skip
             copied += 1
         if DYNAMIC:
             tell(next_room, next_full.index(0), next_empty.index(0), next_number, done)

@@ -48,12 +48,15 @@ class Forward:
 class Backward:
     """How a backward is started: queries and keys of a block, stages, and whether scores are started a block ahead.
 
-    `rotate` is how many blocks further each program begins than the one before.
+    `rotate` is how many blocks further each program begins than the one before. `tiled_from` is how many keys a query
+    sees on average where sums that are given are better added to once, from tiles, than block by block, in rows: 16
+    bytes of traffic for each of their numbers, against what pieces of rows cost with each block.
     """
 
     block_m: int
     ahead: bool
     rotate: int
+    tiled_from: int
     stages: int = 2
     block_n: int = 128
     compute_registers: int = 240
@@ -77,7 +80,10 @@ class Queries:
 
 
 FORWARD = {64: Forward(3, 3, 160, 32, lazy=True), 128: Forward(2, 2, 240, 24)}
-BACKWARD = {64: Backward(128, ahead=True, rotate=5), 128: Backward(64, ahead=False, rotate=0)}
+BACKWARD = {
+    64: Backward(128, ahead=True, rotate=5, tiled_from=4096),
+    128: Backward(64, ahead=False, rotate=0, tiled_from=12288),
+}
 QUERIES = {64: Queries(3), 128: Queries(2)}
 
 
@@ -109,13 +115,14 @@ def _serves(x: Inputs, *tensors: Tensor) -> bool:
 
 
 def _knows(features: Features, dtype: torch.dtype, dim: int, value_dim: int, device: torch.device) -> bool:
-    if dtype not in HALF or dim not in FORWARD or value_dim != dim or are_alone() or not _there(device):
+    if dtype not in HALF or dim not in FORWARD or value_dim != dim or are_alone() or not has_gluon(device):
         return False
     return features.scale >= LEAST_SCALE and not features.dropout and features.alibi_slopes_BH is None
 
 
 @cache
-def _there(device: torch.device) -> bool:
+def has_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon run there."""
     if os.environ.get("MESHFLASH_GLUON") == "0" or not has_descriptors(device):
         return False
     import triton
@@ -166,24 +173,38 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
 
 
 class Sums:
-    """Sums of dQ in float32, while programs add to them: in tiles as registers have them, or in rows."""
+    """Sums of dQ in float32, while programs add to them: in tiles as registers have them, or in rows.
+
+    `room` is what the ordinary kernel adds to as well, where it has blocks of its own: never tiles. `added` is what
+    programs in Gluon add to, which is `room` unless `tile` is called.
+    """
 
     def __init__(self, q: Tensor, grads: Grads, tiled: bool, block_m: int) -> None:
         self.q, self.grads, self.tiled, self.block_m = q, grads, tiled, block_m
-        batch, tokens, heads, dim = q.shape
-        self.tiles = -(-tokens // block_m)
+        self.tiles = -(-q.shape[1] // block_m)
         if tiled:
-            self.room = torch.zeros(batch * heads * self.tiles * block_m * dim, dtype=torch.float32, device=q.device)
+            self.room = self._zeros()
         else:
             self.room = grads.dq_BTHD if grads.add_dq else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        self.added = self.room
+
+    def tile(self) -> None:
+        """Have programs in Gluon add to tiles beside the sums that were given, which `finish` adds to those."""
+        assert self.grads.add_dq, "only sums that are given have tiles beside them"
+        self.tiled, self.added = True, self._zeros()
+
+    def _zeros(self) -> Tensor:
+        batch, _, heads, dim = self.q.shape
+        numbers = batch * heads * self.tiles * self.block_m * dim
+        return torch.zeros(numbers, dtype=torch.float32, device=self.q.device)
 
     def described(self) -> Any:
         """As the kernel adds to them."""
         from triton.experimental.gluon.language import NVMMASharedLayout
 
         if not self.tiled:
-            return _blocks_of(self.room, 64, 64)
-        return _descriptor(self.room.view(-1, 256), [16, 256], NVMMASharedLayout(0, 32, rank=2))
+            return _blocks_of(self.added, 64, 64)
+        return descriptor(self.added.view(-1, 256), [16, 256], NVMMASharedLayout(0, 32, rank=2))
 
     def finish(self, scale: float) -> None:
         """Write the gradients, where they are not what was added to."""
@@ -197,7 +218,10 @@ class Sums:
         batch, tokens, heads, dim = self.q.shape
         with torch.cuda.device_of(dq):
             gather_dq[(self.tiles * batch * heads,)](
-                *(self.room, dq, tokens, self.tiles, heads, scale, *dq.stride()[:3]), BLOCK_M=self.block_m, D=dim
+                *(self.added, dq, tokens, self.tiles, heads, scale, *dq.stride()[:3]),
+                BLOCK_M=self.block_m,
+                D=dim,
+                ADD=self.grads.add_dq,
             )
 
 
@@ -210,12 +234,14 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
     from meshflash.kernels.gluon_rows import LINE, lines
 
     batch, tokens, heads, dim = q.shape
+    if sums and grads.add_dq and tables.even and _seen_by_a_query(x) >= config.tiled_from:
+        sums.tile()
     room = -(-tokens // 4) * 4  # descriptors have lines at multiples of 16 bytes
     shifts = 1 if tables.aligned else 4
     numbers = lse.new_empty(2, batch * heads * shifts, room)
     dk, dv, scale = grads.dk_BSKD, grads.dv_BSKE, x.features.scale
     flat = NVMMASharedLayout(0, 32, rank=2)
-    described = [_descriptor(y, [1, config.block_m], flat) for y in numbers]
+    described = [descriptor(y, [1, config.block_m], flat) for y in numbers]
     with torch.cuda.device_of(q):
         lines[(batch * heads, -(-room // LINE))](
             *(lse, delta, *numbers, tokens, room, heads, *lse.stride(), *delta.stride()), LINE=LINE, SHIFTS=shifts
@@ -225,7 +251,7 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             *(_blocks_of(dout, config.block_m), *described),
             *(sums.described() if sums else described[0], dk, dv, tables.tiles, tables.spans),
             *(heads, sums.tiles if sums else 0),
-            *(scale, scale * LOG2E, 0.0, *dk.stride()[:3], *dv.stride()[:3]),
+            *(scale, scale * LOG2E, *dk.stride()[:3], *dv.stride()[:3]),
             GROUP=heads // k.shape[2],
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -236,7 +262,6 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             LOWER=tables.lower,
             UPPER=tables.upper,
             EDGE=tables.edge,
-            SOFTCAP=False,
             ADD=grads.add_dkv,
             QUERIES=sums is not None,
             TILED=sums is not None and sums.tiled,
@@ -247,6 +272,11 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             COPY_REGISTERS=config.copy_registers,
             num_warps=4,
         )
+
+
+def _seen_by_a_query(x: Inputs) -> float:
+    """How many keys, on average."""
+    return x.work.pairs / (x.work.mask.batch_rows or 1) / x.q_BTHD.shape[1]
 
 
 def queries(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
@@ -284,10 +314,11 @@ def _scales(scale: float, softcap: float) -> tuple[float, float]:
 def _blocks_of(x_BTHD: Tensor, rows: int, columns: int | None = None) -> Any:
     """A tensor as a descriptor of blocks of rows of one head."""
     x_BHTD = x_BTHD.permute(0, 2, 1, 3)
-    return _descriptor(x_BHTD, [1, 1, rows, columns or x_BTHD.shape[3]])
+    return descriptor(x_BHTD, [1, 1, rows, columns or x_BTHD.shape[3]])
 
 
-def _descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
+def descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
+    """A tensor as a descriptor of blocks, in a layout of shared memory, or the one that products take."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

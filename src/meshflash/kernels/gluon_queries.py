@@ -15,7 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from meshflash.kernels.gluon_common import INF, LOG2E, barriers, copy_block, cut, next_block, run_of, seen, tile_of
+from meshflash.kernels.gluon_common import (
+    INF,
+    LOG2E,
+    barriers,
+    copy_block,
+    copy_keys,
+    cut,
+    next_block,
+    run_of,
+    seen,
+    tile_of,
+)
 
 
 @gluon.jit
@@ -37,14 +48,9 @@ def _copy(q, k, v, dout, q_room, k_room, v_room, dout_room, q_full, k_full, k_em
         run, left, begin, blocks, limit, least, most, _fresh, block = next_block(
             turn, run, left, begin, blocks, limit, least, most, RUNS, BLOCK_N, SINGLE, WHOLE
         )
-        stage = turn % STAGES
-        phase = ((turn // STAGES) & 1) ^ 1
-        mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
-        copy_block(k, [batch, key_head, block, 0], k_full.index(stage), k_room.index(stage))
-        mbarrier.wait(v_empty.index(stage), phase)
-        mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
-        copy_block(v, [batch, key_head, block, 0], v_full.index(stage), v_room.index(stage))
+        copy_keys(
+            k, v, k_room, v_room, k_full, k_empty, v_full, v_empty, batch, key_head, block, turn, BLOCK_N, D, STAGES
+        )
     # scores of one block too many are started, and need something to read
     stage = turns % STAGES
     mbarrier.wait(k_empty.index(stage), ((turns // STAGES) & 1) ^ 1)

@@ -34,8 +34,9 @@ def lines(LSE, DELTA, LSE_LINES, DELTA_LINES, tokens, room, heads, l_b, l_h, l_t
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
-def gather_dq(SUMS, DQ, tokens, tiles, heads, scale, q_b, q_t, q_h, BLOCK_M: tl.constexpr, D: tl.constexpr):
-    """DQ of one block of queries and one head, from sums in the order of registers."""
+def gather_dq(SUMS, DQ, tokens, tiles, heads, scale, q_b, q_t, q_h, BLOCK_M: tl.constexpr, D: tl.constexpr,
+              ADD: tl.constexpr):  # fmt: skip
+    """DQ of one block of queries and one head, or what is added to it, from sums in the order of registers."""
     block = tl.program_id(0).to(tl.int64)
     line = block // tiles
     b = line // heads
@@ -50,4 +51,7 @@ def gather_dq(SUMS, DQ, tokens, tiles, heads, scale, q_b, q_t, q_h, BLOCK_M: tl.
     x = tl.load(SUMS + block * (BLOCK_M * D) + half * 4096 + at)
     t = block % tiles * BLOCK_M + m
     into = DQ + b * q_b + h * q_h + t * q_t + c
-    tl.store(into, (x * scale).to(DQ.dtype.element_ty), mask=t < tokens)
+    x = x * scale
+    if ADD:
+        x += tl.load(into, mask=t < tokens, other=0.0)
+    tl.store(into, x.to(DQ.dtype.element_ty), mask=t < tokens)
