@@ -53,7 +53,8 @@ class Call:
         return " ".join((self.mode, config, self.numbers, self.layout, *more))
 
 
-def compiled(target: str, calls: Sequence[Call]) -> dict[Call, Built | str]:
+def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str]:
+    """The kernels of each call, or what the compiler said."""
     with tempfile.TemporaryDirectory() as folder:  # a kernel from Triton's cache has no log of ptxas
         paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "TRITON_CACHE_DIR": folder, "MESHFLASH_RATES": folder, "PYTHONPATH": paths}
@@ -66,7 +67,9 @@ def compiled(target: str, calls: Sequence[Call]) -> dict[Call, Built | str]:
         if run.returncode:
             raise RuntimeError(f"compiling for {target}: {run.stderr or run.stdout}")
         answers = json.loads(into.read_text())
-    return {call: x if isinstance(x, str) else Built(**x) for call, x in zip(calls, answers, strict=True)}
+    return {
+        call: x if isinstance(x, str) else [Built(**one) for one in x] for call, x in zip(calls, answers, strict=True)
+    }
 
 
 def main(target: str, work: str, into: str) -> None:
@@ -78,8 +81,7 @@ def main(target: str, work: str, into: str) -> None:
         built.clear()
         try:
             make(Call(**fields | {"config": tuple(fields["config"])}))
-            (one,) = built
-            answers.append(asdict(one))
+            answers.append([asdict(one) for one in built])
         except Exception as error:  # a compiler's own, of any kind, and the other calls are still to come
             answers.append(f"{type(error).__name__}: {error}")
     Path(into).write_text(json.dumps(answers))
@@ -100,7 +102,7 @@ def make(call: Call) -> None:
         return torch.empty(rows, stride, dtype=dtype, device="meta")[:, :columns]
 
     size = 1024
-    m, n = size * (1 if call.mode == "split_k" else 4), size
+    m, n = size * (1 if call.mode == "split_k" else 5), size
     a, b = matrix(m, size, call.layout[0] == "t"), matrix(size, n, call.layout[1] == "t")
     product = planning.Product.of(a, b, precision)
     table = configs.table(product.numbers, product.lined, a.device)
@@ -137,15 +139,17 @@ SPILLED = {"sm_90": 0, "sm_100": 192, "sm_80": 0, "gfx942": 0}
 SPILLED_WIDE = 16
 
 
-def check(target: str, built: dict[Call, Built | str], call: Call) -> None:
-    kernel = built[call]
-    assert not isinstance(kernel, str), kernel
-    assert kernel.shared <= TARGETS[target].shared, kernel
-    assert kernel.registers <= TARGETS[target].registers, kernel
-    assert kernel.spilled <= (SPILLED_WIDE if call.keep and call.out else SPILLED[target]), kernel
-    assert not kernel.serialized, kernel
+def check(target: str, built: dict[Call, list[Built] | str], call: Call) -> None:
+    kernels = built[call]
+    assert not isinstance(kernels, str), kernels
+    assert len(kernels) == 1 + (call.mode != "data_parallel"), "what is in parts is added up by a second one"
+    for kernel in kernels:
+        assert kernel.shared <= TARGETS[target].shared, kernel
+        assert kernel.registers <= TARGETS[target].registers, kernel
+        assert kernel.spilled <= (SPILLED_WIDE if call.keep and call.out else SPILLED[target]), kernel
+        assert not kernel.serialized, kernel
     if target == "sm_90" and call.numbers in ("bfloat16", "float16") and call.aligned and not call.wide:
-        assert kernel.local == 0, "the loop copies by descriptors, multiplies by warp groups, and stays in registers"
+        assert kernels[0].local == 0, "the loop copies by descriptors, multiplies by warp groups, stays in registers"
 
 
 def test_large_products_fit_a_hopper_gpu():
@@ -157,7 +161,7 @@ def test_large_products_fit_a_hopper_gpu():
 
 
 @cache
-def every(target: str) -> dict[Call, Built | str]:
+def every(target: str) -> dict[Call, list[Built] | str]:
     return compiled(target, ALL[target])
 
 

@@ -64,9 +64,10 @@ def operands(m, n, k, numbers="bfloat16", layout="nn", seed=0):
     return matrix(m, k, layout[0] == "t"), matrix(k, n, layout[1] == "t")
 
 
-def check(got, want, numbers="bfloat16"):
+def check(got, want, numbers="bfloat16", least=0.0):
+    """Against the norm of what is wanted, or the least that is to be expected where chance left almost nothing."""
     assert got.shape == want.shape
-    error = float((got.double() - want.double()).norm() / want.double().norm())
+    error = float((got.double() - want.double()).norm()) / max(float(want.double().norm()), least)
     assert error <= ALLOWED[numbers], error
 
 
@@ -107,8 +108,8 @@ def test_a_hundred_shapes_at_random():
         want = a.double() @ b.double() + (0 if bias is None else bias.double())
         if activation:
             want = ACTIVATIONS[activation](want)
-        if want.norm():
-            check(got, want, numbers)
+        few = m * n < 64  # an activation may cancel all of them, but not the errors of their sums
+        check(got, want, numbers, least=(m * n * k) ** 0.5 if few else 0.0)
 
 
 @pytest.mark.parametrize("mode", KERNELS)
@@ -121,9 +122,24 @@ def test_every_candidate_is_right(mode):
             check(out, a.double() @ b.double())
 
 
+@pytest.mark.parametrize("roles", [0, 1])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_epilogues_of_both_kernels(activation, roles):
+    """Of whole tiles and of those in parts."""
+    a, b = operands(1112, 1096, 2056)
+    bias = torch.randn(1096, device="cuda")
+    config = next(x for x in configs.HOPPER_CANDIDATES if x.roles == roles)
+    for mode in ("stream_k", "data_parallel"):
+        found = plan(Product.of(a, b), mode, config, "")
+        out, kept = run(found, a, b, "ieee", Epilogue(a.dtype, bias, activation, keep=True))
+        want = a.double() @ b.double() + bias.double()
+        check(kept, want)
+        check(out, ACTIVATIONS[activation](want) if activation else want)
+
+
 @pytest.mark.parametrize(("mode", "shape"), [("stream_k", (1536, 1280, 1024)), ("split_k", (256, 512, 8192))])
 def test_two_hundred_calls_give_the_same_bits(mode, shape):
-    """With other inputs, and other shapes on the same workspace, in between; counts are zero after all."""
+    """With other inputs, and other shapes on the same workspace, in between."""
     m, n, k = shape
     first: dict[int, torch.Tensor] = {}
     other = operands(700, 300, 5000, seed=99)
@@ -139,17 +155,15 @@ def test_two_hundred_calls_give_the_same_bits(mode, shape):
             first[seed] = out
             check(out, a.double() @ b.double())
     assert launch._kept
-    for _, counts in launch._kept.values():
-        assert not counts.any()
 
 
 def test_the_workspace_is_made_once():
     a, b = operands(1536, 1280, 1024)
     matmul(a, b, mode="stream_k")
-    before = {key: (x.data_ptr(), y.data_ptr()) for key, (x, y) in launch._kept.items()}
+    before = {key: x.data_ptr() for key, x in launch._kept.items()}
     for _ in range(3):
         matmul(a, b, mode="stream_k")
-    assert {key: (x.data_ptr(), y.data_ptr()) for key, (x, y) in launch._kept.items()} == before
+    assert {key: x.data_ptr() for key, x in launch._kept.items()} == before
 
 
 def test_streams_beside_each_other():

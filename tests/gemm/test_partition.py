@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshflash.gemm.partition import Partition, begin_of, data_parallel, owner_of, place_of, split_k, stream_k
+from meshflash.gemm.partition import SEGMENT, Partition, begin_of, data_parallel, owner_of, place_of, split_k, stream_k
 
 few = st.integers(1, 12)
 partitions = st.builds(
@@ -42,12 +42,21 @@ def test_every_slice_of_every_tile_exactly_once(split):
 @settings(max_examples=150, deadline=None)
 def test_loads_of_stream_k_are_within_one_slice_of_equal(rows, columns, steps, programs):
     split = stream_k(rows, columns, steps, programs)
-    assert split.programs == min(programs, rows * columns * steps) or not split.shared
+    tiles = rows * columns
     assert max(loads(split)) - min(loads(split)) <= 1
-    waves = split.shared / split.programs
-    assert waves == 0 or waves < 2
-    assert waves == 0 or waves > 1 or split.shared == split.tiles
-    assert (split.tiles - split.shared) % split.programs == 0
+    assert max(loads(split)) <= -(-tiles * steps // min(programs, tiles * steps)) + (SEGMENT if tiles < programs else 0)
+    if tiles >= programs:
+        assert (tiles - split.shared) % split.programs == 0
+        assert split.shared < (programs if tiles % programs * steps >= programs else 2 * programs)
+
+
+@given(few, few, st.integers(1, 400), st.integers(1, 70))
+@settings(max_examples=150, deadline=None)
+def test_less_than_a_wave_is_cut_alike_where_few_programs_are_idle(rows, columns, steps, programs):
+    split = stream_k(rows, columns, steps, programs)
+    if split.tiles < programs and split.slots == 1:
+        assert len({len(list(split.segments(program))) for program in range(split.programs)}) == 1
+        assert split.programs > programs - split.tiles or split.programs == split.tiles * steps
 
 
 @given(few, few, st.integers(1, 40), st.integers(1, 70))
@@ -104,7 +113,7 @@ def test_shapes_of_a_real_device(programs):
     split = stream_k(64, 32, 128, programs)
     whole = split.tiles - split.shared
     assert whole % programs == 0
-    assert programs < split.shared < 2 * programs
+    assert 0 < split.shared < programs
     assert max(loads(split)) - min(loads(split)) == 1
     # whole tiles alone leave programs idle in the last wave
     assert max(loads(data_parallel(64, 32, 128, programs))) > max(loads(split))

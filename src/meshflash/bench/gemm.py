@@ -30,6 +30,7 @@ from meshflash.gemm.planning import KERNELS, MODES, TORCH, Plan, Product, choose
 from meshflash.gemm.rates import Rate
 from meshflash.kernels.rates import identity
 from meshflash.launch.devices import TRITON
+from meshflash.launch.processes import Tell, run_ranks
 from meshflash.launch.room import attempt
 
 #: M, N and K: square, the two products of a wide MLP, a ragged one, and one with few rows and a long sum.
@@ -42,11 +43,15 @@ LARGE = (
     (256, 1024, 28672),
 )
 SMALL = ((512, 512, 512), (64, 256, 2048))
+#: What a table has besides.
+MORE = ((16384, 4096, 4096), (2048, 2048, 2048), (512, 4096, 4096))
 #: The operands as they lie, and as the two products of a backward find them.
 LAYOUTS = ("nn", "nt", "tn")
 #: No time is shown of what has a relative error above this.
 WORST_ERROR = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 5e-3, "float16": 1e-3}
 CELL = ("m", "n", "k", "numbers", "layout", "device")
+#: Seconds for one product.
+PATIENCE = 1200.0
 
 Say = Callable[[str], None]
 
@@ -127,9 +132,9 @@ def parse(shape: str) -> tuple[int, int, int]:
     return m, n, k
 
 
-def default_shapes(device: str) -> tuple[tuple[int, int, int], ...]:
-    """Large ones on a GPU."""
-    return SMALL if on_cpu(device) else LARGE
+def default_shapes(device: str, calibrate: bool = False) -> tuple[tuple[int, int, int], ...]:
+    """Large ones on a GPU, and more for a table."""
+    return SMALL if on_cpu(device) else (*LARGE, *MORE) if calibrate else LARGE
 
 
 def default_modes(device: str) -> tuple[str, ...]:
@@ -146,6 +151,16 @@ def measure(case: Case, modes: Sequence[str], rounds: int, say: Say = lambda _: 
     product = Product.of(a, b, case.precision)
     plans = {mode: choose(product, mode) for mode in dict.fromkeys((TORCH, *modes))}
     return _measure(case, plans, rounds, say, (a, b))
+
+
+def measure_apart(case: Case, modes: Sequence[str], rounds: int, say: Say) -> list[Row]:
+    """The same in a process of its own, so that no product finds what another one left in memory, caches and tables."""
+    rows: list[Row] = run_ranks(1, _measure_here, case, modes, rounds, timeout=PATIENCE, listen=say)[0]
+    return rows
+
+
+def _measure_here(rank: int, world: int, tell: Tell, case: Case, modes: Sequence[str], rounds: int) -> list[Row]:
+    return measure(case, modes, rounds, tell)
 
 
 def trials(case: Case, rounds: int, say: Say = lambda _: None) -> list[Row]:
@@ -263,6 +278,22 @@ def table(rows: list[dict[str, Any]], most: int | None = None) -> list[Table]:
             one.add_row(f"auto ({ran})" if ran else row["mode"], config, *_figures(row), shared)
         made.append(one)
     return made
+
+
+def verdict(rows: list[dict[str, Any]]) -> list[str]:
+    """Where our kernel loses to torch.mm, and how far "auto" is behind the best, in words."""
+    lines, behind = [], []
+    for cell, group in itertools.groupby(rows, key=lambda row: tuple(row[key] for key in CELL)):
+        timed = {row["mode"]: row for row in group if row["ms"] is not None}
+        name = f"{cell[0]}x{cell[1]}x{cell[2]} {cell[4]}"
+        lost = [f"{mode} {row['ratio']:.3f}" for mode, row in timed.items() if mode in KERNELS and row["ratio"] < 1]
+        lines += [f"slower than torch.mm at {name}: {', '.join(lost)}"] if lost else []
+        if "auto" in timed:
+            behind.append((timed["auto"]["ms"] / min(row["ms"] for row in timed.values()) - 1, name))
+    if behind:
+        most, name = max(behind)
+        lines.append(f"auto is at most {most:.1%} behind the best: at {name}")
+    return lines
 
 
 def _figures(row: dict[str, Any]) -> list[str]:

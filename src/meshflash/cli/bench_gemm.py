@@ -62,8 +62,8 @@ def gemm(
 ) -> None:
     """Products of matrices: time, TFLOP/s, and speed as a multiple of torch.mm's, each mode checked against float64.
 
-    All modes of a product run in turns in one process; one that is wrong is an error, not a time. On a CPU our kernel
-    is interpreted, where TRITON_INTERPRET=1 is set: it is checked, and not timed.
+    All modes of a product run in turns in a process of its own; one that is wrong is an error, not a time. On a CPU our
+    kernel is interpreted, where TRITON_INTERPRET=1 is set: it is checked, and not timed.
 
     With --fused, C = A B with A or B in parts, over growing K: each variant's time, and the best fused one as a
     multiple of the best unfused one; losses are told.
@@ -91,7 +91,7 @@ def gemm(
     with explained(), console.status("starting") as status:
         device = pick_device(device)
         kinds = dtype or [pick_dtype(None, device)]
-        shapes = [bench.parse(text) for text in shape or []] or list(bench.default_shapes(device))
+        shapes = [bench.parse(text) for text in shape or []] or list(bench.default_shapes(device, calibrate))
         path = output or RESULTS / f"gemm-{'tune-' if most else ''}{device}.json"
         rows: list[dict[str, object]] = []
         if calibrate:
@@ -106,10 +106,13 @@ def gemm(
                 case = bench.Case(m, n, k, kind, lies, device)
                 say = lambda text, case=case: status.update(f"{case.m}x{case.n}x{case.k}: {text}")  # noqa: E731
                 modes = tuple(mode or bench.default_modes(device))
-                own = bench.trials(case, rounds, say) if tune else bench.measure(case, modes, rounds, say)
+                measure = bench.measure if device == "cpu" else bench.measure_apart
+                own = bench.trials(case, rounds, say) if tune else measure(case, modes, rounds, say)
                 rows += [record.flat(row) for row in own]
                 record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
     console.print(*bench.table(rows, most), sep="\n")
+    for line in [] if most else bench.verdict(rows):
+        console.print(line, soft_wrap=True)
     if device == "cpu":
         console.print("on a CPU only torch is timed: our kernel is interpreted there", soft_wrap=True)
     for written in filter(None, (path, table_file)):

@@ -16,8 +16,8 @@ import torch
 class Config:
     """Rows, columns and depth of a block, warps, stages of the pipeline.
 
-    `group` rows of tiles are gone through together, `per_core` programs run on each multiprocessor, and with `flatten`
-    the next tile's loads begin before a tile is stored.
+    `group` rows of tiles are gone through together, and `per_core` programs run on each multiprocessor. With `roles` a
+    warp of its own copies, beside 8 that multiply, in Gluon; where that is not to be had, it is as without.
     """
 
     block_m: int
@@ -27,17 +27,17 @@ class Config:
     stages: int
     group: int = 8
     per_core: int = 1
-    flatten: int = 0
+    roles: int = 0
 
     def __str__(self) -> str:
         more = f" g{self.group}" if self.group != 8 else ""
         more += f" x{self.per_core}" if self.per_core > 1 else ""
-        more += " flat" if self.flatten else ""
+        more += " roles" if self.roles else ""
         return f"{self.block_m}x{self.block_n}x{self.block_k} {self.warps}w {self.stages}s{more}"
 
 
 #: Half precision on GPUs with tensor descriptors and wgmma, from large products to small ones.
-_HOPPER = (Config(128, 256, 64, 8, 3), Config(128, 128, 64, 4, 3, per_core=2), Config(64, 128, 64, 4, 4, per_core=2))
+_HOPPER = (Config(128, 256, 64, 8, 3), Config(128, 128, 64, 8, 4), Config(64, 128, 64, 4, 4, per_core=2))
 #: Half precision where a block has 99 KiB of shared memory or less, and where operands have no descriptor.
 _ELSEWHERE = (Config(128, 128, 32, 8, 3), Config(64, 64, 32, 4, 3, per_core=2), Config(64, 64, 32, 4, 3))
 #: Half precision on AMD's GPUs.
@@ -87,14 +87,16 @@ def candidates(numbers: str, device: torch.device) -> tuple[Config, ...]:
 
 #: For half precision on a Hopper GPU: all fit and none spills.
 HOPPER_CANDIDATES = (
+    Config(128, 256, 64, 8, 4, roles=1),
+    Config(128, 256, 64, 8, 4, group=16, roles=1),
+    Config(256, 128, 64, 8, 4, roles=1),
+    Config(128, 128, 64, 8, 6, roles=1),
     Config(128, 256, 64, 8, 3),
-    Config(128, 256, 64, 8, 4),
     Config(128, 256, 64, 8, 4, group=16),
-    Config(128, 256, 64, 8, 3, flatten=1),
     Config(256, 128, 64, 8, 4),
     Config(128, 128, 64, 8, 4),
+    Config(128, 128, 64, 8, 6),
     Config(128, 128, 64, 4, 3, per_core=2),
-    Config(128, 128, 128, 8, 3),
     Config(64, 256, 64, 4, 4),
     Config(64, 128, 64, 4, 4, per_core=2),
     Config(64, 64, 128, 4, 3, per_core=2),

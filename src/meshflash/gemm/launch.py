@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshflash.gemm.configs import Config
+from meshflash.gemm.partition import Partition
 from meshflash.gemm.planning import TORCH, Plan, in_lines
 from meshflash.kernels import triton_configs
 from meshflash.kernels.contract import HALF
+from meshflash.kernels.gluon_launch import descriptor, has_gluon
 from meshflash.kernels.triton_launch import described
-from meshflash.launch.devices import TRITON
+from meshflash.launch.devices import CPU, TRITON
 
 #: By name, as torch has them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,8 +25,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
     "silu": torch.nn.functional.silu,
 }
-#: Sums of parts that a thread has at a time, beside as many parts: the more, the less it waits for memory.
-SUMS = 64
+#: How tiles in parts are added up, by how many parts are on their way at a time: numbers of a program, which has 8
+#: warps, and registers of a thread. By itself the compiler takes fewer, and loads part after part.
+SUMS, SUMS_WARPS = {2: (2048, 40), 4: (1024, 40), 8: (1024, 64)}, 8
+#: Of a thread, in the kernel in Gluon: of those that multiply, and of those that copy.
+COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 
 
 @dataclass(frozen=True)
@@ -72,51 +77,104 @@ def _float32_as(precision: str, a: Tensor) -> Iterator[None]:
 
 
 def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue) -> tuple[Tensor, Tensor | None]:
-    from meshflash.gemm.stream_k import product
-
     config, split = plan.config, plan.partition
     assert config is not None
     assert split is not None
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=then.dtype, device=a.device)
     kept = torch.empty_like(out) if then.keep else out
+    partials = workspace(a.device, split.programs * split.slots * config.block_m * config.block_n)
+    bias = out if then.bias is None else then.bias.contiguous()
     as_blocks = in_blocks(a, b, config)
     store = as_blocks is not None and out.dtype in HALF and in_lines(out)  # wider ones take too much shared memory
-    half = [config.block_m, config.block_n // 2]
-    out_in, kept_in = (described(x, half) if store else x for x in (out, kept))
-    (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (b, False))
-    size = config.block_m * config.block_n
-    partials, counts = workspace(a.device, split.programs * split.slots * size, split.shared)
+    long = split.tiles * split.steps * split.crew >= 2**31
+    wide = any(extent(x) >= 2**31 for x in (a, b, out))
+    shares = (split.steps, split.crew, split.slices, split.shared)
+    common: dict[str, Any] = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "GROUP": config.group,
+        "SLOTS": split.slots,
+        "ACTIVATION": then.activation,
+        "HAS_BIAS": then.bias is not None,
+        "KEEP": then.keep,
+        "CHAINED": split.shared > 0 and as_blocks is not None and a.device.type != CPU,
+    }
     with torch.cuda.device_of(a):
-        product[(split.programs,)](
-            *(a_in, b_in, out if then.bias is None else then.bias.contiguous()),
-            *(out, out_in, kept, kept_in, partials, counts),
-            *(m, n, k, *a.stride(), *b.stride(), out.stride(0)),
-            *(split.steps, split.crew, split.slices, split.shared),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP=config.group,
-            SLOTS=split.slots,
-            COLUMNS=min(SUMS * 32 * config.warps // config.block_m, config.block_n),
-            FLATTEN=bool(config.flatten),
-            DESCRIPTORS=as_blocks is not None,
-            A_TURNED=a_turned,
-            B_TURNED=b_turned,
-            OUT_DESCRIBED=store,
-            ACTIVATION=then.activation,
-            HAS_BIAS=then.bias is not None,
-            KEEP=then.keep,
-            WIDE=any(extent(x) >= 2**31 for x in (a, b, out)),
-            PRECISION=precision,
-            INTERPRETED=a.device.type == "cpu",
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
+        if config.roles and store and not long and has_gluon(a.device):
+            _by_roles(config, split.programs, (a, b, bias, out, kept, partials), shares, common)
+        else:
+            from meshflash.gemm.stream_k import product
+
+            half = [config.block_m, config.block_n // 2]
+            out_in, kept_in = (described(x, half) if store else x for x in (out, kept))
+            (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (b, False))
+            product[(split.programs,)](
+                *(a_in, b_in, bias, out, out_in, kept, kept_in, partials),
+                *(m, n, k, *a.stride(), *b.stride(), out.stride(0), *shares),
+                BLOCK_K=config.block_k,
+                LONG=long,
+                DESCRIPTORS=as_blocks is not None,
+                A_TURNED=a_turned,
+                B_TURNED=b_turned,
+                OUT_DESCRIBED=store,
+                WIDE=wide,
+                PRECISION=precision,
+                INTERPRETED=a.device.type == CPU,
+                num_warps=config.warps,
+                num_stages=config.stages,
+                **common,
+            )
+        if split.shared:
+            given = (bias, out, kept, partials, m, n, out.stride(0), *shares[:3])
+            _add_up(config, split, given, common | {"LONG": long, "WIDE": wide})
     return out, kept if then.keep else None
 
 
-def in_blocks(a: Tensor, b: Tensor, config: Config) -> list[tuple[Any, bool]] | None:
+def _by_roles(
+    config: Config, programs: int, tensors: tuple[Tensor, ...], shares: tuple[int, ...], common: dict[str, Any]
+) -> None:
+    """The tiles that are whole and the parts of others, by the kernel in Gluon."""
+    from meshflash.gemm.gluon_product import product
+
+    a, b, bias, out, kept, partials = tensors
+    half = [config.block_m // 2, config.block_n // 2]
+    as_blocks = in_blocks(a, b, replace(config, block_m=half[0]), descriptor)
+    assert as_blocks is not None
+    (a_in, a_turned), (b_in, b_turned) = as_blocks
+    product[(programs,)](
+        *(a_in, b_in, bias, descriptor(out, half), descriptor(kept, half), partials, *out.shape, *shares),
+        BLOCK_K=config.block_k,
+        STAGES=config.stages,
+        A_TURNED=a_turned,
+        B_TURNED=b_turned,
+        COMPUTE_REGISTERS=COMPUTE_REGISTERS,
+        COPY_REGISTERS=COPY_REGISTERS,
+        num_warps=4,
+        **common,
+    )
+
+
+def _add_up(config: Config, split: Partition, given: tuple[Any, ...], common: dict[str, Any]) -> None:
+    """The tiles in parts."""
+    from meshflash.gemm.stream_k import add_up
+
+    others = -(-split.crew * split.steps // split.slices)  # that a tile has at most besides the first part
+    at_once = next((number for number in SUMS if others <= number), max(SUMS))
+    numbers, registers = SUMS[at_once]
+    height = min(config.block_m, numbers // config.block_n)
+    options: dict[str, Any] = {"launch_pdl": True} if common["CHAINED"] else {}
+    if given[0].device.type == CPU:
+        height = config.block_m
+    elif not torch.version.hip:
+        options["maxnreg"] = registers
+    grid = split.shared, config.block_m // height
+    add_up[grid](*given, ROWS=height, AT_ONCE=at_once, num_warps=SUMS_WARPS, **options, **common)
+
+
+def in_blocks(
+    a: Tensor, b: Tensor, config: Config, describe: Callable[[Tensor, list[int]], Any] | None = None
+) -> list[tuple[Any, bool]] | None:
     """Both as descriptors, and whether of the transpose; None where the GPU has none, or one of them does not fit."""
     if a.dtype not in HALF or not triton_configs.has_descriptors(a.device):
         return None
@@ -124,8 +182,9 @@ def in_blocks(a: Tensor, b: Tensor, config: Config) -> list[tuple[Any, bool]] | 
     if not all(in_lines(x.T if t else x) for x, t in zip((a, b), turned, strict=True)):
         return None
     blocks = ([config.block_m, config.block_k], [config.block_k, config.block_n])
+    describe = describe or described
     return [
-        (described(x.T, block[::-1]) if t else described(x, block), t)
+        (describe(x.T, block[::-1]) if t else describe(x, block), t)
         for x, block, t in zip((a, b), blocks, turned, strict=True)
     ]
 
@@ -135,27 +194,20 @@ def extent(x: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-#: Partial sums and counts by device and stream: kernels of one stream follow each other.
-_kept: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+#: Partial sums by device and stream: kernels of one stream follow each other.
+_kept: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def workspace(device: torch.device, numbers: int, tiles: int) -> tuple[Tensor, Tensor]:
-    """Room for so many partial sums, and counts of so many tiles: they are zero, and kernels leave them so.
+def workspace(device: torch.device, numbers: int) -> Tensor:
+    """Room for so many partial sums.
 
     It is kept for the stream, and grows. A graph that is captured gets its own, since its replays may run beside us.
     """
-    if device.type != TRITON:  # interpreted programs do not run beside each other, but threads do
-        return _room(device, numbers, tiles)
-    if torch.cuda.is_current_stream_capturing():
-        return _room(device, numbers, tiles)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    partials, counts = _kept.get(key) or _room(device, 0, 0)
-    if partials.numel() < numbers or counts.numel() < tiles:
-        partials, counts = _room(device, max(numbers, partials.numel()), max(tiles, counts.numel()))
-    _kept[key] = partials, counts
-    return partials, counts
-
-
-def _room(device: torch.device, numbers: int, tiles: int) -> tuple[Tensor, Tensor]:
-    partials = torch.empty(numbers, dtype=torch.float32, device=device)
-    return partials, torch.zeros(tiles, dtype=torch.int32, device=device)
+    alone = device.type != TRITON or torch.cuda.is_current_stream_capturing()  # threads may multiply at once on a CPU
+    key = None if alone else (device, torch.cuda.current_stream(device).cuda_stream)
+    partials = _kept.get(key) if key else None
+    if partials is None or partials.numel() < numbers:
+        partials = torch.empty(numbers, dtype=torch.float32, device=device)
+        if key:
+            _kept[key] = partials
+    return partials

@@ -1,14 +1,18 @@
 """How the work of a product is shared out: tiles of the result, slices of their sums over K, programs.
 
-Tiles that are shared come first: their slices lie in a row, tile after tile, and crews of programs take equal
-runs of them, wherever a run begins or ends. The other tiles are whole, one program each, in turns. Plain arithmetic
-of numbers >= 0: the kernel compiles these very functions.
+Tiles that are shared have the first numbers: their slices lie in a row, tile after tile, and crews of programs take
+equal runs of them, wherever a run begins or ends. The other tiles are whole, one program each, in turns. A program does
+its whole tiles first, so that the sums of parts are still in the cache when they are added up. Plain arithmetic of
+numbers >= 0: the kernel compiles these very functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+#: What a second part of a tile costs a program, in slices: its loads begin anew, and its sum goes to memory.
+SEGMENT = 8
 
 
 def begin_of(program: int, crew: int, slices: int) -> int:
@@ -73,6 +77,8 @@ class Partition:
 
     def segments(self, program: int) -> Iterator[tuple[int, int, int]]:
         """What a program does, in order: tile, first slice, and the slice before which it ends."""
+        for tile in range(self.shared + program, self.tiles, self.programs):
+            yield tile, 0, self.steps
         if self.shared:
             at, end = (begin_of(p, self.crew, self.slices) for p in (program, program + 1))
             while at < end:
@@ -80,8 +86,6 @@ class Partition:
                 last = min(first + end - at, self.steps)
                 yield tile, first, last
                 at += last - first
-        for tile in range(self.shared + program, self.tiles, self.programs):
-            yield tile, 0, self.steps
 
 
 def data_parallel(rows: int, columns: int, steps: int, programs: int) -> Partition:
@@ -91,24 +95,28 @@ def data_parallel(rows: int, columns: int, steps: int, programs: int) -> Partiti
 
 
 def stream_k(rows: int, columns: int, steps: int, programs: int) -> Partition:
-    """Full waves of whole tiles, but for the last one: that and what is left over are shared by all programs.
+    """Full waves of whole tiles; what is left over is shared by all programs.
 
     So each program has the same number of slices, give or take one, and the same number of whole tiles. Where the
-    tiles are full waves, nothing is shared.
+    tiles are full waves, nothing is shared. Less than a wave is cut into as many parts of each tile as there are
+    programs for, if that leaves so few programs idle that others have no more than `SEGMENT` slices more.
 
-    >>> split = stream_k(3, 3, 4, 4)
+    >>> split = stream_k(2, 3, 4, 4)
     >>> [list(split.segments(program)) for program in range(4)]
-    [[(0, 0, 4), (1, 0, 1), (5, 0, 4)], [(1, 1, 4), (2, 0, 2), (6, 0, 4)],
-     [(2, 2, 4), (3, 0, 3), (7, 0, 4)], [(3, 3, 4), (4, 0, 4), (8, 0, 4)]]
+    [[(2, 0, 4), (0, 0, 2)], [(3, 0, 4), (0, 2, 4)], [(4, 0, 4), (1, 0, 2)], [(5, 0, 4), (1, 2, 4)]]
     """
     tiles = rows * columns
     waves, left = divmod(tiles, programs)
     if not left:
         return data_parallel(rows, columns, steps, programs)
-    if not waves:  # a program without a slice is none
-        programs = min(programs, tiles * steps)
+    if not waves:
+        programs = min(programs, tiles * steps)  # a program without a slice is none
+        parts = programs // tiles
+        if -(-steps // parts) - tiles * steps // programs <= SEGMENT:
+            return split_k(rows, columns, steps, parts)
         return Partition(rows, columns, steps, programs, programs, tiles)
-    return Partition(rows, columns, steps, programs, programs, programs + left)
+    shared = left if left * steps >= programs else left + programs
+    return Partition(rows, columns, steps, programs, programs, shared)
 
 
 def split_k(rows: int, columns: int, steps: int, parts: int) -> Partition:

@@ -102,15 +102,20 @@ def in_lines(x: Tensor) -> bool:
 
 
 def choose(product: Product, mode: str = "auto") -> Plan:
-    """The plan of a product in a mode; "auto" takes what was fastest at the nearest shape that was measured."""
+    """The plan of a product in a mode; "auto" takes what was fastest at the nearest shape that was measured.
+
+    A mode that is asked for runs in the configuration in which it was fastest there.
+    """
     if not product.m * product.n * product.k:
         return Plan(TORCH, "there is nothing to multiply")
     if mode == TORCH:
         return Plan(TORCH, "asked for")
+    if mode != "auto" and product.lacks:
+        raise ValueError(f'mode {mode!r}: {product.lacks}; write mode="torch" or mode="auto"')
     if mode != "auto":
-        if product.lacks:
-            raise ValueError(f'mode {mode!r}: {product.lacks}; write mode="torch" or mode="auto"')
-        return plan(product, mode, None, "asked for")
+        known = rates.known(product.device) if product.lined else None
+        found = known.table.best(*_key(product), mode) if known else None
+        return plan(product, mode, Config(*found.config) if found and found.config else None, "asked for")
     if product.lacks:
         return Plan(TORCH, product.lacks)
     if not product.lined and triton_configs.has_descriptors(product.device):
@@ -118,13 +123,18 @@ def choose(product: Product, mode: str = "auto") -> Plan:
     known = rates.known(product.device)
     if known is None:
         return Plan(TORCH, "no rates of products were measured on this device: meshflash bench gemm --calibrate")
-    found = known.table.best(product.numbers, product.layout, product.m, product.n, product.k)
+    found = known.table.best(*_key(product))
     if found is None:
         return Plan(TORCH, f"no shape near this one is among the rates ({known.source})")
     why = f"the fastest at {found.m}x{found.n}x{found.k} ({known.source})"
     if found.mode == TORCH:
         return Plan(TORCH, why)
     return plan(product, found.mode, Config(*found.config) if found.config else None, why)
+
+
+def _key(product: Product) -> tuple[str, str, int, int, int]:
+    """As tables of rates find it."""
+    return product.numbers, product.layout, product.m, product.n, product.k
 
 
 def plan(product: Product, mode: str, config: Config | None, why: str) -> Plan:

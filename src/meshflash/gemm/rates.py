@@ -47,9 +47,10 @@ class Table:
     rates: tuple[Rate, ...]
     measured_with: dict[str, str] = field(default_factory=dict)
 
-    def best(self, numbers: str, layout: str, m: int, n: int, k: int) -> Rate | None:
-        """The fastest at the nearest shape of these numbers and this layout; None where none is near."""
+    def best(self, numbers: str, layout: str, m: int, n: int, k: int, mode: str | None = None) -> Rate | None:
+        """The fastest, of all or in a mode, at the nearest shape of such numbers and layout; None if none is near."""
         like = [rate for rate in self.rates if (rate.numbers, rate.layout) == (numbers, layout)]
+        like = [rate for rate in like if mode in (None, rate.mode)]
 
         def distance(rate: Rate) -> float:
             sizes = zip((m, n, k), (rate.m, rate.n, rate.k), strict=True)

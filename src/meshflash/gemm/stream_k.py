@@ -1,15 +1,15 @@
 """The product of two matrices in Triton: shares of tiles, a fixed-order sum of them, bias and activation.
 
 Which program has which slices is `partition.py`'s, by the same functions. A program that has a part of a tile writes
-its sum to the workspace and counts its slices; the one that completes the count adds all parts in the order of
-programs, so that nobody waits and every run gives the same bits. It leaves the count at zero for the next call.
-Sums are in float32.
+its sum to the workspace; `add_up`, which runs after `product` on all multiprocessors, adds the parts of each such tile
+in the order of programs. So nobody waits or counts, and every run gives the same bits. Sums are in float32.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from meshflash.gemm import partition
 from meshflash.kernels import triton_common
@@ -33,6 +33,14 @@ def numbers(first, COUNT: tl.constexpr, WIDE: tl.constexpr):
     if WIDE:
         numbers = numbers.to(tl.int64)
     return numbers
+
+
+@inner
+def count_in(number, LONG: tl.constexpr):
+    """A number to count slices with: in 64 bits where there are that many, which take a GPU long to divide."""
+    if LONG:
+        number = number.to(tl.int64)
+    return number
 
 
 @inner
@@ -115,68 +123,47 @@ def _finish_block(
     OUT_BLOCKS.store([m0, n0], _activated(acc, ACTIVATION).to(OUT_BLOCKS.dtype))
 
 
-@inner
-def _add_up(
-    BIAS, OUT, KEPT, PARTIALS, tile, m0, n0, M, N, o_m, steps, crew, slices,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Finish a tile whose parts are all there: their sum in the order of programs, some columns at a time."""
-    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-    begin = tile.to(tl.int64) * steps
-    first = owner_of(begin, crew, slices)
-    last = owner_of(begin + (steps - 1), crew, slices)
-    m = numbers(m0, BLOCK_M, WIDE)
-    inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, COLUMNS)[None, :]
-    for j in range(0, BLOCK_N, COLUMNS):
-        part = PARTIALS + (inside + j)
-        # who begins a tile has it as its last one, the others as their first
-        total = tl.load(part + (first * SLOTS + (SLOTS - 1)) * SIZE, cache_modifier=".cg")
-        for program in range(first + 1, last + 1):
-            total += tl.load(part + program * SLOTS * SIZE, cache_modifier=".cg")
-        n = numbers(n0 + j, COLUMNS, WIDE)
-        _finish(total, BIAS, OUT, KEPT, o_m, m, n, M, N, ACTIVATION, HAS_BIAS, KEEP)
-
-
 @triton.jit(do_not_specialize=["steps", "crew", "slices", "shared"])
 def product(
-    A, B, BIAS, OUT, OUT_BLOCKS, KEPT, KEPT_BLOCKS, PARTIALS, COUNTS,
+    A, B, BIAS, OUT, OUT_BLOCKS, KEPT, KEPT_BLOCKS, PARTIALS,
     M, N, K, a_m, a_k, b_k, b_n, o_m, steps, crew, slices, shared,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SLOTS: tl.constexpr, COLUMNS: tl.constexpr, FLATTEN: tl.constexpr,
+    SLOTS: tl.constexpr, LONG: tl.constexpr,
     DESCRIPTORS: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, OUT_DESCRIBED: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """OUT = activation(A B + BIAS), a program's segments one after another.
+    """OUT = activation(A B + BIAS) where a program has a whole tile, and PARTIALS where it has a part of one.
 
-    A descriptor that is TURNED is that of the transpose. SLOTS is how many unfinished tiles a program may have, 0
-    where all are whole; COLUMNS how many columns of a tile are added up at a time.
+    A program does its segments one after another. A descriptor that is TURNED is that of the transpose. SLOTS is how
+    many unfinished tiles a program may have, 0 where all are whole; slices are counted in 64 bits if LONG. CHAINED,
+    `add_up` comes to the multiprocessors beside us, and waits there for our end.
     """
+    if CHAINED:
+        cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     rows = tl.cdiv(M, BLOCK_M)
     columns = tl.cdiv(N, BLOCK_N)
     tiles = rows * columns
-    count = tl.cdiv(tl.maximum(tiles - shared - program, 0), programs)
-    parted = 0
-    at = tl.cast(program, tl.int64)
+    alone = tl.cdiv(tl.maximum(tiles - shared - program, 0), programs)
+    count = alone
+    at = count_in(program, LONG)
     end = at
     if SLOTS > 0:
-        at = begin_of(tl.cast(program, tl.int64), crew, slices)
-        end = begin_of(tl.cast(program, tl.int64) + 1, crew, slices)
-        parted = ((end - 1) // steps - at // steps + 1).to(tl.int32)
-        count += parted
-    for turn in tl.range(0, count, flatten=FLATTEN):
-        tile = shared + program + (turn - parted) * programs
+        at = begin_of(count_in(program, LONG), crew, slices)
+        end = begin_of(count_in(program + 1, LONG), crew, slices)
+        count += ((end - 1) // steps - at // steps + 1).to(tl.int32)
+    for turn in range(count):
+        tile = shared + program + turn * programs
         first = 0
         last = steps
         if SLOTS > 0:
-            mine = turn < parted
+            mine = turn >= alone
             tile = tl.where(mine, (at // steps).to(tl.int32), tile)
             first = tl.where(mine, (at % steps).to(tl.int32), 0)
             last = tl.where(mine, tl.minimum(first + end - at, steps).to(tl.int32), steps)
-            at += last - first
+            at += tl.where(mine, last - first, 0)
         row, column = place_of(tile, rows, columns, GROUP)
         m0 = row * BLOCK_M
         n0 = column * BLOCK_N
@@ -204,12 +191,51 @@ def product(
             if SLOTS == 2:
                 slot += first == 0
             inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            tl.store(PARTIALS + slot * (BLOCK_M * BLOCK_N) + inside, acc, cache_modifier=".cg")
-            tl.debug_barrier()  # all threads have stored before one of them counts
-            counted = tl.atomic_add(COUNTS + tile, last - first, sem="acq_rel", scope="gpu")
-            if counted + (last - first) == steps:
-                _add_up(
-                    BIAS, OUT, KEPT, PARTIALS, tile, m0, n0, M, N, o_m, steps, crew, slices,
-                    BLOCK_M, BLOCK_N, SLOTS, COLUMNS, ACTIVATION, HAS_BIAS, KEEP, WIDE,
-                )  # fmt: skip
-                tl.store(COUNTS + tile, 0)
+            tl.store(PARTIALS + slot * (BLOCK_M * BLOCK_N) + inside, acc)
+
+
+@inner
+def _two(part, program, last, APART: tl.constexpr):
+    """Parts of a program and the next one, or nothing of those past the last."""
+    at = part + program * APART
+    this = tl.load(at, mask=program <= last, other=0.0)
+    return this, tl.load(at + APART, mask=program < last, other=0.0)
+
+
+@triton.jit(do_not_specialize=["steps", "crew", "slices"])
+def add_up(
+    BIAS, OUT, KEPT, PARTIALS, M, N, o_m, steps, crew, slices,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
+    LONG: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, CHAINED: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """OUT of tiles in parts, ROWS of a tile for each program; AT_ONCE parts (2, 4, 8) are on their way at a time."""
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    tile = tl.program_id(0)
+    row0 = tl.program_id(1) * ROWS
+    begin = count_in(tile, LONG) * steps
+    first = owner_of(begin, crew, slices)
+    last = owner_of(begin + (steps - 1), crew, slices)
+    if CHAINED:
+        cuda.gdc_wait()  # in every program: who comes after this kernel comes after `product` too
+    if first < last:  # else one program had all of it
+        inside = (row0 + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        part = PARTIALS + inside
+        # who begins a tile has it as its last one, the others as their first
+        total = tl.load(part + (first * SLOTS + (SLOTS - 1)) * SIZE)
+        for program in range(first + 1, last + 1, AT_ONCE):
+            a, b = _two(part, program, last, SLOTS * SIZE)
+            if AT_ONCE > 2:
+                c, d = _two(part, program + 2, last, SLOTS * SIZE)
+            if AT_ONCE > 4:
+                e, f = _two(part, program + 4, last, SLOTS * SIZE)
+                g, h = _two(part, program + 6, last, SLOTS * SIZE)
+            total = total + a + b
+            if AT_ONCE > 2:
+                total = total + c + d
+            if AT_ONCE > 4:
+                total = total + e + f + g + h
+        row, column = place_of(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+        m = numbers(row * BLOCK_M + row0, ROWS, WIDE)
+        n = numbers(column * BLOCK_N, BLOCK_N, WIDE)
+        _finish(total, BIAS, OUT, KEPT, o_m, m, n, M, N, ACTIVATION, HAS_BIAS, KEEP)
