@@ -13,11 +13,14 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
-from meshflash.bench import fused, fused_sweep, fused_tables, record
+from meshflash.bench import fused, fused_sweep, fused_tables, fused_tune, record
 from meshflash.bench.fused import Played
 from meshflash.bench.fused_cases import GROUP, HEAP, Case, Row, Setup, default_shape, default_world, failures
 from meshflash.bench.fused_sweep import COPIES, WAYS, Copies
 from meshflash.cli import app
+from meshflash.gemm import configs, fused_rates, rates
+from meshflash.gemm.configs import Config
+from meshflash.gemm.fused_plan import VARIANTS, FusedConfig, plan_fused
 from meshflash.gemm.heap import open_heap
 from meshflash.kernels.triton_common import INTERPRETED
 
@@ -162,6 +165,126 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
         fused_sweep.run([Case("gemm_rs", 6, 8, 8, 2)], Setup(rounds=1, local=True), lambda _: None)
 
 
+#: What does not fit, and two that do.
+TRIED = (Config(16, 32, 16, 1, 2), Config(16, 32, 16, 1, 1), Config(8, 16, 16, 1, 1))
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Candidates of which the first one does not run and the last one is the fastest, with one that moves."""
+    call, time = Played.call, Played.time
+
+    def refused(self, gemm):
+        if gemm.plan.blocks.stages == 2:
+            raise RuntimeError("out of resource: shared memory")
+        return call(self, gemm)
+
+    def timed(self, calls, rounds):
+        time(self, calls, 1)
+        return {name: 1.0 if name.endswith(" 1m") else 3.0 if "16x32" in name else 2.0 for name in calls}
+
+    monkeypatch.setattr(configs, "candidates", lambda numbers, device: (*TRIED, replace(TRIED[1], roles=1)))
+    monkeypatch.setattr(Played, "call", refused)
+    monkeypatch.setattr(Played, "time", timed)
+
+
+@interpreted
+def test_the_best_configuration_of_each_variant(tried):
+    said: list = []
+    case = Case("gemm_rs", 20, 36, 8, 2)
+    chosen = fused_tune.best(0, Setup(rounds=1, local=True), case, said.append)
+    one_moves = FusedConfig.of(TRIED[2], 1)
+    assert chosen == dict.fromkeys(VARIANTS, TRIED[2]) | {"producer_consumer": one_moves}
+    left_out = "does not run: RuntimeError: out of resource: shared memory"
+    assert said == [
+        *(f"epilogue {x}" for x in (TRIED[0], f"{TRIED[0]} {left_out}", *TRIED[1:])),
+        *(f"producer_consumer {x}" for x in (TRIED[0], f"{TRIED[0]} {left_out}", *TRIED[1:])),
+        *(f"producer_consumer {TRIED[2]} {movers}m" for movers in (1, 2)),
+        *(f"bulk {x}" for x in (TRIED[2], TRIED[0], f"{TRIED[0]} {left_out}")),  # tiles of other sizes
+    ]
+    rows = fused_sweep._measure(0, Setup(rounds=1, local=True), case, chosen)
+    assert [row.config[:2] for row in rows if row.config] == [(8, 16)] * 3
+    assert [row.config[-1] for row in rows if row.config] == [0, 1, 0]  # movers
+    assert not any(row.auto for row in rows)  # auto takes other blocks
+
+
+@interpreted
+def test_a_configuration_that_is_wrong_raises(tried, monkeypatch):
+    monkeypatch.setattr(Played, "errors", lambda self, results: [0.1])
+    with pytest.raises(RuntimeError, match=r"epilogue 16x32x16 1w 1s: relative error .* it is wrong"):
+        fused_tune.best(0, Setup(rounds=1, local=True), Case("gemm_rs", 20, 36, 8, 2), lambda _: None)
+
+
+def tuned(rank, world, group, setup, case):
+    return fused_tune.best(rank, setup, case, lambda _: None)
+
+
+@interpreted
+def test_processes_choose_the_same(pool):
+    one, other = pool.run(2, tuned, Setup(rounds=1), Case("ag_gemm", 10, 20, 8, 2))
+    assert one == other
+    assert set(one) == set(VARIANTS)
+
+
+def test_rates_join_the_table_in_use(tmp_path, monkeypatch):
+    """Those of other products stay, the same ones are replaced, and `auto` takes the fastest with its movers."""
+    monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path))
+    monkeypatch.setattr(fused_rates, "identity", lambda device: ("a GPU", "sm_90"))
+    monkeypatch.setattr(rates, "known", lambda device: rates._known("a GPU", "sm_90"))
+    monkeypatch.setattr(rates, "SHIPPED", tmp_path / "none")
+    monkeypatch.setattr(configs, "cores", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    plain = rates.Rate("torch", "bfloat16", "nn", 4096, 4096, 4096, 700.0)
+    rates.write(rates.Table("a GPU", "sm_90", (plain,)), rates.file_of("a GPU"))
+    case = Case("all_reduce", 4096, 4096, 4096, 4, "bfloat16", "cuda", 2)
+    row = fused_sweep.Row(case, "local heap", "bulk", False, False, 2.0, 1.0, 1.0, 1.0, 0.0, "", sharing=4)
+    moving = replace(row, variant="producer_consumer", ms=1.0, config=(128, 128, 64, 8, 4, 8, 1, 0, 3))
+    found = fused_sweep.rates_of([row, moving, replace(row, variant=COPIES)])
+    assert [(rate.mode, rate.layout) for rate in found] == [
+        ("bulk/2", "all_reduce/4/4"),
+        ("producer_consumer/2", "all_reduce/4/4"),
+    ]
+    assert found[1].tflops == 2 * found[0].tflops == pytest.approx(2 * 4096**3 / 1e9)
+    device = torch.device("cuda")
+    for _ in range(2):
+        path = fused_rates.add(found, device, {"torch": "2"})
+    assert len(rates._read(path).rates) == 3
+    assert rates._read(path).best("bfloat16", "nn", 4096, 4096, 4096) == plain
+    plan = plan_fused(case.product, device, sharing=4)
+    assert (plan.variant, plan.shots, plan.movers, plan.programs) == ("producer_consumer", 2, 3, 30)
+    fused_rates.add(fused_sweep.rates_of([replace(moving, ms=4.0)]), device, {})
+    assert plan_fused(case.product, device, sharing=4).variant == "bulk"
+    rates._known.cache_clear()
+
+
+@interpreted
+def test_calibrating_adds_the_rates_of_each_case(tmp_path, monkeypatch):
+    added: list = []
+
+    def add(found, device, measured_with):
+        assert "torch" in measured_with
+        added.append([(rate.mode, rate.k, len(rate.config)) for rate in found])
+        return tmp_path
+
+    monkeypatch.setattr(fused_rates, "add", add)
+    told: list = []
+    cases = [Case("all_reduce", 10, 20, k, 2, shots=1) for k in (8, 12)]
+    fused_sweep.run(cases, Setup(rounds=1, local=True), told.append, tune=True, write=True)
+    assert added == [[(f"{name}/1", k, 9) for name in VARIANTS] for k in (8, 12)]
+    assert told.count(tmp_path) == 2
+    assert "all_reduce 10x20x12 float32 on 2 ranks: epilogue 16x32x16 1w 1s g2" in told
+
+
+@interpreted
+def test_bench_gemm_fused_tunes(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "gemm"])
+    output = tmp_path / "tuned.json"
+    done = invoke("--fused --tune -c ag_gemm --shape 10x20x8 --rounds 1 --device cpu", "--output", output)
+    assert done.exit_code == 0, done.output
+    assert "ag_gemm, 10x20x8: producer_consumer in 16x32x16 1w 1s g2 " in done.output
+    assert [len(row["config"]) for row in record.read(output)["rows"]] == [9, 9, 9, 0]
+
+
 def test_losses_are_told():
     case = Case("all_reduce", 8, 8, 8, 2, shots=2)
     best = fused_sweep.Row(case, "local heap", "epilogue", True, False, 1.0, 1.0, 1.25, 1.25, 0.0, "")
@@ -179,7 +302,8 @@ def test_losses_are_told():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--fused --tune", "--tune: not with --fused"),
+        ("--fused --layout nn", "--layout: not with --fused"),
+        ("--fused --calibrate --device cpu", "kernels are interpreted, and have no rates"),
         ("-n 2 --mps", "--num-gpus, --mps: not without --fused"),
         ("--fused --device cpu --mps", "share a GPU"),
         ("--fused --device cpu --heap symmetric", "expected local or shared"),

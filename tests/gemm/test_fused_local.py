@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,18 +10,31 @@ import torch
 
 pytest.importorskip("triton")
 
-from meshflash.gemm import FusedGemm, FusedPlan, configs, launch, rates
+from meshflash.gemm import FusedGemm, FusedPlan, configs, fused_launch, rates
 from meshflash.gemm.configs import Config
 from meshflash.gemm.fused_exchange import Exchange
-from meshflash.gemm.fused_plan import BULK, COLLECTIVES, VARIANTS, FusedProduct, key_of, mode_of, plan_fused
+from meshflash.gemm.fused_plan import (
+    BULK,
+    COLLECTIVES,
+    VARIANTS,
+    FusedConfig,
+    FusedProduct,
+    computed,
+    cores_of,
+    key_of,
+    mode_of,
+    plan_fused,
+)
 from meshflash.gemm.fused_tiles import owner_of, peer_of, section_of, split
 from meshflash.gemm.heap import open_heap
+from meshflash.gemm.launch import in_blocks
 from meshflash.gemm.rates import Known, Rate, Table
 from meshflash.kernels import triton_configs
 from meshflash.kernels.triton_common import INTERPRETED
 from meshflash.transport.contract import TransportError
 
 CONFIG = Config(16, 32, 16, 1, 1)
+LARGE = Config(128, 256, 64, 8, 3)
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_fused_gpu.py runs them")
 
@@ -84,18 +98,22 @@ def test_next_to_nothing(collective, variant):
 
 
 @interpreted
-@pytest.mark.parametrize("collective", ["all_scatter", "ag_gemm", "gemm_rs"])
-def test_operands_by_descriptors(collective, monkeypatch):
-    made = []
-    describe = launch.described
+@pytest.mark.parametrize(
+    ("collective", "variant"),
+    [(name, "producer_consumer") for name in ("all_scatter", "ag_gemm", "gemm_rs")] + [("ag_gemm", "epilogue")],
+)
+def test_operands_by_descriptors(collective, variant, monkeypatch):
+    """Where rows are read in place, a kernel makes descriptors of them itself."""
+    made: list[Any] = []
 
-    def keep(x, block):
-        made.append(x)
-        return describe(x, block)
+    def keep(*given):
+        found = in_blocks(*given)
+        made.extend(found or ())
+        return found
 
     monkeypatch.setattr(triton_configs, "has_descriptors", lambda device: True)
-    monkeypatch.setattr(launch, "described", keep)
-    with local(2) as heap, FusedGemm(heap, collective, 20, 32, 32, torch.float16, variant="producer_consumer") as gemm:
+    monkeypatch.setattr(fused_launch, "in_blocks", keep)
+    with local(2) as heap, FusedGemm(heap, collective, 20, 32, 32, torch.float16, variant=variant) as gemm:
         a, b, want = operands(collective, 2, 20, 32, 32, torch.float16)
         check(collective, gemm(a, b), want, 6e-4)
     assert len(made) == 4
@@ -247,7 +265,8 @@ def test_auto_takes_the_fastest_at_the_nearest_shape(a_gpu, monkeypatch):
     slim = (64, 128, 64, 4, 4, 8, 2, 0)
 
     def rate(mode, m, tflops, key=None):
-        return Rate(mode, "bfloat16", key or key_of(product, 1), m, m, m, tflops, slim if "epilogue" in mode else ())
+        config = {"epilogue": slim, "producer_consumer": (*slim, 7)}.get(mode.partition("/")[0], ())
+        return Rate(mode, "bfloat16", key or key_of(product, 1), m, m, m, tflops, config)
 
     rows = (
         rate(mode_of("epilogue", 2), 4096, 500.0),
@@ -259,22 +278,65 @@ def test_auto_takes_the_fastest_at_the_nearest_shape(a_gpu, monkeypatch):
     table = Table("a GPU", "sm_90", rows)
     monkeypatch.setattr(rates, "known", lambda device: Known(table, "a table"))
     plan = plan_fused(product, a_gpu)
-    assert (plan.variant, plan.shots, plan.config) == ("epilogue", 2, Config(*slim))
+    assert (plan.variant, plan.shots, plan.config) == ("epilogue", 2, FusedConfig(*slim))
     assert plan.why == "the fastest at 4096x4096x4096 on 4 ranks (a table)"
-    one = plan_fused(product, a_gpu, shots=1)
-    assert (one.variant, one.shots) == (BULK, 1)
-    assert "epilogue/2 was the fastest at such sizes, and is not what was asked for" in one.why
+    one = plan_fused(product, a_gpu, shots=1)  # the fastest of those in one shot
+    assert (one.variant, one.shots, one.why) == (BULK, 1, plan.why)
+    asked = plan_fused(product, a_gpu, variant="epilogue")
+    assert (asked.shots, asked.config, asked.why) == (2, FusedConfig(*slim), "asked for")
+    assert plan_fused(product, a_gpu, variant="epilogue", shots=1).config == LARGE  # was not measured
+    moving = plan_fused(FusedProduct.of("all_reduce", 1024, 1024, 1024, 4, torch.bfloat16), a_gpu)
+    assert (moving.variant, moving.shots, moving.movers, moving.programs) == ("producer_consumer", 1, 7, 2 * 125)
+    nothing = FusedProduct.of("all_reduce", 0, 64, 64, 4, torch.bfloat16)
+    assert plan_fused(nothing, a_gpu).variant == BULK
     small = FusedProduct.of("all_reduce", 64, 64, 64, 4, torch.bfloat16)
     assert "no fused product near this one is among the rates (a table)" in plan_fused(small, a_gpu).why
 
 
 def test_movers_have_a_share_of_the_multiprocessors(a_gpu):
-    product = FusedProduct.of("ag_gemm", 4096, 4096, 4096, 4, torch.bfloat16)
-    plan = plan_fused(product, a_gpu, variant="producer_consumer")
-    assert (plan.programs, plan.movers) == (132 - 16, 16)
-    assert "116 programs and 16 that move" in str(plan)
-    shared = plan_fused(product, a_gpu, variant="producer_consumer", sharing=4)
-    assert shared.programs + shared.movers == 33
+    def planned(collective, k, sharing=1, movers=0, shots=None):
+        product = FusedProduct.of(collective, 8192, 4608, k, 4, torch.bfloat16)
+        config = FusedConfig(128, 256, 64, 8, 3, movers=movers) if movers else None
+        return plan_fused(
+            product, a_gpu, variant="producer_consumer", sharing=sharing, config=config, shots=shots, cores=None
+        )
+
+    plan = planned("all_scatter", 1024, 4)
+    # 4 copies of its columns, and a long sum: the more K, the fewer move
+    assert plan.product.moved_bytes(0) == 4 * 8192 * 1152 * 2
+    assert (plan.programs, plan.movers) == (33 - 7, 7)
+    assert "26 programs and 7 that move" in str(plan)
+    assert [planned("all_scatter", k, 4).movers for k in (4096, 16384)] == [2, 1]
+    assert plan.product.moved_bytes(0) < planned("gemm_rs", 1024).product.moved_bytes(0)
+    one, two = (planned("all_reduce", 4096, 4, shots=shots) for shots in (1, 2))
+    assert one.movers > two.movers > 1
+    assert one.product.moved_bytes(1) == 8192 * 4608 * (4 * 4 + 2)
+    assert two.product.moved_bytes(2) == 2048 * 4608 * (4 * 4 + 4 * 2)
+    assert (planned("gemm_rs", 4096, 4, movers=5).programs, planned("gemm_rs", 4096, 4, movers=5).movers) == (28, 5)
+    assert planned("gemm_rs", 4096, 4, movers=50).movers == 32  # one is left to multiply
+    gathering = planned("ag_gemm", 4096, 4)  # they are soon done, wherever they ran
+    assert (gathering.programs, gathering.movers) == (32, 4)
+
+
+def test_tiles_that_waste_least(a_gpu):
+    def chosen(collective, m, n, world=4, sharing=4):
+        return plan_fused(
+            FusedProduct.of(collective, m, n, 4096, world, torch.bfloat16), a_gpu, variant="epilogue", sharing=sharing
+        ).config
+
+    assert chosen("all_reduce", 8192, 4608) == LARGE
+    assert chosen("all_scatter", 8192, 4608) == replace(LARGE, block_m=256, block_n=128)  # 4.5 tiles of 256 columns
+    assert chosen("ag_gemm", 256, 4608).block_m == 64  # of each rank's 64 rows
+    assert chosen("all_reduce", 64, 4608).block_m == 64
+    assert computed(8192, 1152, LARGE, 33) > 1.1 * computed(8192, 1152, replace(LARGE, block_m=256, block_n=128), 33)
+    assert computed(64, 256, LARGE, 33, sections=34) == 2 * computed(64, 256, LARGE, 33, sections=33)
+
+
+def test_mps_counts_the_multiprocessors_of_a_rank(a_gpu, monkeypatch):
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
+    assert (cores_of(a_gpu, 1), cores_of(a_gpu, 4)) == (132, 33)
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25")
+    assert cores_of(a_gpu, 4) == 132  # which are 33 of the GPU's, as the driver tells
 
 
 @pytest.mark.parametrize(

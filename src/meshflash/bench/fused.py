@@ -19,9 +19,11 @@ from torch import Tensor
 
 from meshflash.bench.check import relative_error, worst
 from meshflash.bench.fused_cases import GROUP, HEAP, Case, Found, Row, Setup, check_setup, joined
+from meshflash.bench.gemm import WORST_ERROR
 from meshflash.bench.timing import SAMPLE_MS, SLOW_MS, interleaved, synchronize
-from meshflash.gemm import FusedGemm
-from meshflash.gemm.fused_plan import BULK, plan_fused
+from meshflash.gemm import FusedGemm, configs
+from meshflash.gemm.configs import Config
+from meshflash.gemm.fused_plan import BULK, FusedPlan, plan_fused
 from meshflash.launch.devices import CPU, GLOO, available, count, dist, name_of, take_device
 from meshflash.launch.mps import mps, variables
 from meshflash.launch.processes import Tell, run_ranks
@@ -77,11 +79,12 @@ class Played:
         c = a.double() @ b.double()
         self.wanted = [case.share(c, rank) for rank in heap.played]
 
-    def gemm(self, variant: str, timed: bool = False) -> FusedGemm:
+    def gemm(self, variant: str, timed: bool = False, config: Config | None = None) -> FusedGemm:
         """The fused product; all ranks make it together."""
         case, product = self.case, self.case.product
         sizes = (case.collective, case.m, case.n, case.k, product.dtype)
-        return FusedGemm(self.heap, *sizes, variant=variant, shots=case.shots, precision=case.precision, timed=timed)
+        more: dict[str, Any] = {"shots": case.shots, "precision": case.precision, "timed": timed, "config": config}
+        return FusedGemm(self.heap, *sizes, variant=variant, **more)
 
     def by_group(self, group: Any) -> FusedGemm:
         """The product, then the collective of a process group."""
@@ -102,6 +105,30 @@ class Played:
         pairs = zip(results, self.wanted, strict=True)
         return [relative_error(got, want) if want.numel() else 0.0 for got, want in pairs]
 
+    def check(self, name: str, results: Sequence[Tensor]) -> float:
+        """The worst rank's relative error; what is wrong raises."""
+        case = self.case
+        error = self.most(worst(self.errors(results)))
+        self.heap.check()
+        if not error <= WORST_ERROR[case.numbers]:
+            raise RuntimeError(
+                f"{name}: relative error {error:.1e} against float64 at {case}, where {case.numbers} allows "
+                f"{WORST_ERROR[case.numbers]:.0e}; it is wrong, so it is not timed"
+            )
+        return error
+
+    def most(self, number: float) -> float:
+        """The largest of all ranks' numbers, or NaN where there is one."""
+        return worst(self.all(number))
+
+    def all(self, word: Any) -> list[Any]:
+        """What each process says, the same list on all of them."""
+        if self.heap.kind == LOCAL:
+            return [word]
+        words: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(words, word)
+        return words
+
     def time(self, calls: Calls, rounds: int) -> dict[str, float]:
         """Median milliseconds of a call of each, in turns; this rank's own, or those of all that are played."""
         if self.heap.kind == LOCAL:
@@ -110,19 +137,30 @@ class Played:
 
 
 @contextmanager
-def opened(case: Case, setup: Setup, rank: int, variants: Sequence[str]) -> Iterator[Heap]:
-    """A heap with room for these variants at once, on this rank's device."""
+def opened(
+    case: Case,
+    setup: Setup,
+    rank: int,
+    ways: Sequence[tuple[str, Config | None]],
+    at_once: int | None = None,
+) -> Iterator[Heap]:
+    """A heap on this rank's device with room for so many of these variants at once, in these configurations; or all."""
     from meshflash.gemm.heap import open_heap
 
-    kind = torch.device(case.device).type
-    device = take_device(kind, rank)
-    plans = [
-        plan_fused(case.product, device, variant=name, shots=case.shots, sharing=sharing_of(case, setup, device))
-        for name in variants
-    ]
-    size = max(1, sum(plan.heap_bytes for plan in plans))
+    device = take_device(torch.device(case.device).type, rank)
+    sizes = sorted(planned(case, setup, device, *way).heap_bytes for way in ways)
+    size = max(1, sum(sizes[-(at_once or len(sizes)) :]))
     with open_heap(case.world if setup.local else None, bytes=size, device=device) as heap:
         yield heap
+
+
+def planned(case: Case, setup: Setup, device: torch.device, variant: str, config: Config | None = None) -> FusedPlan:
+    """The plan that ranks will have; all of them ask together."""
+    sharing = sharing_of(case, setup, device)
+    cores = configs.cores(device) // sharing if setup.local else None
+    return plan_fused(
+        case.product, device, variant=variant, shots=case.shots, config=config, sharing=sharing, cores=cores
+    )
 
 
 def sharing_of(case: Case, setup: Setup, device: torch.device) -> int:
@@ -140,7 +178,7 @@ def _measure(rank: int, world: int, tell: Tell, setup: Setup, case: Case, local_
     """One process's part."""
     say = tell if rank == 0 else lambda _: None
     say("float64")
-    with opened(case, setup, rank if local_rank is None else local_rank, (setup.variant,)) as heap:
+    with opened(case, setup, rank if local_rank is None else local_rank, [(setup.variant, None)]) as heap:
         played = Played(case, heap)
         times: dict[int, list[list[int]]] = {}
         if setup.timeline:

@@ -6,7 +6,7 @@ ranks, the product and then torch's own copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.bench import plots
+from meshflash.bench import fused_tables, fused_tune, plots, record
 from meshflash.bench.cases import on_cpu
-from meshflash.bench.check import worst
-from meshflash.bench.fused import LOCAL, Played, in_ranks, opened, sharing_of
+from meshflash.bench.fused import LOCAL, Played, in_ranks, opened, planned, sharing_of
 from meshflash.bench.fused_cases import Case, Setup, check_setup
-from meshflash.bench.gemm import WORST_ERROR
-from meshflash.gemm.fused_plan import BULK, COLLECTIVES, VARIANTS, plan_fused
+from meshflash.gemm import fused_rates
+from meshflash.gemm.configs import Config
+from meshflash.gemm.fused_plan import BULK, COLLECTIVES, VARIANTS, mode_of
 from meshflash.gemm.fused_tiles import split
 from meshflash.gemm.launch import Epilogue
 from meshflash.gemm.launch import run as run_plan
 from meshflash.gemm.planning import Product, choose
-from meshflash.launch.devices import dist
+from meshflash.gemm.rates import Rate
 from meshflash.launch.processes import Tell
 from meshflash.transport.streams import DeviceStreams
 
@@ -45,7 +45,8 @@ class Row:
     """One variant of one product: the slowest rank's milliseconds, and the worst rank's error.
 
     `ratio` is the time as a multiple of the best unfused one's, `behind` of the best of all; `auto` says that "auto"
-    takes this variant. TFLOP/s are of one rank.
+    takes this variant, in this configuration. TFLOP/s are of one rank. `config` is what a table of rates has, and
+    `sharing` how many ranks share a device.
     """
 
     case: Case
@@ -59,6 +60,8 @@ class Row:
     behind: float
     error: float
     plan: str
+    config: tuple[int, ...] = ()
+    sharing: int = 1
 
 
 def cases(
@@ -73,51 +76,67 @@ def cases(
     return [Case(name, *size, world, numbers, device, shots) for name, shots in ways for size in sizes]
 
 
-def run(cases: Sequence[Case], setup: Setup, listen: Tell) -> None:
+def run(cases: Sequence[Case], setup: Setup, listen: Tell, tune: bool = False, write: bool = False) -> None:
     """All cases in the same processes; `listen` hears what is under way, and the rows of each case once they are known.
 
-    One that is wrong raises instead of being timed.
+    With `tune`, each variant is in the best of its configurations; with `write` too, the rates of each case go to the
+    user's table as soon as they are known, and `listen` hears where it lies. One that is wrong raises instead of being
+    timed.
     """
     for case in cases:
         check_setup(case, setup)
-    in_ranks(_run, cases[0], setup, cases, listen=listen)
+    in_ranks(_run, cases[0], setup, cases, tune, write, listen=listen)
 
 
-def _run(rank: int, world: int, tell: Tell, setup: Setup, cases: Sequence[Case]) -> None:
+def _run(
+    rank: int, world: int, tell: Tell, setup: Setup, cases: Sequence[Case], tune: bool = False, write: bool = False
+) -> None:
     """One process's part; rank 0 tells."""
+    told: Tell = tell if rank == 0 else lambda _: None
     for case in cases:
-        if rank == 0:
-            tell(f"{case.collective} {case.m}x{case.n}x{case.k} {case.numbers} on {case.world} ranks")
-        rows = _measure(rank, setup, case)
-        if rank == 0:
-            tell(rows)
+        head = f"{case.collective} {case.m}x{case.n}x{case.k} {case.numbers} on {case.world} ranks"
+        told(head)
+        chosen = fused_tune.best(rank, setup, case, partial(_headed, told, head)) if tune else None
+        rows = _measure(rank, setup, case, chosen)
+        told(rows)
+        if write and rank == 0:
+            told(fused_rates.add(rates_of(rows), torch.device(case.device), record.header("")["versions"]))
 
 
-def _measure(rank: int, setup: Setup, case: Case) -> list[Row]:
-    """The rows of a case, the same on all ranks."""
-    with opened(case, setup, rank, VARIANTS) as heap, ExitStack() as stack:
+def _headed(tell: Tell, head: str, text: str) -> None:
+    tell(f"{head}: {text}")
+
+
+def rates_of(rows: Sequence[Row]) -> list[Rate]:
+    """What a table of rates takes of the variants of a case."""
+    return [
+        fused_rates.rate_of(
+            *(row.case.product, row.case.numbers, mode_of(row.variant, row.case.shots or 0)),
+            *(row.sharing, row.config, row.ms),
+        )
+        for row in rows
+        if row.variant in VARIANTS
+    ]
+
+
+def _measure(rank: int, setup: Setup, case: Case, chosen: Mapping[str, Config] | None = None) -> list[Row]:
+    """The rows of a case, the same on all ranks: its variants, or those for which a configuration was chosen."""
+    ways: Mapping[str, Config | None] = dict.fromkeys(VARIANTS) if chosen is None else chosen
+    with opened(case, setup, rank, list(ways.items())) as heap, ExitStack() as stack:
         played = Played(case, heap)
-        gemms = {name: stack.enter_context(played.gemm(name)) for name in VARIANTS}
-        sharing = sharing_of(case, setup, heap.device)
-        auto = plan_fused(case.product, heap.device, shots=case.shots, sharing=sharing).variant
+        gemms = {name: stack.enter_context(played.gemm(name, config=config)) for name, config in ways.items()}
+        auto = planned(case, setup, heap.device, "auto")
         calls: dict[str, Callable[[], list[Tensor]]] = {
             name: partial(played.call, gemm) for name, gemm in gemms.items()
         }
         if heap.kind == LOCAL:
-            calls[COPIES] = Copies(played, gemms[BULK].plan.shots)
-        errors = {}
-        for name, call in calls.items():
-            errors[name] = _most(worst(played.errors(call())), setup.local)
-            heap.check()
-            if not errors[name] <= WORST_ERROR[case.numbers]:
-                raise RuntimeError(
-                    f"{name}: relative error {errors[name]:.1e} against float64 at {case}, where {case.numbers} allows "
-                    f"{WORST_ERROR[case.numbers]:.0e}; it is wrong, so it is not timed"
-                )
-        ms = {name: _most(own, setup.local) for name, own in played.time(calls, setup.rounds).items()}
+            calls[COPIES] = Copies(played, next(iter(gemms.values())).plan.shots)
+        errors = {name: played.check(name, call()) for name, call in calls.items()}
+        ms = {name: played.most(own) for name, own in played.time(calls, setup.rounds).items()}
         heap.check()
         kind = f"{heap.kind} heap{', MPS' if setup.mps else ''}"
-        plans = {name: str(gemm.plan) for name, gemm in gemms.items()}
+        plans = {name: gemm.plan for name, gemm in gemms.items()}
+        sharing = sharing_of(case, setup, heap.device)
     unfused = min(ms[name] for name in (BULK, COPIES) if name in ms)
     best = min(ms.values())
     return [
@@ -126,25 +145,18 @@ def _measure(rank: int, setup: Setup, case: Case) -> list[Row]:
             heap=kind,
             variant=name,
             fused=name not in (BULK, COPIES),
-            auto=name == auto,
+            auto=name in plans and (name, plans[name].config) == (auto.variant, auto.config),
             ms=ms[name],
             tflops=case.tflop / ms[name] * 1e3,
             ratio=ms[name] / unfused,
             behind=ms[name] / best,
             error=errors[name],
-            plan=plans.get(name, "the product of each rank, then torch's copies"),
+            plan=str(plans.get(name, "the product of each rank, then torch's copies")),
+            config=fused_rates.numbers_of(plans[name]) if name in plans else (),
+            sharing=sharing,
         )
         for name in calls
     ]
-
-
-def _most(number: float, alone: bool) -> float:
-    """The largest of all ranks' numbers, or NaN where there is one."""
-    if alone:
-        return number
-    numbers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(numbers, number)
-    return worst(numbers)
 
 
 class Copies:
@@ -228,8 +240,5 @@ class Copies:
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Bars of milliseconds and of the time as a multiple of the best unfused one, a group for each product."""
-    panels = {"milliseconds": ("ms", 1.0), "times the unfused": ("ratio", 1.0)}
-    plots.bars(
-        rows, "variant", lambda row: f"{row['collective']}\n{row['shots'] or ''}\nK={row['k']:,}", panels, title, path
-    )
+    """Lines of the time as a multiple of the best unfused one over K, a panel for each collective."""
+    plots.over_depth(rows, fused_tables.title, title, path)

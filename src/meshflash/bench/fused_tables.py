@@ -10,6 +10,7 @@ from rich.table import Table
 
 from meshflash.bench import tables
 from meshflash.bench.fused_cases import GROUP
+from meshflash.gemm.fused_plan import FusedConfig, in_words
 
 #: What tells one product from another in a sweep over K.
 CELL = ("collective", "shots", "world", "numbers", "device", "heap")
@@ -77,9 +78,18 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
     return out
 
 
+def configurations(rows: list[dict[str, Any]]) -> list[str]:
+    """In which configuration each variant was the fastest."""
+    return [
+        f"{title(row)}, {row['m']}x{row['n']}x{row['k']}: {row['variant']} in {FusedConfig(*row['config'])}"
+        for row in rows
+        if row["config"]
+    ]
+
+
 def title(row: dict[str, Any]) -> str:
     """What a row is of."""
-    return f"{row['collective']}{ {1: ' in one shot', 2: ' in two shots'}.get(row['shots'], '') }"
+    return in_words(row["collective"], row["shots"])
 
 
 def _narrow(head: str) -> Table:

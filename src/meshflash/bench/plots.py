@@ -65,6 +65,30 @@ def lengths(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     _finish(figure, axes[0], len(names), title, path)
 
 
+def over_depth(rows: list[dict[str, Any]], panel: Callable[[dict[str, Any]], str], title: str, path: Path) -> None:
+    """Lines of the time as a multiple of the best unfused one over K, which is logarithmic: one for each variant."""
+    plt = _pyplot()
+    panels = list(dict.fromkeys(panel(row) for row in rows))
+    size = (max(5.0, 2.6 * len(panels)), 3.8)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    for axis, head in zip(axes[0], panels, strict=True):
+        own = [row for row in rows if panel(row) == head]
+        for name in names:
+            points = sorted((row["k"], row["ratio"]) for row in own if row["variant"] == name)
+            axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=name)
+        ticks = sorted({row["k"] for row in own})
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [f"{k:,}" for k in ticks], fontsize=7, rotation=40)
+        axis.set_title(head, fontsize=9)
+        axis.set_xlabel("K")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("times the best unfused")
+    _finish(figure, axes[0][0], len(names), title, path)
+
+
 def bars(
     rows: list[dict[str, Any]],
     named: str,

@@ -9,7 +9,7 @@ from meshflash.cli.bench_options import RESULTS, explained
 from meshflash.cli.gemm import interpret
 
 #: Options of `bench gemm` that have no meaning here.
-DECIDED = ("mode", "layout", "tune", "calibrate")
+DECIDED = ("mode", "layout")
 #: Options of `bench gemm` that are only for this.
 OWN = ("collective", "world", "heap", "mps")
 
@@ -25,8 +25,10 @@ def fused(
     device: str | None,
     output: Path | None,
     plot: Path | None,
+    tune: bool,
+    calibrate: bool,
 ) -> None:
-    """Measure all cells, write them after each, and print tables and losses."""
+    """Measure all cells, write them after each, and print tables and losses; with `calibrate`, write rates too."""
     from rich.console import Console
 
     from meshflash.bench.cases import on_cpu, pick_device, pick_dtype
@@ -35,37 +37,50 @@ def fused(
         device = pick_device(device)
     if on_cpu(device):
         interpret()
-    from meshflash.bench import fused_cases, fused_sweep, fused_tables, record
+    from meshflash.bench import fused_cases, fused_sweep, fused_tables, fused_tune, record
     from meshflash.bench.fused import LOCAL
     from meshflash.bench.gemm import parse
     from meshflash.bench.report import picture
 
     console = Console()
     rows: list[dict[str, Any]] = []
-    path = output or RESULTS / f"gemm-fused-{device}.json"
+    tune = tune or calibrate
+    path = output or RESULTS / f"gemm-fused-{'tune-' if tune else ''}{device}.json"
+    left_out: list[str] = []
+    table_file: Path | None = None
     with explained(), console.status("starting") as status:
         fused_cases.check_heap(heap, device)
+        if calibrate and on_cpu(device):
+            raise ValueError("--calibrate: on a CPU kernels are interpreted, and have no rates; --tune shows an order")
         setup = fused_cases.Setup(rounds=rounds, local=heap == LOCAL, mps=mps)
         shapes = [parse(text) for text in shape or []]
         ranks = world or (2 if on_cpu(device) else 4)
         kinds = dtype or [pick_dtype(None, device)]
 
         def hear(told: Any) -> None:
+            nonlocal table_file
             if isinstance(told, str):
                 status.update(told)
+                left_out.extend([told] * (fused_tune.FAILED in told))
+                return
+            if isinstance(told, Path):
+                table_file = told
                 return
             rows.extend(record.flat(row) for row in told)
             record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
 
         cases = [x for kind in kinds for x in fused_sweep.cases(device, ranks, kind, shapes, collective or [])]
-        fused_sweep.run(cases, setup, hear)
+        fused_sweep.run(cases, setup, hear, tune, calibrate)
     console.print(*fused_tables.sweep(rows), sep="\n")
+    for line in [*(fused_tables.configurations(rows) if tune else []), *left_out]:
+        console.print(line, soft_wrap=True)
     for line in [] if on_cpu(device) else fused_tables.verdict(rows):
         console.print(line, soft_wrap=True)
     note = (
         fused_tables.INTERPRETED if on_cpu(device) else "memory of peers is that of the same card where they share it"
     )
     console.print(note, soft_wrap=True)
-    console.print(f"written: {path}", soft_wrap=True)
+    for written in filter(None, (path, table_file)):
+        console.print(f"written: {written}", soft_wrap=True)
     if plot is not None:
         picture(console, fused_sweep.plot, rows, f"fused products on {device}, {ranks} ranks", plot)

@@ -66,14 +66,16 @@ def gemm(
     kernel is interpreted, where TRITON_INTERPRET=1 is set: it is checked, and not timed.
 
     With --fused, C = A B with A or B in parts, over growing K: each variant's time, and the best fused one as a
-    multiple of the best unfused one; losses are told.
+    multiple of the best unfused one; losses are told. --tune has each variant in the best of its configurations, and
+    --calibrate adds these to the table that auto goes by.
     """
     others = given(context, bench_fused.DECIDED if fused else bench_fused.OWN)
     if others:
         words = ", ".join("--num-gpus" if name == "world" else f"--{name}" for name in others)
         raise typer.BadParameter(f"{words}: not {'with' if fused else 'without'} --fused")
     if fused:
-        bench_fused.fused(shape, dtype, collective, world, heap, mps, rounds, device, output, plot)
+        cells = (shape, dtype, collective, world, heap, mps)
+        bench_fused.fused(*cells, rounds, device, output, plot, tune, calibrate)
         return
     import torch
     from rich.console import Console
@@ -82,8 +84,7 @@ def gemm(
     from meshflash.bench import record
     from meshflash.bench.cases import pick_device, pick_dtype
     from meshflash.bench.report import picture
-    from meshflash.gemm import rates
-    from meshflash.kernels.rates import identity
+    from meshflash.gemm import fused_rates
 
     console = Console()
     most = 8 if tune or calibrate else None
@@ -97,8 +98,7 @@ def gemm(
         if calibrate:
             layouts = layout or list(bench.LAYOUTS)
             found, measured = bench.calibrate(device, shapes, kinds, layouts, rounds, status.update)
-            table_file = rates.file_of(identity(torch.device(device))[0])
-            rates.write(found, table_file)
+            table_file = fused_rates.add(found.rates, torch.device(device), found.measured_with)
             rows = [record.flat(row) for row in measured]
             record.write(path, rows, record.command_line())
         else:

@@ -153,11 +153,12 @@ class Exchange:
             return [Stage(lambda: scatter(self._product(a, b), None)), end]
         if not plan.movers:
             return [Stage(lambda: scatter(a, b)), end]
-        return [
-            Stage(lambda: scatter(a, b, flag="tile", put="self")),
-            Stage(lambda: scatter(mine, None, put="others", held=True, programs=plan.movers), beside=True),
-            end,
-        ]
+
+        def move() -> None:
+            launch.all_begun(ends, plan)
+            scatter(mine, None, put="others", held=True)
+
+        return [Stage(lambda: scatter(a, b, flag="tile", put="self")), Stage(move, beside=True), end]
 
     def _reduced(self, ends: Ends, a: Tensor, b: Tensor, results: Results) -> list[Stage]:
         """All-reduce and reduce-scatter: tiles go to who adds them up, who stores them, or puts them to all."""
@@ -175,8 +176,12 @@ class Exchange:
             into = ends.inbox.view(-1, 1)
             launch.send(ends, plan, x, y, into, to=to, flag="slot", firsts=self._firsts, sections=plan.sections)
 
-        adders = plan.movers or plan.programs
-        stages = [Stage(begin), Stage(lambda: launch.receive(ends, plan, out, adders), beside=plan.movers > 0)]
+        def add() -> None:
+            if plan.movers:
+                launch.all_begun(ends, plan)
+            launch.receive(ends, plan, out)
+
+        stages = [Stage(begin), Stage(add, beside=plan.movers > 0)]
         return [*stages, Stage(lambda: launch.finish(ends, plan))] if self._is_lent else stages
 
     def _ag_gemm(self, ends: Ends, a: Tensor, b: Tensor, results: Results) -> list[Stage]:
@@ -185,9 +190,8 @@ class Exchange:
         own, mine = self._own[ends.rank], ends.matrix[first : first + height]
 
         def spread(put: str = "all") -> None:
-            programs = plan.movers or plan.programs
             untimed = replace(ends, times=None)  # tiles of A are others than those of C, and may be more
-            launch.send(untimed, plan, a, None, mine, to="matrix", flag="row", firsts=own, put=put, programs=programs)
+            launch.send(untimed, plan, a, None, mine, to="matrix", flag="row", firsts=own, put=put)
 
         if plan.variant == BULK:
 

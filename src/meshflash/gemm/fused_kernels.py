@@ -3,7 +3,8 @@
 Four kernels make all collectives. `send` multiplies, or reads a matrix that is there, and puts tiles to peers.
 `receive` waits for the parts of a tile and adds them in the order of ranks, in float32. `gathered` multiplies rows as
 they come. `finish` waits for all that a call is to bring. `send` waits for nobody but its own rank's products, and is
-started first: so there is no order of programs, or of ranks that a process plays, in which all wait.
+started first: so there is no order of programs, or of ranks that a process plays, in which all wait. `all_begun` holds
+those back that wait beside it, until it has its multiprocessors.
 
 A number that a peer did not send in time is NaN, and the status says whose it is.
 """
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from meshflash.gemm import fused_tiles
-from meshflash.gemm.device import arrive, block, clock, device, put, signal, translate, wait
+from meshflash.gemm.device import block, clock, device, put, signal, translate, wait
 from meshflash.gemm.stream_k import halves, inner, place_of, tile_sum
 from meshflash.kernels.triton_common import INTERPRETED as _INTERPRETED
 
@@ -23,13 +24,51 @@ peer_of = inner(fused_tiles.peer_of)
 owner_of = inner(fused_tiles.owner_of)
 
 _PROXIES = tl.constexpr(not _INTERPRETED)
+#: Ranks that are told at once.
+_LANES = tl.constexpr(32)
+
+
+@device
+def _everywhere(flag, BASES, rank, first, WORLD: tl.constexpr):
+    """A flag of ours at all ranks from the first on, a warp's worth, and which of them there are.
+
+    Each thread tells one: they do not wait for each other's answers.
+    """
+    peers = first + tl.arange(0, _LANES)
+    WIDTH: tl.constexpr = flag.dtype.element_ty.primitive_bitwidth // 8
+    there = peers < WORLD
+    apart = (tl.load(BASES + peers, mask=there, other=0) - tl.load(BASES + rank)) // WIDTH
+    return flag + apart, there
+
+
+@device
+def _signal_all(flag, epoch, BASES, rank, WORLD: tl.constexpr):
+    """As `signal`, to all ranks."""
+    tl.debug_barrier()
+    for first in tl.static_range(0, WORLD, _LANES):
+        flags, there = _everywhere(flag, BASES, rank, first, WORLD)
+        values = tl.zeros((_LANES,), flag.dtype.element_ty) + epoch
+        tl.atomic_xchg(flags, values, mask=there, sem="release", scope="sys")
+
+
+@device
+def _arrive_all(flag, BASES, rank, WORLD: tl.constexpr):
+    """As `arrive` with one, at all ranks."""
+    tl.debug_barrier()
+    for first in tl.static_range(0, WORLD, _LANES):
+        flags, there = _everywhere(flag, BASES, rank, first, WORLD)
+        tl.atomic_add(flags, tl.full((_LANES,), 1, flag.dtype.element_ty), mask=there, sem="release", scope="sys")
 
 
 @device
 def _begin(BEGUN, epoch, BASES, rank, WORLD: tl.constexpr):
-    """Tell all ranks that this one has begun a call, and is done with all that earlier ones brought."""
-    for turn in range(WORLD):
-        signal(BEGUN + rank, epoch, BASES, rank, peer_of(turn, rank, WORLD))
+    """Tell all ranks that this one has begun a call, and is done with all that earlier ones brought.
+
+    The last program to start does: whoever has heard it takes no multiprocessor from those that it waits for.
+    """
+    if tl.atomic_add(BEGUN + WORLD, 1) == tl.num_programs(0) - 1:
+        tl.store(BEGUN + WORLD, 0)
+        _signal_all(BEGUN + rank, epoch, BASES, rank, WORLD)
 
 
 @device
@@ -59,14 +98,14 @@ def _put_rows(
 
 @device
 def _put_slot(
-    values, INTO, slot, first, owner, BASES, rank,
-    WIDTH: tl.constexpr, WORLD: tl.constexpr, TO: tl.constexpr,
+    values, INTO, slot, row, column, owner, BASES, rank,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WORLD: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
-    """Put columns of a tile, from the first on, into a slot of an inbox: that of one rank, or of all."""
+    """Put a part of a tile, from a row and column on, into a slot of an inbox: that of one rank, or of all."""
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]
-    inside = tl.arange(0, ROWS)[:, None] * WIDTH + (first + tl.arange(0, COLUMNS))[None, :]
-    at = INTO + tl.cast(slot, tl.int64) * (ROWS * WIDTH) + inside
+    inside = (row + tl.arange(0, ROWS))[:, None] * WIDTH + (column + tl.arange(0, COLUMNS))[None, :]
+    at = INTO + tl.cast(slot, tl.int64) * (HEIGHT * WIDTH) + inside
     rounded = values.to(INTO.dtype.element_ty)
     if TO == "owner":
         put(at, rounded, BASES, rank, owner)
@@ -75,17 +114,29 @@ def _put_slot(
             put(at, rounded, BASES, rank, peer_of(turn, rank, WORLD))
 
 
+@device
+def _put_part(
+    values, row, column, INTO, into_m, m0, n0, M, N, slot, owner, BASES, rank,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WORLD: tl.constexpr, TO: tl.constexpr, PUT: tl.constexpr,
+):  # fmt: skip
+    """Put a part of a tile, from a row and column of it on, to where the tile goes."""
+    if TO == "matrix":
+        _put_rows(values, INTO, into_m, m0 + row, n0 + column, M, N, BASES, rank, WORLD, PUT)
+    else:
+        _put_slot(values, INTO, slot, row, column, owner, BASES, rank, HEIGHT, WIDTH, WORLD, TO)
+
+
 @triton.jit(do_not_specialize=["rank", "epoch", "rows", "places"])
 def send(
     A, B, INTO, FLAGS, READY, BEGUN, FIRSTS, TIMES, BASES, STATUS, rank, epoch,
     N, K, a_m, a_k, b_k, b_n, into_m, rows, places,
     WORLD: tl.constexpr, SECTIONS: tl.constexpr, TO: tl.constexpr, PUT: tl.constexpr, FLAG: tl.constexpr,
     MULTIPLY: tl.constexpr, HELD: tl.constexpr, TIMED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DESCRIPTORS: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Put the tiles of A B, or of A itself where it does not MULTIPLY, to other ranks.
+    """Put the tiles of A B, or of A itself where it does not MULTIPLY, ROWS at a time, to other ranks.
 
     TO is where: "matrix", the tile's place in a matrix, on the ranks that PUT says ("all", "others", "self"); "all" or
     "owner", this rank's slot for the tile in the inboxes of all ranks, or of the one that adds it up. FLAG is what is
@@ -94,7 +145,7 @@ def send(
     Rows come in SECTIONS of `rows` rows of tiles, which begin at FIRSTS; a section may have fewer.
     """
     program = tl.program_id(0)
-    if (program == 0) & (not HELD):
+    if not HELD:
         _begin(BEGUN, epoch, BASES, rank, WORLD)
     columns = tl.cdiv(N, BLOCK_N)
     each = rows * columns
@@ -108,41 +159,49 @@ def send(
         if m0 < end:
             if HELD:
                 wait(READY + tile, epoch, STATUS, rank, epoch)
+            owner, place = owner_of(section, tile, WORLD, SECTIONS)
+            if TO == "all":
+                place = tile
+            slot = rank * places + place
             if MULTIPLY:
                 acc = tile_sum(
                     A, B, m0, n0, 0, tl.cdiv(K, BLOCK_K), end, N, K, a_m, a_k, b_k, b_n, BLOCK_M, BLOCK_N, BLOCK_K,
                     DESCRIPTORS, A_TURNED, B_TURNED, WIDE, PRECISION, INTERPRETED,
                 )  # fmt: skip
-            else:
-                m = m0 + tl.arange(0, BLOCK_M)[:, None]
-                n = n0 + tl.arange(0, BLOCK_N)[None, :]
-                acc = tl.load(A + (m.to(tl.int64) * a_m + n.to(tl.int64) * a_k), mask=(m < end) & (n < N), other=0.0)
             if TIMED and not HELD:
                 tl.store(TIMES + (section * each + tile) * 3, clock())
-            left, right = halves(acc)
+            if MULTIPLY:
+                left, right = halves(acc)
+                _put_part(
+                    left, 0, 0, INTO, into_m, m0, n0, end, N, slot, owner, BASES, rank,
+                    BLOCK_M, BLOCK_N, WORLD, TO, PUT,
+                )  # fmt: skip
+                _put_part(
+                    right, 0, BLOCK_N // 2, INTO, into_m, m0, n0, end, N, slot, owner, BASES, rank,
+                    BLOCK_M, BLOCK_N, WORLD, TO, PUT,
+                )  # fmt: skip
+            else:  # as it is loaded, so that no number goes from thread to thread
+                n = n0 + tl.arange(0, BLOCK_N)[None, :]
+                for j in range(0, BLOCK_M, ROWS):
+                    m = m0 + j + tl.arange(0, ROWS)[:, None]
+                    at = A + (m.to(tl.int64) * a_m + n.to(tl.int64) * a_k)
+                    some = tl.load(at, mask=(m < end) & (n < N), other=0.0)
+                    _put_part(
+                        some, j, 0, INTO, into_m, m0, n0, end, N, slot, owner, BASES, rank,
+                        BLOCK_M, BLOCK_N, WORLD, TO, PUT,
+                    )  # fmt: skip
             if TO == "matrix":
-                _put_rows(left, INTO, into_m, m0, n0, end, N, BASES, rank, WORLD, PUT)
-                _put_rows(right, INTO, into_m, m0, n0 + BLOCK_N // 2, end, N, BASES, rank, WORLD, PUT)
                 if FLAG == "tile":
                     signal(READY + tile, epoch, BASES, rank, rank)
                 else:
                     flag = FLAGS + rank
                     if FLAG == "row":
                         flag = FLAGS + rank * rows + row
-                    for peer in range(WORLD):
-                        arrive(flag, 1, BASES, rank, peer)
+                    _arrive_all(flag, BASES, rank, WORLD)
+            elif TO == "owner":
+                signal(FLAGS + slot, epoch, BASES, rank, owner)
             else:
-                owner, place = owner_of(section, tile, WORLD, SECTIONS)
-                if TO == "all":
-                    place = tile
-                slot = rank * places + place
-                _put_slot(left, INTO, slot, 0, owner, BASES, rank, BLOCK_N, WORLD, TO)
-                _put_slot(right, INTO, slot, BLOCK_N // 2, owner, BASES, rank, BLOCK_N, WORLD, TO)
-                if TO == "owner":
-                    signal(FLAGS + slot, epoch, BASES, rank, owner)
-                else:
-                    for peer in range(WORLD):
-                        signal(FLAGS + slot, epoch, BASES, rank, peer)
+                _signal_all(FLAGS + slot, epoch, BASES, rank, WORLD)
             if TIMED and FLAG != "tile":
                 tl.store(TIMES + (section * each + tile) * 3 + 1, clock())
 
@@ -189,8 +248,7 @@ def receive(
                 else:
                     _put_rows(total, OUT, out_m, m0, n0, M, N, BASES, rank, WORLD, "self")
             if SPREAD:
-                for peer in range(WORLD):
-                    arrive(ARRIVED + rank, 1, BASES, rank, peer)
+                _arrive_all(ARRIVED + rank, BASES, rank, WORLD)
     if program == 0:
         _end(BEGUN, epoch, STATUS, WORLD)
 
@@ -215,38 +273,43 @@ def gathered(
     """OUT = A B, where A's rows come from all ranks, section by section, our own first.
 
     A tile waits for its row of tiles: `chunks` parts of it that its rank puts to us, or with FETCH puts at home,
-    where we read them.
+    where we read them. A is a matrix then, of which descriptors are made here.
     """
     program = tl.program_id(0)
+    programs = tl.num_programs(0)
     columns = tl.cdiv(N, BLOCK_N)
     each = rows * columns
-    for turn in range(program, WORLD * each, tl.num_programs(0)):
-        section = section_of(turn // each, rank, WORLD)
-        tile = turn % each
-        row, column = place_of(tile, rows, columns, GROUP)
-        end = tl.load(FIRSTS + section + 1)
-        m0 = tl.load(FIRSTS + section) + row * BLOCK_M
-        n0 = column * BLOCK_N
-        if m0 < end:
-            wanted = tl.cast(chunks, tl.int64) * epoch
-            came = wait(ARRIVED + section * rows + row, wanted, STATUS, section, epoch)
-            if TIMED:
-                tl.store(TIMES + (section * each + tile) * 3 + 2, clock())
-            if DESCRIPTORS and _PROXIES:
-                _in_sight()
-            a = A
-            if FETCH:
-                a = translate(A, BASES, rank, section)
-            acc = tile_sum(
-                a, B, m0, n0, 0, tl.cdiv(K, BLOCK_K), end, N, K, a_m, 1, b_k, b_n, BLOCK_M, BLOCK_N, BLOCK_K,
-                DESCRIPTORS, False, B_TURNED, WIDE, PRECISION, INTERPRETED,
-            )  # fmt: skip
-            acc = tl.where(came, acc, float("nan"))
-            if TIMED:
-                tl.store(TIMES + (section * each + tile) * 3, clock())
-            left, right = halves(acc)
-            _put_rows(left, OUT, out_m, m0, n0, end, N, BASES, rank, WORLD, "self")
-            _put_rows(right, OUT, out_m, m0, n0 + BLOCK_N // 2, end, N, BASES, rank, WORLD, "self")
+    M = tl.load(FIRSTS + WORLD)
+    for turn in range(WORLD):
+        section = section_of(turn, rank, WORLD)
+        a = A
+        if FETCH:
+            a = translate(A, BASES, rank, section)
+            if DESCRIPTORS:
+                a = tl.make_tensor_descriptor(a, [M, K], [a_m, 1], [BLOCK_M, BLOCK_K])
+        # a program goes on in a section where it was in the last one
+        for tile in range((program + turn * (programs - each % programs)) % programs, each, programs):
+            row, column = place_of(tile, rows, columns, GROUP)
+            end = tl.load(FIRSTS + section + 1)
+            m0 = tl.load(FIRSTS + section) + row * BLOCK_M
+            n0 = column * BLOCK_N
+            if m0 < end:
+                wanted = tl.cast(chunks, tl.int64) * epoch
+                came = wait(ARRIVED + section * rows + row, wanted, STATUS, section, epoch)
+                if TIMED:
+                    tl.store(TIMES + (section * each + tile) * 3 + 2, clock())
+                if DESCRIPTORS and _PROXIES:
+                    _in_sight()
+                acc = tile_sum(
+                    a, B, m0, n0, 0, tl.cdiv(K, BLOCK_K), end, N, K, a_m, 1, b_k, b_n, BLOCK_M, BLOCK_N, BLOCK_K,
+                    DESCRIPTORS, False, B_TURNED, WIDE, PRECISION, INTERPRETED,
+                )  # fmt: skip
+                acc = tl.where(came, acc, float("nan"))
+                if TIMED:
+                    tl.store(TIMES + (section * each + tile) * 3, clock())
+                left, right = halves(acc)
+                _put_rows(left, OUT, out_m, m0, n0, end, N, BASES, rank, WORLD, "self")
+                _put_rows(right, OUT, out_m, m0, n0 + BLOCK_N // 2, end, N, BASES, rank, WORLD, "self")
     if program == 0:
         _end(BEGUN, epoch, STATUS, WORLD)
 
@@ -269,3 +332,9 @@ def finish(OUT, ARRIVED, WANTED, BEGUN, STATUS, epoch, flags, each, numbers, WOR
             tl.store(OUT + at, nothing.to(OUT.dtype.element_ty), mask=at < numbers)
     if program == 0:
         _end(BEGUN, epoch, STATUS, WORLD)
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def all_begun(BEGUN, STATUS, epoch, WORLD: tl.constexpr):
+    """Wait until all programs that began the call run, on all ranks."""
+    _end(BEGUN, epoch, STATUS, WORLD)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +13,17 @@ from torch import Tensor
 
 from meshflash.gemm.fused_plan import FusedPlan
 from meshflash.gemm.launch import extent, in_blocks
+from meshflash.gemm.planning import in_lines
+from meshflash.launch.devices import TRITON
 
-#: Warps of programs that only move or add, and sums that a thread of theirs has at a time.
+#: Warps of programs that only add, and sums that a thread of theirs has at a time.
 WARPS, SUMS = 8, 32
+#: Warps of programs that move, or add beside those that multiply, and numbers that a thread has at a time: with so few
+#: registers several of them fit on a multiprocessor, or one beside a program that multiplies. Half as many where rows
+#: are not in line, and each number has an address.
+MOVING_WARPS, MOVED = 4, 32
+#: Programs that move, and that add, for each multiprocessor: while one waits for memory or a flag, others go on.
+MOVING, ADDING = 8, 4
 #: Depth of blocks that are loaded by pointers, at most.
 DEPTH = 32
 #: Numbers that are set to NaN at a time where a rank was lost.
@@ -61,17 +72,17 @@ def send(
     rows: int | None = None,
     put: str = "all",
     held: bool = False,
-    programs: int | None = None,
 ) -> None:
     """Put the tiles of a product, or of a matrix that is there, to other ranks."""
     from meshflash.gemm.fused_kernels import send as kernel
 
     config, product = plan.blocks, plan.product
+    programs = plan.programs if b is not None else _hands(plan, a, MOVING)
     as_blocks = None if b is None or not a.numel() or not b.numel() else in_blocks(a, b, config)
     (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (a if b is None else b, False))
     n, k = (a.shape[1], 0) if b is None else (b.shape[1], a.shape[1])
     with torch.cuda.device_of(a):
-        kernel[(programs or plan.programs,)](
+        kernel[(programs,)](
             *(a_in, b_in, into, ends.flags if to != "matrix" else ends.arrived, ends.ready, ends.begun, firsts),
             *(ends.clocked, ends.bases, ends.status, ends.rank, ends.epoch, n, k),
             *(*a.stride(), *((0, 0) if b is None else b.stride())),
@@ -84,19 +95,21 @@ def send(
             MULTIPLY=b is not None,
             HELD=held,
             TIMED=ends.times is not None,
+            ROWS=_strip(MOVED // (1 if in_lines(a) else 2), MOVING_WARPS, config.block_n, config.block_m),
             DESCRIPTORS=as_blocks is not None,
             A_TURNED=a_turned,
             B_TURNED=b_turned,
             WIDE=any(extent(x) >= 2**31 for x in (a, b) if x is not None),
-            **_blocks(plan, a, as_blocks is not None),
+            **_blocks(plan, a, as_blocks is not None) | ({"num_warps": MOVING_WARPS} if b is None else {}),
         )
 
 
-def receive(ends: Ends, plan: FusedPlan, out: Tensor, programs: int) -> None:
+def receive(ends: Ends, plan: FusedPlan, out: Tensor) -> None:
     """Add up the tiles that this rank has, into its rows of a matrix, or those of all ranks."""
     from meshflash.gemm.fused_kernels import receive as kernel
 
     config, two = plan.blocks, plan.shots == 2
+    programs, warps = (_hands(plan, out, ADDING), MOVING_WARPS) if plan.movers else (plan.programs, WARPS)
     with torch.cuda.device_of(out):
         kernel[(programs,)](
             *(ends.inbox, out, ends.flags, ends.arrived, ends.begun, ends.clocked, ends.bases, ends.status),
@@ -108,8 +121,8 @@ def receive(ends: Ends, plan: FusedPlan, out: Tensor, programs: int) -> None:
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             GROUP=config.group,
-            COLUMNS=min(SUMS * 32 * WARPS // config.block_m, config.block_n),
-            num_warps=WARPS,
+            COLUMNS=_strip(SUMS, warps, config.block_m, config.block_n),
+            num_warps=warps,
         )
 
 
@@ -118,11 +131,13 @@ def gathered(ends: Ends, plan: FusedPlan, b: Tensor, out: Tensor, *, fetch: bool
     from meshflash.gemm.fused_kernels import gathered as kernel
 
     a = ends.matrix[:, : plan.product.k]
-    as_blocks = None if fetch or not a.numel() or not b.numel() else in_blocks(a, b, plan.blocks)
+    as_blocks = None if not a.numel() or not b.numel() else in_blocks(a, b, plan.blocks)
     (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (b, False))
     assert not a_turned
+    a_in = a if fetch else a_in
+    start = partial(_with_scratch, kernel[(programs,)]) if fetch and as_blocks else kernel[(programs,)]
     with torch.cuda.device_of(b):
-        kernel[(programs,)](
+        start(
             *(a_in, b_in, out, ends.arrived, ends.begun, ends.firsts, ends.clocked, ends.bases, ends.status),
             *(ends.rank, ends.epoch, b.shape[1], a.shape[1], a.stride(0), *b.stride(), out.stride(0)),
             *(plan.rows, plan.chunks),
@@ -149,6 +164,36 @@ def finish(ends: Ends, plan: FusedPlan, programs: int = 1) -> None:
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
+
+
+def _hands(plan: FusedPlan, x: Tensor, each: int) -> int:
+    """Programs that move or add, so many for each multiprocessor; those that are interpreted take turns anyway."""
+    return (plan.movers or plan.programs) * (1 if x.device.type == "cpu" else each)
+
+
+def _strip(numbers: int, warps: int, width: int, most: int) -> int:
+    """Lines of so many numbers that a program takes at a time, with so many numbers for each thread."""
+    return max(1, min(numbers * 32 * warps // width, most))
+
+
+def _with_scratch(start: Callable[..., Any], *arguments: Any, **constants: Any) -> None:
+    """Start a kernel that makes descriptors itself, in memory that Triton asks for; who set an allocator keeps it."""
+
+    def run() -> None:
+        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=TRITON))
+        start(*arguments, **constants)
+
+    import triton
+
+    copy_context().run(run)
+
+
+def all_begun(ends: Ends, plan: FusedPlan) -> None:
+    """Wait until what multiplies runs, on all ranks: programs that wait for it must not take its multiprocessors."""
+    from meshflash.gemm.fused_kernels import all_begun as kernel
+
+    with torch.cuda.device_of(ends.begun):
+        kernel[(1,)](ends.begun, ends.status, ends.epoch, WORLD=plan.product.world, num_warps=1)
 
 
 def _blocks(plan: FusedPlan, a: Tensor, by_descriptors: bool) -> dict[str, Any]:

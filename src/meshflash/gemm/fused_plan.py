@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -25,12 +26,32 @@ COLLECTIVES = {
 BULK = "bulk"
 #: Where the messages are: in the programs of the tiles, in programs beside them, or after all of the product.
 VARIANTS = ("epilogue", "producer_consumer", BULK)
-#: One of so many multiprocessors moves where some do; not timed yet.
-MOVERS = 8
+#: Operations that a multiprocessor does while another moves a byte: 4096 in half precision and 64 bytes a clock, on a
+#: Hopper GPU.
+OPERATIONS_A_BYTE = 64
+#: One of so many multiprocessors gathers rows, which is soon done.
+GATHERERS = 8
 #: Of the programs that the interpreter plays.
 INTERPRETED_MOVERS = 2
+#: Smaller blocks read their operands more often: they are taken where larger ones waste so much more.
+WORTH = 1.05
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FusedConfig(Config):
+    """That of a product, and how many multiprocessors move where some do; 0 is what the sizes suggest."""
+
+    movers: int = 0
+
+    @staticmethod
+    def of(config: Config, movers: int) -> FusedConfig:
+        """A configuration, with so many that move."""
+        return FusedConfig(*[*(getattr(config, field.name) for field in fields(Config)), movers])
+
+    def __str__(self) -> str:
+        return super().__str__() + (f" {self.movers}m" if self.movers else "")
 
 
 @dataclass(frozen=True)
@@ -100,6 +121,17 @@ class FusedProduct:
         known = (torch.float32, *HALF)
         strange = next((x for x in (self.out_dtype, self.reduce_dtype) if x not in known), None)
         return f"the kernels have no {strange}" if strange else None
+
+    def moved_bytes(self, shots: int) -> int:
+        """What a rank reads and writes beside the product, where it scatters or adds up: at most, of all ranks."""
+        most, world = max(self.sizes, default=0), self.world
+        if self.collective == "all_scatter":
+            return self.m * most * world * self.out_dtype.itemsize
+        if self.collective == "ag_gemm":
+            return most * self.k * (world + 1) * self.dtype.itemsize
+        rows = most if self.collective == "gemm_rs" else -(-self.m // world) if shots == 2 else self.m
+        copies = world if shots == 2 else 1
+        return rows * self.n * (world * self.reduce_dtype.itemsize + copies * self.out_dtype.itemsize)
 
     def part(self, device: torch.device) -> Product:
         """The product of one rank, as plans of products take it: the largest, with rows in line as sizes have them."""
@@ -176,7 +208,7 @@ class FusedPlan:
     def rooms(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """What it takes of a heap: names, shapes and dtypes. Where data lies there are two of each, used in turns."""
         product, world = self.product, self.product.world
-        rooms: dict[str, tuple[Shape, torch.dtype]] = {"begun": ((world,), torch.int32)}
+        rooms: dict[str, tuple[Shape, torch.dtype]] = {"begun": ((world + 1,), torch.int32)}
         if product.collective == "all_scatter" or self.shots == 2:
             rooms["matrix"] = (2, product.m, lined(product.n, product.out_dtype)), product.out_dtype
         if product.collective == "ag_gemm":
@@ -200,14 +232,23 @@ class FusedPlan:
         return sum(-(-max(size, 1) // ALIGN) * ALIGN for size in sizes)
 
     def __str__(self) -> str:
-        shots = {0: "", 1: " in one shot", 2: " in two shots"}[self.shots]
+        head = in_words(self.product.collective, self.shots)
         if self.means == "group":
-            return f"{self.product.collective}{shots}, {self.variant} by the process group: {self.why}"
+            return f"{head}, {self.variant} by the process group: {self.why}"
         movers = f" and {self.movers} that move" if self.movers else ""
         return (
-            f"{self.product.collective}{shots}, {self.variant}: tiles of {self.config}, {self.programs} programs"
+            f"{head}, {self.variant}: tiles of {self.config}, {self.programs} programs"
             f"{movers}, {self.heap_bytes:,} bytes of the heap; {self.why}"
         )
+
+
+def in_words(collective: str, shots: int | None) -> str:
+    """A collective with its shots.
+
+    >>> in_words("all_reduce", 2), in_words("ag_gemm", None)
+    ('all_reduce in two shots', 'ag_gemm')
+    """
+    return collective + {1: " in one shot", 2: " in two shots"}.get(shots or 0, "")
 
 
 def lined(width: int, dtype: torch.dtype) -> int:
@@ -256,20 +297,66 @@ def plan_fused(
     lacks = part.lacks or product.lacks
     if lacks:
         raise ValueError(f"a heap cannot carry this: {lacks}; give the process group instead of the heap")
-    why = "asked for"
-    if variant == "auto":
-        variant, shots, config, why = _measured(product, part, shots, config, sharing)
+    variant, shots, config, why = _measured(product, part, variant, shots, config, sharing)
     if reduces and shots is None:
         shots = 1 if product.world <= 2 else 2
-    config = config or configs.default(part.m, part.n, part.numbers, part.lined, device)
+    cores = cores or cores_of(device, sharing)
+    config = config or fused_default(product, part, cores)
     if config.block_n % 2:
         raise ValueError(f"{config}: expected an even number of columns")
-    cores = cores or max(1, configs.cores(device) // sharing)
-    movers = 0
+    movers = given = 0
     if variant == "producer_consumer":
-        movers = INTERPRETED_MOVERS if device.type == "cpu" else max(1, cores // MOVERS)
-    programs = max(1, cores - movers) * config.per_core
+        asked = config.movers if isinstance(config, FusedConfig) else 0
+        movers = min(asked, max(1, cores - 1)) or _movers(product, part, shots or 0, cores)
+        # who gathers waits for nobody: one multiprocessor is enough for it to come to an end, wherever it begins
+        given = 1 if product.collective == "ag_gemm" else movers
+    programs = max(1, cores - given) * config.per_core
     return FusedPlan(product, variant, shots or 0, why, config, programs, movers)
+
+
+def cores_of(device: torch.device, sharing: int) -> int:
+    """Multiprocessors of a rank where so many share a device: MPS may give each its own, and counts those."""
+    cores = configs.cores(device)
+    apart = float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") or 100) * sharing <= 100
+    return cores if apart else max(1, cores // sharing)
+
+
+def fused_default(product: FusedProduct, part: Product, cores: int) -> Config:
+    """The configuration that wastes least of a rank's multiprocessors; the largest where others are hardly better.
+
+    All of them take as long as the one with most tiles, whose numbers are computed even where C has ended. Large blocks
+    may lie or stand.
+
+    >>> large, medium = Config(128, 256, 64, 8, 3), Config(128, 128, 64, 4, 3, per_core=2)
+    >>> [computed(8192, 1152, config, 33) for config in (large, medium)]  # of 8192 * 1152 / 33 = 285,975
+    [327680, 294912]
+    """
+    if part.device.type == "cpu":
+        return configs.default(part.m, part.n, part.numbers, part.lined, part.device)
+    sections = product.world if product.collective in ("ag_gemm", "gemm_rs") else 1
+    rows = max(product.sizes) if sections > 1 else product.m
+    large, *others = configs.table(part.numbers, part.lined, part.device)
+    table = (large, replace(large, block_m=large.block_n, block_n=large.block_m), *others)
+    numbers = {config: computed(rows, part.n, config, cores, sections) for config in table}
+    least = min(numbers.values())
+    return next(config for config in table if numbers[config] <= least * WORTH)
+
+
+def computed(m: int, n: int, config: Config, cores: int, sections: int = 1) -> int:
+    """Numbers that a multiprocessor computes of so many sections of m x n, at most."""
+    tiles = sections * -(-m // config.block_m) * -(-n // config.block_n)
+    return -(-tiles // cores) * config.block_m * config.block_n
+
+
+def _movers(product: FusedProduct, part: Product, shots: int, cores: int) -> int:
+    """Multiprocessors that move or add up, so that they are done with it when the others are with the product."""
+    if part.device.type == "cpu":
+        return INTERPRETED_MOVERS
+    if product.collective == "ag_gemm":
+        return max(1, cores // GATHERERS)
+    moving = OPERATIONS_A_BYTE * product.moved_bytes(shots)
+    share = moving / max(1, moving + 2 * part.m * part.n * part.k)
+    return max(1, min(round(cores * share), cores // 2))
 
 
 def key_of(product: FusedProduct, sharing: int) -> str:
@@ -287,17 +374,29 @@ def mode_of(variant: str, shots: int) -> str:
 
 
 def _measured(
-    product: FusedProduct, part: Product, shots: int | None, config: Config | None, sharing: int
+    product: FusedProduct, part: Product, variant: str, shots: int | None, config: Config | None, sharing: int
 ) -> tuple[str, int | None, Config | None, str]:
-    """Variant, shots and configuration by what was measured, and why; the bulk where nothing was."""
-    known = rates.known(part.device)
+    """Variant, shots and configuration by what was measured, and why; the bulk where nothing was.
+
+    Those that were asked for stay as they are.
+    """
+    asked = variant != "auto"
+    fallback = variant if asked else BULK
+    known = rates.known(part.device) if min(product.m, product.n, product.k) else None
     if known is None:
-        return BULK, shots, config, "no rates of fused products were measured on this device"
-    found = known.table.best(part.numbers, key_of(product, sharing), product.m, product.n, product.k)
+        why = "no rates of fused products were measured on this device"
+        return fallback, shots, config, "asked for" if asked else why
+    modes = {
+        mode_of(name, count): (name, count)
+        for name in ((variant,) if asked else VARIANTS)
+        for count in ((0,) if product.collective != "all_reduce" else (1, 2) if shots is None else (shots,))
+    }
+    like = replace(known.table, rates=tuple(rate for rate in known.table.rates if rate.mode in modes))
+    found = like.best(part.numbers, key_of(product, sharing), product.m, product.n, product.k)
     if found is None:
-        return BULK, shots, config, f"no fused product near this one is among the rates ({known.source})"
-    variant, _, count = found.mode.partition("/")
-    if variant not in VARIANTS or (count and shots not in (None, int(count))):
-        return BULK, shots, config, f"{found.mode} was the fastest at such sizes, and is not what was asked for"
+        why = f"no fused product near this one is among the rates ({known.source})"
+        return fallback, shots, config, "asked for" if asked else why
+    variant, count = modes[found.mode]
     why = f"the fastest at {found.m}x{found.n}x{found.k} on {product.world} ranks ({known.source})"
-    return variant, int(count) if count else shots, config or (Config(*found.config) if found.config else None), why
+    config = config or (FusedConfig(*found.config) if found.config else None)
+    return variant, count or shots, config, "asked for" if asked else why

@@ -63,6 +63,8 @@ def open_heap(
     [0, 0, 7, 0]
     """
     where = current() if device is None else torch.device(device)
+    if where.index is None:  # tensors say which one they are on
+        where = current(where.type)
     plays = isinstance(group, int) and not isinstance(group, bool)
     if kind is None:
         kind = "local" if plays else "shared" if where.type == "cpu" else "symmetric"

@@ -47,9 +47,13 @@ def device_of(local_rank: int, kind: str | None = None) -> torch.device:
     return torch.device(kind, local_rank % max(1, count(kind)))
 
 
-def current() -> torch.device:
-    """The device that is current: the process's own choice."""
-    kind = kind_here()
+def current(kind: str | None = None) -> torch.device:
+    """The device of a kind, or of the one that is here, that is current: the process's own choice.
+
+    >>> current("cpu")
+    device(type='cpu')
+    """
+    kind = kind or kind_here()
     return torch.device(CPU) if kind == CPU else torch.device(kind, getattr(torch, kind).current_device())
 
 
