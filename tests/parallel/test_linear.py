@@ -31,6 +31,7 @@ from meshflash.parallel import (
     spread_batch,
 )
 from meshflash.parallel.linear_styles import own_styles
+from meshflash.train.checkpoint import Checkpoints
 
 ALLOWED = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
@@ -366,6 +367,43 @@ def count_products(rank, world, group):
 def test_a_block_that_is_computed_again_leaves_its_last_product_out(pool):
     # o and down forward; q, k, v, gate and up backward; then o once more, and not down
     assert pool.run(2, count_products) == [[7, 8]] * 2
+
+
+def exchange_checkpoints(rank, world, group, folder):
+    """What is saved with one kind of layers goes on with the other: two steps, the second after a load."""
+    mesh = init_mesh(tp=2, device="cpu")
+    kinds: dict[str, dict[str, Any]] = {"torch": {}, "ours": {"tp_linear": TensorRanks(mesh["tp"])}}
+    batches = [spread_batch(ids, mesh) for ids in torch.randint(61, (2, 3, 19), generator=torch.manual_seed(0))]
+
+    def made(kind):
+        model = parallelize(GPT(config()), mesh, **kinds[kind])
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model, optimizer, batch):
+        accumulate(model, [batch], mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = {}
+    for kind, other in (("torch", "ours"), ("ours", "torch")):
+        kept = Checkpoints(f"{folder}/{kind}", mesh=mesh)
+        model, optimizer = made(kind)
+        step(model, optimizer, batches[0])
+        kept.save(1, model, optimizer, {"step": 1}, wait=True)
+        again, its = made(other)
+        for p in again.parameters():
+            p.detach().to_local().fill_(torch.nan)
+        kept.load(again, its)
+        for one, two in ((model, optimizer), (again, its)):
+            step(one, two, batches[1])
+        pairs = zip(again.named_parameters(), model.named_parameters(), strict=True)
+        found[kind] = max(far(whole(a.detach()), whole(b.detach())) for (_, a), (_, b) in pairs)
+    return found
+
+
+def test_a_checkpoint_of_one_kind_of_layers_serves_the_other(pool, tmp_path):
+    for found in pool.run(2, exchange_checkpoints, str(tmp_path)):
+        assert all(error < 1e-5 for error in found.values()), found
 
 
 def test_styles_of_a_plan_that_say_something_else_stay():
