@@ -102,7 +102,7 @@ def make(call: Call) -> None:
         return torch.empty(rows, stride, dtype=dtype, device="meta")[:, :columns]
 
     size = 1024
-    m, n = size * (1 if call.mode == "split_k" else 5), size
+    m, n = (size // 2, size // 2) if call.mode == "split_k" else (5 * size, size)  # less than a wave, or more
     a, b = matrix(m, size, call.layout[0] == "t"), matrix(size, n, call.layout[1] == "t")
     product = planning.Product.of(a, b, precision)
     table = configs.table(product.numbers, product.lined, a.device)
