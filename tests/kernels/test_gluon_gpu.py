@@ -321,3 +321,33 @@ def test_strides_of_dimensions_of_one_may_be_any(dim, ran):
     doubles = Inputs(q.double(), k.double(), v.double(), x.work, x.features)
     close(out[0], Tiled().forward(doubles)[0])
     assert ran == {"forward": 1, "backward": 1, "queries": 0}
+
+
+@pytest.mark.parametrize(
+    ("dim", "batch", "heads", "kv_heads", "processors"),
+    [(64, 1, 3, 3, 8), (64, 2, 4, 2, 9), (128, 1, 3, 3, 23), (128, 2, 4, 2, 23)],
+)
+def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, monkeypatch):
+    from meshflash.kernels import gluon_last
+
+    monkeypatch.setattr(gluon_launch, "LAST_ROUND", True)
+    monkeypatch.setattr(gluon_launch, "_processors", lambda device: processors)
+    monkeypatch.setattr(gluon_last, "LEAST_TURNS", 3)
+    monkeypatch.setattr(gluon_last, "LEAST_PARTS", 2)
+    join, joined = gluon_last.join_parts, []
+
+    def joining(last, *rest):
+        joined.append(last.parts)
+        join(last, *rest)
+
+    monkeypatch.setattr(gluon_last, "join_parts", joining)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v, _ = tensors(batch, 1152, 1024, heads, kv_heads, dim)
+        with torch.no_grad():
+            out, lse = flash_attention(q, k, v, kernel="triton", return_lse=True)
+            want, want_lse = flash_attention(q.double(), k.double(), v.double(), kernel="tiled", return_lse=True)
+        close(out, want)
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-3)
+    assert len(joined) == 3
+    assert min(joined) > 1

@@ -20,6 +20,8 @@ from meshflash.kernels.triton_tables import Blocks
 VERSIONS = ("3.6", "3.7")
 #: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
 CACHED = 32 << 20
+#: Whether few tiles of a last round are split by keys: not before it was timed.
+LAST_ROUND = False
 LOG2E = 1.4426950408889634
 
 
@@ -145,11 +147,18 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
     work = len(tables) * heads
     scale, inner = _scales(features.scale, features.softcap)
     sinks = features.sink_logits_H
+    processors = _processors(q.device)
+    last = None
+    if LAST_ROUND and carry is None and sinks is None:
+        from meshflash.kernels.gluon_last import join_parts, last_round
+
+        last = last_round(tables, heads, processors, config.block_n)
     with torch.cuda.device_of(q):
-        kernel[(min(work, _processors(q.device)),)](
+        kernel[(min(work, processors),)](
             *(_blocks_of(q, config.rows), _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
             *(out, lse, carried, carried_lse, lse if sinks is None else sinks.contiguous()),
-            *(_counter(q.device), tables.tiles, tables.spans, len(tables), heads, section, work, scale, inner),
+            *(_counter(q.device), tables.tiles, tables.spans, len(tables), heads, section),
+            *(work - last.tiles if last else work, scale, inner),
             *(*out.stride()[:3], *lse.stride(), *carried.stride()[:3], *carried_lse.stride()),
             GROUP=group,
             ROWS=config.rows,
@@ -170,6 +179,11 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             COPY_REGISTERS=config.copy_registers,
             num_warps=4,
         )
+        if last:
+            queries = last.queries(q)
+            part = torch.empty_like(queries, dtype=torch.float32), lse.new_empty(q.shape[0], 1, queries.shape[1])
+            forward(x, queries, k[:, :, -1:], v[:, :, -1:], part, None, config, last.blocks)
+            join_parts(last, part, out, lse, config.block_m)
 
 
 class Sums:
