@@ -200,7 +200,7 @@ def test_configurations_are_forced_and_let_go():
 
 
 def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
-    monkeypatch.setattr(gluon_launch, "_there", lambda device: True)
+    monkeypatch.setattr(gluon_launch, "has_gluon", lambda device: True)
     work = worklist(Mask.causal(), (range(64),), (range(64),))
 
     def rated(dim, direction="forward", dtype=torch.bfloat16, **features):
@@ -216,7 +216,7 @@ def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
 
 
 def test_rates_that_a_table_lacks_are_those_of_the_kernel(monkeypatch):
-    monkeypatch.setattr(gluon_launch, "_there", lambda device: True)
+    monkeypatch.setattr(gluon_launch, "has_gluon", lambda device: True)
     work = worklist(Mask.causal(), (range(64),), (range(64),))
     ask = Ask("forward", torch.device("cuda"), torch.bfloat16, 96, 96, work, Features(scale=0.1))
     slow, fast = Rate("triton", "forward", True, 128, 512, 100.0), Rate("triton", "forward", True, 64, 512, 400.0)
