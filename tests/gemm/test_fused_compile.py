@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from cross import TARGETS, Built, _pretend, missing
+from meshflash.gemm.configs import HOPPER_CANDIDATES, Config
 
 pytest.importorskip("triton")
 
@@ -29,7 +30,10 @@ CORES = 132
 
 @dataclass(frozen=True)
 class Call:
-    """A fused product of 4096 x 4096 x 4096 on 4 ranks, or one that no descriptor describes."""
+    """A fused product of 4096 x 4096 x 4096, in a configuration or in that of the table.
+
+    `layout` is that of both operands, as plans of products call it; no descriptor describes those that are not aligned.
+    """
 
     collective: str
     variant: str
@@ -38,9 +42,20 @@ class Call:
     aligned: bool = True
     reduce: str = "float32"
     timed: bool = False
+    config: tuple[int, ...] = ()
+    world: int = 4
+    layout: str = "nn"
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether the kernel in Gluon serves it, on a Hopper GPU."""
+        asked = bool(self.config) and bool(Config(*self.config).roles) and self.variant == "epilogue"
+        return asked and self.collective == "all_scatter" and self.aligned and self.world <= 8
 
     def __str__(self) -> str:
         more = [f"in {self.shots}"] * bool(self.shots) + ["unaligned"] * (not self.aligned) + ["timed"] * self.timed
+        more += ["x".join(map(str, self.config))] * bool(self.config) + [f"{self.world} ranks"] * (self.world != 4)
+        more += [self.layout] * (self.layout != "nn")
         return " ".join((self.collective, self.variant, self.numbers, f"by {self.reduce}", *more))
 
 
@@ -75,7 +90,7 @@ def main(target: str, work: str, into: str) -> None:
     for fields in json.loads(work):
         built.clear()
         try:
-            make(Call(**fields))
+            make(Call(**fields | {"config": tuple(fields["config"])}))
             answers.append([asdict(one) for one in built])
         except Exception as error:  # a compiler's own, of any kind, and the other calls are still to come
             answers.append(f"{type(error).__name__}: {error}")
@@ -87,15 +102,16 @@ def make(call: Call) -> None:
     import torch
 
     from meshflash.gemm.fused_exchange import Exchange
-    from meshflash.gemm.fused_launch import Ends
+    from meshflash.gemm.fused_launch import Ends, columns_of
     from meshflash.gemm.fused_plan import FusedProduct, plan_fused
 
-    device, world, size = torch.device("meta"), 4, 4096
+    device, world, size = torch.device("meta"), call.world, 4096
     dtype = getattr(torch, call.numbers)
     product = FusedProduct.of(
         *(call.collective, size, size, size, world, dtype), reduce_dtype=getattr(torch, call.reduce)
     )
-    plan = plan_fused(product, device, variant=call.variant, shots=call.shots)
+    config = Config(*call.config) if call.config else None
+    plan = plan_fused(product, device, variant=call.variant, shots=call.shots, config=config)
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device=device)
@@ -105,18 +121,24 @@ def make(call: Call) -> None:
     firsts, words = empty(world + 1, kind=torch.int32), empty(world, kind=torch.int64)
     exchange = Exchange.__new__(Exchange)
     exchange.plan, exchange.mode, exchange._firsts = plan, "torch", firsts
-    exchange._own = {1: firsts}
+    exchange._own = {world - 1: firsts}
     vars(exchange).update(heap=SimpleNamespace(device=device), _product=lambda a, b: empty(a.shape[0], b.shape[1]))
     flags = {name: rooms.get(name, begun) for name in ("begun", "arrived", "flags", "ready")}
     data = {name: rooms[name][0] if name in rooms else begun for name in ("inbox", "matrix")}
     times = empty(10, 3, kind=torch.int64) if call.timed else None
     tables: dict[str, Any] = {"bases": words, "status": words, "firsts": firsts, "wanted": words, "times": times}
-    ends = Ends(rank=1, epoch=5, **flags, **data, **tables)
+    columns = columns_of(plan, world - 1, [data["matrix"]] * world)
+    ends = Ends(rank=world - 1, epoch=5, columns=columns, **flags, **data, **tables)
     some = size // world
     rows = {"all_scatter": (size, size, some), "ag_gemm": (some, size, size)}.get(call.collective, (size, some, size))
     m, k, n = rows
-    more = 0 if call.aligned else 1
-    a, b = empty(m, k + more)[:, :k], empty(k, n + more)[:, :n]
+
+    def matrix(rows: int, columns: int, turned: bool) -> torch.Tensor:
+        if turned:
+            return matrix(columns, rows, False).T
+        return empty(rows, columns + (not call.aligned))[:, :columns]
+
+    a, b = matrix(m, k, call.layout[0] == "t"), matrix(k, n, call.layout[1] == "t")
     for stage in exchange._stages(ends, a, b, {}):
         stage.do()
 
@@ -134,9 +156,29 @@ ANYWHERE = (
     Call("all_reduce", "epilogue", 1, "float16", reduce="float16"),
     Call("gemm_rs", "epilogue", None, reduce="bfloat16"),
 )
-#: In the ordinary run: a product that puts, one that adds up and puts, and two whose rows come by descriptors, of which
-#: one makes them itself.
-FEW = (Call("all_reduce", "epilogue", 2), Call("ag_gemm", "producer_consumer"), Call("ag_gemm", "epilogue"))
+#: Configurations in which warps have roles, also with room for all of a tile that is sent.
+ROLES = tuple(
+    replace(config, stages=config.stages - fewer) for config in HOPPER_CANDIDATES if config.roles for fewer in (0, 1)
+)
+#: Of a Hopper GPU: the kernel in Gluon, and who asks for it where it does not serve.
+HOPPER = (
+    *(Call("all_scatter", "epilogue", config=astuple(config)) for config in ROLES),
+    *(Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=world) for world in (1, 2, 8, 16)),
+    *(Call("all_scatter", "epilogue", config=astuple(ROLES[0]), layout=layout) for layout in ("nt", "tn", "tt")),
+    Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=8, timed=True),
+    Call("all_scatter", "epilogue", None, "float16", config=astuple(ROLES[0])),
+    Call("all_scatter", "epilogue", config=astuple(ROLES[0]), aligned=False),
+    *(Call("all_scatter", variant, config=astuple(ROLES[0])) for variant in ("producer_consumer", "bulk")),
+    *(Call(collective, "epilogue", config=astuple(ROLES[1])) for collective in ("ag_gemm", "gemm_rs")),
+)
+#: In the ordinary run: products that put, by warps that have roles and by others, one that adds up and puts, and two
+#: whose rows come by descriptors, of which one makes them itself.
+FEW = (
+    HOPPER[0],
+    Call("all_reduce", "epilogue", 2),
+    Call("ag_gemm", "producer_consumer"),
+    Call("ag_gemm", "epilogue"),
+)
 #: Bytes that a thread may spill, outside of the loop over K.
 SPILLED = {"sm_90": 0, "sm_100": 192, "sm_80": 0, "gfx942": 0}
 #: The same where parts are added up, which waits for memory.
@@ -147,6 +189,7 @@ def check(target: str, call: Call, built: list[Built] | str) -> None:
     assert not isinstance(built, str), built
     kernels = [kernel.kernel for kernel in built]
     assert kernels[0] == "send"
+    assert (built[0].barrier > 0) == call.has_roles, "groups of warps with roles have barriers of their own"
     assert len(kernels) > 1 or (call.collective, call.variant) == ("ag_gemm", "bulk")
     for kernel in built:
         assert kernel.shared <= TARGETS[target].shared, kernel
@@ -170,12 +213,17 @@ def test_fused_products_fit_a_hopper_gpu():
 
 @cache
 def every(target: str) -> dict[Call, list[Built] | str]:
-    return compiled(target, ANYWHERE)
+    return compiled(target, (*ANYWHERE, *HOPPER) if target == "sm_90" else ANYWHERE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ANYWHERE, ids=str)
-@pytest.mark.parametrize("target", SPILLED)
+@pytest.mark.parametrize(
+    ("target", "call"),
+    [
+        *(pytest.param(target, call, id=f"{target} {call}") for target in SPILLED for call in ANYWHERE),
+        *(pytest.param("sm_90", call, id=f"sm_90 {call}") for call in HOPPER),
+    ],
+)
 def test_every_collective_fits(target, call):
     if lacking := missing(target):
         pytest.skip(f"no {lacking} here")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from meshflash.gemm import FusedGemm
+from meshflash.gemm import FusedGemm, configs, fused_launch
 from meshflash.gemm.fused_plan import VARIANTS, FusedProduct
 from meshflash.gemm.heap import open_heap
+from meshflash.kernels.gluon_launch import has_gluon
 from meshflash.launch import mps
 from meshflash.launch.devices import take_device
 from meshflash.launch.processes import RankError, run_ranks
@@ -27,6 +29,18 @@ EVERY = [("all_scatter", None), ("all_reduce", 1), ("all_reduce", 2), ("ag_gemm"
 #: Even and ragged.
 SHAPES = [(2048, 2048, 4096), (1003, 777, 1501)]
 HEAP = 2**29
+#: Of a product by warps that have roles: even, and with edges that descriptors describe, of parts on 2 and 4 ranks.
+DESCRIBED = [(2048, 2048, 4096), (1003, 1312, 1496)]
+#: With room for half of a tile that is sent, and for all of it.
+ROLES = tuple(
+    replace(config, stages=config.stages - fewer)
+    for config in configs.HOPPER_CANDIDATES
+    if config.roles
+    for fewer in (0, 1)
+)
+needs_gluon = pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_gluon(torch.device("cuda")), reason="needs a Hopper GPU, and Gluon"
+)
 
 
 def parts(collective, world, shape, dtype, seed):
@@ -92,6 +106,11 @@ def test_ranks_of_one_gpu_and_changing_inputs(world):
     with mps.mps():
         run_ranks(world, repeated, 200, timeout=1500, listen=told.append)
     assert len(told) == world * len(EVERY) * len(VARIANTS) * (len(SHAPES) + 1)
+    check_told(told)
+
+
+def check_told(told):
+    """Results are near enough, and their bits the same in each call and on all ranks."""
     found: dict[str, list[Any]] = {}
     for name, rank, worst, seen in told:
         assert worst <= 1, (name, rank, worst)
@@ -118,6 +137,126 @@ def test_one_process_plays_all_ranks(collective, shots, variant, world):
                     assert error(out, mine(collective, rank, world, want)) <= ALLOWED[torch.bfloat16]
                     assert collective == "gemm_rs" or torch.equal(out, outs[0])
             heap.check()
+
+
+@pytest.fixture
+def by_roles(monkeypatch):
+    """Ranks that sent by warps that have roles, in the order in which they did."""
+    seen: list[int] = []
+    send = fused_launch.send_by_roles
+
+    def spy(ends, *more):
+        seen.append(ends.rank)
+        send(ends, *more)
+
+    monkeypatch.setattr(fused_launch, "send_by_roles", spy)
+    return seen
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    ("config", "world"), [*((config, world) for config in ROLES for world in (2, 4)), (ROLES[0], 1), (ROLES[0], 8)]
+)
+def test_warps_that_have_roles_send_to_all_that_one_process_plays(config, world, by_roles):
+    calls = 20
+    for shape in DESCRIBED if world < 8 else DESCRIBED[:1]:
+        by_roles.clear()
+        with (
+            open_heap(world, bytes=HEAP, device="cuda", timeout=30) as heap,
+            FusedGemm(
+                heap, "all_scatter", *shape, torch.bfloat16, variant="epilogue", config=config, timed=True
+            ) as gemm,
+        ):
+            for seed in range(calls):
+                pairs, want = parts("all_scatter", world, shape, torch.bfloat16, seed)
+                bs = [b.contiguous() for _, b in pairs]
+                outs = gemm([a for a, _ in pairs], bs, copy=seed % 2 == 0)
+                for out in outs:
+                    assert error(out, want) <= ALLOWED[torch.bfloat16]
+                    assert torch.equal(out, outs[0])
+            heap.check()
+            for rank, times in gemm.times.items():
+                own = times[: gemm.plan.rows * gemm.plan.columns(rank)]
+                assert (own[:, 0] > 0).all()
+                assert (own[:, 1] >= own[:, 0]).all()
+        assert by_roles == list(range(world)) * calls
+
+
+@needs_gluon
+@pytest.mark.parametrize("layout", ["nt", "tn", "tt"])
+def test_warps_that_have_roles_and_operands_by_columns(layout, by_roles):
+    shape = DESCRIBED[1]
+    with (
+        open_heap(2, bytes=HEAP, device="cuda", timeout=30) as heap,
+        FusedGemm(heap, "all_scatter", 1000, *shape[1:], torch.float16, variant="epilogue", config=ROLES[0]) as gemm,
+    ):
+        pairs, want = parts("all_scatter", 2, (1000, *shape[1:]), torch.float16, 0)
+
+        def laid(x, how):
+            return x.T.contiguous().T if how == "t" else x.contiguous()
+
+        outs = gemm([laid(a, layout[0]) for a, _ in pairs], [laid(b, layout[1]) for _, b in pairs])
+        assert all(error(out, want) <= ALLOWED[torch.float16] for out in outs)
+        assert by_roles == [0, 1]
+
+
+@needs_gluon
+def test_ranks_whose_columns_no_descriptor_describes_send_as_before(by_roles):
+    """So that one rank sends in one way and the other in the other, and each counts alike."""
+    m, n, k = 1024, 1001, 512
+    with (
+        open_heap(3, bytes=HEAP, device="cuda", timeout=30) as heap,
+        FusedGemm(
+            *(heap, "all_scatter", m, n, k, torch.bfloat16),
+            sizes=(512, 333, 156),
+            variant="epilogue",
+            config=ROLES[0],
+        ) as gemm,
+    ):
+        a, b = (torch.randn(size, device="cuda").bfloat16() for size in ((m, k), (k, n)))
+        bs = [x.contiguous() for x in b.split((512, 333, 156), 1)]
+        for _ in range(5):
+            outs = gemm([a] * 3, bs)
+            heap.check()
+            assert all(error(out, a.double() @ b.double()) <= ALLOWED[torch.bfloat16] for out in outs)
+            assert all(torch.equal(out, outs[0]) for out in outs)
+    assert by_roles == [0] * 5
+
+
+def roles_repeated(rank, world, tell, calls):
+    """As `repeated`, of the all_scatter by warps that have roles."""
+    device = take_device("cuda", rank)
+    heap = open_heap(bytes=HEAP, device=device, timeout=60)
+    for config in ROLES[:2]:
+        for shape in DESCRIBED:
+            inputs = [parts("all_scatter", world, shape, torch.bfloat16, seed) for seed in range(3)]
+            own = [(pairs[rank][0], pairs[rank][1].contiguous(), want) for pairs, want in inputs]
+            gemm = FusedGemm(heap, "all_scatter", *shape, torch.bfloat16, variant="epilogue", config=config)
+            assert gemm._exchange is not None
+            assert all(gemm._exchange._columns[rank]), "the kernel in Gluon serves it"
+            worst, seen = 0.0, dict[int, set[int]]()
+            for call in range(calls):
+                a, b, want = own[call % 3]
+                out = gemm(a, b, copy=call % 2 == 0)
+                seen.setdefault(call % 3, set()).add(bits(out))
+                worst = max(worst, error(out, want))
+            gemm.free()
+            heap.barrier()
+            told = {seed: sorted(found) for seed, found in seen.items()}
+            tell((f"{config} {shape}", rank, worst / ALLOWED[torch.bfloat16], told))
+    heap.close()
+
+
+@needs_gluon
+@pytest.mark.parametrize("world", [2, 4])
+def test_warps_that_have_roles_send_to_processes(world):
+    if mps.missing():
+        pytest.skip(str(mps.missing()))
+    told: list[Any] = []
+    with mps.mps():
+        run_ranks(world, roles_repeated, 200, timeout=900, listen=told.append)
+    assert len(told) == world * 2 * len(DESCRIBED)
+    check_told(told)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -148,15 +287,16 @@ def test_a_graph_is_refused():
             gemm(a, b)
 
 
-def lost(rank, world, tell):
+def lost(rank, world, tell, collective, shots, dtype, config):
     """Rank 1 does not come to the second call; the others say so, and have NaN."""
     device = take_device("cuda", rank)
-    shape = (512, 512, 512)
-    pairs, want = parts("all_reduce", world, shape, torch.float32, 0)
+    shape = (512, 768, 512)
+    pairs, want = parts(collective, world, shape, dtype, 0)
+    pairs = [(a, b.contiguous()) for a, b in pairs]
     for seconds in (60, 4):  # what is compiled in the first call takes longer than the second heap waits
         heap = open_heap(bytes=2**26, device=device, timeout=seconds)
-        gemm = FusedGemm(heap, "all_reduce", *shape, variant="epilogue", shots=2)
-        assert error(gemm(*pairs[rank]), want) <= ALLOWED[torch.float32]
+        gemm = FusedGemm(heap, collective, *shape, dtype, variant="epilogue", shots=shots, config=config)
+        assert error(gemm(*pairs[rank]), want) <= ALLOWED[dtype]
         heap.barrier()
         if seconds == 60:
             gemm.free()
@@ -169,12 +309,19 @@ def lost(rank, world, tell):
     tell((rank, str(raised.value), bool(out.isnan().any())))
 
 
-def test_a_lost_rank_is_named():
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(("all_reduce", 2, torch.float32, None), id="all_reduce"),
+        pytest.param(("all_scatter", None, torch.bfloat16, ROLES[0]), id="all_scatter by roles", marks=needs_gluon),
+    ],
+)
+def test_a_lost_rank_is_named(way):
     if mps.missing():
         pytest.skip(str(mps.missing()))
     told: list[Any] = []
     with mps.mps(), suppress(RankError):  # rank 1 waits at the end for the others, or they for it
-        run_ranks(3, lost, timeout=200, listen=told.append)
+        run_ranks(3, lost, *way, timeout=200, listen=told.append)
     assert sorted(each[0] for each in told) == [0, 2]
     for rank, text, has_nan in told:
         assert text.startswith(f"rank {rank} waited 4 s in step 2 for rank 1")

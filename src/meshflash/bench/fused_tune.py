@@ -16,6 +16,7 @@ from meshflash.bench.fused_cases import Case, Setup
 from meshflash.gemm import configs
 from meshflash.gemm.configs import Config
 from meshflash.gemm.fused_plan import BULK, VARIANTS, FusedConfig
+from meshflash.kernels.gluon_launch import has_gluon
 from meshflash.launch.devices import take_device
 from meshflash.transport.contract import TransportError
 
@@ -24,6 +25,8 @@ ROUNDS = 3
 #: Multiprocessors that move: besides what the sizes suggest, tried in the best configuration.
 MOVERS = (1, 2, 4, 8)
 MOVING = "producer_consumer"
+#: Whether the kernel in Gluon is tried: not before its tests ran on a GPU.
+TRY_ROLES = False
 #: What is said of one that is left out, before why.
 FAILED = "does not run:"
 
@@ -31,11 +34,21 @@ Say = Callable[[str], None]
 
 
 def candidates(case: Case, device: torch.device) -> dict[str, list[Config]]:
-    """What is worth trying, by variant. No warp of a fused product has a role, and of the bulk only tiles matter."""
+    """What is worth trying, by variant. Of the bulk only tiles matter.
+
+    Warps have roles in the epilogue of an all_scatter alone, where kernels in Gluon run. A stage less leaves room in
+    shared memory for all of a tile that is sent.
+    """
     part = case.product.part(device)
-    found = list(dict.fromkeys(replace(config, roles=0) for config in configs.candidates(part.numbers, device)))
+    every = configs.candidates(part.numbers, device)
+    found = list(dict.fromkeys(replace(config, roles=0) for config in every))
     tiles = {(config.block_m, config.block_n): config for config in reversed(found)}
-    return {name: list(tiles.values()) if name == BULK else found for name in VARIANTS}
+    tried = {name: list(tiles.values()) if name == BULK else found for name in VARIANTS}
+    if TRY_ROLES and case.collective == "all_scatter" and has_gluon(device):
+        roles = [config for config in every if config.roles]
+        fewer = [replace(config, stages=config.stages - 1) for config in roles]
+        tried["epilogue"] = [*roles, *fewer, *found]
+    return tried
 
 
 def best(rank: int, setup: Setup, case: Case, say: Say) -> dict[str, Config]:

@@ -6,7 +6,6 @@ does not meet anybody on the host.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
@@ -20,7 +19,7 @@ from meshflash.gemm import configs
 from meshflash.gemm.configs import Config
 from meshflash.gemm.fused_exchange import Exchange
 from meshflash.gemm.fused_group import run_by_group
-from meshflash.gemm.fused_plan import FusedPlan, FusedProduct, plan_fused
+from meshflash.gemm.fused_plan import FusedPlan, FusedProduct, cores_of, plan_fused
 from meshflash.gemm.planning import MODES
 from meshflash.launch.devices import CPU, name_of
 from meshflash.transport.process_group import dist
@@ -196,16 +195,14 @@ def _company(heap: Heap) -> tuple[int, int]:
 
     Programs of ranks that share a GPU wait for each other, so all of them must run at once.
     """
-    if heap.kind == "shared":
-        return 1, configs.cores(heap.device)
     cores = configs.cores(heap.device)
-    if heap._meeting is None:
-        return (1, cores) if heap.device.type == CPU else (heap.world, max(1, cores // heap.world))
+    if heap.device.type == CPU:
+        return 1, cores
+    if heap._meeting is None:  # what this process has is for all ranks that it plays
+        return heap.world, max(1, cores // heap.world)
     names = heap._meeting.all(name_of(heap.device))
     sharing = names.count(names[heap.rank])
-    percent = float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") or 100)
-    apart = percent * sharing <= 100  # MPS gives each its own, and they were counted so
-    return sharing, cores if apart else max(1, cores // sharing)
+    return sharing, cores_of(heap.device, sharing)
 
 
 def _agree(heap: Heap, plan: FusedPlan) -> None:

@@ -63,6 +63,7 @@ class Exchange:
             rank: torch.zeros(tiles, 3, dtype=torch.int64, device=device) if timed else None for rank in heap.played
         }
         heap.barrier()
+        self._columns = {rank: [self._described(rank, turn) for turn in range(2)] for rank in heap.played}
 
     def __call__(self, operands: Mapping[int, tuple[Tensor, Tensor]], copy: bool) -> dict[int, Tensor]:
         """What each played rank gets."""
@@ -108,6 +109,13 @@ class Exchange:
         """Whether results lie in the heap, where the call after the next overwrites them."""
         return self.plan.product.collective == "all_scatter" or self.plan.shots == 2
 
+    def _described(self, rank: int, turn: int) -> tuple[Any, ...]:
+        """Where a rank stores tiles by descriptors, which take long to make."""
+        if "matrix" not in self._rooms:
+            return ()
+        matrix = self._rooms["matrix"][turn]
+        return launch.columns_of(self.plan, rank, [matrix.peer(peer) for peer in range(self.heap.world)])
+
     def _ends(self, rank: int) -> Ends:
         rooms = self._rooms
         begun = rooms["begun"].local
@@ -132,6 +140,7 @@ class Exchange:
             firsts=self._firsts,
             wanted=self._wanted,
             times=self.times[rank],
+            columns=self._columns[rank][self.epoch % 2],
         )
 
     def _stages(self, ends: Ends, a: Tensor, b: Tensor, results: Results) -> list[Stage]:
@@ -152,7 +161,8 @@ class Exchange:
         if plan.variant == BULK:
             return [Stage(lambda: scatter(self._product(a, b), None)), end]
         if not plan.movers:
-            return [Stage(lambda: scatter(a, b)), end]
+            by_roles = launch.has_roles(ends, a, b)
+            return [Stage(lambda: launch.send_by_roles(ends, plan, a, b) if by_roles else scatter(a, b)), end]
 
         def move() -> None:
             launch.all_begun(ends, plan)

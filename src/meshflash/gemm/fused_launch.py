@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshflash.gemm.fused_plan import FusedPlan
+from meshflash.gemm.fused_plan import FusedPlan, lined
+from meshflash.gemm.fused_tiles import peer_of
 from meshflash.gemm.launch import extent, in_blocks
 from meshflash.gemm.planning import in_lines
+from meshflash.kernels.contract import HALF
+from meshflash.kernels.gluon_launch import descriptor, has_gluon
 from meshflash.launch.devices import TRITON
 
 #: Warps of programs that only add, and sums that a thread of theirs has at a time.
@@ -26,6 +29,11 @@ MOVING_WARPS, MOVED = 4, 32
 MOVING, ADDING = 8, 4
 #: Depth of blocks that are loaded by pointers, at most.
 DEPTH = 32
+#: Of the kernel in Gluon: ranks that it has descriptors for, rows of a tile at least, and bytes of shared memory that
+#: two halves of a tile may take with the blocks that are multiplied; where they are more, one waits for the other.
+RANKS, LEAST_ROWS, SHARED = 8, 128, 226 * 1024
+#: Of its threads: of those that multiply, and of those that copy or send, which know a descriptor for each rank.
+COMPUTE_REGISTERS, COPY_REGISTERS = 232, 40
 #: Numbers that are set to NaN at a time where a rank was lost.
 BLOCK = 1024
 
@@ -35,7 +43,7 @@ class Ends:
     """What the kernels of one rank talk through in one call; where a collective has no such thing, `begun` stands.
 
     `matrix` and `inbox` are this call's of two. `firsts` are the first rows of sections, `wanted` the counts that a
-    call adds to `arrived`, `times` of tiles (computed, sent, received) or None.
+    call adds to `arrived`, `times` of tiles (computed, sent, received) or None. `columns` are those of `columns_of`.
     """
 
     rank: int
@@ -51,6 +59,7 @@ class Ends:
     firsts: Tensor
     wanted: Tensor
     times: Tensor | None = None
+    columns: tuple[Any, ...] = ()
 
     @property
     def clocked(self) -> Tensor:
@@ -101,6 +110,58 @@ def send(
             B_TURNED=b_turned,
             WIDE=any(extent(x) >= 2**31 for x in (a, b) if x is not None),
             **_blocks(plan, a, as_blocks is not None) | ({"num_warps": MOVING_WARPS} if b is None else {}),
+        )
+
+
+def columns_of(plan: FusedPlan, rank: int, matrices: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Descriptors of a rank's columns in the matrices of all ranks, in the order in which it stores to them.
+
+    There are none where the plan does not ask for roles, or the kernel in Gluon does not serve it.
+    """
+    product, config, world = plan.product, plan.blocks, len(matrices)
+    asked = (product.collective, plan.variant) == ("all_scatter", "epilogue") and config.roles
+    if not asked or world > RANKS or config.block_m < LEAST_ROWS or not has_gluon(matrices[0].device):
+        return ()
+    first, end = product.firsts[rank : rank + 2]
+    whole = end > first and lined(end - first, product.out_dtype) == end - first  # no 16 bytes are another rank's too
+    into = [matrices[peer_of(turn, rank, world)][:, first:end] for turn in range(world)]
+    if not whole or not all(x in HALF for x in (product.dtype, product.out_dtype)) or not all(map(in_lines, into)):
+        return ()
+    return tuple(descriptor(x, [config.block_m // 2, config.block_n // 2]) for x in into)
+
+
+def has_roles(ends: Ends, a: Tensor, b: Tensor) -> bool:
+    """Whether `send_by_roles` serves these operands."""
+    return bool(ends.columns) and all(x.numel() > 0 and (in_lines(x) or in_lines(x.T)) for x in (a, b))
+
+
+def send_by_roles(ends: Ends, plan: FusedPlan, a: Tensor, b: Tensor) -> None:
+    """Put the tiles of a product into the matrix of every rank, by the kernel in Gluon: as `send`, flag "source"."""
+    from meshflash.gemm.gluon_send import send as kernel
+
+    config, world = plan.blocks, len(ends.columns)
+    as_blocks = in_blocks(a, b, replace(config, block_m=config.block_m // 2), descriptor)
+    assert as_blocks is not None
+    (a_in, a_turned), (b_in, b_turned) = as_blocks
+    stages = config.stages * (config.block_m + config.block_n) * config.block_k * a.element_size()
+    whole = config.block_m * config.block_n * a.element_size()
+    with torch.cuda.device_of(a):
+        kernel[(plan.programs,)](
+            *(a_in, b_in, *ends.columns, *[None] * (RANKS - world), ends.begun, ends.arrived, ends.clocked, ends.bases),
+            *(ends.rank, ends.epoch, a.shape[0], b.shape[1], -(-a.shape[1] // config.block_k)),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            GROUP=config.group,
+            STAGES=config.stages,
+            ROOMS=2 if stages + whole <= SHARED else 1,
+            A_TURNED=a_turned,
+            B_TURNED=b_turned,
+            WORLD=world,
+            TIMED=ends.times is not None,
+            COMPUTE_REGISTERS=COMPUTE_REGISTERS,
+            COPY_REGISTERS=COPY_REGISTERS,
+            num_warps=4,
         )
 
 

@@ -58,9 +58,9 @@ def _segment(turn, alone, at, end, steps, shared, rows, columns, SLOTS: gl.const
 
 
 @gluon.jit
-def _copy(a, b, a_room, b_room, full, empty, rows, columns, steps, crew, slices, shared,
-          HALF_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
-          SLOTS: gl.constexpr, STAGES: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr):  # fmt: skip
+def copy(a, b, a_room, b_room, full, empty, rows, columns, steps, crew, slices, shared,
+         HALF_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
+         SLOTS: gl.constexpr, STAGES: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr):  # fmt: skip
     """The warp that copies."""
     alone, count, at, end = _share(rows * columns, steps, crew, slices, shared, SLOTS)
     done = 0
@@ -114,13 +114,44 @@ def _finish_half(x, BIAS, out, kept, room, m0, n0, N, ACTIVATION: gl.constexpr, 
 
 
 @gluon.jit
+def halves(x):
+    """The left and the right half of a tile's columns."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
 def _finish(x, BIAS, out, kept, room, m0, n0, N, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
             KEEP: gl.constexpr):  # fmt: skip
     """The same of a tile, half after half: so its way through shared memory is narrow."""
     HALF: gl.constexpr = x.shape[1] // 2
-    left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, HALF]), (0, 2, 1)))
+    left, right = halves(x)
     _finish_half(left, BIAS, out, kept, room, m0, n0, N, ACTIVATION, HAS_BIAS, KEEP)
     _finish_half(right, BIAS, out, kept, room, m0, n0 + HALF, N, ACTIVATION, HAS_BIAS, KEEP)
+
+
+@gluon.jit
+def sum_of(a_room, b_room, full, empty, first, last, done, WHICH: gl.constexpr, HALF_M: gl.constexpr,
+           BLOCK_N: gl.constexpr, STAGES: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr):  # fmt: skip
+    """One half of the rows of a tile, summed over slices from first to last; and blocks that have come till then."""
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros([HALF_M, BLOCK_N], gl.float32, SUM)
+    for step in range(first, last):
+        stage = done % STAGES
+        mbarrier.wait(full.index(stage), (done // STAGES) & 1)
+        a = a_room.index(stage * 2 + WHICH)
+        b = b_room.index(stage)
+        if A_TURNED:
+            a = a.permute((1, 0))
+        if B_TURNED:
+            b = b.permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        # the step before is done with its blocks
+        mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=step > first)
+        done += 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1)
+    return acc, done
 
 
 @gluon.jit
@@ -129,28 +160,12 @@ def _multiply(BIAS, out, kept, PARTIALS, a_room, b_room, out_room, full, empty, 
               SLOTS: gl.constexpr, STAGES: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr,
               ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, KEEP: gl.constexpr):  # fmt: skip
     """A group of warps that multiplies: one half of the rows of each tile."""
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     alone, count, at, end = _share(rows * columns, steps, crew, slices, shared, SLOTS)
     done = 0
     for turn in range(count):
         row, column, first, last, at = _segment(turn, alone, at, end, steps, shared, rows, columns, SLOTS, GROUP)
-        acc = gl.zeros([HALF_M, BLOCK_N], gl.float32, SUM)
-        for step in range(first, last):
-            stage = done % STAGES
-            mbarrier.wait(full.index(stage), (done // STAGES) & 1)
-            a = a_room.index(stage * 2 + WHICH)
-            b = b_room.index(stage)
-            if A_TURNED:
-                a = a.permute((1, 0))
-            if B_TURNED:
-                b = b.permute((1, 0))
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            # the step before is done with its blocks
-            mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1, pred=step > first)
-            done += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1)
+        acc, done = sum_of(a_room, b_room, full, empty, first, last, done, WHICH, HALF_M, BLOCK_N, STAGES, A_TURNED,
+                           B_TURNED)  # fmt: skip
         m0 = row * (2 * HALF_M) + WHICH * HALF_M
         n0 = column * BLOCK_N
         if SLOTS > 0:
@@ -158,8 +173,9 @@ def _multiply(BIAS, out, kept, PARTIALS, a_room, b_room, out_room, full, empty, 
                 slot = gl.program_id(0).to(gl.int64) * SLOTS
                 if SLOTS == 2:
                     slot += first == 0
-                m = WHICH * HALF_M + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, SUM))
-                n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SUM))
+                layout: gl.constexpr = acc.type.layout
+                m = WHICH * HALF_M + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
+                n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
                 gl.store(PARTIALS + slot * (2 * HALF_M * BLOCK_N) + m[:, None] * BLOCK_N + n[None, :], acc)
             else:
                 _finish(acc, BIAS, out, kept, out_room.index(WHICH), m0, n0, N, ACTIVATION, HAS_BIAS, KEEP)
@@ -194,6 +210,6 @@ def product(a, b, BIAS, out, kept, PARTIALS, M, N, steps, crew, slices, shared,
         (_multiply, (BIAS, out, kept, PARTIALS, a_room, b_room, out_room, full, empty, N, rows, columns, steps, crew,
                      slices, shared, SECOND, HALF_M, BLOCK_N, GROUP, SLOTS, STAGES, A_TURNED, B_TURNED, ACTIVATION,
                      HAS_BIAS, KEEP)),
-        (_copy, (a, b, a_room, b_room, full, empty, rows, columns, steps, crew, slices, shared, HALF_M, BLOCK_N,
-                 BLOCK_K, GROUP, SLOTS, STAGES, A_TURNED, B_TURNED)),
+        (copy, (a, b, a_room, b_room, full, empty, rows, columns, steps, crew, slices, shared, HALF_M, BLOCK_N,
+                BLOCK_K, GROUP, SLOTS, STAGES, A_TURNED, B_TURNED)),
     ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
