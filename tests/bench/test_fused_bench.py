@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 pytest.importorskip("triton")
 
 from meshflash.bench import fused, fused_sweep, fused_tables, fused_tune, record
-from meshflash.bench.fused import Played
+from meshflash.bench.fused import Played, planned
 from meshflash.bench.fused_cases import GROUP, HEAP, Case, Row, Setup, default_shape, default_world, failures
 from meshflash.bench.fused_sweep import COPIES, WAYS, Copies
 from meshflash.cli import app
-from meshflash.gemm import configs, fused_rates, rates
+from meshflash.gemm import configs, rates
 from meshflash.gemm.configs import Config
 from meshflash.gemm.fused_plan import VARIANTS, FusedConfig, plan_fused
 from meshflash.gemm.heap import open_heap
@@ -206,6 +206,9 @@ def test_the_best_configuration_of_each_variant(tried):
     assert [row.config[:2] for row in rows if row.config] == [(8, 16)] * 3
     assert [row.config[-1] for row in rows if row.config] == [0, 1, 0]  # movers
     assert not any(row.auto for row in rows)  # auto takes other blocks
+    auto = planned(case, Setup(local=True), torch.device("cpu"), "auto")
+    rows = fused_sweep._measure(0, Setup(rounds=1, local=True), case, chosen | {auto.variant: auto.blocks})
+    assert [row.variant for row in rows if row.auto] == [auto.variant]
 
 
 @interpreted
@@ -226,10 +229,18 @@ def test_processes_choose_the_same(pool):
     assert set(one) == set(VARIANTS)
 
 
-def test_rates_join_the_table_in_use(tmp_path, monkeypatch):
+@pytest.fixture
+def no_table():
+    """What a test reads is forgotten after it."""
+    rates._known.cache_clear()
+    yield
+    rates._known.cache_clear()
+
+
+def test_rates_join_the_users_own_table(tmp_path, monkeypatch, no_table):
     """Those of other products stay, the same ones are replaced, and `auto` takes the fastest with its movers."""
     monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path))
-    monkeypatch.setattr(fused_rates, "identity", lambda device: ("a GPU", "sm_90"))
+    monkeypatch.setattr(rates, "identity", lambda device: ("a GPU", "sm_90"))
     monkeypatch.setattr(rates, "known", lambda device: rates._known("a GPU", "sm_90"))
     monkeypatch.setattr(rates, "SHIPPED", tmp_path / "none")
     monkeypatch.setattr(configs, "cores", lambda device: 132)
@@ -247,14 +258,13 @@ def test_rates_join_the_table_in_use(tmp_path, monkeypatch):
     assert found[1].tflops == 2 * found[0].tflops == pytest.approx(2 * 4096**3 / 1e9)
     device = torch.device("cuda")
     for _ in range(2):
-        path = fused_rates.add(found, device, {"torch": "2"})
+        path = rates.add(found, device, {"torch": "2"})
     assert len(rates._read(path).rates) == 3
     assert rates._read(path).best("bfloat16", "nn", 4096, 4096, 4096) == plain
     plan = plan_fused(case.product, device, sharing=4)
     assert (plan.variant, plan.shots, plan.movers, plan.programs) == ("producer_consumer", 2, 3, 30)
-    fused_rates.add(fused_sweep.rates_of([replace(moving, ms=4.0)]), device, {})
+    rates.add(fused_sweep.rates_of([replace(moving, ms=4.0)]), device, {})
     assert plan_fused(case.product, device, sharing=4).variant == "bulk"
-    rates._known.cache_clear()
 
 
 @interpreted
@@ -266,7 +276,7 @@ def test_calibrating_adds_the_rates_of_each_case(tmp_path, monkeypatch):
         added.append([(rate.mode, rate.k, len(rate.config)) for rate in found])
         return tmp_path
 
-    monkeypatch.setattr(fused_rates, "add", add)
+    monkeypatch.setattr(rates, "add", add)
     told: list = []
     cases = [Case("all_reduce", 10, 20, k, 2, shots=1) for k in (8, 12)]
     fused_sweep.run(cases, Setup(rounds=1, local=True), told.append, tune=True, write=True)

@@ -113,6 +113,8 @@ def make(call: Call) -> None:
     run(plan, a, b, precision, Epilogue(out, bias, call.activation, call.keep))
 
 
+#: The kernel in Gluon.
+ROLES = astuple(next(config for config in HOPPER_CANDIDATES if config.roles))
 #: What comes with meshflash, in the layouts of a forward and of a backward, with every epilogue, and unaligned.
 HOPPER = (
     *(Call(mode, astuple(config)) for config in HOPPER_CANDIDATES for mode in ("stream_k", "data_parallel")),
@@ -120,6 +122,8 @@ HOPPER = (
     *(Call("stream_k", which=which, layout=layout) for which in range(3) for layout in ("nt", "tn", "tt")),
     *(Call("stream_k", activation=name, keep=keep) for name in ("relu", "gelu", "silu") for keep in (False, True)),
     *(Call("stream_k", astuple(config), out="float32") for config in HOPPER_CANDIDATES),
+    *(Call("stream_k", ROLES, layout=layout) for layout in ("nt", "tn", "tt")),
+    *(Call("stream_k", ROLES, activation=name, keep=keep) for name in ("relu", "gelu") for keep in (False, True)),
     *(Call("stream_k", out="float32", activation="gelu", keep=keep) for keep in (False, True)),
     Call("stream_k", numbers="float16"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def test_a_hundred_shapes_at_random():
 
 @pytest.mark.parametrize("mode", KERNELS)
 def test_every_candidate_is_right(mode):
-    for layout in ("nn", "nt", "tn"):
+    for layout in ("nn", "nt", "tn", "tt"):
         a, b = operands(1112, 1096, 2056, layout=layout)
         product = Product.of(a, b)
         for config in configs.candidates("bfloat16", a.device):
@@ -178,6 +179,14 @@ def test_streams_beside_each_other():
                 results.append(matmul(a, b, mode="stream_k"))
     torch.cuda.synchronize()
     assert all(torch.equal(result, want) for result in results)
+
+
+def test_threads_on_one_stream():
+    pairs = [operands(1536, 1280, 1024, seed=seed) for seed in range(4)]
+    want = [matmul(a, b, mode="stream_k") for a, b in pairs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda pair: matmul(*pair, mode="stream_k"), pairs * 25))
+    assert all(torch.equal(out, want[n % 4]) for n, out in enumerate(found))
 
 
 def test_a_captured_graph():

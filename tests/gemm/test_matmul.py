@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -211,8 +212,59 @@ def test_plans_of_a_large_gpu(a_gpu):
     assert unlined.block_n == 128
 
 
+def test_what_was_measured_here_goes_before_the_table_of_the_same_gpu(tmp_path, monkeypatch):
+    shipped = tmp_path / "shipped"
+    monkeypatch.setattr(rates, "SHIPPED", shipped)
+    monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path / "own"))
+    theirs = [Rate(mode, "bfloat16", "nn", 8, 8, 8, 2.0) for mode in ("torch", "split_k")]
+    rates.write(Table("NVIDIA H200", "sm_90", tuple(theirs)), shipped / "nvidia-h200.json")
+    mine = Rate("torch", "bfloat16", "nn", 8, 8, 8, 3.0)
+    found: dict[str, Any] = {}
+    for name in ("NVIDIA H200", "NVIDIA H100"):
+        monkeypatch.setattr(rates, "identity", lambda device, name=name: (name, "sm_90"))
+        before = rates._known(name, "sm_90")
+        assert before is not None
+        assert before.table.device == "NVIDIA H200"
+        path = rates.add([mine], torch.device("cuda"), {})
+        assert rates._read(path).rates == (mine,), "rates of another table are not measured here"
+        found[name] = rates._known(name, "sm_90")
+    rates._known.cache_clear()
+    assert found["NVIDIA H200"].table.rates == (theirs[1], mine)
+    assert found["NVIDIA H200"].source.endswith("and the table of NVIDIA H200")
+    assert found["NVIDIA H100"].table.rates == (mine,), "another GPU's are not mixed with its own"
+
+
+def test_a_split_that_no_table_has_takes_the_tiles_of_whole_ones(a_gpu, monkeypatch):
+    config = (128, 128, 64, 8, 4, 8, 1, 0)
+    table = Table("here", "sm_90", (Rate("data_parallel", "bfloat16", "nn", 4096, 4096, 4096, 7.0, config),))
+    monkeypatch.setattr(rates, "known", lambda device: Known(table, "a test"))
+    assert choose(a_gpu(4096, 4096, 4096), "split_k").config == Config(*config)
+
+
+def test_losses_are_told_and_how_far_auto_is_behind():
+    def row(mode, ms, ratio):
+        return dict(m=8, n=8, k=8, numbers="bfloat16", layout="nn", device="cuda", mode=mode, ms=ms, ratio=ratio)
+
+    told = bench.verdict([row("torch", 2.0, 1.0), row("stream_k", 4.0, 0.5), row("auto", 2.2, 0.9)])
+    assert told == [
+        "slower than torch.mm at 8x8x8 nn: stream_k 0.500",
+        "auto is at most 10.0% behind the best: at 8x8x8 nn",
+    ]
+    assert bench.verdict([row("torch", None, None), row("stream_k", 4.0, None)]) == []
+
+
+def test_a_product_in_a_process_of_its_own():
+    said: list[str] = []
+    case = bench.Case(16, 16, 16, "float32", "nn", "cpu")
+    (found,) = bench.measure_apart(case, ["torch"], 1, said.append)
+    assert found.ms is not None
+    assert found.case == case
+    assert "timing" in said
+
+
 def test_tables_are_written_and_read(tmp_path, monkeypatch):
     monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path))
+    monkeypatch.setattr(rates, "SHIPPED", tmp_path / "none")
     path = rates.file_of("NVIDIA H200")
     assert path == tmp_path / "gemm-nvidia-h200.json"
     rates.write(Table("NVIDIA H200", "sm_90", (Rate("torch", "bfloat16", "nn", 1, 2, 3, 4.0),)), path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -184,6 +185,24 @@ def test_a_hundred_calls_on_one_workspace(programs, monkeypatch):
             check(out, a.double() @ b.double())
         assert torch.equal(out, first[seed])
         room.fill_(torch.nan)
+
+
+def test_threads_on_one_workspace(programs, monkeypatch):
+    """Nobody's kernels come between the two of another: its parts would be added up instead."""
+    room = torch.full((3 * 2 * 256,), torch.nan)
+    monkeypatch.setattr(launch, "workspace", lambda device, numbers: room)
+    pairs = [operands(16, 16, 40, seed=seed) for seed in range(4)]  # one tile in three parts
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda pair: multiply(pair[0], pair[1], "stream_k")[0], pairs * 3))
+    for out, (a, b) in zip(found, pairs * 3, strict=True):
+        check(out, a.double() @ b.double())
+
+
+@pytest.mark.parametrize("mode", ["stream_k", "split_k"])
+def test_slices_counted_in_64_bits(mode, programs, monkeypatch):
+    monkeypatch.setattr(launch, "MOST_SLICES", 1)
+    a, b = operands(16, 17, 40)
+    check(multiply(a, b, mode)[0], a.double() @ b.double())
 
 
 @pytest.mark.parametrize(("mode", "shape"), [("stream_k", (33, 18, 100)), ("split_k", (16, 16, 100))])

@@ -47,7 +47,7 @@ class Truth:
         """The worst relative error of a gradient, and of a block of it; NaN where a row that is not known is none."""
         pairs = list(zip(grads, self.results[1:], strict=True))
         if not self.blocks:
-            return worst(relative_error(grad, known) for grad, known in pairs)
+            return worst(block_error(grad, known) for grad, known in pairs)
         if not all(grad.isfinite().all() for grad in grads):
             return math.nan
         sizes = [block.stop - block.start for block in self.blocks]

@@ -20,7 +20,7 @@ from meshflash.bench import fused_tables, fused_tune, plots, record
 from meshflash.bench.cases import on_cpu
 from meshflash.bench.fused import LOCAL, Played, in_ranks, opened, planned, sharing_of
 from meshflash.bench.fused_cases import Case, Setup, check_setup
-from meshflash.gemm import fused_rates
+from meshflash.gemm import fused_rates, rates
 from meshflash.gemm.configs import Config
 from meshflash.gemm.fused_plan import BULK, COLLECTIVES, VARIANTS, mode_of
 from meshflash.gemm.fused_tiles import split
@@ -100,7 +100,7 @@ def _run(
         rows = _measure(rank, setup, case, chosen)
         told(rows)
         if write and rank == 0:
-            told(fused_rates.add(rates_of(rows), torch.device(case.device), record.header("")["versions"]))
+            told(rates.add(rates_of(rows), torch.device(case.device), record.header("")["versions"]))
 
 
 def _headed(tell: Tell, head: str, text: str) -> None:
@@ -145,7 +145,7 @@ def _measure(rank: int, setup: Setup, case: Case, chosen: Mapping[str, Config] |
             heap=kind,
             variant=name,
             fused=name not in (BULK, COPIES),
-            auto=name in plans and (name, plans[name].config) == (auto.variant, auto.config),
+            auto=name == auto.variant and fused_rates.numbers_of(plans[name]) == fused_rates.numbers_of(auto),
             ms=ms[name],
             tflops=case.tflop / ms[name] * 1e3,
             ratio=ms[name] / unfused,

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from meshflash.bench.fused import Played, opened
+from meshflash.bench.fused import Played, opened, planned
 from meshflash.bench.fused_cases import Case, Setup
 from meshflash.gemm import configs
 from meshflash.gemm.configs import Config
@@ -62,7 +62,9 @@ def best(rank: int, setup: Setup, case: Case, say: Say) -> dict[str, Config]:
             times = _times(played, name, tried[name], say)
             if name == MOVING and times:
                 first = min(times, key=lambda config: times[config])
-                fit = [FusedConfig.of(first, movers) for movers in MOVERS if 2 * movers <= configs.cores(device)]
+                plan = planned(case, setup, device, MOVING, first)
+                cores = plan.programs // first.per_core + plan.movers
+                fit = [FusedConfig.of(first, movers) for movers in MOVERS if 2 * movers <= cores]
                 times |= _times(played, name, fit, say)
             if times:
                 chosen[name] = min(times, key=lambda config: times[config])

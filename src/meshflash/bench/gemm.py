@@ -286,7 +286,8 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
     for cell, group in itertools.groupby(rows, key=lambda row: tuple(row[key] for key in CELL)):
         timed = {row["mode"]: row for row in group if row["ms"] is not None}
         name = f"{cell[0]}x{cell[1]}x{cell[2]} {cell[4]}"
-        lost = [f"{mode} {row['ratio']:.3f}" for mode, row in timed.items() if mode in KERNELS and row["ratio"] < 1]
+        beside = {mode: row["ratio"] for mode, row in timed.items() if mode in KERNELS and row["ratio"] is not None}
+        lost = [f"{mode} {ratio:.3f}" for mode, ratio in beside.items() if ratio < 1]
         lines += [f"slower than torch.mm at {name}: {', '.join(lost)}"] if lost else []
         if "auto" in timed:
             behind.append((timed["auto"]["ms"] / min(row["ms"] for row in timed.values()) - 1, name))

@@ -20,7 +20,7 @@ def gemm(
     context: typer.Context,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="MxNxK; repeat for several. By default six large ones on a GPU, two small ones on a CPU."),
+        typer.Option(help="MxNxK; repeat for several. By default large ones on a GPU: six, or nine to calibrate."),
     ] = None,
     mode: Annotated[
         list[str] | None,
@@ -82,9 +82,9 @@ def gemm(
 
     from meshflash.bench import gemm as bench
     from meshflash.bench import record
-    from meshflash.bench.cases import pick_device, pick_dtype
+    from meshflash.bench.cases import on_cpu, pick_device, pick_dtype
     from meshflash.bench.report import picture
-    from meshflash.gemm import fused_rates
+    from meshflash.gemm import rates
 
     console = Console()
     most = 8 if tune or calibrate else None
@@ -98,7 +98,7 @@ def gemm(
         if calibrate:
             layouts = layout or list(bench.LAYOUTS)
             found, measured = bench.calibrate(device, shapes, kinds, layouts, rounds, status.update)
-            table_file = fused_rates.add(found.rates, torch.device(device), found.measured_with)
+            table_file = rates.add(found.rates, torch.device(device), found.measured_with)
             rows = [record.flat(row) for row in measured]
             record.write(path, rows, record.command_line())
         else:
@@ -106,14 +106,14 @@ def gemm(
                 case = bench.Case(m, n, k, kind, lies, device)
                 say = lambda text, case=case: status.update(f"{case.m}x{case.n}x{case.k}: {text}")  # noqa: E731
                 modes = tuple(mode or bench.default_modes(device))
-                measure = bench.measure if device == "cpu" else bench.measure_apart
+                measure = bench.measure if on_cpu(device) else bench.measure_apart
                 own = bench.trials(case, rounds, say) if tune else measure(case, modes, rounds, say)
                 rows += [record.flat(row) for row in own]
                 record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
     console.print(*bench.table(rows, most), sep="\n")
     for line in [] if most else bench.verdict(rows):
         console.print(line, soft_wrap=True)
-    if device == "cpu":
+    if on_cpu(device):
         console.print("on a CPU only torch is timed: our kernel is interpreted there", soft_wrap=True)
     for written in filter(None, (path, table_file)):
         console.print(f"written: {written}", soft_wrap=True)

@@ -1,7 +1,8 @@
 """How the kernel of products is launched: tables by architecture and dtype, never measured in a call.
 
-None of them was timed yet; they were compiled, and spill next to nothing. `meshflash bench gemm --calibrate` times the
-candidates of a device and writes the best of each shape into the user's own table, which goes before these.
+Those of Hopper were timed on an H200; the others were compiled, and spill next to nothing. `meshflash bench gemm
+--calibrate` times the candidates of a device and writes the best of each shape into the user's own table, which goes
+before these.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 #: How tiles in parts are added up, by how many parts are on their way at a time: numbers of a program, which has 8
 #: warps, and registers of a thread. By itself the compiler takes fewer, and loads part after part.
 SUMS, SUMS_WARPS = {2: (2048, 40), 4: (1024, 40), 8: (1024, 64)}, 8
+#: Slices that are counted in 32 bits, times the programs that share them.
+MOST_SLICES = 2**31 - 1
 #: Of a thread, in the kernel in Gluon: of those that multiply, and of those that copy.
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 
@@ -83,11 +86,14 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=then.dtype, device=a.device)
     kept = torch.empty_like(out) if then.keep else out
-    partials = workspace(a.device, split.programs * split.slots * config.block_m * config.block_n)
     bias = out if then.bias is None else then.bias.contiguous()
-    as_blocks = in_blocks(a, b, config)
-    store = as_blocks is not None and out.dtype in HALF and in_lines(out)  # wider ones take too much shared memory
-    long = split.tiles * split.steps * split.crew >= 2**31
+    long = split.tiles * split.steps * split.crew > MOST_SLICES
+    half_out = out.dtype in HALF and in_lines(out)  # wider ones take too much shared memory
+    roles = bool(config.roles) and half_out and not long and has_gluon(a.device)
+    as_blocks = in_blocks(
+        a, b, replace(config, block_m=config.block_m // 2) if roles else config, descriptor if roles else described
+    )
+    store = half_out and as_blocks is not None
     wide = any(extent(x) >= 2**31 for x in (a, b, out))
     shares = (split.steps, split.crew, split.slices, split.shared)
     common: dict[str, Any] = {
@@ -100,15 +106,18 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
         "KEEP": then.keep,
         "CHAINED": split.shared > 0 and as_blocks is not None and a.device.type != CPU,
     }
-    with torch.cuda.device_of(a):
-        if config.roles and store and not long and has_gluon(a.device):
-            _by_roles(config, split.programs, (a, b, bias, out, kept, partials), shares, common)
+    # other threads may multiply on this stream: none of their kernels comes between the two that share the workspace
+    with torch.cuda.device_of(a), _both if split.shared else nullcontext():
+        partials = workspace(a.device, split.programs * split.slots * config.block_m * config.block_n)
+        (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (b, False))
+        if roles and as_blocks:
+            given = (a_in, b_in, bias, out, kept, partials, *shares)
+            _by_roles(config, split.programs, given, common | {"A_TURNED": a_turned, "B_TURNED": b_turned})
         else:
             from meshflash.gemm.stream_k import product
 
             half = [config.block_m, config.block_n // 2]
             out_in, kept_in = (described(x, half) if store else x for x in (out, kept))
-            (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (b, False))
             product[(split.programs,)](
                 *(a_in, b_in, bias, out, out_in, kept, kept_in, partials),
                 *(m, n, k, *a.stride(), *b.stride(), out.stride(0), *shares),
@@ -126,28 +135,21 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
                 **common,
             )
         if split.shared:
-            given = (bias, out, kept, partials, m, n, out.stride(0), *shares[:3])
-            _add_up(config, split, given, common | {"LONG": long, "WIDE": wide})
+            sums = (bias, out, kept, partials, m, n, out.stride(0), *shares[:3])
+            _add_up(config, split, sums, common | {"LONG": long, "WIDE": wide})
     return out, kept if then.keep else None
 
 
-def _by_roles(
-    config: Config, programs: int, tensors: tuple[Tensor, ...], shares: tuple[int, ...], common: dict[str, Any]
-) -> None:
+def _by_roles(config: Config, programs: int, given: tuple[Any, ...], common: dict[str, Any]) -> None:
     """The tiles that are whole and the parts of others, by the kernel in Gluon."""
     from meshflash.gemm.gluon_product import product
 
-    a, b, bias, out, kept, partials = tensors
+    a_in, b_in, bias, out, kept, partials, *shares = given
     half = [config.block_m // 2, config.block_n // 2]
-    as_blocks = in_blocks(a, b, replace(config, block_m=half[0]), descriptor)
-    assert as_blocks is not None
-    (a_in, a_turned), (b_in, b_turned) = as_blocks
     product[(programs,)](
         *(a_in, b_in, bias, descriptor(out, half), descriptor(kept, half), partials, *out.shape, *shares),
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        A_TURNED=a_turned,
-        B_TURNED=b_turned,
         COMPUTE_REGISTERS=COMPUTE_REGISTERS,
         COPY_REGISTERS=COPY_REGISTERS,
         num_warps=4,
@@ -195,6 +197,7 @@ def extent(x: Tensor) -> int:
 
 
 #: Partial sums by device and stream: kernels of one stream follow each other.
+_both = threading.Lock()
 _kept: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -203,7 +206,7 @@ def workspace(device: torch.device, numbers: int) -> Tensor:
 
     It is kept for the stream, and grows. A graph that is captured gets its own, since its replays may run beside us.
     """
-    alone = device.type != TRITON or torch.cuda.is_current_stream_capturing()  # threads may multiply at once on a CPU
+    alone = device.type != TRITON or torch.cuda.is_current_stream_capturing()
     key = None if alone else (device, torch.cuda.current_stream(device).cuda_stream)
     partials = _kept.get(key) if key else None
     if partials is None or partials.numel() < numbers:

@@ -114,7 +114,9 @@ def choose(product: Product, mode: str = "auto") -> Plan:
         raise ValueError(f'mode {mode!r}: {product.lacks}; write mode="torch" or mode="auto"')
     if mode != "auto":
         known = rates.known(product.device) if product.lined else None
-        found = known.table.best(*_key(product), mode) if known else None
+        like = (mode, "data_parallel") if mode == "split_k" else (mode,)  # tiles that need no split are whole
+        measured = (known.table.best(*_key(product), name) for name in like) if known else ()
+        found = next(filter(None, measured), None)
         return plan(product, mode, Config(*found.config) if found and found.config else None, "asked for")
     if product.lacks:
         return Plan(TORCH, product.lacks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -91,13 +92,52 @@ def known(device: torch.device) -> Known | None:
 
 @cache
 def _known(name: str, architecture: str) -> Known | None:
-    found = pick(name, architecture, partial(file_of, name), SHIPPED, _read)
-    return Known(*found) if found else None
+    """Rates that were measured here go before those of the table that comes for the very same device."""
+    own = _own(name)
+    shipped = pick(name, architecture, lambda: SHIPPED / "none", SHIPPED, _read)
+    if own is None:
+        return Known(*shipped) if shipped else None
+    here = f"measured here, in {file_of(name)}"
+    if shipped is None or shipped[0].device != name:
+        return Known(own, here)
+    both = Table(name, architecture, merged(shipped[0].rates, own.rates), own.measured_with)
+    return Known(both, f"{here}, and {shipped[1]}")
+
+
+def _own(name: str) -> Table | None:
+    """The user's own table of a device, if there is one."""
+    found = pick(name, "", partial(file_of, name), SHIPPED / "none", _read)
+    return found[0] if found else None
 
 
 def file_of(name: str) -> Path:
     """Where the user's own table of a device is."""
     return own_file(f"gemm {name}")
+
+
+def add(new: Iterable[Rate], device: torch.device, measured_with: dict[str, str]) -> Path:
+    """Write what was measured on a device into the user's own table, beside what is there. Where it lies."""
+    about = identity(device)
+    own, path = _own(about[0]), file_of(about[0])
+    write(Table(*about, merged(own.rates if own else (), new), measured_with), path)
+    return path
+
+
+def merged(old: Iterable[Rate], new: Iterable[Rate]) -> tuple[Rate, ...]:
+    """All rates, of which a new one takes the place of that of the same mode, numbers, layout and sizes.
+
+    >>> from dataclasses import replace
+    >>> slow, fast = (Rate("bulk", "bfloat16", "ag_gemm/4/1", 8, 8, 8, tflops) for tflops in (1.0, 2.0))
+    >>> merged([slow, replace(slow, layout="nn")], [fast]) == (replace(slow, layout="nn"), fast)
+    True
+    """
+
+    def name(rate: Rate) -> tuple[str | int, ...]:
+        return rate.mode, rate.numbers, rate.layout, rate.m, rate.n, rate.k
+
+    new = tuple(new)
+    again = {name(rate) for rate in new}
+    return (*(rate for rate in old if name(rate) not in again), *new)
 
 
 def write(table: Table, path: Path) -> None:

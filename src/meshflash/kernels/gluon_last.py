@@ -50,7 +50,7 @@ class Last:
         return mine_BTD.repeat(1, self.parts, 1)[:, :, None]
 
 
-_kept: WeakKeyDictionary[Blocks, dict[tuple[int, int], Last | None]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Blocks, dict[tuple[int, int, int], Last | None]] = WeakKeyDictionary()
 
 
 def last_round(tables: Blocks, heads: int, processors: int, size: int) -> Last | None:
@@ -59,9 +59,12 @@ def last_round(tables: Blocks, heads: int, processors: int, size: int) -> Last |
     All tiles of `tables` take as long, one after another for each head, and blocks of the other side have `size` rows.
     """
     kept = _kept.setdefault(tables, {})
-    if (heads, processors) not in kept:
-        kept[heads, processors] = _last(tables, heads, processors, size)
-    return kept[heads, processors]
+    key = (heads, processors, size)
+    if key not in kept:
+        if tables.tiles.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # tables cannot be read then
+        kept[key] = _last(tables, heads, processors, size)
+    return kept[key]
 
 
 def _last(tables: Blocks, heads: int, processors: int, size: int) -> Last | None:
