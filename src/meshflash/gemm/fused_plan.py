@@ -11,7 +11,7 @@ import torch
 
 from meshflash.gemm import configs, rates
 from meshflash.gemm.configs import Config
-from meshflash.gemm.fused_tiles import split
+from meshflash.gemm.fused_tiles import in_words, split
 from meshflash.gemm.heap_blocks import ALIGN
 from meshflash.gemm.planning import PRECISIONS, Product
 from meshflash.kernels.contract import HALF
@@ -240,15 +240,6 @@ class FusedPlan:
             f"{head}, {self.variant}: tiles of {self.config}, {self.programs} programs"
             f"{movers}, {self.heap_bytes:,} bytes of the heap; {self.why}"
         )
-
-
-def in_words(collective: str, shots: int | None) -> str:
-    """A collective with its shots.
-
-    >>> in_words("all_reduce", 2), in_words("ag_gemm", None)
-    ('all_reduce in two shots', 'ag_gemm')
-    """
-    return collective + {1: " in one shot", 2: " in two shots"}.get(shots or 0, "")
 
 
 def lined(width: int, dtype: torch.dtype) -> int:

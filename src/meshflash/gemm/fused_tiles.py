@@ -42,3 +42,12 @@ def owner_of(section: int, tile: int, world: int, sections: int) -> tuple[int, i
     if sections > 1:
         return section, tile
     return tile % world, tile // world
+
+
+def in_words(collective: str, shots: int | None) -> str:
+    """A collective with its shots.
+
+    >>> in_words("all_reduce", 2), in_words("ag_gemm", None)
+    ('all_reduce in two shots', 'ag_gemm')
+    """
+    return collective + {1: " in one shot", 2: " in two shots"}.get(shots or 0, "")
