@@ -339,6 +339,14 @@ def test_mps_counts_the_multiprocessors_of_a_rank(a_gpu, monkeypatch):
     assert cores_of(a_gpu, 4) == 132  # which are 33 of the GPU's, as the driver tells
 
 
+MOVING = FusedConfig(16, 32, 16, 1, 1, movers=1)
+
+
+def test_fewer_movers_than_none_are_refused():
+    with pytest.raises(ValueError, match="movers=-1: expected 0"):
+        replace(MOVING, movers=-1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "more", "words"),
     [
@@ -355,6 +363,8 @@ def test_mps_counts_the_multiprocessors_of_a_rank(a_gpu, monkeypatch):
         (("all_reduce", 4, 4, 4, torch.float64), {}, "no float64; give the process group instead of the heap"),
         (("all_reduce", 4, 4, 4), {"reduce_dtype": torch.float64}, "no torch.float64; give the process group"),
         (("all_reduce", 4000, 4000, 4), {}, "open_heap"),
+        (("all_reduce", 4, 4, 4), {"variant": "epilogue", "config": MOVING}, "epilogue has no programs that move"),
+        (("all_reduce", 4, 4, 4), {"variant": "bulk", "config": MOVING}, "bulk has no programs that move"),
     ],
 )
 @interpreted

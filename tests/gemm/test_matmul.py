@@ -131,6 +131,7 @@ def test_autocast_does_not_change_the_dtype():
         ((torch.ones(2, 3), torch.ones(3, 4)), {"activation": "tanh"}, "None or one of relu, gelu, silu"),
         ((torch.ones(2, 3), torch.ones(3, 4)), {"precision": "bf16"}, "one of ieee, tf32"),
         ((torch.ones(2, 3), torch.ones(3, 4)), {"out_dtype": torch.int32}, "expected torch.float32"),
+        ((torch.ones(2, 3), torch.ones(3, 4)), {"out_dtype": torch.float64}, "expected torch.float32"),
         (
             (torch.ones(2, 3).double(), torch.ones(3, 4).double()),
             {"mode": "stream_k"},
@@ -239,6 +240,21 @@ def test_a_split_that_no_table_has_takes_the_tiles_of_whole_ones(a_gpu, monkeypa
     table = Table("here", "sm_90", (Rate("data_parallel", "bfloat16", "nn", 4096, 4096, 4096, 7.0, config),))
     monkeypatch.setattr(rates, "known", lambda device: Known(table, "a test"))
     assert choose(a_gpu(4096, 4096, 4096), "split_k").config == Config(*config)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(0, 16, 16, 1, 1), (16, 24, 16, 1, 1), (16, 16, 16, 3, 1), (16, 16, 16, 1, 0), (16, 16, 16, 1, 1, 8, 1, 2)],
+)
+def test_configurations_that_no_kernel_has_are_refused(numbers):
+    with pytest.raises(ValueError, match="expected s"):
+        Config(*numbers)
+
+
+def test_tiles_too_low_for_two_groups_of_warps_go_by_the_ordinary_kernel():
+    assert Config(128, 256, 64, 8, 4, roles=1).by_roles
+    assert not Config(64, 256, 64, 8, 4, roles=1).by_roles
+    assert not Config(128, 256, 64, 8, 4).by_roles
 
 
 def test_losses_are_told_and_how_far_auto_is_behind():

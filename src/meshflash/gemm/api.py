@@ -156,5 +156,6 @@ def _check(
             raise ValueError(f"{word} {value!r}: expected one of {', '.join(known)}")
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected None or one of {', '.join(ACTIVATIONS)}")
-    if out_dtype is not None and (not out_dtype.is_floating_point or out_dtype.itemsize == 1):
+    wide = out_dtype == torch.float64 and a.dtype != torch.float64  # its last bits would be made up
+    if out_dtype is not None and (not out_dtype.is_floating_point or out_dtype.itemsize == 1 or wide):
         raise ValueError(f"out_dtype {out_dtype}: expected torch.float32, torch.bfloat16 or torch.float16")

@@ -30,6 +30,18 @@ class Config:
     per_core: int = 1
     roles: int = 0
 
+    def __post_init__(self) -> None:
+        powers = (self.block_m, self.block_n, self.block_k, self.warps)
+        if min(powers) < 1 or any(n & (n - 1) for n in powers):
+            raise ValueError(f"{self}: expected sizes of a block, and warps, that are powers of two")
+        if min(self.stages, self.group, self.per_core) < 1 or self.roles not in (0, 1):
+            raise ValueError(f"{self}: expected stages, group and per_core >= 1, and roles 0 or 1")
+
+    @property
+    def by_roles(self) -> bool:
+        """Whether the kernel in Gluon has such tiles: each of its two groups of warps multiplies 64 rows at least."""
+        return bool(self.roles) and self.block_m >= 128
+
     def __str__(self) -> str:
         more = f" g{self.group}" if self.group != 8 else ""
         more += f" x{self.per_core}" if self.per_core > 1 else ""

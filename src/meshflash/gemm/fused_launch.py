@@ -29,9 +29,9 @@ MOVING_WARPS, MOVED = 4, 32
 MOVING, ADDING = 8, 4
 #: Depth of blocks that are loaded by pointers, at most.
 DEPTH = 32
-#: Of the kernel in Gluon: ranks that it has descriptors for, rows of a tile at least, and bytes of shared memory that
-#: two halves of a tile may take with the blocks that are multiplied; where they are more, one waits for the other.
-RANKS, LEAST_ROWS, SHARED = 8, 128, 226 * 1024
+#: Of the kernel in Gluon: ranks that it has descriptors for, and bytes of shared memory that two halves of a tile may
+#: take with the blocks that are multiplied; where they are more, one waits for the other.
+RANKS, SHARED = 8, 226 * 1024
 #: Of its threads: of those that multiply, and of those that copy or send, which know a descriptor for each rank.
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 40
 #: Numbers that are set to NaN at a time where a rank was lost.
@@ -119,8 +119,8 @@ def columns_of(plan: FusedPlan, rank: int, matrices: Sequence[Tensor]) -> tuple[
     There are none where the plan does not ask for roles, or the kernel in Gluon does not serve it.
     """
     product, config, world = plan.product, plan.blocks, len(matrices)
-    asked = (product.collective, plan.variant) == ("all_scatter", "epilogue") and config.roles
-    if not asked or world > RANKS or config.block_m < LEAST_ROWS or not has_gluon(matrices[0].device):
+    asked = (product.collective, plan.variant) == ("all_scatter", "epilogue") and config.by_roles
+    if not asked or world > RANKS or not has_gluon(matrices[0].device):
         return ()
     first, end = product.firsts[rank : rank + 2]
     whole = end > first and lined(end - first, product.out_dtype) == end - first  # no 16 bytes are another rank's too

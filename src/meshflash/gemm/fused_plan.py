@@ -45,6 +45,11 @@ class FusedConfig(Config):
 
     movers: int = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.movers < 0:
+            raise ValueError(f"movers={self.movers}: expected 0, which is what the sizes suggest, or more")
+
     @staticmethod
     def of(config: Config, movers: int) -> FusedConfig:
         """A configuration, with so many that move."""
@@ -288,6 +293,8 @@ def plan_fused(
     lacks = part.lacks or product.lacks
     if lacks:
         raise ValueError(f"a heap cannot carry this: {lacks}; give the process group instead of the heap")
+    if variant in ("epilogue", BULK) and isinstance(config, FusedConfig) and config.movers:
+        raise ValueError(f"{config}: {variant} has no programs that move; leave movers at 0")
     variant, shots, config, why = _measured(product, part, variant, shots, config, sharing)
     if reduces and shots is None:
         shots = 1 if product.world <= 2 else 2

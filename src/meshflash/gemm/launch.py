@@ -89,7 +89,7 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
     bias = out if then.bias is None else then.bias.contiguous()
     long = split.tiles * split.steps * split.crew > MOST_SLICES
     half_out = out.dtype in HALF and in_lines(out)  # wider ones take too much shared memory
-    roles = bool(config.roles) and half_out and not long and has_gluon(a.device)
+    roles = config.by_roles and half_out and not long and has_gluon(a.device)
     as_blocks = in_blocks(
         a, b, replace(config, block_m=config.block_m // 2) if roles else config, descriptor if roles else described
     )
