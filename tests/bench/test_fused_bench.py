@@ -207,7 +207,8 @@ def test_the_best_configuration_of_each_variant(tried):
     assert [row.config[-1] for row in rows if row.config] == [0, 1, 0]  # movers
     assert not any(row.auto for row in rows)  # auto takes other blocks
     auto = planned(case, Setup(local=True), torch.device("cpu"), "auto")
-    rows = fused_sweep._measure(0, Setup(rounds=1, local=True), case, chosen | {auto.variant: auto.blocks})
+    same = FusedConfig.of(auto.blocks, auto.movers)  # as a table has it
+    rows = fused_sweep._measure(0, Setup(rounds=1, local=True), case, chosen | {auto.variant: same})
     assert [row.variant for row in rows if row.auto] == [auto.variant]
 
 
