@@ -7,6 +7,7 @@ import io
 import os
 import re
 import socket
+import time
 from copy import deepcopy
 from typing import Any
 from unittest import mock
@@ -381,6 +382,8 @@ def started(rank, world, group, port):
             dist.all_reduce(ranks)
             assert int(ranks) == world
             dist.barrier()
+            if rank == 0:
+                time.sleep(0.3)  # its store still answers when the others come again
             cs336.cleanup_ddp()
             cs336.cleanup_ddp()
             assert not dist.is_initialized()

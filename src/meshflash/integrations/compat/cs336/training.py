@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -73,11 +74,21 @@ def setup_ddp(
 
 
 def _meet(backend: str, rank: int, world_size: int) -> None:
-    """Make the group. Rank 0's store of the group before may still answer, and end meanwhile: then once more."""
+    """Make the group. Rank 0's store of the group before may still answer, and end meanwhile: then once more.
+
+    That store has the addresses of the group before: rank 0 answers a question of each rank, which it does in its own
+    store alone.
+    """
     for left in reversed(range(MEETINGS)):
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, world_size))
-            store.set(f"here/{rank}", "1")  # it answers, and is not about to end
+            if rank:
+                question = uuid.uuid4().hex
+                store.set(f"question/{rank}", question)
+                store.get(f"answer/{question}")
+            else:
+                for other in range(1, world_size):
+                    store.set(f"answer/{store.get(f'question/{other}').decode()}", "here")
             break
         except dist.DistNetworkError:
             if rank == 0 or not left:
