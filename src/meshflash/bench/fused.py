@@ -24,8 +24,8 @@ from meshflash.bench.timing import SAMPLE_MS, SLOW_MS, interleaved, synchronize
 from meshflash.gemm import FusedGemm, configs
 from meshflash.gemm.configs import Config
 from meshflash.gemm.fused_plan import BULK, FusedPlan, plan_fused
-from meshflash.launch.devices import CPU, GLOO, available, count, dist, name_of, take_device
-from meshflash.launch.mps import mps, variables
+from meshflash.launch.devices import CPU, GLOO, available, dist, name_of, take_device
+from meshflash.launch.mps import mps
 from meshflash.launch.processes import Tell, run_ranks
 from meshflash.launch.world import World
 
@@ -63,9 +63,9 @@ def in_ranks(
     """What `function(rank, world, tell, setup, *args)` gives in each rank's process, or in this one for all."""
     if setup.local:
         return [function(0, 1, listen or (lambda _: None), setup, *args)]
-    sharing = math.ceil(case.world / max(1, count(torch.device(case.device).type)))
-    part = variables(CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=str(100 // sharing)) if setup.mps else nullcontext()
-    with mps() if setup.mps else nullcontext(), part:
+    # each may use every multiprocessor: shares of them that MPS gives may overlap, and then who waits on one keeps
+    # those from it that it waits for
+    with mps() if setup.mps else nullcontext():
         return run_ranks(case.world, function, setup, *args, timeout=PATIENCE, listen=listen)
 
 

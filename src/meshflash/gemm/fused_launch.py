@@ -170,7 +170,9 @@ def receive(ends: Ends, plan: FusedPlan, out: Tensor) -> None:
     from meshflash.gemm.fused_kernels import receive as kernel
 
     config, two = plan.blocks, plan.shots == 2
-    programs, warps = (_hands(plan, out, ADDING), MOVING_WARPS) if plan.movers else (plan.programs, WARPS)
+    # one on each of this rank's multiprocessors: those of ranks that share a GPU are free for products they wait for
+    alone = plan.programs // config.per_core
+    programs, warps = (_hands(plan, out, ADDING), MOVING_WARPS) if plan.movers else (alone, WARPS)
     with torch.cuda.device_of(out):
         kernel[(programs,)](
             *(ends.inbox, out, ends.flags, ends.arrived, ends.begun, ends.clocked, ends.bases, ends.status),
