@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 
 from meshflash.engine.membership import DisagreementError
 from meshflash.gemm import FusedGemm, fused_launch
-from meshflash.gemm.fused_plan import VARIANTS, FusedProduct
+from meshflash.gemm.fused_plan import VARIANTS
+from meshflash.gemm.fused_product import FusedProduct
 from meshflash.gemm.heap import open_heap
 from meshflash.kernels.triton_common import INTERPRETED
 from meshflash.launch.processes import RankError, run_ranks

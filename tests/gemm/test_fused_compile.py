@@ -103,7 +103,8 @@ def make(call: Call) -> None:
 
     from meshflash.gemm.fused_exchange import Exchange
     from meshflash.gemm.fused_launch import Ends, columns_of
-    from meshflash.gemm.fused_plan import FusedProduct, plan_fused
+    from meshflash.gemm.fused_plan import plan_fused
+    from meshflash.gemm.fused_product import FusedProduct
 
     device, world, size = torch.device("meta"), call.world, 4096
     dtype = getattr(torch, call.numbers)

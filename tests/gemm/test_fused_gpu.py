@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from meshflash.gemm import FusedGemm, configs, fused_launch
-from meshflash.gemm.fused_plan import VARIANTS, FusedProduct
+from meshflash.gemm.fused_plan import VARIANTS
+from meshflash.gemm.fused_product import FusedProduct
 from meshflash.gemm.heap import open_heap
 from meshflash.kernels.gluon_launch import has_gluon
 from meshflash.launch import mps
@@ -31,6 +32,8 @@ SHAPES = [(2048, 2048, 4096), (1003, 777, 1501)]
 HEAP = 2**29
 #: Of a product by warps that have roles: even, and with edges that descriptors describe, of parts on 2 and 4 ranks.
 DESCRIBED = [(2048, 2048, 4096), (1003, 1312, 1496)]
+#: And such that tiles are in parts: less than a round of them, and some after a round.
+IN_PARTS = [(1536, 1536, 4096), (2816, 1536, 4096)]
 #: With room for half of a tile that is sent, and for all of it.
 ROLES = tuple(
     replace(config, stages=config.stages - fewer)
@@ -158,8 +161,8 @@ def by_roles(monkeypatch):
     ("config", "world"), [*((config, world) for config in ROLES for world in (2, 4)), (ROLES[0], 1), (ROLES[0], 8)]
 )
 def test_warps_that_have_roles_send_to_all_that_one_process_plays(config, world, by_roles):
-    calls = 20
-    for shape in DESCRIBED if world < 8 else DESCRIBED[:1]:
+    calls, parts_of = 20, 0
+    for shape in [*DESCRIBED, *IN_PARTS] if world < 8 else DESCRIBED[:1]:
         by_roles.clear()
         with (
             open_heap(world, bytes=HEAP, device="cuda", timeout=30) as heap,
@@ -179,7 +182,9 @@ def test_warps_that_have_roles_send_to_all_that_one_process_plays(config, world,
                 own = times[: gemm.plan.rows * gemm.plan.columns(rank)]
                 assert (own[:, 0] > 0).all()
                 assert (own[:, 1] >= own[:, 0]).all()
+            parts_of += gemm.plan.partition(0).shared
         assert by_roles == list(range(world)) * calls
+    assert world == 8 or parts_of > 0
 
 
 @needs_gluon
@@ -228,7 +233,7 @@ def roles_repeated(rank, world, tell, calls):
     device = take_device("cuda", rank)
     heap = open_heap(bytes=HEAP, device=device, timeout=60)
     for config in ROLES[:2]:
-        for shape in DESCRIBED:
+        for shape in (*DESCRIBED, IN_PARTS[0]):
             inputs = [parts("all_scatter", world, shape, torch.bfloat16, seed) for seed in range(3)]
             own = [(pairs[rank][0], pairs[rank][1].contiguous(), want) for pairs, want in inputs]
             gemm = FusedGemm(heap, "all_scatter", *shape, torch.bfloat16, variant="epilogue", config=config)
@@ -255,7 +260,7 @@ def test_warps_that_have_roles_send_to_processes(world):
     told: list[Any] = []
     with mps.mps():
         run_ranks(world, roles_repeated, 200, timeout=900, listen=told.append)
-    assert len(told) == world * 2 * len(DESCRIBED)
+    assert len(told) == world * 2 * (len(DESCRIBED) + 1)
     check_told(told)
 
 

@@ -13,21 +13,12 @@ pytest.importorskip("triton")
 from meshflash.gemm import FusedGemm, FusedPlan, configs, fused_launch, rates
 from meshflash.gemm.configs import Config
 from meshflash.gemm.fused_exchange import Exchange
-from meshflash.gemm.fused_plan import (
-    BULK,
-    COLLECTIVES,
-    VARIANTS,
-    FusedConfig,
-    FusedProduct,
-    computed,
-    cores_of,
-    key_of,
-    mode_of,
-    plan_fused,
-)
+from meshflash.gemm.fused_plan import BULK, VARIANTS, FusedConfig, computed, cores_of, key_of, mode_of, plan_fused
+from meshflash.gemm.fused_product import COLLECTIVES, FusedProduct
 from meshflash.gemm.fused_tiles import owner_of, peer_of, section_of, split
 from meshflash.gemm.heap import open_heap
 from meshflash.gemm.launch import in_blocks
+from meshflash.gemm.partition import stream_k
 from meshflash.gemm.rates import Known, Rate, Table
 from meshflash.kernels import triton_configs
 from meshflash.kernels.triton_common import INTERPRETED
@@ -233,6 +224,94 @@ def test_every_tile_is_added_up_once_and_flags_count_what_comes():
             assert sum(columns.wanted()) == sum(-(-m // 16) * -(-part // 32) for part in split(n, world))
 
 
+def test_an_all_scatter_is_cut_where_multiprocessors_would_be_idle():
+    def planned(k, config, variant="epilogue", cores=132):
+        product = FusedProduct.of("all_scatter", 8192, 4608, k, 4, torch.bfloat16)
+        return FusedPlan(product, variant, 0, "", config, cores)
+
+    roles = Config(256, 128, 64, 8, 4, roles=1)
+    plan = planned(36864, roles)
+    split = plan.partition(0)
+    assert (split.tiles, split.shared, split.programs) == (288, 24, 132)  # 2 rounds, and 24 tiles for all
+    assert planned(1024, roles).partition(0).shared == 0  # 2 rounds and a third of 16 slices: parts cost as much
+    assert planned(36864, roles, cores=33).partition(0).shared == 0  # 8 rounds and a ninth: 3% idle
+    assert (plan.pieces, plan.wanted()) == (16, [288 * 16] * 4)
+    assert planned(1024, roles).wanted() == plan.wanted()
+    assert planned(36864, replace(roles, roles=0)).wanted() == [288] * 4
+    assert planned(36864, roles, BULK).wanted() == [288] * 4
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "columns", "steps", "programs"), [(3, 2, 9, 4), (2, 1, 7, 5), (1, 3, 8, 6)])
+def test_tiles_in_parts_are_added_up_and_put_to_all(rows, columns, steps, programs):
+    from meshflash.gemm.fused_kernels import send_sums
+    from meshflash.gemm.stream_k import place_of
+
+    world, height, block_m, block_n = 2, 8, 16, 32
+    m, n = rows * block_m - 3, columns * block_n - 5
+    cut = stream_k(rows, columns, steps, programs)
+    assert 0 < cut.shared <= rows * columns
+    parts = torch.randn(cut.programs, cut.slots, block_m, block_n)
+    with local(world) as heap:
+        matrix = heap.allocate((m, n), torch.float32, name="matrix")
+        arrived = heap.allocate((world,), torch.int64, name="arrived")
+        for rank in range(world):
+            with heap.play(rank):
+                matrix.local.fill_(torch.nan)
+                arrived.local.zero_()
+        with heap.play(1):
+            send_sums[(cut.shared, block_m // height)](
+                *(parts, matrix.local, arrived.local, arrived.local, heap.bases, 1, m, n, n, rows),
+                *(steps, cut.crew, cut.slices),
+                WORLD=world,
+                SLOTS=cut.slots,
+                ROWS=height,
+                AT_ONCE=2,
+                TIMED=False,
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                GROUP=8,
+            )
+        want = torch.full((rows * block_m, columns * block_n), torch.nan)
+        for tile in range(cut.shared):
+            row, column = place_of(tile, rows, columns, 8)
+            own = [p for p in range(cut.programs) if any(t == tile for t, _, _ in cut.segments(p))]
+            total = parts[own[0], cut.slots - 1]  # who begins a tile has it as its last one
+            for program in own[1:]:
+                total = total + parts[program, 0]
+            want[row * block_m : (row + 1) * block_m, column * block_n : (column + 1) * block_n] = total
+        for rank in range(world):
+            with heap.play(rank):
+                assert torch.equal(matrix.local.nan_to_num(9.0), want[:m, :n].nan_to_num(9.0))
+                assert arrived.local.tolist() == [0, cut.shared * (block_m // height)]
+        matrix.free()
+        arrived.free()
+
+
+def test_who_adds_up_has_one_program_on_each_of_its_multiprocessors(monkeypatch):
+    """Two would keep ranks that share the GPU from starting the products that it waits for."""
+    from meshflash.gemm import fused_kernels
+
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **constants: None
+
+    monkeypatch.setattr(fused_kernels, "receive", Kernel())
+    product = FusedProduct.of("all_reduce", 64, 64, 64, 2, torch.float32)
+    words = torch.zeros(1, dtype=torch.int32)
+    rooms: dict[str, Any] = dict.fromkeys(
+        ("bases", "status", "begun", "arrived", "flags", "ready", "inbox", "matrix"), words
+    )
+    ends = fused_launch.Ends(rank=0, epoch=1, **rooms, firsts=words, wanted=words)
+    for per_core in (1, 2):
+        plan = FusedPlan(product, "epilogue", 2, "", replace(CONFIG, per_core=per_core), 5 * per_core)
+        fused_launch.receive(ends, plan, torch.zeros(64, 64))
+    assert grids == [(5,), (5,)]
+
+
 def test_a_group_has_the_bulk_alone():
     product = FusedProduct.of("gemm_rs", 5, 6, 7, 2, torch.float64)
     plan = plan_fused(product, CPU, means="group")
@@ -325,10 +404,11 @@ def test_tiles_that_waste_least(a_gpu):
         ).config
 
     assert chosen("all_reduce", 8192, 4608) == LARGE
-    assert chosen("all_scatter", 8192, 4608) == replace(LARGE, block_m=256, block_n=128)  # 4.5 tiles of 256 columns
+    standing = replace(LARGE, block_m=256, block_n=128, stages=4)
+    assert chosen("all_scatter", 8192, 4608) == replace(standing, roles=1)  # 4.5 tiles of 256 columns
     assert chosen("ag_gemm", 256, 4608).block_m == 64  # of each rank's 64 rows
     assert chosen("all_reduce", 64, 4608).block_m == 64
-    assert computed(8192, 1152, LARGE, 33) > 1.1 * computed(8192, 1152, replace(LARGE, block_m=256, block_n=128), 33)
+    assert computed(8192, 1152, LARGE, 33) > 1.1 * computed(8192, 1152, standing, 33)
     assert computed(64, 256, LARGE, 33, sections=34) == 2 * computed(64, 256, LARGE, 33, sections=33)
 
 

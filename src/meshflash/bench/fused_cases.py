@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshflash.bench.cases import on_cpu
 from meshflash.bench.gemm import WORST_ERROR
-from meshflash.gemm.fused_plan import BULK, VARIANTS, FusedProduct, plan_fused
+from meshflash.gemm.fused_plan import BULK, VARIANTS, plan_fused
+from meshflash.gemm.fused_product import FusedProduct
 from meshflash.gemm.fused_tiles import split
 from meshflash.launch.devices import CPU, count
 

@@ -22,7 +22,8 @@ from meshflash.bench.fused import LOCAL, Played, in_ranks, opened, planned, shar
 from meshflash.bench.fused_cases import Case, Setup, check_setup
 from meshflash.gemm import fused_rates, rates
 from meshflash.gemm.configs import Config
-from meshflash.gemm.fused_plan import BULK, COLLECTIVES, VARIANTS, mode_of
+from meshflash.gemm.fused_plan import BULK, VARIANTS, mode_of
+from meshflash.gemm.fused_product import COLLECTIVES
 from meshflash.gemm.fused_tiles import split
 from meshflash.gemm.launch import Epilogue
 from meshflash.gemm.launch import run as run_plan

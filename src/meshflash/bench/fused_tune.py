@@ -25,8 +25,6 @@ ROUNDS = 3
 #: Multiprocessors that move: besides what the sizes suggest, tried in the best configuration.
 MOVERS = (1, 2, 4, 8)
 MOVING = "producer_consumer"
-#: Whether the kernel in Gluon is tried: not before its tests ran on a GPU.
-TRY_ROLES = False
 #: What is said of one that is left out, before why.
 FAILED = "does not run:"
 
@@ -37,17 +35,19 @@ def candidates(case: Case, device: torch.device) -> dict[str, list[Config]]:
     """What is worth trying, by variant. Of the bulk only tiles matter.
 
     Warps have roles in the epilogue of an all_scatter alone, where kernels in Gluon run. A stage less leaves room in
-    shared memory for all of a tile that is sent.
+    shared memory for all of a tile that is sent. Half as many rows of tiles at a time suit ranks that share a GPU: each
+    has fewer programs.
     """
     part = case.product.part(device)
     every = configs.candidates(part.numbers, device)
     found = list(dict.fromkeys(replace(config, roles=0) for config in every))
     tiles = {(config.block_m, config.block_n): config for config in reversed(found)}
     tried = {name: list(tiles.values()) if name == BULK else found for name in VARIANTS}
-    if TRY_ROLES and case.collective == "all_scatter" and has_gluon(device):
+    if case.collective == "all_scatter" and has_gluon(device):
         roles = [config for config in every if config.roles]
         fewer = [replace(config, stages=config.stages - 1) for config in roles]
-        tried["epilogue"] = [*roles, *fewer, *found]
+        flat = [replace(config, group=config.group // 2) for config in roles]
+        tried["epilogue"] = [*roles, *fewer, *flat, *found]
     return tried
 
 

@@ -19,7 +19,8 @@ from meshflash.gemm import configs
 from meshflash.gemm.configs import Config
 from meshflash.gemm.fused_exchange import Exchange
 from meshflash.gemm.fused_group import run_by_group
-from meshflash.gemm.fused_plan import FusedPlan, FusedProduct, cores_of, plan_fused
+from meshflash.gemm.fused_plan import FusedPlan, cores_of, plan_fused
+from meshflash.gemm.fused_product import FusedProduct
 from meshflash.gemm.planning import MODES
 from meshflash.launch.devices import CPU, name_of
 from meshflash.transport.process_group import dist

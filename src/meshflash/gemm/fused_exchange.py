@@ -162,7 +162,7 @@ class Exchange:
             return [Stage(lambda: scatter(self._product(a, b), None)), end]
         if not plan.movers:
             by_roles = launch.has_roles(ends, a, b)
-            return [Stage(lambda: launch.send_by_roles(ends, plan, a, b) if by_roles else scatter(a, b)), end]
+            return [Stage(lambda: launch.send_by_roles(ends, plan, a, b, mine) if by_roles else scatter(a, b)), end]
 
         def move() -> None:
             launch.all_begun(ends, plan)

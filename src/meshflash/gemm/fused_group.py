@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.gemm.fused_plan import FusedProduct
+from meshflash.gemm.fused_product import FusedProduct
 from meshflash.gemm.launch import Epilogue, run
 from meshflash.gemm.planning import Product, choose
 from meshflash.transport.process_group import dist

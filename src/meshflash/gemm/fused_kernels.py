@@ -1,10 +1,11 @@
 """Products that talk, in Triton: tiles are put to other ranks as they are done, or multiplied as they arrive.
 
-Four kernels make all collectives. `send` multiplies, or reads a matrix that is there, and puts tiles to peers.
-`receive` waits for the parts of a tile and adds them in the order of ranks, in float32. `gathered` multiplies rows as
-they come. `finish` waits for all that a call is to bring. `send` waits for nobody but its own rank's products, and is
-started first: so there is no order of programs, or of ranks that a process plays, in which all wait. `all_begun` holds
-those back that wait beside it, until it has its multiprocessors.
+Five kernels make all collectives. `send` multiplies, or reads a matrix that is there, and puts tiles to peers;
+`send_sums` puts those that `gluon_send` left in parts. `receive` waits for the parts of a tile and adds them in the
+order of ranks, in float32. `gathered` multiplies rows as they come. `finish` waits for all that a call is to bring.
+`send` waits for nobody but its own rank's products, and is started first: so there is no order of programs, or of ranks
+that a process plays, in which all wait. `all_begun` holds those back that wait beside it, until it has its
+multiprocessors.
 
 A number that a peer did not send in time is NaN, and the status says whose it is.
 """
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from meshflash.gemm import fused_tiles
 from meshflash.gemm.device import block, clock, device, put, signal, translate, wait
-from meshflash.gemm.stream_k import halves, inner, place_of, tile_sum
+from meshflash.gemm.stream_k import halves, inner, owners_of, place_of, sum_of_parts, tile_sum
 from meshflash.kernels.triton_common import INTERPRETED as _INTERPRETED
 
 section_of = inner(fused_tiles.section_of)
@@ -52,12 +53,13 @@ def _signal_all(flag, epoch, BASES, rank, WORLD: tl.constexpr):
 
 
 @device
-def _arrive_all(flag, BASES, rank, WORLD: tl.constexpr):
-    """As `arrive` with one, at all ranks."""
+def _arrive_all(flag, BASES, rank, WORLD: tl.constexpr, COUNT: tl.constexpr):
+    """As `arrive`, at all ranks."""
     tl.debug_barrier()
     for first in tl.static_range(0, WORLD, _LANES):
         flags, there = _everywhere(flag, BASES, rank, first, WORLD)
-        tl.atomic_add(flags, tl.full((_LANES,), 1, flag.dtype.element_ty), mask=there, sem="release", scope="sys")
+        counts = tl.full((_LANES,), COUNT, flag.dtype.element_ty)
+        tl.atomic_add(flags, counts, mask=there, sem="release", scope="sys")
 
 
 @device
@@ -131,7 +133,7 @@ def send(
     A, B, INTO, FLAGS, READY, BEGUN, FIRSTS, TIMES, BASES, STATUS, rank, epoch,
     N, K, a_m, a_k, b_k, b_n, into_m, rows, places,
     WORLD: tl.constexpr, SECTIONS: tl.constexpr, TO: tl.constexpr, PUT: tl.constexpr, FLAG: tl.constexpr,
-    MULTIPLY: tl.constexpr, HELD: tl.constexpr, TIMED: tl.constexpr,
+    PIECES: tl.constexpr, MULTIPLY: tl.constexpr, HELD: tl.constexpr, TIMED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DESCRIPTORS: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -140,9 +142,9 @@ def send(
 
     TO is where: "matrix", the tile's place in a matrix, on the ranks that PUT says ("all", "others", "self"); "all" or
     "owner", this rank's slot for the tile in the inboxes of all ranks, or of the one that adds it up. FLAG is what is
-    raised then: "source", one count for all that this rank sends; "row", one for each row of tiles; "tile", this
-    rank's own flag of the tile; "slot", that of the slot, where it was put. HELD waits for this rank's own flag first.
-    Rows come in SECTIONS of `rows` rows of tiles, which begin at FIRSTS; a section may have fewer.
+    raised then: "source", a count of all that this rank sends, PIECES for a tile; "row", of each row of tiles; "tile",
+    this rank's own flag of the tile; "slot", that of the slot, where it was put. HELD waits for this rank's own flag
+    first. Rows come in SECTIONS of `rows` rows of tiles, which begin at FIRSTS; a section may have fewer.
     """
     program = tl.program_id(0)
     if not HELD:
@@ -197,13 +199,34 @@ def send(
                     flag = FLAGS + rank
                     if FLAG == "row":
                         flag = FLAGS + rank * rows + row
-                    _arrive_all(flag, BASES, rank, WORLD)
+                    _arrive_all(flag, BASES, rank, WORLD, PIECES)
             elif TO == "owner":
                 signal(FLAGS + slot, epoch, BASES, rank, owner)
             else:
                 _signal_all(FLAGS + slot, epoch, BASES, rank, WORLD)
             if TIMED and FLAG != "tile":
                 tl.store(TIMES + (section * each + tile) * 3 + 1, clock())
+
+
+@triton.jit(do_not_specialize=["rank", "steps", "crew", "slices", "rows"])
+def send_sums(
+    PARTIALS, INTO, ARRIVED, TIMES, BASES, rank, M, N, into_m, rows, steps, crew, slices,
+    WORLD: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TIMED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Put tiles in parts to the matrix of every rank: a piece of ROWS rows for each program, which is one arrival."""
+    tile = tl.program_id(0)
+    row0 = tl.program_id(1) * ROWS
+    first, last = owners_of(tile, steps, crew, slices, False)
+    if first < last:  # else one program had all of it, and has sent it
+        if TIMED:
+            tl.store(TIMES + tile * 3, clock())
+        total = sum_of_parts(PARTIALS, row0, first, last, BLOCK_M, BLOCK_N, SLOTS, ROWS, AT_ONCE)
+        row, column = place_of(tile, rows, tl.cdiv(N, BLOCK_N), GROUP)
+        _put_rows(total, INTO, into_m, row * BLOCK_M + row0, column * BLOCK_N, M, N, BASES, rank, WORLD, "all")
+        _arrive_all(ARRIVED + rank, BASES, rank, WORLD, 1)
+        if TIMED:
+            tl.store(TIMES + tile * 3 + 1, clock())
 
 
 @triton.jit(do_not_specialize=["rank", "epoch", "rows", "places"])
@@ -248,7 +271,7 @@ def receive(
                 else:
                     _put_rows(total, OUT, out_m, m0, n0, M, N, BASES, rank, WORLD, "self")
             if SPREAD:
-                _arrive_all(ARRIVED + rank, BASES, rank, WORLD)
+                _arrive_all(ARRIVED + rank, BASES, rank, WORLD, 1)
     if program == 0:
         _end(BEGUN, epoch, STATUS, WORLD)
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.gemm.fused_plan import FusedPlan, lined
+from meshflash.gemm.fused_plan import PIECE, FusedPlan, lined
 from meshflash.gemm.fused_tiles import peer_of
-from meshflash.gemm.launch import extent, in_blocks
+from meshflash.gemm.launch import SUMS_WARPS, extent, in_blocks, in_turns, loads_of, workspace
 from meshflash.gemm.planning import in_lines
 from meshflash.kernels.contract import HALF
 from meshflash.kernels.gluon_launch import descriptor, has_gluon
@@ -101,6 +101,7 @@ def send(
             TO=to,
             PUT=put,
             FLAG=flag,
+            PIECES=plan.pieces,
             MULTIPLY=b is not None,
             HELD=held,
             TIMED=ends.times is not None,
@@ -135,8 +136,9 @@ def has_roles(ends: Ends, a: Tensor, b: Tensor) -> bool:
     return bool(ends.columns) and all(x.numel() > 0 and (in_lines(x) or in_lines(x.T)) for x in (a, b))
 
 
-def send_by_roles(ends: Ends, plan: FusedPlan, a: Tensor, b: Tensor) -> None:
+def send_by_roles(ends: Ends, plan: FusedPlan, a: Tensor, b: Tensor, into: Tensor) -> None:
     """Put the tiles of a product into the matrix of every rank, by the kernel in Gluon: as `send`, flag "source"."""
+    from meshflash.gemm.fused_kernels import send_sums
     from meshflash.gemm.gluon_send import send as kernel
 
     config, world = plan.blocks, len(ends.columns)
@@ -145,24 +147,42 @@ def send_by_roles(ends: Ends, plan: FusedPlan, a: Tensor, b: Tensor) -> None:
     (a_in, a_turned), (b_in, b_turned) = as_blocks
     stages = config.stages * (config.block_m + config.block_n) * config.block_k * a.element_size()
     whole = config.block_m * config.block_n * a.element_size()
-    with torch.cuda.device_of(a):
-        kernel[(plan.programs,)](
-            *(a_in, b_in, *ends.columns, *[None] * (RANKS - world), ends.begun, ends.arrived, ends.clocked, ends.bases),
-            *(ends.rank, ends.epoch, a.shape[0], b.shape[1], -(-a.shape[1] // config.block_k)),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
+    split = plan.partition(ends.rank)
+    shares = (split.steps, split.crew, split.slices)
+    common: dict[str, Any] = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "GROUP": config.group,
+        "SLOTS": split.slots,
+        "WORLD": world,
+        "TIMED": ends.times is not None,
+    }
+    with torch.cuda.device_of(a), in_turns(split):
+        partials = workspace(a.device, split.programs * split.slots * config.block_m * config.block_n)
+        kernel[(split.programs,)](
+            *(a_in, b_in, *ends.columns, *[None] * (RANKS - world), partials),
+            *(ends.begun, ends.arrived, ends.clocked, ends.bases, ends.rank, ends.epoch),
+            *(a.shape[0], b.shape[1], *shares, split.shared),
             BLOCK_K=config.block_k,
-            GROUP=config.group,
             STAGES=config.stages,
             ROOMS=2 if stages + whole <= SHARED else 1,
             A_TURNED=a_turned,
             B_TURNED=b_turned,
-            WORLD=world,
-            TIMED=ends.times is not None,
+            PIECES=plan.pieces,
             COMPUTE_REGISTERS=COMPUTE_REGISTERS,
             COPY_REGISTERS=COPY_REGISTERS,
             num_warps=4,
+            **common,
         )
+        if split.shared:
+            send_sums[(split.shared, plan.pieces)](
+                *(partials, into, ends.arrived, ends.clocked, ends.bases, ends.rank),
+                *(*into.shape, into.stride(0), plan.rows, *shares),
+                ROWS=PIECE,
+                AT_ONCE=loads_of(split),
+                num_warps=SUMS_WARPS,
+                **common,
+            )
 
 
 def receive(ends: Ends, plan: FusedPlan, out: Tensor) -> None:

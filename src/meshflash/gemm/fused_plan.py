@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from meshflash.gemm import configs, rates
 from meshflash.gemm.configs import Config
-from meshflash.gemm.fused_tiles import in_words, split
+from meshflash.gemm.fused_product import FusedProduct
+from meshflash.gemm.fused_tiles import in_words
 from meshflash.gemm.heap_blocks import ALIGN
-from meshflash.gemm.planning import PRECISIONS, Product
-from meshflash.kernels.contract import HALF
+from meshflash.gemm.partition import Partition, data_parallel, stream_k
+from meshflash.gemm.planning import Product
 
-#: What a product of several ranks is, by what each rank has of A and B, and gets of C = A B.
-COLLECTIVES = {
-    "all_scatter": "A, and columns of B; all of C",
-    "all_reduce": "columns of A, and rows of B; all of C",
-    "ag_gemm": "rows of A, and B; all rows of C",
-    "gemm_rs": "columns of A, and rows of B; rows of C",
-}
 BULK = "bulk"
 #: Where the messages are: in the programs of the tiles, in programs beside them, or after all of the product.
 VARIANTS = ("epilogue", "producer_consumer", BULK)
@@ -33,6 +26,11 @@ OPERATIONS_A_BYTE = 64
 GATHERERS = 8
 #: Of the programs that the interpreter plays.
 INTERPRETED_MOVERS = 2
+#: Rows of a tile in parts that are added up and sent by themselves.
+PIECE = 16
+#: What tiles in parts cost a program, in slices: sums that go to memory, and a second kernel that reads and sends them.
+#: And as a part of all slices: where 3% were idle, at 8192 x 1152 on 33 multiprocessors, parts made nothing faster.
+PARTS_COST, PARTS_SHARE = 16, 0.05
 #: Smaller blocks read their operands more often: they are taken where larger ones waste so much more.
 WORTH = 1.05
 
@@ -57,94 +55,6 @@ class FusedConfig(Config):
 
     def __str__(self) -> str:
         return super().__str__() + (f" {self.movers}m" if self.movers else "")
-
-
-@dataclass(frozen=True)
-class FusedProduct:
-    """What all ranks agree on: the sizes of the whole product, who has how much of it, and dtypes.
-
-    `sizes` are columns of B of each rank (all_scatter), rows of A (ag_gemm) or rows of C (gemm_rs). An all_reduce has
-    none: parts of K may be of any sizes.
-    """
-
-    collective: str
-    m: int
-    n: int
-    k: int
-    world: int
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    sizes: tuple[int, ...]
-    precision: str = "ieee"
-
-    @staticmethod
-    def of(
-        collective: str,
-        m: int,
-        n: int,
-        k: int,
-        world: int,
-        dtype: torch.dtype,
-        *,
-        sizes: Sequence[int] | None = None,
-        out_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        precision: str = "ieee",
-    ) -> FusedProduct:
-        """With what was left out: even parts, results as the operands are, sums on their way in float32."""
-        for word, value, known in (("collective", collective, COLLECTIVES), ("precision", precision, PRECISIONS)):
-            if value not in known:
-                raise ValueError(f"{word} {value!r}: expected one of {', '.join(known)}")
-        if min(m, n, k) < 0:
-            raise ValueError(f"m={m}, n={n}, k={k}: expected sizes >= 0 of the whole product")
-        for word, given in (("dtype", dtype), ("out_dtype", out_dtype), ("reduce_dtype", reduce_dtype)):
-            if given is not None and (not given.is_floating_point or given.itemsize == 1):
-                raise ValueError(f"{word}={given}: expected torch.float32, torch.bfloat16 or torch.float16")
-        total = {"all_scatter": n, "ag_gemm": m, "gemm_rs": m}.get(collective)
-        if total is None:
-            if sizes is not None:
-                raise ValueError("sizes are not for all_reduce: each rank's part of K may be of any size")
-            parts: tuple[int, ...] = ()
-        else:
-            parts = split(total, world) if sizes is None else tuple(sizes)
-            if len(parts) != world or sum(parts) != total or min(parts) < 0:
-                raise ValueError(f"sizes={parts}: expected {world} numbers >= 0 with the sum {total}")
-        widest = torch.promote_types(dtype, torch.float32)
-        return FusedProduct(
-            *(collective, m, n, k, world, dtype, out_dtype or dtype, reduce_dtype or widest, parts, precision)
-        )
-
-    @property
-    def firsts(self) -> tuple[int, ...]:
-        """Where each rank's part begins, and where the last one ends."""
-        return tuple(sum(self.sizes[:rank]) for rank in range(len(self.sizes) + 1))
-
-    @property
-    def lacks(self) -> str | None:
-        """Why a heap cannot carry it, or None."""
-        known = (torch.float32, *HALF)
-        strange = next((x for x in (self.out_dtype, self.reduce_dtype) if x not in known), None)
-        return f"the kernels have no {strange}" if strange else None
-
-    def moved_bytes(self, shots: int) -> int:
-        """What a rank reads and writes beside the product, where it scatters or adds up: at most, of all ranks."""
-        most, world = max(self.sizes, default=0), self.world
-        if self.collective == "all_scatter":
-            return self.m * most * world * self.out_dtype.itemsize
-        if self.collective == "ag_gemm":
-            return most * self.k * (world + 1) * self.dtype.itemsize
-        rows = most if self.collective == "gemm_rs" else -(-self.m // world) if shots == 2 else self.m
-        copies = world if shots == 2 else 1
-        return rows * self.n * (world * self.reduce_dtype.itemsize + copies * self.out_dtype.itemsize)
-
-    def part(self, device: torch.device) -> Product:
-        """The product of one rank, as plans of products take it: the largest, with rows in line as sizes have them."""
-        most, unit = max(self.sizes, default=0), 16 // self.dtype.itemsize
-        n = most if self.collective == "all_scatter" else self.n
-        k = self.k if self.collective in ("all_scatter", "ag_gemm") else -(-self.k // self.world)
-        lined = n % unit == 0 and k % unit == 0
-        return Product(self.m, n, k, self.dtype, device, "nn", self.precision, lined)
 
 
 @dataclass(frozen=True)
@@ -198,6 +108,22 @@ class FusedPlan:
         tiles = self.rows * self.columns(0)
         return -(-tiles // self.product.world) if self.shots == 2 else tiles
 
+    @property
+    def pieces(self) -> int:
+        """As how many arrivals a tile of an all_scatter counts: those that are in parts are sent in so many pieces."""
+        parts = (self.product.collective, self.variant) == ("all_scatter", "epilogue") and self.blocks.by_roles
+        return self.blocks.block_m // PIECE if parts else 1
+
+    def partition(self, rank: int) -> Partition:
+        """A rank's tiles of an all_scatter: by Stream-K where that leaves so much less idle that parts pay."""
+        steps, tiles = -(-self.product.k // self.blocks.block_k), self.rows * self.columns(rank)
+        shape = (self.rows, self.columns(rank), steps, self.programs)
+        longest = -(-tiles // self.programs) * steps
+        idle = longest - tiles * steps / self.programs
+        fits = tiles * steps * self.programs < 2**31
+        pays = idle > max(PARTS_COST, longest * PARTS_SHARE)
+        return stream_k(*shape) if pays and fits else data_parallel(*shape)
+
     def wanted(self) -> list[int]:
         """How often each flag of arrivals is raised in a call: one for each rank, or for each row of tiles of it."""
         product, world = self.product, self.product.world
@@ -206,7 +132,7 @@ class FusedPlan:
                 self.chunks * (row * self.blocks.block_m < size) for size in product.sizes for row in range(self.rows)
             ]
         if product.collective == "all_scatter":
-            return [self.rows * self.columns(rank) for rank in range(world)]
+            return [self.rows * self.columns(rank) * self.pieces for rank in range(world)]
         tiles = self.rows * self.columns(0)
         return [max(0, -(-(tiles - rank) // world)) for rank in range(world)]
 
@@ -323,7 +249,7 @@ def fused_default(product: FusedProduct, part: Product, cores: int) -> Config:
     """The configuration that wastes least of a rank's multiprocessors; the largest where others are hardly better.
 
     All of them take as long as the one with most tiles, whose numbers are computed even where C has ended. Large blocks
-    may lie or stand.
+    may lie or stand; those that stand are faster with a stage more, and an all_scatter where warps have roles.
 
     >>> large, medium = Config(128, 256, 64, 8, 3), Config(128, 128, 64, 4, 3, per_core=2)
     >>> [computed(8192, 1152, config, 33) for config in (large, medium)]  # of 8192 * 1152 / 33 = 285,975
@@ -334,7 +260,12 @@ def fused_default(product: FusedProduct, part: Product, cores: int) -> Config:
     sections = product.world if product.collective in ("ag_gemm", "gemm_rs") else 1
     rows = max(product.sizes) if sections > 1 else product.m
     large, *others = configs.table(part.numbers, part.lined, part.device)
-    table = (large, replace(large, block_m=large.block_n, block_n=large.block_m), *others)
+    if large.block_m < large.block_n:
+        roles = int(product.collective == "all_scatter")
+        standing = replace(large, block_m=large.block_n, block_n=large.block_m, stages=large.stages + 1)
+        table = (replace(large, roles=roles), replace(standing, roles=roles), *others)
+    else:
+        table = (large, *others)
     numbers = {config: computed(rows, part.n, config, cores, sections) for config in table}
     least = min(numbers.values())
     return next(config for config in table if numbers[config] <= least * WORTH)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshflash.gemm import configs
-from meshflash.gemm.fused_plan import FusedConfig, FusedPlan, FusedProduct, key_of
+from meshflash.gemm.fused_plan import FusedConfig, FusedPlan, key_of
+from meshflash.gemm.fused_product import FusedProduct
 from meshflash.gemm.rates import Rate
 
 

@@ -16,18 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from meshflash.gemm import partition
-from meshflash.kernels.gluon_common import barriers, copy_block
+from meshflash.kernels.gluon_common import barriers, copy_block, store_block
 
 begin_of = gluon.jit(partition.begin_of)
 place_of = gluon.jit(partition.place_of)
 
 SQRT_HALF = gl.constexpr(0.7071067811865476)
-#: A block of shared memory to global memory, by a descriptor; renamed in Triton 3.8.
-store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit
-def _share(tiles, steps, crew, slices, shared, SLOTS: gl.constexpr):
+def share_of(tiles, steps, crew, slices, shared, SLOTS: gl.constexpr):
     """This program's whole tiles, all of its segments, and the slices of shared tiles from the first to the last."""
     program = gl.program_id(0)
     alone = gl.cdiv(gl.maximum(tiles - shared - program, 0), gl.num_programs(0))
@@ -42,8 +40,8 @@ def _share(tiles, steps, crew, slices, shared, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _segment(turn, alone, at, end, steps, shared, rows, columns, SLOTS: gl.constexpr, GROUP: gl.constexpr):
-    """A segment of this program: row and column of its tile, slices from first to last; where the next begins."""
+def segment_of(turn, alone, at, end, steps, shared, rows, columns, SLOTS: gl.constexpr, GROUP: gl.constexpr):
+    """A segment of this program: its tile, with row and column, slices from first to last; where the next begins."""
     tile = shared + gl.program_id(0) + turn * gl.num_programs(0)
     first = turn * 0
     last = steps
@@ -54,7 +52,7 @@ def _segment(turn, alone, at, end, steps, shared, rows, columns, SLOTS: gl.const
         last = gl.where(mine, gl.minimum(first + end - at, steps), steps)
         at += gl.where(mine, last - first, 0)
     row, column = place_of(tile, rows, columns, GROUP)
-    return row, column, first, last, at
+    return tile, row, column, first, last, at
 
 
 @gluon.jit
@@ -62,10 +60,12 @@ def copy(a, b, a_room, b_room, full, empty, rows, columns, steps, crew, slices, 
          HALF_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
          SLOTS: gl.constexpr, STAGES: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr):  # fmt: skip
     """The warp that copies."""
-    alone, count, at, end = _share(rows * columns, steps, crew, slices, shared, SLOTS)
+    alone, count, at, end = share_of(rows * columns, steps, crew, slices, shared, SLOTS)
     done = 0
     for turn in range(count):
-        row, column, first, last, at = _segment(turn, alone, at, end, steps, shared, rows, columns, SLOTS, GROUP)
+        _tile, row, column, first, last, at = segment_of(
+            turn, alone, at, end, steps, shared, rows, columns, SLOTS, GROUP
+        )
         m0 = row * (2 * HALF_M)
         n0 = column * BLOCK_N
         for step in range(first, last):
@@ -155,28 +155,38 @@ def sum_of(a_room, b_room, full, empty, first, last, done, WHICH: gl.constexpr, 
 
 
 @gluon.jit
+def store_part(acc, PARTIALS, first, WHICH: gl.constexpr, SLOTS: gl.constexpr):
+    """What this program has of a tile from its slice `first` on, for who adds it up."""
+    HALF_M: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1]
+    slot = gl.program_id(0).to(gl.int64) * SLOTS
+    if SLOTS == 2:
+        slot += first == 0
+    layout: gl.constexpr = acc.type.layout
+    m = WHICH * HALF_M + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
+    n = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    gl.store(PARTIALS + slot * (2 * HALF_M * WIDTH) + m[:, None] * WIDTH + n[None, :], acc)
+
+
+@gluon.jit
 def _multiply(BIAS, out, kept, PARTIALS, a_room, b_room, out_room, full, empty, N, rows, columns, steps, crew, slices,
               shared, WHICH: gl.constexpr, HALF_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
               SLOTS: gl.constexpr, STAGES: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr,
               ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, KEEP: gl.constexpr):  # fmt: skip
     """A group of warps that multiplies: one half of the rows of each tile."""
-    alone, count, at, end = _share(rows * columns, steps, crew, slices, shared, SLOTS)
+    alone, count, at, end = share_of(rows * columns, steps, crew, slices, shared, SLOTS)
     done = 0
     for turn in range(count):
-        row, column, first, last, at = _segment(turn, alone, at, end, steps, shared, rows, columns, SLOTS, GROUP)
+        _tile, row, column, first, last, at = segment_of(
+            turn, alone, at, end, steps, shared, rows, columns, SLOTS, GROUP
+        )
         acc, done = sum_of(a_room, b_room, full, empty, first, last, done, WHICH, HALF_M, BLOCK_N, STAGES, A_TURNED,
                            B_TURNED)  # fmt: skip
         m0 = row * (2 * HALF_M) + WHICH * HALF_M
         n0 = column * BLOCK_N
         if SLOTS > 0:
             if last - first < steps:
-                slot = gl.program_id(0).to(gl.int64) * SLOTS
-                if SLOTS == 2:
-                    slot += first == 0
-                layout: gl.constexpr = acc.type.layout
-                m = WHICH * HALF_M + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
-                n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-                gl.store(PARTIALS + slot * (2 * HALF_M * BLOCK_N) + m[:, None] * BLOCK_N + n[None, :], acc)
+                store_part(acc, PARTIALS, first, WHICH, SLOTS)
             else:
                 _finish(acc, BIAS, out, kept, out_room.index(WHICH), m0, n0, N, ACTIVATION, HAS_BIAS, KEEP)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,8 +106,7 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
         "KEEP": then.keep,
         "CHAINED": split.shared > 0 and as_blocks is not None and a.device.type != CPU,
     }
-    # other threads may multiply on this stream: none of their kernels comes between the two that share the workspace
-    with torch.cuda.device_of(a), _both if split.shared else nullcontext():
+    with torch.cuda.device_of(a), in_turns(split):
         partials = workspace(a.device, split.programs * split.slots * config.block_m * config.block_n)
         (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (b, False))
         if roles and as_blocks:
@@ -161,8 +160,7 @@ def _add_up(config: Config, split: Partition, given: tuple[Any, ...], common: di
     """The tiles in parts."""
     from meshflash.gemm.stream_k import add_up
 
-    others = -(-split.crew * split.steps // split.slices)  # that a tile has at most besides the first part
-    at_once = next((number for number in SUMS if others <= number), max(SUMS))
+    at_once = loads_of(split)
     numbers, registers = SUMS[at_once]
     height = min(config.block_m, numbers // config.block_n)
     options: dict[str, Any] = {"launch_pdl": True} if common["CHAINED"] else {}
@@ -172,6 +170,17 @@ def _add_up(config: Config, split: Partition, given: tuple[Any, ...], common: di
         options["maxnreg"] = registers
     grid = split.shared, config.block_m // height
     add_up[grid](*given, ROWS=height, AT_ONCE=at_once, num_warps=SUMS_WARPS, **options, **common)
+
+
+def loads_of(split: Partition) -> int:
+    """How many parts of a tile are on their way at a time."""
+    others = -(-split.crew * split.steps // split.slices)  # that a tile has at most besides the first part
+    return next((number for number in SUMS if others <= number), max(SUMS))
+
+
+def in_turns(split: Partition) -> AbstractContextManager[Any]:
+    """What two kernels that share a workspace are started in: no other thread's come between, on the same stream."""
+    return _both if split.shared else nullcontext()
 
 
 def in_blocks(

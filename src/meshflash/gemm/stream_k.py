@@ -202,6 +202,41 @@ def _two(part, program, last, APART: tl.constexpr):
     return this, tl.load(at + APART, mask=program < last, other=0.0)
 
 
+@inner
+def owners_of(tile, steps, crew, slices, LONG: tl.constexpr):
+    """The first and the last program that have a part of a tile."""
+    begin = count_in(tile, LONG) * steps
+    return owner_of(begin, crew, slices), owner_of(begin + (steps - 1), crew, slices)
+
+
+@inner
+def sum_of_parts(
+    PARTIALS, row0, first, last,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """ROWS of a tile from row0 on, from the parts of programs from the first to the last, AT_ONCE (2, 4, 8) at a time.
+
+    It is in the order of programs.
+    """
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    part = PARTIALS + ((row0 + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :])
+    # who begins a tile has it as its last one, the others as their first
+    total = tl.load(part + (first * SLOTS + (SLOTS - 1)) * SIZE)
+    for program in range(first + 1, last + 1, AT_ONCE):
+        a, b = _two(part, program, last, SLOTS * SIZE)
+        if AT_ONCE > 2:
+            c, d = _two(part, program + 2, last, SLOTS * SIZE)
+        if AT_ONCE > 4:
+            e, f = _two(part, program + 4, last, SLOTS * SIZE)
+            g, h = _two(part, program + 6, last, SLOTS * SIZE)
+        total = total + a + b
+        if AT_ONCE > 2:
+            total = total + c + d
+        if AT_ONCE > 4:
+            total = total + e + f + g + h
+    return total
+
+
 @triton.jit(do_not_specialize=["steps", "crew", "slices"])
 def add_up(
     BIAS, OUT, KEPT, PARTIALS, M, N, o_m, steps, crew, slices,
@@ -210,31 +245,13 @@ def add_up(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """OUT of tiles in parts, ROWS of a tile for each program; AT_ONCE parts (2, 4, 8) are on their way at a time."""
-    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
     tile = tl.program_id(0)
     row0 = tl.program_id(1) * ROWS
-    begin = count_in(tile, LONG) * steps
-    first = owner_of(begin, crew, slices)
-    last = owner_of(begin + (steps - 1), crew, slices)
+    first, last = owners_of(tile, steps, crew, slices, LONG)
     if CHAINED:
         cuda.gdc_wait()  # in every program: who comes after this kernel comes after `product` too
     if first < last:  # else one program had all of it
-        inside = (row0 + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        part = PARTIALS + inside
-        # who begins a tile has it as its last one, the others as their first
-        total = tl.load(part + (first * SLOTS + (SLOTS - 1)) * SIZE)
-        for program in range(first + 1, last + 1, AT_ONCE):
-            a, b = _two(part, program, last, SLOTS * SIZE)
-            if AT_ONCE > 2:
-                c, d = _two(part, program + 2, last, SLOTS * SIZE)
-            if AT_ONCE > 4:
-                e, f = _two(part, program + 4, last, SLOTS * SIZE)
-                g, h = _two(part, program + 6, last, SLOTS * SIZE)
-            total = total + a + b
-            if AT_ONCE > 2:
-                total = total + c + d
-            if AT_ONCE > 4:
-                total = total + e + f + g + h
+        total = sum_of_parts(PARTIALS, row0, first, last, BLOCK_M, BLOCK_N, SLOTS, ROWS, AT_ONCE)
         row, column = place_of(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
         m = numbers(row * BLOCK_M + row0, ROWS, WIDE)
         n = numbers(column * BLOCK_N, BLOCK_N, WIDE)

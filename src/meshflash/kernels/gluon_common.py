@@ -19,6 +19,8 @@ LEAST = gl.constexpr(-1e30)
 
 #: A block of global memory to shared memory, by a descriptor, on a barrier; renamed in Triton 3.8.
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+#: And back.
+store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 if hasattr(tma, "async_atomic_add"):
     #: A block of shared memory added to global memory.
