@@ -55,8 +55,9 @@ class Call:
     """A call of the kernels: `forward`, `backward`, `deterministic` (a backward), or `rows`.
 
     With `features` it has all of them, with `partial` it goes on from sums; `aligned` rows begin at multiples of 16
-    bytes. With `gluon` those in Gluon serve it; `mask` is "causal", "full", or "runs", where blocks have several.
-    `odd` lengths are no multiple of a block, nor of anything else.
+    bytes. With `gluon` those in Gluon serve it; `mask` is "causal", "full", "runs", where blocks have several,
+    "documents" of any length, which are causal, "whole documents", or "padding" behind documents. `odd` lengths are no
+    multiple of a block, nor of anything else.
     """
 
     kind: str
@@ -253,6 +254,10 @@ def _make(call: Call) -> None:
         mask = Mask.full()
     if call.mask == "runs":
         mask &= Mask.window(1000, 0) | Mask.first(130)
+    if call.mask in ("documents", "whole documents", "padding"):
+        padding = 500 if call.mask == "padding" else 0
+        documents = Mask.documents([1601, 7, 95, tokens - 1703 - padding], pad=True)
+        mask = documents if call.mask == "whole documents" else mask & documents
     if call.features and call.gluon:
         features = Features(call.dim**-0.5, 30.0, sink_logits_H=numbers(HEADS))
     elif call.features:

@@ -40,7 +40,7 @@ GLUON = tuple(
         *((kind, "float16", "causal", False, False) for kind in ATTENTION[:2]),
     )
 )
-#: A head of keys for each of queries; blocks that begin earlier, whose rows begin anywhere.
+#: A head of keys for each of queries; blocks that begin earlier in the forward, and short ones of keys in the backward.
 GLUON += tuple(
     Call(kind, dim, gluon=True, mask=mask, partial=partial, key_heads=8, odd=odd)
     for dim in (64, 128)
@@ -52,6 +52,17 @@ GLUON += tuple(
     )
 )
 GLUON += tuple(Call("backward", dim, gluon=True, odd=True) for dim in (64, 128))
+#: Blocks on a grid, with rows of several documents; beside padding, blocks that begin anywhere.
+GLUON += tuple(
+    Call(kind, dim, gluon=True, mask=mask, partial=partial, key_heads=key_heads)
+    for dim in (64, 128)
+    for kind, mask, partial, key_heads in (
+        *(("backward", mask, False, heads) for mask in ("documents", "padding") for heads in (2, 8)),
+        *(("deterministic", mask, False, 8) for mask in ("documents", "padding")),
+        ("backward", "whole documents", False, 8),
+        ("backward", "documents", True, 8),
+    )
+)
 FEW: Mapping[str, Sequence[Call]] = {
     "sm_90": (
         *(Call(kind, 128) for kind in ATTENTION[:2]),
@@ -98,10 +109,16 @@ SPILLS = {
     "sm_90 deterministic 128 bfloat16 unaligned by_queries": 650,
     **{f"sm_90 backward 128 {dtype} by_keys": 810 for dtype in ("bfloat16", "float16")},
     "sm_90 deterministic 128 bfloat16 by_keys": 420,
-    "sm_90 backward 64 bfloat16 gluon runs backward": 170,
-    "sm_90 backward 64 bfloat16 gluon odd backward": 140,
-    **{f"sm_90 backward 64 bfloat16 gluon{more} odd 8 key heads backward": 130 for more in ("", " full partial")},
-    "sm_90 deterministic 128 bfloat16 gluon runs backward": 75,
+    "sm_90 backward 64 bfloat16 gluon runs backward": 100,
+    "sm_90 backward 64 bfloat16 gluon odd backward": 75,
+    **{f"sm_90 backward 64 bfloat16 gluon{more} odd 8 key heads backward": 80 for more in ("", " full partial")},
+    **{f"sm_90 backward 64 bfloat16 gluon documents{more} backward": 95 for more in ("", " 8 key heads")},
+    "sm_90 backward 64 bfloat16 gluon whole documents 8 key heads backward": 85,
+    "sm_90 backward 64 bfloat16 gluon documents partial 8 key heads backward": 150,
+    **{f"sm_90 backward 64 bfloat16 gluon padding{more} backward": 145 for more in ("", " 8 key heads")},
+    "sm_90 backward 64 bfloat16 gluon padding 8 key heads by_keys": 75,
+    **{f"sm_90 backward 128 bfloat16 gluon padding{more} by_keys": 810 for more in ("", " 8 key heads")},
+    "sm_90 deterministic 128 bfloat16 gluon padding 8 key heads by_keys": 300,
     "sm_90 backward 64 bfloat16 gluon partial backward": 125,
     "sm_100 forward 256 bfloat16 forward": 100,
     "sm_100 backward 64 float32 by_keys": 1300,

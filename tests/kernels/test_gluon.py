@@ -28,6 +28,8 @@ def ranges_of(layout: Layout, q: int, k: int):
     return tuple(layout.ranges[q]), tuple(layout.ranges[k])
 
 
+#: A short one first, and some that lie in one block with others.
+LENGTHS = [5, 63, 1, 64, 200, 128, 239]
 ZIGZAG, STRIPED = Layout.zigzag(TOKENS, 2), Layout.striped(TOKENS, 2)
 WORK = {
     "full": (Mask.full(), *WHOLE),
@@ -38,6 +40,20 @@ WORK = {
     "more keys": (CAUSAL, (range(400, 700),), (range(700),)),
     "more queries": (CAUSAL, (range(700),), (range(100, 400),)),
     "documents": (CAUSAL & Mask.documents([300, 1, 0, 199, 200]), *WHOLE),
+    "short documents": (CAUSAL & Mask.documents(LENGTHS), *WHOLE),
+    "short and whole documents": (Mask.documents(LENGTHS), *WHOLE),
+    "documents, window": (CAUSAL & Mask.window(40, 0) & Mask.documents(LENGTHS), *WHOLE),
+    "documents, both sides": (Mask.window(30, 50) & Mask.documents(LENGTHS), *WHOLE),
+    "documents, other keys": (Mask.documents([300, 400], k_lengths=[5, 695]), *WHOLE),
+    "documents, zigzag": (CAUSAL & Mask.documents(LENGTHS), *ranges_of(ZIGZAG, 0, 0)),
+    "documents, striped": (CAUSAL & Mask.documents(LENGTHS), *ranges_of(STRIPED, 1, 1)),
+    "mostly short documents": (CAUSAL & Mask.documents([100] * 4 + [300]), *WHOLE),
+    "no keys": (Mask.documents([300, 400], k_lengths=[0, 700]), *WHOLE),
+    "padding": (CAUSAL & Mask.documents([400, 237], pad=True), *WHOLE),
+    "padding, whole blocks": (CAUSAL & Mask.documents([397, 243], pad=True), *WHOLE),
+    "padding, a short document": (CAUSAL & Mask.documents([[640, 5], [325, 320]], pad=True), *WHOLE),
+    "documents by row": (CAUSAL & Mask.documents([[5, 395, 300], [700], [130, 1, 569]]), *WHOLE),
+    "padding by row": (CAUSAL & Mask.documents([[400, 300], [397, 242]], pad=True), *WHOLE),
     "first keys": (CAUSAL & (Mask.window(64, 0) | Mask.first(130)), *WHOLE),
     "zigzag, own": (CAUSAL, *ranges_of(ZIGZAG, 0, 0)),
     "zigzag, other": (CAUSAL, *ranges_of(ZIGZAG, 1, 0)),
@@ -54,97 +70,152 @@ def numbers(monkeypatch):
     monkeypatch.setattr(common, "gl", names)
     monkeypatch.setattr(common, "run_of", lambda table, n: tuple(map(int, table[n])))
     monkeypatch.setattr(common, "rotated", common.rotated.fn)
+    monkeypatch.setattr(common, "block_of", common.block_of.fn)
     monkeypatch.setattr(common, "next_block", common.next_block.fn)
     return names
 
 
 def dense(name: str):
-    """Which rows of keys each row of queries sees."""
+    """Which rows of keys each row of queries sees, in each batch row."""
     mask, q, k = WORK[name]
     i, j = (np.concatenate([np.asarray(part) for part in ranges]) for ranges in (q, k))
-    return np.asarray(mask.visible(i[:, None], j[None, :]), bool)
+    rows = range(mask.batch_rows or 1)
+    return np.stack([np.asarray(mask.visible(i[:, None], j[None, :], batch=row), bool) for row in rows])
 
 
 def walk(tables, size, other, by_key):
-    """For each tile its first row, rows, and of every block in turn where it begins and what is seen of it."""
+    """For each tile its batch row, first row, rows, and of every block where it begins and what is seen of it."""
     spans = tables.spans.numpy()
     for tile in tables.tiles.numpy():
-        _, row, rows, first, step, run, turns = map(int, tile)
+        batch, row, rows, first, step, run, turns = map(int, tile)
         missing = size - rows if by_key else 0
         n = np.arange(size)
         positions = first + step * (n - missing)
         state = (run, 0, *common.run_of(spans, run))
         blocks = []
         for turn in range(turns):
-            *state, fresh, block = common.next_block(turn, *state, spans, other, tables.single, tables.whole)
-            *_, least, most = state
+            *state, fresh, block = common.next_block(
+                turn, *state, spans, other, tables.single, tables.whole, tables.clipped
+            )
+            *_, limit, least, most = state
             columns = np.arange(other)
             seen = np.ones((size, other), bool)
             if tables.lower:
-                seen &= columns >= np.maximum(positions + least, fresh)[:, None] - block
+                low = positions + least if tables.whole else np.maximum(positions + least, fresh)
+                seen &= columns >= low[:, None] - block
             if tables.upper:
                 seen &= columns <= (positions + most - block)[:, None]
+            if tables.clipped:
+                seen &= columns < limit - block
             for part in range(0, size, 64):  # each group of warps decides by itself
                 lowest = first + step * (part - missing)
-                bound = tables.lower, tables.upper, tables.whole
+                bound = tables.lower, tables.upper, tables.whole, limit, tables.clipped
                 cut = common.cut.fn(lowest, lowest + step * 63, fresh, block, least, most, other, *bound)
                 if not cut:
                     assert seen[part : part + 64][: max(0, rows - part) if not by_key else 64].all()
                     seen[part : part + 64] = True
             blocks.append((block, seen & (n >= missing)[:, None]))
-        yield row - missing, rows, missing, blocks
+        yield batch, row - missing, rows, missing, blocks
+
+
+def left_to_the_rest(left, mine):
+    """Every row is in a tile of the one or the other."""
+    for batch, row, rows, *_ in left.tiles.tolist():
+        assert not mine[batch, row : row + rows].any()
+        mine[batch, row : row + rows] = True
+    assert mine.all()
 
 
 @pytest.mark.parametrize(("size", "other"), [(128, 128), (192, 128)])
 @pytest.mark.parametrize("name", WORK)
 def test_a_forward_meets_every_visible_pair_once(name, size, other):
     want = dense(name)
-    served, left = runs(worklist(*WORK[name]), False, size, other, 64, 1, torch.device("cpu"))
+    served, left = runs(worklist(*WORK[name]), False, size, other, 64, len(want), torch.device("cpu"))
     got = np.zeros(want.shape, int)
-    mine = np.zeros(len(want), bool)
-    for row, rows, _, blocks in walk(served, size, other, by_key=False):
-        mine[row : row + rows] = True
+    mine = np.zeros(want.shape[:2], bool)
+    for batch, row, rows, _, blocks in walk(served, size, other, by_key=False):
+        mine[batch, row : row + rows] = True
         for block, seen in blocks:
-            assert 0 <= block <= want.shape[1] - other  # nothing outside is read
-            got[row : row + rows, block : block + other] += seen[:rows]
+            assert 0 <= block <= want.shape[2] - other  # nothing outside is read
+            got[batch, row : row + rows, block : block + other] += seen[:rows]
     assert (got[mine] == want[mine]).all()
-    for tile in left.tiles.numpy():
-        mine[tile[1] : tile[1] + tile[2]] = True
-    assert mine.all()
+    left_to_the_rest(left, mine)
     if name in ("full", "causal", "even", "window", "more keys", "striped"):
-        assert len(served) == -(-len(want) // size)
+        assert len(served) == -(-want.shape[1] // size)
 
 
 @pytest.mark.parametrize("other", [64, 128])
 @pytest.mark.parametrize("name", WORK)
 def test_a_backward_meets_every_visible_pair_once(name, other):
-    want = dense(name).T
-    served, left = runs(worklist(*WORK[name]), True, 128, other, 64, 1, torch.device("cpu"), True)
+    want = dense(name).swapaxes(1, 2)
+    served, left = runs(worklist(*WORK[name]), True, 128, other, 64, len(want), torch.device("cpu"), True)
     got = np.zeros(want.shape, int)
-    mine = np.zeros(len(want), bool)
-    for row, rows, missing, blocks in walk(served, 128, other, by_key=True):
+    mine = np.zeros(want.shape[:2], bool)
+    for batch, row, rows, missing, blocks in walk(served, 128, other, by_key=True):
         assert row >= 0  # keys are read from where this begins
         assert bool(missing) <= served.edge
-        mine[row + missing : row + missing + rows] = True
+        mine[batch, row + missing : row + missing + rows] = True
         for block, seen in blocks:
-            assert 0 <= block <= want.shape[1] - other
+            assert 0 <= block <= want.shape[2] - other
             assert not served.even or block % other == 0
-            got[row : row + 128, block : block + other] += seen
+            got[batch, row : row + 128, block : block + other] += seen
     assert (got[mine] == want[mine]).all()
-    for tile in left.tiles.numpy():
-        mine[tile[1] : tile[1] + tile[2]] = True
-    assert mine.all()
-    assert served.even == (name == "even")
+    left_to_the_rest(left, mine)
+    assert served.even == (name == "even" or not len(served))
+    assert not served.clipped
     if name in ("full", "causal", "even", "window"):
-        assert len(served) == -(-len(want) // 128)
+        assert len(served) == -(-want.shape[1] // 128)
+
+
+#: Work with rows of queries that see nothing, in one block with others.
+GAPS = ("more queries", "striped, other way", "no keys", "padding", "padding by row", "padding, a short document")
+
+#: Work with runs that begin within a block, where no band hides the rows before.
+BEGINS_WITHIN = (
+    "short and whole documents",
+    "documents, both sides",
+    "documents, other keys",
+    "zigzag, own",
+)
+
+
+@pytest.mark.parametrize("other", [64, 128])
+@pytest.mark.parametrize("name", WORK)
+def test_a_backward_on_a_grid_meets_every_visible_pair_once(name, other):
+    want = dense(name).swapaxes(1, 2)
+    batch_rows, keys, queries = want.shape
+    work = worklist(*WORK[name])
+    served, left = runs(work, True, 128, other, 64, batch_rows, torch.device("cpu"), True, True)
+    if name in GAPS:
+        old, _ = runs(work, True, 128, other, 64, batch_rows, torch.device("cpu"), True)
+        assert (served.even, served.clipped) == (False, False)
+        assert torch.equal(served.tiles, old.tiles)
+        assert torch.equal(served.spans, old.spans)
+        return
+    assert served.even
+    assert served.aligned
+    got = np.zeros((batch_rows, 128 + keys, queries + other), int)  # rows before the first, and after the last
+    mine = np.zeros((batch_rows, keys), bool)
+    for batch, row, _, missing, blocks in walk(served, 128, other, by_key=True):
+        assert want[batch, max(0, row) : row + 128].any(axis=1).all()  # what nobody sees may be NaN, and is not read
+        mine[batch, row + missing : row + 128] = True
+        for block, seen in blocks:
+            assert block % other == 0
+            assert want[batch, :, block : block + other].any(axis=0).all()
+            got[batch, 128 + row : 256 + row, block : block + other] += seen
+    assert served.whole == (name not in BEGINS_WITHIN)
+    assert not got[:, :128].any()
+    assert (got[:, 128:, :queries][mine] == want[mine]).all()
+    left_to_the_rest(left, mine)
 
 
 @pytest.mark.parametrize("rotate", [0, 5])
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
+@pytest.mark.parametrize("grid", [False, True])
 @pytest.mark.parametrize("name", WORK)
-def test_heads_of_a_group_meet_the_same_blocks(name, group, rotate, numbers):
+def test_heads_of_a_group_meet_the_same_blocks(name, grid, group, rotate, numbers):
     """One loop over heads and blocks: each head meets what a walk of its own would, and none is left or met twice."""
-    served, _ = runs(worklist(*WORK[name]), True, 128, 64, 64, 1, torch.device("cpu"), True)
+    served, _ = runs(worklist(*WORK[name]), True, 128, 64, 64, 1, torch.device("cpu"), True, grid)
     rotate *= served.single  # as it is launched
     spans, first_head = served.spans.numpy(), 3 * group
     for program, tile in enumerate(served.tiles.tolist()):
@@ -152,14 +223,17 @@ def test_heads_of_a_group_meet_the_same_blocks(name, group, rotate, numbers):
         vars(numbers)["program_id"] = lambda axis, program=program: program
         alone, state = [], (run, 0, *common.run_of(spans, run))
         for turn in range(turns):
-            *state, fresh, block = common.next_block(turn, *state, spans, 64, served.single, served.whole)
+            *state, fresh, block = common.next_block(
+                turn, *state, spans, 64, served.single, served.whole, served.clipped
+            )
             alone.append((*state[-2:], fresh, block))
         start = common.run_of(spans, run)
         head, left, ends = common.before_group.fn(first_head, start[1], turns, group, served.single, rotate)
         state, met = (head, ends, run, left, *start), []
         for number in range(turns * group):
             *state, fresh, block = common.next_in_group.fn(
-                *(number, *state, spans, first_head, run, turns, 64, group, served.single, served.whole, rotate)
+                *(number, *state, spans, first_head, run, turns, 64, group, served.single, served.whole),
+                *(served.clipped, rotate),
             )
             met.append((state[0], *state[-2:], fresh, block))
         want = [(first_head + g, *block) for g in range(group) for block in alone]

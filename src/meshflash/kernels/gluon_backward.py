@@ -49,7 +49,7 @@ def _join():
 def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full, q_empty,
           dout_full, dout_empty, TILES, RUNS, heads,
           GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-          SINGLE: gl.constexpr, WHOLE: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
+          SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
           AHEAD: gl.constexpr):  # fmt: skip
     """The warp that copies: keys and values once, then queries, dout, lse and delta block by block.
 
@@ -71,7 +71,7 @@ def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room
     for number in range(turns * GROUP):
         head, ends, run, left, begin, blocks, limit, least, most, _fresh, block = next_in_group(
             number, head, ends, run, left, begin, blocks, limit, least, most, RUNS, first_head, first_run, turns,
-            BLOCK_M, GROUP, SINGLE, WHOLE, ROTATE
+            BLOCK_M, GROUP, SINGLE, WHOLE, CLIPPED, ROTATE
         )  # fmt: skip
         stage = copied % STAGES
         phase = ((copied // STAGES) & 1) ^ 1
@@ -101,9 +101,9 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
              q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
              dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
              WHICH: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-             STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr,
-             UPPER: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr,
-             ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr,
+             LOWER: gl.constexpr, UPPER: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr,
+             TILED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 keys, and half of dQ."""
     DTYPE: gl.constexpr = q_room.dtype
     ROWS: gl.constexpr = BLOCK_N // 2
@@ -148,7 +148,7 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
     for used in range(turns * GROUP):
         head, ends, run, left, begin, blocks, limit, least, most, fresh, block = next_in_group(
             used, head, ends, run, left, begin, blocks, limit, least, most, RUNS, first_head, first_run, turns,
-            BLOCK_M, GROUP, SINGLE, WHOLE, ROTATE
+            BLOCK_M, GROUP, SINGLE, WHOLE, CLIPPED, ROTATE
         )  # fmt: skip
         stage = used % STAGES
         phase = (used // STAGES) & 1
@@ -169,11 +169,18 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         if not LATE:
             lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
         visible = s
-        if LOWER or UPPER:
-            if cut(lowest, highest, fresh, block, least, most, BLOCK_M, LOWER, UPPER, WHOLE):
-                visible = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_M, LOWER, UPPER, WHOLE, S)
-        if EDGE:  # keys of another program, which stand where this one's are missing
-            visible = gl.where((n >= missing)[:, None], visible, -INF)
+        if LOWER or UPPER or CLIPPED or EDGE:
+            masked = cut(lowest, highest, fresh, block, least, most, BLOCK_M, LOWER, UPPER, WHOLE, limit, CLIPPED)
+            if EDGE:
+                masked = masked | (missing > WHICH * ROWS)
+            if masked:
+                if LOWER or UPPER or CLIPPED:
+                    visible = seen(
+                        s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_M, LOWER, UPPER, WHOLE, S, limit,
+                        CLIPPED
+                    )  # fmt: skip
+                if EDGE:  # keys of others, which stand where this program's are missing
+                    visible = gl.where((n >= missing)[:, None], visible, -INF)
         if LATE:
             lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
         p = gl.exp2(visible * scale2 - lse[None, :])
@@ -259,13 +266,15 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
 def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of_row, scale, scale2,
              dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
              GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-             SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, EDGE: gl.constexpr,
-             ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
-             AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+             SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
+             EDGE: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, SHIFTED: gl.constexpr,
+             ROTATE: gl.constexpr, AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+             COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(dK, dV) of one block of keys and one key head, and with QUERIES its part of dQ, which is added.
 
-    `scale2` is of scores in base 2. Where a segment of keys ends within a block, the block begins earlier: keys before
-    its own are not weighed. TILED sums of dQ are not scaled and lie as `gather_dq` reads them.
+    `scale2` is of scores in base 2. Where a segment of keys ends within a block, the block begins earlier, even before
+    the first row: keys before its own are not weighed. TILED sums of dQ are not scaled, and lie as `gather_dq` reads
+    them.
     """
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0
@@ -293,12 +302,12 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
                     dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, LOWER, UPPER, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
+                    SINGLE, WHOLE, CLIPPED, LOWER, UPPER, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
                     dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, LOWER, UPPER, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
+                    SINGLE, WHOLE, CLIPPED, LOWER, UPPER, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
         (_copy, (q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full,
                  q_empty, dout_full, dout_empty, TILES, RUNS, heads, GROUP, BLOCK_M, BLOCK_N, D, STAGES, SINGLE, WHOLE,
-                 SHIFTED, ROTATE, AHEAD)),
+                 CLIPPED, SHIFTED, ROTATE, AHEAD)),
     ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip

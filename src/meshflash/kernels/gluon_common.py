@@ -109,13 +109,30 @@ def run_of(RUNS, number):
 
 
 @gluon.jit
-def next_block(turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE: gl.constexpr, SINGLE: gl.constexpr,
-               WHOLE: gl.constexpr):  # fmt: skip
-    """One block further: (run, blocks left of it, its numbers), and of the block its first new row and where it begins.
+def block_of(begin, left, limit, SIZE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr):
+    """Of a run's block its first new row, and where it begins.
 
-    Blocks of a run come last one first: those that a band cuts are the last. The last block of a run begins earlier
-    where the run's rows end, so that nothing outside is read; its rows before the new ones were in another block. WHOLE
-    says that there is no such block.
+    The last one begins earlier where the run's rows end, so that nothing outside is read; its rows before the new ones
+    were in another block. Where runs are CLIPPED, blocks begin at multiples of their size: rows of the first one may
+    come before the run's own, and those of the last one after them. WHOLE says that no block has rows before its own.
+    """
+    fresh = begin + left * SIZE
+    block = fresh
+    if not WHOLE:
+        if CLIPPED:
+            fresh = begin
+            block = (begin & -SIZE) + left * SIZE
+        else:
+            block = gl.minimum(fresh, limit - SIZE)
+    return fresh, block
+
+
+@gluon.jit
+def next_block(turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE: gl.constexpr, SINGLE: gl.constexpr,
+               WHOLE: gl.constexpr, CLIPPED: gl.constexpr = False):  # fmt: skip
+    """One block further: (run, blocks left of it, its numbers), and the block as `block_of` has it.
+
+    Blocks of a run come last one first: those that a band cuts are the last.
     """
     if SINGLE:
         left = blocks - 1 - turn
@@ -126,10 +143,7 @@ def next_block(turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE: g
                 run += 1
                 begin, blocks, limit, least, most = run_of(RUNS, run)
             left = blocks - 1
-    fresh = begin + left * SIZE
-    block = fresh
-    if not WHOLE:
-        block = gl.minimum(fresh, limit - SIZE)
+    fresh, block = block_of(begin, left, limit, SIZE, WHOLE, CLIPPED)
     return run, left, begin, blocks, limit, least, most, fresh, block
 
 
@@ -160,7 +174,7 @@ def before_group(first_head, blocks, turns, GROUP: gl.constexpr, SINGLE: gl.cons
 @gluon.jit
 def next_in_group(number, head, ends, run, left, begin, blocks, limit, least, most, RUNS, first_head, first_run, turns,
                   SIZE: gl.constexpr, GROUP: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
-                  ROTATE: gl.constexpr):  # fmt: skip
+                  CLIPPED: gl.constexpr, ROTATE: gl.constexpr):  # fmt: skip
     """One block further, in one loop over the heads of a group and the blocks of each: as `next_block`, and the head.
 
     A head begins where the one before ends. Where programs begin at other blocks (ROTATE), the blocks that the first
@@ -169,7 +183,7 @@ def next_in_group(number, head, ends, run, left, begin, blocks, limit, least, mo
     if GROUP == 1:
         turn = rotated(number, turns, ROTATE)
         run, left, begin, blocks, limit, least, most, fresh, block = next_block(
-            turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE, SINGLE, WHOLE
+            turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE, SINGLE, WHOLE, CLIPPED
         )
     else:
         left -= 1
@@ -187,17 +201,14 @@ def next_in_group(number, head, ends, run, left, begin, blocks, limit, least, mo
                 ends += turns
             begin, blocks, limit, least, most = run_of(RUNS, run)
             left = blocks - 1
-        fresh = begin + left * SIZE
-        block = fresh
-        if not WHOLE:
-            block = gl.minimum(fresh, limit - SIZE)
+        fresh, block = block_of(begin, left, limit, SIZE, WHOLE, CLIPPED)
     return head, ends, run, left, begin, blocks, limit, least, most, fresh, block
 
 
 @gluon.jit
 def cut(first, last, fresh, block, least, most, SIZE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
-        WHOLE: gl.constexpr):  # fmt: skip
-    """Whether rows at positions from first to last do not see all of a block."""
+        WHOLE: gl.constexpr, limit=0, CLIPPED: gl.constexpr = False):  # fmt: skip
+    """Whether rows at positions from first to last do not see all of a block; where it is CLIPPED, below the limit."""
     found = False
     if LOWER:
         found = last + least > block
@@ -205,12 +216,15 @@ def cut(first, last, fresh, block, least, most, SIZE: gl.constexpr, LOWER: gl.co
             found = found | (fresh > block)
     if UPPER:
         found = found | (first + most < block + SIZE - 1)
+    if CLIPPED:
+        found = found | (block > limit - SIZE)
     return found
 
 
 @gluon.jit
 def seen(x, positions, fresh, block, least, most, other, ROWS: gl.constexpr, SIZE: gl.constexpr,
-         LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+         LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr, LAYOUT: gl.constexpr, limit=0,
+         CLIPPED: gl.constexpr = False):  # fmt: skip
     """A tile of numbers where its row sees its column, and `other` elsewhere; one of the sides is asked for.
 
     Column = 8 * j + c, where j is the number of a register and c of a lane: what is compared with j is an immediate,
@@ -234,6 +248,12 @@ def seen(x, positions, fresh, block, least, most, other, ROWS: gl.constexpr, SIZ
             visible = visible & above
         else:
             visible = above
+    if CLIPPED:
+        inside = j[None, :][:, :, None] < (limit - block) - c[None, :][:, None, :]
+        if LOWER or UPPER:
+            visible = visible & inside
+        else:
+            visible = inside
     return gl.convert_layout(gl.reshape(gl.where(visible, wide, other), [ROWS, SIZE]), LAYOUT)
 
 

@@ -273,6 +273,7 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             STAGES=config.stages,
             SINGLE=tables.single,
             WHOLE=tables.whole,
+            CLIPPED=tables.clipped,
             LOWER=tables.lower,
             UPPER=tables.upper,
             EDGE=tables.edge,

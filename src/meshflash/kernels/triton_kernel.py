@@ -108,7 +108,7 @@ class Triton(Kernel):
         atomic = not self.deterministic
         dq = grads.dq_BTHD
         config = _config("by_keys", x)
-        served, tables = _tables(x, True, config, gluon, filled=True)
+        served, tables = _tables(x, True, config, gluon)
         sums = None
         if gluon and served:
             if atomic:
@@ -163,16 +163,14 @@ class Triton(Kernel):
         return grads
 
 
-def _tables(
-    x: Inputs, by_key: bool, config: Config, gluon: Sizes | None, filled: bool = False
-) -> tuple[Blocks | None, Blocks]:
+def _tables(x: Inputs, by_key: bool, config: Config, gluon: Sizes | None) -> tuple[Blocks | None, Blocks]:
     """The blocks that kernels in Gluon serve, where there are any, and those that are left."""
     batch, device = x.q_BTHD.shape[0], x.q_BTHD.device
     size = config.block_n if by_key else config.block_m
     if gluon is None:
         return None, blocks(x.work, by_key, size, batch, device)
     sizes = (gluon.block_n, gluon.block_m) if by_key else (gluon.block_m, gluon.block_n)
-    served, rest = runs(x.work, by_key, *sizes, size, batch, device, filled)
+    served, rest = runs(x.work, by_key, *sizes, size, batch, device, filled=by_key, grid=by_key)
     return served if len(served) else None, rest
 
 

@@ -22,8 +22,11 @@ from meshflash.core.tiles import Table, Worklist, expand
 TILE = ("batch", "row", "rows", "position", "step", "first_span", "last_span")
 
 #: Columns of `Blocks.spans` where they are runs: rows of the other side, the first of them, how many blocks, the row
-#: past the last one that may be read, and how far a visible row may lie from the position of the block's own row.
+#: past the last one of the span, and how far a visible row may lie from the position of the block's own row.
 RUN = ("begin", "blocks", "limit", "least", "most")
+
+#: Rows that a group of warps stores at once, where a block has as many for each that has any.
+LEVEL = 64
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,8 +38,10 @@ class Blocks:
     Where they are runs (`RUN`), a block has its first run, and instead of the last how many blocks of the other
     side it meets. `lower` and `upper` say whether that side of a band binds anywhere, `edge` whether a block has
     missing rows, `single` whether each has one run, of the block's own number, `aligned` whether all begin at multiples
-    of 4 rows. `whole` says that no block of the other side begins earlier because its rows end, and `even` that all of
-    these begin at multiples of their size.
+    of 4 rows. `whole` says that no block of the other side has rows before its own to be masked: one may begin earlier
+    because its rows end, or because all begin at multiples of their size, which `even` says. Runs of these are
+    `clipped` where some block has rows that are not of its run and that no band hides. `level` says that all blocks
+    have multiples of 64 rows.
     """
 
     tiles: Tensor
@@ -48,6 +53,8 @@ class Blocks:
     aligned: bool = False
     whole: bool = False
     even: bool = False
+    clipped: bool = False
+    level: bool = False
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -75,6 +82,7 @@ def runs(
     batch: int,
     device: torch.device,
     filled: bool = False,
+    grid: bool = False,
 ) -> tuple[Blocks, Blocks]:
     """The blocks that meet the other side in whole blocks of `other` rows, with their runs, and the rest of them.
 
@@ -86,20 +94,27 @@ def runs(
     A run's last block begins earlier where the rows of its span end, so nothing outside of the span is read; a span
     that is shorter than a block, or that a band cuts and whose positions have another step, leaves its blocks to the
     rest. Positions of the blocks' rows are counted from 0 there, and bands are in rows.
+
+    On a `grid` blocks of the other side begin at multiples of their size instead, and may reach beyond its last row;
+    rows outside of the span are there to be masked, so a span may have any length. Blocks are then filled from
+    segments before as well. Where rows that no span has, which may hold anything, would be read so, there is no grid.
     """
     kept = _kept.setdefault(work, {})
-    key = (by_key, size, other, rest, batch, device, filled)
+    key = (by_key, size, other, rest, batch, device, filled, grid)
     if key not in kept:
         table = work.by_key if by_key else work.by_query
+        tokens = sum(map(len, work.q_ranges if by_key else work.k_ranges))
+        grid = grid and _fills_blocks(table, other, tokens)
         tiles = _cut(_whole(table), size, short_first=not filled)
         pairs = _pairs(tiles, table, by_key)
         served = np.bincount(pairs.tile, minlength=len(tiles)) > 0
         other_step = pairs.step != tiles[pairs.tile, 4]
-        served[pairs.tile[other_step & pairs.bound | (pairs.rows < other)]] = False
+        short = pairs.rows < (0 if grid else other)
+        served[pairs.tile[other_step & pairs.bound | short]] = False
         if filled:
-            served &= np.repeat(table.segments[:, 2], -(-table.segments[:, 2] // size)) >= size
+            served &= np.repeat(_can_be_filled(table, size, grid), -(-table.segments[:, 2] // size))
         left = _blocks(_cut(tiles[~served], rest), table, by_key, rest, batch, device)
-        kept[key] = _runs(tiles, served, pairs, size, other, batch, device), left
+        kept[key] = _runs(tiles, served, pairs, size, other, tokens, grid, batch, device), left
     return kept[key]
 
 
@@ -117,31 +132,39 @@ def _runs(
     pairs: _Pairs,
     size: int,
     other: int,
+    tokens: int,
+    grid: bool,
     batch: int,
     device: torch.device,
 ) -> Blocks:
     pairs = pairs.of(served[pairs.tile])
-    count = -(-(pairs.end - pairs.begin) // other)
-    begin, limit = pairs.row + pairs.begin, pairs.row + pairs.rows
+    rows = tiles[pairs.tile, 2]
+    begin, end, limit = (pairs.row + n for n in (pairs.begin, pairs.end, pairs.rows))
     shift = pairs.first - pairs.position
     least = np.where(pairs.lo > -UNBOUNDED, -((-pairs.lo - shift) // pairs.step) + pairs.row, -UNBOUNDED)
     most = np.where(pairs.hi < UNBOUNDED, (pairs.hi + shift) // pairs.step + pairs.row, UNBOUNDED)
-    last = np.minimum(begin + count * other, limit) - 1
-    lower = (begin + count * other > limit) | (tiles[pairs.tile, 2] - 1 + least > begin)
-    upper = most < last
+    start = begin - begin % other if grid else begin
+    count = -(-(end - start) // other)
+    stop = np.minimum(start + count * other, tokens if grid else limit)
+    if grid:  # rows that are not of the run, and that no band hides; for a row alone a band can
+        least = np.where(rows == 1, np.maximum(least, begin), least)
+        before, after = (start < begin) & (least < begin), (limit < stop) & (rows + most > limit)
+    else:
+        before, after = start + count * other > limit, np.zeros(len(begin), np.bool_)
+    lower = before | (rows - 1 + least > start)
+    upper = most < stop - 1
+    whole, clipped = not before.any(), grid and bool((before | after).any())
     turns = np.bincount(pairs.tile, count, minlength=len(tiles)).astype(np.int64)
     first = np.searchsorted(pairs.tile, np.arange(len(tiles)))
     counted = np.tile([0, 1], (len(tiles), 1))
     mine = np.concatenate([tiles[:, :3], counted, first[:, None], turns[:, None]], axis=1)
     order = _heaviest_first(pairs, len(tiles))
     mine = _every_batch_row(mine[order[served[order]]], batch)
-    table = np.stack([begin, count, limit, least, most], axis=1)
-    aligned = not ((begin | limit) % 4).any()
+    table = np.stack([start if whole else begin, count, limit, least, most], axis=1)
     single = len(np.unique(pairs.tile)) == len(pairs.tile)
     if single:  # a run has the number of its block, so that neither waits for the other
         table = table[mine[:, 5]]
         mine[:, 5] = np.arange(len(mine))
-    whole = not (begin + count * other > limit).any()
     return Blocks(
         _on(mine, device),
         _on(table, device),
@@ -149,10 +172,42 @@ def _runs(
         bool(upper.any()),
         edge=bool((mine[:, 2] < size).any()),
         single=single,
-        aligned=aligned,
-        whole=bool(whole),
-        even=bool(whole and not (begin % other).any()),
+        aligned=grid or not ((begin | limit) % 4).any(),
+        whole=whole,
+        even=grid or (whole and not (start % other).any()),
+        clipped=clipped,
+        level=not (mine[:, 2] % LEVEL).any(),
     )
+
+
+def _fills_blocks(table: Table, size: int, tokens: int) -> bool:
+    """Whether blocks on a grid, of rows of the other side, have rows of spans only, or none: no gap ends within one."""
+    owner, _ = expand(np.diff(table.indptr))
+    batches, batch = np.unique(table.segments[owner, 0], return_inverse=True)
+    row, rows = table.spans[:, :2].astype(np.int64).T
+    width = -(-tokens // size) * size
+    ends = np.where(row + rows == tokens, width, row + rows)  # beyond the last row there are zeros
+    order = np.argsort(batch * width + row)
+    begin = np.append((batch * width + row)[order], len(batches) * width)
+    end = np.insert(np.maximum.accumulate((batch * width + ends)[order]), 0, 0)
+    return not ((end < begin) & ((begin % size > 0) | (end % size > 0))).any()
+
+
+def _can_be_filled(table: Table, size: int, grid: bool) -> npt.NDArray[np.bool_]:
+    """Of each segment whether its last block can be read from earlier rows: its own, or on a grid those of others too.
+
+    These are of segments that are seen, as no one knows what the rest hold; before the first row there are zeros.
+    Where most rows are of segments shorter than a block, blocks would be rather empty, and the rest has smaller ones.
+    """
+    batch, row, rows = table.segments[:, :3].astype(np.int64).T
+    alone = rows >= size
+    if not grid or 2 * rows[~alone].sum() > rows.sum():
+        return alone
+    seen = np.diff(table.indptr) > 0
+    begins = np.ones(len(row), np.bool_)  # where the rows before are not of a segment that is seen
+    begins[1:] = ~seen[:-1] | (batch[1:] != batch[:-1]) | (row[1:] != row[:-1] + rows[:-1])
+    first = np.maximum.accumulate(np.where(begins, np.arange(len(row)), 0))
+    return alone | (row[first] <= np.maximum(0, row + rows - size))
 
 
 def _whole(table: Table) -> Ints:
