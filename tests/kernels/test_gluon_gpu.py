@@ -24,6 +24,8 @@ pytestmark = [
 
 CAUSAL = Mask.causal()
 DIMS = (64, 128)
+#: Of 700 tokens: a short document first, and some that lie in one block with others.
+LENGTHS = [5, 63, 1, 64, 200, 128, 239]
 #: Whole blocks, blocks that begin earlier, runs that begin anywhere, less work than processors and more.
 CASES = {
     "causal": Case(CAUSAL, batch=2, tokens=1024, heads=4),
@@ -39,6 +41,19 @@ CASES = {
     "both sides": Case(Mask.window(101, 60), batch=1, tokens=901, heads=2),
     "window and first": Case(CAUSAL & (Mask.window(200, 0) | Mask.first(130)), batch=1, tokens=1024, heads=2),
     "documents": Case(CAUSAL & Mask.documents([400, 1, 0, 399, 224]), batch=1, tokens=1024, heads=2),
+    "short documents": Case(CAUSAL & Mask.documents(LENGTHS), batch=2, tokens=700, heads=2),
+    "short and whole documents": Case(Mask.documents(LENGTHS), batch=1, tokens=700, heads=3),
+    "short documents, window": Case(CAUSAL & Mask.window(40, 0) & Mask.documents(LENGTHS), tokens=700, heads=2),
+    "short documents, both sides": Case(Mask.window(30, 50) & Mask.documents(LENGTHS), tokens=700, heads=4, kv_heads=2),
+    "short documents, first": Case(
+        CAUSAL & (Mask.window(70, 0) | Mask.first(130)) & Mask.documents(LENGTHS), tokens=700, heads=4, kv_heads=1
+    ),
+    "short documents by row": Case(
+        CAUSAL & Mask.documents([[5, 395, 300], [700], [130, 1, 569]]), batch=3, tokens=700, heads=4, kv_heads=2
+    ),
+    "mostly short documents": Case(CAUSAL & Mask.documents([100] * 4 + [300]), batch=2, tokens=700, heads=2),
+    "padding": Case(CAUSAL & Mask.documents([400, 237], pad=True), batch=2, tokens=700, heads=2),
+    "padding, whole blocks": Case(CAUSAL & Mask.documents([397, 243], pad=True), batch=2, tokens=700, heads=2),
     "whole documents": Case(Mask.documents([256, 512, 256]), batch=2, tokens=1024, heads=2),
     "more queries": Case(CAUSAL, batch=1, tokens=700, k_tokens=300, heads=2),
     "more keys": Case(CAUSAL, batch=1, tokens=301, k_tokens=701, q_offset=400, heads=2),
@@ -237,15 +252,66 @@ def test_a_gpu_that_is_never_idle_between_calls():
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dim", DIMS)
 def test_sums_that_both_kernels_add_to(dim, group, ran):
-    """Documents that are shorter than a block are left to the ordinary kernel; whole blocks are the others."""
-    work = worklist(CAUSAL & Mask.documents([512, 64, 64, 384]), (range(1024),), (range(1024),))
+    """Where most documents are shorter than a block, these are left to the ordinary kernel."""
+    work = worklist(CAUSAL & Mask.documents([256, *[64] * 10, 128]), (range(1024),), (range(1024),))
     config = gluon_launch.BACKWARD[dim]
-    served, rest = runs(work, True, config.block_n, config.block_m, 64, 2, torch.device("cuda"), True)
+    served, rest = runs(work, True, config.block_n, config.block_m, 64, 2, torch.device("cuda"), True, True)
     assert served.even
     assert len(rest)
     q, k, v, dout = tensors(2, 1024, 1024, 4, 4 // group, dim)
     added_to_ones(Inputs(q, k, v, work, Features(dim**-0.5)), dout, Triton())
     assert ran["backward"] == 1
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        CAUSAL & Mask.documents(LENGTHS),
+        Mask.documents(LENGTHS),
+        Mask.window(30, 50) & Mask.documents(LENGTHS),
+        CAUSAL & Mask.documents([[5, 395, 300], [130, 1, 569]]),
+        CAUSAL & Mask.documents([99, 601]),
+    ],
+)
+@pytest.mark.parametrize("dim", DIMS)
+def test_documents_of_any_length_lie_on_a_grid(dim, mask, group, deterministic, ran):
+    work = worklist(mask, (range(700),), (range(700),))
+    config = gluon_launch.BACKWARD[dim]
+    sizes = config.block_n, config.block_m, 64, 2
+    served, rest = runs(work, True, *sizes, torch.device("cuda"), True, True)
+    assert served.clipped
+    assert served.even
+    assert not len(rest)
+    q, k, v, dout = tensors(2, 700, 700, 4, 4 // group, dim)
+    added_to_ones(Inputs(q, k, v, work, Features(dim**-0.5)), dout, Triton(deterministic))
+    assert ran == {"forward": 0, "backward": 1, "queries": deterministic}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "grid"),
+    [([400, 237], False), ([397, 243], True), ([[5, 635], [400, 0]], False), ([[5, 635], [384, 0]], True)],
+)
+@pytest.mark.parametrize("dim", DIMS)
+def test_padding_may_hold_anything(dim, lengths, grid, deterministic, ran):
+    mask = CAUSAL & Mask.documents(lengths, pad=True)
+    work = worklist(mask, (range(700),), (range(700),))
+    config = gluon_launch.BACKWARD[dim]
+    sizes = config.block_n, config.block_m, 64, 2
+    served, _ = runs(work, True, *sizes, torch.device("cuda"), True, True)
+    assert served.even == grid
+    q, k, v, dout = tensors(2, 700, 700, 2, 2, dim)
+    rows, want = exact(Inputs(q, k, v, work, Features(dim**-0.5)), dout)
+    for batch, documents in enumerate(lengths if isinstance(lengths[0], list) else [lengths] * 2):
+        for x in (q, k, v, dout, rows.delta_BHT.transpose(1, 2)):
+            x[batch, sum(documents) :] = torch.nan
+    got = Triton(deterministic).backward(Inputs(q, k, v, work, Features(dim**-0.5)), rows)
+    for x, y in zip((got.dq_BTHD, got.dk_BSKD, got.dv_BSKE), (want.dq_BTHD, want.dk_BSKD, want.dv_BSKE), strict=True):
+        close(x, y)
+    assert ran == {"forward": 0, "backward": 1, "queries": deterministic}
 
 
 @pytest.mark.usefixtures("added")
@@ -330,7 +396,6 @@ def test_strides_of_dimensions_of_one_may_be_any(dim, ran):
 def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, monkeypatch):
     from meshflash.kernels import gluon_last
 
-    monkeypatch.setattr(gluon_launch, "LAST_ROUND", True)
     monkeypatch.setattr(gluon_launch, "_processors", lambda device: processors)
     monkeypatch.setattr(gluon_last, "LEAST_TURNS", 3)
     monkeypatch.setattr(gluon_last, "LEAST_PARTS", 2)
@@ -351,3 +416,52 @@ def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, mon
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-3)
     assert len(joined) == 3
     assert min(joined) > 1
+
+
+#: Calls whose groups of 64 rows see other blocks than their tile, fewer rows than 64, or nothing at all:
+#: (mask, positions of queries, positions of keys).
+SKIPPING = {
+    **{
+        f"causal, {tokens} from {begin}": (CAUSAL, range(begin, begin + tokens), range(begin + tokens))
+        for tokens in (64, 65, 128, 129, 192, 193, 320, 4160)
+        for begin in (0, 1, 65, 200)
+        if begin + tokens >= 128
+    },
+    **{
+        f"window {left}, {right} of {tokens}": (Mask.window(left, right), range(tokens), range(tokens))
+        for width in (1, 64, 100, 128, 200)
+        for left, right in ((width, 0), (0, width), (width, width))
+        for tokens in (333, 901)
+    },
+    **{
+        f"{rows} rows in a tile, {name}": (mask, range(128, 128 + rows), range(512))
+        for rows in (1, 63, 64, 65, 127, 128, 129, 191)
+        for name, mask in {"full": Mask.full(), "causal": CAUSAL, "window": Mask.window(100, 30)}.items()
+    },
+    **{
+        f"keys from {begin}, {name}": (mask, range(576), range(begin, begin + 401))
+        for begin in (64, 150, 191, 320)
+        for name, mask in {"causal": CAUSAL, "window": Mask.window(90, 0)}.items()
+    },
+    "queries beyond a window": (Mask.window(64, 0), range(500, 1201), range(600)),
+    "queries before and beyond a window": (Mask.window(20, 20), range(961), range(401, 570)),
+}
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", SKIPPING)
+def test_groups_that_skip_blocks(name, dim, ran):
+    mask, queries, keys = SKIPPING[name]
+    work = worklist(mask, (queries,), (keys,))
+    config = gluon_launch.FORWARD[dim]
+    served, _ = runs(work, False, config.block_m, config.block_n, 64, 1, torch.device("cuda"))
+    assert served.single
+    q, k, v, _ = tensors(1, len(queries), len(keys), 8, 8, dim)
+    x = Inputs(q, k, v, work, Features(dim**-0.5))
+    out, lse = (torch.full(shape, torch.nan, device="cuda") for shape in (q.shape, (1, 8, len(queries))))
+    Triton().forward(x, (out, lse))
+    want, want_lse = Tiled().forward(replace(x, q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double()))
+    close(out, want)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
+    assert not out[(want_lse == -torch.inf).transpose(1, 2)].any()
+    assert ran["forward"] == 1

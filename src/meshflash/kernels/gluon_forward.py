@@ -1,8 +1,9 @@
 """Attention forward in Gluon for Hopper: one warp copies, two or three groups of warps compute 64 queries each.
 
 A group starts the scores of a block, then the product of the block before with its values, and works on exponentials
-while the second runs. Programs stay: each takes a tile of queries and a head, the heaviest first, from a counter, in
-sections of heads whose keys fit the cache. What was measured, and why it is so: docs/kernels.md.
+while the second runs. It lets blocks go by that its own rows do not see, where a tile has a single run of them.
+Programs stay: each takes a tile of queries and a head, the heaviest first, from a counter, in sections of heads whose
+keys fit the cache. What was measured, and why it is so: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -29,6 +31,7 @@ from meshflash.kernels.gluon_common import (
     next_block,
     run_of,
     seen,
+    store_block,
     tanh,
     tell,
     tile_of,
@@ -127,13 +130,45 @@ def _weigh(s, top, sums, scale, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_RO
 
 
 @gluon.jit
-def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full,
-             v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads, section, work, scale,
-             inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+def _useful(rows, lowest, highest, begin, turns, least, most, WHICH: gl.constexpr, ROWS: gl.constexpr,
+            BLOCK_N: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr):  # fmt: skip
+    """Turns of a single run: (those before a group's rows see anything, those in which they may, those after).
+
+    One turn is theirs at least, for rows that see nothing are written too; of a group without rows it is the last one.
+    """
+    before = 0
+    after = 0
+    if UPPER:  # blocks come last one first
+        before = gl.maximum(turns - 1 - (gl.maximum(highest + most, begin) - begin) // BLOCK_N, 0)
+    if WHICH > 0:
+        before = gl.where(rows > WHICH * ROWS, before, turns - 1)
+    if LOWER and WHICH * ROWS >= BLOCK_N:  # a run begins where the tile's first row sees something
+        after = gl.minimum((gl.maximum(lowest + least, begin) - begin) // BLOCK_N, turns - 1 - before)
+    return before, turns - before - after, after
+
+
+@gluon.jit
+def _pass_by(turns, used, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
+    """Let so many blocks go by; each is waited for, else a group could arrive twice where others have not yet."""
+    for _ in range(turns):
+        stage = used % STAGES
+        phase = (used // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        used += 1
+    return used
+
+
+@gluon.jit
+def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
+             v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads, section, work,
+             scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
              WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
              STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
              LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
-             HAS_SINKS: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
+             HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 rows of each tile."""
     DTYPE: gl.constexpr = q_room.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -151,7 +186,13 @@ def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, 
         batch, row, rows, first, step, run, turns = tile_of(TILES, tile, SINGLE)
         begin, blocks, limit, least, most = run_of(RUNS, run)
         lowest = first + step * (WHICH * ROWS)
-        highest = lowest + step * (ROWS - 1)
+        highest = first + step * (gl.minimum(rows, (WHICH + 1) * ROWS) - 1)
+        if SINGLE:
+            skipped, turns, after = _useful(
+                rows, lowest, highest, begin, turns, least, most, WHICH, ROWS, BLOCK_N, LOWER, UPPER
+            )
+            used = _pass_by(skipped, used, k_full, k_empty, v_full, v_empty, STAGES)
+            blocks -= skipped
         positions = first + step * m
         top = gl.full([ROWS], LEAST, gl.float32, OF_ROWS)
         sums = gl.sum(gl.reshape(zero, [ROWS, BLOCK_N // 8, 8]), 1)
@@ -213,6 +254,8 @@ def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, 
         moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(moving,))  # at once: nothing can take the weights' registers
         mbarrier.arrive(v_empty.index(before), count=1)
+        if SINGLE:
+            used = _pass_by(after, used, k_full, k_empty, v_full, v_empty, STAGES)
         # what was carried, the sink, and the division
         total = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
         b = batch.to(gl.int64)
@@ -244,26 +287,37 @@ def _compute(OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, 
         total = gl.where(empty, 1.0, total)
         lse = gl.where(empty, -INF, (top + gl.log2(total)) * LN2)
         acc = acc * gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), gl.SliceLayout(1, O))[:, None]
-        at = (row + rows_o).to(gl.int64)[:, None] * o_t + columns[None, :]
-        gl.store(OUT + b * o_b + h * o_h + at, acc.to(OUT.dtype.element_ty), mask=there_o)
+        if BY_BLOCKS:
+            if rows > WHICH * ROWS:
+                tma.store_wait(pendings=0)  # those of the tile before were read; all threads are told
+                o_room.index(WHICH).reshape([ROWS, D]).store(acc.to(o.dtype))
+                fence_async_shared()
+                store_block(o, [batch, head, row + WHICH * ROWS, 0], o_room.index(WHICH))
+        else:
+            at = (row + rows_o).to(gl.int64)[:, None] * o_t + columns[None, :]
+            gl.store(OUT + b * o_b + h * o_h + at, acc.to(OUT.dtype.element_ty), mask=there_o)
         gl.store(LSE + b * l_b + h * l_h + (row + m).to(gl.int64) * l_t, lse, mask=there)
         if DYNAMIC:
             number = told(next_room, next_full.index(0), next_empty.index(0), done)
         else:
             number = number + gl.num_programs(0)
         done += 1
+    if BY_BLOCKS:
+        tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "section", "work"])
-def forward(q, k, v, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles, heads, section, work,
+def forward(q, k, v, o, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles, heads, section, work,
             scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
             GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
             UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr,
-            LAZY: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+            BY_BLOCKS: gl.constexpr, LAZY: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+            COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(out, lse) of all tiles and heads.
 
-    `scale` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it.
+    `scale` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. BY_BLOCKS,
+    each group has 64 rows of a tile or none, and results are stored by the descriptor `o`.
     """
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0  # literals in a tuple of arguments lose that they are constants
@@ -272,6 +326,9 @@ def forward(q, k, v, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, ti
     q_room = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 1, ROWS, D], q.layout)
     k_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], k.layout)
     v_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], v.layout)
+    o_room = q_room  # where it is not used
+    if BY_BLOCKS:
+        o_room = gl.allocate_shared_memory(o.dtype, [GROUPS, 1, 1, ROWS, D], o.layout)
     next_room = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sums_room = next_room  # where it is not used
     if LAZY:
@@ -284,37 +341,37 @@ def forward(q, k, v, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, ti
     # constants that go by a name for a tuple would lose that they are constants
     if GROUPS == 2:
         gl.warp_specialize([
-            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
-                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
-                        cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS, LAZY)),
-            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
-                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
-                        cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS, LAZY)),
+            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
+                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
+                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
+                        cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
+                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
+            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
+                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
+                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
+                        cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
+                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
             (_copy, (q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room,
                      next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work, GROUP, ROWS, BLOCK_N, D,
                      STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC)),
         ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
-                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
-                        cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS, LAZY)),
-            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
-                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
-                        cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS, LAZY)),
-            (_compute, (OUT, LSE, CARRY, CARRY_LSE, SINKS, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-                        v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
-                        section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
-                        cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER, SOFTCAP,
-                        HAS_CARRY, HAS_SINKS, LAZY)),
+            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
+                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
+                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
+                        cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
+                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
+            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
+                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
+                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
+                        cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
+                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
+            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
+                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
+                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
+                        cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
+                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
             (_copy, (q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room,
                      next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work, GROUP, ROWS, BLOCK_N, D,
                      STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC)),

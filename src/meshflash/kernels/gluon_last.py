@@ -22,7 +22,7 @@ from meshflash.kernels.triton_common import INF
 from meshflash.kernels.triton_tables import Blocks
 
 #: Blocks of keys that a tile has at least: copies, two more kernels and the joining take as long as some of them.
-LEAST_TURNS = 24
+LEAST_TURNS = 96
 #: Parts of a tile, at least and at most.
 LEAST_PARTS, MOST_PARTS = 4, 64
 #: Rows that a program joins, and parts that are on their way at a time.

@@ -20,8 +20,6 @@ from meshflash.kernels.triton_tables import Blocks
 VERSIONS = ("3.6", "3.7")
 #: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
 CACHED = 32 << 20
-#: Whether few tiles of a last round are split by keys: not before it was timed.
-LAST_ROUND = False
 LOG2E = 1.4426950408889634
 
 
@@ -149,14 +147,17 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
     sinks = features.sink_logits_H
     processors = _processors(q.device)
     last = None
-    if LAST_ROUND and carry is None and sinks is None:
+    if carry is None and sinks is None:
         from meshflash.kernels.gluon_last import join_parts, last_round
 
         last = last_round(tables, heads, processors, config.block_n)
+    q_blocks = _blocks_of(q, config.rows)
+    by_blocks = tables.level and out.dtype in HALF and fits(out)
     with torch.cuda.device_of(q):
         kernel[(min(work, processors),)](
-            *(_blocks_of(q, config.rows), _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
-            *(out, lse, carried, carried_lse, lse if sinks is None else sinks.contiguous()),
+            *(q_blocks, _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
+            *(_blocks_of(out, config.rows) if by_blocks else q_blocks, out, lse, carried, carried_lse),
+            lse if sinks is None else sinks.contiguous(),
             *(_counter(q.device), tables.tiles, tables.spans, len(tables), heads, section),
             *(work - last.tiles if last else work, scale, inner),
             *(*out.stride()[:3], *lse.stride(), *carried.stride()[:3], *carried_lse.stride()),
@@ -174,6 +175,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             SOFTCAP=features.softcap > 0,
             HAS_CARRY=carry is not None,
             HAS_SINKS=sinks is not None,
+            BY_BLOCKS=by_blocks,
             LAZY=config.lazy,
             COMPUTE_REGISTERS=config.compute_registers,
             COPY_REGISTERS=config.copy_registers,
