@@ -30,7 +30,7 @@ CORES = 132
 
 @dataclass(frozen=True)
 class Call:
-    """A fused product of 4096 x 4096 x 4096, in a configuration or in that of the table.
+    """A fused product of `size` in each dimension, in a configuration or in the default one.
 
     `layout` is that of both operands, as plans of products call it; no descriptor describes those that are not aligned.
     """
@@ -45,17 +45,18 @@ class Call:
     config: tuple[int, ...] = ()
     world: int = 4
     layout: str = "nn"
+    size: int = 4096
 
-    @property
-    def has_roles(self) -> bool:
-        """Whether the kernel in Gluon serves it, on a Hopper GPU."""
-        asked = bool(self.config) and bool(Config(*self.config).roles) and self.variant == "epilogue"
-        return asked and self.collective == "all_scatter" and self.aligned and self.world <= 8
+    def has_roles(self, target: str) -> bool:
+        """Whether the kernel in Gluon serves it, as default ones are of half precision on a Hopper GPU."""
+        asked = Config(*self.config).roles if self.config else self.numbers != "float32"
+        fits = self.collective == "all_scatter" and self.variant == "epilogue" and self.aligned and self.world <= 8
+        return bool(asked) and fits and target == "sm_90"
 
     def __str__(self) -> str:
         more = [f"in {self.shots}"] * bool(self.shots) + ["unaligned"] * (not self.aligned) + ["timed"] * self.timed
         more += ["x".join(map(str, self.config))] * bool(self.config) + [f"{self.world} ranks"] * (self.world != 4)
-        more += [self.layout] * (self.layout != "nn")
+        more += [self.layout] * (self.layout != "nn") + [f"of {self.size}"] * (self.size != 4096)
         return " ".join((self.collective, self.variant, self.numbers, f"by {self.reduce}", *more))
 
 
@@ -106,7 +107,7 @@ def make(call: Call) -> None:
     from meshflash.gemm.fused_plan import plan_fused
     from meshflash.gemm.fused_product import FusedProduct
 
-    device, world, size = torch.device("meta"), call.world, 4096
+    device, world, size = torch.device("meta"), call.world, call.size
     dtype = getattr(torch, call.numbers)
     product = FusedProduct.of(
         *(call.collective, size, size, size, world, dtype), reduce_dtype=getattr(torch, call.reduce)
@@ -161,12 +162,18 @@ ANYWHERE = (
 ROLES = tuple(
     replace(config, stages=config.stages - fewer) for config in HOPPER_CANDIDATES if config.roles for fewer in (0, 1)
 )
+#: Such that tiles are in parts: some after two rounds, and half a round, each tile of which is in two.
+CUT = (
+    *(Call("all_scatter", "epilogue", config=astuple(config), size=6144) for config in ROLES[:3:2]),
+    Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=8),
+    Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=8, timed=True),
+)
 #: Of a Hopper GPU: the kernel in Gluon, and who asks for it where it does not serve.
 HOPPER = (
+    *CUT,
     *(Call("all_scatter", "epilogue", config=astuple(config)) for config in ROLES),
-    *(Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=world) for world in (1, 2, 8, 16)),
+    *(Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=world) for world in (1, 2, 16)),
     *(Call("all_scatter", "epilogue", config=astuple(ROLES[0]), layout=layout) for layout in ("nt", "tn", "tt")),
-    Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=8, timed=True),
     Call("all_scatter", "epilogue", None, "float16", config=astuple(ROLES[0])),
     Call("all_scatter", "epilogue", config=astuple(ROLES[0]), aligned=False),
     *(Call("all_scatter", variant, config=astuple(ROLES[0])) for variant in ("producer_consumer", "bulk")),
@@ -175,7 +182,7 @@ HOPPER = (
 #: In the ordinary run: products that put, by warps that have roles and by others, one that adds up and puts, and two
 #: whose rows come by descriptors, of which one makes them itself.
 FEW = (
-    HOPPER[0],
+    CUT[0],
     Call("all_reduce", "epilogue", 2),
     Call("ag_gemm", "producer_consumer"),
     Call("ag_gemm", "epilogue"),
@@ -190,7 +197,8 @@ def check(target: str, call: Call, built: list[Built] | str) -> None:
     assert not isinstance(built, str), built
     kernels = [kernel.kernel for kernel in built]
     assert kernels[0] == "send"
-    assert (built[0].barrier > 0) == call.has_roles, "groups of warps with roles have barriers of their own"
+    assert (built[0].barrier > 0) == call.has_roles(target), "groups of warps with roles have barriers of their own"
+    assert ("send_sums" in kernels) == (call in CUT)
     assert len(kernels) > 1 or (call.collective, call.variant) == ("ag_gemm", "bulk")
     for kernel in built:
         assert kernel.shared <= TARGETS[target].shared, kernel

@@ -208,7 +208,7 @@ def test_warps_that_have_roles_and_operands_by_columns(layout, by_roles):
 @needs_gluon
 def test_ranks_whose_columns_no_descriptor_describes_send_as_before(by_roles):
     """So that one rank sends in one way and the other in the other, and each counts alike."""
-    m, n, k = 1024, 1001, 512
+    m, n, k = 1024, 1001, 4096
     with (
         open_heap(3, bytes=HEAP, device="cuda", timeout=30) as heap,
         FusedGemm(
@@ -225,6 +225,7 @@ def test_ranks_whose_columns_no_descriptor_describes_send_as_before(by_roles):
             heap.check()
             assert all(error(out, a.double() @ b.double()) <= ALLOWED[torch.bfloat16] for out in outs)
             assert all(torch.equal(out, outs[0]) for out in outs)
+        assert gemm.plan.partition(0).shared > 0
     assert by_roles == [0] * 5
 
 

@@ -34,6 +34,8 @@ DEPTH = 32
 RANKS, SHARED = 8, 226 * 1024
 #: Of its threads: of those that multiply, and of those that copy or send, which know a descriptor for each rank.
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 40
+#: Of those that add parts up: as many as let all that are on their way at a time have one.
+SUM_REGISTERS = 128
 #: Numbers that are set to NaN at a time where a rank was lost.
 BLOCK = 1024
 
@@ -181,6 +183,7 @@ def send_by_roles(ends: Ends, plan: FusedPlan, a: Tensor, b: Tensor, into: Tenso
                 ROWS=PIECE,
                 AT_ONCE=loads_of(split),
                 num_warps=SUMS_WARPS,
+                maxnreg=SUM_REGISTERS,
                 **common,
             )
 

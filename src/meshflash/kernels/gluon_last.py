@@ -70,7 +70,7 @@ def last_round(tables: Blocks, heads: int, processors: int, size: int) -> Last |
 def _last(tables: Blocks, heads: int, processors: int, size: int) -> Last | None:
     rounds, left = divmod(len(tables) * heads, processors)
     plain = tables.single and tables.whole and not (tables.lower or tables.upper)
-    if not plain or not rounds or not 0 < left <= len(tables):
+    if not plain or not rounds or not 0 < left <= min(len(tables), processors // LEAST_PARTS):
         return None
     tiles, runs = (x[-left:].cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans))
     turns = int(tiles[0, 6])

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshflash.kernels.contract import HALF, Ask, Features, Grads, Inputs, Outputs
 from meshflash.kernels.triton_configs import are_alone, has_descriptors
 from meshflash.kernels.triton_launch import LEAST_SCALE, fits, strides_of
-from meshflash.kernels.triton_tables import Blocks
+from meshflash.kernels.triton_tables import LEVEL, Blocks
 
 #: Versions of Triton that the kernels were compiled by: Gluon is young, and a fault of it hangs the GPU.
 #: MESHFLASH_GLUON=0 goes without them.
@@ -152,7 +152,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
 
         last = last_round(tables, heads, processors, config.block_n)
     q_blocks = _blocks_of(q, config.rows)
-    by_blocks = tables.level and out.dtype in HALF and fits(out)
+    by_blocks = tables.level and config.rows == LEVEL and out.dtype in HALF and fits(out)
     with torch.cuda.device_of(q):
         kernel[(min(work, processors),)](
             *(q_blocks, _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
