@@ -302,3 +302,56 @@ def test_every_tile_of_every_head_is_one_piece_of_work(tiles, heads, section, mo
     pieces = [forward._work.fn(number, tiles, heads, section) for number in range(tiles * heads)]
     assert sorted(pieces) == [(tile, head) for tile in range(tiles) for head in range(heads)]
     assert [head // section for _, head in pieces] == sorted(head // section for _, head in pieces)
+
+
+MASKS = [CAUSAL, Mask.full(), *(Mask.window(*width) for width in ((0, 0), (100, 0), (200, 30), (30, 200), (128, 128)))]
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        *((range(tokens), range(tokens)) for tokens in (193, 320, 515, 1000)),
+        *((range(65, 65 + rows), range(700)) for rows in (1, 64, 129, 191, 193)),
+        (range(576), range(150, 551)),
+    ],
+)
+def test_groups_let_go_by_only_what_their_rows_do_not_see(queries, keys, groups, numbers, monkeypatch):
+    forward = pytest.importorskip("meshflash.kernels.gluon_forward")
+    monkeypatch.setattr(forward, "gl", numbers)
+    rows_each, size, skipped = 64, 128, 0
+    for mask in MASKS:
+        work = worklist(mask, (queries,), (keys,))
+        served, _ = runs(work, False, rows_each * groups, size, 64, 1, torch.device("cpu"))
+        assert served.single
+        for tile, run in zip(served.tiles.numpy(), served.spans.numpy(), strict=True):
+            _, _, rows, first, step, _, turns = tile
+            begin, blocks, limit, least, most = run
+            for which in range(groups):
+                end = min(rows, (which + 1) * rows_each)
+                lowest, highest = (np.int32(first + step * row) for row in (which * rows_each, end - 1))
+                with np.errstate(over="raise"):  # as numbers of 32 bits
+                    before, own, after = forward._useful.fn(
+                        rows,
+                        lowest,
+                        highest,
+                        begin,
+                        turns,
+                        least,
+                        most,
+                        which,
+                        rows_each,
+                        size,
+                        served.lower,
+                        served.upper,
+                    )
+                assert before + own + after == turns
+                assert own >= 1
+                at = np.arange(which * rows_each, end, dtype=np.int64)[:, None]
+                for turn in (*range(before), *range(before + own, turns)):
+                    fresh = begin + (blocks - 1 - turn) * size
+                    met = np.arange(fresh, min(fresh + size, limit), dtype=np.int64)
+                    assert not ((met >= at + least) & (met <= at + most)).any()
+                    skipped += 1
+                assert rows > which * rows_each or own == 1  # a group without rows
+    assert skipped > 0 or groups == 2
