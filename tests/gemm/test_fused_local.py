@@ -288,6 +288,20 @@ def test_tiles_in_parts_are_added_up_and_put_to_all(rows, columns, steps, progra
         arrived.free()
 
 
+@interpreted
+@pytest.mark.parametrize("sizes", [None, (0, 40, 30)])
+def test_ranks_without_roles_count_tiles_as_those_that_have_them(sizes):
+    roles = replace(CONFIG, block_m=128, roles=1)
+    a, b = torch.randn(150, 40), torch.randn(40, 70)
+    with local(3) as heap, FusedGemm(
+        *(heap, "all_scatter", 150, 70, 40, torch.float32), variant="epilogue", sizes=sizes, config=roles
+    ) as gemm:  # fmt: skip
+        assert gemm.plan.pieces == 8
+        for _ in range(3):
+            for out in gemm([a] * 3, list(b.split(gemm.plan.product.sizes, 1))):
+                torch.testing.assert_close(out, a @ b)
+
+
 def test_who_adds_up_has_one_program_on_each_of_its_multiprocessors(monkeypatch):
     """Two would keep ranks that share the GPU from starting the products that it waits for."""
     from meshflash.gemm import fused_kernels

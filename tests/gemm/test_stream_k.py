@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from meshflash.gemm import configs, launch
+from meshflash.gemm import configs, launch, partition
 from meshflash.gemm.configs import Config
 from meshflash.gemm.launch import ACTIVATIONS, Epilogue, run
 from meshflash.gemm.planning import KERNELS, Product, plan
@@ -200,7 +200,7 @@ def test_threads_on_one_workspace(programs, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["stream_k", "split_k"])
 def test_slices_counted_in_64_bits(mode, programs, monkeypatch):
-    monkeypatch.setattr(launch, "MOST_SLICES", 1)
+    monkeypatch.setattr(partition, "MOST_SLICES", 1)
     a, b = operands(16, 17, 40)
     check(multiply(a, b, mode)[0], a.double() @ b.double())
 

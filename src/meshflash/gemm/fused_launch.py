@@ -122,8 +122,7 @@ def columns_of(plan: FusedPlan, rank: int, matrices: Sequence[Tensor]) -> tuple[
     There are none where the plan does not ask for roles, or the kernel in Gluon does not serve it.
     """
     product, config, world = plan.product, plan.blocks, len(matrices)
-    asked = (product.collective, plan.variant) == ("all_scatter", "epilogue") and config.by_roles
-    if not asked or world > RANKS or not has_gluon(matrices[0].device):
+    if not plan.by_roles or world > RANKS or not has_gluon(matrices[0].device):
         return ()
     first, end = product.firsts[rank : rank + 2]
     whole = end > first and lined(end - first, product.out_dtype) == end - first  # no 16 bytes are another rank's too

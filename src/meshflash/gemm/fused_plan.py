@@ -109,10 +109,14 @@ class FusedPlan:
         return -(-tiles // self.product.world) if self.shots == 2 else tiles
 
     @property
+    def by_roles(self) -> bool:
+        """Whether it asks for the kernel in Gluon of an all_scatter; a rank that cannot have it does without."""
+        return (self.product.collective, self.variant) == ("all_scatter", "epilogue") and self.blocks.by_roles
+
+    @property
     def pieces(self) -> int:
         """As how many arrivals a tile of an all_scatter counts: those that are in parts are sent in so many pieces."""
-        parts = (self.product.collective, self.variant) == ("all_scatter", "epilogue") and self.blocks.by_roles
-        return self.blocks.block_m // PIECE if parts else 1
+        return self.blocks.block_m // PIECE if self.by_roles else 1
 
     def partition(self, rank: int) -> Partition:
         """A rank's tiles of an all_scatter: by Stream-K where that leaves so much less idle that parts pay."""
@@ -120,9 +124,9 @@ class FusedPlan:
         shape = (self.rows, self.columns(rank), steps, self.programs)
         longest = -(-tiles // self.programs) * steps
         idle = longest - tiles * steps / self.programs
-        fits = tiles * steps * self.programs < 2**31
         pays = idle > max(PARTS_COST, longest * PARTS_SHARE)
-        return stream_k(*shape) if pays and fits else data_parallel(*shape)
+        split = stream_k(*shape) if pays else data_parallel(*shape)
+        return data_parallel(*shape) if split.long else split
 
     def wanted(self) -> list[int]:
         """How often each flag of arrivals is raised in a call: one for each rank, or for each row of tiles of it."""

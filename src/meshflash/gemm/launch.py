@@ -29,8 +29,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 #: How tiles in parts are added up, by how many parts are on their way at a time: numbers of a program, which has 8
 #: warps, and registers of a thread. By itself the compiler takes fewer, and loads part after part.
 SUMS, SUMS_WARPS = {2: (2048, 40), 4: (1024, 40), 8: (1024, 64)}, 8
-#: Slices that are counted in 32 bits, times the programs that share them.
-MOST_SLICES = 2**31 - 1
 #: Of a thread, in the kernel in Gluon: of those that multiply, and of those that copy.
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
 
@@ -87,9 +85,8 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
     out = torch.empty(m, n, dtype=then.dtype, device=a.device)
     kept = torch.empty_like(out) if then.keep else out
     bias = out if then.bias is None else then.bias.contiguous()
-    long = split.tiles * split.steps * split.crew > MOST_SLICES
     half_out = out.dtype in HALF and in_lines(out)  # wider ones take too much shared memory
-    roles = config.by_roles and half_out and not long and has_gluon(a.device)
+    roles = config.by_roles and half_out and not split.long and has_gluon(a.device)
     as_blocks = in_blocks(
         a, b, replace(config, block_m=config.block_m // 2) if roles else config, descriptor if roles else described
     )
@@ -121,7 +118,7 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
                 *(a_in, b_in, bias, out, out_in, kept, kept_in, partials),
                 *(m, n, k, *a.stride(), *b.stride(), out.stride(0), *shares),
                 BLOCK_K=config.block_k,
-                LONG=long,
+                LONG=split.long,
                 DESCRIPTORS=as_blocks is not None,
                 A_TURNED=a_turned,
                 B_TURNED=b_turned,
@@ -135,7 +132,7 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
             )
         if split.shared:
             sums = (bias, out, kept, partials, m, n, out.stride(0), *shares[:3])
-            _add_up(config, split, sums, common | {"LONG": long, "WIDE": wide})
+            _add_up(config, split, sums, common | {"LONG": split.long, "WIDE": wide})
     return out, kept if then.keep else None
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 #: What a second part of a tile costs a program, in slices: its loads begin anew, and its sum goes to memory.
 SEGMENT = 8
+#: Slices that are counted in 32 bits, times the programs that share them.
+MOST_SLICES = 2**31 - 1
 
 
 def begin_of(program: int, crew: int, slices: int) -> int:
@@ -69,6 +71,11 @@ class Partition:
     def slices(self) -> int:
         """Those that a crew shares."""
         return self.shared * self.steps * self.crew // self.programs
+
+    @property
+    def long(self) -> bool:
+        """Whether slices are to be counted in 64 bits."""
+        return self.tiles * self.steps * self.crew > MOST_SLICES
 
     @property
     def slots(self) -> int:
