@@ -55,9 +55,9 @@ class Call:
     """A call of the kernels: `forward`, `backward`, `deterministic` (a backward), or `rows`.
 
     With `features` it has all of them, with `partial` it goes on from sums; `aligned` rows begin at multiples of 16
-    bytes. With `gluon` those in Gluon serve it; `mask` is "causal", "full", "runs", where blocks have several,
-    "documents" of any length, which are causal, "whole documents", or "padding" behind documents. `odd` lengths are no
-    multiple of a block, nor of anything else.
+    bytes. With `gluon` those in Gluon serve it; `mask` is "causal", "full", "window", "runs", where blocks have
+    several, "documents" of any length, which are causal, "whole documents", or "padding" behind documents. `odd`
+    lengths are no multiple of a block, nor of anything else.
     """
 
     kind: str
@@ -252,6 +252,8 @@ def _make(call: Call) -> None:
     mask, features = Mask.causal(), Features(scale=call.dim**-0.5)
     if call.mask == "full":
         mask = Mask.full()
+    if call.mask == "window":
+        mask &= Mask.window(1023, 0)
     if call.mask == "runs":
         mask &= Mask.window(1000, 0) | Mask.first(130)
     if call.mask in ("documents", "whole documents", "padding"):

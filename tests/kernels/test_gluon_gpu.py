@@ -11,6 +11,7 @@ from meshflash.check.oracle import Case, check, gradients, replace
 from meshflash.core.tiles import worklist
 from meshflash.kernels import gluon_launch
 from meshflash.kernels.contract import Features, Grads, Inputs, Rows
+from meshflash.kernels.merge import merge
 from meshflash.kernels.tiled import Tiled
 from meshflash.kernels.triton_kernel import Triton
 from meshflash.kernels.triton_tables import runs
@@ -356,6 +357,29 @@ def test_a_carry_that_meets_sinks_at_the_end(dim, ran):
     close(sums[0], out)
     torch.testing.assert_close(sums[1].double(), lse, atol=1e-4, rtol=1e-5)
     assert ran["forward"] == 2
+
+
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", [CAUSAL, Mask.full(), Mask.window(300, 0)], ids=["causal", "full", "window"])
+@pytest.mark.parametrize("tokens", [1344, 1408, 1410])
+@pytest.mark.parametrize("dim", DIMS)
+def test_what_is_carried_through_many_tiles_of_a_program(dim, tokens, mask, into, ran, monkeypatch):
+    """By descriptors where all tiles are level and sums stay sums; some groups of the short tile have no rows."""
+    monkeypatch.setattr(gluon_launch, "_processors", lambda device: 3)
+    q, k, v, _ = tensors(2, tokens, tokens, 4, 2, dim)
+    x = Inputs(q, k, v, worklist(mask, (range(tokens),), (range(tokens),)), Features(dim**-0.5))
+    old = torch.randn(q.shape, device="cuda"), torch.randn(2, 4, tokens, device="cuda") + 3
+    old[1][:, :, 5::7] = -torch.inf
+    old[0][:, 5::7] = 0
+    want = Tiled().forward(replace(x, q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double()))
+    merge(want, (old[0].double(), old[1].double()), want)
+    for _ in range(3):
+        sums = old[0].clone(), old[1].clone()
+        out = sums if into == torch.float32 else (torch.full_like(q, torch.nan), torch.full_like(sums[1], torch.nan))
+        Triton().forward(x, out, carry=sums)
+        close(out[0], want[0])
+        torch.testing.assert_close(out[1].double(), want[1], atol=1e-4, rtol=1e-5)
+    assert ran["forward"] == 3
 
 
 @pytest.mark.parametrize("name", ["sinks", "groups of three, 700"])

@@ -36,6 +36,19 @@ else:  # 3.6 and 3.7 have it without a name in Python
         _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, at, source.handle)
 
 
+@gluon.constexpr_function
+def along(dim):
+    """A layout of 64 rows whose threads have four neighbours of a row, where those of a product have two.
+
+    Pieces of 32 bytes are stored whole then. One bit of a lane's number changes places with one of a register's, which
+    Triton does by shuffles; two of them would go by shared memory, and cost registers in the loop before.
+    """
+    registers = [[0, 1], [0, 2], [8, 0], *([0, bit] for bit in (16, 32, 64) if bit < dim)]
+    return gl.DistributedLinearLayout(
+        registers, [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, dim]
+    )
+
+
 @gluon.jit
 def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     """So many barriers, each open after so many arrivals."""
@@ -206,26 +219,33 @@ def next_in_group(number, head, ends, run, left, begin, blocks, limit, least, mo
 
 
 @gluon.jit
-def cut(first, last, fresh, block, least, most, SIZE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
-        WHOLE: gl.constexpr, limit=0, CLIPPED: gl.constexpr = False):  # fmt: skip
-    """Whether rows at positions from first to last do not see all of a block; where it is CLIPPED, below the limit."""
-    found = False
-    if LOWER:
-        found = last + least > block
-        if not WHOLE:
-            found = found | (fresh > block)
+def visible(x, positions, first, last, fresh, block, least, most, ROWS: gl.constexpr, SIZE: gl.constexpr,
+            LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr, LAYOUT: gl.constexpr, limit=0,
+            CLIPPED: gl.constexpr = False):  # fmt: skip
+    """A tile of scores where its row sees its column, and -inf elsewhere; rows are at positions from first to last.
+
+    Each side of the band hides by itself, and only where it cuts the block: few blocks are cut by two.
+    """
     if UPPER:
-        found = found | (first + most < block + SIZE - 1)
+        if first + most < block + SIZE - 1:
+            x = _hidden(x, positions + (most - block), ROWS, SIZE, True, LAYOUT)
+    if LOWER:
+        cut = last + least > block
+        low = positions + (least - block)
+        if not WHOLE:
+            cut = cut | (fresh > block)
+            low = gl.maximum(low, fresh - block)
+        if cut:
+            x = _hidden(x, low, ROWS, SIZE, False, LAYOUT)
     if CLIPPED:
-        found = found | (block > limit - SIZE)
-    return found
+        if block > limit - SIZE:
+            x = _hidden(x, gl.zeros_like(positions) + (limit - block - 1), ROWS, SIZE, True, LAYOUT)
+    return x
 
 
 @gluon.jit
-def seen(x, positions, fresh, block, least, most, other, ROWS: gl.constexpr, SIZE: gl.constexpr,
-         LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr, LAYOUT: gl.constexpr, limit=0,
-         CLIPPED: gl.constexpr = False):  # fmt: skip
-    """A tile of numbers where its row sees its column, and `other` elsewhere; one of the sides is asked for.
+def _hidden(x, bound, ROWS: gl.constexpr, SIZE: gl.constexpr, ABOVE: gl.constexpr, LAYOUT: gl.constexpr):
+    """A tile of scores, -inf in columns ABOVE the bound of their row, or below it.
 
     Column = 8 * j + c, where j is the number of a register and c of a lane: what is compared with j is an immediate,
     and nothing is kept for each column.
@@ -234,27 +254,13 @@ def seen(x, positions, fresh, block, least, most, other, ROWS: gl.constexpr, SIZ
     layout: gl.constexpr = wide.type.layout
     j = gl.arange(0, SIZE // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))) * 8
     c = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
-    if UPPER:
-        high = gl.convert_layout(positions + (most - block), rows)
-        visible = j[None, :][:, :, None] <= high[:, None][:, :, None] - c[None, :][:, None, :]
-    if LOWER:
-        low = positions + (least - block)
-        if not WHOLE:
-            low = gl.maximum(low, fresh - block)
-        low = gl.convert_layout(low, rows)
-        above = j[None, :][:, :, None] >= low[:, None][:, :, None] - c[None, :][:, None, :]
-        if UPPER:
-            visible = visible & above
-        else:
-            visible = above
-    if CLIPPED:
-        inside = j[None, :][:, :, None] < (limit - block) - c[None, :][:, None, :]
-        if LOWER or UPPER:
-            visible = visible & inside
-        else:
-            visible = inside
-    return gl.convert_layout(gl.reshape(gl.where(visible, wide, other), [ROWS, SIZE]), LAYOUT)
+    bound = gl.convert_layout(bound, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    own = bound[:, None][:, :, None] - c[None, :][:, None, :]
+    if ABOVE:
+        seen = j[None, :][:, :, None] <= own
+    else:
+        seen = j[None, :][:, :, None] >= own
+    return gl.convert_layout(gl.reshape(gl.where(seen, wide, -INF), [ROWS, SIZE]), LAYOUT)
 
 
 @gluon.jit

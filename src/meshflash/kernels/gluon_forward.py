@@ -23,19 +23,19 @@ from meshflash.kernels.gluon_common import (
     LEAST,
     LN2,
     LOG2E,
+    along,
     barriers,
     copy_block,
     copy_keys,
-    cut,
     following,
     next_block,
     run_of,
-    seen,
     store_block,
     tanh,
     tell,
     tile_of,
     told,
+    visible,
 )
 
 
@@ -50,11 +50,12 @@ def _work(number, tiles, heads, section):
 
 
 @gluon.jit
-def _copy(q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room, next_full,
-          next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work,
+def _copy(q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full,
+          o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work,
           GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-          GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr):  # fmt: skip
-    """The warp that copies: queries of each tile, then keys and values block by block."""
+          GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
+          CARRY_BLOCKS: gl.constexpr):  # fmt: skip
+    """The warp that copies: queries of each tile, then keys and values block by block, and last what is carried."""
     copied = 0
     done = 0
     number = gl.program_id(0)
@@ -78,6 +79,11 @@ def _copy(q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_f
                 BLOCK_N, D, STAGES
             )  # fmt: skip
             copied += 1
+        if CARRY_BLOCKS:
+            for w in gl.static_range(GROUPS):
+                mbarrier.wait(o_empty.index(w), done & 1)
+                mbarrier.expect(o_full.index(w), ROWS * D * 4)
+                copy_block(carry, [batch, head, row + w * ROWS, 0], o_full.index(w), o_room.index(w))
         if DYNAMIC:
             tell(next_room, next_full.index(0), next_empty.index(0), next_number, done)
         done += 1
@@ -163,12 +169,13 @@ def _pass_by(turns, used, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr
 
 @gluon.jit
 def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-             v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads, section, work,
-             scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+             v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
+             section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
              WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
              STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
              LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
-             HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, LAZY: gl.constexpr):  # fmt: skip
+             HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr,
+             LAZY: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 rows of each tile."""
     DTYPE: gl.constexpr = q_room.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -213,11 +220,14 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
         if SOFTCAP:
             s = tanh(s * inner_scale)
         if LOWER or UPPER:
-            s = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
+            s = visible(s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
         p, _decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS, False)
         weights = gl.convert_layout(p.to(DTYPE), P)
         mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
         used += 1
+        if CARRY_BLOCKS:
+            tma.store_wait(pendings=0)  # the results of the tile before were read; there is room for what is carried
+            mbarrier.arrive(o_empty.index(WHICH), count=1)
         # one loop, with the mask in a branch: two loops would carry the packed weights in other registers
         for turn in range(1, turns):
             run, left, begin, blocks, limit, least, most, fresh, block = next_block(
@@ -235,8 +245,9 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             if SOFTCAP:
                 s = tanh(s * inner_scale)
             if LOWER or UPPER:
-                if cut(lowest, highest, fresh, block, least, most, BLOCK_N, LOWER, UPPER, WHOLE):
-                    s = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
+                s = visible(
+                    s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
+                )
             p, decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS, LAZY)
             # a wait here ends a basic block: without it ptxas moves every exp2 behind the wait for the product; where a
             # branch follows it does so nonetheless, but not behind a store of what they sum up to
@@ -250,6 +261,11 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             acc = _decayed(acc, decay, O, LAZY)
             used += 1
         mbarrier.arrive(q_empty.index(WHICH), count=1)  # the next queries come under what follows
+        b = batch.to(gl.int64)
+        h = head.to(gl.int64)
+        there = m < rows
+        if HAS_CARRY:  # on its way under the last product
+            old_lse = gl.load(CARRY_LSE + b * cl_b + h * cl_h + (row + m).to(gl.int64) * cl_t, mask=there, other=-INF)
         before = (used - 1) % STAGES
         moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(moving,))  # at once: nothing can take the weights' registers
@@ -258,44 +274,50 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             used = _pass_by(after, used, k_full, k_empty, v_full, v_empty, STAGES)
         # what was carried, the sink, and the division
         total = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
-        b = batch.to(gl.int64)
-        h = head.to(gl.int64)
-        there = m < rows
-        rows_o = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O))
-        columns = gl.arange(0, D, layout=gl.SliceLayout(0, O))
+        LEFT: gl.constexpr = O if BY_BLOCKS else along(D)
+        if HAS_CARRY:
+            acc = gl.convert_layout(acc, LEFT)
+        OF_ROWS_LEFT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        rows_o = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LEFT))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, LEFT))
         there_o = (rows_o < rows)[:, None]
         if HAS_CARRY:
-            old_lse = gl.load(CARRY_LSE + b * cl_b + h * cl_h + (row + m).to(gl.int64) * cl_t, mask=there, other=-INF)
             old_top = old_lse * LOG2E
             reference = gl.maximum(top, old_top)
             decay = gl.exp2(top - reference)
             weight = gl.exp2(old_top - reference)
-            at = (row + rows_o).to(gl.int64)[:, None] * c_t + columns[None, :]
-            old = gl.load(CARRY + b * c_b + h * c_h + at, mask=there_o, other=0.0)
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
-            acc += old * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
+            if CARRY_BLOCKS:
+                mbarrier.wait(o_full.index(WHICH), done & 1)
+                old = o_room.index(WHICH).reshape([ROWS, D]).load(O)
+            else:
+                at = (row + rows_o).to(gl.int64)[:, None] * c_t + columns[None, :]
+                old = gl.load(CARRY + b * c_b + h * c_h + at, mask=there_o, other=0.0)
+            acc = acc * gl.convert_layout(decay, OF_ROWS_LEFT)[:, None]
+            acc += old * gl.convert_layout(weight, OF_ROWS_LEFT)[:, None]
             total = total * decay + weight
             top = reference
         if HAS_SINKS:
             sink = gl.load(SINKS + head).to(gl.float32) * LOG2E
             reference = gl.maximum(top, sink)
             decay = gl.exp2(top - reference)
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
+            acc = acc * gl.convert_layout(decay, OF_ROWS_LEFT)[:, None]
             total = total * decay + gl.exp2(sink - reference)
             top = reference
         empty = total == 0.0
         total = gl.where(empty, 1.0, total)
         lse = gl.where(empty, -INF, (top + gl.log2(total)) * LN2)
-        acc = acc * gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), gl.SliceLayout(1, O))[:, None]
+        acc = acc * gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), OF_ROWS_LEFT)[:, None]
         if BY_BLOCKS:
             if rows > WHICH * ROWS:
-                tma.store_wait(pendings=0)  # those of the tile before were read; all threads are told
+                if not CARRY_BLOCKS:
+                    tma.store_wait(pendings=0)  # those of the tile before were read; all threads are told
                 o_room.index(WHICH).reshape([ROWS, D]).store(acc.to(o.dtype))
                 fence_async_shared()
                 store_block(o, [batch, head, row + WHICH * ROWS, 0], o_room.index(WHICH))
         else:
             at = (row + rows_o).to(gl.int64)[:, None] * o_t + columns[None, :]
-            gl.store(OUT + b * o_b + h * o_h + at, acc.to(OUT.dtype.element_ty), mask=there_o)
+            left = gl.convert_layout(acc.to(OUT.dtype.element_ty), LEFT)
+            gl.store(OUT + b * o_b + h * o_h + at, left, mask=there_o)
         gl.store(LSE + b * l_b + h * l_h + (row + m).to(gl.int64) * l_t, lse, mask=there)
         if DYNAMIC:
             number = told(next_room, next_full.index(0), next_empty.index(0), done)
@@ -307,17 +329,18 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "section", "work"])
-def forward(q, k, v, o, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles, heads, section, work,
+def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles, heads, section, work,
             scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
             GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
             UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr,
-            BY_BLOCKS: gl.constexpr, LAZY: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+            BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr, LAZY: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
             COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(out, lse) of all tiles and heads.
 
     `scale` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. BY_BLOCKS,
-    each group has 64 rows of a tile or none, and results are stored by the descriptor `o`.
+    each group has 64 rows of a tile or none, and results are stored by the descriptor `o`. With CARRY_BLOCKS what is
+    carried, as wide as the results, comes by the descriptor `carry`, to where they leave from.
     """
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0  # literals in a tuple of arguments lose that they are constants
@@ -336,43 +359,44 @@ def forward(q, k, v, o, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS,
     q_full, q_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
     k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    o_full, o_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
     next_full, next_empty = barriers(1, 1), barriers(1, GROUPS)
     fence_async_shared()
     # constants that go by a name for a tuple would lose that they are constants
     if GROUPS == 2:
         gl.warp_specialize([
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
-                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
-                        cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
-                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
+                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
+                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
-                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
-                        cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
-                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
-            (_copy, (q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room,
-                     next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work, GROUP, ROWS, BLOCK_N, D,
-                     STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
+                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
+                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
+            (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                     o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
+                     work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS)),
         ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
-                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
-                        cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
-                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
+                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
+                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
-                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
-                        cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
-                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
+                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
+                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles,
-                        heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b,
-                        cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER, UPPER,
-                        SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, LAZY)),
-            (_copy, (q, k, v, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_room,
-                     next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work, GROUP, ROWS, BLOCK_N, D,
-                     STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
+                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
+                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
+            (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                     o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
+                     work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -152,11 +152,14 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
 
         last = last_round(tables, heads, processors, config.block_n)
     q_blocks = _blocks_of(q, config.rows)
-    by_blocks = tables.level and config.rows == LEVEL and out.dtype in HALF and fits(out)
+    by_blocks = tables.level and config.rows == LEVEL and fits(out)
+    carry_blocks = by_blocks and carry is not None and carried.dtype == out.dtype == torch.float32 and fits(carried)
+    out_blocks = _blocks_of(out, config.rows) if by_blocks else q_blocks
+    carried_blocks = _blocks_of(carried, config.rows) if carry_blocks else out_blocks
     with torch.cuda.device_of(q):
         kernel[(min(work, processors),)](
             *(q_blocks, _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
-            *(_blocks_of(out, config.rows) if by_blocks else q_blocks, out, lse, carried, carried_lse),
+            *(out_blocks, carried_blocks, out, lse, carried, carried_lse),
             lse if sinks is None else sinks.contiguous(),
             *(_counter(q.device), tables.tiles, tables.spans, len(tables), heads, section),
             *(work - last.tiles if last else work, scale, inner),
@@ -176,6 +179,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             HAS_CARRY=carry is not None,
             HAS_SINKS=sinks is not None,
             BY_BLOCKS=by_blocks,
+            CARRY_BLOCKS=carry_blocks,
             LAZY=config.lazy,
             COMPUTE_REGISTERS=config.compute_registers,
             COPY_REGISTERS=config.copy_registers,

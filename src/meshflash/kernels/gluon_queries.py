@@ -18,14 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from meshflash.kernels.gluon_common import (
     INF,
     LOG2E,
+    along,
     barriers,
     copy_block,
     copy_keys,
-    cut,
     next_block,
     run_of,
-    seen,
     tile_of,
+    visible,
 )
 
 
@@ -99,8 +99,7 @@ def _compute(LSE, DELTA, DQ, q_room, k_room, v_room, dout_room, q_full, k_full, 
         v = v_room.index(stage).reshape([BLOCK_N, D])
         dp = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         if LOWER or UPPER:
-            if cut(lowest, highest, fresh, block, least, most, BLOCK_N, LOWER, UPPER, WHOLE):
-                s = seen(s, positions, fresh, block, least, most, -INF, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
+            s = visible(s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
         p = gl.exp2(s * scale2 - lse[:, None])
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         mbarrier.arrive(v_empty.index(stage), count=1)
@@ -113,14 +112,17 @@ def _compute(LSE, DELTA, DQ, q_room, k_room, v_room, dout_room, q_full, k_full, 
         dq, ds = warpgroup_mma_wait(num_outstanding=1, deps=(moving, ds))
         mbarrier.arrive(k_empty.index(stage), count=1)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s_moving,))
-    rows_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+    ALONG: gl.constexpr = along(D)
+    rows_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ALONG))
+    columns = gl.arange(0, D, layout=gl.SliceLayout(0, ALONG))
     there = (rows_out < rows)[:, None]
     into = DQ + b * dq_b + h * dq_h + (row + rows_out).to(gl.int64)[:, None] * dq_t + columns[None, :]
     dq = dq * scale
     if ADD:
-        dq += gl.load(into, mask=there, other=0.0)
-    gl.store(into, dq.to(DQ.dtype.element_ty), mask=there)
+        dq = gl.convert_layout(dq, ALONG) + gl.load(into, mask=there, other=0.0)
+        gl.store(into, dq.to(DQ.dtype.element_ty), mask=there)
+    else:
+        gl.store(into, gl.convert_layout(dq.to(DQ.dtype.element_ty), ALONG), mask=there)
 
 
 @gluon.jit
