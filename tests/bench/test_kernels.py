@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,6 +119,19 @@ def test_interleaved_takes_turns_in_samples(monkeypatch):
     done = "".join(calls)
     assert done[:8] == "a" + "aaa" + "b" + "bbb"
     assert {done[8:14], done[14:]} <= {"aaabbb", "bbbaaa"}
+
+
+def test_samples_on_a_gpu_last_as_long_as_the_longest_call(monkeypatch):
+    took: dict[Any, float] = {"long": 40.0, "short": 0.4, "very short": 0.01}
+    samples = []
+
+    def milliseconds(function, device, calls, lead=True):
+        samples.append((function, calls))
+        return took[function]
+
+    monkeypatch.setattr(timing, "_milliseconds", milliseconds)
+    assert interleaved({name: name for name in took}, torch.device("cuda"), rounds=1) == took
+    assert dict(samples[-3:]) == {"long": 1, "short": 100, "very short": timing.MOST_CALLS}
 
 
 def test_interleaved_times_slow_functions_once_and_leaves_out_what_has_no_memory(monkeypatch):

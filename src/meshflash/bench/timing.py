@@ -19,6 +19,9 @@ from meshflash.launch.room import attempt
 
 #: Milliseconds that a sample lasts at least: it is as many calls, back to back, as that takes.
 SAMPLE_MS = 5.0
+#: On a GPU samples of all functions last as long as the longest call of any, up to this: its clock follows the load,
+#: and short calls after a long one would have that one's.
+LONGEST_MS = 100.0
 #: The most calls in a sample.
 MOST_CALLS = 1000
 #: A call of more milliseconds than this is timed once.
@@ -39,18 +42,20 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device
     shows, does not count.
     """
     times: dict[str, list[float]] = {}
-    calls: dict[str, int] = {}
+    once: dict[str, float] = {}
     for name, function in functions.items():
         first = attempt(partial(_milliseconds, function, device, 1, lead=False))
         if first is None:
             continue
         times[name] = []
-        calls[name] = _calls(first)
         if first > SLOW_MS:
             times[name].append(first)
-        elif calls[name] > 1:  # one call alone includes waiting for the host; the sample warms up too
-            calls[name] = _calls(_milliseconds(function, device, calls[name]))
+        elif _calls(first) > 1:  # one call alone includes waiting for the host; the sample warms up too
+            first = _milliseconds(function, device, _calls(first))
+        once[name] = first
     waiting = [name for name in times if not times[name]]
+    longest = 0.0 if device.type == CPU else min(LONGEST_MS, max((once[name] for name in waiting), default=0.0))
+    calls = {name: _calls(once[name], longest) for name in waiting}
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(waiting, len(waiting)):
@@ -96,9 +101,9 @@ def watched(function: Callable[[], Any], device: torch.device) -> Watched:
     return Watched(result, peak, held)
 
 
-def _calls(milliseconds: float) -> int:
-    """How many calls of this length make a sample."""
-    return min(MOST_CALLS, max(1, math.ceil(SAMPLE_MS / max(milliseconds, 1e-6))))
+def _calls(milliseconds: float, least: float = 0.0) -> int:
+    """How many calls of this length make a sample, of at least so many milliseconds."""
+    return min(MOST_CALLS, max(1, math.ceil(max(SAMPLE_MS, least) / max(milliseconds, 1e-6))))
 
 
 def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int, lead: bool = True) -> float:
