@@ -173,10 +173,10 @@ def tried(monkeypatch):
     """Candidates of which the first one does not run and the last one is the fastest, with one that moves."""
     call, time = Played.call, Played.time
 
-    def refused(self, gemm):
+    def refused(self, gemm, copy=True):
         if gemm.plan.blocks.stages == 2:
             raise RuntimeError("out of resource: shared memory")
-        return call(self, gemm)
+        return call(self, gemm, copy)
 
     def timed(self, calls, rounds):
         time(self, calls, 1)

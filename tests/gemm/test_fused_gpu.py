@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from meshflash.gemm import FusedGemm, configs, fused_launch
-from meshflash.gemm.fused_plan import VARIANTS
+from meshflash.gemm import FusedGemm, configs, fused, fused_launch
+from meshflash.gemm.fused_plan import VARIANTS, FusedPlan
 from meshflash.gemm.fused_product import FusedProduct
 from meshflash.gemm.heap import open_heap
 from meshflash.kernels.gluon_launch import has_gluon
@@ -156,6 +156,20 @@ def by_roles(monkeypatch):
     return seen
 
 
+@contextmanager
+def apart():
+    """Ranks as if each had a GPU of as many multiprocessors as its share of this one: none leaves any to the next."""
+    plan_fused = fused.plan_fused
+
+    def planned(*arguments: Any, cores: int, **more: Any) -> FusedPlan:
+        plan = plan_fused(*arguments, cores=cores, **more)
+        return replace(plan, in_turn=False, programs=cores * plan.blocks.per_core) if plan.in_turn else plan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "plan_fused", planned)
+        yield
+
+
 @needs_gluon
 @pytest.mark.parametrize(
     ("config", "world"), [*((config, world) for config in ROLES for world in (2, 4)), (ROLES[0], 1), (ROLES[0], 8)]
@@ -165,6 +179,7 @@ def test_warps_that_have_roles_send_to_all_that_one_process_plays(config, world,
     for shape in [*DESCRIBED, *IN_PARTS] if world < 8 else DESCRIBED[:1]:
         by_roles.clear()
         with (
+            apart() if shape in IN_PARTS else nullcontext(),
             open_heap(world, bytes=HEAP, device="cuda", timeout=30) as heap,
             FusedGemm(
                 heap, "all_scatter", *shape, torch.bfloat16, variant="epilogue", config=config, timed=True
@@ -210,6 +225,7 @@ def test_ranks_whose_columns_no_descriptor_describes_send_as_before(by_roles):
     """So that one rank sends in one way and the other in the other, and each counts alike."""
     m, n, k = 1024, 1001, 4096
     with (
+        apart(),
         open_heap(3, bytes=HEAP, device="cuda", timeout=30) as heap,
         FusedGemm(
             *(heap, "all_scatter", m, n, k, torch.bfloat16),
@@ -237,7 +253,9 @@ def roles_repeated(rank, world, tell, calls):
         for shape in (*DESCRIBED, IN_PARTS[0]):
             inputs = [parts("all_scatter", world, shape, torch.bfloat16, seed) for seed in range(3)]
             own = [(pairs[rank][0], pairs[rank][1].contiguous(), want) for pairs, want in inputs]
-            gemm = FusedGemm(heap, "all_scatter", *shape, torch.bfloat16, variant="epilogue", config=config)
+            with apart() if shape in IN_PARTS else nullcontext():
+                gemm = FusedGemm(heap, "all_scatter", *shape, torch.bfloat16, variant="epilogue", config=config)
+            assert (gemm.plan.partition(rank).shared > 0) == (shape in IN_PARTS)
             assert gemm._exchange is not None
             assert all(gemm._exchange._columns[rank]), "the kernel in Gluon serves it"
             worst, seen = 0.0, dict[int, set[int]]()

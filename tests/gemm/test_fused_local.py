@@ -241,6 +241,24 @@ def test_an_all_scatter_is_cut_where_multiprocessors_would_be_idle():
     assert planned(36864, roles, BULK).wanted() == [288] * 4
 
 
+def test_ranks_that_share_a_device_scatter_in_turn():
+    """Each has all of it but a multiprocessor for every rank that waits; who adds up or gathers shares it instead."""
+
+    def planned(collective, variant="epilogue", **sharing):
+        product = FusedProduct.of(collective, 64, 64, 4096, 2, torch.float32)
+        return plan_fused(product, torch.device("cpu"), variant=variant, **sharing)
+
+    alone, shared = planned("all_scatter"), planned("all_scatter", sharing=2, cores=2)
+    assert (alone.programs, alone.in_turn) == (5, False)
+    assert (shared.programs, shared.in_turn) == (3, True)
+    assert " 3 programs in turn, " in str(shared)
+    assert alone.partition(0).shared > 0
+    assert shared.partition(0).shared == 0  # the other rank takes what is idle
+    for collective, variant in (("all_reduce", "epilogue"), ("ag_gemm", "epilogue"), ("all_scatter", BULK)):
+        plan = planned(collective, variant, sharing=2, cores=2)
+        assert (plan.programs, plan.in_turn) == (2, False)
+
+
 @interpreted
 @pytest.mark.parametrize(("rows", "columns", "steps", "programs"), [(3, 2, 9, 4), (2, 1, 7, 5), (1, 3, 8, 6)])
 def test_tiles_in_parts_are_added_up_and_put_to_all(rows, columns, steps, programs):
@@ -419,7 +437,11 @@ def test_tiles_that_waste_least(a_gpu):
 
     assert chosen("all_reduce", 8192, 4608) == LARGE
     standing = replace(LARGE, block_m=256, block_n=128, stages=4)
-    assert chosen("all_scatter", 8192, 4608) == replace(standing, roles=1)  # 4.5 tiles of 256 columns
+    by_rows = replace(standing, group=1, roles=1)
+    assert chosen("all_scatter", 8192, 4608) == by_rows  # 4.5 tiles of 256 columns; 128 programs are 14 rows of 9
+    assert chosen("all_scatter", 8192, 4608, sharing=1) == by_rows  # 2.2 tiles for each: what is left is in parts
+    assert chosen("all_scatter", 64, 4608).block_m == 64
+    assert chosen("all_scatter", 8192, 4 * 4608) == replace(LARGE, roles=1)  # 18 columns of 8 rows are more than 128
     assert chosen("ag_gemm", 256, 4608).block_m == 64  # of each rank's 64 rows
     assert chosen("all_reduce", 64, 4608).block_m == 64
     assert computed(8192, 1152, LARGE, 33) > 1.1 * computed(8192, 1152, standing, 33)

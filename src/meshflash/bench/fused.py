@@ -93,12 +93,12 @@ class Played:
             group, case.collective, case.m, case.n, case.k, product.dtype, variant=BULK, precision=case.precision
         )
 
-    def call(self, gemm: FusedGemm) -> list[Tensor]:
-        """What each played rank gets."""
+    def call(self, gemm: FusedGemm, copy: bool = True) -> list[Tensor]:
+        """What each played rank gets; without `copy` it may lie in the heap, until the next call."""
         if self.heap.kind == LOCAL:
-            results: list[Tensor] = gemm([a for a, _ in self.operands], [b for _, b in self.operands])
+            results: list[Tensor] = gemm([a for a, _ in self.operands], [b for _, b in self.operands], copy=copy)
             return results
-        return [gemm(*self.operands[0])]
+        return [gemm(*self.operands[0], copy=copy)]
 
     def errors(self, results: Sequence[Tensor]) -> list[float]:
         """Relative errors against float64; 0 of what has no numbers."""

@@ -65,12 +65,12 @@ class Case:
         return a, b
 
     def part(self, a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """What a rank has of A and B."""
+        """What a rank has of A and B, in memory of its own, as ranks have."""
         product = self.product
         if self.collective == "all_scatter":
-            return a, b.split(product.sizes, 1)[rank].contiguous()
+            return a.clone(), b.split(product.sizes, 1)[rank].contiguous()
         if self.collective == "ag_gemm":
-            return a.split(product.sizes)[rank].contiguous(), b
+            return a.split(product.sizes)[rank].contiguous(), b.clone()
         depth = split(self.k, self.world)
         return a.split(depth, 1)[rank].contiguous(), b.split(depth)[rank].contiguous()
 

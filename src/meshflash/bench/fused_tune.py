@@ -35,8 +35,7 @@ def candidates(case: Case, device: torch.device) -> dict[str, list[Config]]:
     """What is worth trying, by variant. Of the bulk only tiles matter.
 
     Warps have roles in the epilogue of an all_scatter alone, where kernels in Gluon run. A stage less leaves room in
-    shared memory for all of a tile that is sent. Half as many rows of tiles at a time suit ranks that share a GPU: each
-    has fewer programs.
+    shared memory for all of a tile that is sent. Tiles may also be gone through row by row, which suits few columns.
     """
     part = case.product.part(device)
     every = configs.candidates(part.numbers, device)
@@ -46,8 +45,8 @@ def candidates(case: Case, device: torch.device) -> dict[str, list[Config]]:
     if case.collective == "all_scatter" and has_gluon(device):
         roles = [config for config in every if config.roles]
         fewer = [replace(config, stages=config.stages - 1) for config in roles]
-        flat = [replace(config, group=config.group // 2) for config in roles]
-        tried["epilogue"] = [*roles, *fewer, *flat, *found]
+        by_rows = list(dict.fromkeys(replace(config, group=1) for config in roles))
+        tried["epilogue"] = [*roles, *fewer, *by_rows, *found]
     return tried
 
 
@@ -87,7 +86,7 @@ def _trial(played: Played, variant: str, config: Config, say: Say) -> float | No
     gemm = played.gemm(variant, config=config)
     problem = ""
     try:
-        results = played.call(gemm)
+        results = played.call(gemm, copy=False)
     except TransportError:
         raise
     except Exception as error:  # a compiler's own, or too much shared memory: it is no candidate here
@@ -98,7 +97,7 @@ def _trial(played: Played, variant: str, config: Config, say: Say) -> float | No
         say(f"{name} {FAILED} {problem}")
     else:
         played.check(name, results)
-        ms = played.most(played.time({name: partial(played.call, gemm)}, ROUNDS)[name])
+        ms = played.most(played.time({name: partial(played.call, gemm, copy=False)}, ROUNDS)[name])
     gemm.free()
     heap.barrier()
     return ms
