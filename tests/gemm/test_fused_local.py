@@ -233,6 +233,8 @@ def test_an_all_scatter_is_cut_where_multiprocessors_would_be_idle():
     plan = planned(36864, roles)
     split = plan.partition(0)
     assert (split.tiles, split.shared, split.programs) == (288, 24, 132)  # 2 rounds, and 24 tiles for all
+    assert "132 programs, 24 tiles of the first rank in parts, " in str(plan)
+    assert "in parts" not in str(planned(1024, roles))
     assert planned(1024, roles).partition(0).shared == 0  # 2 rounds and a third of 16 slices: parts cost as much
     assert planned(36864, roles, cores=33).partition(0).shared == 0  # 8 rounds and a ninth: 3% idle
     assert (plan.pieces, plan.wanted()) == (16, [288 * 16] * 4)

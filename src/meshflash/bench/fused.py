@@ -119,9 +119,9 @@ class Played:
 
     def most(self, number: float) -> float:
         """The largest of all ranks' numbers, or NaN where there is one."""
-        return worst(self.all(number))
+        return worst(self.said(number))
 
-    def all(self, word: Any) -> list[Any]:
+    def said(self, word: Any) -> list[Any]:
         """What each process says, the same list on all of them."""
         if self.heap.kind == LOCAL:
             return [word]

@@ -91,7 +91,7 @@ def _trial(played: Played, variant: str, config: Config, say: Say) -> float | No
         raise
     except Exception as error:  # a compiler's own, or too much shared memory: it is no candidate here
         problem = f"{type(error).__name__}: {error}"
-    problem = next(filter(None, played.all(problem)), "")
+    problem = next(filter(None, played.said(problem)), "")
     ms = None
     if problem:
         say(f"{name} {FAILED} {problem}")

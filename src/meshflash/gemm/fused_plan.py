@@ -174,10 +174,12 @@ class FusedPlan:
         head = in_words(self.product.collective, self.shots)
         if self.means == "group":
             return f"{head}, {self.variant} by the process group: {self.why}"
-        movers = f" and {self.movers} that move" if self.movers else " in turn" if self.in_turn else ""
+        more = f" and {self.movers} that move" if self.movers else " in turn" if self.in_turn else ""
+        if self.by_roles and (cut := self.partition(0).shared):
+            more += f", {cut} tiles of the first rank in parts"
         return (
             f"{head}, {self.variant}: tiles of {self.config}, {self.programs} programs"
-            f"{movers}, {self.heap_bytes:,} bytes of the heap; {self.why}"
+            f"{more}, {self.heap_bytes:,} bytes of the heap; {self.why}"
         )
 
 
