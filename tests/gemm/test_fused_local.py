@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from meshflash.gemm import FusedGemm, FusedPlan, configs, fused_launch, rates
+from meshflash.gemm import FusedGemm, FusedPlan, configs, fused_launch, fused_plan, rates
 from meshflash.gemm.configs import Config
+from meshflash.gemm.fused import _agree
 from meshflash.gemm.fused_exchange import Exchange
 from meshflash.gemm.fused_plan import BULK, VARIANTS, FusedConfig, computed, cores_of, key_of, mode_of, plan_fused
 from meshflash.gemm.fused_product import COLLECTIVES, FusedProduct
@@ -361,6 +363,7 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr(configs, "cores", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(rates, "known", lambda device: None)
+    monkeypatch.setattr(fused_plan, "has_gluon", lambda device: True)
     return torch.device("cuda")
 
 
@@ -431,11 +434,10 @@ def test_movers_have_a_share_of_the_multiprocessors(a_gpu):
     assert (gathering.programs, gathering.movers) == (32, 4)
 
 
-def test_tiles_that_waste_least(a_gpu):
-    def chosen(collective, m, n, world=4, sharing=4):
-        return plan_fused(
-            FusedProduct.of(collective, m, n, 4096, world, torch.bfloat16), a_gpu, variant="epilogue", sharing=sharing
-        ).config
+def test_tiles_that_waste_least(a_gpu, monkeypatch):
+    def chosen(collective, m, n, world=4, sharing=4, k=4096, variant="epilogue", **more):
+        product = FusedProduct.of(collective, m, n, k, world, torch.bfloat16, **more)
+        return plan_fused(product, a_gpu, variant=variant, sharing=sharing).config
 
     assert chosen("all_reduce", 8192, 4608) == LARGE
     standing = replace(LARGE, block_m=256, block_n=128, stages=4)
@@ -443,11 +445,35 @@ def test_tiles_that_waste_least(a_gpu):
     assert chosen("all_scatter", 8192, 4608) == by_rows  # 4.5 tiles of 256 columns; 128 programs are 14 rows of 9
     assert chosen("all_scatter", 8192, 4608, sharing=1) == by_rows  # 2.2 tiles for each: what is left is in parts
     assert chosen("all_scatter", 64, 4608).block_m == 64
+    few = ("all_scatter", 1024, 4096)  # 32 large tiles: they go to 132 multiprocessors in parts, where K has the slices
+    assert chosen(*few, sharing=1).roles
+    small = [chosen(*few, sharing=1, **x) for x in ({"k": 1024}, {"out_dtype": torch.float32}, {"variant": BULK})]
+    small.append(chosen("all_scatter", 512, 16 * 512, world=16, sharing=1))
+    with monkeypatch.context() as without:
+        without.setattr(fused_plan, "has_gluon", lambda device: False)
+        small.append(chosen(*few, sharing=1))
+    assert {(config.block_m, config.group, config.roles) for config in small} == {(64, 8, 0)}
     assert chosen("all_scatter", 8192, 4 * 4608) == replace(LARGE, roles=1)  # 18 columns of 8 rows are more than 128
     assert chosen("ag_gemm", 256, 4608).block_m == 64  # of each rank's 64 rows
     assert chosen("all_reduce", 64, 4608).block_m == 64
     assert computed(8192, 1152, LARGE, 33) > 1.1 * computed(8192, 1152, standing, 33)
     assert computed(64, 256, LARGE, 33, sections=34) == 2 * computed(64, 256, LARGE, 33, sections=33)
+
+
+def test_ranks_that_share_devices_unevenly_agree(a_gpu):
+    said: list[dict[str, str]] = []
+
+    def hear(word):
+        said.append(word)
+        return [word]
+
+    heap: Any = SimpleNamespace(_meeting=SimpleNamespace(all=hear))
+    product = FusedProduct.of("all_scatter", 8192, 3456, 4096, 3, torch.bfloat16)
+    plans = [plan_fused(product, a_gpu, variant="epilogue", sharing=sharing) for sharing in (2, 2, 1)]
+    assert [(plan.programs, plan.in_turn) for plan in plans] == [(130, True), (130, True), (132, False)]
+    for plan in plans:
+        _agree(heap, plan)
+    assert said[0] == said[1] == said[2]
 
 
 def test_mps_counts_the_multiprocessors_of_a_rank(a_gpu, monkeypatch):

@@ -49,6 +49,7 @@ GLUON += tuple(
         ("backward", "full", True, False),
         *((kind, "causal", False, True) for kind in ATTENTION),
         ("backward", "full", True, True),
+        *((kind, "window", False, False) for kind in ATTENTION[:2]),
     )
 )
 GLUON += tuple(Call("backward", dim, gluon=True, odd=True) for dim in (64, 128))

@@ -35,6 +35,8 @@ WORK = {
     "full": (Mask.full(), *WHOLE),
     "causal": (CAUSAL, *WHOLE),
     "even": (CAUSAL, (range(512),), (range(512),)),
+    "one short of blocks": (Mask.full(), (range(511),), (range(511),)),
+    "documents, one short of blocks": (Mask.documents([383, 129, 188]), *WHOLE),
     "window": (CAUSAL & Mask.window(150, 0), *WHOLE),
     "both sides": (Mask.window(100, 60), *WHOLE),
     "more keys": (CAUSAL, (range(400, 700),), (range(700),)),
@@ -98,22 +100,22 @@ def walk(tables, size, other, by_key):
                 turn, *state, spans, other, tables.single, tables.whole, tables.clipped
             )
             *_, limit, least, most = state
-            columns = np.arange(other)
+            columns = np.arange(other)[None, :]
             seen = np.ones((size, other), bool)
-            if tables.lower:
-                low = positions + least if tables.whole else np.maximum(positions + least, fresh)
-                seen &= columns >= low[:, None] - block
-            if tables.upper:
-                seen &= columns <= (positions + most - block)[:, None]
-            if tables.clipped:
-                seen &= columns < limit - block
-            for part in range(0, size, 64):  # each group of warps decides by itself
-                lowest = first + step * (part - missing)
-                bound = tables.lower, tables.upper, tables.whole, limit, tables.clipped
-                cut = common.cut.fn(lowest, lowest + step * 63, fresh, block, least, most, other, *bound)
-                if not cut:
-                    assert seen[part : part + 64][: max(0, rows - part) if not by_key else 64].all()
-                    seen[part : part + 64] = True
+            for part in range(0, size, 64):  # each group of warps decides by itself, for each side
+                here = positions[part : part + 64, None]
+                lowest, highest = first + step * (part - missing), first + step * (part + 63 - missing)
+                low = here + least if tables.whole else np.maximum(here + least, fresh)
+                sides = {
+                    "lower": (columns >= low - block, common.cut_below.fn(highest, least, fresh, block, tables.whole)),
+                    "upper": (columns <= here + most - block, common.cut_above.fn(lowest, most, block, other)),
+                    "clipped": (here * 0 + columns < limit - block, common.cut_beyond.fn(block, limit, other)),
+                }
+                for side, (inside, cut) in sides.items():
+                    if getattr(tables, side) and cut:
+                        seen[part : part + 64] &= inside
+                    elif getattr(tables, side):
+                        assert inside[: max(0, rows - part) if not by_key else 64].all(), side
             blocks.append((block, seen & (n >= missing)[:, None]))
         yield batch, row - missing, rows, missing, blocks
 
@@ -173,6 +175,7 @@ GAPS = ("more queries", "striped, other way", "no keys", "padding", "padding by 
 #: Work with runs that begin within a block, where no band hides the rows before.
 BEGINS_WITHIN = (
     "short and whole documents",
+    "documents, one short of blocks",
     "documents, both sides",
     "documents, other keys",
     "zigzag, own",

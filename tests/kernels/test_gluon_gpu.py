@@ -359,8 +359,12 @@ def test_a_carry_that_meets_sinks_at_the_end(dim, ran):
     assert ran["forward"] == 2
 
 
-@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mask", [CAUSAL, Mask.full(), Mask.window(300, 0)], ids=["causal", "full", "window"])
+@pytest.mark.parametrize("into", ["sums", "other sums", "results"])
+@pytest.mark.parametrize(
+    "mask",
+    [CAUSAL, Mask.full(), Mask.window(300, 0), CAUSAL & (Mask.window(200, 0) | Mask.first(130))],
+    ids=["causal", "full", "window", "window and first"],
+)
 @pytest.mark.parametrize("tokens", [1344, 1408, 1410])
 @pytest.mark.parametrize("dim", DIMS)
 def test_what_is_carried_through_many_tiles_of_a_program(dim, tokens, mask, into, ran, monkeypatch):
@@ -375,7 +379,8 @@ def test_what_is_carried_through_many_tiles_of_a_program(dim, tokens, mask, into
     merge(want, (old[0].double(), old[1].double()), want)
     for _ in range(3):
         sums = old[0].clone(), old[1].clone()
-        out = sums if into == torch.float32 else (torch.full_like(q, torch.nan), torch.full_like(sums[1], torch.nan))
+        like = q if into == "results" else sums[0]
+        out = sums if into == "sums" else (torch.full_like(like, torch.nan), torch.full_like(sums[1], torch.nan))
         Triton().forward(x, out, carry=sums)
         close(out[0], want[0])
         torch.testing.assert_close(out[1].double(), want[1], atol=1e-4, rtol=1e-5)

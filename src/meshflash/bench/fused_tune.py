@@ -15,8 +15,7 @@ from meshflash.bench.fused import Played, opened, planned
 from meshflash.bench.fused_cases import Case, Setup
 from meshflash.gemm import configs
 from meshflash.gemm.configs import Config
-from meshflash.gemm.fused_plan import BULK, VARIANTS, FusedConfig
-from meshflash.kernels.gluon_launch import has_gluon
+from meshflash.gemm.fused_plan import BULK, VARIANTS, FusedConfig, sends_by_roles
 from meshflash.launch.devices import take_device
 from meshflash.transport.contract import TransportError
 
@@ -42,7 +41,7 @@ def candidates(case: Case, device: torch.device) -> dict[str, list[Config]]:
     found = list(dict.fromkeys(replace(config, roles=0) for config in every))
     tiles = {(config.block_m, config.block_n): config for config in reversed(found)}
     tried = {name: list(tiles.values()) if name == BULK else found for name in VARIANTS}
-    if case.collective == "all_scatter" and has_gluon(device):
+    if sends_by_roles(case.product, device):
         roles = [config for config in every if config.roles]
         fewer = [replace(config, stages=config.stages - 1) for config in roles]
         by_rows = list(dict.fromkeys(replace(config, group=1) for config in roles))

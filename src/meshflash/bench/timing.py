@@ -26,8 +26,9 @@ LONGEST_MS = 100.0
 MOST_CALLS = 1000
 #: A call of more milliseconds than this is timed once.
 SLOW_MS = 2000.0
-#: Milliseconds that a GPU is held at most, and the cycles of a millisecond.
+#: Milliseconds that a GPU is held at most, of how long what is issued takes the host, and the cycles of a millisecond.
 HELD_MS = 100.0
+SPARE = 1.5
 CYCLES = 1.8e6
 
 
@@ -115,7 +116,9 @@ def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int,
         if lead:
             start = time.perf_counter()
             function()
-            _hold(module, (time.perf_counter() - start) * 1e3 * (calls + 1))
+            host = (time.perf_counter() - start) * 1e3
+            calls = max(1, min(calls, int(HELD_MS / (SPARE * max(host, 1e-3))) - 1))  # no more than it can be held for
+            _hold(module, host * (calls + 1))
         begin.record(stream)
         for _ in range(calls):
             function()
@@ -131,4 +134,4 @@ def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int,
 def _hold(module: Any, milliseconds: float) -> None:
     """Keep the current device busy for about so long, and a bit longer, where it can be told to sleep."""
     if sleep := getattr(module, "_sleep", None):
-        sleep(int(min(milliseconds * 1.5 + 0.1, HELD_MS) * CYCLES))
+        sleep(int(min(milliseconds * SPARE + 0.1, HELD_MS) * CYCLES))

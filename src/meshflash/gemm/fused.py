@@ -194,7 +194,8 @@ class FusedGemm:
 def _company(heap: Heap) -> tuple[int, int]:
     """How many ranks share this rank's device, and multiprocessors that it has for itself.
 
-    Programs of ranks that share a GPU wait for each other, so all of them must run at once.
+    Programs of ranks that share a GPU wait for each other, so all of them must run at once, unless a plan has them in
+    turn.
     """
     cores = configs.cores(heap.device)
     if heap.device.type == CPU:
@@ -211,7 +212,8 @@ def _agree(heap: Heap, plan: FusedPlan) -> None:
     if heap._meeting is None:
         return
     mine = {**asdict(plan.product), **asdict(plan)}
-    del mine["product"], mine["why"], mine["programs"], mine["movers"]
+    for name in ("product", "why", "programs", "movers", "in_turn"):  # which may differ
+        del mine[name]
     words = heap._meeting.all({name: str(value) for name, value in mine.items()})
     for rank, word in enumerate(words):
         for name, value in words[0].items():

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.gemm.fused_plan import PIECE, FusedPlan, lined
+from meshflash.gemm.fused_plan import PIECE, RANKS, FusedPlan, lined, sends_by_roles
 from meshflash.gemm.fused_tiles import peer_of
 from meshflash.gemm.launch import SUMS_WARPS, extent, in_blocks, in_turns, loads_of, workspace
 from meshflash.gemm.planning import in_lines
-from meshflash.kernels.contract import HALF
-from meshflash.kernels.gluon_launch import descriptor, has_gluon
+from meshflash.kernels.gluon_launch import descriptor
 from meshflash.launch.devices import TRITON
 
 #: Warps of programs that only add, and sums that a thread of theirs has at a time.
@@ -29,9 +28,9 @@ MOVING_WARPS, MOVED = 4, 32
 MOVING, ADDING = 8, 4
 #: Depth of blocks that are loaded by pointers, at most.
 DEPTH = 32
-#: Of the kernel in Gluon: ranks that it has descriptors for, and bytes of shared memory that two halves of a tile may
-#: take with the blocks that are multiplied; where they are more, one waits for the other.
-RANKS, SHARED = 8, 226 * 1024
+#: Of the kernel in Gluon: bytes of shared memory that two halves of a tile may take with the blocks that are
+#: multiplied; where they are more, one waits for the other.
+SHARED = 226 * 1024
 #: Of its threads: of those that multiply, and of those that copy or send, which know a descriptor for each rank.
 COMPUTE_REGISTERS, COPY_REGISTERS = 232, 40
 #: Of those that add parts up: as many as let all that are on their way at a time have one.
@@ -122,12 +121,12 @@ def columns_of(plan: FusedPlan, rank: int, matrices: Sequence[Tensor]) -> tuple[
     There are none where the plan does not ask for roles, or the kernel in Gluon does not serve it.
     """
     product, config, world = plan.product, plan.blocks, len(matrices)
-    if not plan.by_roles or world > RANKS or not has_gluon(matrices[0].device):
+    if not plan.by_roles or not sends_by_roles(product, matrices[0].device):
         return ()
     first, end = product.firsts[rank : rank + 2]
     whole = end > first and lined(end - first, product.out_dtype) == end - first  # no 16 bytes are another rank's too
     into = [matrices[peer_of(turn, rank, world)][:, first:end] for turn in range(world)]
-    if not whole or not all(x in HALF for x in (product.dtype, product.out_dtype)) or not all(map(in_lines, into)):
+    if not whole or not all(map(in_lines, into)):
         return ()
     return tuple(descriptor(x, [config.block_m // 2, config.block_n // 2]) for x in into)
 

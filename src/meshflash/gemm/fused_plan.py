@@ -15,6 +15,8 @@ from meshflash.gemm.fused_tiles import in_words
 from meshflash.gemm.heap_blocks import ALIGN
 from meshflash.gemm.partition import Partition, data_parallel, stream_k
 from meshflash.gemm.planning import Product
+from meshflash.kernels.contract import HALF
+from meshflash.kernels.gluon_launch import has_gluon
 
 BULK = "bulk"
 #: Where the messages are: in the programs of the tiles, in programs beside them, or after all of the product.
@@ -31,6 +33,8 @@ PIECE = 16
 #: What tiles in parts cost a program, in slices: sums that go to memory, and a second kernel that reads and sends them.
 #: And as a part of all slices: where 3% were idle, at 8192 x 1152 on 33 multiprocessors, parts made nothing faster.
 PARTS_COST, PARTS_SHARE = 16, 0.05
+#: Ranks that the kernel in Gluon of an all_scatter has descriptors for.
+RANKS = 8
 #: Smaller blocks read their operands more often: they are taken where larger ones waste so much more.
 WORTH = 1.05
 
@@ -237,11 +241,11 @@ def plan_fused(
     cores = cores or cores_of(device, sharing)
     # an all_scatter that puts its tiles waits for nobody until one program of each rank does: none of its others need
     # run beside those of ranks that share the device, and what a rank reads is in the cache for more of them at once
-    in_turn = (product.collective, variant) == ("all_scatter", "epilogue") and cores < configs.cores(device)
-    alone = configs.cores(device) - sharing if in_turn else cores
+    puts = (product.collective, variant) == ("all_scatter", "epilogue")
+    in_turn = puts and sharing > 1 and cores < configs.cores(device)
     if config is None:
         config = fused_default(product, part, cores, variant)
-        if config.by_roles and config.group * -(-part.n // config.block_n) <= alone:
+        if puts and config.by_roles and config.group * -(-part.n // config.block_n) <= configs.cores(device):
             config = replace(config, group=1)  # as many rows at a time anyway, and what is read of A is read once
     if config.block_n % 2:
         raise ValueError(f"{config}: expected an even number of columns")
@@ -251,7 +255,7 @@ def plan_fused(
         movers = min(asked, max(1, cores - 1)) or _movers(product, part, shots or 0, cores)
         # who gathers waits for nobody: one multiprocessor is enough for it to come to an end, wherever it begins
         given = 1 if product.collective == "ag_gemm" else movers
-    programs = max(1, alone - given) * config.per_core
+    programs = max(1, configs.cores(device) - sharing if in_turn else cores - given) * config.per_core
     return FusedPlan(product, variant, shots or 0, why, config, programs, movers, in_turn)
 
 
@@ -266,9 +270,9 @@ def fused_default(product: FusedProduct, part: Product, cores: int, variant: str
     """The configuration that wastes least of a rank's multiprocessors; the largest where others are hardly better.
 
     All of them take as long as the one with most tiles, whose numbers are computed even where C has ended. Large blocks
-    may lie or stand; those that stand are faster with a stage more, and an all_scatter where warps have roles. Its
-    epilogue then has no smaller ones, unless they are too large for C: what is idle goes to parts of tiles, and on 132
-    multiprocessors smaller ones took 1.2 to 1.7 times as long.
+    may lie or stand; those that stand are faster with a stage more, and an all_scatter where warps have roles. Where
+    these send, smaller ones took 1.2 to 1.7 times as long on 132 multiprocessors: they are left out, unless there are
+    fewer large ones than multiprocessors, and too few slices for parts of them.
 
     >>> large, medium = Config(128, 256, 64, 8, 3), Config(128, 128, 64, 4, 3, per_core=2)
     >>> [computed(8192, 1152, config, 33) for config in (large, medium)]  # of 8192 * 1152 / 33 = 285,975
@@ -283,13 +287,21 @@ def fused_default(product: FusedProduct, part: Product, cores: int, variant: str
         roles = int(product.collective == "all_scatter")
         standing = replace(large, block_m=large.block_n, block_n=large.block_m, stages=large.stages + 1)
         table = (replace(large, roles=roles), replace(standing, roles=roles), *others)
-        if roles and variant == "epilogue" and rows >= standing.block_m and part.n >= standing.block_n:
-            table, cores = table[:2], 1
+        if variant == "epilogue" and sends_by_roles(product, part.device):
+            tiles = (rows // standing.block_m) * (part.n // standing.block_n)
+            if tiles and (tiles >= cores or part.k > PARTS_COST * standing.block_k):
+                table, cores = table[:2], 1
     else:
         table = (large, *others)
     numbers = {config: computed(rows, part.n, config, cores, sections) for config in table}
     least = min(numbers.values())
     return next(config for config in table if numbers[config] <= least * WORTH)
+
+
+def sends_by_roles(product: FusedProduct, device: torch.device) -> bool:
+    """Whether the kernel in Gluon sends what an all_scatter puts, of operands and columns that are in lines."""
+    known = product.collective == "all_scatter" and product.world <= RANKS and has_gluon(device)
+    return known and all(dtype in HALF for dtype in (product.dtype, product.out_dtype))
 
 
 def computed(m: int, n: int, config: Config, cores: int, sections: int = 1) -> int:

@@ -219,6 +219,27 @@ def next_in_group(number, head, ends, run, left, begin, blocks, limit, least, mo
 
 
 @gluon.jit
+def cut_above(first, most, block, SIZE: gl.constexpr):
+    """Whether some row from a position on does not see the last of a block."""
+    return first + most < block + SIZE - 1
+
+
+@gluon.jit
+def cut_below(last, least, fresh, block, WHOLE: gl.constexpr):
+    """Whether some row up to a position does not see the first of a block, or that is not new."""
+    found = last + least > block
+    if not WHOLE:
+        found = found | (fresh > block)
+    return found
+
+
+@gluon.jit
+def cut_beyond(block, limit, SIZE: gl.constexpr):
+    """Whether a block reaches beyond the limit."""
+    return block > limit - SIZE
+
+
+@gluon.jit
 def visible(x, positions, first, last, fresh, block, least, most, ROWS: gl.constexpr, SIZE: gl.constexpr,
             LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr, LAYOUT: gl.constexpr, limit=0,
             CLIPPED: gl.constexpr = False):  # fmt: skip
@@ -227,18 +248,16 @@ def visible(x, positions, first, last, fresh, block, least, most, ROWS: gl.const
     Each side of the band hides by itself, and only where it cuts the block: few blocks are cut by two.
     """
     if UPPER:
-        if first + most < block + SIZE - 1:
+        if cut_above(first, most, block, SIZE):
             x = _hidden(x, positions + (most - block), ROWS, SIZE, True, LAYOUT)
     if LOWER:
-        cut = last + least > block
-        low = positions + (least - block)
-        if not WHOLE:
-            cut = cut | (fresh > block)
-            low = gl.maximum(low, fresh - block)
-        if cut:
+        if cut_below(last, least, fresh, block, WHOLE):
+            low = positions + (least - block)
+            if not WHOLE:
+                low = gl.maximum(low, fresh - block)
             x = _hidden(x, low, ROWS, SIZE, False, LAYOUT)
     if CLIPPED:
-        if block > limit - SIZE:
+        if cut_beyond(block, limit, SIZE):
             x = _hidden(x, gl.zeros_like(positions) + (limit - block - 1), ROWS, SIZE, True, LAYOUT)
     return x
 
