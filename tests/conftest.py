@@ -10,6 +10,9 @@ import torch
 
 from pool import Pool
 
+# before tests import them: what they assert is told in full, as in the tests themselves
+pytest.register_assert_rewrite("core.definition", "train.checkpoints")
+
 # tensors of tests are small: threads would wait for each other more than they work
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

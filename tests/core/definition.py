@@ -1,0 +1,105 @@
+"""The definition of masks, pair by pair, that shares no code with them, and masks as it reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from meshflash.core.mask import Mask
+
+# A mask as nested tuples: ("causal",), ("window", left, right), ("first", n), ("first_of_own", n),
+# ("documents", which), ("and", a, b), ("or", a, b).
+Expression = tuple[Any, ...]
+
+
+class DocumentSet:
+    """Document lengths as a user would write them, and as plain lists for each batch row."""
+
+    def __init__(self, q: Any, k: Any = None, pad: bool = False, rows: int | None = None) -> None:
+        self.q, self.k, self.pad, self.rows = q, k, pad, rows
+
+    def mask(self) -> Mask:
+        return Mask.documents(self.q, k_lengths=self.k, pad=self.pad)
+
+    def lengths(self, batch: int) -> tuple[list[int], list[int]]:
+        k = self.q if self.k is None else self.k
+        return (self.q, k) if self.rows is None else (self.q[batch], k[batch])
+
+    def __repr__(self) -> str:
+        return f"DocumentSet({self.q}, {self.k}, pad={self.pad}, rows={self.rows})"
+
+
+def place(lengths: list[int], position: int) -> tuple[int, int] | None:
+    """(document, place in it) of a position, or None in the padding."""
+    end = 0
+    for document, length in enumerate(lengths):
+        start, end = end, end + length
+        if start <= position < end:
+            return document, position - start
+    return None
+
+
+def sees(e: Expression, i: int, j: int, batch: int, sets: Sequence[DocumentSet]) -> bool:
+    """The definition of every mask, one pair at a time."""
+    match e:
+        case ("full",):
+            return True
+        case ("causal",):
+            return j <= i
+        case ("window", left, right):
+            return bool((left is None or j >= i - left) and (right is None or j <= i + right))
+        case ("first", n):
+            return bool(j < n)
+        case ("documents", which):
+            q, k = sets[which].lengths(batch)
+            mine, theirs = place(q, i), place(k, j)
+            return mine is not None and theirs is not None and mine[0] == theirs[0]
+        case ("first_of_own", n):
+            q, k = sets[0].lengths(batch)
+            mine, theirs = place(q, i), place(k, j)
+            return mine is not None and theirs is not None and mine[0] == theirs[0] and bool(theirs[1] < n)
+        case ("and", a, b):
+            return sees(a, i, j, batch, sets) and sees(b, i, j, batch, sets)
+        case ("or", a, b):
+            return sees(a, i, j, batch, sets) or sees(b, i, j, batch, sets)
+    raise AssertionError(e)
+
+
+def build(e: Expression, sets: Sequence[DocumentSet]) -> Mask:
+    match e:
+        case ("full",):
+            return Mask.full()
+        case ("causal",):
+            return Mask.causal()
+        case ("window", left, right):
+            return Mask.window(left, right)
+        case ("first", n):
+            return Mask.first(n)
+        case ("documents", which):
+            return sets[which].mask()
+        case ("first_of_own", n):
+            return Mask.first(n, per_document=True)
+        case ("and", a, b):
+            return build(a, sets) & build(b, sets)
+        case ("or", a, b):
+            return build(a, sets) | build(b, sets)
+    raise AssertionError(e)
+
+
+def assert_same(mask: Mask, e: Expression, q_tokens: int, k_tokens: int, sets: Sequence[DocumentSet]) -> None:
+    for batch in range(next((s.rows for s in sets if s.rows is not None), 1)):
+        want = [[sees(e, i, j, batch, sets) for j in range(k_tokens)] for i in range(q_tokens)]
+        got = mask.visible(np.arange(q_tokens)[:, None], np.arange(k_tokens)[None, :], batch=batch)
+        assert got.dtype == np.bool_
+        assert got.shape == (q_tokens, k_tokens)
+        assert got.tolist() == want
+
+
+def split(draw: st.DrawFn, total: int, count: int) -> list[int]:
+    """`count` lengths that add up to `total`, zeros among them."""
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=count - 1, max_size=count - 1)))
+    return [b - a for a, b in pairwise([0, *cuts, total])]

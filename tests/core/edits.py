@@ -1,0 +1,99 @@
+"""Edits that make one thing of a program wrong, for tests of the verifier.
+
+The programs are those of two ranks with 3 tokens each that see everything; 4 heads over 2 key heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import Buffer, Direction, Program, Slice, Step
+from meshflash.schedules.registry import build
+
+HELD = Layout.contiguous(6, 2).ranges
+PROBLEM = Problem(HELD, HELD, Mask.full(), 4, 2)
+Edit = Callable[[Program], Program]
+
+
+def programs_of(schedule: str, direction: Direction, problem: Problem = PROBLEM) -> list[Program]:
+    return [build(schedule, problem, rank, direction) for rank in range(2)]
+
+
+def s(name: str, rows: tuple[int, int] = (0, 3), heads: tuple[int, int] = (0, 4)) -> Slice:
+    return Slice(name, rows, heads)
+
+
+def k(name: str, rows: tuple[int, int] = (0, 3), heads: tuple[int, int] = (0, 2)) -> Slice:
+    return Slice(name, rows, heads)
+
+
+def bare(name: str, rows: tuple[int, int], heads: tuple[int, int]) -> Slice:
+    return Slice(name, rows, heads, bare=True)
+
+
+def put(n: int, *steps: Step) -> Edit:
+    """Other steps for the n-th."""
+    return lambda p: replace(p, steps=(*p.steps[:n], *steps, *p.steps[n + 1 :]))
+
+
+def insert(n: int, *steps: Step) -> Edit:
+    """More steps before the n-th."""
+    return lambda p: replace(p, steps=(*p.steps[:n], *steps, *p.steps[n:]))
+
+
+def change(n: int, **changes: Any) -> Edit:
+    """The n-th step, with some of it changed."""
+    return lambda p: put(n, replace(p.steps[n], **changes))(p)
+
+
+def buffer(name: str, **changes: Any) -> Edit:
+    """A buffer with some of it changed."""
+    return lambda p: replace(p, buffers=tuple(replace(b, **changes) if b.name == name else b for b in p.buffers))
+
+
+def room(*buffers: Buffer) -> Edit:
+    """More buffers."""
+    return lambda p: replace(p, buffers=(*p.buffers, *buffers))
+
+
+def program(**changes: Any) -> Edit:
+    return lambda p: replace(p, **changes)
+
+
+def both(*edits: Edit) -> Edit:
+    def edit(p: Program) -> Program:
+        for one in edits:
+            p = one(p)
+        return p
+
+    return edit
+
+
+Made = tuple[str, Direction, Problem]
+RING_F: Made = ("ring", "forward", PROBLEM)
+RING_B: Made = ("ring", "backward", PROBLEM)
+GATHER_F: Made = ("allgather", "forward", PROBLEM)
+GATHER_B: Made = ("allgather", "backward", PROBLEM)
+STRIDE_F: Made = ("allgather(head_stride=1)", "forward", PROBLEM)
+HEADS_F: Made = ("ulysses", "forward", PROBLEM)
+HEADS_B: Made = ("ulysses", "backward", PROBLEM)
+BARE = replace(PROBLEM, lse=False)
+BARE_F: Made = ("ulysses", "forward", BARE)
+BARE_B: Made = ("ulysses", "backward", BARE)
+OWN, OTHER = (range(3),), (range(3, 6),)
+EXTRA_OUT = Buffer("more", "out", 3, 4, "partial")
+
+
+class Wrong(NamedTuple):
+    """What is wrong, with which program, how it comes about on which ranks, and what is said of it."""
+
+    name: str
+    made: Made
+    edit: Edit
+    message: str
+    ranks: tuple[int, ...] = (0,)

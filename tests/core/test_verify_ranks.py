@@ -1,0 +1,122 @@
+"""The verifier on programs of all ranks together: they fit the problem, each other and the forward before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.edits import HELD, OTHER, PROBLEM, both, change, insert, k, programs_of, room
+from meshflash.core import symbols
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
+from meshflash.core.program import Buffer, Part, Post, Program, Ranges, Slice, Wait
+from meshflash.core.verify import VerificationError, verify_programs
+from meshflash.schedules.registry import build
+
+
+def refused(programs: list[Program], problem: Problem, message: str) -> None:
+    with pytest.raises(VerificationError, match=message):
+        verify_programs(programs, problem)
+
+
+def test_a_backward_comes_after_a_forward_of_the_same_problem() -> None:
+    report = verify_programs(programs_of("ulysses", "forward"), PROBLEM)
+    held = Layout.contiguous(6, 3).ranges
+    wider, causal = Problem(held, held, Mask.full(), 4, 2), replace(PROBLEM, mask=Mask.causal())
+    with pytest.raises(VerificationError, match="the forward was one of 2 ranks, this is one of 3"):
+        verify_programs([build("ring", wider, rank, "backward") for rank in range(3)], wider, after=report)
+    programs = [build("ulysses", causal, rank, "backward") for rank in range(2)]
+    with pytest.raises(VerificationError, match="not finished, or not of all keys"):
+        verify_programs(programs, causal, after=report)
+
+
+def test_one_program_for_each_rank_in_order() -> None:
+    programs = programs_of("ring", "forward")
+    for wrong in (programs[::-1], programs[:1], [*programs, programs[1]], [programs[0], programs[0]]):
+        refused(wrong, PROBLEM, "expected one program for each of 2 ranks, in their order")
+
+
+def test_all_programs_are_of_one_pass() -> None:
+    refused([build("ring", PROBLEM, 0, "forward"), build("ring", PROBLEM, 1, "backward")], PROBLEM, "some backward")
+
+
+def test_programs_of_another_problem_are_refused() -> None:
+    zigzag = Layout.zigzag(6, 2).ranges
+    refused(programs_of("ring", "forward"), replace(PROBLEM, q=zigzag, k=zigzag), "not at the positions")
+    refused(programs_of("ring", "forward"), replace(PROBLEM, kv_heads=1), "shape and dtype of the problem")
+
+
+def test_programs_for_a_narrower_mask_do_too_little() -> None:
+    narrow = replace(PROBLEM, mask=Mask.window(1, 0))
+    programs = [build("ring", narrow, rank, "forward") for rank in range(2)]
+    verify_programs(programs, narrow)
+    refused(programs, PROBLEM, r"output out: \d+ pairs are missing, 0 are repeated")
+    verify_programs(programs_of("ring", "forward"), narrow)
+
+
+def test_problems_that_hold_a_position_twice_are_refused() -> None:
+    twice = (HELD[0], HELD[0])
+    refused(programs_of("ring", "forward"), replace(PROBLEM, q=twice), "hold a position of the queries twice")
+    refused(programs_of("ring", "forward"), replace(PROBLEM, k=twice), "hold a position of the keys twice")
+
+
+def test_collectives_in_another_order_exchange_their_contents() -> None:
+    first, second = programs_of("allgather(head_stride=1)", "forward")
+    a, b, *rest = first.steps
+    refused([replace(first, steps=(b, a, *rest)), second], PROBLEM, "their heads do not serve its queries")
+
+
+def exchange_apart(p: Program, receive_first: bool, group_of_sender: Callable[[int], str]) -> Program:
+    """One more exchange at the end of the first hop, sent and received in posts of their own."""
+    peer = 1 - p.rank
+    out = Post("out", (Part(peer, k("kv")),), (), group_of_sender(p.rank))
+    into = Post("in", (), (Part(peer, k("kv+1.1")),), group_of_sender(peer))
+    posts = (into, out) if receive_first else (out, into)
+    p = replace(p, groups=(*p.groups, ("second", (0, 1))))
+    return insert(4, *posts, *(Wait(post.name) for post in posts))(p)
+
+
+def test_posts_of_a_group_move_one_after_another() -> None:
+    def exchanges(first: bool, second: bool, group_of_sender: Callable[[int], str]) -> list[Program]:
+        pairs = zip(programs_of("ring", "forward"), (first, second), strict=True)
+        return [exchange_apart(p, receive_first, group_of_sender) for p, receive_first in pairs]
+
+    verify_programs(exchanges(True, False, lambda rank: "mesh"), PROBLEM)
+    refused(exchanges(True, True, lambda rank: "mesh"), PROBLEM, "deadlock: rank 0 at step 6 .*; rank 1 at step 6")
+    refused(exchanges(False, False, lambda rank: "mesh"), PROBLEM, "deadlock: rank 0 at step 6 .*; rank 1 at step 6")
+    verify_programs(exchanges(True, True, lambda rank: "mesh" if rank else "second"), PROBLEM)
+
+
+def test_messages_between_collectives_are_allowed() -> None:
+    """Ranks agree on the order of collectives; a message that only some ranks exchange may come in between."""
+    held = Layout.contiguous(6, 3).ranges
+    problem = Problem(held, held, Mask.full())
+    gathering = [build("allgather", problem, rank, "forward") for rank in range(3)]
+    rows = Slice("kv", (0, 2), (0, 1))
+    room_of_two = room(Buffer("more", "kv", 2, 1))
+    sends, recvs = Post("x", (Part(1, rows),), ()), Post("x", (), (Part(0, replace(rows, buffer="more")),))
+    first = insert(0, sends, Wait("x"))(gathering[0])
+    verify_programs([first, both(room_of_two, insert(0, recvs, Wait("x")))(gathering[1]), gathering[2]], problem)
+    last = both(room_of_two, insert(1, recvs, Wait("x")))(gathering[1])
+    refused([first, last, gathering[2]], problem, "post kv 0 is no all_gather")
+
+
+def test_tables_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def table(mask: Mask, q: Ranges, k: Ranges, by_key: bool) -> Any:
+        return np.full((1, 3, 3), 1 + by_key, np.int16)
+
+    monkeypatch.setattr(symbols, "table_pairs", table)
+    verify_programs(programs_of("ring", "forward"), PROBLEM)
+    refused(programs_of("ring", "backward"), PROBLEM, "the tables for its rows do not hold each pair")
+    verify_programs(programs_of("ring", "backward"), PROBLEM, tables=False)
+
+
+def test_errors_name_the_rank_and_the_step() -> None:
+    programs = programs_of("ring", "forward")
+    message = r"^forward of rank 1, step 3 \(attend carry q.*\): its keys are not at the positions that it names"
+    refused([programs[0], change(3, k_positions=OTHER)(programs[1])], PROBLEM, message)
