@@ -170,7 +170,7 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
             lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
         s = visible(
             s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_M, LOWER, UPPER, WHOLE, S, limit,
-            CLIPPED, True
+            CLIPPED
         )  # fmt: skip
         if EDGE:  # keys of others, which stand where this program's are missing
             if missing > WHICH * ROWS:

@@ -242,60 +242,42 @@ def cut_beyond(block, limit, SIZE: gl.constexpr):
 @gluon.jit
 def visible(x, positions, first, last, fresh, block, least, most, ROWS: gl.constexpr, SIZE: gl.constexpr,
             LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr, LAYOUT: gl.constexpr, limit=0,
-            CLIPPED: gl.constexpr = False, TOGETHER: gl.constexpr = False):  # fmt: skip
+            CLIPPED: gl.constexpr = False):  # fmt: skip
     """A tile of scores where its row sees its column, and -inf elsewhere; rows are at positions from first to last.
 
-    Each side of the band hides by itself, and only where it cuts the block: few blocks are cut by two. TOGETHER all
-    sides do where one cuts: a branch for each takes registers, which a loop may not have.
+    All sides hide where one of them cuts the block, in one branch.
     """
-    above = False
-    below = False
-    beyond = False
+    cut = False
     if UPPER:
-        above = cut_above(first, most, block, SIZE)
+        cut = cut_above(first, most, block, SIZE)
     if LOWER:
-        below = cut_below(last, least, fresh, block, WHOLE)
+        cut = cut | cut_below(last, least, fresh, block, WHOLE)
     if CLIPPED:
-        beyond = cut_beyond(block, limit, SIZE)
-    if TOGETHER:
-        if LOWER or UPPER or CLIPPED:
-            if above | below | beyond:
-                x = _sides(
-                    x, positions, fresh, block, least, most, limit, ROWS, SIZE, LOWER, UPPER, WHOLE, CLIPPED, LAYOUT
-                )
-    else:
-        if UPPER:
-            if above:
-                x = _sides(
-                    x, positions, fresh, block, least, most, limit, ROWS, SIZE, False, True, WHOLE, False, LAYOUT
-                )
-        if LOWER:
-            if below:
-                x = _sides(
-                    x, positions, fresh, block, least, most, limit, ROWS, SIZE, True, False, WHOLE, False, LAYOUT
-                )
-        if CLIPPED:
-            if beyond:
-                x = _sides(
-                    x, positions, fresh, block, least, most, limit, ROWS, SIZE, False, False, WHOLE, True, LAYOUT
-                )
+        cut = cut | cut_beyond(block, limit, SIZE)
+    if LOWER or UPPER or CLIPPED:
+        if cut:
+            if UPPER:
+                x = _hidden(x, positions + (most - block), ROWS, SIZE, True, LAYOUT)
+            if LOWER:
+                low = positions + (least - block)
+                if not WHOLE:
+                    low = gl.maximum(low, fresh - block)
+                x = _hidden(x, low, ROWS, SIZE, False, LAYOUT)
+            if CLIPPED:
+                x = _hidden(x, gl.zeros_like(positions) + (limit - block - 1), ROWS, SIZE, True, LAYOUT)
     return x
 
 
 @gluon.jit
-def _sides(x, positions, fresh, block, least, most, limit, ROWS: gl.constexpr, SIZE: gl.constexpr, LOWER: gl.constexpr,
-           UPPER: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """A tile of scores, -inf where some of the sides hide them."""
-    if UPPER:
-        x = _hidden(x, positions + (most - block), ROWS, SIZE, True, LAYOUT)
-    if LOWER:
-        low = positions + (least - block)
-        if not WHOLE:
-            low = gl.maximum(low, fresh - block)
-        x = _hidden(x, low, ROWS, SIZE, False, LAYOUT)
-    if CLIPPED:
-        x = _hidden(x, gl.zeros_like(positions) + (limit - block - 1), ROWS, SIZE, True, LAYOUT)
-    return x
+def visible_by_sides(x, positions, first, last, fresh, block, least, most, ROWS: gl.constexpr, SIZE: gl.constexpr,
+                     LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr,
+                     LAYOUT: gl.constexpr):  # fmt: skip
+    """As `visible`, each side in a branch of its own: less to compare, for few blocks are cut by two.
+
+    A branch for each takes registers, which a loop may not have.
+    """
+    x = visible(x, positions, first, last, fresh, block, least, most, ROWS, SIZE, False, UPPER, WHOLE, LAYOUT)
+    return visible(x, positions, first, last, fresh, block, least, most, ROWS, SIZE, LOWER, False, WHOLE, LAYOUT)
 
 
 @gluon.jit

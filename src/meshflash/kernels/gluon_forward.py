@@ -35,7 +35,7 @@ from meshflash.kernels.gluon_common import (
     tell,
     tile_of,
     told,
-    visible,
+    visible_by_sides,
 )
 
 
@@ -220,7 +220,9 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
         if SOFTCAP:
             s = tanh(s * inner_scale)
         if LOWER or UPPER:
-            s = visible(s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
+            s = visible_by_sides(
+                s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
+            )
         p, _decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS, False)
         weights = gl.convert_layout(p.to(DTYPE), P)
         mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
@@ -245,7 +247,7 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             if SOFTCAP:
                 s = tanh(s * inner_scale)
             if LOWER or UPPER:
-                s = visible(
+                s = visible_by_sides(
                     s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
                 )
             p, decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS, LAZY)

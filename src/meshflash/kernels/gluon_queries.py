@@ -25,7 +25,7 @@ from meshflash.kernels.gluon_common import (
     next_block,
     run_of,
     tile_of,
-    visible,
+    visible_by_sides,
 )
 
 
@@ -99,7 +99,9 @@ def _compute(LSE, DELTA, DQ, q_room, k_room, v_room, dout_room, q_full, k_full, 
         v = v_room.index(stage).reshape([BLOCK_N, D])
         dp = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         if LOWER or UPPER:
-            s = visible(s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S)
+            s = visible_by_sides(
+                s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
+            )
         p = gl.exp2(s * scale2 - lse[:, None])
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         mbarrier.arrive(v_empty.index(stage), count=1)
