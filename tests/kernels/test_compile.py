@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 Started = dict[str, "Future[dict[Call, list[Built] | str]]"]
 
-#: The hardware barrier that the backward in Gluon takes for itself: see gluon_backward.py.
-JOIN = 8
+#: The first hardware barrier that kernels in Gluon take for themselves: MEETING in gluon_common.py.
+MEETING = 8
 #: One split in two among them: 96 = 64 + 32.
 DIMS = (64, 96, 128, 256)
 ATTENTION = ("forward", "backward", "deterministic")
@@ -174,7 +174,7 @@ def check(built: list[Built], target: str, call: Call) -> None:
         assert kernel.registers <= limits.registers, kernel
         assert kernel.spilled <= SPILLS.get(f"{target} {call} {kernel.kernel}", SPILLED), kernel
         assert not kernel.serialized, kernel
-        assert not call.gluon or kernel.barrier < JOIN, kernel
+        assert not call.gluon or kernel.barrier < MEETING, kernel
 
 
 def cases(work: Mapping[str, Sequence[Call]]) -> list[object]:

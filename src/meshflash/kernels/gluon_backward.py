@@ -19,30 +19,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from meshflash.kernels.gluon_common import (
     INF,
+    MEETING,
     add_block,
     along,
     barriers,
     before_group,
     copy_block,
+    meet,
     next_in_group,
     run_of,
     tile_of,
     visible,
 )
-
-#: The hardware's barrier over both groups: Triton takes those from 0 on, for each group one.
-JOIN = gl.constexpr(8)
-
-
-@gluon.jit
-def _join():
-    """Wait for the other group: Gluon has no barrier over several."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    barrier = gl.full([128], JOIN, gl.int32, layout)
-    threads = gl.full([128], 256, gl.int32, layout)
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, $1;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -108,7 +96,8 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
     DTYPE: gl.constexpr = q_room.dtype
     ROWS: gl.constexpr = BLOCK_N // 2
     BY_ROWS: gl.constexpr = BLOCK_M == 128  # how dQ is halved: by rows, else by columns; each half is 64 x 64
-    LATE: gl.constexpr = BLOCK_M == 128  # lse and delta of a block take BLOCK_M / 4 registers: read when they are used
+    # lse and delta of a block take BLOCK_M / 4 registers: read when they are used; dV begins after dS, not before it
+    LATE: gl.constexpr = BLOCK_M == 128
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -163,11 +152,11 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         else:
             mbarrier.wait(q_full.index(stage), phase)
             s_moving = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            if not LATE:  # under the product: asked for behind it, all of a group would wait for it
+                lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
             mbarrier.wait(dout_full.index(stage), phase)
             dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s_moving,))
-        if not LATE:
-            lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
         s = visible(
             s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_M, LOWER, UPPER, WHOLE, S, limit,
             CLIPPED
@@ -182,7 +171,8 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
             delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         weights = gl.convert_layout(p.to(DTYPE), A)
-        dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
+        if not LATE:
+            dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
         if LATE:
             delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
         ds = (p * (dp - delta[None, :])).to(DTYPE)
@@ -192,10 +182,12 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
             else:
                 ds_second.store(ds)
         ds_weights = gl.convert_layout(ds, A)
+        if LATE:  # exponentials, dS and what is packed are scheduled as one then, in each other's shadow
+            dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
         if QUERIES:
             fence_async_shared()
             # two rooms for dS make one barrier enough: a group is one block ahead at most, and writes the other
-            _join()
+            meet(MEETING)
             if BY_ROWS:
                 a_first = ds_first.slice(WHICH * 64, 64, dim=1).permute((1, 0))
                 a_second = ds_second.slice(WHICH * 64, 64, dim=1).permute((1, 0))
@@ -238,9 +230,7 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         else:
             dk, ds_weights = warpgroup_mma_wait(num_outstanding=0, deps=(dk_moving, ds_weights))
             mbarrier.arrive(q_empty.index(stage), count=1)
-    # under a mask at dim 64 the loop comes out 4 to 7% slower, for no reason that its instructions tell
-    PAIRS: gl.constexpr = D == 64 and GROUP == 1 and (LOWER or UPPER)
-    ALONG: gl.constexpr = DKV if PAIRS else along(D)
+    ALONG: gl.constexpr = along(D)
     n_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ALONG))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, ALONG))
     at = (row + n_out - missing).to(gl.int64)[:, None]
@@ -250,11 +240,9 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
     dk_at = DK + b * dk_b + h * dk_h + at * dk_t + columns[None, :]
     dv_at = DV + b * dv_b + h * dv_h + at * dv_t + columns[None, :]
     dk = dk * scale
-    if ADD:
-        dk = gl.convert_layout(dk, ALONG) + gl.load(dk_at, mask=there, other=0.0)
-        dv = gl.convert_layout(dv, ALONG) + gl.load(dv_at, mask=there, other=0.0)
-        gl.store(dk_at, dk.to(DK.dtype.element_ty), mask=there)
-        gl.store(dv_at, dv.to(DV.dtype.element_ty), mask=there)
+    if ADD:  # nobody else adds there, and nobody waits for what was there
+        gl.atomic_add(dk_at, gl.convert_layout(dk, ALONG), mask=there, sem="relaxed")
+        gl.atomic_add(dv_at, gl.convert_layout(dv, ALONG), mask=there, sem="relaxed")
     else:
         gl.store(dk_at, gl.convert_layout(dk.to(DK.dtype.element_ty), ALONG), mask=there)
         gl.store(dv_at, gl.convert_layout(dv.to(DV.dtype.element_ty), ALONG), mask=there)

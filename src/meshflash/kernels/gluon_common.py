@@ -16,6 +16,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
 #: What a maximum is at least, so that rows that see nothing have no inf - inf.
 LEAST = gl.constexpr(-1e30)
+#: The first of the hardware's barriers that groups meet at: Triton takes those from 0 on, for each group one.
+MEETING = gl.constexpr(8)
 
 #: A block of global memory to shared memory, by a descriptor, on a barrier; renamed in Triton 3.8.
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -56,6 +58,26 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     for n in gl.static_range(NUMBER):
         mbarrier.init(made.index(n), count=ARRIVALS)
     return made
+
+
+@gluon.jit
+def meet(BARRIER: gl.constexpr):
+    """Wait at a barrier of the hardware for one other group: Gluon has no barrier over several."""
+    _at_barrier(BARRIER, "bar.sync $1, $2; mov.u32 $0, $1;")
+
+
+@gluon.jit
+def arrive(BARRIER: gl.constexpr):
+    """Arrive at a barrier of the hardware where one other group waits, and go on."""
+    _at_barrier(BARRIER, "bar.arrive $1, $2; mov.u32 $0, $1;")
+
+
+@gluon.jit
+def _at_barrier(BARRIER: gl.constexpr, ASM: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    barrier = gl.full([128], BARRIER, gl.int32, layout)
+    threads = gl.full([128], 256, gl.int32, layout)
+    gl.inline_asm_elementwise(ASM, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
