@@ -23,11 +23,14 @@ from meshflash.kernels.gluon_common import (
     LEAST,
     LN2,
     LOG2E,
+    MEETING,
     along,
+    arrive,
     barriers,
     copy_block,
     copy_keys,
     following,
+    meet,
     next_block,
     run_of,
     store_block,
@@ -90,48 +93,24 @@ def _copy(q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_ful
         number = next_number
 
 
-def _decay_in_asm() -> str:
-    """PTX that multiplies 32 numbers of a thread by what their two rows decay by, if any row of the warp does.
+@gluon.jit
+def _weigh(s, top, sums, scale, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROWS: gl.constexpr):
+    """Weights of a block's scores, what older sums decay by, the new maximum, and the sums, still one for each lane.
 
-    A branch of a single warp, which Gluon cannot say.
+    Sums begin with the older ones, so that what these decay by is there first: the product so far is scaled by it in
+    the shadow of the exponentials. Added last, ptxas would compute it last, and scale after all of them.
     """
-    copies = "".join(f"mov.f32 ${n}, ${32 + n}; " for n in range(32))
-    products = "".join(f"mul.f32 ${n}, ${n}, ${64 + n}; " for n in range(32))
-    some = "setp.neu.f32 p, $64, 0f3F800000; setp.neu.or.f32 p, $66, 0f3F800000, p; "
-    return "{ .reg .pred p; " + copies + some + "vote.sync.any.pred p, p, -1; @!p bra.uni END; " + products + "END: }"
-
-
-DECAY = gl.constexpr(_decay_in_asm())
-DECAY_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
-#: By how much a maximum grows, as a power of two, before sums are scaled anew: weights are as exact below 2^8.
-SLACK = gl.constexpr(8.0)
-
-
-@gluon.jit
-def _decayed(acc, decay, O: gl.constexpr, LAZY: gl.constexpr):  # noqa: E741
-    """Sums of rows, scaled to a new maximum."""
-    by = gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
-    if LAZY:
-        # registers are in pairs of two columns: of a row, of the row 8 below it, and on
-        every = gl.convert_layout(gl.zeros_like(acc) + by, O)
-        return gl.inline_asm_elementwise(DECAY, DECAY_CONSTRAINTS, [acc, every], gl.float32, True, 32)
-    return acc * by
-
-
-@gluon.jit
-def _weigh(s, top, sums, scale, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROWS: gl.constexpr, LAZY: gl.constexpr):
-    """Weights of a block's scores, what older sums decay by, the new maximum, and the sums, still one for each lane."""
     # over registers first, in two chains for each row: half as long as one
     most = gl.max(gl.max(gl.reshape(s, [ROWS, BLOCK_N // 8, 8]), 1), 1)
     most = gl.convert_layout(most, OF_ROWS) * scale
-    if LAZY:
-        new_top = gl.maximum(top, most - SLACK)
-    else:
-        new_top = gl.maximum(top, most)
-    p = gl.exp2(s * scale - new_top[:, None])
+    new_top = gl.maximum(top, most)
     decay = gl.exp2(top - new_top)
-    part = gl.sum(gl.reshape(p, [ROWS, BLOCK_N // 8, 8]), 1)
-    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, part.type.layout))[:, None] + part
+    p = gl.exp2(s * scale - new_top[:, None])
+    wide = gl.reshape(p, [ROWS, BLOCK_N // 8, 8])
+    layout: gl.constexpr = wide.type.layout
+    first = gl.arange(0, BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))) == 0
+    older = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
+    sums = gl.sum(gl.where(first[None, :][:, :, None], wide + older[:, None, :], wide), 1)
     return p, decay, new_top, sums
 
 
@@ -154,12 +133,16 @@ def _useful(rows, lowest, highest, begin, turns, least, most, WHICH: gl.constexp
 
 
 @gluon.jit
-def _pass_by(turns, used, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
+def _pass_by(turns, used, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, WHICH: gl.constexpr,
+             GROUPS: gl.constexpr, BY_TURNS: gl.constexpr):  # fmt: skip
     """Let so many blocks go by; each is waited for, else a group could arrive twice where others have not yet."""
     for _ in range(turns):
         stage = used % STAGES
         phase = (used // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
+        if BY_TURNS:
+            meet(MEETING + WHICH)
+            arrive(MEETING + (WHICH + 1) % GROUPS)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
@@ -169,13 +152,13 @@ def _pass_by(turns, used, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr
 
 @gluon.jit
 def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-             v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES, RUNS, tiles, heads,
-             section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+             v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section,
+             work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
              WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-             STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
-             LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
-             HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr,
-             LAZY: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
+             DYNAMIC: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr,
+             HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr,
+             BY_TURNS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 rows of each tile."""
     DTYPE: gl.constexpr = q_room.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -188,6 +171,8 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
     used = 0
     done = 0
     number = gl.program_id(0)
+    if BY_TURNS and WHICH == GROUPS - 1:
+        arrive(MEETING)  # the first turn is the first group's
     while number < work:
         tile, head = _work(number, tiles, heads, section)
         batch, row, rows, first, step, run, turns = tile_of(TILES, tile, SINGLE)
@@ -198,7 +183,7 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             skipped, turns, after = _useful(
                 rows, lowest, highest, begin, turns, least, most, WHICH, ROWS, BLOCK_N, LOWER, UPPER
             )
-            used = _pass_by(skipped, used, k_full, k_empty, v_full, v_empty, STAGES)
+            used = _pass_by(skipped, used, k_full, k_empty, v_full, v_empty, STAGES, WHICH, GROUPS, BY_TURNS)
             blocks -= skipped
         positions = first + step * m
         top = gl.full([ROWS], LEAST, gl.float32, OF_ROWS)
@@ -212,9 +197,13 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
         mbarrier.wait(q_full.index(WHICH), done & 1)
         stage = used % STAGES
         mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+        if BY_TURNS:
+            meet(MEETING + WHICH)
         s = warpgroup_mma(
             q, k_room.index(stage).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
         )
+        if BY_TURNS:
+            arrive(MEETING + (WHICH + 1) % GROUPS)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         if SOFTCAP:
@@ -223,9 +212,10 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             s = visible_by_sides(
                 s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
             )
-        p, _decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS, False)
+        p, _decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS)
         weights = gl.convert_layout(p.to(DTYPE), P)
-        mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
+        if HELD:
+            mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
         used += 1
         if CARRY_BLOCKS:
             tma.store_wait(pendings=0)  # the results of the tile before were read; there is room for what is carried
@@ -238,10 +228,16 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             stage = used % STAGES
             before = (used - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+            if BY_TURNS:
+                meet(MEETING + WHICH)
             s = warpgroup_mma(
                 q, k_room.index(stage).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
             )
+            if not HELD:
+                mbarrier.wait(v_full.index(before), ((used - 1) // STAGES) & 1)
             moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
+            if BY_TURNS:
+                arrive(MEETING + (WHICH + 1) % GROUPS)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(k_empty.index(stage), count=1)
             if SOFTCAP:
@@ -250,17 +246,16 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
                 s = visible_by_sides(
                     s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
                 )
-            p, decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS, LAZY)
-            # a wait here ends a basic block: without it ptxas moves every exp2 behind the wait for the product; where a
-            # branch follows it does so nonetheless, but not behind a store of what they sum up to
-            if LAZY:
-                sums_room.index(WHICH).store(sums)
-            mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
+            p, decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS)
+            # ptxas moves exponentials behind the wait for the product, among what follows; not over the end of a basic
+            # block, as another wait is
+            if HELD:
+                mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
             # the weights that the product reads from registers must live until it is done
             acc, weights, p = warpgroup_mma_wait(num_outstanding=0, deps=(moving, weights, p))
             mbarrier.arrive(v_empty.index(before), count=1)
             weights = gl.convert_layout(p.to(DTYPE), P)
-            acc = _decayed(acc, decay, O, LAZY)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
             used += 1
         mbarrier.arrive(q_empty.index(WHICH), count=1)  # the next queries come under what follows
         b = batch.to(gl.int64)
@@ -269,11 +264,13 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
         if HAS_CARRY:  # on its way under the last product
             old_lse = gl.load(CARRY_LSE + b * cl_b + h * cl_h + (row + m).to(gl.int64) * cl_t, mask=there, other=-INF)
         before = (used - 1) % STAGES
+        if not HELD:
+            mbarrier.wait(v_full.index(before), ((used - 1) // STAGES) & 1)
         moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(moving,))  # at once: nothing can take the weights' registers
         mbarrier.arrive(v_empty.index(before), count=1)
         if SINGLE:
-            used = _pass_by(after, used, k_full, k_empty, v_full, v_empty, STAGES)
+            used = _pass_by(after, used, k_full, k_empty, v_full, v_empty, STAGES, WHICH, GROUPS, BY_TURNS)
         # what was carried, the sink, and the division
         total = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
         LEFT: gl.constexpr = O if BY_BLOCKS else along(D)
@@ -336,13 +333,14 @@ def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES
             GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
             UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr,
-            BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr, LAZY: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
-            COPY_REGISTERS: gl.constexpr):  # fmt: skip
+            BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr, BY_TURNS: gl.constexpr,
+            HELD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(out, lse) of all tiles and heads.
 
     `scale` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. BY_BLOCKS,
     each group has 64 rows of a tile or none, and results are stored by the descriptor `o`. With CARRY_BLOCKS what is
-    carried, as wide as the results, comes by the descriptor `carry`, to where they leave from.
+    carried, as wide as the results, comes by the descriptor `carry`, to where they leave from. BY_TURNS, groups start
+    the products of a block one after another. HELD, exponentials end before the wait for a product that runs meanwhile.
     """
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0  # literals in a tuple of arguments lose that they are constants
@@ -355,9 +353,6 @@ def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES
     if BY_BLOCKS:
         o_room = gl.allocate_shared_memory(o.dtype, [GROUPS, 1, 1, ROWS, D], o.layout)
     next_room = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    sums_room = next_room  # where it is not used
-    if LAZY:
-        sums_room = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     q_full, q_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
     k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
@@ -368,15 +363,15 @@ def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES
     if GROUPS == 2:
         gl.warp_specialize([
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
-                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
-                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
+                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
+                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
-                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
-                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
+                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
+                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
             (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
                      work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS)),
@@ -384,20 +379,20 @@ def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES
     else:
         gl.warp_specialize([
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
-                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
-                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
+                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
+                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
-                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
-                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
+                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
+                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, sums_room, TILES,
-                        RUNS, tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, DYNAMIC, LOWER,
-                        UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, LAZY)),
+                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
+                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
+                        c_h, cl_b, cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
+                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
             (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
                      work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS)),

@@ -27,14 +27,16 @@ LOG2E = 1.4426950408889634
 class Forward:
     """How a forward is started: groups of warps, stages, registers, rows of a group, keys of a block.
 
-    A `lazy` one scales its sums only where a maximum has grown by much.
+    `by_turns` groups start their products one after another. Where they do not, exponentials end before the wait for
+    a product under a mask, and from `held_from` keys on.
     """
 
     groups: int
     stages: int
     compute_registers: int
     copy_registers: int
-    lazy: bool = False
+    by_turns: bool = False
+    held_from: int = 32769
     rows: int = 64
     block_n: int = 128
 
@@ -79,7 +81,7 @@ class Queries:
         return 2 * self.rows
 
 
-FORWARD = {64: Forward(3, 3, 160, 32, lazy=True), 128: Forward(2, 2, 240, 24)}
+FORWARD = {64: Forward(3, 3, 160, 32, by_turns=True), 128: Forward(2, 2, 240, 24)}
 BACKWARD = {
     64: Backward(128, ahead=True, rotate=5, tiled_from=4096),
     128: Backward(64, ahead=False, rotate=0, tiled_from=12288),
@@ -180,7 +182,8 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             HAS_SINKS=sinks is not None,
             BY_BLOCKS=by_blocks,
             CARRY_BLOCKS=carry_blocks,
-            LAZY=config.lazy,
+            BY_TURNS=config.by_turns,
+            HELD=not config.by_turns and (tables.lower or tables.upper or k.shape[1] >= config.held_from),
             COMPUTE_REGISTERS=config.compute_registers,
             COPY_REGISTERS=config.copy_registers,
             num_warps=4,
