@@ -53,6 +53,7 @@ GLUON += tuple(
     )
 )
 GLUON += tuple(Call("backward", dim, gluon=True, odd=True) for dim in (64, 128))
+GLUON += tuple(Call(kind, 128, gluon=True, features=True) for kind in ATTENTION[1:])
 #: Blocks on a grid, with rows of several documents; beside padding, blocks that begin anywhere.
 GLUON += tuple(
     Call(kind, dim, gluon=True, mask=mask, partial=partial, key_heads=key_heads)

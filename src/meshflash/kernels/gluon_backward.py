@@ -28,7 +28,9 @@ from meshflash.kernels.gluon_common import (
     meet,
     next_in_group,
     run_of,
+    tanh,
     tile_of,
+    uncapped,
     visible,
 )
 
@@ -86,12 +88,12 @@ def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room
 
 @gluon.jit
 def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full, q_full,
-             q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
+             q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2, inner_scale,
              dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
              WHICH: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
              STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr,
-             LOWER: gl.constexpr, UPPER: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr,
-             TILED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+             LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr,
+             QUERIES: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 keys, and half of dQ."""
     DTYPE: gl.constexpr = q_room.dtype
     ROWS: gl.constexpr = BLOCK_N // 2
@@ -157,6 +159,8 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
             mbarrier.wait(dout_full.index(stage), phase)
             dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s_moving,))
+        if SOFTCAP:
+            s = tanh(s * inner_scale)
         s = visible(
             s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_M, LOWER, UPPER, WHOLE, S, limit,
             CLIPPED
@@ -175,7 +179,12 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
             dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
         if LATE:
             delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
-        ds = (p * (dp - delta[None, :])).to(DTYPE)
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            if LATE:
+                lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+            ds = ds * uncapped(p, lse[None, :], scale2)
+        ds = ds.to(DTYPE)
         if QUERIES:
             if WHICH == 0:
                 ds_first.store(ds)
@@ -251,18 +260,18 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
 
 
 @gluon.jit(do_not_specialize=["heads", "tiles_of_row"])
-def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of_row, scale, scale2,
+def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of_row, scale, scale2, inner_scale,
              dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
              GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
              SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
-             EDGE: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, SHIFTED: gl.constexpr,
-             ROTATE: gl.constexpr, AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+             SOFTCAP: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr,
+             SHIFTED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
              COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(dK, dV) of one block of keys and one key head, and with QUERIES its part of dQ, which is added.
 
-    `scale2` is of scores in base 2. Where a segment of keys ends within a block, the block begins earlier, even before
-    the first row: keys before its own are not weighed. TILED sums of dQ are not scaled, and lie as `gather_dq` reads
-    them.
+    `scale2` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. Where a
+    segment of keys ends within a block, the block begins earlier, even before the first row: keys before its own are
+    not weighed. TILED sums of dQ are not scaled, and lie as `gather_dq` reads them.
     """
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0
@@ -289,12 +298,12 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of
     gl.warp_specialize([
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
-                    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, CLIPPED, LOWER, UPPER, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
+                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                    SINGLE, WHOLE, CLIPPED, LOWER, UPPER, SOFTCAP, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
-                    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, CLIPPED, LOWER, UPPER, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
+                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                    SINGLE, WHOLE, CLIPPED, LOWER, UPPER, SOFTCAP, EDGE, ADD, QUERIES, TILED, ROTATE, AHEAD)),
         (_copy, (q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full,
                  q_empty, dout_full, dout_empty, TILES, RUNS, heads, GROUP, BLOCK_M, BLOCK_N, D, STAGES, SINGLE, WHOLE,
                  CLIPPED, SHIFTED, ROTATE, AHEAD)),

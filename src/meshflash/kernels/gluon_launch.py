@@ -52,13 +52,15 @@ class Backward:
 
     `rotate` is how many blocks further each program begins than the one before. `tiled_from` is how many keys a query
     sees on average where sums that are given are better added to once, from tiles, than block by block, in rows: 16
-    bytes of traffic for each of their numbers, against what pieces of rows cost with each block.
+    bytes of traffic for each of their numbers, against what pieces of rows cost with each block. `capped` says whether
+    scores may have a cap, which takes registers: at dim 64 the ordinary kernel is twice as fast then.
     """
 
     block_m: int
     ahead: bool
     rotate: int
     tiled_from: int
+    capped: bool
     stages: int = 2
     block_n: int = 128
     compute_registers: int = 240
@@ -83,8 +85,8 @@ class Queries:
 
 FORWARD = {64: Forward(3, 3, 160, 32, by_turns=True), 128: Forward(2, 2, 240, 24)}
 BACKWARD = {
-    64: Backward(128, ahead=True, rotate=5, tiled_from=4096),
-    128: Backward(64, ahead=False, rotate=0, tiled_from=12288),
+    64: Backward(128, ahead=True, rotate=5, tiled_from=4096, capped=False),
+    128: Backward(64, ahead=False, rotate=0, tiled_from=12288, capped=True),
 }
 QUERIES = {64: Queries(3), 128: Queries(2)}
 
@@ -96,18 +98,22 @@ def forward_config(x: Inputs, *tensors: Tensor) -> Forward | None:
 
 def backward_config(x: Inputs, deterministic: bool, grads: Grads, *tensors: Tensor) -> Backward | None:
     """How a backward is served, or None. A deterministic one has a second pass, as `QUERIES` says."""
-    if x.features.softcap or not _serves(x, *tensors):
+    dim = x.q_BTHD.shape[-1]
+    if not _serves(x, *tensors) or not _takes_cap(x.features, dim):
         return None
     if grads.add_dq and not deterministic and not fits(grads.dq_BTHD):
         return None
-    return BACKWARD.get(x.q_BTHD.shape[-1])
+    return BACKWARD[dim]
 
 
 def may_serve(ask: Ask) -> bool:
     """Whether calls like this are served, unless rows lie where descriptors do not reach them."""
-    if ask.direction == "backward" and ask.features.softcap:
-        return False
-    return _knows(ask.features, ask.dtype, ask.head_dim, ask.value_dim, ask.device)
+    known = _knows(ask.features, ask.dtype, ask.head_dim, ask.value_dim, ask.device)
+    return known and (ask.direction == "forward" or _takes_cap(ask.features, ask.head_dim))
+
+
+def _takes_cap(features: Features, dim: int) -> bool:
+    return not features.softcap or BACKWARD[dim].capped
 
 
 def _serves(x: Inputs, *tensors: Tensor) -> bool:
@@ -145,7 +151,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
     each = 4 * k.shape[0] * k.shape[1] * k.shape[3]
     section = min(heads, group * max(1, CACHED // max(1, each))) if dynamic else 1
     work = len(tables) * heads
-    scale, inner = _scales(features.scale, features.softcap)
+    _, scale, inner = _scales(features)
     sinks = features.sink_logits_H
     processors = _processors(q.device)
     last = None
@@ -262,7 +268,7 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
     room = -(-tokens // 4) * 4  # descriptors have lines at multiples of 16 bytes
     shifts = 1 if tables.aligned else 4
     numbers = lse.new_empty(2, batch * heads * shifts, room)
-    dk, dv, scale = grads.dk_BSKD, grads.dv_BSKE, x.features.scale
+    dk, dv = grads.dk_BSKD, grads.dv_BSKE
     flat = NVMMASharedLayout(0, 32, rank=2)
     described = [descriptor(y, [1, config.block_m], flat) for y in numbers]
     with torch.cuda.device_of(q):
@@ -274,7 +280,7 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             *(_blocks_of(dout, config.block_m), *described),
             *(sums.described() if sums else described[0], dk, dv, tables.tiles, tables.spans),
             *(heads, sums.tiles if sums else 0),
-            *(scale, scale * LOG2E, *dk.stride()[:3], *dv.stride()[:3]),
+            *(*_scales(x.features), *dk.stride()[:3], *dv.stride()[:3]),
             GROUP=heads // k.shape[2],
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -285,6 +291,7 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             CLIPPED=tables.clipped,
             LOWER=tables.lower,
             UPPER=tables.upper,
+            SOFTCAP=x.features.softcap > 0,
             EDGE=tables.edge,
             ADD=grads.add_dkv,
             QUERIES=sums is not None,
@@ -308,12 +315,12 @@ def queries(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tenso
     """DQ of the blocks."""
     from meshflash.kernels.gluon_queries import queries as kernel
 
-    dq, scale = grads.dq_BTHD, x.features.scale
+    dq = grads.dq_BTHD
     with torch.cuda.device_of(q):
         kernel[(len(tables), q.shape[2])](
             *(_blocks_of(q, config.rows), _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
-            *(_blocks_of(dout, config.rows), lse, delta, dq, tables.tiles, tables.spans, scale, scale * LOG2E),
-            *(*lse.stride(), *delta.stride(), *dq.stride()[:3]),
+            *(_blocks_of(dout, config.rows), lse, delta, dq, tables.tiles, tables.spans),
+            *(*_scales(x.features), *lse.stride(), *delta.stride(), *dq.stride()[:3]),
             GROUP=q.shape[2] // k.shape[2],
             ROWS=config.rows,
             BLOCK_N=config.block_n,
@@ -323,6 +330,7 @@ def queries(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tenso
             WHOLE=tables.whole,
             LOWER=tables.lower,
             UPPER=tables.upper,
+            SOFTCAP=x.features.softcap > 0,
             ADD=grads.add_dq,
             COMPUTE_REGISTERS=config.compute_registers,
             COPY_REGISTERS=config.copy_registers,
@@ -330,9 +338,10 @@ def queries(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tenso
         )
 
 
-def _scales(scale: float, softcap: float) -> tuple[float, float]:
-    """Of scores in base 2, and inside of the cap."""
-    return (softcap * LOG2E, scale / softcap) if softcap else (scale * LOG2E, 0.0)
+def _scales(features: Features) -> tuple[float, float, float]:
+    """Of scores, of them in base 2, or of the cap, and inside of the cap."""
+    scale, softcap = features.scale, features.softcap
+    return (scale, softcap * LOG2E, scale / softcap) if softcap else (scale, scale * LOG2E, 0.0)
 
 
 def _blocks_of(x_BTHD: Tensor, rows: int, columns: int | None = None) -> Any:

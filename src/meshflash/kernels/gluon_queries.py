@@ -24,7 +24,9 @@ from meshflash.kernels.gluon_common import (
     copy_keys,
     next_block,
     run_of,
+    tanh,
     tile_of,
+    uncapped,
     visible_by_sides,
 )
 
@@ -60,10 +62,10 @@ def _copy(q, k, v, dout, q_room, k_room, v_room, dout_room, q_full, k_full, k_em
 
 @gluon.jit
 def _compute(LSE, DELTA, DQ, q_room, k_room, v_room, dout_room, q_full, k_full, k_empty, v_full, v_empty, TILES, RUNS,
-             scale, scale2, l_b, l_h, l_t, d_b, d_h, d_t, dq_b, dq_t, dq_h,
+             scale, scale2, inner_scale, l_b, l_h, l_t, d_b, d_h, d_t, dq_b, dq_t, dq_h,
              WHICH: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
              SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
-             ADD: gl.constexpr):  # fmt: skip
+             SOFTCAP: gl.constexpr, ADD: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 queries."""
     DTYPE: gl.constexpr = q_room.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -98,6 +100,8 @@ def _compute(LSE, DELTA, DQ, q_room, k_room, v_room, dout_room, q_full, k_full, 
         mbarrier.wait(v_full.index(stage), (turn // STAGES) & 1)
         v = v_room.index(stage).reshape([BLOCK_N, D])
         dp = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if SOFTCAP:
+            s = tanh(s * inner_scale)
         if LOWER or UPPER:
             s = visible_by_sides(
                 s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
@@ -105,7 +109,10 @@ def _compute(LSE, DELTA, DQ, q_room, k_room, v_room, dout_room, q_full, k_full, 
         p = gl.exp2(s * scale2 - lse[:, None])
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         mbarrier.arrive(v_empty.index(stage), count=1)
-        ds = gl.convert_layout((p * (dp - delta[:, None])).to(DTYPE), A)
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds = ds * uncapped(p, lse[:, None], scale2)
+        ds = gl.convert_layout(ds.to(DTYPE), A)
         moving = warpgroup_mma(ds, k_room.index(stage).reshape([BLOCK_N, D]), dq, is_async=True)
         following = (turn + 1) % STAGES
         mbarrier.wait(k_full.index(following), ((turn + 1) // STAGES) & 1)
@@ -128,11 +135,12 @@ def _compute(LSE, DELTA, DQ, q_room, k_room, v_room, dout_room, q_full, k_full, 
 
 
 @gluon.jit
-def queries(q, k, v, dout, LSE, DELTA, DQ, TILES, RUNS, scale, scale2, l_b, l_h, l_t, d_b, d_h, d_t, dq_b, dq_t, dq_h,
+def queries(q, k, v, dout, LSE, DELTA, DQ, TILES, RUNS, scale, scale2, inner_scale, l_b, l_h, l_t, d_b, d_h, d_t,
+            dq_b, dq_t, dq_h,
             GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-            SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, ADD: gl.constexpr,
-            COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
-    """DQ of one tile of queries and one head. `scale2` is of scores in base 2."""
+            SINGLE: gl.constexpr, WHOLE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr,
+            ADD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+    """DQ of one tile of queries and one head. `scale2` is of scores in base 2, `inner_scale` as in `backward`."""
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -146,11 +154,11 @@ def queries(q, k, v, dout, LSE, DELTA, DQ, TILES, RUNS, scale, scale2, l_b, l_h,
     fence_async_shared()
     gl.warp_specialize([
         (_compute, (LSE, DELTA, DQ, q_room, k_room, v_room, dout_room, q_full, k_full, k_empty, v_full, v_empty,
-                    TILES, RUNS, scale, scale2, l_b, l_h, l_t, d_b, d_h, d_t, dq_b, dq_t, dq_h, FIRST, ROWS, BLOCK_N, D,
-                    STAGES, SINGLE, WHOLE, LOWER, UPPER, ADD)),
+                    TILES, RUNS, scale, scale2, inner_scale, l_b, l_h, l_t, d_b, d_h, d_t, dq_b, dq_t, dq_h, FIRST,
+                    ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, LOWER, UPPER, SOFTCAP, ADD)),
         (_compute, (LSE, DELTA, DQ, q_room, k_room, v_room, dout_room, q_full, k_full, k_empty, v_full, v_empty,
-                    TILES, RUNS, scale, scale2, l_b, l_h, l_t, d_b, d_h, d_t, dq_b, dq_t, dq_h, SECOND, ROWS, BLOCK_N,
-                    D, STAGES, SINGLE, WHOLE, LOWER, UPPER, ADD)),
+                    TILES, RUNS, scale, scale2, inner_scale, l_b, l_h, l_t, d_b, d_h, d_t, dq_b, dq_t, dq_h, SECOND,
+                    ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE, LOWER, UPPER, SOFTCAP, ADD)),
         (_copy, (q, k, v, dout, q_room, k_room, v_room, dout_room, q_full, k_full, k_empty, v_full, v_empty, TILES,
                  RUNS, GROUP, ROWS, BLOCK_N, D, STAGES, SINGLE, WHOLE)),
     ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
