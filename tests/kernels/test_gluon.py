@@ -358,3 +358,10 @@ def test_groups_let_go_by_only_what_their_rows_do_not_see(queries, keys, groups,
                     skipped += 1
                 assert rows > which * rows_each or own == 1  # a group without rows
     assert skipped > 0 or groups == 2
+
+
+def test_exponentials_are_held_where_that_is_faster():
+    by_turns, apart = gluon_launch.FORWARD[64], gluon_launch.FORWARD[128]
+    assert not any(by_turns.holds(masked, keys) for masked in (False, True) for keys in (128, 1 << 20))
+    assert [apart.holds(False, keys) for keys in (128, 32768, 32769, 1 << 20)] == [False, False, True, True]
+    assert apart.holds(True, 128)

@@ -208,8 +208,10 @@ def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
         return Triton().rated_as(Ask(direction, torch.device("cuda"), dtype, dim, dim, work, asked))
 
     assert rated(64) == rated(128, "backward") == rated(64, softcap=3.0) == "triton"
+    assert rated(128, "backward", softcap=3.0) == "triton"
     others = rated(96), rated(256), rated(64, dtype=torch.float32), rated(64, dropout=0.1, seed=1)
-    assert {*others, rated(64, "backward", softcap=3.0)} == {triton_configs.PORTABLE}
+    capped = rated(64, "backward", softcap=3.0), rated(96, "backward", softcap=3.0)
+    assert {*others, *capped} == {triton_configs.PORTABLE}
     with triton_configs.portable():
         assert rated(64) == triton_configs.PORTABLE
     assert rated(64) == "triton"

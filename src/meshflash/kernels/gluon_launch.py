@@ -27,8 +27,7 @@ LOG2E = 1.4426950408889634
 class Forward:
     """How a forward is started: groups of warps, stages, registers, rows of a group, keys of a block.
 
-    `by_turns` groups start their products one after another. Where they do not, exponentials end before the wait for
-    a product under a mask, and from `held_from` keys on.
+    `by_turns` groups start their products one after another.
     """
 
     groups: int
@@ -44,6 +43,10 @@ class Forward:
     def block_m(self) -> int:
         """Queries of a tile."""
         return self.rows * self.groups
+
+    def holds(self, masked: bool, keys: int) -> bool:
+        """Whether exponentials end before the wait for a product; if not, they are computed among what follows it."""
+        return not self.by_turns and (masked or keys >= self.held_from)
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             BY_BLOCKS=by_blocks,
             CARRY_BLOCKS=carry_blocks,
             BY_TURNS=config.by_turns,
-            HELD=not config.by_turns and (tables.lower or tables.upper or k.shape[1] >= config.held_from),
+            HELD=config.holds(tables.lower or tables.upper, k.shape[1]),
             COMPUTE_REGISTERS=config.compute_registers,
             COPY_REGISTERS=config.copy_registers,
             num_warps=4,
