@@ -159,24 +159,34 @@ def test_the_same_bits_twice(name, dim, ran):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("softcap", [0.3, 3.0, 50.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("softcap", [0.1, 3.0, 50.0, 1e6])
 @pytest.mark.parametrize("name", ["groups of three, 700", "full", "short documents", "padding", "sinks"])
-def test_softcap(name, softcap, dim, ran):
-    """From a cap that most scores run into to one that few come near; at dim 64 the ordinary backward serves it."""
+def test_softcap(name, softcap, dtype, dim, ran):
+    """From a cap that most scores run into to one that is far away; at dim 64 the ordinary backward serves it."""
     case = replace(CASES[name], dim=dim, softcap=softcap)
-    leaves = case.inputs(torch.bfloat16, "cuda")
+    leaves = case.inputs(dtype, "cuda")
     check(gradients(case.run(leaves, "triton"), leaves, case), case, leaves)
     assert ran == {"forward": 1, "backward": int(dim == 128), "queries": 0}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("softcap", [0.3, 3.0])
-@pytest.mark.parametrize("dim", [128])
-def test_softcap_in_a_step_of_a_ring(dim, softcap, deterministic, ran):
-    q, k, v, dout = tensors(1, 700, 700, 4, 2, dim)
+@pytest.mark.parametrize("softcap", [gluon_launch.LEAST_CAP, 3.0])
+def test_softcap_in_a_step_of_a_ring(softcap, deterministic, ran):
+    q, k, v, dout = tensors(1, 700, 700, 4, 2, 128)
     work = worklist(CAUSAL & Mask.window(300, 0), (range(700),), (range(700),))
-    added_to_ones(Inputs(q, k, v, work, Features(dim**-0.5, softcap)), dout, Triton(deterministic))
+    added_to_ones(Inputs(q, k, v, work, Features(128**-0.5, softcap)), dout, Triton(deterministic))
     assert ran == {"forward": 0, "backward": 1, "queries": deterministic}
+
+
+@pytest.mark.parametrize("tokens", [1024, 2045])
+def test_exponentials_that_are_held_without_a_mask(tokens, ran, monkeypatch):
+    """As over many keys, at dim 128."""
+    monkeypatch.setitem(gluon_launch.FORWARD, 128, replace(gluon_launch.FORWARD[128], held_above=0))
+    case = Case(batch=1, tokens=tokens, heads=2, dim=128)
+    leaves = case.inputs(torch.bfloat16, "cuda")
+    check(gradients(case.run(leaves, "triton"), leaves, case), case, leaves)
+    assert ran["forward"] == 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -210,7 +210,7 @@ def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
     assert rated(64) == rated(128, "backward") == rated(64, softcap=3.0) == "triton"
     assert rated(128, "backward", softcap=3.0) == "triton"
     others = rated(96), rated(256), rated(64, dtype=torch.float32), rated(64, dropout=0.1, seed=1)
-    capped = rated(64, "backward", softcap=3.0), rated(96, "backward", softcap=3.0)
+    capped = [rated(dim, "backward", softcap=cap) for dim, cap in ((64, 3.0), (96, 3.0), (128, 0.01))]
     assert {*others, *capped} == {triton_configs.PORTABLE}
     with triton_configs.portable():
         assert rated(64) == triton_configs.PORTABLE

@@ -168,7 +168,7 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         if EDGE:  # keys of others, which stand where this program's are missing
             if missing > WHICH * ROWS:
                 s = gl.where((n >= missing)[:, None], s, -INF)
-        if LATE:
+        if LATE or AHEAD:
             lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
         p = gl.exp2(s * scale2 - lse[None, :])
         if not LATE:
@@ -177,12 +177,10 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         weights = gl.convert_layout(p.to(DTYPE), A)
         if not LATE:
             dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
-        if LATE:
+        else:
             delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
         ds = p * (dp - delta[None, :])
         if SOFTCAP:
-            if LATE:
-                lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
             ds = ds * uncapped(p, lse[None, :], scale2)
         ds = ds.to(DTYPE)
         if QUERIES:

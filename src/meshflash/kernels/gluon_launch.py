@@ -21,13 +21,16 @@ VERSIONS = ("3.6", "3.7")
 #: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
 CACHED = 32 << 20
 LOG2E = 1.4426950408889634
+#: The smallest cap of a backward: what is left of a gradient is known from its weight, the less so the flatter it is.
+LEAST_CAP = 0.05
 
 
 @dataclass(frozen=True)
 class Forward:
     """How a forward is started: groups of warps, stages, registers, rows of a group, keys of a block.
 
-    `by_turns` groups start their products one after another.
+    `by_turns` groups start their products one after another. `held_above` is how many keys exponentials move freely
+    over, where no mask holds them.
     """
 
     groups: int
@@ -35,7 +38,7 @@ class Forward:
     compute_registers: int
     copy_registers: int
     by_turns: bool = False
-    held_from: int = 32769
+    held_above: int = 32768
     rows: int = 64
     block_n: int = 128
 
@@ -46,7 +49,7 @@ class Forward:
 
     def holds(self, masked: bool, keys: int) -> bool:
         """Whether exponentials end before the wait for a product; if not, they are computed among what follows it."""
-        return not self.by_turns and (masked or keys >= self.held_from)
+        return not self.by_turns and (masked or keys > self.held_above)
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def may_serve(ask: Ask) -> bool:
 
 
 def _takes_cap(features: Features, dim: int) -> bool:
-    return not features.softcap or BACKWARD[dim].capped
+    return not features.softcap or (BACKWARD[dim].capped and features.softcap >= LEAST_CAP)
 
 
 def _serves(x: Inputs, *tensors: Tensor) -> bool:
