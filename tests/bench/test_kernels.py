@@ -134,6 +134,14 @@ def test_samples_on_a_gpu_last_as_long_as_the_longest_call(monkeypatch):
     assert dict(samples[-3:]) == {"long": 1, "short": 100, "very short": timing.MOST_CALLS}
 
 
+@pytest.mark.parametrize("host", [0.0, 0.01, 1.0, 33.0, 1e4])
+def test_a_gpu_is_held_while_a_sample_is_issued(host):
+    calls = timing._issued_while_held(timing.MOST_CALLS, host)
+    assert 1 <= calls <= timing.MOST_CALLS
+    assert calls == 1 or host * (calls + 1) * timing.SPARE <= timing.HELD_MS
+    assert calls == timing.MOST_CALLS or host * (calls + 2) * timing.SPARE > timing.HELD_MS
+
+
 def test_interleaved_times_slow_functions_once_and_leaves_out_what_has_no_memory(monkeypatch):
     calls = []
 

@@ -117,7 +117,7 @@ def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int,
             start = time.perf_counter()
             function()
             host = (time.perf_counter() - start) * 1e3
-            calls = max(1, min(calls, int(HELD_MS / (SPARE * max(host, 1e-3))) - 1))  # no more than it can be held for
+            calls = _issued_while_held(calls, host)
             _hold(module, host * (calls + 1))
         begin.record(stream)
         for _ in range(calls):
@@ -129,6 +129,11 @@ def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int,
     for _ in range(calls):
         function()
     return (time.perf_counter() - start) * 1e3 / calls
+
+
+def _issued_while_held(calls: int, host: float) -> int:
+    """How many calls, each of so many milliseconds of the host, a GPU can be held for; one at least."""
+    return max(1, min(calls, int(HELD_MS / (SPARE * max(host, 1e-3))) - 1))
 
 
 def _hold(module: Any, milliseconds: float) -> None:
