@@ -360,8 +360,44 @@ def test_groups_let_go_by_only_what_their_rows_do_not_see(queries, keys, groups,
     assert skipped > 0 or groups == 2
 
 
-def test_exponentials_are_held_where_that_is_faster():
-    by_turns, apart = gluon_launch.FORWARD[64], gluon_launch.FORWARD[128]
-    assert not any(by_turns.holds(masked, keys) for masked in (False, True) for keys in (128, 1 << 20))
-    assert [apart.holds(False, keys) for keys in (128, 32768, 32769, 1 << 20)] == [False, False, True, True]
-    assert apart.holds(True, 128)
+def hidden(met, at, least, most):
+    """Whether some of the rows at these places do not see some of those that are met."""
+    return ((met < at[:, None] + least) | (met > at[:, None] + most)).any()
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys", "once"),
+    [
+        (Mask.full(), range(1024), range(1024), True),
+        (CAUSAL, range(1024), range(1024), True),
+        (CAUSAL, range(640), range(1024), True),
+        (CAUSAL, range(512, 1024), range(1024), True),
+        (CAUSAL, range(512), range(512, 1024), True),  # nobody sees anything
+        (CAUSAL, range(545, 1024), range(1024), True),
+        (CAUSAL, range(1, 1025), range(1024), False),
+        (CAUSAL, range(700), range(700), False),  # a last block begins earlier
+        (CAUSAL & Mask.window(300, 0), range(1024), range(1024), False),
+        (CAUSAL & Mask.documents([512, 256, 256]), range(1024), range(1024), True),
+        (CAUSAL & Mask.documents([448, 576]), range(1024), range(1024), False),
+        (CAUSAL & Mask.first(128) | Mask.window(0, 0), range(1024), range(1024), False),
+    ],
+)
+def test_only_the_first_block_is_cut_where_tables_say_so(mask, queries, keys, once, groups, numbers, monkeypatch):
+    forward = pytest.importorskip("meshflash.kernels.gluon_forward")
+    monkeypatch.setattr(forward, "gl", numbers)
+    served, _ = runs(worklist(mask, (queries,), (keys,)), False, 64 * groups, 128, 64, 1, torch.device("cpu"))
+    if len(served):
+        assert served.once == once
+    if not once:
+        return
+    for tile, run in zip(served.tiles.tolist(), served.spans.tolist(), strict=True):
+        _, _, rows, first, step, _, turns = tile
+        begin, blocks, _, least, most = run
+        for which in range(-(-rows // 64)):
+            at = first + step * np.arange(which * 64, min(rows, (which + 1) * 64))
+            limits = at[0], at[-1], begin, turns, least, most
+            before, own, _ = forward._useful.fn(rows, *limits, which, 64, 128, served.lower, served.upper)
+            for turn in range(before + 1, before + own):
+                met = begin + (blocks - 1 - turn) * 128 + np.arange(128)
+                assert not hidden(met, at, least, most)

@@ -179,16 +179,6 @@ def test_softcap_in_a_step_of_a_ring(softcap, deterministic, ran):
     assert ran == {"forward": 0, "backward": 1, "queries": deterministic}
 
 
-@pytest.mark.parametrize("tokens", [1024, 2045])
-def test_exponentials_that_are_held_without_a_mask(tokens, ran, monkeypatch):
-    """As over many keys, at dim 128."""
-    monkeypatch.setitem(gluon_launch.FORWARD, 128, replace(gluon_launch.FORWARD[128], held_above=0))
-    case = Case(batch=1, tokens=tokens, heads=2, dim=128)
-    leaves = case.inputs(torch.bfloat16, "cuda")
-    check(gradients(case.run(leaves, "triton"), leaves, case), case, leaves)
-    assert ran["forward"] == 1
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
 def test_a_ring_of_two(dim, deterministic, ran):

@@ -323,6 +323,35 @@ def _hidden(x, bound, ROWS: gl.constexpr, SIZE: gl.constexpr, ABOVE: gl.constexp
 
 
 @gluon.jit
+def exponentials(x, full, phase, ROWS: gl.constexpr, SIZE: gl.constexpr):
+    """exp2 of a tile, with a wait for a barrier behind the first eighth of it.
+
+    The wait ends a basic block, over which ptxas moves nothing. So that eighth is computed before the wait for a
+    product that comes next, and the rest behind it, among what can be done there.
+    """
+    LAYOUT: gl.constexpr = x.type.layout
+    x, fourth = _halves(x, ROWS, SIZE)
+    x, third = _halves(x, ROWS, SIZE // 2)
+    x, second = _halves(x, ROWS, SIZE // 4)
+    first = gl.exp2(x)
+    mbarrier.wait(full, phase)
+    x = _joined(first, gl.exp2(second), ROWS, SIZE // 4)
+    x = _joined(x, gl.exp2(third), ROWS, SIZE // 2)
+    return gl.convert_layout(_joined(x, gl.exp2(fourth), ROWS, SIZE), LAYOUT)
+
+
+@gluon.jit
+def _halves(x, ROWS: gl.constexpr, SIZE: gl.constexpr):
+    return gl.reshape(x, [ROWS, 2, SIZE // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _joined(first, second, ROWS: gl.constexpr, SIZE: gl.constexpr):
+    LAYOUT: gl.constexpr = first.type.layout
+    return gl.reshape(gl.join(first, gl.convert_layout(second, LAYOUT)).permute((0, 2, 1)), [ROWS, SIZE])
+
+
+@gluon.jit
 def tanh(x):
     """By exp2; near 0, where that cancels, by its series."""
     e = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))

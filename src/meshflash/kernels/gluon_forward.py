@@ -29,6 +29,7 @@ from meshflash.kernels.gluon_common import (
     barriers,
     copy_block,
     copy_keys,
+    exponentials,
     following,
     meet,
     next_block,
@@ -94,7 +95,7 @@ def _copy(q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_ful
 
 
 @gluon.jit
-def _weigh(s, top, sums, scale, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROWS: gl.constexpr):
+def _weigh(s, top, sums, scale, full, phase, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROWS: gl.constexpr):
     """Weights of a block's scores, what older sums decay by, the new maximum, and the sums, still one for each lane.
 
     Sums begin with the older ones, so that what these decay by is there first: the product so far is scaled by it in
@@ -105,7 +106,7 @@ def _weigh(s, top, sums, scale, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_RO
     most = gl.convert_layout(most, OF_ROWS) * scale
     new_top = gl.maximum(top, most)
     decay = gl.exp2(top - new_top)
-    p = gl.exp2(s * scale - new_top[:, None])
+    p = exponentials(s * scale - new_top[:, None], full, phase, ROWS, BLOCK_N)
     wide = gl.reshape(p, [ROWS, BLOCK_N // 8, 8])
     layout: gl.constexpr = wide.type.layout
     first = gl.arange(0, BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))) == 0
@@ -156,9 +157,9 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
              work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
              WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
              STAGES: gl.constexpr, GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
-             DYNAMIC: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr,
+             DYNAMIC: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, ONCE: gl.constexpr, SOFTCAP: gl.constexpr,
              HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr,
-             BY_TURNS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
+             BY_TURNS: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 rows of each tile."""
     DTYPE: gl.constexpr = q_room.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -212,10 +213,10 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             s = visible_by_sides(
                 s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
             )
-        p, _decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS)
+        p, _decay, top, sums = _weigh(
+            s, top, sums, scale, v_full.index(stage), (used // STAGES) & 1, ROWS, BLOCK_N, OF_ROWS
+        )
         weights = gl.convert_layout(p.to(DTYPE), P)
-        if HELD:
-            mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
         used += 1
         if CARRY_BLOCKS:
             tma.store_wait(pendings=0)  # the results of the tile before were read; there is room for what is carried
@@ -233,8 +234,6 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             s = warpgroup_mma(
                 q, k_room.index(stage).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
             )
-            if not HELD:
-                mbarrier.wait(v_full.index(before), ((used - 1) // STAGES) & 1)
             moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
             if BY_TURNS:
                 arrive(MEETING + (WHICH + 1) % GROUPS)
@@ -242,15 +241,13 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
             mbarrier.arrive(k_empty.index(stage), count=1)
             if SOFTCAP:
                 s = tanh(s * inner_scale)
-            if LOWER or UPPER:
+            if (LOWER or UPPER) and not ONCE:
                 s = visible_by_sides(
                     s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
                 )
-            p, decay, top, sums = _weigh(s, top, sums, scale, ROWS, BLOCK_N, OF_ROWS)
-            # ptxas moves exponentials behind the wait for the product, among what follows; not over the end of a basic
-            # block, as another wait is
-            if HELD:
-                mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
+            p, decay, top, sums = _weigh(
+                s, top, sums, scale, v_full.index(stage), (used // STAGES) & 1, ROWS, BLOCK_N, OF_ROWS
+            )
             # the weights that the product reads from registers must live until it is done
             acc, weights, p = warpgroup_mma_wait(num_outstanding=0, deps=(moving, weights, p))
             mbarrier.arrive(v_empty.index(before), count=1)
@@ -264,8 +261,6 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
         if HAS_CARRY:  # on its way under the last product
             old_lse = gl.load(CARRY_LSE + b * cl_b + h * cl_h + (row + m).to(gl.int64) * cl_t, mask=there, other=-INF)
         before = (used - 1) % STAGES
-        if not HELD:
-            mbarrier.wait(v_full.index(before), ((used - 1) // STAGES) & 1)
         moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(moving,))  # at once: nothing can take the weights' registers
         mbarrier.arrive(v_empty.index(before), count=1)
@@ -332,15 +327,15 @@ def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES
             scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
             GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
-            UPPER: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr,
-            BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr, BY_TURNS: gl.constexpr,
-            HELD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+            UPPER: gl.constexpr, ONCE: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
+            HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr, BY_TURNS: gl.constexpr,
+            COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(out, lse) of all tiles and heads.
 
     `scale` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. BY_BLOCKS,
     each group has 64 rows of a tile or none, and results are stored by the descriptor `o`. With CARRY_BLOCKS what is
     carried, as wide as the results, comes by the descriptor `carry`, to where they leave from. BY_TURNS, groups start
-    the products of a block one after another. HELD, exponentials end before the wait for a product that runs meanwhile.
+    the products of a block one after another. ONCE, a band cuts the first block of a group's rows at most.
     """
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0  # literals in a tuple of arguments lose that they are constants
@@ -366,12 +361,12 @@ def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES
                         k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
                         tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
                         c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
+                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
                         k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
                         tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
                         c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
+                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
             (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
                      work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS)),
@@ -382,17 +377,17 @@ def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES
                         k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
                         tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
                         c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
+                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
                         k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
                         tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
                         c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
+                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
             (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
                         k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
                         tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
                         c_h, cl_b, cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS, HELD)),
+                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
             (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
                      work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS)),

@@ -29,8 +29,7 @@ LEAST_CAP = 0.05
 class Forward:
     """How a forward is started: groups of warps, stages, registers, rows of a group, keys of a block.
 
-    `by_turns` groups start their products one after another. `held_above` is how many keys exponentials move freely
-    over, where no mask holds them.
+    `by_turns` groups start their products one after another.
     """
 
     groups: int
@@ -38,7 +37,6 @@ class Forward:
     compute_registers: int
     copy_registers: int
     by_turns: bool = False
-    held_above: int = 32768
     rows: int = 64
     block_n: int = 128
 
@@ -46,10 +44,6 @@ class Forward:
     def block_m(self) -> int:
         """Queries of a tile."""
         return self.rows * self.groups
-
-    def holds(self, masked: bool, keys: int) -> bool:
-        """Whether exponentials end before the wait for a product; if not, they are computed among what follows it."""
-        return not self.by_turns and (masked or keys > self.held_above)
 
 
 @dataclass(frozen=True)
@@ -189,13 +183,13 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             DYNAMIC=dynamic,
             LOWER=tables.lower,
             UPPER=tables.upper,
+            ONCE=tables.once,
             SOFTCAP=features.softcap > 0,
             HAS_CARRY=carry is not None,
             HAS_SINKS=sinks is not None,
             BY_BLOCKS=by_blocks,
             CARRY_BLOCKS=carry_blocks,
             BY_TURNS=config.by_turns,
-            HELD=config.holds(tables.lower or tables.upper, k.shape[1]),
             COMPUTE_REGISTERS=config.compute_registers,
             COPY_REGISTERS=config.copy_registers,
             num_warps=4,

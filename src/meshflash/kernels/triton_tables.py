@@ -41,7 +41,8 @@ class Blocks:
     of 4 rows. `whole` says that no block of the other side has rows before its own to be masked: one may begin earlier
     because its rows end, or because all begin at multiples of their size, which `even` says. Runs of these are
     `clipped` where some block has rows that are not of its run and that no band hides. `level` says that all blocks
-    have multiples of 64 rows.
+    have multiples of 64 rows, and `once` that of the blocks that each 64 rows see, from the last on, a band cuts the
+    first one at most.
     """
 
     tiles: Tensor
@@ -55,6 +56,7 @@ class Blocks:
     even: bool = False
     clipped: bool = False
     level: bool = False
+    once: bool = False
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -177,7 +179,18 @@ def _runs(
         even=grid or (whole and not (start % other).any()),
         clipped=clipped,
         level=not (mine[:, 2] % LEVEL).any(),
+        once=single and whole and not lower.any() and _once(rows, start, count, most, other, size),
     )
+
+
+def _once(rows: Ints, start: Ints, count: Ints, most: Ints, other: int, size: int) -> bool:
+    for lowest in range(0, size, LEVEL):
+        highest = np.minimum(rows, lowest + LEVEL) - 1
+        first = np.clip((highest + most - start) // other, 0, count - 1)
+        cut = lowest + most < start + first * other - 1  # the last row of the block before the first one that is seen
+        if (cut & (first > 0) & (rows > lowest)).any():
+            return False
+    return True
 
 
 def _fills_blocks(table: Table, size: int, tokens: int) -> bool:
