@@ -160,7 +160,7 @@ def test_the_same_bits_twice(name, dim, ran):
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("softcap", [0.1, 3.0, 50.0, 1e6])
+@pytest.mark.parametrize("softcap", [0.1, 3.0, 50.0, 1e3])
 @pytest.mark.parametrize("name", ["groups of three, 700", "full", "short documents", "padding", "sinks"])
 def test_softcap(name, softcap, dtype, dim, ran):
     """From a cap that most scores run into to one that is far away; at dim 64 the ordinary backward serves it."""

@@ -16,6 +16,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
 #: What a maximum is at least, so that rows that see nothing have no inf - inf.
 LEAST = gl.constexpr(-1e30)
+#: The least number that the hardware does not take for 0 where it may: 2^-126.
+LEAST_NORMAL = gl.constexpr(2.0**-126)
 #: The first of the hardware's barriers that groups meet at: Triton takes those from 0 on, for each group one.
 MEETING = gl.constexpr(8)
 
@@ -365,7 +367,9 @@ def tanh(x):
 def uncapped(p, lse, scale2):
     """What a cap leaves of a score's gradient, 1 - tanh^2, from its weight: nothing is kept for it.
 
-    A weight is 2^(scale2 * tanh - lse); where it is 0 so is the gradient, whatever the cap leaves of it.
+    A weight is 2^(scale2 * tanh - lse); where it is 0, or nearly, so is the gradient, whatever the cap leaves of it.
+    The hardware's own logarithm takes weights below 2^-126 for 0; `gl.log2` does not, and takes registers for it.
     """
-    t = (gl.log2(p) + lse) * (1.0 / scale2)
-    return gl.where(p > 0.0, 1.0 - t * t, 0.0)
+    log = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [p], dtype=gl.float32, is_pure=True, pack=1)
+    t = (log + lse) * (1.0 / scale2)
+    return gl.where(p >= LEAST_NORMAL, 1.0 - t * t, 0.0)
