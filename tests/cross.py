@@ -83,7 +83,7 @@ class Built:
     """What a kernel takes: bytes of shared memory, columns of tensor memory, registers, bytes spilled of a thread.
 
     `serialized` is whether ptxas gave up overlapping products of warp groups; `local` how many instructions of the
-    loop that copies by descriptors and multiplies go to local memory, None where there is no such loop or GPU.
+    loops that multiply, where no mask cuts a block, go to local memory, None where there is no such loop or GPU.
     `barrier` is the highest number of a hardware barrier that the compiler takes for itself.
     """
 
@@ -203,7 +203,7 @@ def _built(name: str, config: dict[str, int], kernel: Any, log: str) -> Built:
 
 
 def _local(cubin: bytes) -> int | None:
-    """How many instructions of the hot loop go to local memory."""
+    """How many instructions of the hot loops go to local memory."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -211,8 +211,10 @@ def _local(cubin: bytes) -> int | None:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    hot = [body for body in _loops(sass) if "UTMALDG" in body and "HGMMA" in body]
-    return len(re.findall(r"\b(?:LDL|STL)\b", min(hot, key=len))) if hot else None
+    loops = [body for body in _loops(sass) if "HGMMA" in body]
+    inner = [body for body in loops if not any(other != body and other in body for other in loops)]
+    hot = [body for body in inner if "FSEL" not in body] or inner  # most blocks are cut by no mask
+    return sum(len(re.findall(r"\b(?:LDL|STL)\b", body)) for body in hot) if hot else None
 
 
 def _loops(sass: str) -> list[str]:

@@ -18,7 +18,8 @@ INF = gl.constexpr(float("inf"))
 LEAST = gl.constexpr(-1e30)
 #: The least number that the hardware does not take for 0 where it may: 2^-126.
 LEAST_NORMAL = gl.constexpr(2.0**-126)
-#: The first of the hardware's barriers that groups meet at: Triton takes those from 0 on, for each group one.
+#: The first of the hardware's 16 barriers that groups meet at, of which the backward takes four and the forward one for
+#: each group: Triton takes those from 0 on, for each group one.
 MEETING = gl.constexpr(8)
 
 #: A block of global memory to shared memory, by a descriptor, on a barrier; renamed in Triton 3.8.
@@ -63,21 +64,21 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def meet(BARRIER: gl.constexpr):
+def meet(barrier):
     """Wait at a barrier of the hardware for one other group: Gluon has no barrier over several."""
-    _at_barrier(BARRIER, "bar.sync $1, $2; mov.u32 $0, $1;")
+    _at_barrier(barrier, "bar.sync $1, $2; mov.u32 $0, $1;")
 
 
 @gluon.jit
-def arrive(BARRIER: gl.constexpr):
+def arrive(barrier):
     """Arrive at a barrier of the hardware where one other group waits, and go on."""
-    _at_barrier(BARRIER, "bar.arrive $1, $2; mov.u32 $0, $1;")
+    _at_barrier(barrier, "bar.arrive $1, $2; mov.u32 $0, $1;")
 
 
 @gluon.jit
-def _at_barrier(BARRIER: gl.constexpr, ASM: gl.constexpr):
+def _at_barrier(barrier, ASM: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    barrier = gl.full([128], BARRIER, gl.int32, layout)
+    barrier = gl.full([128], barrier, gl.int32, layout)
     threads = gl.full([128], 256, gl.int32, layout)
     gl.inline_asm_elementwise(ASM, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -191,6 +192,16 @@ def rotated(number, turns, ROTATE: gl.constexpr):
         number += (gl.program_id(0) * ROTATE) % turns
         number = gl.where(number >= turns, number - turns, number)
     return number
+
+
+@gluon.jit
+def clear_turns(rows, begin, turns, least, SIZE: gl.constexpr, KEYS: gl.constexpr):
+    """How many blocks of a single run of queries are met before those in which some see only some of a tile's keys.
+
+    Blocks come last one first, and keys are counted from 0. Where a tile has fewer, some are hidden in all blocks.
+    """
+    cut = gl.maximum(rows - 1 + least - begin + SIZE - 1, 0) // SIZE
+    return gl.where(rows < KEYS, 0, turns - gl.minimum(cut, turns))
 
 
 @gluon.jit

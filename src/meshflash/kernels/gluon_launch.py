@@ -86,7 +86,7 @@ class Queries:
 FORWARD = {64: Forward(3, 3, 160, 32, by_turns=True), 128: Forward(2, 2, 240, 24)}
 BACKWARD = {
     64: Backward(128, ahead=True, rotate=5, tiled_from=4096, capped=False),
-    128: Backward(64, ahead=False, rotate=0, tiled_from=12288, capped=True),
+    128: Backward(64, ahead=False, rotate=0, tiled_from=8000, capped=True),
 }
 QUERIES = {64: Queries(3), 128: Queries(2)}
 
@@ -289,6 +289,7 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             SINGLE=tables.single,
             WHOLE=tables.whole,
             CLIPPED=tables.clipped,
+            PEELED=tables.peels and not config.rotate,
             LOWER=tables.lower,
             UPPER=tables.upper,
             SOFTCAP=x.features.softcap > 0,

@@ -61,6 +61,11 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.tiles)
 
+    @property
+    def peels(self) -> bool:
+        """Whether blocks that a band cuts come after all others of a run, and else only missing rows are masked."""
+        return self.single and self.whole and not self.clipped and self.lower and not self.upper
+
 
 _kept: WeakKeyDictionary[Worklist, dict[Any, Any]] = WeakKeyDictionary()
 
