@@ -205,9 +205,8 @@ def _block(dk, dv, s, at, used, head, fresh, block, limit, least, most, dq, room
     if LATE or AHEAD:
         lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
     scores = s * scale2 - lse[None, :]
-    if LATE and not (
-        LOWER or UPPER or CLIPPED
-    ):  # the barrier is open, and ends a basic block; under a mask that spills
+    # the barrier is open, and waited at because that ends a basic block; under a mask it would spill
+    if LATE and not (LOWER or UPPER or CLIPPED):
         p = exponentials(scores, dout_full.index(stage), phase, ROWS, BLOCK_M)
     else:
         p = gl.exp2(scores)
