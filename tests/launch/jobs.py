@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,13 @@ def environment(**more: str) -> dict[str, str]:
     """Ours, without what says who we are."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(ABOUT)}
     return own | {"PYTHONPATH": SOURCE, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | more
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def launcher(kind: str) -> str:

@@ -13,15 +13,9 @@ from pathlib import Path
 import pytest
 
 from launch import jobs
-from launch.jobs import by_hand, check, ended, launcher, libraries, run, start, told_in, worker
+from launch.jobs import by_hand, check, ended, free_port, launcher, libraries, run, start, told_in, worker
 
 MANY = ("--allow-run-as-root", "--oversubscribe")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_open_mpi_without_mpi4py(tmp_path):

@@ -6,7 +6,9 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 import meshflash
 from launch import jobs
-from launch.jobs import run
+from launch.jobs import free_port, run
 from meshflash.check import checksum
 from meshflash.cli import app
 from meshflash.integrations.compat import sp_aurora
@@ -201,6 +203,39 @@ def test_where_rank_0_is_must_be_known(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(LaunchError, match=f"MASTER_PORT='{port}': expected a number from 1 to 65535"):
             rendezvous.meet(many, 1.0)
+
+
+def test_the_whole_timeout_is_told_though_a_part_of_it_is_spent(monkeypatch):
+    class Closing:
+        """The store of an earlier meeting: there once, and never opened for this one."""
+
+        waits: ClassVar[list[float]] = []
+
+        def __init__(self, *_, timeout, **__):
+            self.waits.append(timeout.total_seconds())
+            if len(self.waits) > 1:
+                raise RuntimeError("nobody is there")
+
+        def set_timeout(self, _):
+            return None
+
+        def wait(self, *_):
+            raise RuntimeError("not opened")
+
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", Closing)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 found no rank 0 within 5 s at .* \(nobody is there\)"):
+        rendezvous.meet(Place("variables", 1, 2, 1, 2), 5.0)
+    first, second = Closing.waits
+    assert second <= first - 0.1
+    assert first <= 5.0
+
+
+def test_a_store_waits_as_long_as_was_asked_for(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    met = [rendezvous.meet(Place("variables", rank, 2, rank, 2), 10.0) for rank in range(2)]
+    assert {one.store.underlying_store.timeout for one in met} == {timedelta(seconds=10)}
 
 
 def test_slurm_nodes_meet_at_the_first_host_on_a_port_of_the_job(monkeypatch):

@@ -147,7 +147,8 @@ def _given(place: Place, address: str, port: str, timeout: float, number: int) -
         raise LaunchError(f"MASTER_PORT={port!r}: expected a number from 1 to 65535")
     deadline, key = time.monotonic() + timeout, f"meshflash/open/{number}"
     while (left := deadline - time.monotonic()) > 0:
-        store, where = _at(place, address, int(port or PORT), left)
+        store, where = _at(place, address, int(port or PORT), timeout, left)
+        store.set_timeout(timedelta(seconds=timeout))
         if place.rank == 0:
             store.set(key, "1")
             return store, where
@@ -162,8 +163,9 @@ def _given(place: Place, address: str, port: str, timeout: float, number: int) -
     )
 
 
-def _at(place: Place, address: str, port: int, timeout: float) -> Store:
-    where = f"{address}:{port}"
+def _at(place: Place, address: str, port: int, timeout: float, left: float | None = None) -> Store:
+    """The store at an address, waited for as long as is left of the timeout: an error tells the whole of it."""
+    where, left = f"{address}:{port}", timeout if left is None else left
     with _explained(place, where, timeout):
         make = partial(
             dist.TCPStore,
@@ -171,11 +173,11 @@ def _at(place: Place, address: str, port: int, timeout: float) -> Store:
             port,
             place.world_size,
             is_master=place.rank == 0,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=left),
             wait_for_workers=False,
         )
         try:
-            return within(timeout + GRACE, make, ""), where
+            return within(left + GRACE, make, ""), where
         except TimeoutError:
             raise RuntimeError(_silence(address, port)) from None
 
@@ -273,7 +275,8 @@ def _look(place: Place, file: Path, timeout: float) -> Store:
         try:
             said = json.loads(file.read_text())
             socket.create_connection(("127.0.0.1", said["port"]), 1.0).close()
-            store, where = _at(place, "127.0.0.1", said["port"], max(0.1, min(SHORT, deadline - time.monotonic())))
+            left = max(0.1, min(SHORT, deadline - time.monotonic()))
+            store, where = _at(place, "127.0.0.1", said["port"], timeout, left)
             if bytes(store.get("meshflash/word")).decode() == said["word"]:
                 store.set_timeout(timedelta(seconds=timeout))
                 store.add("meshflash/come", 1)
