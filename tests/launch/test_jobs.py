@@ -163,7 +163,7 @@ def test_a_rank_that_is_killed_at_more_moments_ends_the_others(seed):
     kill_one(seed)
 
 
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
 def test_the_example_of_the_docs(kind):
     script = str(Path(__file__).parents[2] / "examples" / "mpi_attention.py")
     more = MANY if kind == "openmpi" else ()
