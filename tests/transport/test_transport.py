@@ -203,7 +203,7 @@ def test_a_peer_that_does_not_answer_is_named_in_time(pool, form):
     who = "a rank of group mesh" if form == "all_gather" else "rank 1"
     assert told.startswith(f"{who} was lost or did not answer within 0.5 s (")
     assert told.endswith("ended, or called attention with other arguments; look at its output first")
-    assert waited < 2
+    assert waited < 10
 
 
 def gone(rank: int, world: int, group: Any) -> list[str]:
