@@ -174,20 +174,49 @@ def test_the_example_of_the_docs(kind):
         assert f"Rank {rank}: Output shape torch.Size([1, 512, 8, 64])" in job.text
 
 
-def test_an_interrupt_ends_all_ranks():
-    """As Ctrl-C in a terminal does: the ranks that `launch` started are gone when it is."""
-    process = start([sys.executable, "-m", "meshflash", "launch", "-n", "2", *worker("loop", 60)[1:]])
-    assert process.stdout is not None
+def told_first(process, count):
+    """What the first so many of its ranks told."""
     text = ""
-    while len(told_in(text)) < 2:
+    while len(told_in(text)) < count:
         line = process.stdout.readline()
         assert line, text
         text += line
-    process.send_signal(signal.SIGINT)
-    ended(process, 60)
-    assert process.returncode != 0
-    deadline = time.monotonic() + 10
-    pids = [one["process"] for one in told_in(text)]
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+    return told_in(text)
+
+
+def assert_gone(told):
+    deadline, places = time.monotonic() + 10, [Path(f"/proc/{one['process']}") for one in told]
+    while any(place.exists() for place in places) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert not any(place.exists() for place in places)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_their_launcher(how):
+    """By Ctrl-C in a terminal, or where it is killed outright: the ranks that `launch` started are gone when it is."""
+    process = start([sys.executable, "-m", "meshflash", "launch", "-n", "2", *worker("loop", 60)[1:]])
+    told = told_first(process, 2)
+    process.send_signal(how)
+    job = ended(process, 60)
+    assert job.code != 0
+    assert "SignalException" not in job.text
+    assert_gone(told)
+
+
+def test_ranks_of_a_benchmark_end_with_it(tmp_path):
+    """Where it is killed outright: nobody else would end them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, time\n"
+        "from meshflash.launch.processes import run_ranks\n"
+        "def rank(rank, world, tell):\n"
+        "    tell(os.getpid())\n"
+        "    time.sleep(100)\n"
+        "if __name__ == '__main__':\n"
+        "    run_ranks(2, rank, listen=lambda pid: print('told', json.dumps({'process': pid}), flush=True))\n"
+    )
+    process = start([sys.executable, str(script)])
+    told = told_first(process, 2)
+    process.kill()
+    ended(process, 60)
+    assert_gone(told)

@@ -25,13 +25,15 @@ def rerun(nproc: int) -> None:
 def become(nproc: int, program: Sequence[str], prefixed: bool = False) -> None:
     """Become torchrun, with the cores of the machine divided by its ranks."""
     from meshflash.launch.cores import cores_here
+    from meshflash.launch.parent import STARTER
 
+    os.environ[STARTER] = str(os.getpid())  # which torchrun keeps
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores_here()) // nproc)))  # torchrun would say 1
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     how = ["--standalone", "--nproc-per-node", str(nproc), *(["--tee", "3"] if prefixed else [])]
     sys.stdout.flush()
     how += ["-m", "--", *program[1:]] if program[0] == "-m" else ["--", *program]  # options behind are the program's
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *how])
+    os.execv(sys.executable, [sys.executable, "-m", "meshflash.launch.torchrun", *how])
 
 
 def without_nproc(arguments: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshflash.launch.mps import variables
+from meshflash.launch.parent import end_with_parent
 
 #: Seconds that the others get to end by themselves once one rank has failed.
 GRACE = 5.0
@@ -122,6 +123,7 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    end_with_parent()
     try:
         import torch
         from torch import distributed

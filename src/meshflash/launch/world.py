@@ -19,6 +19,7 @@ from meshflash.launch.devices import Said
 from meshflash.launch.hosts import host_name, interface_of, is_loopback, reachable_address
 from meshflash.launch.launchers import LaunchError, Place, detect
 from meshflash.launch.log import log, set_up_logging
+from meshflash.launch.parent import end_with_starter
 from meshflash.launch.rendezvous import GRACE, Meeting, meet, within
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -71,6 +72,7 @@ def begin(backend: str | None = None, timeout: float = TIMEOUT) -> World:
         return _world
     if not 0 < timeout < float("inf"):
         raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
+    end_with_starter()
     place = detect()
     set_up_logging(place.rank)
     if dist.is_initialized():
