@@ -162,8 +162,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"batch sizes differ: q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
     if k.shape[-3:-1] != v.shape[-3:-1]:
         raise ValueError(f"k and v must have the same tokens and heads; got k {_shape(k)}, v {_shape(v)}")
-    if q.shape[-1] != k.shape[-1] or not q.shape[-1] or not v.shape[-1]:
+    if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
         raise ValueError(f"q and k must have the same dim, not 0; got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
+    if not v.shape[-1]:
+        raise ValueError(f"v must have a dim of 1 or more; got v {_shape(v)}")
     if not k.shape[-2] or not q.shape[-2] or q.shape[-2] % k.shape[-2]:
         raise ValueError(
             f"{k.shape[-2]} heads in k do not divide {q.shape[-2]} heads in q; "
@@ -255,7 +257,7 @@ def _finite(name: str, value: Any) -> float:
             return float(value)
     except (TypeError, OverflowError):
         pass
-    raise ValueError(f"{name}={value}: expected a finite number")
+    raise ValueError(f"{name}={value!r}: expected a finite number")
 
 
 def _shape(x: Tensor) -> list[int]:

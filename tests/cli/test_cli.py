@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -89,3 +90,25 @@ def test_doctor_on_this_machine() -> None:
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == min(problems, 1)
     assert all(topic in done.stdout for topic in ("torch", "kernels", "limits"))
+
+
+@pytest.mark.parametrize("words", [["checksum"], ["train", "gpt", "--steps", "1"], ["gemm", "--device", "cpu"]])
+def test_a_rank_that_cannot_join_says_so_in_a_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    (line,) = done.output.splitlines()
+    assert line.startswith("meshflash: RANK=1 is set, as by variables, and WORLD_SIZE is not: ")
+
+
+def test_a_script_that_is_not_there_is_not_started() -> None:
+    done = CliRunner().invoke(app, ["launch", "-n", "2", "nowhere.py"])
+    assert done.exit_code == 2
+    assert "nowhere.py: there is no such file" in done.output
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["train", "gpt", "--output", str(tmp_path / "file")])
+    assert done.exit_code == 2

@@ -15,6 +15,7 @@ from meshflash.core.verify import verify_programs
 from meshflash.schedules import allgather, double_ring, ring
 from meshflash.schedules.registry import (
     build,
+    build_program,
     canonical,
     find,
     names,
@@ -243,3 +244,9 @@ def test_groups_of_ones_own_are_said_to_compose():
                     build("hybrid(inner=2, ring=mine)", problem, 0, "forward")
         finally:
             unregister_schedule("mine")
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_program_of_a_rank_that_is_not_there(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank={rank}: the layout has ranks 0 to 1"):
+        build_program("ring", Layout.contiguous(8, 2), Mask.causal(), rank=rank)

@@ -5,9 +5,10 @@ Nothing here imports torch before a command runs, so help answers at once.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from meshflash import __version__
 from meshflash.cli import (
@@ -26,9 +27,24 @@ from meshflash.cli import (
     trace,
     train,
 )
+from meshflash.launch.launchers import LaunchError
+
+
+class Commands(TyperGroup):
+    """All of them: what keeps a rank out of its job is one line, whichever it runs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except LaunchError as error:
+            typer.echo(f"meshflash: {error}", err=True)
+            raise typer.Exit(1) from error
+
 
 app = typer.Typer(
     name="meshflash",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -26,7 +26,7 @@ def command(
     steps: Annotated[int | None, typer.Option(min=0, help="Steps in all.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML with fields to change, by tables.")] = None,
     change: Annotated[list[str], typer.Option("--set", help="A field to change: data.tokens=4096; repeat.")] = [],  # noqa: B006
-    output: Annotated[Path | None, typer.Option(help="Folder for numbers and checkpoints.")] = None,
+    output: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for numbers and checkpoints.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Put the checkpoints there aside, and begin anew.")] = False,
     from_step: Annotated[int | None, typer.Option(min=0, help="Go on from this checkpoint, not the latest.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the configuration as JSON, and end.")] = False,

@@ -27,6 +27,7 @@ from meshflash.parallel.overlay import Overlay, lay_over
 from meshflash.parallel.recompute import recompute as recompute_blocks
 from meshflash.parallel.tensor_ranks import TensorRanks
 from meshflash.parallel.tiles import tile_mlp
+from meshflash.schedules.registry import parse
 
 #: How weights are spread: what "full" keeps after a forward it would gather again for the backward.
 MODES = ("full", "grad_op", "hybrid")
@@ -77,6 +78,8 @@ def parallelize(
             `RowParallel` where the model's plan has torch's styles for them, which are the default.
     """
     check_mesh(mesh)
+    if schedule not in (None, "auto"):  # though it may be that nothing moves
+        parse(schedule)
     if tp_linear is not None and tiles != 1:
         raise ValueError("tp_linear: an MLP in tiles multiplies by itself; leave out tiles= or tp_linear=")
     if isinstance(model, DistributedDataParallel | FSDPModule):

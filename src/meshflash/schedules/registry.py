@@ -250,6 +250,8 @@ def build_program(
     >>> print(program.steps[1])
     attend q[0:4, 0:1] x kv[0:4, 0:1] -> out.sum[0:4, 0:1]
     """
+    if not 0 <= rank < layout.world:
+        raise ValueError(f"rank={rank!r}: the layout has ranks 0 to {layout.world - 1}")
     problem = Problem(layout.ranges, (k_layout or layout).ranges, mask, heads, kv_heads)
     return build(schedule, problem, rank, direction)
 
