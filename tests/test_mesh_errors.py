@@ -200,7 +200,7 @@ def test_a_wrong_length_in_a_repeated_call(pool):
     (lost, waited), (wrong, _) = pool.run(2, wrong_length_later)
     assert wrong.startswith("q has 5 tokens on rank 1 of the group; its layout (contiguous, 8 tokens over 2 ranks)")
     assert "rank 1 was lost or did not answer within 1 s" in lost
-    assert waited < 3
+    assert waited < 10
 
 
 def missing(rank, world, group, absent):
@@ -216,7 +216,7 @@ def test_a_rank_that_never_calls_is_named(pool, absent):
         if rank != absent:
             assert told.startswith(f"rank {absent} did not come to handshake 0 within 0.7 s. It may have raised,")
             assert "look at its output first. MESHFLASH_TIMEOUT sets the seconds" in told
-            assert waited < 3
+            assert waited < 10
 
 
 def late(rank, world, group):
@@ -250,7 +250,7 @@ def test_a_rank_that_is_missing_in_a_repeated_call_is_named(pool, schedule, mask
     (told, waited), _ = pool.run(2, absent_later, dict(schedule=schedule, mask=mask))
     assert told.startswith(f"{named} was lost or did not answer within 0.7 s (")
     assert told.endswith("look at its output first")
-    assert waited < 3
+    assert waited < 10
 
 
 def another_call(rank, world, group):
@@ -266,7 +266,7 @@ def test_a_new_call_beside_a_known_one_ends_in_time(pool):
     assert new.startswith("rank 1 did not come to handshake 1 within 0.7 s. It may have raised, been ended, or be in")
     assert known.startswith("rank 0 was lost or did not answer within 0.7 s")
     assert "called attention with other arguments" in known
-    assert max(waited, also) < 3
+    assert max(waited, also) < 10
 
 
 def one_verifies(rank, world, group):
@@ -281,7 +281,8 @@ def one_verifies(rank, world, group):
 def test_a_rank_that_alone_verifies_ends_in_time(pool):
     (told, waited), _ = pool.run(2, one_verifies)
     assert told.startswith("rank 1 did not come to handshake 1 within 0.7 s")
-    assert waited < 3
+    assert "pass verify=True on all ranks, or on none" in told
+    assert waited < 10
 
 
 def dies(rank, world, group):

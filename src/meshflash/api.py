@@ -261,7 +261,8 @@ def attention(
         plan = here.last.plan if here else resolve(asked, q.shape[1], k.shape[1], 0, q_offset, 1)
         if verify:
             if here:
-                here.agree({"verify": True})  # a rank that does not verify would be waited for in vain
+                # a rank that does not verify would be waited for in vain
+                here.agree({"verify": True}, "It may not verify: pass verify=True on all ranks, or on none. ")
             read = Read(*arguments)
             check_rows(plan, here and here.group, rank, read.mask, read.features, q, k, v, out, lse)
         explanation = explain(plan, plan.reason, here, ran)

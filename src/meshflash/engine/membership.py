@@ -151,21 +151,24 @@ class Member:
         """A rank of this group, as the whole job numbers it."""
         return int(dist.get_global_rank(self.group, rank))
 
-    def agree(self, fields: dict[str, Any]) -> None:
-        """Compare these fields with those of all other ranks; all must come to it, in the same order."""
+    def agree(self, fields: dict[str, Any], hint: str = "") -> None:
+        """Compare these fields with those of all other ranks; all must come to it, in the same order.
+
+        The hint says why a rank may not have come.
+        """
         number = self.handshakes
         self.handshakes += 1
         deadline = time.monotonic() + timeout()
         self._store.set(self._name(number, self.rank), json.dumps(fields))
         if self.rank == 0:
             try:
-                verdict = self._judge(number, fields, deadline)
+                verdict = self._judge(number, fields, deadline, hint)
             except MissingRankError as missing:  # the store may end with this rank, before others know
                 self._store.set(self._name(number, "verdict"), f"{_MISSING}{missing}")
                 raise
             self._store.set(self._name(number, "verdict"), verdict)
         else:
-            verdict = self._read(number, "verdict", deadline)
+            verdict = self._read(number, "verdict", deadline, hint)
         if number and (self.rank or verdict == "agreed"):  # then all have come, and nobody reads of the last any more
             self._store.delete_key(self._name(number - 1, self.rank))
             if self.rank == 0:
@@ -175,23 +178,23 @@ class Member:
         if verdict != "agreed":
             raise DisagreementError(verdict)
 
-    def _judge(self, number: int, mine: dict[str, Any], deadline: float) -> str:
+    def _judge(self, number: int, mine: dict[str, Any], deadline: float, hint: str) -> str:
         for rank in range(1, self.world):
-            theirs = json.loads(self._read(number, rank, deadline))
+            theirs = json.loads(self._read(number, rank, deadline, hint))
             who = f"rank {self.global_rank(rank)}"
             if "error" in theirs:
                 return f"{who} raised: {theirs['error']}"
             for field in mine | theirs:
                 a, b = mine.get(field), theirs.get(field)
                 if json.dumps(a) != json.dumps(b):
-                    hint = "; where shards differ in length, give a layout" if field == "layout" else ""
+                    more = "; where shards differ in length, give a layout" if field == "layout" else ""
                     return (
                         f"ranks disagree in {field}: rank {self.global_rank(0)} has {_short(a)}, {who} has "
-                        f"{_short(b)}; all ranks of a group must make the same call, each with its own shard{hint}"
+                        f"{_short(b)}; all ranks of a group must make the same call, each with its own shard{more}"
                     )
         return "agreed"
 
-    def _read(self, number: int, who: int | str, deadline: float) -> str:
+    def _read(self, number: int, who: int | str, deadline: float, hint: str) -> str:
         """What another rank wrote; on time, or an error that names those who never came."""
         name = self._name(number, who)
         try:
@@ -204,7 +207,7 @@ class Member:
             ranks = ", ".join(str(self.global_rank(rank)) for rank in absent or [0])
             raise MissingRankError(
                 f"rank {ranks} did not come to handshake {number} within {timeout():g} s. It may have raised, been "
-                "ended, or be in another call; look at its output first. MESHFLASH_TIMEOUT sets the seconds"
+                f"ended, or be in another call; look at its output first. {hint}MESHFLASH_TIMEOUT sets the seconds"
             ) from error
         return bytes(self._store.get(name)).decode()
 
