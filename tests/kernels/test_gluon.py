@@ -1,6 +1,7 @@
 """How the kernels in Gluon walk a worklist: their own code for blocks and masks, with numbers for tensors.
 
-There is no interpreter for Gluon: products and copies are compared on a GPU, see test_gluon_gpu.py.
+There is no interpreter for Gluon: test_gluon_played.py plays a whole backward, and kernels run on a GPU in
+test_gluon_gpu.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from meshflash.kernels.contract import Grads
 from meshflash.kernels.triton_tables import runs
 
 common = pytest.importorskip("meshflash.kernels.gluon_common")
+played = pytest.importorskip("kernels.played")
 
 CAUSAL = Mask.causal()
 TOKENS = 700
@@ -68,13 +70,7 @@ WORK = {
 @pytest.fixture(autouse=True)
 def numbers(monkeypatch):
     """The code's own names, for numbers."""
-    names = SimpleNamespace(minimum=min, maximum=max, where=lambda yes, a, b: a if yes else b)
-    monkeypatch.setattr(common, "gl", names)
-    monkeypatch.setattr(common, "run_of", lambda table, n: tuple(map(int, table[n])))
-    monkeypatch.setattr(common, "rotated", common.rotated.fn)
-    monkeypatch.setattr(common, "block_of", common.block_of.fn)
-    monkeypatch.setattr(common, "next_block", common.next_block.fn)
-    return names
+    return played.with_numbers(monkeypatch)
 
 
 def dense(name: str):
@@ -231,10 +227,10 @@ def test_heads_of_a_group_meet_the_same_blocks(name, grid, group, rotate, number
             )
             alone.append((*state[-2:], fresh, block))
         start = common.run_of(spans, run)
-        head, left, ends = common.before_group.fn(first_head, start[1], turns, group, served.single, rotate)
+        head, left, ends = common.before_group(first_head, start[1], turns, group, served.single, rotate)
         state, met = (head, ends, run, left, *start), []
         for number in range(turns * group):
-            *state, fresh, block = common.next_in_group.fn(
+            *state, fresh, block = common.next_in_group(
                 *(number, *state, spans, first_head, run, turns, 64, group, served.single, served.whole),
                 *(served.clipped, rotate),
             )

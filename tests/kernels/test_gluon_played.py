@@ -1,0 +1,108 @@
+"""A whole backward in Gluon on a CPU, against float64: tables, descriptors, sums, lines, and what is left to Triton."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshflash import Layout, Mask
+from meshflash.core.tiles import worklist
+from meshflash.kernels import gluon_launch
+from meshflash.kernels.contract import Features, Grads, Inputs, Rows
+from meshflash.kernels.tiled import Tiled
+from meshflash.kernels.triton_kernel import Triton
+
+pytest.importorskip("meshflash.kernels.gluon_backward")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("on a GPU test_gluon_gpu.py has it", allow_module_level=True)
+
+from kernels import played
+from meshflash.kernels import gluon_backward
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The backward, played; calls are served as on a Hopper GPU."""
+    kernel = played.Backward(gluon_backward.backward, played.with_numbers(monkeypatch))
+    monkeypatch.setattr(gluon_backward, "backward", kernel)
+    monkeypatch.setattr(gluon_launch, "descriptor", played.Described)
+    monkeypatch.setattr(gluon_launch, "_knows", lambda *_: True)
+    return kernel
+
+
+def close(got_BTHD, want_BTHD):
+    """Every 64 rows of each batch row and head by themselves."""
+    for got, want in zip(got_BTHD.double().split(64, 1), want_BTHD.split(64, 1), strict=True):
+        error, size = (x.norm(dim=(1, 3)) for x in (got - want, want))
+        assert (error <= 0.012 * size + 2e-3).all()
+
+
+def check(work, dim, batch, heads, kv_heads, add, apart):
+    """Gradients into rooms of NaN, or added to ones, whose rows may lie apart."""
+    torch.manual_seed(0)
+    queries, keys = (sum(map(len, ranges)) for ranges in (work.q_ranges, work.k_ranges))
+    q, dout = torch.randn(2, batch, queries, heads, dim).bfloat16()
+    k, v = torch.randn(2, batch, keys, kv_heads, dim).bfloat16()
+    x = Inputs(q, k, v, work, Features(dim**-0.5))
+    exact = replace(x, q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double())
+    out, lse = Tiled().forward(exact)
+    delta = (out * dout).sum(-1).transpose(1, 2).contiguous()
+    want = Tiled().backward(exact, Rows(out, dout.double(), lse, delta))
+
+    def room(y):
+        b, t, h, d = y.shape
+        whole = torch.full((b, h, t + 3 * apart, d + 8 * apart), 1.0 if add else torch.nan)
+        return whole.to(torch.float32 if add else torch.bfloat16)[:, :, :t, :d].transpose(1, 2)
+
+    grads = Grads(room(q), room(k), room(v), add_dq=add, add_dkv=add)
+    Triton().backward(x, Rows(out.bfloat16(), dout, lse.float(), delta.float()), grads)
+    close(grads.dq_BTHD - int(add), want.dq_BTHD)
+    close(grads.dk_BSKD - int(add), want.dk_BSKD)
+    close(grads.dv_BSKE - int(add), want.dv_BSKE)
+
+
+def one(mask, queries, keys=None):
+    return worklist(mask, (range(queries),), (range(queries if keys is None else keys),))
+
+
+ZIGZAG = Layout.zigzag(512, 2)
+WORK = {
+    "full": lambda: one(FULL, 256),
+    "full, odd": lambda: one(FULL, 197, 300),
+    "causal": lambda: one(CAUSAL, 384),
+    "causal, odd": lambda: one(CAUSAL, 301),
+    "window": lambda: one(CAUSAL & Mask.window(90, 0), 333),
+    "first keys": lambda: one(CAUSAL & (Mask.window(70, 0) | Mask.first(130)), 320),
+    "documents": lambda: one(CAUSAL & Mask.documents([5, 130, 1, 200]), 336),
+    "whole documents": lambda: one(Mask.documents([150, 186]), 336),
+    "queries that see nothing": lambda: one(Mask.documents([3, 256], k_lengths=[0, 384]), 259, 384),
+    "documents by row": lambda: one(CAUSAL & Mask.documents([[5, 251], [256, 0]]), 256),
+    "zigzag": lambda: worklist(CAUSAL, tuple(ZIGZAG.ranges[0]), tuple(ZIGZAG.ranges[0])),
+}
+
+
+@pytest.mark.parametrize("into", ["new", "rows", "tiles"])
+@pytest.mark.parametrize("name", WORK)
+def test_gradients(name, into, kernel, monkeypatch):
+    """New ones, or sums that are given, in rows or by way of tiles; by turns at either dim, and with shared keys."""
+    number = list(WORK).index(name) + len(into)
+    configs = {d: replace(c, tiled_from=0 if into == "tiles" else 1 << 30) for d, c in gluon_launch.BACKWARD.items()}
+    monkeypatch.setattr(gluon_launch, "BACKWARD", configs)
+    kv_heads = 1 + number // 2 % 2
+    check(WORK[name](), (64, 128)[number % 2], 2, 2, kv_heads, add=into != "new", apart=into == "tiles")
+    (started,) = kernel.started
+    shifted = name == "queries that see nothing"
+    how = {"SHIFTED": shifted, "TILED": into != "rows" and not shifted, "GROUP": 2 // kv_heads, "ADD": into != "new"}
+    assert {key: getattr(started, key) for key in how} == how
+
+
+def test_what_is_left_to_the_ordinary_kernel(kernel):
+    """Some documents are its, and both add to the same sums."""
+    check(one(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, 2, add=False, apart=False)
+    (started,) = kernel.started
+    assert len(started.TILES) == 1
