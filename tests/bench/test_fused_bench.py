@@ -187,6 +187,7 @@ def tried(monkeypatch):
     monkeypatch.setattr(Played, "time", timed)
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_best_configuration_of_each_variant(tried):
     said: list = []

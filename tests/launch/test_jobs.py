@@ -41,7 +41,10 @@ def test_mpich_without_mpi4py_and_two_jobs_at_once():
 
 @pytest.mark.parametrize(
     ("kind", "name", "hidden"),
-    [("openmpi", "Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("mpich", "MPICH", "MPI_LOCALNRANKS")],
+    [
+        ("openmpi", "Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        pytest.param("mpich", "MPICH", "MPI_LOCALNRANKS", marks=pytest.mark.slow),
+    ],
 )
 def test_mpi4py_tells_where_rank_0_is(kind, name, hidden):
     """Where ranks do not know that they are on one node."""
@@ -152,13 +155,12 @@ def kill_one(seed, world=3, timeout=8.0):
     assert time.monotonic() - begin < timeout + 10
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_rank_that_is_killed_ends_the_others(seed):
-    kill_one(seed)
+def test_a_rank_that_is_killed_ends_the_others():
+    kill_one(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 20))
+@pytest.mark.parametrize("seed", range(1, 20))
 def test_a_rank_that_is_killed_at_more_moments_ends_the_others(seed):
     kill_one(seed)
 
