@@ -105,7 +105,7 @@ def test_a_rank_that_cannot_join_says_so_in_a_line(words: list[str], monkeypatch
 def test_a_script_that_is_not_there_is_not_started() -> None:
     done = CliRunner().invoke(app, ["launch", "-n", "2", "nowhere.py"])
     assert done.exit_code == 2
-    assert "nowhere.py: there is no such file" in done.output
+    assert "nowhere.py: there is no such file or folder" in done.output
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

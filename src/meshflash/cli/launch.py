@@ -15,6 +15,6 @@ def command(
     nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks.")] = 1,
 ) -> None:
     """Start a script as ranks of this machine, by torchrun; each line that a rank writes begins with its number."""
-    if script[0] != "-m" and not Path(script[0]).is_file():
-        raise typer.BadParameter(f"{script[0]}: there is no such file", param_hint="SCRIPT")
+    if script[0] != "-m" and not Path(script[0]).exists():
+        raise typer.BadParameter(f"{script[0]}: there is no such file or folder", param_hint="SCRIPT")
     become(nproc, script, prefixed=True)
