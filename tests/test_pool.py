@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshflash.launch.parent import alive
 from pool import Pool, WorkerError
 
 
@@ -153,13 +154,6 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
     worker = int(done.stdout)
     deadline = time.monotonic() + 5
-    while _alive(worker) and time.monotonic() < deadline:
+    while alive(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _alive(worker)
-
-
-def _alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not alive(worker)

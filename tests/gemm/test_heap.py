@@ -24,9 +24,10 @@ from meshflash.engine.membership import DisagreementError
 from meshflash.gemm import heap_shared, heap_symmetric
 from meshflash.gemm.heap import ALIGN, open_heap
 from meshflash.gemm.heap_blocks import Blocks
-from meshflash.gemm.heap_meeting import Meeting, alive
+from meshflash.gemm.heap_meeting import Meeting
 from meshflash.launch.devices import take_device
 from meshflash.launch.mps import missing, mps
+from meshflash.launch.parent import alive
 from meshflash.launch.processes import run_ranks
 from meshflash.transport.contract import TransportError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -236,6 +237,17 @@ def test_a_store_waits_as_long_as_was_asked_for(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     met = [rendezvous.meet(Place("variables", rank, 2, rank, 2), 10.0) for rank in range(2)]
     assert {one.store.underlying_store.timeout for one in met} == {timedelta(seconds=10)}
+
+
+def test_a_rank_whose_starter_has_ended_does_not_begin(monkeypatch):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setenv("MESHFLASH_STARTER", str(ended.pid))
+    with pytest.raises(LaunchError, match=f"process {ended.pid}, which started this rank, has ended; where MESHFLASH_"):
+        meshflash.init()
+    monkeypatch.setenv("MESHFLASH_STARTER", str(os.getpid()))  # of a rank that started us
+    with meshflash.init() as world_here:
+        assert world_here.world_size == 1
 
 
 def test_slurm_nodes_meet_at_the_first_host_on_a_port_of_the_job(monkeypatch):

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshflash.launch.parent import alive
+
 #: Seconds that a run may take.
 LIMIT = 120.0
 
@@ -113,16 +115,9 @@ def kill_family(pid: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
     deadline = time.monotonic() + LIMIT
-    while any(_runs(one) for one in found) and time.monotonic() < deadline:
+    while any(alive(one) for one in found) and time.monotonic() < deadline:
         time.sleep(0.01)
     return len(found)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def die_once(rank: str, at: int, marker: Path) -> None:

@@ -12,34 +12,15 @@ import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from meshflash.launch.hosts import host_name
+from meshflash.launch.parent import alive
 from meshflash.transport.contract import TransportError
 from meshflash.transport.process_group import dist
 
 #: Seconds between two looks at whether a rank that is waited for still lives.
 LOOK = 0.5
-
-
-def alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and waits to be collected does not.
-
-    >>> alive(os.getpid())
-    True
-    """
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):  # a system without /proc, or it ended just now
-        return True
-    return state not in "ZX"
 
 
 class Meeting:

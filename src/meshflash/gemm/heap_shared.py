@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from meshflash.gemm.heap_contract import Heap
-from meshflash.gemm.heap_meeting import Meeting, alive
+from meshflash.gemm.heap_meeting import Meeting
+from meshflash.launch.parent import alive
 
 #: How the names of files begin; the job, the rank and the process follow.
 PREFIX = "meshflash-heap-"

@@ -1,4 +1,4 @@
-"""Ranks that end with the process that started them, however that ends.
+"""Processes of this machine: whether one lives, and ranks that end with the one that started them, however it ends.
 
 A launcher that is killed outright cannot tell its ranks, which would go on by themselves, and write where the next job
 of the same folder does.
@@ -10,10 +10,11 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 from meshflash.launch.launchers import LaunchError
 
-#: Who started the ranks of this machine: its process, which is theirs' parent.
+#: The variable by which ranks of this machine know the process that started them, their parent.
 STARTER = "MESHFLASH_STARTER"
 _SET_DEATH_SIGNAL = 1  # of prctl
 
@@ -25,8 +26,11 @@ def end_with_starter() -> None:
         return
     if int(said) == os.getppid():
         end_with_parent()
-    if not _runs(int(said)):
-        raise LaunchError(f"process {said}, which started this rank, has ended")
+    if not alive(int(said)):
+        raise LaunchError(
+            f"process {said}, which started this rank, has ended; where {STARTER} came here with the variables of "
+            "another job, unset it"
+        )
 
 
 def end_with_parent() -> None:
@@ -35,11 +39,20 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
-def _runs(process: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether a process of this machine runs; one that has ended and waits to be collected does not.
+
+    >>> alive(os.getpid())
+    True
+    """
     try:
-        os.kill(process, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user: it is there
+    except PermissionError:
         return True
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):  # a system without /proc, or it ended just now
+        return True
+    return state not in "ZX"
