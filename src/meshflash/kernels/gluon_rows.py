@@ -41,14 +41,15 @@ def gather_dq(SUMS, DQ, tokens, tiles, heads, scale, q_b, q_t, q_h, BLOCK_M: tl.
     line = block // tiles
     b = line // heads
     h = line % heads
+    x = tl.load(SUMS + block * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D))
+    x = tl.reshape(x, [2, 8, 4, 8, 4, 2, 2])  # halves, then of 64 rows and columns: c / 8, r / 16, r, c / 2, r / 8, c
+    if BLOCK_M == 64:  # halved by columns
+        x = tl.permute(x, (2, 5, 3, 0, 1, 4, 6))
+    else:
+        x = tl.permute(x, (0, 2, 5, 3, 1, 4, 6))
+    x = tl.reshape(x, [BLOCK_M, D])
     m = tl.arange(0, BLOCK_M)[:, None]
     c = tl.arange(0, D)[None, :]
-    half = c // 64 if BLOCK_M == 64 else m // 64
-    row = m % 64
-    column = c % 64
-    at = (column // 8 * 4 + row // 16) * 8 + row % 8
-    at = ((at * 4 + column % 8 // 2) * 2 + row // 8 % 2) * 2 + column % 2
-    x = tl.load(SUMS + block * (BLOCK_M * D) + half * 4096 + at)
     t = block % tiles * BLOCK_M + m
     into = DQ + b * q_b + h * q_h + t * q_t + c
     x = x * scale
