@@ -72,14 +72,15 @@ class Backward:
         def start(*arguments: Any, **constants: Any) -> None:
             given = dict(zip(self.arguments, arguments, strict=False)) | constants
             self.started.append(SimpleNamespace(**given))
-            for head, tile in product(range(grid[1]), range(grid[0])):
+            for head, tile in list(product(range(grid[1]), range(grid[0])))[: self.started[-1].work]:
                 vars(self.names)["program_id"] = (tile, head).__getitem__
                 _program(self.started[-1], tile, head)
 
         return start
 
 
-def _program(c: SimpleNamespace, tile: int, key_head: int) -> None:
+def _program(c: SimpleNamespace, tile: int, head: int) -> None:
+    first_head, key_head = head * c.GROUP, head // c.SHARE
     batch, row, rows, first, step, run, turns = c.TILES[tile].tolist()
     if c.SINGLE:
         run = tile
@@ -91,7 +92,7 @@ def _program(c: SimpleNamespace, tile: int, key_head: int) -> None:
     n = torch.arange(c.BLOCK_N)[:, None]
     positions = first + step * (n - missing)
     dk, dv = torch.zeros(2, c.BLOCK_N, c.D)
-    first_head, numbers = key_head * c.GROUP, common.run_of(c.RUNS, run)
+    numbers = common.run_of(c.RUNS, run)
     head, left, ends = common.before_group(first_head, numbers[1], turns, c.GROUP, c.SINGLE, c.ROTATE)
     state: list[int] = [head, ends, run, left, *numbers]
     for number in range(turns * c.GROUP):

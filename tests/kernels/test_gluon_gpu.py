@@ -139,6 +139,24 @@ def test_against_the_oracle(name, dim, dtype, ran):
     assert ran == {"forward": 2, "backward": 2, "queries": 0}
 
 
+@pytest.fixture(params=[0, 1 << 30], ids=["spread", "together"])
+def groups(request, monkeypatch):
+    """Whether heads of a group have programs of their own, however few blocks there are."""
+    monkeypatch.setattr(gluon_launch, "SPREAD_FROM", request.param)
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kv_heads])
+def test_heads_that_share_keys(name, dim, dtype, ran):
+    case = of_dim(CASES[name], dim)
+    for seed in range(2):
+        leaves = case.inputs(dtype, "cuda", seed)
+        check(gradients(case.run(leaves, "triton"), leaves, case), case, leaves)
+    assert ran == {"forward": 2, "backward": 2, "queries": 0}
+
+
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_twice(name, dim, ran):
@@ -347,7 +365,7 @@ def test_padding_may_hold_anything(dim, lengths, grid, deterministic, ran):
     assert ran == {"forward": 0, "backward": 1, "queries": deterministic}
 
 
-@pytest.mark.usefixtures("added")
+@pytest.mark.usefixtures("added", "groups")
 @pytest.mark.parametrize("mask", [Mask.full(), CAUSAL, CAUSAL & (Mask.window(200, 0) | Mask.first(130))])
 @pytest.mark.parametrize("dim", DIMS)
 def test_sums_of_groups(dim, mask, ran):
@@ -450,23 +468,32 @@ def test_strides_of_dimensions_of_one_may_be_any(dim, ran):
     assert ran == {"forward": 1, "backward": 1, "queries": 0}
 
 
-@pytest.mark.parametrize(
-    ("dim", "batch", "heads", "kv_heads", "processors"),
-    [(64, 1, 3, 3, 8), (64, 2, 4, 2, 9), (128, 1, 3, 3, 23), (128, 2, 4, 2, 23)],
-)
-def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, monkeypatch):
+@pytest.fixture
+def parts(monkeypatch):
+    """Into how many parts tiles of last rounds were split, which costs nothing."""
     from meshflash.kernels import gluon_last
 
+    found = []
+    for name in ("EACH", "FURTHER", "TRAFFIC"):
+        monkeypatch.setattr(gluon_last, name, 0)
+    plan = gluon_last.last_round
+
+    def planned(*arguments, **more):
+        last = plan(*arguments, **more)
+        found.append(last.parts if last else 1)
+        return last
+
+    monkeypatch.setattr(gluon_last, "last_round", planned)
+    return found
+
+
+#: (dim, batch, heads, key heads, processors): some tiles of keys or queries are left after full rounds.
+ROUNDS = [(64, 1, 3, 3, 8), (64, 2, 4, 2, 9), (128, 1, 3, 3, 23), (128, 2, 4, 2, 23)]
+
+
+@pytest.mark.parametrize(("dim", "batch", "heads", "kv_heads", "processors"), ROUNDS)
+def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, parts, monkeypatch):
     monkeypatch.setattr(gluon_launch, "_processors", lambda device: processors)
-    monkeypatch.setattr(gluon_last, "LEAST_TURNS", 3)
-    monkeypatch.setattr(gluon_last, "LEAST_PARTS", 2)
-    join, joined = gluon_last.join_parts, []
-
-    def joining(last, *rest):
-        joined.append(last.parts)
-        join(last, *rest)
-
-    monkeypatch.setattr(gluon_last, "join_parts", joining)
     for seed in range(3):
         torch.manual_seed(seed)
         q, k, v, _ = tensors(batch, 1152, 1024, heads, kv_heads, dim)
@@ -475,8 +502,38 @@ def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, mon
             want, want_lse = flash_attention(q.double(), k.double(), v.double(), kernel="tiled", return_lse=True)
         close(out, want)
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-3)
-    assert len(joined) == 3
-    assert min(joined) > 1
+    assert len(parts) == 3 + 3  # those of parts are not split again
+    assert parts[0] > 1
+    assert parts[::2] == parts[:1] * 3
+
+
+@pytest.mark.usefixtures("added", "groups")
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("keys", [1024, 1150, 1190])
+@pytest.mark.parametrize(("queries", "blind"), [(1024, 0), (1090, 0), (1027, 3)])
+@pytest.mark.parametrize(
+    ("dim", "batch", "heads", "kv_heads"), [(64, 1, 3, 3), (64, 2, 4, 2), (128, 1, 6, 2), (128, 2, 3, 3)]
+)
+def test_a_last_round_split_by_queries(dim, batch, heads, kv_heads, queries, blind, keys, add, parts, monkeypatch):
+    """Where the first queries see nothing, blocks begin anywhere, and lse and delta are there four times."""
+    mask = Mask.documents([blind, queries - blind], k_lengths=[0, keys]) if blind else Mask.full()
+    programs = -(-keys // 128) * batch * (kv_heads if gluon_launch.SPREAD_FROM else heads)
+    processors = programs // 2 - 1  # two rounds, and a few tiles
+    monkeypatch.setattr(gluon_launch, "_processors", lambda device: processors)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v, dout = tensors(batch, queries, keys, heads, kv_heads, dim)
+        x = Inputs(q, k, v, worklist(mask, (range(queries),), (range(keys),)), Features(dim**-0.5))
+        if add:
+            added_to_ones(x, dout, Triton())
+        else:
+            rows, want = exact(x, dout)
+            dq, dk, dv = (torch.full_like(y, torch.nan) for y in (q, k, v))
+            Triton().backward(x, rows, Grads(dq, dk, dv))
+            for y, z in zip((dq, dk, dv), (want.dq_BTHD, want.dk_BSKD, want.dv_BSKE), strict=True):
+                close(y, z)
+    assert parts
+    assert min(parts) > 1
 
 
 #: Calls whose groups of 64 rows see other blocks than their tile, fewer rows than 64, or nothing at all:

@@ -32,6 +32,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(gluon_backward, "backward", kernel)
     monkeypatch.setattr(gluon_launch, "descriptor", played.Described)
     monkeypatch.setattr(gluon_launch, "_knows", lambda *_: True)
+    monkeypatch.setattr(gluon_launch, "_processors", lambda device: 10**6)
     return kernel
 
 
@@ -106,3 +107,26 @@ def test_what_is_left_to_the_ordinary_kernel(kernel):
     check(one(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, 2, add=False, apart=False)
     (started,) = kernel.started
     assert len(started.TILES) == 1
+
+
+@pytest.mark.parametrize("into", ["new", "rows", "tiles"])
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("name", ["full", "full, odd", "queries that see nothing", "causal, odd", "window"])
+def test_parts_of_a_last_round_and_heads_apart(name, spread, into, kernel, monkeypatch):
+    from meshflash.kernels import gluon_last
+
+    for cost in ("EACH", "FURTHER", "TRAFFIC"):
+        monkeypatch.setattr(gluon_last, cost, 0)
+    number = list(WORK).index(name) + len(into)
+    configs = {d: replace(c, tiled_from=0 if into == "tiles" else 1 << 30) for d, c in gluon_launch.BACKWARD.items()}
+    monkeypatch.setattr(gluon_launch, "BACKWARD", configs)
+    monkeypatch.setattr(gluon_launch, "SPREAD_FROM", 0 if spread else 1 << 30)
+    work = WORK[name]()
+    tiles, groups = 2 * -(-sum(map(len, work.k_ranges)) // 128), 4 if spread else 2
+    monkeypatch.setattr(gluon_launch, "_processors", lambda device: tiles * groups - 1)  # one tile is left
+    check(work, (64, 128)[number % 2], 2, 4, 2, add=into != "new", apart=into == "tiles")
+    first, *more = kernel.started
+    split = name not in ("causal, odd", "window")
+    assert (len(more), first.work) == (split, tiles * groups - split)
+    assert ((1, 2, True) if spread else (2, 1, into != "new")) == (first.GROUP, first.SHARE, first.ADD)
+    assert all((last.GROUP, last.SHARE, last.ADD) == (first.GROUP, first.SHARE, True) for last in more)

@@ -1,8 +1,9 @@
-"""Tiles of a last round, split by keys: their tables played in PyTorch, and the kernel that joins them, interpreted."""
+"""Tiles of a last round in parts: their tables played in PyTorch, and the kernels that join them, interpreted."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,13 +21,19 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
-    monkeypatch.setattr(last, "LEAST_TURNS", 3)
-    monkeypatch.setattr(last, "LEAST_PARTS", 2)
+    """Parts cost nothing."""
+    for name in ("EACH", "FURTHER", "TRAFFIC"):
+        monkeypatch.setattr(last, name, 0)
 
 
 def tables(queries, keys, batch, mask=None):
     work = worklist(Mask.full() if mask is None else mask, (range(queries),), (range(keys),))
     return runs(work, False, SIZE, SIZE, SIZE, batch, CPU)[0], work  # tables live as long as the worklist
+
+
+def tables_of_keys(queries, keys, batch, mask=None):
+    work = worklist(Mask.full() if mask is None else mask, (range(queries),), (range(keys),))
+    return runs(work, True, SIZE, 64, SIZE, batch, CPU, filled=True, grid=True)[0], work
 
 
 @pytest.mark.parametrize(
@@ -38,8 +45,7 @@ def test_every_block_of_keys_of_every_tile_once(queries, keys, batch, heads, pro
     found = last.last_round(served, heads, processors, SIZE)
     assert found is not None
     assert found.tiles == len(served) * heads % processors
-    assert found.parts == min(processors // found.tiles, keys // SIZE)
-    assert len(found.blocks) <= processors
+    assert 1 < found.parts <= keys // SIZE
     meets: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     for n, (b, row, rows, _, _, run, turns) in enumerate(found.blocks.tiles.tolist()):
         begin, blocks, limit, *_ = found.blocks.spans[run].tolist()
@@ -55,12 +61,55 @@ def test_every_block_of_keys_of_every_tile_once(queries, keys, batch, heads, pro
 
 
 @pytest.mark.parametrize(
+    ("queries", "keys", "batch", "heads", "processors"),
+    [(640, 512, 1, 3, 5), (384, 384, 2, 3, 8), (500, 640, 3, 2, 13), (640, 300, 2, 2, 5), (641, 129, 2, 2, 3)],
+)
+def test_every_block_of_queries_of_every_tile_once(queries, keys, batch, heads, processors):
+    served, _work = tables_of_keys(queries, keys, batch)
+    found = last.last_round(served, heads, processors, 64, 2, stacked=False)
+    assert found is not None
+    assert found.tiles == len(served) * heads % processors
+    assert (found.blocks.aligned, found.blocks.even, found.blocks.edge) == (served.aligned, served.even, served.edge)
+    meets: dict[tuple[int, int, int], list[int]] = {}
+    for n, (b, row, rows, position, step, run, turns) in enumerate(found.blocks.tiles.tolist()):
+        begin, blocks, limit, *_ = found.blocks.spans[run].tolist()
+        assert (run, blocks, limit) == (n, turns, min(queries, begin + turns * 64))
+        assert (position, step) == (0, 1)
+        assert 0 <= row <= found.rows - rows
+        meets.setdefault((b, found.begin + row, rows), []).extend(range(begin, limit, 64))
+    assert sorted(meets) == sorted(tuple(tile[:3]) for tile in served.tiles.tolist()[-found.tiles :])
+    assert all(begins == list(range(0, queries, 64)) for begins in meets.values())
+    x = torch.arange(batch * keys * heads).view(batch, keys, heads, 1)
+    for b, row, rows in found.items.tolist():
+        at = row - found.begin
+        assert torch.equal(found.of(x)[b, at : at + rows, 0], x[b, row : row + rows, -1])
+
+
+@pytest.mark.parametrize(
+    ("left", "turns", "group", "most", "parts"),
+    [
+        (4, 256, 1, 64, 32),  # all multiprocessors, once
+        (4, 64, 1, 64, 22),  # not so many that joining them takes longer
+        (8, 32, 1, 64, 11),
+        (100, 256, 4, 64, 9),  # seven rounds of a ninth instead of one
+        (100, 256, 4, 1, 1),
+        (130, 256, 1, 64, 1),  # nothing to gain
+        (4, 16, 1, 64, 1),  # short
+        (4, 16, 4, 64, 16),  # but not for each of four heads
+    ],
+)
+def test_as_many_parts_as_pay(left, turns, group, most, parts, monkeypatch):
+    monkeypatch.undo()
+    assert last._best_parts(left, turns, group, 132, most) == parts
+
+
+@pytest.mark.parametrize(
     ("queries", "keys", "heads", "processors", "mask"),
     [
         (512, 640, 5, 5, None),  # full rounds
         (512, 640, 1, 5, None),  # less than one
         (512, 640, 3, 7, None),  # more than one head has
-        (512, 256, 3, 5, None),  # short
+        (512, 128, 3, 5, None),  # short
         (512, 700, 3, 5, None),  # a last block that begins earlier
         (640, 640, 1, 4, Mask.causal()),
     ],
@@ -82,7 +131,7 @@ def test_parts_joined_are_attention(batch):
     k, v = torch.randn(2, batch, keys, heads, dim)
     k[:, : 2 * SIZE] = 0
     k[0, 0, -1] = -100 * q[0, -1, -1]
-    more = found.queries(q)
+    more = found.of(q).repeat(1, found.parts, 1, 1)
     assert more.shape == (batch, found.parts * found.rows, 1, dim)
     part = torch.full_like(more, torch.nan), torch.full((batch, 1, more.shape[1]), torch.nan)
     for b, row, rows, _, _, run, _ in found.blocks.tiles.tolist():
@@ -115,3 +164,56 @@ def test_a_row_that_sees_nothing():
     (_, row, count), *_ = found.items.tolist()
     assert not out[0, row : row + count, 1].any()
     assert (lse[0, 1, row : row + count] == -torch.inf).all()
+
+
+@interpreted
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sums_of_parts_become_gradients_of_their_tiles_alone(batch):
+    served, _work = tables_of_keys(640, 300, batch)
+    found = last.last_round(served, 2, 4, 64, stacked=False)
+    assert found is not None
+    into = [torch.full((batch, 300, 2, 16), torch.nan, dtype=torch.float16) for _ in range(2)]
+    sums = [torch.randn(batch, found.rows, 1, 16) for _ in range(2)]
+    last.settle_parts(found, sums, into, SIZE)
+    for x, y in zip(sums, into, strict=True):
+        for b, row, rows in found.items.tolist():
+            at = row - found.begin
+            assert torch.equal(y[b, row : row + rows, 1], x[b, at : at + rows, 0].half())
+            y[b, row : row + rows, 1] = torch.nan
+        assert y.isnan().all(), "rows of other tiles"
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(100, 100), Mask.window(0, 10**6), Mask.window(639, 640)])
+def test_tiles_of_keys_that_a_mask_cuts_are_left_as_they_are(mask):
+    served, _work = tables_of_keys(640, 640, 1, mask)
+    whole, _full = tables_of_keys(640, 640, 1)
+    alike = replace(served, tiles=served.tiles.clone())
+    alike.tiles[:, 6] = 5  # as if all took as long
+    assert last.last_round(whole, 3, 7, 64, stacked=False) is not None
+    assert (last.last_round(alike, 3, 7, 64, stacked=False) is None) == (mask != Mask.window(639, 640))
+
+
+def test_tiles_that_differ_fill_a_round_by_themselves():
+    served, _work = tables_of_keys(640, 640, 1, Mask.documents([256, 384]))
+    assert not served.lower
+    assert not served.upper
+    assert last.last_round(served, 3, 7, 64, stacked=False) is None
+    alike, _other = tables_of_keys(768, 768, 1, Mask.documents([384, 384]))
+    assert last.last_round(alike, 3, 7, 64, stacked=False) is not None
+
+
+def test_rounds_of_other_groups_are_their_own():
+    served, _work = tables_of_keys(640, 640, 1)
+    once = last.last_round(served, 3, 7, 64, 1, stacked=False)
+    assert last.last_round(served, 3, 7, 64, 2, stacked=False) is not once
+    assert last.last_round(served, 3, 7, 64, 1, stacked=False) is once
+
+
+def test_lines_of_rows_that_begin_anywhere_stay_shifted():
+    mask = Mask.documents([3, 640], k_lengths=[0, 640])  # the first queries see nothing
+    served, _work = tables_of_keys(643, 640, 1, mask)
+    found = last.last_round(served, 3, 7, 64, stacked=False)
+    assert found is not None
+    assert not served.aligned
+    assert not found.blocks.aligned
+    assert served.meets == 10

@@ -3,7 +3,7 @@
 Scores are computed with keys as rows, so that weights and their gradients go from registers into dV and dK. dS also
 goes to shared memory, where both groups read all of it: each multiplies half of dQ over all 128 keys, where it can a
 block later, so that neither waits for the other, and adds it to float32 sums in global memory, by copies that add. The
-order of those sums changes from run to run.
+order of those sums changes from run to run, and so does that of dK and dV where several programs add to them.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from meshflash.kernels.gluon_common import (
 @gluon.jit
 def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full, q_empty,
           dout_full, dout_empty, TILES, RUNS, heads,
-          GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-          SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
-          AHEAD: gl.constexpr):  # fmt: skip
+          GROUP: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+          STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr,
+          SHIFTED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     """The warp that copies: keys and values once, then queries, dout, lse and delta block by block.
 
     Copies of lse and delta begin at multiples of 16 bytes. SHIFTED lines are there four times, each a row further.
     """
     batch, row, rows, _, _, first_run, turns = tile_of(TILES, gl.program_id(0), SINGLE)
-    key_head = gl.program_id(1)
+    first_head = gl.program_id(1) * GROUP
+    key_head = gl.program_id(1) // SHARE
     start = row + rows - BLOCK_N
     mbarrier.expect(kv_full.index(0), 2 * BLOCK_N * D * 2)
     for w in gl.static_range(2):
         copy_block(k, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), k_room.index(w))
         copy_block(v, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), v_room.index(w))
     block = 0
-    first_head = key_head * GROUP
     run = first_run
     begin, blocks, limit, least, most = run_of(RUNS, run)
     head, left, ends = before_group(first_head, blocks, turns, GROUP, SINGLE, ROTATE)
@@ -278,17 +278,18 @@ def _block(dk, dv, s, at, used, head, fresh, block, limit, least, most, dq, room
 def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full, q_full,
              q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2, inner_scale,
              dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
-             WHICH: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-             STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr,
-             PEELED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, EDGE: gl.constexpr,
-             ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr,
-             AHEAD: gl.constexpr):  # fmt: skip
+             WHICH: gl.constexpr, GROUP: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr,
+             BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
+             CLIPPED: gl.constexpr, PEELED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
+             SOFTCAP: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr,
+             ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 keys, and half of dQ."""
     ROWS: gl.constexpr = BLOCK_N // 2
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     batch, row, rows, first, step, first_run, turns = tile_of(TILES, gl.program_id(0), SINGLE)
-    key_head = gl.program_id(1)
+    first_head = gl.program_id(1) * GROUP
+    key_head = gl.program_id(1) // SHARE
     missing = 0
     if EDGE:
         missing = BLOCK_N - rows
@@ -312,7 +313,6 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma(k, q_room.index(0).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    first_head = key_head * GROUP
     run = first_run
     begin, blocks, limit, least, most = run_of(RUNS, run)
     head, left, ends = before_group(first_head, blocks, turns, GROUP, SINGLE, ROTATE)
@@ -379,7 +379,7 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
     dk_at = DK + b * dk_b + h * dk_h + line * dk_t + columns[None, :]
     dv_at = DV + b * dv_b + h * dv_h + line * dv_t + columns[None, :]
     dk = dk * scale
-    if ADD:  # nobody else adds there, and nobody waits for what was there
+    if ADD:  # nobody waits for what was there
         gl.atomic_add(dk_at, gl.convert_layout(dk, ALONG), mask=there, sem="relaxed")
         gl.atomic_add(dv_at, gl.convert_layout(dv, ALONG), mask=there, sem="relaxed")
     else:
@@ -389,22 +389,27 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["heads", "tiles_of_row"])
-def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of_row, scale, scale2, inner_scale,
+@gluon.jit(do_not_specialize=["work", "heads", "tiles_of_row"])
+def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, work, heads, tiles_of_row, scale, scale2, inner_scale,
              dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
-             GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-             SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr, PEELED: gl.constexpr,
-             LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr,
-             QUERIES: gl.constexpr, TILED: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
+             GROUP: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+             STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr,
+             PEELED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, EDGE: gl.constexpr,
+             ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
              AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(dK, dV) of one block of keys and one key head, and with QUERIES its part of dQ, which is added.
 
+    Of all blocks, one GROUP of heads after another, it does the first `work`. Where several programs SHARE a key head,
+    they ADD to the same sums.
     `scale2` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. Where a
     segment of keys ends within a block, the block begins earlier, even before the first row: keys before its own are
     not weighed. PEELED, blocks of queries that a band cuts come last, and are met in a loop of their own. TILED sums of
     dQ are not scaled, and lie as `gather_dq` reads them.
     """
+    gl.static_assert(SHARE == 1 or (GROUP == 1 and ADD), "programs that share keys have a head each, and add")
     gl.static_assert(not (PEELED and ROTATE), "the loops of a peeled run begin at its last block, as copies must")
+    if gl.program_id(1) * gl.num_programs(0) + gl.program_id(0) >= work:
+        return
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -430,15 +435,15 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, heads, tiles_of
     gl.warp_specialize([
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
-                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, SHARE, BLOCK_M, BLOCK_N, D, STAGES,
                     SINGLE, WHOLE, CLIPPED, PEELED, LOWER, UPPER, SOFTCAP, EDGE, ADD, QUERIES, TILED, ROTATE,
                     AHEAD)),
         (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
-                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, BLOCK_M, BLOCK_N, D, STAGES,
+                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, SHARE, BLOCK_M, BLOCK_N, D, STAGES,
                     SINGLE, WHOLE, CLIPPED, PEELED, LOWER, UPPER, SOFTCAP, EDGE, ADD, QUERIES, TILED, ROTATE,
                     AHEAD)),
         (_copy, (q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full,
-                 q_empty, dout_full, dout_empty, TILES, RUNS, heads, GROUP, BLOCK_M, BLOCK_N, D, STAGES, SINGLE, WHOLE,
-                 CLIPPED, SHIFTED, ROTATE, AHEAD)),
+                 q_empty, dout_full, dout_empty, TILES, RUNS, heads, GROUP, SHARE, BLOCK_M, BLOCK_N, D, STAGES, SINGLE,
+                 WHOLE, CLIPPED, SHIFTED, ROTATE, AHEAD)),
     ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -1,12 +1,14 @@
-"""The last round of a forward in Gluon, where few tiles are left: each is split by its keys, and joined again.
+"""The last round of a call in Gluon, where few tiles are left: each is split, and joined again.
 
 4,096 equal tiles on 132 multiprocessors are 31 rounds and 4 tiles, which take as long as a round of 132. Instead all
-multiprocessors take a part of the keys of these 4. Their queries are copied for each part, so that the kernel finds
-parts as further rows of queries, with float32 results of their own, and needs to know nothing of it.
+multiprocessors take a part of these 4. Parts of a forward have some of the keys: their queries are copied for each, so
+that the kernel finds parts as further rows of queries, with float32 results of their own, and needs to know nothing of
+it. Parts of a backward have some of the queries, and add to the same dK and dV.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -21,20 +23,22 @@ from meshflash.core.lengths import UNBOUNDED
 from meshflash.kernels.triton_common import INF
 from meshflash.kernels.triton_tables import Blocks
 
-#: Blocks of keys that a tile has at least: copies, two more kernels and the joining take as long as some of them.
-LEAST_TURNS = 96
-#: Parts of a tile, at least and at most.
-LEAST_PARTS, MOST_PARTS = 4, 64
+#: What parts take beside their blocks, in blocks: each by itself; the further kernels; and what each reads and writes.
+EACH, FURTHER, TRAFFIC = 3, 20, 0.025
+#: Parts of a tile, at most.
+MOST_PARTS = 64
 #: Rows that a program joins, and parts that are on their way at a time.
 JOINED, AT_ONCE = 4, 8
+#: Rows of sums that a program writes as gradients.
+SETTLED = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Last:
-    """Tiles of the last head that come after all full rounds, each in so many parts.
+    """Tiles of the last head, or group of heads, that come after all full rounds, each in so many parts.
 
-    `begin` is the first of their rows, of `rows` in a row. `blocks` are tables of the parts, and `items` the batch row
-    and row of each tile.
+    `begin` is the first of their rows, of `rows` in a row. `blocks` are tables of the parts, whose rows count from
+    there, and `items` the batch row and row of each tile.
     """
 
     tiles: int
@@ -44,50 +48,54 @@ class Last:
     items: Tensor
     blocks: Blocks
 
-    def queries(self, q_BTHD: Tensor) -> Tensor:
-        """The rows of the last head, once for each part, one after another."""
-        mine_BTD = q_BTHD[:, self.begin : self.begin + self.rows, -1]
-        return mine_BTD.repeat(1, self.parts, 1)[:, :, None]
+    def of(self, x_BTHD: Tensor) -> Tensor:
+        """The rows of the last head."""
+        return x_BTHD[:, self.begin : self.begin + self.rows, -1:]
 
 
-_kept: WeakKeyDictionary[Blocks, dict[tuple[int, int, int], Last | None]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Blocks, dict[tuple[int, int, int, int, bool], Last | None]] = WeakKeyDictionary()
 
 
-def last_round(tables: Blocks, heads: int, processors: int, size: int) -> Last | None:
+def last_round(
+    tables: Blocks, heads: int, processors: int, size: int, group: int = 1, stacked: bool = True
+) -> Last | None:
     """What is left after full rounds, in parts; None where that is nothing, or too much, or not worth it.
 
-    All tiles of `tables` take as long, one after another for each head, and blocks of the other side have `size` rows.
+    Programs take the tiles of `tables`, one `group` of heads after another; `heads` counts the groups. Blocks of the
+    other side have `size` rows, and are met once for each head of a group. Rows of parts are `stacked`, those of one
+    behind those of another: then there are no more parts than one round takes, for the rows are copied.
     """
     kept = _kept.setdefault(tables, {})
-    key = (heads, processors, size)
+    key = (heads, processors, size, group, stacked)
     if key not in kept:
         if tables.tiles.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # tables cannot be read then
-        kept[key] = _last(tables, heads, processors, size)
+        kept[key] = _last(tables, *key)
     return kept[key]
 
 
-def _last(tables: Blocks, heads: int, processors: int, size: int) -> Last | None:
+def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, stacked: bool) -> Last | None:
     rounds, left = divmod(len(tables) * heads, processors)
-    plain = tables.single and tables.whole and not (tables.lower or tables.upper)
-    if not plain or not rounds or not 0 < left <= min(len(tables), processors // LEAST_PARTS):
+    plain = tables.single and tables.whole and not (tables.lower or tables.upper or tables.clipped)
+    if not plain or not rounds or not 0 < left <= len(tables) or tables.tiles.is_meta:
         return None
-    tiles, runs = (x[-left:].cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans))
+    tiles, runs = (x.cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans))
     turns = int(tiles[0, 6])
-    parts = min(processors // left, turns, MOST_PARTS)
-    if turns < LEAST_TURNS or parts < LEAST_PARTS or (tiles[:, 6] != turns).any():
+    parts = _best_parts(left, turns, group, processors, processors // left if stacked else MOST_PARTS)
+    if parts == 1 or (tiles[:, 6] != turns).any():  # tiles that differ fill the last round by themselves
         return None
+    tiles, runs = tiles[-left:], runs[-left:]
     begin = int(tiles[:, 1].min())
     rows = int((tiles[:, 1] + tiles[:, 2]).max()) - begin
     firsts = np.arange(parts + 1) * turns // parts
     made, spans = [], []
     for part, (first, last) in enumerate(pairwise(firsts)):
         own, span = tiles.copy(), runs.copy()
-        own[:, 1] += part * rows - begin
+        own[:, 1] += (part * rows if stacked else 0) - begin
         own[:, 6] = last - first
         span[:, 0] += first * size
         span[:, 1] = last - first
-        span[:, 2] = span[:, 0] + (last - first) * size
+        span[:, 2] = np.minimum(span[:, 2], span[:, 0] + (last - first) * size)
         span[:, 3:] = -UNBOUNDED, UNBOUNDED
         made.append(own)
         spans.append(span)
@@ -97,8 +105,20 @@ def _last(tables: Blocks, heads: int, processors: int, size: int) -> Last | None
     def on(x: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(tables.tiles.device)
 
-    blocks = Blocks(on(table), on(np.concatenate(spans)), False, False, tables.edge, single=True, whole=True)
+    same = {"single": True, "whole": True, "aligned": tables.aligned, "even": tables.even}
+    blocks = Blocks(on(table), on(np.concatenate(spans)), False, False, tables.edge, **same)
     return Last(left, parts, begin, rows, on(tiles[:, :3]), blocks)
+
+
+def _best_parts(left: int, turns: int, group: int, processors: int, most: int) -> int:
+    """Into how many parts, at most, the tiles that are left are split so that all end first: 1 where none gains."""
+
+    def blocks(parts: int) -> float:
+        rounds = -(-left * parts // processors)
+        further = FURTHER + TRAFFIC * left * parts if parts > 1 else 0
+        return rounds * (-(-turns // parts) * group + EACH) + further
+
+    return min(range(1, min(turns, most, MOST_PARTS) + 1), key=blocks)
 
 
 @triton.jit(do_not_specialize=["parts", "rows", "begin"])
@@ -151,3 +171,27 @@ def join_parts(last: Last, part: tuple[Tensor, Tensor], out_BTHD: Tensor, lse_BH
         AT_ONCE=AT_ONCE,
         D=x_BTD.shape[-1],
     )
+
+
+@triton.jit(do_not_specialize=["begin"])
+def settle(SUMS, INTO, ITEMS, begin, s_b, s_t, i_b, i_t, ROWS: tl.constexpr, D: tl.constexpr):
+    """Some rows of a tile from sums of its parts; INTO begins at the last head, SUMS at a row."""
+    item = ITEMS + tl.program_id(0) * 3
+    batch = tl.load(item).to(tl.int64)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there = (m < tl.load(item + 2))[:, None]
+    row = (tl.load(item + 1) + m).to(tl.int64)[:, None]
+    d = tl.arange(0, D)[None, :]
+    x = tl.load(SUMS + batch * s_b + (row - begin) * s_t + d, mask=there, other=0.0)
+    tl.store(INTO + batch * i_b + row * i_t + d, x.to(INTO.dtype.element_ty), mask=there)
+
+
+def settle_parts(last: Last, sums: Iterable[Tensor], into: Iterable[Tensor], block: int) -> None:
+    """Write the gradients of the tiles, of at most `block` rows, from what their parts have added up."""
+    for x_BTHD, y_BTHD in zip(sums, into, strict=True):
+        x_BTD, y_BTD = x_BTHD[:, :, 0], y_BTHD[:, :, -1]
+        settle[(last.tiles, -(-block // SETTLED))](
+            *(x_BTD, y_BTD, last.items, last.begin, *x_BTD.stride()[:2], *y_BTD.stride()[:2]),
+            ROWS=SETTLED,
+            D=y_BTD.shape[-1],
+        )

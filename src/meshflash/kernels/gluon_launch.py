@@ -21,6 +21,9 @@ VERSIONS = ("3.6", "3.7")
 #: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
 CACHED = 32 << 20
 LOG2E = 1.4426950408889634
+#: Blocks that a tile of keys meets on average where each head of a group has programs of its own in the backward, which
+#: add to the same dK and dV: what programs begin and end with takes as long as some blocks.
+SPREAD_FROM = 96
 #: The smallest cap of a backward: what is left of a gradient is known from its weight, the less so the flatter it is.
 LEAST_CAP = 0.05
 
@@ -195,7 +198,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             num_warps=4,
         )
         if last:
-            queries = last.queries(q)
+            queries = last.of(q).repeat(1, last.parts, 1, 1)
             part = torch.empty_like(queries, dtype=torch.float32), lse.new_empty(q.shape[0], 1, queries.shape[1])
             forward(x, queries, k[:, :, -1:], v[:, :, -1:], part, None, config, last.blocks)
             join_parts(last, part, out, lse, config.block_m)
@@ -214,7 +217,7 @@ class Sums:
         if tiled:
             self.room = self._zeros()
         else:
-            self.room = grads.dq_BTHD if grads.add_dq else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            self.room = grads.dq_BTHD if grads.add_dq else _zeros(q)
         self.added = self.room
 
     def tile(self) -> None:
@@ -227,13 +230,14 @@ class Sums:
         numbers = batch * heads * self.tiles * self.block_m * dim
         return torch.zeros(numbers, dtype=torch.float32, device=self.q.device)
 
-    def described(self) -> Any:
-        """As the kernel adds to them."""
+    def described(self, head: int) -> Any:
+        """As the kernel adds to them, from a head on."""
         from triton.experimental.gluon.language import NVMMASharedLayout
 
         if not self.tiled:
-            return _blocks_of(self.added, 64, 64)
-        return descriptor(self.added.view(-1, 256), [16, 256], NVMMASharedLayout(0, 32, rank=2))
+            return _blocks_of(self.added[:, :, head:], 64, 64)
+        mine = self.added[head * self.tiles * self.block_m * self.q.shape[3] :]
+        return descriptor(mine.view(-1, 256), [16, 256], NVMMASharedLayout(0, 32, rank=2))
 
     def finish(self, scale: float) -> None:
         """Write the gradients, where they are not what was added to."""
@@ -257,53 +261,94 @@ class Sums:
 def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
              sums: Sums | None, config: Backward, tables: Blocks) -> None:  # fmt: skip
     """(dK, dV) of the blocks, and their part of dQ where there are sums for it."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from meshflash.kernels.gluon_backward import backward as kernel
     from meshflash.kernels.gluon_rows import LINE, lines
 
-    batch, tokens, heads, dim = q.shape
+    batch, tokens, heads, _ = q.shape
     if sums and grads.add_dq and tables.even and _seen_by_a_query(x) >= config.tiled_from:
         sums.tile()
     room = -(-tokens // 4) * 4  # descriptors have lines at multiples of 16 bytes
     shifts = 1 if tables.aligned else 4
     numbers = lse.new_empty(2, batch * heads * shifts, room)
-    dk, dv = grads.dk_BSKD, grads.dv_BSKE
-    flat = NVMMASharedLayout(0, 32, rank=2)
-    described = [descriptor(y, [1, config.block_m], flat) for y in numbers]
+    dk, dv, add = grads.dk_BSKD, grads.dv_BSKE, grads.add_dkv
+    group, share = heads // k.shape[2], 1
+    if sums and group > 1 and tables.meets >= SPREAD_FROM:
+        group, share = 1, group
+    work = len(tables) * heads // group
+    last = None
+    if sums:  # parts add up dK and dV in any order
+        from meshflash.kernels.gluon_last import last_round, settle_parts
+
+        last = last_round(tables, heads // group, _processors(q.device), config.block_m, group, stacked=False)
+        work -= last.tiles if last else 0
     with torch.cuda.device_of(q):
         lines[(batch * heads, -(-room // LINE))](
             *(lse, delta, *numbers, tokens, room, heads, *lse.stride(), *delta.stride()), LINE=LINE, SHIFTS=shifts
         )
-        kernel[(len(tables), k.shape[2])](
-            *(_blocks_of(q, config.block_m), _blocks_of(k, config.block_n // 2), _blocks_of(v, config.block_n // 2)),
-            *(_blocks_of(dout, config.block_m), *described),
-            *(sums.described() if sums else described[0], dk, dv, tables.tiles, tables.spans),
-            *(heads, sums.tiles if sums else 0),
-            *(*_scales(x.features), *dk.stride()[:3], *dv.stride()[:3]),
-            GROUP=heads // k.shape[2],
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            D=dim,
-            STAGES=config.stages,
-            SINGLE=tables.single,
-            WHOLE=tables.whole,
-            CLIPPED=tables.clipped,
-            PEELED=tables.peels and not config.rotate,
-            LOWER=tables.lower,
-            UPPER=tables.upper,
-            SOFTCAP=x.features.softcap > 0,
-            EDGE=tables.edge,
-            ADD=grads.add_dkv,
-            QUERIES=sums is not None,
-            TILED=sums is not None and sums.tiled,
-            SHIFTED=shifts > 1,
-            ROTATE=config.rotate if sums and tables.single else 0,
-            AHEAD=config.ahead,
-            COMPUTE_REGISTERS=config.compute_registers,
-            COPY_REGISTERS=config.copy_registers,
-            num_warps=4,
-        )
+        if share > 1 and not add:
+            dk, dv, add = _zeros(dk), _zeros(dv), True
+        _by_keys(x, q, k, v, dout, numbers, dk, dv, add, sums, config, tables, work, heads, group, share)
+        if last:
+            mine = (q[:, :, -group:], last.of(k), last.of(v), dout[:, :, -group:], numbers)
+            dk_part, dv_part = (last.of(y) if add else _zeros(last.of(y)) for y in (dk, dv))
+            more = (last.blocks, len(last.blocks), heads, group, share)
+            _by_keys(x, *mine, dk_part, dv_part, True, sums, config, *more)
+            if not add:
+                settle_parts(last, (dk_part, dv_part), (dk, dv), config.block_n)
+        if dk is not grads.dk_BSKD:
+            grads.dk_BSKD.copy_(dk)
+            grads.dv_BSKE.copy_(dv)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Where sums of gradients begin."""
+    return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+
+
+def _by_keys(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, numbers: Tensor, dk: Tensor, dv: Tensor,
+             add: bool, sums: Sums | None, config: Backward, tables: Blocks, work: int, heads: int, group: int,
+             share: int) -> None:  # fmt: skip
+    """The first so many tiles, one `group` of heads after another, of which so many `share` keys.
+
+    q and dout may be the last of more `heads`, of all of which are the lines of lse and delta, and sums.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from meshflash.kernels.gluon_backward import backward as kernel
+
+    head = heads - q.shape[2]
+    shifts = 1 if tables.aligned else 4
+    flat = NVMMASharedLayout(0, 32, rank=2)
+    described = [descriptor(y[head * shifts :], [1, config.block_m], flat) for y in numbers]
+    kernel[(len(tables), q.shape[2] // group)](
+        *(_blocks_of(q, config.block_m), _blocks_of(k, config.block_n // 2), _blocks_of(v, config.block_n // 2)),
+        *(_blocks_of(dout, config.block_m), *described),
+        *(sums.described(head) if sums else described[0], dk, dv, tables.tiles, tables.spans),
+        *(work, heads, sums.tiles if sums else 0),
+        *(*_scales(x.features), *dk.stride()[:3], *dv.stride()[:3]),
+        GROUP=group,
+        SHARE=share,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        D=q.shape[3],
+        STAGES=config.stages,
+        SINGLE=tables.single,
+        WHOLE=tables.whole,
+        CLIPPED=tables.clipped,
+        PEELED=tables.peels and not config.rotate,
+        LOWER=tables.lower,
+        UPPER=tables.upper,
+        SOFTCAP=x.features.softcap > 0,
+        EDGE=tables.edge,
+        ADD=add,
+        QUERIES=sums is not None,
+        TILED=sums is not None and sums.tiled,
+        SHIFTED=shifts > 1,
+        ROTATE=config.rotate if sums and tables.single else 0,
+        AHEAD=config.ahead,
+        COMPUTE_REGISTERS=config.compute_registers,
+        COPY_REGISTERS=config.copy_registers,
+        num_warps=4,
+    )
 
 
 def _seen_by_a_query(x: Inputs) -> float:
