@@ -57,7 +57,7 @@ class Call:
     With `features` it has all of them, with `partial` it goes on from sums; `aligned` rows begin at multiples of 16
     bytes. With `gluon` those in Gluon serve it; `mask` is "causal", "full", "window", "runs", where blocks have
     several, "documents" of any length, which are causal, "whole documents", or "padding" behind documents. `odd`
-    lengths are no multiple of a block, nor of anything else.
+    lengths are no multiple of a block, nor of anything else. `spread` heads of a group have programs of their own.
     """
 
     kind: str
@@ -70,10 +70,12 @@ class Call:
     partial: bool = False
     key_heads: int = KEY_HEADS
     odd: bool = False
+    spread: bool = False
 
     def __str__(self) -> str:
         more = ("features",) * self.features + ("unaligned",) * (not self.aligned) + ("gluon",) * self.gluon
         more += (self.mask,) * (self.mask != "causal") + ("partial",) * self.partial + ("odd",) * self.odd
+        more += ("spread",) * self.spread
         more += (f"{self.key_heads} key heads",) * (self.key_heads != KEY_HEADS)
         return " ".join((self.kind, str(self.dim), self.dtype, *more))
 
@@ -251,6 +253,7 @@ def _make(call: Call) -> None:
         return
     os.environ["MESHFLASH_GLUON"] = str(int(call.gluon))
     gluon_launch.has_gluon.cache_clear()
+    vars(gluon_launch)["SPREAD_FROM"] = 0 if call.spread else TOKENS + 1
     mask, features = Mask.causal(), Features(scale=call.dim**-0.5)
     if call.mask == "full":
         mask = Mask.full()

@@ -51,6 +51,9 @@ GLUON += tuple(
     )
 )
 GLUON += tuple(Call("backward", dim, gluon=True, odd=True) for dim in (64, 128))
+GLUON += tuple(
+    Call("backward", dim, gluon=True, mask=mask, spread=True) for dim in (64, 128) for mask in ("causal", "full")
+)
 GLUON += tuple(Call(kind, 128, gluon=True, features=True) for kind in ATTENTION[1:])
 #: Blocks on a grid, with rows of several documents; beside padding, blocks that begin anywhere.
 GLUON += tuple(
@@ -121,6 +124,7 @@ SPILLS = {
     "sm_90 backward 64 bfloat16 gluon full partial odd 8 key heads backward": 90,
     "sm_90 backward 64 bfloat16 gluon window 8 key heads backward": 80,
     "sm_90 backward 128 bfloat16 gluon 8 key heads backward": 320,
+    "sm_90 backward 128 bfloat16 gluon spread backward": 320,
     "sm_90 backward 128 bfloat16 gluon odd 8 key heads backward": 410,
     "sm_90 backward 64 bfloat16 gluon odd backward": 165,
     "sm_90 backward 128 bfloat16 gluon odd backward": 240,

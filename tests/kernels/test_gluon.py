@@ -303,6 +303,26 @@ def test_every_tile_of_every_head_is_one_piece_of_work(tiles, heads, section, mo
     assert [head // section for _, head in pieces] == sorted(head // section for _, head in pieces)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("tokens", "mask", "spread"),
+    [
+        (4096, CAUSAL, False),
+        (4096, Mask.full(), False),
+        (16384, CAUSAL, True),  # 8,256 queries on average
+        (16384, Mask.full(), True),
+        (65536, CAUSAL & Mask.window(4096, 0), False),
+        (65536, CAUSAL & Mask.documents([4096] * 16), False),
+    ],
+)
+def test_heads_of_a_group_are_spread_where_tiles_are_long(dim, tokens, mask, spread):
+    config = gluon_launch.BACKWARD[dim]
+    work = worklist(mask, (range(tokens),), (range(tokens),))
+    tables, rest = runs(work, True, 128, config.block_m, 128, 1, torch.device("cpu"), filled=True, grid=True)
+    assert not len(rest)
+    assert gluon_launch.spreads(tables, config) == spread
+
+
 MASKS = [CAUSAL, Mask.full(), *(Mask.window(*width) for width in ((0, 0), (100, 0), (200, 30), (30, 200), (128, 128)))]
 
 

@@ -102,11 +102,14 @@ def test_gradients(name, into, kernel, monkeypatch):
     assert {key: getattr(started, key) for key in how} == how
 
 
-def test_what_is_left_to_the_ordinary_kernel(kernel):
-    """Some documents are its, and both add to the same sums."""
-    check(one(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, 2, add=False, apart=False)
+@pytest.mark.parametrize(("kv_heads", "spread_from"), [(2, 1 << 30), (1, 0)])
+def test_what_is_left_to_the_ordinary_kernel(kv_heads, spread_from, kernel, monkeypatch):
+    """Some documents are its, and both add to the same sums; it writes dK and dV after those that are added up."""
+    monkeypatch.setattr(gluon_launch, "SPREAD_FROM", spread_from)
+    check(one(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, kv_heads, add=False, apart=False)
     (started,) = kernel.started
     assert len(started.TILES) == 1
+    assert 2 // kv_heads == started.SHARE
 
 
 @pytest.mark.parametrize("into", ["new", "rows", "tiles"])

@@ -45,7 +45,7 @@ def test_every_block_of_keys_of_every_tile_once(queries, keys, batch, heads, pro
     found = last.last_round(served, heads, processors, SIZE)
     assert found is not None
     assert found.tiles == len(served) * heads % processors
-    assert 1 < found.parts <= keys // SIZE
+    assert 1 < found.parts <= min(keys // SIZE, processors // found.tiles)
     meets: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     for n, (b, row, rows, _, _, run, turns) in enumerate(found.blocks.tiles.tolist()):
         begin, blocks, limit, *_ = found.blocks.spans[run].tolist()

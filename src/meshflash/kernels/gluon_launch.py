@@ -21,9 +21,9 @@ VERSIONS = ("3.6", "3.7")
 #: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
 CACHED = 32 << 20
 LOG2E = 1.4426950408889634
-#: Blocks that a tile of keys meets on average where each head of a group has programs of its own in the backward, which
-#: add to the same dK and dV: what programs begin and end with takes as long as some blocks.
-SPREAD_FROM = 96
+#: Queries that a tile of keys meets on average where each head of a group has programs of its own in the backward: they
+#: add to the same dK and dV, and begin and end as often as there are heads.
+SPREAD_FROM = 6144
 #: The smallest cap of a backward: what is left of a gradient is known from its weight, the less so the flatter it is.
 LEAST_CAP = 0.05
 
@@ -271,7 +271,7 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
     numbers = lse.new_empty(2, batch * heads * shifts, room)
     dk, dv, add = grads.dk_BSKD, grads.dv_BSKE, grads.add_dkv
     group, share = heads // k.shape[2], 1
-    if sums and group > 1 and tables.meets >= SPREAD_FROM:
+    if sums and spreads(tables, config):
         group, share = 1, group
     work = len(tables) * heads // group
     last = None
@@ -294,9 +294,14 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             _by_keys(x, *mine, dk_part, dv_part, True, sums, config, *more)
             if not add:
                 settle_parts(last, (dk_part, dv_part), (dk, dv), config.block_n)
-        if dk is not grads.dk_BSKD:
+        if dk is not grads.dk_BSKD:  # with zeros where others write later: keys that are left to the ordinary kernel
             grads.dk_BSKD.copy_(dk)
             grads.dv_BSKE.copy_(dv)
+
+
+def spreads(tables: Blocks, config: Backward) -> bool:
+    """Whether each head of a group has programs of its own, which share tiles of keys."""
+    return tables.meets * config.block_m >= SPREAD_FROM
 
 
 def _zeros(like: Tensor) -> Tensor:
