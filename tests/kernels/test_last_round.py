@@ -187,8 +187,7 @@ def test_sums_of_parts_become_gradients_of_their_tiles_alone(batch):
 def test_tiles_of_keys_that_a_mask_cuts_are_left_as_they_are(mask):
     served, _work = tables_of_keys(640, 640, 1, mask)
     whole, _full = tables_of_keys(640, 640, 1)
-    alike = replace(served, tiles=served.tiles.clone())
-    alike.tiles[:, 6] = 5  # as if all took as long
+    alike = replace(served, meets=5.0, alike=True)  # as if all took as long
     assert last.last_round(whole, 3, 7, 64, stacked=False) is not None
     assert (last.last_round(alike, 3, 7, 64, stacked=False) is None) == (mask != Mask.window(639, 640))
 
@@ -197,9 +196,30 @@ def test_tiles_that_differ_fill_a_round_by_themselves():
     served, _work = tables_of_keys(640, 640, 1, Mask.documents([256, 384]))
     assert not served.lower
     assert not served.upper
+    assert not served.alike
     assert last.last_round(served, 3, 7, 64, stacked=False) is None
     alike, _other = tables_of_keys(768, 768, 1, Mask.documents([384, 384]))
     assert last.last_round(alike, 3, 7, 64, stacked=False) is not None
+
+
+def test_tables_are_read_from_a_device_only_for_parts(monkeypatch):
+    """The host would wait for all that was started there."""
+    read = []
+
+    def reading(x):
+        read.append(len(x))
+        return x
+
+    monkeypatch.setattr(torch.Tensor, "cpu", reading)
+    for mask in (Mask.causal(), Mask.documents([256, 576])):
+        served, _work = tables_of_keys(832, 832, 1, mask)
+        assert last.last_round(served, 3, 20, 64, stacked=False) is None
+    served, _work = tables_of_keys(832, 832, 1)
+    assert last.last_round(served, 3, 7, 64, stacked=False) is None  # full rounds
+    assert not read
+    found = last.last_round(served, 3, 20, 64, stacked=False)
+    assert found is not None
+    assert read == [found.tiles] * 2
 
 
 def test_rounds_of_other_groups_are_their_own():

@@ -77,14 +77,14 @@ def last_round(
 def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, stacked: bool) -> Last | None:
     rounds, left = divmod(len(tables) * heads, processors)
     plain = tables.single and tables.whole and not (tables.lower or tables.upper or tables.clipped)
-    if not plain or not rounds or not 0 < left <= len(tables) or tables.tiles.is_meta:
+    # tiles that differ fill the last round by themselves
+    if not plain or not tables.alike or not rounds or not 0 < left <= len(tables) or tables.tiles.is_meta:
         return None
-    tiles, runs = (x.cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans))
-    turns = int(tiles[0, 6])
+    turns = int(tables.meets)
     parts = _best_parts(left, turns, group, processors, processors // left if stacked else MOST_PARTS)
-    if parts == 1 or (tiles[:, 6] != turns).any():  # tiles that differ fill the last round by themselves
+    if parts == 1:
         return None
-    tiles, runs = tiles[-left:], runs[-left:]
+    tiles, runs = (x[-left:].cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans))
     begin = int(tiles[:, 1].min())
     rows = int((tiles[:, 1] + tiles[:, 2]).max()) - begin
     firsts = np.arange(parts + 1) * turns // parts

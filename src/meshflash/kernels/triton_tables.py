@@ -42,7 +42,7 @@ class Blocks:
     because its rows end, or because all begin at multiples of their size, which `even` says. Runs of these are
     `clipped` where some block has rows that are not of its run and that no band hides. `level` says that all blocks
     have multiples of 64 rows, and `once` that of the blocks that each 64 rows see, from the last on, a band cuts the
-    first one at most. Runs say how many blocks of the other side one `meets` on average.
+    first one at most. Runs say how many blocks of the other side one `meets` on average, and whether all meet `alike`.
     """
 
     tiles: Tensor
@@ -58,6 +58,7 @@ class Blocks:
     level: bool = False
     once: bool = False
     meets: float = 0.0
+    alike: bool = False
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -187,6 +188,7 @@ def _runs(
         level=not (mine[:, 2] % LEVEL).any(),
         once=single and whole and not lower.any() and _once(rows, start, count, most, other, size),
         meets=float(mine[:, 6].mean()) if len(mine) else 0.0,
+        alike=not np.ptp(mine[:, 6]) if len(mine) else False,
     )
 
 
