@@ -79,8 +79,8 @@ class Backward:
         return start
 
 
-def _program(c: SimpleNamespace, tile: int, head: int) -> None:
-    first_head, key_head = head * c.GROUP, head // c.SHARE
+def _program(c: SimpleNamespace, tile: int, group: int) -> None:
+    first_head, key_head = group * c.GROUP, group // c.SHARE
     batch, row, rows, first, step, run, turns = c.TILES[tile].tolist()
     if c.SINGLE:
         run = tile

@@ -487,7 +487,7 @@ def parts(monkeypatch):
     return found
 
 
-#: (dim, batch, heads, key heads, processors): some tiles of keys or queries are left after full rounds.
+#: (dim, batch, heads, key heads, processors): some tiles of queries are left after full rounds.
 ROUNDS = [(64, 1, 3, 3, 8), (64, 2, 4, 2, 9), (128, 1, 3, 3, 23), (128, 2, 4, 2, 23)]
 
 

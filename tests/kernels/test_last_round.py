@@ -82,7 +82,7 @@ def test_every_block_of_queries_of_every_tile_once(queries, keys, batch, heads, 
     x = torch.arange(batch * keys * heads).view(batch, keys, heads, 1)
     for b, row, rows in found.items.tolist():
         at = row - found.begin
-        assert torch.equal(found.of(x)[b, at : at + rows, 0], x[b, row : row + rows, -1])
+        assert torch.equal(found.rows_of(x)[b, at : at + rows, 0], x[b, row : row + rows, -1])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_parts_joined_are_attention(batch):
     k, v = torch.randn(2, batch, keys, heads, dim)
     k[:, : 2 * SIZE] = 0
     k[0, 0, -1] = -100 * q[0, -1, -1]
-    more = found.of(q).repeat(1, found.parts, 1, 1)
+    more = found.rows_of(q).repeat(1, found.parts, 1, 1)
     assert more.shape == (batch, found.parts * found.rows, 1, dim)
     part = torch.full_like(more, torch.nan), torch.full((batch, 1, more.shape[1]), torch.nan)
     for b, row, rows, _, _, run, _ in found.blocks.tiles.tolist():

@@ -397,7 +397,7 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, work, heads, ti
              PEELED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, EDGE: gl.constexpr,
              ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
              AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
-    """(dK, dV) of one block of keys and one key head, and with QUERIES its part of dQ, which is added.
+    """(dK, dV) of one block of keys from a GROUP of heads, and with QUERIES its part of dQ, which is added.
 
     Of all blocks, one GROUP of heads after another, it does the first `work`. Where several programs SHARE a key head,
     they ADD to the same sums.

@@ -48,7 +48,7 @@ class Last:
     items: Tensor
     blocks: Blocks
 
-    def of(self, x_BTHD: Tensor) -> Tensor:
+    def rows_of(self, x_BTHD: Tensor) -> Tensor:
         """The rows of the last head."""
         return x_BTHD[:, self.begin : self.begin + self.rows, -1:]
 
@@ -111,7 +111,7 @@ def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, st
 
 
 def _best_parts(left: int, turns: int, group: int, processors: int, most: int) -> int:
-    """Into how many parts, at most, the tiles that are left are split so that all end first: 1 where none gains."""
+    """Into how many parts, `most` at the most, tiles that are left are split to be done first; 1 where none gains."""
 
     def blocks(parts: int) -> float:
         rounds = -(-left * parts // processors)

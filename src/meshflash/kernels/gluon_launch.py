@@ -198,7 +198,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             num_warps=4,
         )
         if last:
-            queries = last.of(q).repeat(1, last.parts, 1, 1)
+            queries = last.rows_of(q).repeat(1, last.parts, 1, 1)
             part = torch.empty_like(queries, dtype=torch.float32), lse.new_empty(q.shape[0], 1, queries.shape[1])
             forward(x, queries, k[:, :, -1:], v[:, :, -1:], part, None, config, last.blocks)
             join_parts(last, part, out, lse, config.block_m)
@@ -215,7 +215,7 @@ class Sums:
         self.q, self.grads, self.tiled, self.block_m = q, grads, tiled, block_m
         self.tiles = -(-q.shape[1] // block_m)
         if tiled:
-            self.room = self._zeros()
+            self.room = self._tiles_of_zeros()
         else:
             self.room = grads.dq_BTHD if grads.add_dq else _zeros(q)
         self.added = self.room
@@ -223,9 +223,9 @@ class Sums:
     def tile(self) -> None:
         """Have programs in Gluon add to tiles beside the sums that were given, which `finish` adds to those."""
         assert self.grads.add_dq, "only sums that are given have tiles beside them"
-        self.tiled, self.added = True, self._zeros()
+        self.tiled, self.added = True, self._tiles_of_zeros()
 
-    def _zeros(self) -> Tensor:
+    def _tiles_of_zeros(self) -> Tensor:
         batch, _, heads, dim = self.q.shape
         numbers = batch * heads * self.tiles * self.block_m * dim
         return torch.zeros(numbers, dtype=torch.float32, device=self.q.device)
@@ -288,8 +288,8 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
             dk, dv, add = _zeros(dk), _zeros(dv), True
         _by_keys(x, q, k, v, dout, numbers, dk, dv, add, sums, config, tables, work, heads, group, share)
         if last:
-            mine = (q[:, :, -group:], last.of(k), last.of(v), dout[:, :, -group:], numbers)
-            dk_part, dv_part = (last.of(y) if add else _zeros(last.of(y)) for y in (dk, dv))
+            mine = (q[:, :, -group:], last.rows_of(k), last.rows_of(v), dout[:, :, -group:], numbers)
+            dk_part, dv_part = (last.rows_of(y) if add else _zeros(last.rows_of(y)) for y in (dk, dv))
             more = (last.blocks, len(last.blocks), heads, group, share)
             _by_keys(x, *mine, dk_part, dv_part, True, sums, config, *more)
             if not add:
