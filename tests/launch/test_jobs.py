@@ -80,6 +80,7 @@ def test_torchrun_of_one_node():
     check(job, 2, "torchrun")
 
 
+@pytest.mark.slow
 def test_torchrun_with_two_agents():
     port = free_port()
     how = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
@@ -193,7 +194,7 @@ def assert_gone(told):
     assert not any(place.exists() for place in places)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_ranks_end_with_their_launcher(how):
     """By Ctrl-C in a terminal, or where it is killed outright: the ranks that `launch` started are gone when it is."""
     process = start([sys.executable, "-m", "meshflash", "launch", "-n", "2", *worker("loop", 60)[1:]])

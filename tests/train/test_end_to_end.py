@@ -150,6 +150,7 @@ def test_the_lines_of_all_meshes_have_the_same_losses(undisturbed):
         assert len(files(undisturbed[mesh], STEPS)) == MESHES[mesh][0]  # all ranks take part in a save
 
 
+@pytest.mark.slow  # test_a_run_that_is_killed_again_and_again_is_the_same_run has most of it
 def test_torchrun_brings_a_run_back_by_itself(undisturbed, tmp_path):
     folder, marker, step = tmp_path / "run", tmp_path / "killed", 8
     torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
