@@ -150,11 +150,7 @@ def groups(request, monkeypatch):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kv_heads])
 def test_heads_that_share_keys(name, dim, dtype, ran):
-    case = of_dim(CASES[name], dim)
-    for seed in range(2):
-        leaves = case.inputs(dtype, "cuda", seed)
-        check(gradients(case.run(leaves, "triton"), leaves, case), case, leaves)
-    assert ran == {"forward": 2, "backward": 2, "queries": 0}
+    test_against_the_oracle(name, dim, dtype, ran)
 
 
 @pytest.mark.parametrize("dim", DIMS)
