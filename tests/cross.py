@@ -58,6 +58,7 @@ class Call:
     bytes. With `gluon` those in Gluon serve it; `mask` is "causal", "full", "window", "runs", where blocks have
     several, "documents" of any length, which are causal, "whole documents", or "padding" behind documents. `odd`
     lengths are no multiple of a block, nor of anything else. `spread` heads of a group have programs of their own.
+    Some tiles of a forward are in `parts`.
     """
 
     kind: str
@@ -71,11 +72,12 @@ class Call:
     key_heads: int = KEY_HEADS
     odd: bool = False
     spread: bool = False
+    parts: bool = False
 
     def __str__(self) -> str:
         more = ("features",) * self.features + ("unaligned",) * (not self.aligned) + ("gluon",) * self.gluon
         more += (self.mask,) * (self.mask != "causal") + ("partial",) * self.partial + ("odd",) * self.odd
-        more += ("spread",) * self.spread
+        more += ("spread",) * self.spread + ("parts",) * self.parts
         more += (f"{self.key_heads} key heads",) * (self.key_heads != KEY_HEADS)
         return " ".join((self.kind, str(self.dim), self.dtype, *more))
 
@@ -231,7 +233,7 @@ def _make(call: Call) -> None:
 
     from meshflash import Mask
     from meshflash.core.tiles import worklist
-    from meshflash.kernels import gluon_launch, triton_rows
+    from meshflash.kernels import gluon_last, gluon_launch, triton_rows
     from meshflash.kernels.contract import Features, Grads, Inputs, Rows
     from meshflash.kernels.triton_kernel import Triton
 
@@ -271,6 +273,11 @@ def _make(call: Call) -> None:
         mask &= Mask.window(1024, 0)
         slopes, sinks = numbers(2, HEADS), numbers(HEADS)
         features = Features(call.dim**-0.5, 30.0, 0.1, seed=7, alibi_slopes_BH=slopes, sink_logits_H=sinks)
+    if call.parts:  # as few as on 15 multiprocessors: tables without storage cannot be read
+        items = torch.empty(4, 3, dtype=torch.int32, device="meta")
+        vars(gluon_last)["last_round"] = lambda tables, *_, **__: gluon_last.Last(4, 3, 0, 512, items, tables)
+    else:
+        vars(gluon_last)["last_round"] = lambda *_, **__: None
     work = worklist(mask, (range(tokens),), (range(tokens),))
     x = Inputs(out, rows(call.key_heads), rows(call.key_heads), work, features)
     if call.kind == "forward":

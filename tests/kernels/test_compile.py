@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
 
 import pytest
 
@@ -53,6 +54,11 @@ GLUON += tuple(
 GLUON += tuple(Call("backward", dim, gluon=True, odd=True) for dim in (64, 128))
 GLUON += tuple(
     Call("backward", dim, gluon=True, mask=mask, spread=True) for dim in (64, 128) for mask in ("causal", "full")
+)
+GLUON += tuple(
+    Call("forward", dim, gluon=True, mask="full", partial=partial, odd=odd, parts=True)
+    for dim in (64, 128)
+    for partial, odd in product((False, True), repeat=2)
 )
 GLUON += tuple(Call(kind, 128, gluon=True, features=True) for kind in ATTENTION[1:])
 #: Blocks on a grid, with rows of several documents; beside padding, blocks that begin anywhere.

@@ -298,9 +298,20 @@ def test_bands_over_other_steps_are_left_to_the_rest():
 def test_every_tile_of_every_head_is_one_piece_of_work(tiles, heads, section, monkeypatch):
     forward = pytest.importorskip("meshflash.kernels.gluon_forward")
     monkeypatch.setattr(forward, "gl", SimpleNamespace(minimum=min))
-    pieces = [forward._work.fn(number, tiles, heads, section) for number in range(tiles * heads)]
+    work = tiles * heads
+    pieces = [forward._work.fn(number, tiles, heads, section, work, False) for number in range(work)]
     assert sorted(pieces) == [(tile, head) for tile in range(tiles) for head in range(heads)]
     assert [head // section for _, head in pieces] == sorted(head // section for _, head in pieces)
+
+
+def test_parts_of_the_last_tiles_are_the_last_pieces_of_work(monkeypatch):
+    forward = pytest.importorskip("meshflash.kernels.gluon_forward")
+    monkeypatch.setattr(forward, "gl", SimpleNamespace(minimum=min, where=lambda c, x, y: x if c else y))
+    tiles, heads, left, parts = 5, 3, 2, 4
+    whole = tiles * heads - left
+    pieces = [forward._work.fn(number, tiles, heads, 1, whole, True) for number in range(whole + left * parts)]
+    assert pieces[:whole] == [(n % tiles, n // tiles) for n in range(whole)]
+    assert pieces[whole:] == [(tiles + n, heads - 1) for n in range(left * parts)]
 
 
 @pytest.mark.parametrize("dim", [64, 128])

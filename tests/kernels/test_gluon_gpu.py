@@ -470,7 +470,7 @@ def parts(monkeypatch):
     from meshflash.kernels import gluon_last
 
     found = []
-    for name in ("EACH", "FURTHER", "TRAFFIC"):
+    for name in ("EACH", "JOINING", "FURTHER", "TRAFFIC"):
         monkeypatch.setattr(gluon_last, name, 0)
     plan = gluon_last.last_round
 
@@ -498,9 +498,43 @@ def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, par
             want, want_lse = flash_attention(q.double(), k.double(), v.double(), kernel="tiled", return_lse=True)
         close(out, want)
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-3)
-    assert len(parts) == 3 + 3  # those of parts are not split again
+    assert parts == parts[:1] * 3
     assert parts[0] > 1
-    assert parts[::2] == parts[:1] * 3
+
+
+@pytest.mark.parametrize("queries", [1152, 1100])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("dim", "batch", "heads", "kv_heads", "processors"), ROUNDS)
+def test_what_is_carried_to_a_last_round(
+    dim, batch, heads, kv_heads, processors, wide, queries, ran, parts, monkeypatch
+):
+    """Into the very room of what is carried, or in half precision; first keys, and then all others."""
+    monkeypatch.setattr(gluon_launch, "_processors", lambda device: processors)
+    full = Mask.full()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v, _ = tensors(batch, queries, 1324, heads, kv_heads, dim)
+        first, others = slice(0, 300), slice(300, 1324)
+        carry = (
+            torch.full(q.shape, torch.nan, dtype=torch.float32, device="cuda"),
+            torch.full((batch, heads, queries), torch.nan, device="cuda"),
+        )
+        work = worklist(full, (range(queries),), (range(300),))
+        Triton().forward(Inputs(q, k[:, first], v[:, first], work, Features(dim**-0.5)), carry)
+        carry[0][:, 5], carry[1][:, :, 5] = 0, -torch.inf  # saw nothing so far
+        into = carry if wide else (torch.full_like(q, torch.nan), torch.full_like(carry[1], torch.nan))
+        work = worklist(full, (range(queries),), (range(300, 1324),))
+        Triton().forward(Inputs(q, k[:, others], v[:, others], work, Features(dim**-0.5)), into, carry)
+        doubles = q.double(), k.double(), v.double()
+        want, want_lse = flash_attention(*doubles, kernel="tiled", return_lse=True)
+        blind, blind_lse = flash_attention(
+            doubles[0][:, 5:6], doubles[1][:, others], doubles[2][:, others], kernel="tiled", return_lse=True
+        )
+        want[:, 5:6], want_lse[:, :, 5:6] = blind, blind_lse
+        close(into[0], want)
+        torch.testing.assert_close(into[1].double(), want_lse, atol=1e-3, rtol=1e-3)
+    assert max(parts) > 1
+    assert ran["forward"] == 6
 
 
 @pytest.mark.usefixtures("added", "groups")

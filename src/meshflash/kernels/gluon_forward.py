@@ -44,28 +44,38 @@ from meshflash.kernels.gluon_common import (
 
 
 @gluon.jit
-def _work(number, tiles, heads, section):
-    """The tile and the head of a piece of work: sections of heads one after another, in each the tiles in order."""
-    each = section * tiles
-    nth = number // each
-    rest = number - nth * each
-    width = gl.minimum(section, heads - nth * section)
-    return rest // width, nth * section + rest % width
+def _work(number, tiles, heads, section, whole, PARTS: gl.constexpr):
+    """The tile and the head of a piece of work: sections of heads one after another, in each the tiles in order.
+
+    With PARTS a section is one head. Pieces behind the `whole` ones are parts of tiles of the last head, which the
+    table has behind all tiles.
+    """
+    if PARTS:
+        head = number // tiles
+        tile = gl.where(number < whole, number - head * tiles, number - whole + tiles)
+        head = gl.minimum(head, heads - 1)
+    else:
+        each = section * tiles
+        nth = number // each
+        rest = number - nth * each
+        width = gl.minimum(section, heads - nth * section)
+        tile, head = rest // width, nth * section + rest % width
+    return tile, head
 
 
 @gluon.jit
 def _copy(q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full,
-          o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, work,
-          GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+          o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, whole,
+          work, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
           GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
-          CARRY_BLOCKS: gl.constexpr):  # fmt: skip
+          CARRY_BLOCKS: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """The warp that copies: queries of each tile, then keys and values block by block, and last what is carried."""
     copied = 0
     done = 0
     number = gl.program_id(0)
     while number < work:
         next_number = following(COUNTER, number, work, DYNAMIC)  # asked for a tile ahead of its use
-        tile, head = _work(number, tiles, heads, section)
+        tile, head = _work(number, tiles, heads, section, whole, PARTS)
         batch, row, _, _, _, run, turns = tile_of(TILES, tile, SINGLE)
         key_head = head // GROUP
         begin, blocks, limit, least, most = run_of(RUNS, run)
@@ -152,14 +162,14 @@ def _pass_by(turns, used, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr
 
 
 @gluon.jit
-def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full, k_empty,
-             v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS, tiles, heads, section,
-             work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
-             WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-             STAGES: gl.constexpr, GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
+def _compute(o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty,
+             k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS, tiles,
+             heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
+             cl_t, WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+             D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
              DYNAMIC: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, ONCE: gl.constexpr, SOFTCAP: gl.constexpr,
              HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr,
-             BY_TURNS: gl.constexpr):  # fmt: skip
+             BY_TURNS: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 rows of each tile."""
     DTYPE: gl.constexpr = q_room.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -175,7 +185,7 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
     if BY_TURNS and WHICH == GROUPS - 1:
         arrive(MEETING)  # the first turn is the first group's
     while number < work:
-        tile, head = _work(number, tiles, heads, section)
+        tile, head = _work(number, tiles, heads, section, whole, PARTS)
         batch, row, rows, first, step, run, turns = tile_of(TILES, tile, SINGLE)
         begin, blocks, limit, least, most = run_of(RUNS, run)
         lowest = first + step * (WHICH * ROWS)
@@ -257,7 +267,10 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
         mbarrier.arrive(q_empty.index(WHICH), count=1)  # the next queries come under what follows
         b = batch.to(gl.int64)
         h = head.to(gl.int64)
-        there = m < rows
+        kept = rows
+        if PARTS:  # theirs are stored apart, and joined with what is carried
+            kept = gl.where(number < whole, rows, 0)
+        there = m < kept
         if HAS_CARRY:  # on its way under the last product
             old_lse = gl.load(CARRY_LSE + b * cl_b + h * cl_h + (row + m).to(gl.int64) * cl_t, mask=there, other=-INF)
         before = (used - 1) % STAGES
@@ -274,7 +287,7 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
         OF_ROWS_LEFT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         rows_o = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LEFT))
         columns = gl.arange(0, D, layout=gl.SliceLayout(0, LEFT))
-        there_o = (rows_o < rows)[:, None]
+        there_o = (rows_o < kept)[:, None]
         if HAS_CARRY:
             old_top = old_lse * LOG2E
             reference = gl.maximum(top, old_top)
@@ -301,8 +314,13 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
         total = gl.where(empty, 1.0, total)
         lse = gl.where(empty, -INF, (top + gl.log2(total)) * LN2)
         acc = acc * gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), OF_ROWS_LEFT)[:, None]
+        if PARTS:
+            if number >= whole:
+                base = (number - whole) * (GROUPS * ROWS)
+                gl.store(PART + (base + rows_o)[:, None] * D + columns[None, :], gl.convert_layout(acc, LEFT))
+                gl.store(PART_LSE + base + m, lse)
         if BY_BLOCKS:
-            if rows > WHICH * ROWS:
+            if kept > WHICH * ROWS:
                 if not CARRY_BLOCKS:
                     tma.store_wait(pendings=0)  # those of the tile before were read; all threads are told
                 o_room.index(WHICH).reshape([ROWS, D]).store(acc.to(o.dtype))
@@ -322,20 +340,21 @@ def _compute(o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_roo
         tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "section", "work"])
-def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles, heads, section, work,
-            scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+@gluon.jit(do_not_specialize=["tiles", "heads", "section", "whole", "work"])
+def forward(q, k, v, o, carry, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles, heads,
+            section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
             GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
             UPPER: gl.constexpr, ONCE: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
             HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr, BY_TURNS: gl.constexpr,
-            COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+            PARTS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(out, lse) of all tiles and heads.
 
     `scale` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. BY_BLOCKS,
     each group has 64 rows of a tile or none, and results are stored by the descriptor `o`. With CARRY_BLOCKS what is
     carried, as wide as the results, comes by the descriptor `carry`, to where they leave from. BY_TURNS, groups start
-    the products of a block one after another. ONCE, a band cuts the first block of a group's rows at most.
+    the products of a block one after another. ONCE, a band cuts the first block of a group's rows at most. With PARTS,
+    pieces of work behind the `whole` ones store results of their own, (PART, PART_LSE), a tile's rows for each.
     """
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0  # literals in a tuple of arguments lose that they are constants
@@ -357,38 +376,45 @@ def forward(q, k, v, o, carry, OUT, LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES
     # constants that go by a name for a tuple would lose that they are constants
     if GROUPS == 2:
         gl.warp_specialize([
-            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
-                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
-            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
-                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
+            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
+                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
+                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
+                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
+                        BY_TURNS, PARTS)),
+            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
+                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
+                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
+                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
+                        BY_TURNS, PARTS)),
             (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
-                     work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS)),
+                     whole, work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS,
+                     PARTS)),
         ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
-                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
-            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
-                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
-            (_compute, (o, OUT, LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty, k_full,
-                        k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS,
-                        tiles, heads, section, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t,
-                        c_h, cl_b, cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC,
-                        LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS, BY_TURNS)),
+            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
+                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
+                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
+                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
+                        BY_TURNS, PARTS)),
+            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
+                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
+                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
+                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
+                        BY_TURNS, PARTS)),
+            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
+                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
+                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
+                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
+                        BY_TURNS, PARTS)),
             (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
-                     work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS)),
+                     whole, work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS,
+                     PARTS)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip

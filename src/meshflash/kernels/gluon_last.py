@@ -1,15 +1,15 @@
 """The last round of a call in Gluon, where few tiles are left: each is split, and joined again.
 
 4,096 equal tiles on 132 multiprocessors are 31 rounds and 4 tiles, which take as long as a round of 132. Instead all
-multiprocessors take a part of these 4. Parts of a forward have some of the keys: their queries are copied for each, so
-that the kernel finds parts as further rows of queries, with float32 results of their own, and needs to know nothing of
-it. Parts of a backward have some of the queries, and add to the same dK and dV.
+multiprocessors take a part of these 4. Parts of a forward have some of the keys, and are the last pieces of work of the
+same programs: each has float32 results of its own, which are joined. Parts of a backward have some of the queries, and
+add to the same dK and dV.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
@@ -20,11 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from meshflash.core.lengths import UNBOUNDED
+from meshflash.kernels.contract import Outputs
 from meshflash.kernels.triton_common import INF
 from meshflash.kernels.triton_tables import Blocks
 
-#: What parts take beside their blocks, in blocks: each by itself; the further kernels; and what each reads and writes.
-EACH, FURTHER, TRAFFIC = 3, 20, 0.025
+#: What parts take beside their blocks, in blocks: each by itself; further kernels, one of a forward and some of a
+#: backward; and what each reads and writes.
+EACH, JOINING, FURTHER, TRAFFIC = 3, 8, 20, 0.025
 #: Parts of a tile, at most.
 MOST_PARTS = 64
 #: Rows that a program joins, and parts that are on their way at a time.
@@ -37,8 +39,8 @@ SETTLED = 16
 class Last:
     """Tiles of the last head, or group of heads, that come after all full rounds, each in so many parts.
 
-    `begin` is the first of their rows, of `rows` in a row. `blocks` are tables of the parts, whose rows count from
-    there, and `items` the batch row and row of each tile.
+    `begin` is the first of their rows, of `rows` in a row. `blocks` are tables of the parts: behind those of all tiles,
+    or by themselves, whose rows count from there. `items` are the batch row, first row and rows of each tile.
     """
 
     tiles: int
@@ -57,16 +59,16 @@ _kept: WeakKeyDictionary[Blocks, dict[tuple[int, int, int, int, bool], Last | No
 
 
 def last_round(
-    tables: Blocks, heads: int, processors: int, size: int, group: int = 1, stacked: bool = True
+    tables: Blocks, heads: int, processors: int, size: int, group: int = 1, appended: bool = False
 ) -> Last | None:
     """What is left after full rounds, in parts; None where that is nothing, or too much, or not worth it.
 
     Programs take the tiles of `tables`, one `group` of heads after another; `heads` counts the groups. Blocks of the
-    other side have `size` rows, and are met once for each head of a group. Rows of parts are `stacked`, those of one
-    behind those of another: then there are no more parts than one round takes, for the rows are copied.
+    other side have `size` rows, and are met once for each head of a group. Parts are `appended` to the tiles, or have
+    tables of their own.
     """
     kept = _kept.setdefault(tables, {})
-    key = (heads, processors, size, group, stacked)
+    key = (heads, processors, size, group, appended)
     if key not in kept:
         if tables.tiles.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # tables cannot be read then
@@ -74,24 +76,26 @@ def last_round(
     return kept[key]
 
 
-def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, stacked: bool) -> Last | None:
+def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, appended: bool) -> Last | None:
     rounds, left = divmod(len(tables) * heads, processors)
     plain = tables.single and tables.whole and not (tables.lower or tables.upper or tables.clipped)
     # tiles that differ fill the last round by themselves
     if not plain or not tables.alike or not rounds or not 0 < left <= len(tables) or tables.tiles.is_meta:
         return None
     turns = int(tables.meets)
-    parts = _best_parts(left, turns, group, processors, processors // left if stacked else MOST_PARTS)
+    # parts of a forward in several rounds did not pay
+    costs = (JOINING, processors // left) if appended else (FURTHER, MOST_PARTS)
+    parts = _best_parts(left, turns, group, processors, *costs)
     if parts == 1:
         return None
     tiles, runs = (x[-left:].cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans))
-    begin = int(tiles[:, 1].min())
+    begin = 0 if appended else int(tiles[:, 1].min())
     rows = int((tiles[:, 1] + tiles[:, 2]).max()) - begin
     firsts = np.arange(parts + 1) * turns // parts
     made, spans = [], []
-    for part, (first, last) in enumerate(pairwise(firsts)):
+    for first, last in pairwise(firsts):
         own, span = tiles.copy(), runs.copy()
-        own[:, 1] += (part * rows if stacked else 0) - begin
+        own[:, 1] -= begin
         own[:, 6] = last - first
         span[:, 0] += first * size
         span[:, 1] = last - first
@@ -100,76 +104,87 @@ def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, st
         made.append(own)
         spans.append(span)
     table = np.concatenate(made)
-    table[:, 5] = np.arange(len(table))
+    table[:, 5] = np.arange(len(table)) + appended * len(tables)
 
     def on(x: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(tables.tiles.device)
 
-    same = {"single": True, "whole": True, "aligned": tables.aligned, "even": tables.even}
-    blocks = Blocks(on(table), on(np.concatenate(spans)), False, False, tables.edge, **same)
-    return Last(left, parts, begin, rows, on(tiles[:, :3]), blocks)
+    walked = on(table), on(np.concatenate(spans))
+    if appended:
+        walked = torch.cat([tables.tiles, walked[0]]), torch.cat([tables.spans, walked[1]])
+    return Last(left, parts, begin, rows, on(tiles[:, :3]), replace(tables, tiles=walked[0], spans=walked[1]))
 
 
-def _best_parts(left: int, turns: int, group: int, processors: int, most: int) -> int:
+def _best_parts(left: int, turns: int, group: int, processors: int, further: int, most: int) -> int:
     """Into how many parts, `most` at the most, tiles that are left are split to be done first; 1 where none gains."""
 
     def blocks(parts: int) -> float:
         rounds = -(-left * parts // processors)
-        further = FURTHER + TRAFFIC * left * parts if parts > 1 else 0
-        return rounds * (-(-turns // parts) * group + EACH) + further
+        more = further + TRAFFIC * left * parts if parts > 1 else 0
+        return rounds * (-(-turns // parts) * group + EACH) + more
 
     return min(range(1, min(turns, most, MOST_PARTS) + 1), key=blocks)
 
 
-@triton.jit(do_not_specialize=["parts", "rows", "begin"])
+@triton.jit(do_not_specialize=["parts"])
 def join(
-    PART, PART_LSE, OUT, LSE, ITEMS, parts, rows, begin, p_b, p_t, pl_b, pl_t, o_b, o_t, l_b, l_t,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, D: tl.constexpr,
+    PART, PART_LSE, OUT, LSE, CARRY, CARRY_LSE, ITEMS, parts, o_b, o_t, l_b, l_t, c_b, c_t, cl_b, cl_t,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, D: tl.constexpr, HAS_CARRY: tl.constexpr,
 ):  # fmt: skip
-    """OUT and LSE of some rows of a tile from its parts, in their order; OUT and LSE begin at the last head."""
+    """OUT and LSE of some rows of a tile from its parts, in their order, and what is carried.
+
+    Parts have BLOCK rows, those of all tiles one after another. Others begin at the last head.
+    """
     item = ITEMS + tl.program_id(0) * 3
     batch = tl.load(item).to(tl.int64)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = m < tl.load(item + 2)
-    row = tl.load(item + 1) + m
+    t = (tl.load(item + 1) + m).to(tl.int64)
     d = tl.arange(0, D)
     top = tl.full((ROWS,), -INF, dtype=tl.float32)
+    if HAS_CARRY:
+        carried = tl.load(CARRY_LSE + batch * cl_b + t * cl_t, mask=there, other=-INF)
+        top = tl.maximum(top, carried)
     for first in range(0, parts, AT_ONCE):
         part = first + tl.arange(0, AT_ONCE)
-        at = part[:, None] * rows + (row - begin)[None, :]
+        at = (part * tl.num_programs(0) + tl.program_id(0))[:, None] * BLOCK + m[None, :]
         seen = (part < parts)[:, None] & there[None, :]
-        top = tl.maximum(top, tl.max(tl.load(PART_LSE + batch * pl_b + at * pl_t, mask=seen, other=-INF), axis=0))
+        top = tl.maximum(top, tl.max(tl.load(PART_LSE + at, mask=seen, other=-INF), axis=0))
     reference = tl.where(top == -INF, 0.0, top)  # a row that sees nothing weighs nothing
     total = tl.zeros((ROWS,), dtype=tl.float32)
     out = tl.zeros((ROWS, D), dtype=tl.float32)
+    if HAS_CARRY:
+        total += tl.exp(carried - reference)
+        old = tl.load(CARRY + batch * c_b + t[:, None] * c_t + d[None, :], mask=there[:, None], other=0.0)
+        out += old * total[:, None]
     for first in range(0, parts, AT_ONCE):
         part = first + tl.arange(0, AT_ONCE)
-        at = part[:, None] * rows + (row - begin)[None, :]
+        at = (part * tl.num_programs(0) + tl.program_id(0))[:, None] * BLOCK + m[None, :]
         seen = (part < parts)[:, None] & there[None, :]
-        lse = tl.load(PART_LSE + batch * pl_b + at * pl_t, mask=seen, other=-INF)
-        weight = tl.exp(lse - reference[None, :])
+        weight = tl.exp(tl.load(PART_LSE + at, mask=seen, other=-INF) - reference[None, :])
         total += tl.sum(weight, axis=0)
-        x = tl.load(PART + batch * p_b + at[:, :, None] * p_t + d, mask=seen[:, :, None], other=0.0)
+        x = tl.load(PART + at[:, :, None] * D + d, mask=seen[:, :, None], other=0.0)
         out += tl.sum(x * weight[:, :, None], axis=0)
     empty = total == 0.0
     out = out / tl.where(empty, 1.0, total)[:, None]
     lse = tl.where(empty, -INF, reference + tl.log(tl.where(empty, 1.0, total)))
-    t = row.to(tl.int64)
     into = OUT + batch * o_b + t[:, None] * o_t + d[None, :]
     tl.store(into, out.to(OUT.dtype.element_ty), mask=there[:, None])
     tl.store(LSE + batch * l_b + t * l_t, lse, mask=there)
 
 
-def join_parts(last: Last, part: tuple[Tensor, Tensor], out_BTHD: Tensor, lse_BHT: Tensor, block: int) -> None:
-    """Write the results of the tiles, of at most `block` rows, from those of their parts."""
-    x_BTD, x_lse_BT = part[0][:, :, 0], part[1][:, 0]
-    out_BTD, lse_BT = out_BTHD[:, :, -1], lse_BHT[:, -1]
+def join_parts(last: Last, part: Outputs, outputs: Outputs, carry: Outputs | None) -> None:
+    """Write the results of the tiles from those of their parts, and from what is carried."""
+    given = [(x_BTHD[:, :, -1], lse_BHT[:, -1]) for x_BTHD, lse_BHT in (outputs, carry or outputs)]
+    block, dim = part[0].shape[-2:]
     join[(last.tiles, -(-block // JOINED))](
-        *(x_BTD, x_lse_BT, out_BTD, lse_BT, last.items, last.parts, last.rows, last.begin),
-        *(*x_BTD.stride()[:2], *x_lse_BT.stride(), *out_BTD.stride()[:2], *lse_BT.stride()),
+        *(*part, *given[0], *given[1], last.items, last.parts),
+        *(stride for x_BTD, lse_BT in given for stride in (*x_BTD.stride()[:2], *lse_BT.stride())),
+        BLOCK=block,
         ROWS=JOINED,
         AT_ONCE=AT_ONCE,
-        D=x_BTD.shape[-1],
+        D=dim,
+        HAS_CARRY=carry is not None,
     )
 
 

@@ -153,15 +153,20 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
     dynamic = tables.lower or tables.upper or not tables.single
     each = 4 * k.shape[0] * k.shape[1] * k.shape[3]
     section = min(heads, group * max(1, CACHED // max(1, each))) if dynamic else 1
-    work = len(tables) * heads
+    work = whole = len(tables) * heads
     _, scale, inner = _scales(features)
     sinks = features.sink_logits_H
     processors = _processors(q.device)
-    last = None
-    if carry is None and sinks is None:
+    walked, last, part = tables, None, (out, lse)
+    if sinks is None:
         from meshflash.kernels.gluon_last import join_parts, last_round
 
-        last = last_round(tables, heads, processors, config.block_n)
+        last = last_round(tables, heads, processors, config.block_n, appended=True)
+    if last:
+        walked, pieces = last.blocks, last.parts * last.tiles
+        whole -= last.tiles
+        work = whole + pieces
+        part = lse.new_empty(pieces, config.block_m, q.shape[3]), lse.new_empty(pieces, config.block_m)
     q_blocks = _blocks_of(q, config.rows)
     by_blocks = tables.level and config.rows == LEVEL and fits(out)
     carry_blocks = by_blocks and carry is not None and carried.dtype == out.dtype == torch.float32 and fits(carried)
@@ -170,10 +175,9 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
     with torch.cuda.device_of(q):
         kernel[(min(work, processors),)](
             *(q_blocks, _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
-            *(out_blocks, carried_blocks, out, lse, carried, carried_lse),
+            *(out_blocks, carried_blocks, out, lse, *part, carried, carried_lse),
             lse if sinks is None else sinks.contiguous(),
-            *(_counter(q.device), tables.tiles, tables.spans, len(tables), heads, section),
-            *(work - last.tiles if last else work, scale, inner),
+            *(_counter(q.device), walked.tiles, walked.spans, len(tables), heads, section, whole, work, scale, inner),
             *(*out.stride()[:3], *lse.stride(), *carried.stride()[:3], *carried_lse.stride()),
             GROUP=group,
             ROWS=config.rows,
@@ -193,15 +197,13 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             BY_BLOCKS=by_blocks,
             CARRY_BLOCKS=carry_blocks,
             BY_TURNS=config.by_turns,
+            PARTS=last is not None,
             COMPUTE_REGISTERS=config.compute_registers,
             COPY_REGISTERS=config.copy_registers,
             num_warps=4,
         )
         if last:
-            queries = last.rows_of(q).repeat(1, last.parts, 1, 1)
-            part = torch.empty_like(queries, dtype=torch.float32), lse.new_empty(q.shape[0], 1, queries.shape[1])
-            forward(x, queries, k[:, :, -1:], v[:, :, -1:], part, None, config, last.blocks)
-            join_parts(last, part, out, lse, config.block_m)
+            join_parts(last, part, outputs, carry)
 
 
 class Sums:
@@ -278,7 +280,7 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
     if sums:  # parts add up dK and dV in any order
         from meshflash.kernels.gluon_last import last_round, settle_parts
 
-        last = last_round(tables, heads // group, _processors(q.device), config.block_m, group, stacked=False)
+        last = last_round(tables, heads // group, _processors(q.device), config.block_m, group)
         work -= last.tiles if last else 0
     with torch.cuda.device_of(q):
         lines[(batch * heads, -(-room // LINE))](
