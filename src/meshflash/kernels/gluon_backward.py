@@ -30,6 +30,7 @@ from meshflash.kernels.gluon_common import (
     clear_turns,
     copy_block,
     exponentials,
+    halves,
     meet,
     next_in_group,
     run_of,
@@ -154,6 +155,22 @@ def _add_dq(dq, room, at, batch, WHICH: gl.constexpr, BLOCK_M: gl.constexpr, TIL
 
 
 @gluon.jit
+def _add_rows(x, sums, room, batch, head, row):
+    """Add 64 rows of dK or dV to their sums, half of 128 columns at a time, by way of the room that dQ leaves from."""
+    first, second = halves(x, 64, 128)
+    _add_columns(first, sums, room, batch, head, row, 0)
+    _add_columns(second, sums, room, batch, head, row, 64)
+
+
+@gluon.jit
+def _add_columns(x, sums, room, batch, head, row, column):
+    tma.store_wait(pendings=0)  # what was there has left; all threads are told
+    room.reshape([64, 64]).store(x)
+    fence_async_shared()
+    add_block(sums, [batch, head, row, column], room)
+
+
+@gluon.jit
 def _block(dk, dv, s, at, used, head, fresh, block, limit, least, most, dq, rooms, gates, keys, numbers,
            WHICH: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
            WHOLE: gl.constexpr, CLIPPED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -275,14 +292,14 @@ def _block(dk, dv, s, at, used, head, fresh, block, limit, least, most, dq, room
 
 
 @gluon.jit
-def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full, q_full,
-             q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2, inner_scale,
-             dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+def _compute(dq, dk_sums, dv_sums, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room,
+             kv_full, q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
+             inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
              WHICH: gl.constexpr, GROUP: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr,
              BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
              CLIPPED: gl.constexpr, PEELED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
-             SOFTCAP: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr,
-             ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
+             SOFTCAP: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr, ADD_BLOCKS: gl.constexpr,
+             QUERIES: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     """A group of warps that computes: 64 keys, and half of dQ."""
     ROWS: gl.constexpr = BLOCK_N // 2
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -369,44 +386,51 @@ def _compute(dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room
         _store_part(part, dq_room.index(WHICH), scale, TILED)
         fence_async_shared()
         _add_dq(dq, dq_room.index(WHICH), at, batch, WHICH, BLOCK_M, TILED)
-    ALONG: gl.constexpr = along(D)
-    n_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ALONG))
-    columns = gl.arange(0, D, layout=gl.SliceLayout(0, ALONG))
-    line = (row + n_out - missing).to(gl.int64)[:, None]
-    there = (n_out >= missing)[:, None]
-    b = batch.to(gl.int64)
-    h = key_head.to(gl.int64)
-    dk_at = DK + b * dk_b + h * dk_h + line * dk_t + columns[None, :]
-    dv_at = DV + b * dv_b + h * dv_h + line * dv_t + columns[None, :]
     dk = dk * scale
-    if ADD:  # nobody waits for what was there
-        gl.atomic_add(dk_at, gl.convert_layout(dk, ALONG), mask=there, sem="relaxed")
-        gl.atomic_add(dv_at, gl.convert_layout(dv, ALONG), mask=there, sem="relaxed")
+    if ADD_BLOCKS:
+        room = dq_room._reinterpret(gl.float32, [2, 1, 1, 64, 64], dk_sums.layout).index(WHICH)
+        _add_rows(dk, dk_sums, room, batch, key_head, row + WHICH * ROWS)
+        _add_rows(dv, dv_sums, room, batch, key_head, row + WHICH * ROWS)
     else:
-        gl.store(dk_at, gl.convert_layout(dk.to(DK.dtype.element_ty), ALONG), mask=there)
-        gl.store(dv_at, gl.convert_layout(dv.to(DV.dtype.element_ty), ALONG), mask=there)
+        ALONG: gl.constexpr = along(D)
+        n_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ALONG))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, ALONG))
+        line = (row + n_out - missing).to(gl.int64)[:, None]
+        there = (n_out >= missing)[:, None]
+        b = batch.to(gl.int64)
+        h = key_head.to(gl.int64)
+        dk_at = DK + b * dk_b + h * dk_h + line * dk_t + columns[None, :]
+        dv_at = DV + b * dv_b + h * dv_h + line * dv_t + columns[None, :]
+        if ADD:  # nobody waits for what was there
+            gl.atomic_add(dk_at, gl.convert_layout(dk, ALONG), mask=there, sem="relaxed")
+            gl.atomic_add(dv_at, gl.convert_layout(dv, ALONG), mask=there, sem="relaxed")
+        else:
+            gl.store(dk_at, gl.convert_layout(dk.to(DK.dtype.element_ty), ALONG), mask=there)
+            gl.store(dv_at, gl.convert_layout(dv.to(DV.dtype.element_ty), ALONG), mask=there)
     if QUERIES:
         tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["work", "heads", "tiles_of_row"])
-def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, work, heads, tiles_of_row, scale, scale2, inner_scale,
-             dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+def backward(q, k, v, dout, lse, delta, dq, dk_sums, dv_sums, DK, DV, TILES, RUNS, work, heads, tiles_of_row, scale,
+             scale2, inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
              GROUP: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
              STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr,
              PEELED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, EDGE: gl.constexpr,
-             ADD: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, SHIFTED: gl.constexpr, ROTATE: gl.constexpr,
-             AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
+             ADD: gl.constexpr, ADD_BLOCKS: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr,
+             SHIFTED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+             COPY_REGISTERS: gl.constexpr):  # fmt: skip
     """(dK, dV) of one block of keys from a GROUP of heads, and with QUERIES its part of dQ, which is added.
 
     Of all blocks, one GROUP of heads after another, it does the first `work`. Where several programs SHARE a key head,
-    they ADD to the same sums.
+    they ADD to the same sums: number by number, or with ADD_BLOCKS by the descriptors `dk_sums` and `dv_sums`.
     `scale2` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. Where a
     segment of keys ends within a block, the block begins earlier, even before the first row: keys before its own are
     not weighed. PEELED, blocks of queries that a band cuts come last, and are met in a loop of their own. TILED sums of
     dQ are not scaled, and lie as `gather_dq` reads them.
     """
     gl.static_assert(SHARE == 1 or (GROUP == 1 and ADD), "programs that share keys have a head each, and add")
+    gl.static_assert(not ADD_BLOCKS or (D == 128 and ADD and QUERIES and not EDGE), "of all keys, by the room of dQ")
     gl.static_assert(not (PEELED and ROTATE), "the loops of a peeled run begin at its last block, as copies must")
     if gl.program_id(1) * gl.num_programs(0) + gl.program_id(0) >= work:
         return
@@ -433,16 +457,16 @@ def backward(q, k, v, dout, lse, delta, dq, DK, DV, TILES, RUNS, work, heads, ti
     dout_full, dout_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
-                    q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
-                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, SHARE, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, CLIPPED, PEELED, LOWER, UPPER, SOFTCAP, EDGE, ADD, QUERIES, TILED, ROTATE,
-                    AHEAD)),
-        (_compute, (dq, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room, kv_full,
-                    q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
-                    inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, SHARE, BLOCK_M, BLOCK_N, D, STAGES,
-                    SINGLE, WHOLE, CLIPPED, PEELED, LOWER, UPPER, SOFTCAP, EDGE, ADD, QUERIES, TILED, ROTATE,
-                    AHEAD)),
+        (_compute, (dq, dk_sums, dv_sums, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room,
+                    dq_room, kv_full, q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale,
+                    scale2, inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, SHARE, BLOCK_M, BLOCK_N,
+                    D, STAGES, SINGLE, WHOLE, CLIPPED, PEELED, LOWER, UPPER, SOFTCAP, EDGE, ADD, ADD_BLOCKS, QUERIES,
+                    TILED, ROTATE, AHEAD)),
+        (_compute, (dq, dk_sums, dv_sums, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room,
+                    dq_room, kv_full, q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale,
+                    scale2, inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, SHARE, BLOCK_M, BLOCK_N,
+                    D, STAGES, SINGLE, WHOLE, CLIPPED, PEELED, LOWER, UPPER, SOFTCAP, EDGE, ADD, ADD_BLOCKS, QUERIES,
+                    TILED, ROTATE, AHEAD)),
         (_copy, (q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full,
                  q_empty, dout_full, dout_empty, TILES, RUNS, heads, GROUP, SHARE, BLOCK_M, BLOCK_N, D, STAGES, SINGLE,
                  WHOLE, CLIPPED, SHIFTED, ROTATE, AHEAD)),

@@ -343,9 +343,9 @@ def exponentials(x, full, phase, ROWS: gl.constexpr, SIZE: gl.constexpr):
     product that comes next, and the rest behind it, among what can be done there.
     """
     LAYOUT: gl.constexpr = x.type.layout
-    x, fourth = _halves(x, ROWS, SIZE)
-    x, third = _halves(x, ROWS, SIZE // 2)
-    x, second = _halves(x, ROWS, SIZE // 4)
+    x, fourth = halves(x, ROWS, SIZE)
+    x, third = halves(x, ROWS, SIZE // 2)
+    x, second = halves(x, ROWS, SIZE // 4)
     first = gl.exp2(x)
     mbarrier.wait(full, phase)
     x = _joined(first, gl.exp2(second), ROWS, SIZE // 4)
@@ -354,7 +354,8 @@ def exponentials(x, full, phase, ROWS: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _halves(x, ROWS: gl.constexpr, SIZE: gl.constexpr):
+def halves(x, ROWS: gl.constexpr, SIZE: gl.constexpr):
+    """The first columns of a tile, and the others."""
     return gl.reshape(x, [ROWS, 2, SIZE // 2]).permute((0, 2, 1)).split()
 
 

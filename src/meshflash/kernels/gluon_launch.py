@@ -56,7 +56,8 @@ class Backward:
     `rotate` is how many blocks further each program begins than the one before. `tiled_from` is how many keys a query
     sees on average where sums that are given are better added to once, from tiles, than block by block, in rows: 16
     bytes of traffic for each of their numbers, against what pieces of rows cost with each block. `capped` says whether
-    scores may have a cap, which takes registers: at dim 64 the ordinary kernel is twice as fast then.
+    scores may have a cap, which takes registers: at dim 64 the ordinary kernel is twice as fast then. `add_blocks` says
+    whether dK and dV are added to sums by copies, where a tile has all of its keys, or number by number.
     """
 
     block_m: int
@@ -64,6 +65,7 @@ class Backward:
     rotate: int
     tiled_from: int
     capped: bool
+    add_blocks: bool
     stages: int = 2
     block_n: int = 128
     compute_registers: int = 240
@@ -88,8 +90,8 @@ class Queries:
 
 FORWARD = {64: Forward(3, 3, 160, 32, by_turns=True), 128: Forward(2, 2, 240, 24)}
 BACKWARD = {
-    64: Backward(128, ahead=True, rotate=5, tiled_from=4096, capped=False),
-    128: Backward(64, ahead=False, rotate=0, tiled_from=8000, capped=True),
+    64: Backward(128, ahead=True, rotate=5, tiled_from=4096, capped=False, add_blocks=False),
+    128: Backward(64, ahead=False, rotate=0, tiled_from=8000, capped=True, add_blocks=True),
 }
 QUERIES = {64: Queries(3), 128: Queries(2)}
 
@@ -326,10 +328,12 @@ def _by_keys(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, numbers: 
     shifts = 1 if tables.aligned else 4
     flat = NVMMASharedLayout(0, 32, rank=2)
     described = [descriptor(y[head * shifts :], [1, config.block_m], flat) for y in numbers]
+    add_blocks = add and sums is not None and config.add_blocks and not tables.edge and fits(dk) and fits(dv)
+    added = [_blocks_of(y, 64, 64) for y in (dk, dv)] if add_blocks else described
     kernel[(len(tables), q.shape[2] // group)](
         *(_blocks_of(q, config.block_m), _blocks_of(k, config.block_n // 2), _blocks_of(v, config.block_n // 2)),
         *(_blocks_of(dout, config.block_m), *described),
-        *(sums.described(head) if sums else described[0], dk, dv, tables.tiles, tables.spans),
+        *(sums.described(head) if sums else described[0], *added, dk, dv, tables.tiles, tables.spans),
         *(work, heads, sums.tiles if sums else 0),
         *(*_scales(x.features), *dk.stride()[:3], *dv.stride()[:3]),
         GROUP=group,
@@ -347,6 +351,7 @@ def _by_keys(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, numbers: 
         SOFTCAP=x.features.softcap > 0,
         EDGE=tables.edge,
         ADD=add,
+        ADD_BLOCKS=add_blocks,
         QUERIES=sums is not None,
         TILED=sums is not None and sums.tiled,
         SHIFTED=shifts > 1,
