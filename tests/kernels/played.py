@@ -120,6 +120,12 @@ def _program(c: SimpleNamespace, tile: int, group: int) -> None:
         dk += ds @ q
         if c.QUERIES:
             _add_dq(c, ds.T @ keys, batch, head, block)
+    if c.ADD_BLOCKS:
+        assert (c.ADD, c.QUERIES, c.EDGE) == (True, True, False)
+        for sums, x in ((c.dk_sums, dk * c.scale), (c.dv_sums, dv)):
+            for down, along in product(range(0, c.BLOCK_N, 64), range(0, c.D, 64)):
+                sums.add(x[down : down + 64, along : along + 64], batch, key_head, row + down, along)
+        return
     columns = torch.arange(c.D)[None, :]
     for into, x, (b, t, h) in ((c.DK, dk * c.scale, (c.dk_b, c.dk_t, c.dk_h)), (c.DV, dv, (c.dv_b, c.dv_t, c.dv_h))):
         memory = torch.empty(0, dtype=into.dtype).set_(into.untyped_storage())

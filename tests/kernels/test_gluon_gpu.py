@@ -533,7 +533,7 @@ def test_what_is_carried_to_a_last_round(
         want[:, 5:6], want_lse[:, :, 5:6] = blind, blind_lse
         close(into[0], want)
         torch.testing.assert_close(into[1].double(), want_lse, atol=1e-3, rtol=1e-3)
-    assert max(parts) > 1
+    assert min(parts[1::2]) > 1
     assert ran["forward"] == 6
 
 

@@ -100,6 +100,7 @@ def test_gradients(name, into, kernel, monkeypatch):
     shifted = name == "queries that see nothing"
     how = {"SHIFTED": shifted, "TILED": into != "rows" and not shifted, "GROUP": 2 // kv_heads, "ADD": into != "new"}
     assert {key: getattr(started, key) for key in how} == how
+    assert (started.ADD and started.D == 128 and not started.EDGE) == started.ADD_BLOCKS
 
 
 @pytest.mark.parametrize(("kv_heads", "spread_from"), [(2, 1 << 30), (1, 0)])
@@ -133,3 +134,12 @@ def test_parts_of_a_last_round_and_heads_apart(name, spread, into, kernel, monke
     assert (len(more), first.work) == (split, tiles * groups - split)
     assert ((1, 2, True) if spread else (2, 1, into != "new")) == (first.GROUP, first.SHARE, first.ADD)
     assert all((last.GROUP, last.SHARE, last.ADD) == (first.GROUP, first.SHARE, True) for last in more)
+    for each in kernel.started:
+        assert (each.ADD and each.D == 128 and not each.EDGE) == each.ADD_BLOCKS
+
+
+def test_sums_whose_rows_begin_anywhere_are_added_to_number_by_number(kernel, monkeypatch):
+    monkeypatch.setattr(gluon_launch, "fits", lambda x: x.dtype != torch.float32)
+    monkeypatch.setattr(gluon_launch, "SPREAD_FROM", 0)
+    check(one(FULL, 256), 128, 1, 4, 2, add=False, apart=False)
+    assert [(started.ADD, started.ADD_BLOCKS) for started in kernel.started] == [(True, False)]

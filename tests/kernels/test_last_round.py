@@ -89,15 +89,18 @@ def test_every_block_of_queries_of_every_tile_once(queries, keys, batch, heads, 
 @pytest.mark.parametrize(
     ("left", "turns", "group", "further", "most", "parts"),
     [
-        (4, 256, 1, 20, 64, 32),  # all multiprocessors, once
-        (4, 64, 1, 20, 64, 22),  # not so many that joining them takes longer
-        (8, 32, 1, 20, 64, 11),
-        (100, 256, 4, 20, 64, 9),  # seven rounds of a ninth instead of one
-        (100, 256, 4, 20, 1, 1),
-        (130, 256, 1, 20, 64, 1),  # nothing to gain
-        (4, 16, 1, 20, 64, 1),  # short
-        (4, 16, 1, 4, 64, 16),  # not for what only joins them
-        (4, 16, 4, 20, 64, 16),  # nor for each of four heads
+        (4, 256, 1, last.FURTHER, 64, 32),  # all multiprocessors, once
+        (4, 64, 1, last.FURTHER, 64, 22),  # not so many that joining them takes longer
+        (8, 32, 1, last.FURTHER, 64, 11),
+        (100, 256, 4, last.FURTHER, 64, 9),  # seven rounds of a ninth instead of one
+        (100, 256, 4, last.FURTHER, 1, 1),
+        (130, 256, 1, last.FURTHER, 64, 1),  # nothing to gain
+        (4, 16, 1, last.FURTHER, 64, 1),  # short
+        (4, 16, 4, last.FURTHER, 64, 16),  # not for each of four heads
+        (4, 16, 1, last.JOINING, 33, 16),  # nor where they are only joined
+        (4, 8, 1, last.JOINING, 33, 1),
+        (4, 32, 1, last.JOINING, 33, 16),
+        (92, 128, 1, last.JOINING, 1, 1),
     ],
 )
 def test_as_many_parts_as_pay(left, turns, group, further, most, parts, monkeypatch):
@@ -108,7 +111,7 @@ def test_as_many_parts_as_pay(left, turns, group, further, most, parts, monkeypa
 @pytest.mark.parametrize("appended", [True, False])
 def test_parts_of_a_forward_have_one_round(appended):
     served, _work = tables(768, 1024, 1)
-    found = last.last_round(served, 2, 7, SIZE, appended=appended)  # five tiles are left
+    found = last.last_round(served, 2, 7, SIZE, appended=appended)  # five of twelve tiles are left
     assert (found is None) == appended
 
 
@@ -141,6 +144,7 @@ def test_parts_joined_are_attention(batch, carried):
     k, v = torch.randn(2, batch, keys + 50, heads, dim)
     k[:, : 2 * SIZE] = 0
     k[0, 0, -1] = -100 * q[0, -1, -1]
+    k[0, keys, -1] = 100 * q[0, -2, -1]  # of those that are carried: far above all others
 
     def seen(b, row, rows, begin, limit):
         scores = q[b, row : row + rows, -1] @ k[b, begin:limit, -1].T
@@ -238,7 +242,7 @@ def test_tables_are_read_from_a_device_only_for_parts(monkeypatch):
     assert not read
     found = last.last_round(served, 3, 20, 64)
     assert found is not None
-    assert read == [found.tiles] * 2
+    assert read == [len(served)] * 2
 
 
 def test_rounds_of_other_groups_are_their_own():

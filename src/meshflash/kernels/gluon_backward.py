@@ -448,7 +448,11 @@ def backward(q, k, v, dout, lse, delta, dq, dk_sums, dv_sums, DK, DV, TILES, RUN
     dq_room = q_room
     if QUERIES:
         ds_room = gl.allocate_shared_memory(DTYPE, [4, BLOCK_N // 2, BLOCK_M], DS)
-        if TILED:
+        if ADD_BLOCKS:  # first as dK and dV leave from it, for such a room lies at a multiple of more bytes
+            dq_room = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dk_sums.layout)
+            if TILED:
+                dq_room = dq_room._reinterpret(gl.float32, [2, 16, 256], dq.layout)
+        elif TILED:
             dq_room = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq.layout)
         else:
             dq_room = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq.layout)

@@ -3,7 +3,8 @@
 A group starts the scores of a block, then the product of the block before with its values, and works on exponentials
 while the second runs. It lets blocks go by that its own rows do not see, where a tile has a single run of them.
 Programs stay: each takes a tile of queries and a head, the heaviest first, from a counter, in sections of heads whose
-keys fit the cache. What was measured, and why it is so: docs/kernels.md.
+keys fit the cache. Equal tiles are dealt by turns, and those of the last round may be in parts, by keys. What was
+measured, and why it is so: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from meshflash.kernels.gluon_common import (
 
 
 @gluon.jit
-def _work(number, tiles, heads, section, whole, PARTS: gl.constexpr):
+def _work(number, tiles, heads, section, uncut, PARTS: gl.constexpr):
     """The tile and the head of a piece of work: sections of heads one after another, in each the tiles in order.
 
-    With PARTS a section is one head. Pieces behind the `whole` ones are parts of tiles of the last head, which the
+    With PARTS a section is one head. Pieces behind the `uncut` ones are parts of tiles of the last head, which the
     table has behind all tiles.
     """
     if PARTS:
         head = number // tiles
-        tile = gl.where(number < whole, number - head * tiles, number - whole + tiles)
+        tile = gl.where(number < uncut, number - head * tiles, number - uncut + tiles)
         head = gl.minimum(head, heads - 1)
     else:
         each = section * tiles
@@ -65,7 +66,7 @@ def _work(number, tiles, heads, section, whole, PARTS: gl.constexpr):
 
 @gluon.jit
 def _copy(q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full,
-          o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, whole,
+          o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, uncut,
           work, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
           GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
           CARRY_BLOCKS: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
@@ -75,7 +76,7 @@ def _copy(q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_ful
     number = gl.program_id(0)
     while number < work:
         next_number = following(COUNTER, number, work, DYNAMIC)  # asked for a tile ahead of its use
-        tile, head = _work(number, tiles, heads, section, whole, PARTS)
+        tile, head = _work(number, tiles, heads, section, uncut, PARTS)
         batch, row, _, _, _, run, turns = tile_of(TILES, tile, SINGLE)
         key_head = head // GROUP
         begin, blocks, limit, least, most = run_of(RUNS, run)
@@ -164,7 +165,7 @@ def _pass_by(turns, used, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr
 @gluon.jit
 def _compute(o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty,
              k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS, tiles,
-             heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
+             heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
              cl_t, WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
              D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
              DYNAMIC: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, ONCE: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -185,7 +186,7 @@ def _compute(o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_roo
     if BY_TURNS and WHICH == GROUPS - 1:
         arrive(MEETING)  # the first turn is the first group's
     while number < work:
-        tile, head = _work(number, tiles, heads, section, whole, PARTS)
+        tile, head = _work(number, tiles, heads, section, uncut, PARTS)
         batch, row, rows, first, step, run, turns = tile_of(TILES, tile, SINGLE)
         begin, blocks, limit, least, most = run_of(RUNS, run)
         lowest = first + step * (WHICH * ROWS)
@@ -267,10 +268,10 @@ def _compute(o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_roo
         mbarrier.arrive(q_empty.index(WHICH), count=1)  # the next queries come under what follows
         b = batch.to(gl.int64)
         h = head.to(gl.int64)
-        kept = rows
-        if PARTS:  # theirs are stored apart, and joined with what is carried
-            kept = gl.where(number < whole, rows, 0)
-        there = m < kept
+        stored = rows
+        if PARTS:  # theirs go elsewhere, and are joined with what is carried: it is copied here too, but weighs 0
+            stored = gl.where(number < uncut, rows, 0)
+        there = m < stored
         if HAS_CARRY:  # on its way under the last product
             old_lse = gl.load(CARRY_LSE + b * cl_b + h * cl_h + (row + m).to(gl.int64) * cl_t, mask=there, other=-INF)
         before = (used - 1) % STAGES
@@ -287,7 +288,7 @@ def _compute(o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_roo
         OF_ROWS_LEFT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         rows_o = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LEFT))
         columns = gl.arange(0, D, layout=gl.SliceLayout(0, LEFT))
-        there_o = (rows_o < kept)[:, None]
+        there_o = (rows_o < stored)[:, None]
         if HAS_CARRY:
             old_top = old_lse * LOG2E
             reference = gl.maximum(top, old_top)
@@ -315,12 +316,12 @@ def _compute(o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_roo
         lse = gl.where(empty, -INF, (top + gl.log2(total)) * LN2)
         acc = acc * gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), OF_ROWS_LEFT)[:, None]
         if PARTS:
-            if number >= whole:
-                base = (number - whole) * (GROUPS * ROWS)
+            if number >= uncut:
+                base = (number - uncut) * (GROUPS * ROWS)
                 gl.store(PART + (base + rows_o)[:, None] * D + columns[None, :], gl.convert_layout(acc, LEFT))
                 gl.store(PART_LSE + base + m, lse)
         if BY_BLOCKS:
-            if kept > WHICH * ROWS:
+            if stored > WHICH * ROWS:
                 if not CARRY_BLOCKS:
                     tma.store_wait(pendings=0)  # those of the tile before were read; all threads are told
                 o_room.index(WHICH).reshape([ROWS, D]).store(acc.to(o.dtype))
@@ -340,9 +341,9 @@ def _compute(o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_roo
         tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "section", "whole", "work"])
+@gluon.jit(do_not_specialize=["tiles", "heads", "section", "uncut", "work"])
 def forward(q, k, v, o, carry, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles, heads,
-            section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
+            section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
             GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
             UPPER: gl.constexpr, ONCE: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
@@ -354,8 +355,10 @@ def forward(q, k, v, o, carry, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS
     each group has 64 rows of a tile or none, and results are stored by the descriptor `o`. With CARRY_BLOCKS what is
     carried, as wide as the results, comes by the descriptor `carry`, to where they leave from. BY_TURNS, groups start
     the products of a block one after another. ONCE, a band cuts the first block of a group's rows at most. With PARTS,
-    pieces of work behind the `whole` ones store results of their own, (PART, PART_LSE), a tile's rows for each.
+    pieces of work behind the `uncut` ones store results of their own, (PART, PART_LSE), a tile's rows for each.
     """
+    plain: gl.constexpr = SINGLE and WHOLE and not (DYNAMIC or LOWER or UPPER or HAS_SINKS)
+    gl.static_assert(plain or not PARTS, "tiles in parts are alike, see all of their keys, and have no sinks")
     DTYPE: gl.constexpr = q.dtype
     FIRST: gl.constexpr = 0  # literals in a tuple of arguments lose that they are constants
     SECOND: gl.constexpr = 1
@@ -378,43 +381,43 @@ def forward(q, k, v, o, carry, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS
         gl.warp_specialize([
             (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
                         q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
                         l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
                         WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
                         BY_TURNS, PARTS)),
             (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
                         q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
                         l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
                         WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
                         BY_TURNS, PARTS)),
             (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
-                     whole, work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS,
+                     uncut, work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS,
                      PARTS)),
         ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
                         q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
                         l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
                         WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
                         BY_TURNS, PARTS)),
             (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
                         q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
                         l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
                         WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
                         BY_TURNS, PARTS)),
             (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
                         q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, whole, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
                         l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
                         WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
                         BY_TURNS, PARTS)),
             (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
-                     whole, work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS,
+                     uncut, work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS,
                      PARTS)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip

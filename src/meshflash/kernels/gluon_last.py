@@ -39,8 +39,8 @@ SETTLED = 16
 class Last:
     """Tiles of the last head, or group of heads, that come after all full rounds, each in so many parts.
 
-    `begin` is the first of their rows, of `rows` in a row. `blocks` are tables of the parts: behind those of all tiles,
-    or by themselves, whose rows count from there. `items` are the batch row, first row and rows of each tile.
+    `blocks` are tables of the parts, behind those of all tiles or by themselves; by themselves their rows count from
+    `begin`, the first of `rows` in a row. `items` are the batch row, first row and rows of each tile.
     """
 
     tiles: int
@@ -88,11 +88,12 @@ def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, ap
     parts = _best_parts(left, turns, group, processors, *costs)
     if parts == 1:
         return None
-    tiles, runs = (x[-left:].cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans))
+    walked = [x.cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans)]
+    tiles, runs = (x[-left:] for x in walked)
     begin = 0 if appended else int(tiles[:, 1].min())
     rows = int((tiles[:, 1] + tiles[:, 2]).max()) - begin
+    made = [[walked[0]], [walked[1]]] if appended else [[], []]
     firsts = np.arange(parts + 1) * turns // parts
-    made, spans = [], []
     for first, last in pairwise(firsts):
         own, span = tiles.copy(), runs.copy()
         own[:, 1] -= begin
@@ -101,18 +102,16 @@ def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, ap
         span[:, 1] = last - first
         span[:, 2] = np.minimum(span[:, 2], span[:, 0] + (last - first) * size)
         span[:, 3:] = -UNBOUNDED, UNBOUNDED
-        made.append(own)
-        spans.append(span)
-    table = np.concatenate(made)
-    table[:, 5] = np.arange(len(table)) + appended * len(tables)
+        made[0].append(own)
+        made[1].append(span)
+    table, spans = map(np.concatenate, made)
+    table[:, 5] = np.arange(len(table))
 
-    def on(x: np.ndarray) -> Tensor:
+    def on(x: np.ndarray) -> Tensor:  # from the host, so that other streams may read it too
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(tables.tiles.device)
 
-    walked = on(table), on(np.concatenate(spans))
-    if appended:
-        walked = torch.cat([tables.tiles, walked[0]]), torch.cat([tables.spans, walked[1]])
-    return Last(left, parts, begin, rows, on(tiles[:, :3]), replace(tables, tiles=walked[0], spans=walked[1]))
+    blocks = replace(tables, tiles=on(table), spans=on(spans), meets=turns / parts)
+    return Last(left, parts, begin, rows, on(tiles[:, :3]), blocks)
 
 
 def _best_parts(left: int, turns: int, group: int, processors: int, further: int, most: int) -> int:

@@ -155,7 +155,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
     dynamic = tables.lower or tables.upper or not tables.single
     each = 4 * k.shape[0] * k.shape[1] * k.shape[3]
     section = min(heads, group * max(1, CACHED // max(1, each))) if dynamic else 1
-    work = whole = len(tables) * heads
+    work = uncut = len(tables) * heads
     _, scale, inner = _scales(features)
     sinks = features.sink_logits_H
     processors = _processors(q.device)
@@ -166,8 +166,8 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
         last = last_round(tables, heads, processors, config.block_n, appended=True)
     if last:
         walked, pieces = last.blocks, last.parts * last.tiles
-        whole -= last.tiles
-        work = whole + pieces
+        uncut -= last.tiles
+        work = uncut + pieces
         part = lse.new_empty(pieces, config.block_m, q.shape[3]), lse.new_empty(pieces, config.block_m)
     q_blocks = _blocks_of(q, config.rows)
     by_blocks = tables.level and config.rows == LEVEL and fits(out)
@@ -179,7 +179,7 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             *(q_blocks, _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
             *(out_blocks, carried_blocks, out, lse, *part, carried, carried_lse),
             lse if sinks is None else sinks.contiguous(),
-            *(_counter(q.device), walked.tiles, walked.spans, len(tables), heads, section, whole, work, scale, inner),
+            *(_counter(q.device), walked.tiles, walked.spans, len(tables), heads, section, uncut, work, scale, inner),
             *(*out.stride()[:3], *lse.stride(), *carried.stride()[:3], *carried_lse.stride()),
             GROUP=group,
             ROWS=config.rows,
