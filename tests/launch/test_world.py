@@ -81,6 +81,34 @@ def test_a_group_that_was_made_after_another_ended_is_taken(pool):
         assert pool.run(world_size, adopted) == [(rank, world_size) for rank in range(world_size)]
 
 
+def made_late(rank, world_size, group, port, file):
+    """Rank 1 takes long to have a group that rank 0 has."""
+    dist.destroy_process_group()
+    make = dist.init_process_group
+
+    def late(*arguments, **more):
+        make(*arguments, **more)
+        if rank == 1:
+            time.sleep(0.5)
+            file.touch()
+
+    world.dist.init_process_group = late
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ["LOCAL_RANK"] = str(rank)
+    try:
+        with meshflash.init():
+            return file.exists()
+    finally:
+        world.dist.init_process_group = make
+        for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name)
+
+
+def test_nobody_begins_before_all_have_the_group(pool, tmp_path):
+    """A rank that ended at once would close connections that others are about to make."""
+    assert pool.run(2, made_late, free_port(), tmp_path / "made") == [True, True]
+
+
 def ranks(kind, backends, *places):
     return [Said(host, kind, device, backends) for host, device in places]
 

@@ -55,6 +55,12 @@ class Meeting:
     def __init__(self, store: Any, where: str, number: int = 1) -> None:
         self.store, self.where = dist.PrefixStore(f"meshflash/{number}", store), where
 
+    def gather(self, world_size: int, timeout: float) -> None:
+        """Wait until all ranks have come here."""
+        if int(self.store.add("come", 1)) == world_size:
+            self.store.set("all", "1")
+        self.store.wait(["all"], timedelta(seconds=timeout))
+
     def part(self, rank: int, world_size: int) -> None:
         """Rank 0, which holds the store, leaves last, unless others take long."""
         try:

@@ -153,6 +153,7 @@ def _joined(place: Place, backend: str | None, timeout: float) -> World:
             world_size=place.world_size,
             timeout=timedelta(seconds=timeout),
         )
+        meeting.gather(place.world_size, timeout)  # one that left at once would break off others that still connect
 
     try:
         within(timeout + GRACE, group, "ranks found the store, and do not reach each other")
