@@ -58,7 +58,7 @@ class Call:
     bytes. With `gluon` those in Gluon serve it; `mask` is "causal", "full", "window", "runs", where blocks have
     several, "documents" of any length, which are causal, "whole documents", or "padding" behind documents. `odd`
     lengths are no multiple of a block, nor of anything else. `spread` heads of a group have programs of their own.
-    Some tiles of a forward are in `parts`.
+    Some tiles of a forward are in `parts`, and odd lengths those of queries then.
     """
 
     kind: str
@@ -238,11 +238,12 @@ def _make(call: Call) -> None:
     from meshflash.kernels.triton_kernel import Triton
 
     tokens = TOKENS - call.odd
+    keys = TOKENS if call.parts else tokens  # parts are of whole blocks
 
-    def rows(heads: int, width: int = call.dim) -> torch.Tensor:
+    def rows(heads: int, length: int = tokens) -> torch.Tensor:
         stride = call.dim if call.aligned else call.dim + 1
-        whole = torch.empty(2, tokens, heads, stride, dtype=getattr(torch, call.dtype), device="meta")
-        return whole[..., :width]
+        whole = torch.empty(2, length, heads, stride, dtype=getattr(torch, call.dtype), device="meta")
+        return whole[..., : call.dim]
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device="meta")
@@ -278,8 +279,8 @@ def _make(call: Call) -> None:
         vars(gluon_last)["last_round"] = lambda tables, *_, **__: gluon_last.Last(4, 3, 0, 512, items, tables)
     else:
         vars(gluon_last)["last_round"] = lambda *_, **__: None
-    work = worklist(mask, (range(tokens),), (range(tokens),))
-    x = Inputs(out, rows(call.key_heads), rows(call.key_heads), work, features)
+    work = worklist(mask, (range(tokens),), (range(keys),))
+    x = Inputs(out, rows(call.key_heads, keys), rows(call.key_heads, keys), work, features)
     if call.kind == "forward":
         partial = numbers(2, tokens, HEADS, call.dim), lse
         Triton().forward(x, *((partial, partial) if call.features or call.partial else ()))
