@@ -22,7 +22,7 @@ from torch import Tensor
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.kernels.contract import Outputs
 from meshflash.kernels.triton_common import INF
-from meshflash.kernels.triton_tables import Blocks
+from meshflash.kernels.triton_tables import Blocks, on_device
 
 #: What parts take beside their blocks, in blocks: each by itself; further kernels, one of a forward and some of a
 #: backward; and what each reads and writes.
@@ -106,12 +106,8 @@ def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, ap
         made[1].append(span)
     table, spans = map(np.concatenate, made)
     table[:, 5] = np.arange(len(table))
-
-    def on(x: np.ndarray) -> Tensor:  # from the host, so that other streams may read it too
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(tables.tiles.device)
-
-    blocks = replace(tables, tiles=on(table), spans=on(spans), meets=turns / parts)
-    return Last(left, parts, begin, rows, on(tiles[:, :3]), blocks)
+    walks, runs_of, items = (on_device(x, tables.tiles.device) for x in (table, spans, tiles[:, :3]))
+    return Last(left, parts, begin, rows, items, replace(tables, tiles=walks, spans=runs_of, meets=turns / parts))
 
 
 def _best_parts(left: int, turns: int, group: int, processors: int, further: int, most: int) -> int:

@@ -132,7 +132,7 @@ def _blocks(tiles: Ints, table: Table, by_key: bool, size: int, batch: int, devi
     tiles = _every_batch_row(tiles[_heaviest_first(pairs, len(tiles))], batch)
     lower, upper = bool((table.spans[:, 4] > -UNBOUNDED).any()), bool((table.spans[:, 5] < UNBOUNDED).any())
     edge = bool((tiles[:, 2] < size).any())
-    return Blocks(_on(tiles, device), _on(table.spans, device), lower, upper, edge)
+    return Blocks(on_device(tiles, device), on_device(table.spans, device), lower, upper, edge)
 
 
 def _runs(
@@ -175,8 +175,8 @@ def _runs(
         table = table[mine[:, 5]]
         mine[:, 5] = np.arange(len(mine))
     return Blocks(
-        _on(mine, device),
-        _on(table, device),
+        on_device(mine, device),
+        on_device(table, device),
         bool(lower.any()),
         bool(upper.any()),
         edge=bool((mine[:, 2] < size).any()),
@@ -307,5 +307,6 @@ def _every_batch_row(tiles: Ints, batch: int) -> Ints:
     return np.concatenate([every, tiles[~shared]])
 
 
-def _on(table: npt.NDArray[Any], device: torch.device) -> Tensor:
+def on_device(table: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A table as kernels read it: copied from the host, so that any stream may read it at once."""
     return torch.from_numpy(np.ascontiguousarray(table, dtype=np.int32)).to(device)
