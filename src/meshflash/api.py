@@ -170,8 +170,9 @@ def attention(
         q: this rank's queries, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]`.
         k: this rank's keys, and
         v: its values.
-        mesh: a process group, or a DeviceMesh; the default group where None. Where no group was initialised, or
-            it has one rank, this is `flash_attention`. Of a DeviceMesh of two dimensions, the second is the inner
+        mesh: a process group, or a DeviceMesh; the default group where None. In a process that no launcher
+            started as one of several ranks, or over a group of one rank, this is `flash_attention`; a launched rank
+            without a process group is refused. Of a DeviceMesh of two dimensions, the second is the inner
             axis of "hybrid" or "double_ring".
         layout: which positions each rank holds. Where None, the home layout of the schedule for shards of
             equal length: zigzag for zigzag, ringx3 and ringx4, striped for striped, contiguous for others.

@@ -6,16 +6,22 @@ from typing import Any
 
 from torch import distributed as _distributed
 
+from meshflash.launch.launchers import LaunchError, detect
+
 dist: Any = _distributed  # torch does not declare all that it exports here
 
 
 def group_of(mesh: Any) -> tuple[str, int, int]:
-    """(name, rank, world) of a process group, of all ranks of a DeviceMesh, or of the default group.
+    """Return (name, rank, world) of a process group, of all ranks of a DeviceMesh, or of the default group.
+
+    Without a process group this process is a world of one, unless a launcher started it as one rank of several:
+    then LaunchError, because attending to the local shard alone would be silently wrong.
 
     >>> group_of(None)
     ('', 0, 1)
     """
     if mesh is None and not (dist.is_available() and dist.is_initialized()):
+        _refuse_uninitialized()
         return "", 0, 1
     group = mesh
     if mesh is None:
@@ -35,6 +41,28 @@ def group_of(mesh: Any) -> tuple[str, int, int]:
 def inner_of(mesh: Any) -> int:
     """How many ranks the inner axis of a DeviceMesh of two dimensions has; 0 where there is one axis."""
     return int(mesh.size(1)) if dist.is_available() and isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0
+
+
+def _refuse_uninitialized() -> None:
+    """Raise LaunchError where a launcher started several ranks and nobody made a process group of them.
+
+    The environment is read once, on the first call; a compiler evaluates this while it traces.
+    """
+    global _started_alone
+    if _started_alone:
+        return
+    place = detect()
+    if place.world_size > 1:
+        raise LaunchError(
+            f"no process group: {place.launcher} started this process as rank {place.rank} of {place.world_size}, and "
+            "without a process group it would attend to its own shard alone. Call meshflash.init() first (or "
+            "torch.distributed.init_process_group); flash_attention attends on one device"
+        )
+    _started_alone = True
+
+
+#: Whether the environment was read and says that this process is the only rank.
+_started_alone = False
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -66,3 +94,4 @@ def _table(mesh: Any) -> tuple[str, int, int]:
 
 # what torch.compiler.assume_constant_result says of it, without its import of the whole compiler
 _table._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_refuse_uninitialized._dynamo_marked_constant = True  # type: ignore[attr-defined]
