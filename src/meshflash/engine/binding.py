@@ -85,13 +85,24 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
             work=work,
             features=replace(features, sink_logits_H=None) if in_parts else features,
             partial=in_parts,
-            lse_gradient=setting.lse_gradient,
+            lse_gradient=setting.lse_gradient or _reads_delta_of_peers(program, step),
             deterministic=setting.deterministic,
             batch=setting.batch,
             heads=step.heads[1] - step.heads[0],
         )
         out[step] = choose(setting.kernel, ask), work
     return out
+
+
+def _reads_delta_of_peers(program: Program, step: Attend | AttendGrad) -> bool:
+    """Whether a step reads the delta that another rank computed for its own rows.
+
+    That delta may contain the gradient of the peer's LSE, of which this rank knows nothing: its own loss may not read
+    the LSE at all. A kernel that computes delta by itself would drop it.
+    """
+    if not isinstance(step, AttendGrad) or "dout" in program.bare:
+        return False
+    return program.buffer[step.dout.buffer].role != "input"
 
 
 class Call:

@@ -250,6 +250,8 @@ class MeshCall:
     features: Features
     kernel: str
     deterministic: bool
+    #: Whether autograd records the call, so that a backward is to come; None where an op hides it.
+    will_backward: bool | None = None
 
     def prepare(self, member: Member, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
         """What was prepared for this kind of call; on its first use all ranks agree on it."""
@@ -257,7 +259,7 @@ class MeshCall:
         kind = (
             *(self.asked, self.q_offset, self.mask_key, q.shape, v.shape, q.dtype, q.device),
             *(f.scale, f.softcap, f.dropout, f.batch_offset, f.head_offset),
-            *(f.alibi_slopes_BH is None, f.sink_logits_H is None, self.kernel, self.deterministic),
+            *(f.alibi_slopes_BH is None, f.sink_logits_H is None, self.kernel, self.deterministic, self.will_backward),
         )
         member.check_here()
         found = member.prepared.get(kind)
@@ -344,6 +346,10 @@ class MeshCall:
             "sink_logits": _digest(f.sink_logits_H),
             "kernel": self.kernel,
             "deterministic": self.deterministic,
+            "autograd": {True: "records the call", False: "off: no_grad, or no input requires a gradient"}.get(
+                self.will_backward,
+                "inside an op",  # type: ignore[arg-type]
+            ),
         }
 
 

@@ -100,33 +100,44 @@ class Read:
         """The mask."""
         return _mask(*self._mask_key)
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse), and the memory of what the backward needs besides."""
+    def forward(self, will_backward: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse), and the memory of what the backward needs besides.
+
+        `will_backward` says whether autograd records this call; None inside an op, which cannot know.
+        """
         x = self.given
         if x.group:
-            return mesh.forward(self._over_mesh(), member(x.group), x.q, x.k, x.v)
+            return mesh.forward(self._over_mesh(will_backward), member(x.group), x.q, x.k, x.v)
         if x.asked and not is_gathered(x.asked):
             mesh.resolve(x.asked, x.q.shape[1], x.k.shape[1], 0, x.q_offset, 1)  # for what it refuses
         return *local.forward(self._inputs(), x.kernel, x.deterministic), nothing(x.q)
 
     def backward(
-        self, out: Tensor, lse: Tensor, saved: Tensor, dout: Tensor | None, dlse: Tensor | None
+        self,
+        out: Tensor,
+        lse: Tensor,
+        saved: Tensor,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        will_backward: bool | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(dq, dk, dv, dsink_logits)."""
+        """(dq, dk, dv, dsink_logits); `will_backward` is what the forward was told."""
         x = self.given
         if not x.group:
             return local.backward(self._inputs(), out, lse, dout, dlse, x.kernel, x.deterministic)
         made, given = (out, lse, saved), (dout, dlse)
-        grads, rows = mesh.backward(self._over_mesh(), member(x.group), x.q, x.k, x.v, made, given)
+        grads, rows = mesh.backward(self._over_mesh(will_backward), member(x.group), x.q, x.k, x.v, made, given)
         return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, local.sink_gradient(x.sink_logits, rows)
 
     def _inputs(self) -> Inputs:
         x = self.given
         return local.inputs(x.q, x.k, x.v, self.mask, self.features, x.q_offset, shard_of(x.asked))
 
-    def _over_mesh(self) -> mesh.MeshCall:
+    def _over_mesh(self, will_backward: bool | None) -> mesh.MeshCall:
         x = self.given
-        return mesh.MeshCall(x.asked, x.q_offset, self.mask, self._mask_key, self.features, x.kernel, x.deterministic)
+        return mesh.MeshCall(
+            x.asked, x.q_offset, self.mask, self._mask_key, self.features, x.kernel, x.deterministic, will_backward
+        )
 
 
 def without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
@@ -158,9 +169,11 @@ def attend(call: Arguments) -> tuple[Tensor, Tensor]:
     if watched(tensors):
         out, lse, _ = attention_op(*call)
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        out, lse = Direct.apply(call.q, call.k, call.v, call.sink_logits, call, partial(_forward, *call))
+        out, lse = Direct.apply(
+            call.q, call.k, call.v, call.sink_logits, call, partial(_forward, *call, will_backward=True)
+        )
     else:
-        out, lse, _ = _forward(*call)
+        out, lse, _ = _forward(*call, will_backward=False)
     return out, lse
 
 
@@ -169,7 +182,9 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink_logits) of a call, the last one empty where there are no sink logits."""
     seen = torch.is_grad_enabled() or watched((*made, dout, dlse, *call[:6])) or _batched(dout) or _batched(dlse)
-    return (attention_backward_op if seen else _backward)(*made, dout, dlse, *call)
+    if seen:
+        return attention_backward_op(*made, dout, dlse, *call)
+    return _backward(*made, dout, dlse, *call, will_backward=True)
 
 
 def watched(tensors: Sequence[Tensor | None]) -> bool:
@@ -199,18 +214,24 @@ def _batched(grad: Tensor | None) -> bool:
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*call: Any, will_backward: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
     read = Read(*call)
     with without_autocast(read.given.q):
-        return read.forward()
+        return read.forward(will_backward)
 
 
 def _backward(
-    out: Tensor, lse: Tensor, saved: Tensor, dout: Tensor | None, dlse: Tensor | None, *call: Any
+    out: Tensor,
+    lse: Tensor,
+    saved: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    *call: Any,
+    will_backward: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     read = Read(*call)
     with without_autocast(read.given.q):
-        dq, dk, dv, dsink = read.backward(out, lse, saved, dout, dlse)
+        dq, dk, dv, dsink = read.backward(out, lse, saved, dout, dlse, will_backward)
     return dq, dk, dv, out.new_empty(0) if dsink is None else dsink
 
 

@@ -1,0 +1,99 @@
+"""Ranks whose losses read different results of the same call: every gradient that is None on some ranks only."""
+
+import itertools
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from meshflash import DisagreementError, Mask, attention, flash_attention
+from meshflash.schedules.registry import home, over_lines
+
+TOKENS, HEADS = 21, 4
+#: What a rank's loss reads. Patterns of these over ranks are the rows of the table.
+READS = ("out", "lse", "both")
+
+
+def whole(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, TOKENS, HEADS, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    dout = torch.randn(1, TOKENS, HEADS, 8, generator=generator, dtype=torch.float64)
+    dlse = torch.randn(1, HEADS, TOKENS, generator=generator, dtype=torch.float64)
+    sinks = torch.randn(HEADS, generator=generator, dtype=torch.float64)
+    return (q, k, v), dout, dlse, sinks
+
+
+def loss(reads, out, lse, dout, dlse):
+    terms = [(out * dout).sum()] if reads in ("out", "both") else []
+    return sum(terms + ([(lse * dlse).sum()] if reads in ("lse", "both") else []))
+
+
+def wanted(pattern, layout, sinks):
+    """Gradients of one device whose loss is the sum of all ranks' losses."""
+    tensors, dout, dlse, logits = whole()
+    leaves = [x.clone().requires_grad_() for x in (*tensors, *([logits] if sinks else []))]
+    out, lse = flash_attention(
+        *leaves[:3], mask=Mask.causal(), kernel="reference", sink_logits=leaves[3] if sinks else None, return_lse=True
+    )
+    total = 0.0
+    for rank, reads in enumerate(pattern):
+        rows = torch.from_numpy(layout.positions(rank))
+        total = total + loss(reads, out[:, rows], lse[:, :, rows], dout[:, rows], dlse[:, :, rows])
+    return torch.autograd.grad(total, leaves)
+
+
+def table(rank, world, group, schedule, patterns, sinks, frozen):
+    layout = home(schedule)(TOKENS, world)
+    rows = torch.from_numpy(layout.positions(rank))
+    worst = {}
+    for pattern in patterns:
+        tensors, dout, dlse, logits = whole()
+        q, k, v = (x[:, rows].clone().requires_grad_() for x in tensors)
+        given = logits.clone().requires_grad_(rank not in frozen) if sinks else None
+        out, lse = attention(
+            q, k, v, layout=layout, schedule=schedule, mask=Mask.causal(), sink_logits=given, return_lse=True
+        )
+        loss(pattern[rank], out, lse, dout[:, rows], dlse[:, :, rows]).backward()
+        want = wanted(pattern, layout, sinks)
+        errors = [float((x.grad - y[:, rows]).abs().max()) for x, y in zip((q, k, v), want[:3], strict=True)]
+        if sinks and not frozen:
+            share = given.grad.clone()
+            dist.all_reduce(share)
+            errors.append(float((share - want[3]).abs().max()))
+        worst[pattern] = max(errors)
+    return worst
+
+
+@pytest.mark.parametrize("schedule", over_lines(2))
+def test_losses_that_read_different_results_on_each_rank(pool, schedule):
+    patterns = list(itertools.product(READS, repeat=2))
+    for errors in pool.run(2, table, schedule, patterns, False, ()):
+        assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
+
+
+@pytest.mark.parametrize("schedule", over_lines(4))
+def test_one_of_four_ranks_reads_the_lse(pool, schedule):
+    patterns = [("out",) * n + ("both",) + ("out",) * (3 - n) for n in range(4)]
+    for errors in pool.run(4, table, schedule, patterns, False, ()):
+        assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
+
+
+@pytest.mark.parametrize("frozen", [(), (1,)], ids=["learned", "frozen on one rank"])
+@pytest.mark.parametrize("schedule", over_lines(2))
+def test_sink_logits_beside_losses_that_differ(pool, schedule, frozen):
+    patterns = [("both", "out"), ("out", "lse")]
+    for errors in pool.run(2, table, schedule, patterns, True, frozen):
+        assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
+
+
+def one_without_autograd(rank, world, group, schedule):
+    layout = home(schedule)(TOKENS, world)
+    rows = torch.from_numpy(layout.positions(rank))
+    q, k, v = (x[:, rows].clone().requires_grad_(rank != 1) for x in whole()[0])
+    with pytest.raises(DisagreementError, match=r"autograd.*rank 0 has .*records.*rank 1 has .*no_grad"):
+        attention(q, k, v, layout=layout, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", over_lines(2))
+def test_a_rank_whose_call_autograd_does_not_record_is_named_by_all(pool, schedule):
+    pool.run(2, one_without_autograd, schedule)
