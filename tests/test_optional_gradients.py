@@ -35,7 +35,7 @@ def wanted(pattern, layout, sinks):
     out, lse = flash_attention(
         *leaves[:3], mask=Mask.causal(), kernel="reference", sink_logits=leaves[3] if sinks else None, return_lse=True
     )
-    total = 0.0
+    total = out.new_zeros(())
     for rank, reads in enumerate(pattern):
         rows = torch.from_numpy(layout.positions(rank))
         total = total + loss(reads, out[:, rows], lse[:, :, rows], dout[:, rows], dlse[:, :, rows])
@@ -56,7 +56,7 @@ def table(rank, world, group, schedule, patterns, sinks, frozen):
         loss(pattern[rank], out, lse, dout[:, rows], dlse[:, :, rows]).backward()
         want = wanted(pattern, layout, sinks)
         errors = [float((x.grad - y[:, rows]).abs().max()) for x, y in zip((q, k, v), want[:3], strict=True)]
-        if sinks and not frozen:
+        if given is not None and not frozen:
             share = given.grad.clone()
             dist.all_reduce(share)
             errors.append(float((share - want[3]).abs().max()))

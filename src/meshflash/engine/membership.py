@@ -1,7 +1,8 @@
-"""What a rank knows of a process group: its place, its transport, and that all ranks agree.
+"""What a rank knows of a process group: its place, its transport, that all ranks agree, and which rank failed.
 
 Ranks agree by a handshake on the host, over the group's store and never over the device: once for each
-new kind of call. Rank 0 compares what all say and tells them; who disagrees or never comes is named.
+new kind of call. Rank 0 compares what all say and tells them; who disagrees or never comes is named. A rank
+that fails in a call finds out which rank failed first, and reports that one.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed as _distributed
 
+from meshflash.core.program import Direction
+from meshflash.launch.liveness import Cause, listen_host, liveness
+from meshflash.launch.store import BoundedStore, StoreError
 from meshflash.transport.choice import Where, choose
-from meshflash.transport.contract import Transport
+from meshflash.transport.contract import Transport, TransportError
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -28,8 +32,8 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 TIMEOUT = 300.0
 #: Letters of a difference that are shown.
 SHOWN = 160
-#: How a verdict begins that is not about what ranks said, but about who did not come.
-_MISSING = "missing: "
+#: Seconds of waiting in a handshake after which the ranks that are waited for are probed, and then again.
+PROBE_AFTER = 2.0
 
 
 class DisagreementError(ValueError):
@@ -67,17 +71,23 @@ class Member:
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.handshakes = 0
+        #: Passes that this rank has begun, forward and backward alike; all ranks count alike.
+        self.passes = 0
         self.left = ""
         self.prepared: dict[Any, Any] = {}
         self.last: Any = None
         #: The process groups by the names that programs call them; all are of the same ranks.
         self.groups = {"mesh": group}
         self._transports: dict[tuple[torch.device, str], Transport] = {}
+        self._in_use = threading.Lock()
         if dist.get_backend(group) == "mpi":
             raise ValueError("a process group of the MPI backend has no store to agree by; start with gloo or nccl")
-        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._store = BoundedStore(dist.distributed_c10d._get_process_group_store(group), timeout)
         # a store may outlive its group: what an earlier one of the same name left there is not for this one
         self._epoch = self._store.add(f"meshflash/epoch/{self.rank}", 1)
+        self._liveness = liveness(listen_host(self._store.where))
+        self._scope = f"{group.group_name}/{self._epoch}"
+        self._liveness.clear(self._scope)
 
     def transport(self, device: torch.device, name: str = "auto") -> Transport:
         """How this group moves tensors of a device; ValueError where it cannot, or not by this transport."""
@@ -92,21 +102,21 @@ class Member:
         key = f"meshflash/{self._epoch}/where/{device.type}"
         self._store.set(f"{key}/{self.rank}", json.dumps(asdict(Where.here(device))))
         names = [f"{key}/{rank}" for rank in range(self.world)]
-        try:
-            self._store.wait(names, timedelta(seconds=timeout()))
-        except RuntimeError as error:
-            raise MissingRankError(f"not all ranks said within {timeout():g} s where their devices are") from error
-        return [Where(**json.loads(bytes(self._store.get(name)).decode())) for name in names]
+        if not self._store.wait(names, timeout()):
+            raise MissingRankError(f"not all ranks said within {timeout():g} s where their devices are")
+        return [Where(**json.loads(self._store.get(name))) for name in names]
 
     def join(self, names: Iterable[str]) -> None:
         """Make the groups of these names that are not there yet; all ranks must come to it, in the same order.
 
-        What moves in one does not wait for what moves in another.
+        What moves in one does not wait for what moves in another. On gloo messages of the same group with tags of
+        their own do not either, so that none has to be made.
         """
         for name in names:
             if name in self.groups:
                 continue
-            self.groups[name] = group = _another(self.group, name)
+            backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config(self.group)).split(",")}
+            self.groups[name] = group = self.group if backends == {"gloo"} else _another(self.group, name)
             for transport in self._transports.values():
                 transport.add(name, group)
 
@@ -122,22 +132,62 @@ class Member:
         """Let the others know, if they come to a handshake, why this rank will not join their call."""
         number = self.handshakes
         self.handshakes += 1
+        self._liveness.doing = f"raised {_one_line(error)}"
         if self.rank:
             self._store.set(self._name(number, self.rank), json.dumps({"error": str(error)}))
         else:
-            self._store.set(self._name(number, "verdict"), f"rank {self.global_rank(0)} raised: {error}")
+            self._give_verdict(number, "disagree", f"rank {self.global_rank(0)} raised: {error}")
 
     @contextmanager
-    def present(self) -> Iterator[None]:
-        """A part in a call. A rank that leaves it by an error takes no part any more.
+    def in_use(self) -> Iterator[None]:
+        """Let one thread at a time call over this group: messages of two calls at once would be mixed up."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                "two threads call attention over one process group at the same time, and their messages would be "
+                "mixed up; give each thread a process group of its own (torch.distributed.new_group)"
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    @contextmanager
+    def present(self, direction: Direction, transport: Transport) -> Iterator[None]:
+        """Take part in one pass of a call. A rank that leaves it by an error takes no part any more.
 
         Messages of others may still be on their way, and would be taken for those of a later call.
         """
+        self.passes += 1
+        transport.begin_pass(self.passes, direction)
+        what = f"{direction} pass {self.passes}"
+        self._liveness.doing = f"is in {what}"
         try:
             yield
         except BaseException as error:
             self.left = f"{type(error).__name__}: {error}"
+            if isinstance(error, TransportError):
+                raise self._explained(error, direction) from error
+            self._liveness.blame(self._scope, Cause(self.global_rank(self.rank), f"raised {_one_line(error)}"))
             raise
+        self._liveness.doing = f"finished {what} and has made no call since"
+
+    def _explained(self, error: TransportError, direction: Direction) -> TransportError:
+        """The error of a lost message as one that names the rank that failed first."""
+        ranks = [self.global_rank(rank) for rank in range(self.world)]
+        cause, answers = self._liveness.find(self._scope, error.ranks)
+        if cause is None:
+            cause, more = self._liveness.find(self._scope, [rank for rank in ranks if rank not in error.ranks])
+            answers |= more
+        if cause is None:
+            what = f"{direction} pass {self.passes}"
+            elsewhere = {rank: doing for rank, doing in answers.items() if doing != f"is in {what}"}
+            if not elsewhere:
+                return error
+            rank, doing = next(iter(elsewhere.items()))
+            skipped = "; all ranks must call backward, or none" if direction == "backward" else ""
+            reason = f"did not join {what} of the process group: it {doing}{skipped}"
+            cause = self._liveness.blame(self._scope, Cause(rank, reason))
+        return TransportError(f"{cause}; look at its output first", (cause.rank,))
 
     def check_here(self) -> None:
         """Raise if this rank has left."""
@@ -159,60 +209,111 @@ class Member:
         number = self.handshakes
         self.handshakes += 1
         deadline = time.monotonic() + timeout()
-        self._store.set(self._name(number, self.rank), json.dumps(fields))
-        if self.rank == 0:
-            try:
-                verdict = self._judge(number, fields, deadline, hint)
-            except MissingRankError as missing:  # the store may end with this rank, before others know
-                self._store.set(self._name(number, "verdict"), f"{_MISSING}{missing}")
-                raise
-            self._store.set(self._name(number, "verdict"), verdict)
-        else:
-            verdict = self._read(number, "verdict", deadline, hint)
-        if number and (self.rank or verdict == "agreed"):  # then all have come, and nobody reads of the last any more
-            self._store.delete_key(self._name(number - 1, self.rank))
+        payload: dict[str, Any] = {"fields": fields}
+        if number == 0:
+            payload["address"] = self._liveness.address
+        self._liveness.doing = f"is in handshake {number}"
+        try:
+            self._store.set(self._name(number, self.rank), json.dumps(payload))
             if self.rank == 0:
-                self._store.delete_key(self._name(number - 1, "verdict"))
-        if verdict.startswith(_MISSING):
-            raise MissingRankError(verdict.removeprefix(_MISSING))
-        if verdict != "agreed":
-            raise DisagreementError(verdict)
+                kind, text = self._judge(number, payload, deadline, hint)
+            else:
+                kind, text = self._read_verdict(number, deadline, hint)
+            if number and (self.rank or kind == "agreed"):  # all have come, and nobody reads of the last any more
+                self._store.delete(self._name(number - 1, self.rank))
+                if self.rank == 0:
+                    self._store.delete(self._name(number - 1, "verdict"))
+        except StoreError as error:
+            raise self._missing(None, f"{error}, so that ranks cannot agree in handshake {number}") from error
+        if kind == "missing":
+            raise MissingRankError(text)
+        if kind != "agreed":
+            raise DisagreementError(text)
 
-    def _judge(self, number: int, mine: dict[str, Any], deadline: float, hint: str) -> str:
-        for rank in range(1, self.world):
-            theirs = json.loads(self._read(number, rank, deadline, hint))
-            who = f"rank {self.global_rank(rank)}"
-            if "error" in theirs:
-                return f"{who} raised: {theirs['error']}"
-            for field in mine | theirs:
-                a, b = mine.get(field), theirs.get(field)
-                if json.dumps(a) != json.dumps(b):
-                    more = "; where shards differ in length, give a layout" if field == "layout" else ""
-                    return (
-                        f"ranks disagree in {field}: rank {self.global_rank(0)} has {_short(a)}, {who} has "
-                        f"{_short(b)}; all ranks of a group must make the same call, each with its own shard{more}"
-                    )
-        return "agreed"
+    def _judge(self, number: int, mine: dict[str, Any], deadline: float, hint: str) -> tuple[str, str]:
+        """As rank 0, compare what all ranks say; the verdict, which all ranks get."""
+        addresses = {self.global_rank(0): mine.get("address")}
+        kind, text = "agreed", ""
+        try:
+            for rank in range(1, self.world):
+                theirs = json.loads(self._read(number, rank, deadline, hint))
+                addresses[self.global_rank(rank)] = theirs.get("address")
+                text = self._difference(mine["fields"], theirs, rank)
+                if text:
+                    kind = "disagree"
+                    break
+        except MissingRankError as missing:  # the store may end with this rank, before others know
+            self._give_verdict(number, "missing", str(missing))
+            raise
+        table = addresses if number == 0 and kind == "agreed" else {}
+        self._liveness.know(table)
+        self._give_verdict(number, kind, text, table)
+        return kind, text
+
+    def _difference(self, mine: dict[str, Any], theirs: dict[str, Any], rank: int) -> str:
+        """In what another rank's call differs from rank 0's; empty where it does not."""
+        who = f"rank {self.global_rank(rank)}"
+        if "error" in theirs:
+            return f"{who} raised: {theirs['error']}"
+        for field in mine | theirs["fields"]:
+            a, b = mine.get(field), theirs["fields"].get(field)
+            if json.dumps(a) != json.dumps(b):
+                more = "; where shards differ in length, give a layout" if field == "layout" else ""
+                return (
+                    f"ranks disagree in {field}: rank {self.global_rank(0)} has {_short(a)}, {who} has "
+                    f"{_short(b)}; all ranks of a group must make the same call, each with its own shard{more}"
+                )
+        return ""
+
+    def _give_verdict(self, number: int, kind: str, text: str, addresses: dict[int, Any] | None = None) -> None:
+        verdict = {"kind": kind, "text": text, "addresses": addresses or {}}
+        self._store.set(self._name(number, "verdict"), json.dumps(verdict))
+
+    def _read_verdict(self, number: int, deadline: float, hint: str) -> tuple[str, str]:
+        verdict = json.loads(self._read(number, "verdict", deadline, hint))
+        self._liveness.know({int(rank): address for rank, address in verdict["addresses"].items()})
+        return verdict["kind"], verdict["text"]
 
     def _read(self, number: int, who: int | str, deadline: float, hint: str) -> str:
         """What another rank wrote; on time, or an error that names those who never came."""
         name = self._name(number, who)
-        try:
-            self._store.wait([name], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:
-            try:
-                absent = [rank for rank in range(self.world) if not self._store.check([self._name(number, rank)])]
-            except RuntimeError:  # the store is gone, and so is the rank that held it
-                absent = [0]
+        source = 0 if isinstance(who, str) else who
+        probe_at = time.monotonic() + PROBE_AFTER
+
+        def look() -> None:
+            """Do not wait for a rank that has ended: its process cannot come any more."""
+            nonlocal probe_at
+            if time.monotonic() < probe_at and self._liveness.cause(self._scope) is None:
+                return
+            cause, _ = self._liveness.find(self._scope, [self.global_rank(source)])
+            probe_at = time.monotonic() + PROBE_AFTER
+            if cause is not None:
+                raise self._missing(cause, f"while ranks were in handshake {number}")
+
+        if not self._store.wait([name], max(0.001, deadline - time.monotonic()), look):
+            absent = [rank for rank in range(self.world) if not self._store.check([self._name(number, rank)])]
             ranks = ", ".join(str(self.global_rank(rank)) for rank in absent or [0])
             raise MissingRankError(
                 f"rank {ranks} did not come to handshake {number} within {timeout():g} s. It may have raised, been "
                 f"ended, or be in another call; look at its output first. {hint}MESHFLASH_TIMEOUT sets the seconds"
-            ) from error
-        return bytes(self._store.get(name)).decode()
+            )
+        return self._store.get(name)
+
+    def _missing(self, cause: Cause | None, otherwise: str) -> MissingRankError:
+        """An error that names the rank that failed, if probes find one, and else says what is known."""
+        if cause is None:
+            cause, _ = self._liveness.find(self._scope, [self.global_rank(rank) for rank in range(self.world)])
+        if cause is None:
+            return MissingRankError(f"{otherwise}. Rank {self.global_rank(0)} or its launcher holds the store")
+        return MissingRankError(f"{cause}, {otherwise}; look at its output first")
 
     def _name(self, number: int, who: int | str) -> str:
         return f"meshflash/{self._epoch}/{number}/{who}"
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def _short(value: Any) -> str:
@@ -232,6 +333,7 @@ def _another(group: Any, name: str) -> Any:
 
 _others: dict[Any, Any] = {}
 _members: dict[str, Member] = {}
+_members_lock = threading.Lock()
 
 
 def member(name: str) -> Member:
@@ -239,23 +341,27 @@ def member(name: str) -> Member:
     group = dist.distributed_c10d._resolve_process_group(name)
     found = _members.get(name)
     if found is None or found.group is not group:
-        for other in [other for other in _members if not _there(other)]:
-            _members.pop(other).close()
-        found = _members[name] = Member(group)
+        with _members_lock:
+            found = _members.get(name)
+            if found is None or found.group is not group:
+                for other in [other for other in _members if not _there(other)]:
+                    _members.pop(other).close()
+                found = _members[name] = Member(group)
     return found
 
 
 def forget() -> None:
     """Prepare every kind of call anew: what schedules build has changed."""
-    for found in _members.values():
+    for found in list(_members.values()):
         found.prepared.clear()
 
 
 def leave() -> None:
     """Forget all groups, and free what their transports hold."""
-    for found in _members.values():
-        found.close()
-    _members.clear()
+    with _members_lock:
+        for found in _members.values():
+            found.close()
+        _members.clear()
 
 
 def _there(name: str) -> bool:

@@ -346,23 +346,22 @@ class MeshCall:
             "sink_logits": _digest(f.sink_logits_H),
             "kernel": self.kernel,
             "deterministic": self.deterministic,
-            "autograd": {True: "records the call", False: "off: no_grad, or no input requires a gradient"}.get(
-                self.will_backward,
-                "inside an op",  # type: ignore[arg-type]
-            ),
+            "autograd": _AUTOGRAD[self.will_backward],
         }
 
 
 def forward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of this rank's queries, and the memory of what the backward needs besides."""
-    prepared = call.prepare(member, q, k, v)
-    out, lse = new_outputs(q, v)
-    if "out" in prepared.program("forward").bare:
-        lse.fill_(torch.nan)  # nobody asked for it
-    saved = q.new_empty(prepared.saved_bytes, dtype=torch.uint8)
-    if q.shape[0]:
-        with member.present():
-            prepared.run("forward", [q, k, v, out, lse, saved], call.features, prepared.transport(member))
+    with member.in_use():
+        prepared = call.prepare(member, q, k, v)
+        out, lse = new_outputs(q, v)
+        if "out" in prepared.program("forward").bare:
+            lse.fill_(torch.nan)  # nobody asked for it
+        saved = q.new_empty(prepared.saved_bytes, dtype=torch.uint8)
+        if q.shape[0]:
+            transport = prepared.transport(member)
+            with member.present("forward", transport):
+                prepared.run("forward", [q, k, v, out, lse, saved], call.features, transport)
     return out, lse, saved
 
 
@@ -379,16 +378,26 @@ def backward(
 
     With them comes what was known of its rows; without delta, where the program makes that elsewhere.
     """
-    prepared = call.prepare(member, q, k, v)
-    grads = Grads.like(q, k, v)
-    out, lse, saved = made
-    rows = rows_of(out, lse, *given, with_delta="dout" not in prepared.program("backward").bare)
-    if q.shape[0]:
-        delta = lse if rows.delta is None else rows.delta
-        tensors = [q, k, v, out, lse, rows.dout_BTHE, delta, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
-        with member.present():
-            prepared.run("backward", tensors, call.features, prepared.transport(member), given[1] is not None)
+    with member.in_use():
+        prepared = call.prepare(member, q, k, v)
+        grads = Grads.like(q, k, v)
+        out, lse, saved = made
+        rows = rows_of(out, lse, *given, with_delta="dout" not in prepared.program("backward").bare)
+        if q.shape[0]:
+            delta = lse if rows.delta is None else rows.delta
+            tensors = [q, k, v, out, lse, rows.dout_BTHE, delta, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
+            transport = prepared.transport(member)
+            with member.present("backward", transport):
+                prepared.run("backward", tensors, call.features, transport, given[1] is not None)
     return grads, rows
+
+
+#: What ranks compare of `MeshCall.will_backward`, in words for an error.
+_AUTOGRAD = {
+    True: "records the call",
+    False: "off: no_grad, or no input requires a gradient",
+    None: "inside an op",
+}
 
 
 def _words(layout: Layout) -> str:

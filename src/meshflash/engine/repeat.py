@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class _Known(NamedTuple):
 
 
 _known: dict[Any, _Known] = {}
+#: Held to change `_known`, never to read it: threads call at the same time.
+_lock = threading.Lock()
 #: How many are remembered; then the oldest goes.
 _MOST = 256
 
@@ -78,6 +81,7 @@ def remember(key: Any, call: Arguments) -> None:
     read = Read(*call)
     x = local.inputs(call.q, call.k, call.v, read.mask, read.features, call.q_offset)
     chosen = local.choice(x, call.kernel, "forward", call.deterministic)
-    for old in [other for other in _known if other[-1] != key[-1]] or list(_known)[: len(_known) - _MOST + 1]:
-        del _known[old]  # of an older generation, or the oldest
-    _known[key] = _Known(call[3:], x.work, x.features, chosen, call.q.device.type)
+    with _lock:
+        for old in [other for other in _known if other[-1] != key[-1]] or list(_known)[: len(_known) - _MOST + 1]:
+            del _known[old]  # of an older generation, or the oldest
+        _known[key] = _Known(call[3:], x.work, x.features, chosen, call.q.device.type)

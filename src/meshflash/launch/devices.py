@@ -115,6 +115,8 @@ class Said:
     #: Those that it may run on, and those of them that are near its device.
     cores: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
+    #: Where it answers probes, as `liveness.Address` reads it.
+    address: tuple[str | int, ...] = ()
 
 
 def choose_backend(said: Sequence[Said], forced: str | None = None) -> tuple[str, str]:

@@ -18,9 +18,11 @@ from meshflash.launch import cores, devices
 from meshflash.launch.devices import Said
 from meshflash.launch.hosts import host_name, interface_of, is_loopback, reachable_address
 from meshflash.launch.launchers import LaunchError, Place, detect
+from meshflash.launch.liveness import listen_host, liveness
 from meshflash.launch.log import log, set_up_logging
 from meshflash.launch.parent import end_with_starter
-from meshflash.launch.rendezvous import GRACE, Meeting, meet, within
+from meshflash.launch.rendezvous import GRACE, Meeting, meet
+from meshflash.launch.store import BoundedStore, StoreError, within
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -174,23 +176,29 @@ def _told(place: Place, device: torch.device, meeting: Meeting, timeout: float) 
     has = tuple(name for name in backends if devices.available(name))
     pci = devices.pci_of(device)
     near = cores.near_device(pci) if pci else cores.near_rank(place.local_rank, place.local_world_size or 0)
-    mine = Said(host_name(), device.type, devices.name_of(device), has, cores.cores_here(), near)
+    alive = liveness(listen_host(meeting.where))
+    mine = Said(host_name(), device.type, devices.name_of(device), has, cores.cores_here(), near, alive.address)
     names = [f"said/{rank}" for rank in range(place.world_size)]
-    meeting.store.set(names[place.rank], json.dumps(asdict(mine)))
     try:
-        meeting.store.wait(names, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        absent = [str(rank) for rank, name in enumerate(names) if not meeting.store.check([name])]
-        raise LaunchError(
-            f"rank {', '.join(absent)} of {place.world_size} did not come to {meeting.where} within {timeout:g} s; "
-            "look at its output first"
-        ) from error
-    return [_read(bytes(meeting.store.get(name)).decode()) for name in names]
+        store = BoundedStore(meeting.store, lambda: timeout)
+        store.set(names[place.rank], json.dumps(asdict(mine)))
+        if not store.wait(names, timeout):
+            absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+            raise LaunchError(
+                f"rank {', '.join(absent)} of {place.world_size} did not come to {meeting.where} within {timeout:g} s; "
+                "look at its output first"
+            )
+        said = [_read(store.get(name)) for name in names]
+    except StoreError as error:
+        raise LaunchError(f"rank {place.rank} of {place.world_size} lost rank 0's store: {error}") from error
+    alive.know({rank: one.address for rank, one in enumerate(said)})
+    return said
 
 
 def _read(text: str) -> Said:
     one: dict[str, Any] = json.loads(text)
-    return Said(one["host"], one["kind"], one["device"], *(tuple(one[key]) for key in ("backends", "cores", "near")))
+    lists = (tuple(one[key]) for key in ("backends", "cores", "near", "address"))
+    return Said(one["host"], one["kind"], one["device"], *lists)
 
 
 def _name_interface(meeting: Meeting) -> None:

@@ -14,13 +14,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from meshflash.core.program import Direction
+
 #: (rank in the group, flat tensor)
 Message = tuple[int, Tensor]
 Collective = Literal["all_gather", "all_to_all"]
 
 
 class TransportError(RuntimeError):
-    """A peer was lost, or did not answer in time; the message names it."""
+    """A peer was lost, or did not answer in time; the message names it, and `ranks` are those it may be."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 @dataclass
@@ -71,6 +77,13 @@ class Transport(ABC):
     def held_bytes(self) -> int:
         """Memory of the device that it holds by itself, beyond torch's own allocator."""
         return 0
+
+    def begin_pass(self, number: int, direction: Direction) -> None:
+        """Say which pass the messages from now on belong to, so that they cannot be taken for those of another.
+
+        Ranks count their passes alike. A transport that cannot tell passes apart ignores it.
+        """
+        return
 
     def exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
         """Begin to send and receive these messages, all at once. Those to and from ourselves are copied."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshflash.core.program import Direction
 from meshflash.transport.contract import Collective, Message, Transport, TransportError
 from meshflash.transport.streams import DeviceStreams, MakeStreams
 
@@ -71,6 +72,9 @@ class HostStaged(Transport):
     def add(self, name: str, group: Any) -> None:
         """One more group."""
         self.below.add(name, group)
+
+    def begin_pass(self, number: int, direction: Direction) -> None:
+        self.below.begin_pass(number, direction)
 
     def rank(self, group: str) -> int:
         return self.below.rank(group)

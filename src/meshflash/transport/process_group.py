@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 from torch import distributed as _distributed
 
+from meshflash.core.program import Direction
 from meshflash.transport.contract import Collective, Message, Transport, TransportError
 
 dist: Any = _distributed  # torch does not declare all that it exports here
+
+
+#: A tag has 31 bits: so many passes until their tags repeat, and so many groups of a program.
+PASSES, GROUPS = 2**26, 2**4
+#: Ranks that an error lists by number.
+MOST_NAMED = 8
 
 
 class ProcessGroupTransport(Transport):
@@ -24,9 +31,12 @@ class ProcessGroupTransport(Transport):
     def __init__(self, groups: Mapping[str, Any], device: torch.device, timeout: float) -> None:
         super().__init__()
         self.groups: dict[str, Any] = {}
+        #: The tag of the messages of this pass, on gloo; each group's own number is added to it.
+        self._pass_tag = 0
         self.device, self.timeout = device, timeout
         self._limit = timedelta(seconds=timeout)
         self._ranks: dict[str, tuple[int, int]] = {}
+        self._numbers: dict[str, int] = {}
         self._backends: set[str] = set()
         for name, group in groups.items():
             self.add(name, group)
@@ -37,6 +47,7 @@ class ProcessGroupTransport(Transport):
         if reason:
             raise ValueError(f"group {name}: {reason}")
         backend = str(backend_of(group, self.device))
+        self._numbers[name] = len(self._numbers)
         self.groups[name] = group
         self._ranks[name] = dist.get_rank(group), dist.get_world_size(group)
         self._backends.add(backend)
@@ -45,14 +56,18 @@ class ProcessGroupTransport(Transport):
         if self._coalesces:  # a group's first messages must be of all its ranks, and a program's need not be
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
+    def begin_pass(self, number: int, direction: Direction) -> None:
+        """Tag the messages of a pass: a rank that skipped one waits in vain, but never takes a wrong message."""
+        self._pass_tag = ((2 * number + (direction == "backward")) % PASSES) * GROUPS
+
     def rank(self, group: str) -> int:
         return int(self._ranks[group][0])
 
     def world(self, group: str) -> int:
         return int(self._ranks[group][1])
 
-    def wait(self, ticket: list[tuple[Any, str]]) -> None:
-        for work, peer in ticket:
+    def wait(self, ticket: list[tuple[Any, tuple[int, ...]]]) -> None:
+        for work, peers in ticket:
             try:
                 if self._coalesces:
                     work.wait()  # a wait of the device's stream; the backend's watchdog has the timeout
@@ -61,37 +76,55 @@ class ProcessGroupTransport(Transport):
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[0]
                 raise TransportError(
-                    f"{peer} was lost or did not answer within {self.timeout:g} s ({reason}). It may have raised, been "
-                    "ended, or called attention with other arguments; look at its output first"
+                    f"{_named(peers)} was lost or did not answer within {self.timeout:g} s ({reason}). It may have "
+                    "raised, been ended, or called attention with other arguments; look at its output first",
+                    peers,
                 ) from error
 
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
         pg = self.groups[group]
         if not self._coalesces:
+            tag = self._pass_tag + self._numbers[group]
             try:
-                ticket = [(pg.recv([tensor], peer, 0), self._peer(group, peer)) for peer, tensor in recvs]
-                return ticket + [(pg.send([tensor], peer, 0), self._peer(group, peer)) for peer, tensor in sends]
+                ticket = [(pg.recv([tensor], peer, tag), self._peers(group, [peer])) for peer, tensor in recvs]
+                return ticket + [(pg.send([tensor], peer, tag), self._peers(group, [peer])) for peer, tensor in sends]
             except RuntimeError as error:
-                peers, reason = self._peers(group, sends, recvs), str(error).splitlines()[0]
-                raise TransportError(f"{peers} was lost: {reason}") from error
+                raise self._lost(group, [peer for peer, _ in (*sends, *recvs)], error) from error
         operations = [dist.P2POp(dist.irecv, tensor, group=pg, group_peer=peer) for peer, tensor in recvs]
         operations += [dist.P2POp(dist.isend, tensor, group=pg, group_peer=peer) for peer, tensor in sends]
-        peers = self._peers(group, sends, recvs)
+        peers = self._peers(group, [peer for peer, _ in (*sends, *recvs)])
         return [(work, peers) for work in dist.batch_isend_irecv(operations)] if operations else []
 
     def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
+        me, world = self.rank(group), self.world(group)
+        if not self._coalesces:
+            # gloo's collectives carry no tag: that of a pass which a rank skipped would be taken for the next one's
+            parts = [source] * world if form == "all_gather" else list(source.chunk(world))
+            into = list(target.chunk(world))
+            into[me].copy_(parts[me])
+            others = [peer for peer in range(world) if peer != me]
+            return self._exchange(
+                group, [(peer, parts[peer]) for peer in others], [(peer, into[peer]) for peer in others]
+            )
         call = _ALL_GATHER if form == "all_gather" else dist.all_to_all_single
+        peers = [peer for peer in range(world) if peer != me]
         try:
             work = call(target, source, group=self.groups[group], async_op=True)
         except RuntimeError as error:
-            raise TransportError(f"a rank of group {group} was lost: {str(error).splitlines()[0]}") from error
-        return [(work, f"a rank of group {group}")]
+            raise self._lost(group, peers, error) from error
+        return [(work, self._peers(group, peers))]
 
-    def _peers(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> str:
-        return " or ".join(self._peer(group, peer) for peer in sorted({peer for peer, _ in (*sends, *recvs)}))
+    def _lost(self, group: str, peers: Sequence[int], error: RuntimeError) -> TransportError:
+        ranks, reason = self._peers(group, peers), str(error).strip().splitlines()[0]
+        return TransportError(f"{_named(ranks)} was lost: {reason}", ranks)
 
-    def _peer(self, group: str, peer: int) -> str:
-        return f"rank {dist.get_global_rank(self.groups[group], peer)}"
+    def _peers(self, group: str, peers: Sequence[int]) -> tuple[int, ...]:
+        """Ranks of a group as the whole job numbers them."""
+        return tuple(int(dist.get_global_rank(self.groups[group], peer)) for peer in sorted(set(peers)))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return " or ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= MOST_NAMED else "a rank of the group"
 
 
 #: torch 2.13 renamed it and warns of the old name.

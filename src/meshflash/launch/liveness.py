@@ -1,0 +1,257 @@
+"""Who failed first: each rank answers probes from a thread of its own, whatever its main thread waits for.
+
+A rank that loses a connection cannot tell a peer that died from one that merely left because another rank had died.
+So a rank that finds the cause tells all ranks before it raises, and a rank that is told of a cause reports that one.
+A probe tells a process that has ended (connection refused) from one that is stopped (no answer) and from one that is
+in another call (its answer says in which).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshflash.launch.hosts import host_name, is_loopback, reachable_address
+
+#: Seconds that a rank has to answer a probe. Its thread needs the interpreter, which a loaded host gives it late.
+ANSWER = 4.0
+#: Ranks that are probed at a time, and bytes that a message has at most.
+AT_A_TIME, MOST = 32, 4096
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank answers probes, the word that it answers to, and its process on its host."""
+
+    host: str
+    port: int
+    token: str
+    node: str
+    pid: int
+
+    @staticmethod
+    def read(given: Any) -> Address | None:
+        """An address as `Liveness.address` wrote it; None for anything else."""
+        try:
+            host, port, token, node, pid = given
+            return Address(str(host), int(port), str(token), str(node), int(pid))
+        except (TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The rank that failed first, and how."""
+
+    rank: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.reason}"
+
+
+class Liveness:
+    """This process as its peers see it: it answers their probes, and remembers the first cause it hears of.
+
+    Causes are kept by scope, the process group that a rank failed in: another group may go on without that rank.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=64)
+        self._token = secrets.token_hex(16)
+        self._lock = threading.Lock()
+        self._causes: dict[str, Cause] = {}
+        #: The addresses of other ranks, by their number in the whole job.
+        self.peers: dict[int, Address] = {}
+        #: What this rank is doing, in words for others to print.
+        self.doing = "has made no call yet"
+        address, port = self._listener.getsockname()[:2]
+        self.address = (address, port, self._token, host_name(), os.getpid())
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="meshflash liveness")
+        self._thread.start()
+
+    def cause(self, scope: str) -> Cause | None:
+        """The first cause that this rank has found or heard of."""
+        return self._causes.get(scope)
+
+    def know(self, peers: Mapping[int, Any]) -> None:
+        """Remember where other ranks answer."""
+        for rank, given in peers.items():
+            address = Address.read(given)
+            if address is not None and (address.node == host_name() or not is_loopback(address.host)):
+                self.peers[rank] = address
+
+    def find(self, scope: str, ranks: Iterable[int]) -> tuple[Cause | None, dict[int, str]]:
+        """Probe these ranks; the first cause if one is known, and what those that answered are doing.
+
+        A cause that this rank finds by itself is told to all ranks before this returns.
+        """
+        if scope in self._causes:
+            return self._causes[scope], {}
+        ranks = [rank for rank in ranks if rank in self.peers and self.peers[rank].token != self._token]
+        answers: dict[int, str] = {}
+        lost: list[Cause] = []
+        for rank, answer in self._ask_all(ranks, {"scope": scope}):
+            if isinstance(answer, str):
+                lost.append(Cause(rank, answer))
+            elif answer.get("cause"):
+                self._hear(scope, answer["cause"])
+            else:
+                answers[rank] = str(answer.get("doing", ""))
+        if scope not in self._causes and lost:
+            self.blame(scope, lost[0])
+        return self._causes.get(scope), answers
+
+    def blame(self, scope: str, cause: Cause) -> Cause:
+        """Take this for the cause unless another is known, and tell all ranks; the cause that is known now."""
+        with self._lock:
+            known = self._causes.setdefault(scope, cause)
+        if known is cause:
+            others = [rank for rank, peer in self.peers.items() if peer.token != self._token and rank != cause.rank]
+            for _ in self._ask_all(others, {"scope": scope, "cause": [cause.rank, cause.reason]}):
+                pass  # one that does not hear it has been lost, or will find the cause by itself
+        return known
+
+    def clear(self, scope: str) -> None:
+        """Forget the cause: a new process group goes by this name."""
+        with self._lock:
+            self._causes.pop(scope, None)
+
+    def close(self) -> None:
+        """Answer no more."""
+        with contextlib.suppress(OSError):  # where nobody is connected some systems refuse it
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _hear(self, scope: str, given: Any) -> None:
+        try:
+            rank, reason = given
+            cause = Cause(int(rank), str(reason))
+        except (TypeError, ValueError):
+            return
+        with self._lock:
+            self._causes.setdefault(scope, cause)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                with connection:
+                    connection.settimeout(1.0)
+                    self._answer(connection)
+            except (OSError, ValueError):
+                continue
+
+    def _answer(self, connection: socket.socket) -> None:
+        given = _receive(connection)
+        if not isinstance(given, dict) or not hmac.compare_digest(str(given.get("token", "")), self._token):
+            return
+        scope = str(given.get("scope", ""))
+        if given.get("cause"):
+            self._hear(scope, given["cause"])
+        cause = self._causes.get(scope)
+        answer = {"doing": self.doing, "cause": [cause.rank, cause.reason] if cause else None}
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    def _ask_all(self, ranks: Sequence[int], message: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+        """What each of these ranks answers; or, as text, how it was lost."""
+        if not ranks:
+            return
+        with ThreadPoolExecutor(max_workers=min(AT_A_TIME, len(ranks))) as pool:
+            yield from zip(ranks, pool.map(lambda rank: self._ask(rank, message), ranks), strict=True)
+
+    def _ask(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | str:
+        address = self.peers[rank]
+        try:
+            with socket.create_connection((address.host, address.port), ANSWER) as connection:
+                connection.sendall(json.dumps({"token": address.token, **message}).encode() + b"\n")
+                answer = _receive(connection)
+                return answer if isinstance(answer, dict) else {}
+        except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, ValueError):
+            return "was lost: its process has ended"
+        except OSError as error:
+            state = _state(address)
+            if state == "T":
+                return "was lost: its process is stopped"
+            if state in ("", "Z", "X") and address.node == host_name():
+                return "was lost: its process has ended"
+            kind = "does not answer" if isinstance(error, TimeoutError) else f"cannot be reached ({error})"
+            return f"was lost: its process {kind}"
+
+
+def _receive(connection: socket.socket) -> Any:
+    """One line of JSON; ValueError for anything else, or nothing."""
+    data = b""
+    while not data.endswith(b"\n"):
+        more = connection.recv(MOST)
+        data += more
+        if not more or len(data) > MOST:
+            raise ValueError("no answer")
+    return json.loads(data)
+
+
+def _state(address: Address) -> str:
+    """The state of a process of this host, as the system writes it; empty where it is not there, or elsewhere."""
+    if address.node != host_name():
+        return ""
+    try:
+        return Path(f"/proc/{address.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def listen_host(store: str) -> str:
+    """The address of this host that the ranks of a store at `store` reach: loopback for a store on loopback.
+
+    >>> listen_host("localhost:29500"), listen_host("/tmp/store")
+    ('127.0.0.1', '127.0.0.1')
+    """
+    host = store.rpartition(":")[0]
+    if not host or host == "localhost" or is_loopback(host):
+        return "127.0.0.1"
+    try:
+        return reachable_address(host)
+    except ValueError:
+        return "127.0.0.1"
+
+
+_here: Liveness | None = None
+_lock = threading.Lock()
+
+
+def liveness(host: str = "127.0.0.1") -> Liveness:
+    """The one of this process, made on first use; `host` is the address that others reach."""
+    global _here
+    with _lock:
+        if _here is None or _here.address[4] != os.getpid():
+            _here = Liveness(host)
+        return _here
+
+
+def close() -> None:
+    """End the thread that answers."""
+    global _here
+    with _lock:
+        if _here is not None and _here.address[4] == os.getpid():
+            _here.close()
+        _here = None
+
+
+atexit.register(close)
