@@ -212,7 +212,7 @@ class Member:
         payload: dict[str, Any] = {"fields": fields}
         if number == 0:
             payload["address"] = self._liveness.address
-        self._liveness.doing = f"is in handshake {number}"
+        self._liveness.doing = f"is in handshake {number}, as it called attention with other arguments than before"
         try:
             self._store.set(self._name(number, self.rank), json.dumps(payload))
             if self.rank == 0:
