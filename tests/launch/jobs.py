@@ -17,7 +17,10 @@ import pytest
 PYTHON = (sys.executable,)
 WORKER = str(Path(__file__).with_name("worker.py"))
 #: What tells a rank who it is; tests that run under a launcher themselves must not hand it on.
-ABOUT = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "MPI_", "TORCHELASTIC", "GLOO_", "OMP_")
+ABOUT = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "MPI_", "TORCHELASTIC", "GLOO_", "OMP_"),
+    *("MESHFLASH_TOKEN", "MESHFLASH_LISTEN"),
+)
 SOURCE = str(Path(__file__).parents[2] / "src")
 
 

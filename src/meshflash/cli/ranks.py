@@ -25,12 +25,18 @@ def rerun(nproc: int) -> None:
 def become(nproc: int, program: Sequence[str], prefixed: bool = False) -> None:
     """Become torchrun, with the cores of the machine divided by its ranks."""
     from meshflash.launch.cores import cores_here
+    from meshflash.launch.guard import TOKEN, new_token
+    from meshflash.launch.listen import LOOPBACK, LOOPBACK_RENDEZVOUS
     from meshflash.launch.parent import STARTER
 
     os.environ[STARTER] = str(os.getpid())  # which torchrun keeps
+    os.environ[TOKEN] = new_token()  # of this job alone, whatever was set around it
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, LOOPBACK)  # all ranks are here: nobody else needs to reach them
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cores_here()) // nproc)))  # torchrun would say 1
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
-    how = ["--standalone", "--nproc-per-node", str(nproc), *(["--tee", "3"] if prefixed else [])]
+    how = ["--rdzv-backend", LOOPBACK_RENDEZVOUS, "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(nproc)]
+    how += ["--tee", "3"] if prefixed else []
     sys.stdout.flush()
     how += ["-m", "--", *program[1:]] if program[0] == "-m" else ["--", *program]  # options behind are the program's
     os.execv(sys.executable, [sys.executable, "-m", "meshflash.launch.torchrun", *how])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -18,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from meshflash.launch.listen import LOOPBACK
 from meshflash.launch.mps import variables
 from meshflash.launch.parent import end_with_parent
 
@@ -145,6 +145,5 @@ def _rank(
 def _environment(threads: int) -> AbstractContextManager[None]:
     """The variables that the ranks find."""
     # without an interface gloo looks up the host's name, which need not resolve
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     return variables(OMP_NUM_THREADS=str(threads), GLOO_SOCKET_IFNAME=interface)

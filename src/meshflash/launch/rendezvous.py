@@ -3,7 +3,8 @@
 The first of these that applies: torchrun's own store; MASTER_ADDR and MASTER_PORT; on one node a file that names the
 port, found by what the launcher calls the job, so that jobs side by side do not meet; mpi4py, which broadcasts rank
 0's address; the first host of Slurm's node list. MPI is not started where all ranks are on one node: it is not needed,
-and one that does not fit the launcher ends the process.
+and one that does not fit the launcher ends the process. What a store binds to is in `listen.py`, who may join in
+`guard.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import re
 import secrets
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -27,8 +29,10 @@ from typing import Any
 
 from torch import distributed as _distributed
 
+from meshflash.launch.guard import PUBLISHED, TokenError, check_token, given_token, guarded, new_token, published
 from meshflash.launch.hosts import boot, hosts_of, is_loopback, reachable_address
 from meshflash.launch.launchers import OF_MPI, LaunchError, Place
+from meshflash.launch.listen import listener
 from meshflash.launch.log import log
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -93,6 +97,7 @@ def _found(place: Place, timeout: float, number: int) -> Store:
         where = f"{address}:{port}"
         with _explained(place, where, timeout):
             store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=limit))
+            store = _admitted(place, store, where, timeout)
             turn = _agreed(place, store, timeout)
         return dist.PrefixStore(turn, store), where
     if address:
@@ -114,6 +119,25 @@ def _found(place: Place, timeout: float, number: int) -> Store:
         f"rank {place.rank} of {place.world_size}, started by {place.launcher}, does not know where rank 0 is: "
         f"{ADVICE}; or install mpi4py, which tells"
     )
+
+
+def _admitted(place: Place, store: Any, where: str, timeout: float) -> Any:
+    """Return the part of torchrun's store that the job's token guards, once this rank's is known to be rank 0's."""
+    token = given_token()
+    if place.rank == 0:
+        store.set(PUBLISHED, published(token))
+        return guarded(store, token)
+    deadline = time.monotonic() + timeout
+    while not store.check([PUBLISHED]):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s")
+        time.sleep(0.01)
+    check_token(_text(store, PUBLISHED), token, place.rank, where)
+    return guarded(store, token)
+
+
+def _text(store: Any, key: str) -> str:
+    return bytes(store.get(key)).decode(errors="replace")
 
 
 def _agreed(place: Place, store: Any, timeout: float) -> str:
@@ -151,16 +175,27 @@ def _given(place: Place, address: str, port: str, timeout: float, number: int) -
     """The store at an address, once rank 0 has opened it for this meeting."""
     if port and not (re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) < 2**16):
         raise LaunchError(f"MASTER_PORT={port!r}: expected a number from 1 to 65535")
-    deadline, key = time.monotonic() + timeout, f"meshflash/open/{number}"
+    token, key, refused = given_token(), f"meshflash/open/{number}", 0.0
+    deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
         store, where = _at(place, address, int(port or PORT), timeout, left)
         store.set_timeout(timedelta(seconds=timeout))
+        own, short = guarded(store, token), timedelta(seconds=min(SHORT, left))
         if place.rank == 0:
-            store.set(key, "1")
-            return store, where
+            store.set(PUBLISHED, published(token))
+            own.set(key, "1")
+            return own, where
         try:
-            store.wait([key], timedelta(seconds=min(SHORT, left)))
-            return store, where
+            store.wait([PUBLISHED], short)
+            check_token(_text(store, PUBLISHED), token, place.rank, where)
+            own.wait([key], short)
+            return own, where
+        except TokenError:
+            # It may be the last job's rank 0, which is about to leave the port to ours: look again for a while.
+            refused = refused or time.monotonic()
+            if time.monotonic() - refused > SHORT:
+                raise
+            time.sleep(0.5)
         except RuntimeError:  # the store of an earlier meeting, which is about to close
             time.sleep(0.1)
     raise LaunchError(
@@ -173,19 +208,39 @@ def _at(place: Place, address: str, port: int, timeout: float, left: float | Non
     """The store at an address, waited for as long as is left of the timeout: an error tells the whole of it."""
     where, left = f"{address}:{port}", timeout if left is None else left
     with _explained(place, where, timeout):
-        make = partial(
-            dist.TCPStore,
-            address,
-            port,
-            place.world_size,
-            is_master=place.rank == 0,
-            timeout=timedelta(seconds=left),
-            wait_for_workers=False,
-        )
+        if place.rank == 0:
+            make = partial(_hosted, place, address, port, left)
+        else:
+            make = partial(dist.TCPStore, address, port, **_options(place, left))
         try:
             return within(left + GRACE, make, ""), where
         except TimeoutError:
             raise RuntimeError(_silence(address, port)) from None
+
+
+def _options(place: Place, left: float) -> dict[str, Any]:
+    return {"world_size": place.world_size, "timeout": timedelta(seconds=left), "wait_for_workers": False}
+
+
+def _hosted(place: Place, address: str, port: int, left: float) -> Any:
+    """Start the store that rank 0 hosts, at the address that the others use and no other, where that can be known."""
+    try:
+        bound = listener(address, port, place.one_node)
+    except OSError as error:
+        raise RuntimeError(error.strerror or str(error)) from error
+    options = _options(place, left) | {"is_master": True}
+    if bound is not None:
+        host, port = bound.getsockname()[:2]
+        address = address if host in ("0.0.0.0", "::") else host
+        options["master_listen_fd"] = bound.detach()  # the store closes it
+    try:
+        # The other server of torch reads from one client at a time: half a message would hold up all ranks.
+        return dist.TCPStore(address, port, use_libuv=True, **options)
+    except RuntimeError as error:
+        if "without libuv" not in str(error):
+            raise
+        log.warning("torch is built without libuv: any client that sends half a message to the store blocks the job")
+        return dist.TCPStore(address, port, use_libuv=False, **options)
 
 
 def _silence(address: str, port: int) -> str:
@@ -245,25 +300,39 @@ def _on_one_node(place: Place, timeout: float, number: int) -> Store:
             f"this machine: set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, the same for all ranks"
         )
     try:
-        folder = Path(tempfile.gettempdir()) / f"meshflash-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = _own_folder(Path(tempfile.gettempdir()) / f"meshflash-{os.getuid()}")
         file = folder / f"{_name(place, job, number)}.json"
         return _hold(place, file, timeout) if place.rank == 0 else _look(place, file, timeout)
     except OSError as error:
         raise LaunchError(f"ranks of a node meet by a file, and {error}: set TMPDIR, or {ADVICE}") from error
 
 
+def _own_folder(path: Path) -> Path:
+    """Make a folder that only this user reads and writes; OSError where another user has made it before."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{path} is a link, or belongs to another user")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        path.chmod(0o700)
+    return path
+
+
 def _hold(place: Place, file: Path, timeout: float) -> Store:
-    """Hold the store, and tell in a file where; a word in both tells it from what a dead job left."""
+    """Host the store, and write to a file where it is and what guards it: a word that only readers of the file know.
+
+    The word also tells the store from one that took the port of a job that died.
+    """
+    token, word = given_token(), new_token()
     store, _ = _at(place, "127.0.0.1", 0, timeout)
-    word = secrets.token_hex(16)
-    store.set("meshflash/word", word)
+    store.set(PUBLISHED, published(word))
+    own = guarded(store, word)
     written = file.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps({"port": store.port, "word": word}))
+    written.write_text(json.dumps({"port": store.port, "word": word, "guard": published(token)}))
     written.replace(file)
     try:
         deadline = time.monotonic() + timeout
-        while (come := int(store.add("meshflash/come", 0))) < place.world_size - 1:
+        while (come := int(own.add("meshflash/come", 0))) < place.world_size - 1:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"only {come + 1} of {place.world_size} ranks came within {timeout:g} s; look at the others' output"
@@ -271,25 +340,28 @@ def _hold(place: Place, file: Path, timeout: float) -> Store:
             time.sleep(0.01)
     finally:
         file.unlink(missing_ok=True)
-    return store, f"127.0.0.1:{store.port}"
+    return own, f"127.0.0.1:{store.port}"
 
 
 def _look(place: Place, file: Path, timeout: float) -> Store:
     """Look for the file until it names a store that knows its word."""
-    deadline = time.monotonic() + timeout
+    token, deadline = given_token(), time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
             said = json.loads(file.read_text())
             socket.create_connection(("127.0.0.1", said["port"]), 1.0).close()
             left = max(0.1, min(SHORT, deadline - time.monotonic()))
             store, where = _at(place, "127.0.0.1", said["port"], timeout, left)
-            if bytes(store.get("meshflash/word")).decode() == said["word"]:
-                store.set_timeout(timedelta(seconds=timeout))
-                store.add("meshflash/come", 1)
-                return store, where
-        except (OSError, ValueError, RuntimeError) as error:  # not there yet, or of a job that is dead
+            check_token(_text(store, PUBLISHED), said["word"], place.rank, where)
+            own, guard = guarded(store, said["word"]), said["guard"]
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # not there yet, or of a dead job
             log.debug("%s: %s", file, error)
-        time.sleep(0.02)
+            time.sleep(0.02)
+            continue
+        check_token(guard, token, place.rank, where)
+        store.set_timeout(timedelta(seconds=timeout))
+        own.add("meshflash/come", 1)
+        return own, where
     raise LaunchError(
         f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s, by {file}. Look at its "
         f"output first; or {ADVICE}"
@@ -323,9 +395,10 @@ def _by_mpi(place: Place, timeout: float) -> Store | None:
     said = comm.allgather((socket.gethostname(), boot()))
     hosts = [name for name, _ in said]
     store = address = None
-    problem = ""
+    problem = secret = ""
     if place.rank == 0:
         try:
+            secret = given_token() or new_token()
             others = [name for n, name in enumerate(hosts) if said[n] != said[0]]
             address = reachable_address(others[0]) if others else "127.0.0.1"
             if others and is_loopback(address):
@@ -333,11 +406,11 @@ def _by_mpi(place: Place, timeout: float) -> Store | None:
             store, _ = _at(place, address, 0, timeout)
         except (ValueError, LaunchError) as error:
             problem = str(error)
-    address, port, problem = comm.bcast((address, store.port if store else 0, problem))
+    address, port, problem, secret = comm.bcast((address, store.port if store else 0, problem, secret))
     if problem:
         raise LaunchError(f"rank 0 has no address for the others: {problem}; {ADVICE}")
-    where = f"{address}:{port}"
-    return (store, where) if store else _at(place, address, port, timeout)
+    found = store or _at(place, address, port, timeout)[0]
+    return guarded(found, secret), f"{address}:{port}"
 
 
 def _communicator(place: Place) -> Any:
