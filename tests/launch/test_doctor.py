@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from launch import jobs
 from meshflash.kernels import registry
-from meshflash.launch import doctor
+from meshflash.launch import doctor, listen
 from meshflash.launch.doctor import Finding, examine
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -326,3 +327,49 @@ def test_transports(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     told = found("transports")
     assert told["symmetric"].detail == "not in this XPU build of torch"
     assert "MPS" not in told
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nobody started us yet."""
+    for name in list(os.environ):
+        if name.startswith(jobs.ABOUT) or name == "NCCL_SOCKET_IFNAME":
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_a_single_rank_listens_nowhere(launched: pytest.MonkeyPatch) -> None:
+    assert {name: finding.detail[:4] for name, finding in found("listens").items() if name != "token"} == {
+        "store": "none",
+        "gloo": "none",
+        "nccl": "none",
+    }
+
+
+def test_what_ranks_listen_at_is_told(launched: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
+    for name, value in variables.items():
+        launched.setenv(name, value)
+    told = found("listens")
+    assert told["store"].detail == "127.0.0.1:12345"
+    assert told["gloo"].detail == listen.LOOPBACK
+    assert told["token"].status == "note"
+    assert told["token"].advice.startswith("export MESHFLASH_TOKEN=")
+    launched.setenv("MESHFLASH_TOKEN", "0123456789abcdef")
+    launched.setenv("MASTER_ADDR", "203.0.113.7")
+    launched.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    told = found("listens")
+    assert told["token"].detail == "MESHFLASH_TOKEN is set"
+    assert told["store"].status == "note"
+    assert told["store"].detail.startswith("all interfaces, port 12345: 203.0.113.7 is no address of this host")
+    assert told["gloo"].detail == "eth7, as GLOO_SOCKET_IFNAME says"
+    launched.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert found("listens")["store"].detail.startswith("torchrun's, 203.0.113.7:12345: on all interfaces")
+
+
+def test_ranks_of_one_node_listen_on_the_loopback(launched: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
+        launched.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    told = found("listens")
+    assert told["store"].detail == "127.0.0.1, a port that the system chooses"
+    assert (told["gloo"].detail, told["token"].status) == (listen.LOOPBACK, "ok")

@@ -306,6 +306,32 @@ def _launchers() -> Iterator[Finding]:
         yield Finding("launchers", "Slurm", "note", "no srun on PATH")
 
 
+def _listens() -> Iterator[Finding]:
+    """What would listen where once this process calls init: alone nothing; under a launcher as that says."""
+    from meshflash.launch.guard import TOKEN, given_token
+    from meshflash.launch.launchers import LaunchError, detect
+    from meshflash.launch.listen import plan
+
+    try:
+        place = detect()
+        for name, where in plan(place):
+            yield Finding("listens", name, "note" if "all interfaces" in where else "ok", where)
+        token = given_token()
+    except LaunchError as error:
+        yield Finding("listens", "launcher", "problem", _words(error), "set what it names, or unset the variables")
+        return
+    if place.world_size == 1:
+        detail = "meshflash launch and --nproc make one, and keep all of these on the loopback"
+        yield Finding("listens", "token", "ok", f"{'set; ' if token else ''}{detail}")
+    elif token or (place.one_node and not os.environ.get("MASTER_ADDR")):
+        yield Finding(
+            "listens", "token", "ok", f"{TOKEN} is set" if token else "made by rank 0, in a file of this user's"
+        )
+    else:
+        advice = f"export {TOKEN}=$(python -c 'import secrets; print(secrets.token_hex(16))') for all ranks of a job"
+        yield Finding("listens", "token", "note", "none: whoever reaches the store's port may join the job", advice)
+
+
 def _limits() -> Iterator[Finding]:
     shm = _ROOT / "dev/shm"
     if shm.is_dir():
@@ -366,6 +392,7 @@ _PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
     "process groups": _process_groups,
     "transports": _transports,
     "launchers": _launchers,
+    "listens": _listens,
     "limits": _limits,
     "threads": _threads,
 }

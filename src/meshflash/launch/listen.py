@@ -12,7 +12,7 @@ import socket
 import sys
 
 from meshflash.launch.hosts import is_loopback
-from meshflash.launch.launchers import LaunchError
+from meshflash.launch.launchers import LaunchError, Place
 from meshflash.launch.log import log
 
 #: The variable that overrides the address: one of this host, or 0.0.0.0 for all.
@@ -67,6 +67,42 @@ def bind_address(address: str, one_node: bool) -> tuple[str, str]:
     if len(own) > 1:
         return "", f"{address} stands for {', '.join(own)} here, and ranks may use any of them"
     return own[0], ""
+
+
+def plan(place: Place) -> list[tuple[str, str]]:
+    """Describe what would listen where once this process, as its launcher started it, calls `init`.
+
+    >>> plan(Place("single"))
+    [('store', 'none: a single rank opens no port'), ('gloo', 'none'), ('nccl', 'none')]
+    """
+    if place.world_size == 1:
+        return [("store", "none: a single rank opens no port"), ("gloo", "none"), ("nccl", "none")]
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    asked, local = os.environ.get(LISTEN, ""), is_loopback(address) or address == "localhost"
+    if place.launcher == "torchrun":
+        store = f"torchrun's, {address}:{port}: on all interfaces, unless meshflash launch or --nproc started it"
+    elif address and place.rank:
+        store = f"on rank 0's host, {address}:{port or 29500}"
+    elif address:
+        host, reason = (asked, "") if asked else bind_address(address, place.one_node)
+        store = f"all interfaces, port {port or 29500}: {reason}" if reason else f"{host}:{port or 29500}"
+    elif place.one_node:
+        store, local = f"{asked or '127.0.0.1'}, a port that the system chooses", True
+    else:
+        store = (
+            "rank 0's address on the way to the other hosts, a port that the system chooses or Slurm's job number gives"
+        )
+    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    way = LOOPBACK if local else "the interface of this host's name, or the one that leads to rank 0"
+    nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    return [
+        ("store", store),
+        ("gloo", f"{gloo}, as GLOO_SOCKET_IFNAME says" if gloo else way),
+        (
+            "nccl",
+            f"{nccl}, as NCCL_SOCKET_IFNAME says" if nccl else "the interfaces that NCCL finds; see NCCL_SOCKET_IFNAME",
+        ),
+    ]
 
 
 def _is_numeric(address: str) -> bool:
