@@ -316,6 +316,7 @@ def test_a_thousand_strays_neither_join_nor_end_a_job_of_four_ranks():
         for process in ranks:  # each has attended
             text = ""
             while not told_in(text):
+                assert process.stdout is not None
                 line = process.stdout.readline()
                 assert line, text
                 text += line

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import meshflash
+from meshflash.core.reading import read_json
 
 
 def header(command: str) -> dict[str, Any]:
@@ -63,7 +64,9 @@ def flat(row: Any) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """A record that `write` made."""
-    record: dict[str, Any] = json.loads(path.read_text())
+    record: dict[str, Any] = read_json(path)
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}: not a record, which is an object with a header and rows")
     return record
 
 

@@ -6,7 +6,6 @@ of the attention kernels; tables that come with meshflash lie under `measured/`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshflash.core.reading import read_json
 from meshflash.kernels.rates import identity, own_file, pick, write_whole
 from meshflash.launch.devices import TRITON
 
@@ -148,7 +148,7 @@ def write(table: Table, path: Path) -> None:
 
 def _read(path: Path) -> Table:
     try:
-        return Table.from_json(json.loads(path.read_text()))
+        return Table.from_json(read_json(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         again = "remove it, or run meshflash bench gemm --calibrate"
         raise ValueError(f"{path}: not a table of rates of products ({error!r}); {again}") from error

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from meshflash.core.reading import read_json
 from meshflash.kernels.contract import Ask, Launch, Pass
 
 #: Where the tables are that come with meshflash.
@@ -232,6 +233,6 @@ def forget() -> None:
 
 def _read(path: Path) -> Rates:
     try:
-        return Rates.from_json(json.loads(path.read_text()))
+        return Rates.from_json(read_json(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a table of rates ({error!r}); remove it, or run meshflash calibrate") from error

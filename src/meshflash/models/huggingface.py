@@ -20,6 +20,7 @@ from torch import distributed as _distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshflash.core.reading import is_plain, read_bytes
 from meshflash.models.gpt import GPT, GPTConfig
 from meshflash.models.layers import RopeScaling, own_part
 
@@ -110,8 +111,14 @@ def read_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, dev
     """
     file = Path(folder) / CONFIG
     given = _json(file)
-    with torch.device("meta"):
-        model = GPT(_gpt_config(given, file)).to(_dtype(given, file) if dtype is None else dtype)
+    config, dtype = _gpt_config(given, file), _dtype(given, file) if dtype is None else dtype
+    with ExitStack() as files:  # what config.json says is compared before memory is taken by it
+        stored = _stored(Path(folder), files)
+        if config.layers > len(stored):
+            raise ValueError(f"{file}: num_hidden_layers={config.layers}, and its files hold {len(stored)} tensors")
+        with torch.device("meta"):
+            model = GPT(config).to(dtype)
+        _check(_named(model), _fitting(model, config, stored), Path(folder))
     model.to_empty(device=device)
     load_pretrained(model, folder)
     return model
@@ -132,9 +139,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     core, folder = _core(model), Path(folder)
     weights, config = _weights(core), read_config(folder)
     with ExitStack() as files:
-        stored = _stored(folder, files)
-        if config.tied and core.config.tied:
-            stored.pop(HEAD, None)  # some write the shared weights twice
+        stored = _fitting(core, config, _stored(folder, files))
         _check(weights, stored, folder)
         for size in _MEANING:
             theirs, ours = getattr(config, size), getattr(core.config, size)
@@ -199,10 +204,10 @@ def save_pretrained(
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(read_bytes(file))
     except FileNotFoundError:
         raise ValueError(f"{file}: there is none; expected a folder that transformers' save_pretrained wrote") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not a whole file of JSON ({error}); copy it again") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file}: expected an object of JSON")
@@ -294,10 +299,19 @@ def _core(model: nn.Module) -> GPT:
 
 def _weights(core: GPT) -> dict[str, nn.Parameter]:
     """The model's weights by their names in files; shared ones once."""
-    plain = {name.replace("_orig_mod.", ""): weight for name, weight in core.named_parameters()}
-    if absent := [name for name, weight in plain.items() if weight.is_meta]:
+    if absent := [name for name, weight in core.named_parameters() if weight.is_meta]:
         raise ValueError(f"model: {_some(absent)} on the meta device; call to_empty(device=...) before")
+    return _named(core)
+
+
+def _named(core: GPT) -> dict[str, nn.Parameter]:
+    plain = {name.replace("_orig_mod.", ""): weight for name, weight in core.named_parameters()}
     return {name if name == HEAD else f"model.{name}": weight for name, weight in plain.items()}
+
+
+def _fitting(core: GPT, config: GPTConfig, stored: dict[str, Any]) -> dict[str, Any]:
+    """Without the head where it is the embedding: some write the shared weights twice."""
+    return {name: x for name, x in stored.items() if name != HEAD or not (config.tied and core.config.tied)}
 
 
 def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
@@ -305,7 +319,7 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
     opened = _safetensors()
     names: Iterable[str] = [WEIGHTS]
     if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
-        names = sorted(set(_json(folder / INDEX).get("weight_map", {}).values()))
+        names = _listed(folder / INDEX)
     found: dict[str, Any] = {}
     for name in names:
         file = folder / name
@@ -313,10 +327,18 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
             raise ValueError(f"{file}: there is none; expected {WEIGHTS}, or {INDEX} and all files that it names")
         try:
             tensors = files.enter_context(opened.safe_open(file, "pt"))
-        except opened.SafetensorError as error:
+        except (opened.SafetensorError, OSError) as error:
             raise ValueError(f"{file}: not a whole file of safetensors ({error}); copy it again") from None
         found |= {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118 it is no mapping
     return {key: value for key, value in found.items() if not key.endswith("rotary_emb.inv_freq")}  # of old versions
+
+
+def _listed(file: Path) -> list[str]:
+    """The files of weights that an index names: plain names, which may be links, as in the hub's cache."""
+    named = _json(file).get("weight_map", {})
+    if not isinstance(named, dict) or not all(map(is_plain, named.values())):
+        raise ValueError(f"{file}: weight_map must say for each tensor a file of this folder, by its plain name")
+    return sorted(set(named.values()))
 
 
 def _check(weights: Mapping[str, Tensor], stored: Mapping[str, Any], folder: Path) -> None:

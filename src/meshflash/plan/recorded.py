@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from meshflash.core.reading import read_json
 from meshflash.plan.timeline import Event, Timeline
+
+#: Bytes of one rank's trace.
+TRACE_BYTES = 1 << 30
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -14,7 +17,16 @@ def read(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.glob("trace-*.json"))
     if not files:
         raise ValueError(f"{folder}: no trace-*.json there; run with MESHFLASH_TRACE={folder}")
-    return [event for file in files for event in json.loads(file.read_text())["traceEvents"]]
+    return [event for file in files for event in _events(file)]
+
+
+def _events(file: Path) -> list[dict[str, Any]]:
+    given = read_json(file, TRACE_BYTES)
+    events: Any = given.get("traceEvents") if isinstance(given, dict) else None
+    sound = isinstance(events, list) and all(isinstance(event, dict) and "ph" in event for event in events)
+    if not sound or any(not isinstance(event.get("args"), dict) for event in events if event["ph"] == "X"):
+        raise ValueError(f"{file}: not a trace that MESHFLASH_TRACE left")
+    return list(events)
 
 
 def calls(events: list[dict[str, Any]]) -> list[tuple[str, int]]:

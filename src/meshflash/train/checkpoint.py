@@ -28,6 +28,7 @@ from meshflash.train.checkpoint_files import (
     CheckpointError,
     check_checkpoint,
     check_files,
+    check_sizes,
     commit,
     complete,
     folder_name,
@@ -191,6 +192,7 @@ class Checkpoints:
         self._agree(problem, step)
         try:
             index = read_index(folder)
+            check_sizes(folder, index, files)
             parts = wanted(model, optimizer, index, folder)
         except Exception as error:
             problem = error

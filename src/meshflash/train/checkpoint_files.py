@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshflash.core.reading import inside, is_plain, read_bytes
+
 FORMAT, VERSION = "meshflash checkpoint", 1
 MANIFEST, INDEX = "manifest.json", "index.json"
 
@@ -44,6 +46,10 @@ Digest = dict[str, Any]
 
 _FOLDER = re.compile(r"step-(\d{8,})(\.replaced-\w+)?")
 _BLOCK = 1 << 22
+#: Bytes of a safetensors file's header, as the library of that name limits them.
+HEADER_BYTES = 100_000_000
+#: Bytes of a manifest or an index; a line of the index for each part of a tensor is about 100.
+_JSON_BYTES = 1 << 30
 
 
 class CheckpointError(ValueError):
@@ -145,7 +151,7 @@ def sync_folder(path: Path) -> None:
 
 def read_manifest(folder: Path, step: int) -> dict[str, Digest]:
     """The files of a checkpoint and their digests; CheckpointError where another version, or nobody here, wrote it."""
-    path = folder / MANIFEST
+    path = _inside(folder, MANIFEST)
     found = _read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not of a meshflash checkpoint; it was written by something else")
@@ -157,7 +163,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Digest]:
     if found.get("step") != step:
         raise CheckpointError(f"{path}: it is of step {found.get('step')!r}, and the folder's name says {step}")
     files = found.get("files")
-    if not isinstance(files, dict) or INDEX not in files or any(os.path.basename(name) != name for name in files):
+    if not isinstance(files, dict) or INDEX not in files or not all(map(is_plain, files)):
         raise CheckpointError(f"{path}: its list of files is damaged")
     return files
 
@@ -165,7 +171,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Digest]:
 def check_files(folder: Path, files: Mapping[str, Digest], names: Iterable[str]) -> None:
     """CheckpointError unless the named files are, byte by byte, what was written."""
     for name in names:
-        path = folder / name
+        path = _inside(folder, name)
         try:
             want = int(files[name]["bytes"]), str(files[name]["sha256"])
         except (KeyError, TypeError, ValueError):
@@ -186,10 +192,23 @@ def check_files(folder: Path, files: Mapping[str, Digest], names: Iterable[str])
 
 def read_index(folder: Path) -> dict[str, Any]:
     """What is not in the tensors' own files."""
-    found = _read_json(folder / INDEX)
+    found = _read_json(_inside(folder, INDEX))
     if not isinstance(found, dict) or not {"tensors", "state", "groups", "values"} <= found.keys():
         raise CheckpointError(f"{folder / INDEX}: not an index of tensors")
     return found
+
+
+def check_sizes(folder: Path, index: Mapping[str, Any], files: Mapping[str, Digest]) -> None:
+    """CheckpointError where the index claims more bytes than its files have: memory is taken by what it claims."""
+    try:
+        claimed = sum(prod(one["shape"]) * DTYPES[one["dtype"]].itemsize for one in index["tensors"].values())
+        sizes = [size for one in index["tensors"].values() for size in one["shape"]]
+        sound = all(type(size) is int and size >= 0 for size in sizes)
+        held = sum(int(digest["bytes"]) for digest in files.values())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"{folder / INDEX}: not an index of tensors") from None
+    if not sound or claimed > held:
+        raise CheckpointError(f"{folder / INDEX}: its tensors are of {claimed:,} bytes, and its files of {held:,}")
 
 
 def check_checkpoint(folder: Path, step: int) -> None:
@@ -207,13 +226,13 @@ class TensorFile:
         try:
             self.file = path.open("rb")
             length = int.from_bytes(self.file.read(8), "little")
-            self.begin = 8 + length
-            if self.begin > path.stat().st_size:
+            self.begin, self.size = 8 + length, path.stat().st_size
+            if self.begin > self.size or length > HEADER_BYTES:
                 raise ValueError
             self.header = json.loads(self.file.read(length))
         except OSError as error:
             raise CheckpointError(f"{path}: {_why(error)}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise CheckpointError(f"{path}: not a file of safetensors") from None
 
     def rows(self, name: str, dtype: torch.dtype, shape: torch.Size, first: int, last: int) -> Tensor:
@@ -222,6 +241,7 @@ class TensorFile:
             said = self.header[name]
             begin, end = said["data_offsets"]
             fits = end - begin == prod(shape) * dtype.itemsize
+            fits = fits and 0 <= begin <= end <= self.size - self.begin  # memory is taken by what it says
             if not fits or DTYPES[said["dtype"]] != dtype or list(shape) != said["shape"]:
                 raise ValueError
         except (KeyError, TypeError, ValueError):
@@ -259,11 +279,21 @@ def _write(path: Path, *pieces: Iterable[Any]) -> Digest:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_bytes(path, _JSON_BYTES))
     except OSError as error:
         raise CheckpointError(f"{path}: {_why(error)}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: not JSON; it is cut or changed") from None
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file of a checkpoint, which is no path and no link that leads elsewhere."""
+    try:
+        return inside(folder, name)
+    except OSError as error:
+        raise CheckpointError(f"{folder / name}: {_why(error)}") from None
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _why(error: OSError) -> str:

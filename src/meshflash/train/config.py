@@ -13,12 +13,15 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from meshflash.core.reading import read_bytes
 from meshflash.models import gpt, vit
 from meshflash.models.gpt import GPTConfig
 from meshflash.models.vit import ViTConfig
 
 #: What weights are computed in; the masters are float32.
 DTYPES = ("float32", "bfloat16", "float16")
+#: Bytes of a TOML file, and dots in a line of it: tomllib takes a minute over a key of 32,000 dots.
+TOML_BYTES, TOML_DOTS = 1 << 18, 256
 
 
 @dataclass(frozen=True)
@@ -237,10 +240,15 @@ def preset(kind: str, name: str) -> Config:
 def read_toml(path: Path) -> dict[str, Any]:
     """The changes that a TOML file says, by tables."""
     try:
-        return tomllib.loads(path.read_text())
+        data = read_bytes(path, TOML_BYTES)
+        if max((line.count(b".") for line in data.splitlines()), default=0) > TOML_DOTS:
+            raise ValueError(f"more than {TOML_DOTS} dots in a line")
+        return tomllib.loads(data.decode())
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ValueError(f"{path}: not TOML: it is nested too deeply") from None
+    except ValueError as error:  # tomllib's own; numbers of too many digits; what is not UTF-8
         raise ValueError(f"{path}: not TOML: {error}") from None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tokenize
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,20 @@ from meshflash.train.tokens import check_number
 
 #: What an ImageFolder takes for images.
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+#: The same as Pillow names them. It goes by a file's first bytes, and runs Ghostscript for one that is PostScript.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+#: Bytes that a compressed array may take; where it takes more, they may be so many times those of the file.
+EXPANDED_BYTES, EXPANSION = 1 << 28, 200
+
+_HEADERS: dict[tuple[int, int], Any] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+#: What numpy and zipfile raise for files that are cut, forged, encrypted or compressed in ways they do not know.
+_BROKEN = (
+    *(OSError, ValueError, KeyError, TypeError, OverflowError, EOFError, RuntimeError, SyntaxError),
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError),
+)
 
 
 @dataclass(frozen=True)
@@ -195,15 +211,24 @@ def read_image(path: Path, size: tuple[int, int] | None) -> npt.NDArray[np.float
     """An image file as `[3, height, width]` of 0 to 1, scaled to a size where one is given."""
     pillow = _pillow()
     try:
-        with pillow.Image.open(path) as opened:
+        with pillow.Image.open(path, formats=FORMATS) as opened:
+            _check_pixels(opened.size, pillow.Image.MAX_IMAGE_PIXELS)
             if opened.mode[0] in "IF":
                 raise ValueError(f"of {opened.mode}, more than 8 bits; put such images into an array, see ImageArrays")
             image = pillow.ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow has a SyntaxError for some broken files
+    except (OSError, SyntaxError, ValueError, pillow.Image.DecompressionBombError) as error:  # some are SyntaxErrors
         raise ValueError(f"{path}: not an image that can be read ({error})") from error
     if size is not None and image.size != size[::-1]:
         image = image.resize(size[::-1], pillow.Image.Resampling.BILINEAR)
     return np.ascontiguousarray(np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 255.0)
+
+
+def _check_pixels(size: tuple[int, int], most: int | None) -> None:
+    """ValueError for what Pillow only warns of: a small file whose pixels fill the memory."""
+    if most is not None and math.prod(size) > most:
+        raise ValueError(
+            f"{size[0]} x {size[1]} pixels; where they are meant, set PIL.Image.MAX_IMAGE_PIXELS, now {most}"
+        )
 
 
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -217,27 +242,38 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
             return {name: np.load(file, mmap_mode="r") for name, file in files.items()}
         with zipfile.ZipFile(path) as archive:
             return {entry.filename.removesuffix(".npy"): _member(path, archive, entry) for entry in archive.infolist()}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except _BROKEN as error:
         raise ValueError(f"{path}: expected a .npz or a .npy of numpy ({error})") from error
 
 
 def _member(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> npt.NDArray[Any]:
     """An array of a .npz, mapped where it is not compressed, which numpy itself does not do."""
     with archive.open(entry) as stream:
-        if entry.compress_type != zipfile.ZIP_STORED:
-            read: npt.NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
-            return read
-        version = np.lib.format.read_magic(stream)
-        header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, fortran, dtype = header[version](stream)
+        shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(stream)](stream)
         skipped = stream.tell()
+    if dtype.hasobject or min(shape, default=1) < 1:
+        raise ValueError(f"{entry.filename} holds objects, or nothing")
+    if math.prod(shape) * dtype.itemsize != entry.file_size - skipped:  # memory is taken by what the header says
+        raise ValueError(f"{entry.filename} is {dtype} {list(shape)} by its header, and has {entry.file_size:,} bytes")
+    if entry.compress_type != zipfile.ZIP_STORED:
+        return _expanded(archive, entry)
     with path.open("rb") as file:
         file.seek(entry.header_offset + 26)  # the lengths of the name and of what stands behind it
         name, more = np.frombuffer(file.read(4), "<u2").tolist()
     offset = entry.header_offset + 30 + name + more + skipped
-    if dtype.hasobject or not math.prod(shape):
-        raise ValueError(f"{entry.filename} holds objects, or nothing")
     return np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
+
+
+def _expanded(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> npt.NDArray[Any]:
+    """A compressed array, read as a whole; ValueError where a small file would take much memory."""
+    if entry.file_size > EXPANDED_BYTES and entry.file_size > EXPANSION * entry.compress_size:
+        raise ValueError(
+            f"{entry.filename} expands to {entry.file_size:,} bytes, over {EXPANSION} times its size: a zip bomb; write "
+            "it with numpy.savez where it is meant"
+        )
+    with archive.open(entry) as stream:
+        read: npt.NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
+    return read
 
 
 def _with_channels(path: Path, name: str, x: npt.NDArray[Any]) -> npt.NDArray[Any]:

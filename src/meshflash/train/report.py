@@ -80,7 +80,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     for line in (folder / LINES).read_text().splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the last line of a run that was killed
         found[row["step"], "valid" if "valid_loss" in row else "train"] = row
     return [found[key] for key in sorted(found)]

@@ -10,6 +10,8 @@ from typing import TextIO
 
 #: Characters that are encoded at a time; a longer document is cut at a line.
 PIECE = 1 << 20
+#: Characters of a line of a .jsonl file, which is read as a whole.
+LINE = 1 << 28
 
 #: A text, whether its document ends with it, and how many bytes of all files are read by then.
 Piece = tuple[str, bool, int]
@@ -61,13 +63,19 @@ def _pieces(files: Sequence[Path]) -> Iterator[Piece]:
 
 def _lines(path: Path, stream: TextIO) -> Iterator[io.StringIO]:
     """The text of each line of a .jsonl file."""
-    for number, line in enumerate(stream, 1):
+    number = 0
+    while line := stream.readline(LINE + 1):
+        number += 1
+        if len(line) > LINE:
+            raise ValueError(
+                f"{path}, line {number}: more than {LINE:,} characters; cut the document, or write it as a text"
+            )
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
             text.encode()  # half of a surrogate pair is no character
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f'{path}, line {number}: expected an object with a "text" ({error!r})') from error
         yield io.StringIO(text)
 

@@ -5,13 +5,14 @@ A tokenizer has `vocabulary`, `begin` and `end` (the ids around a document), `en
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from meshflash.core.reading import read_json
 
 #: The file that holds a whole tokenizer of Hugging Face, and those beside it that may name its end token.
 TOKENIZER = "tokenizer.json"
@@ -119,8 +120,13 @@ class FolderTokenizer:
 
     def _end_token(self) -> int | None:
         for path in self.files[1:]:
-            told = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+            given = read_json(path)
+            if not isinstance(given, dict):
+                raise ValueError(f"{path}: expected an object of JSON")
+            told = given.get("eos_token")
             token = told.get("content") if isinstance(told, dict) else told
+            if token is not None and not isinstance(token, str):
+                raise ValueError(f"{path}: eos_token={token!r:.100}; expected a text")
             if token is not None:
                 found: int | None = self._loaded.token_to_id(token)
                 return found

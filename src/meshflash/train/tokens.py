@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from meshflash.core.reading import inside, read_json
 from meshflash.parallel.loss import IGNORED
 from meshflash.train.texts import batches, input_files
 from meshflash.train.tokenizer import ByteTokenizer, FolderTokenizer, Tokenizer
@@ -46,8 +47,8 @@ class TokenFile:
         self.folder = Path(folder)
         self.meta = _read_meta(self.folder)
         self.vocabulary: int = self.meta["vocabulary"]
-        self.ids = _mapped(self.folder / TOKENS, DTYPES[self.meta["dtype"]], self.meta["tokens"])
-        self.ends = _mapped(self.folder / DOCUMENTS, "<i8", self.meta["documents"])
+        self.ids = _mapped(self.folder, TOKENS, DTYPES[self.meta["dtype"]], self.meta["tokens"])
+        self.ends = _mapped(self.folder, DOCUMENTS, "<i8", self.meta["documents"])
         if (int(self.ends[-1]) if len(self.ends) else 0) != len(self.ids):
             raise ValueError(f"{self.folder}: {DOCUMENTS} does not end where {TOKENS} does; write it again")
 
@@ -72,7 +73,7 @@ class TokenFile:
     def verify(self) -> None:
         """ValueError unless every file is as it was written; reads all of them."""
         for name, digest in self.meta["sha256"].items():
-            if _digest(self.folder / name) != digest:
+            if _digest(inside(self.folder, name)) != digest:
                 raise ValueError(f"{self.folder}: {name} is not what was written (its sha256 differs); write it again")
 
 
@@ -195,7 +196,7 @@ def _write(files: Sequence[Path], folder: Path, tokenizer: Tokenizer, progress: 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = read_json(inside(folder, META))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: not a token file, as its {META} cannot be read; see `meshflash data`") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
@@ -206,14 +207,16 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             "with the one that wrote it, or write it again"
         )
     counts = all(type(meta.get(name)) is int and meta[name] >= 0 for name in ("tokens", "documents", "vocabulary"))
-    if not counts or meta.get("dtype") not in DTYPES or not isinstance(meta.get("sha256"), dict):
+    if not counts or str(meta.get("dtype")) not in DTYPES or not isinstance(meta.get("sha256"), dict):
         raise ValueError(f"{folder}: its {META} is damaged; write it again")
     return meta
 
 
-def _mapped(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
+def _mapped(folder: Path, name: str, dtype: str, count: int) -> npt.NDArray[Any]:
     """An array in a file, which must be of that size."""
-    size, expected = path.stat().st_size if path.is_file() else 0, count * np.dtype(dtype).itemsize
+    path = folder / name
+    size = inside(folder, name).stat().st_size if path.is_file() else 0
+    expected = count * np.dtype(dtype).itemsize
     if size != expected:
         raise ValueError(f"{path}: {size:,} bytes, and {META} says {expected:,}; copy it anew, or write it again")
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)

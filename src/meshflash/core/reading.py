@@ -1,0 +1,72 @@
+"""Reading files that somebody else may have written: bounded in memory, and every error names the file.
+
+JSON and TOML execute nothing, but a sparse file of a terabyte or a million brackets would end the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+#: Bytes that a file of JSON may have where its reader names no other limit.
+MOST_BYTES = 1 << 28
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a file; ValueError, before they are read, where they are more than `most`."""
+    with path.open("rb") as file:
+        data = bytearray()  # in blocks, as asking for `most` bytes at once would take them
+        while os.fstat(file.fileno()).st_size <= most and len(data) <= most:  # a pipe has no size
+            block = file.read(1 << 20)
+            if not block:
+                return bytes(data)
+            data += block
+    raise ValueError(f"{path}: more than {most:,} bytes, which no such file has")
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Return the value of a JSON file; ValueError names a file that holds none, or is too large or too deep.
+
+    >>> read_json(Path("/dev/null"))
+    Traceback (most recent call last):
+    ValueError: /dev/null: not JSON (Expecting value: line 1 column 1 (char 0)); it is cut or damaged
+    """
+    data = read_bytes(path, most)
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError(f"{path}: its JSON is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); it is cut or damaged") from None
+
+
+def is_plain(name: Any) -> bool:
+    """Whether a name is that of something directly in a folder, and not a path.
+
+    >>> [is_plain(name) for name in ("a.bin", "..", "../a.bin", "/a.bin", "", 5)]
+    [True, False, False, False, False, False]
+    """
+    return isinstance(name, str) and name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """Return a regular file of a folder by its plain name; ValueError for a path, a link out of it, or a device.
+
+    OSError where it is missing. Folders may themselves be links.
+
+    >>> inside(Path("data"), "../secrets")
+    Traceback (most recent call last):
+    ValueError: data: '../secrets' is not the plain name of a file in it
+    """
+    if not is_plain(name):
+        raise ValueError(f"{folder}: {name!r} is not the plain name of a file in it")
+    path = folder / name
+    if path.is_symlink() and path.resolve().parent != folder.resolve():
+        raise ValueError(f"{path}: a link out of its folder; put the file itself there")
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe would wait for a writer
+        raise ValueError(f"{path}: a pipe or a device, not a file")
+    return path
