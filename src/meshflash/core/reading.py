@@ -63,7 +63,7 @@ def inside(folder: Path, name: Any) -> Path:
     """
     if not is_plain(name):
         raise ValueError(f"{folder}: {name!r} is not the plain name of a file in it")
-    path = folder / name
+    path = folder / str(name)
     if path.is_symlink() and path.resolve().parent != folder.resolve():
         raise ValueError(f"{path}: a link out of its folder; put the file itself there")
     mode = path.stat().st_mode

@@ -268,8 +268,8 @@ def _expanded(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> npt.NDArray[A
     """A compressed array, read as a whole; ValueError where a small file would take much memory."""
     if entry.file_size > EXPANDED_BYTES and entry.file_size > EXPANSION * entry.compress_size:
         raise ValueError(
-            f"{entry.filename} expands to {entry.file_size:,} bytes, over {EXPANSION} times its size: a zip bomb; write "
-            "it with numpy.savez where it is meant"
+            f"{entry.filename} expands to {entry.file_size:,} bytes, over {EXPANSION} times its size: a zip bomb; "
+            "write it with numpy.savez where it is meant"
         )
     with archive.open(entry) as stream:
         read: npt.NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
