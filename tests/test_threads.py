@@ -65,6 +65,7 @@ def two_groups(rank, world, group, schedules):
             x = torch.randn(1, tokens, 4, 8, requires_grad=True)
             out = attention(x, x, x, mesh=mesh, schedule=schedule, mask=CAUSAL, verify=True)
             out.sum().backward()
+            assert x.grad is not None
             assert torch.isfinite(x.grad).all()
 
     run_in_threads([lambda mesh=mesh: drive(mesh) for mesh in own])

@@ -9,19 +9,17 @@ and one that does not fit the launcher ends the process. What a store binds to i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import queue
 import re
 import secrets
 import socket
 import stat
 import tempfile
-import threading
 import time
 import zlib
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,6 +32,7 @@ from meshflash.launch.hosts import boot, hosts_of, is_loopback, reachable_addres
 from meshflash.launch.launchers import OF_MPI, LaunchError, Place
 from meshflash.launch.listen import listener
 from meshflash.launch.log import log
+from meshflash.launch.store import within
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -67,14 +66,16 @@ class Meeting:
 
     def part(self, rank: int, world_size: int) -> None:
         """Rank 0, which holds the store, leaves last, unless others take long."""
-        try:
+
+        def wave() -> None:
             come = int(self.store.add("bye", 1))
             deadline = time.monotonic() + GRACE
             while rank == 0 and come < world_size and time.monotonic() < deadline:
                 time.sleep(0.01)
                 come = int(self.store.add("bye", 0))
-        except RuntimeError:  # it is gone already
-            return
+
+        with contextlib.suppress(RuntimeError, TimeoutError):  # it is gone already, or its process is stopped
+            within(2 * GRACE, wave, "")
 
 
 def meet(place: Place, timeout: float, number: int = 1) -> Meeting:
@@ -82,7 +83,14 @@ def meet(place: Place, timeout: float, number: int = 1) -> Meeting:
 
     `number` says the how manieth meeting of this process it is.
     """
-    store, where = _found(place, timeout, number)
+    try:
+        store, where = within(timeout + 2 * GRACE, partial(_found, place, timeout, number), "")
+    except TimeoutError:
+        address = os.environ.get("MASTER_ADDR", "rank 0's host")
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size}: the store at {address} accepts connections and does not answer "
+            f"within {timeout:g} s; the process that hosts it (rank 0, or torchrun) may be stopped"
+        ) from None
     return Meeting(store, where, number)
 
 
@@ -250,26 +258,6 @@ def _silence(address: str, port: int) -> str:
     except OSError as error:
         return str(error)
     return "somebody listens there, and does not answer"
-
-
-def within(seconds: float, make: Callable[[], Any], otherwise: str) -> Any:
-    """What is made in this time, and else a TimeoutError that says so: torch and MPI may wait for ever."""
-    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            made.put((make(), None))
-        except BaseException as error:
-            made.put((None, error))
-
-    threading.Thread(target=work, daemon=True, name="meshflash rendezvous").start()
-    try:
-        found, error = made.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(otherwise) from None
-    if error is not None:
-        raise error
-    return found
 
 
 class _explained:  # noqa: N801 - a context manager, named as it reads
