@@ -1,0 +1,48 @@
+"""Small disks for the soak campaign: a tmpfs where this user may mount one, else a cap on the size of files."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: What a full disk is called: no blocks or no inodes left; and by RLIMIT_FSIZE.
+REASONS = ("No space left on device", "File too large")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A folder that takes little. `most_bytes` is 0 on a mounted one, else what each file is to be capped at."""
+
+    folder: Path
+    most_bytes: int
+
+    def grow(self) -> None:
+        """Make room, as a user does who frees a disk."""
+        if not self.most_bytes:
+            _mount("remount,size=64m,nr_inodes=10000", self.folder)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, num_bytes: int, num_files: int = 0) -> Iterator[Disk]:
+    """Mount a disk of so many bytes and files; 0 files leaves their number free."""
+    folder.mkdir(parents=True)
+    # a page is the least that tmpfs takes: size=0 would be no limit at all
+    options = f"size={max(4096, num_bytes)}" + (f",nr_inodes={num_files}" if num_files else "")
+    if not _mount(options, folder):
+        yield Disk(folder, max(4096, num_bytes))
+        return
+    try:
+        yield Disk(folder, 0)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _mount(options: str, folder: Path) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:  # no such command
+        return False

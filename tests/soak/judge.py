@@ -1,0 +1,132 @@
+"""The judge of the soak campaign: whether a case ended as it should, and if not, what was wrong.
+
+Pure functions of what ranks reported; an empty text means right.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from soak.cases import GRACE
+from soak.zygote import Ended
+
+_NUMBERS = r"(\d+(?:(?:, | and | or (?:rank )?)\d+)*)"
+_RANKS = re.compile(rf"\branks? {_NUMBERS}")
+#: A rank that passes on what it heard is not what it blames: "rank 1 reported: rank 2 was lost".
+_REPORTERS = re.compile(rf"\b(?:(?:reported|told|said) by ranks? {_NUMBERS}|ranks? {_NUMBERS} (?:raised|reported|says|said):)")
+
+
+def blamed(message: str, own: int) -> set[int]:
+    """Return the ranks that a survivor's message blames, but for the survivor itself.
+
+    >>> blamed("rank 1 of 3: rank 0 was lost", 1)
+    {0}
+    >>> blamed("rank 1 raised: rank 2 was lost", 0), blamed("rank 1 raised: no memory", 0)
+    ({2}, {1})
+    >>> sorted(blamed("rank 0 or rank 2 was lost", 1)), sorted(blamed("rank 1, 2 did not come", 0))
+    ([0, 2], [1, 2])
+    """
+    for text in (_REPORTERS.sub("", message), message):
+        found = {int(number) for group in _RANKS.findall(text) for number in re.findall(r"\d+", group)}
+        if found - {own}:
+            return found - {own}
+    return set()
+
+
+def judge_survivors(ended: Ended, victims: Collection[int], timeout: float) -> list[str]:
+    """Return what is wrong with the survivors of a fault: each must end in time, by an error that names a victim."""
+    wrong = []
+    if ended.fired is None:
+        said = [f"rank {rank}: {ended.report(rank).get('message', 'nothing')}" for rank in range(len(ended.codes))]
+        return [f"the fault never came; codes {ended.codes}, {'; '.join(said)}"]
+    for rank, code in enumerate(ended.codes):
+        if rank in victims:
+            continue
+        report = ended.report(rank)
+        message = f"{report.get('error', '')}: {report.get('message', '')}"
+        if code is None:
+            said = f" after it had raised {message}" if "error" in report else ""
+            wrong.append(f"rank {rank} still ran {timeout + GRACE:g} s after the fault{said}")
+        elif code < 0:
+            wrong.append(f"rank {rank} ended by {signal.Signals(-code).name}; {message}")
+        elif "error" not in report:
+            wrong.append(f"rank {rank} ended with code {code} and did not notice the fault")
+        else:
+            names = blamed(report["message"], rank)
+            if not names or not names <= set(victims):
+                who = f"blames {', '.join(map(str, sorted(names)))}" if names else "names no rank"
+                fault = ", ".join(map(str, sorted(victims)))
+                wrong.append(f"rank {rank} {who}, and the fault was of {fault}: {message}")
+    return wrong
+
+
+def seconds_to_end(ended: Ended, victims: Collection[int]) -> float | None:
+    """Return how long after the fault the last survivor ended; None where one hung, or where there was none."""
+    rest = [rank for rank in range(len(ended.codes)) if rank not in victims]
+    if ended.fired is None or not rest or any(ended.codes[rank] is None for rank in rest):
+        return None
+    return max(0.0, *(ended.times[rank] - ended.fired for rank in rest), 0.0)
+
+
+def judge_success(ended: Ended, what: str) -> list[str]:
+    """Return what is wrong with a job that no fault met: every rank must end with 0."""
+    wrong = []
+    for rank, code in enumerate(ended.codes):
+        if code != 0:
+            report = ended.report(rank)
+            end = "still ran" if code is None else f"ended with code {code}"
+            wrong.append(f"{what}: rank {rank} {end}; {report.get('error', '')}: {report.get('message', '')}")
+    return wrong
+
+
+def judge_losses(losses: Sequence[float], step: int, undisturbed: Mapping[int, float]) -> list[str]:
+    """Return what is wrong with the losses of a resumed run, whose last one is that of `step`: bits must be equal."""
+    wrong = []
+    first = step - len(losses) + 1
+    for number, loss in enumerate(losses, first):
+        if loss != undisturbed[number]:
+            wrong.append(f"resumed: step {number} has the loss {loss!r}, and {undisturbed[number]!r} undisturbed")
+    if step != max(undisturbed):
+        wrong.append(f"resumed: ended at step {step}, and not at {max(undisturbed)}")
+    return wrong
+
+
+def judge_load(
+    report: Mapping[str, Any], code: int | None, expected: str, folder: Path, names: Collection[str]
+) -> list[str]:
+    """Return what is wrong with the loading of a checkpoint that may be damaged.
+
+    Either every value is the saved one, or a CheckpointError names one of these files and nothing has changed.
+    """
+    if code is None:
+        return ["loading hung"]
+    if code:
+        return [f"loading ended with code {code}; {report.get('error', '')}: {report.get('message', '')}"]
+    if "error" not in report:
+        return [] if report.get("digest") == expected else ["loaded without an error, and the values are not the saved ones"]
+    wrong = []
+    if report["error"] != "CheckpointError":
+        wrong.append(f"refused by {report['error']}, not by a CheckpointError: {report['message']}")
+    if report["changed"]:
+        wrong.append("refused, and yet the model has changed")
+    first = report["message"].split("; step")[0]
+    if not any(str(folder / name) in first for name in names):
+        wrong.append(f"refused without the name of {' or '.join(sorted(names))}: {report['message']}")
+    return wrong
+
+
+def judge_refused_save(text: str, folder: str, reasons: Collection[str]) -> list[str]:
+    """Return what is wrong with what a rank said of a save that failed: one error, with the path and the reason."""
+    wrong = []
+    if "Traceback (most recent call last)" in text:
+        wrong.append(f"a traceback: {text[-400:]}")
+    lines = " ".join(text.split())
+    if folder not in lines:
+        wrong.append(f"the error does not name {folder}: {lines[-300:]}")
+    if not any(reason in lines for reason in reasons):
+        wrong.append(f"the error does not say {' or '.join(reasons)}: {lines[-300:]}")
+    return wrong
