@@ -87,6 +87,19 @@ def test_a_run_goes_on_where_it_was(pool, tmp_path):
     assert [row["loss"] for row in rows if "loss" in row] == [want[n - 1] for n in (2, 4, 6, 8)]
 
 
+def resumed(rank, world, group, config, folder):
+    """The losses of a run, and of one from its checkpoint of step 2."""
+    every = loop.train(config, Path(folder), quiet=True).losses
+    return every, loop.train(config, Path(folder), from_step=2, quiet=True).losses
+
+
+def test_a_resumed_run_of_three_ranks_sums_gradients_in_the_same_order(pool, tmp_path):
+    # of two ranks any order of a sum gives the same bits
+    run = {"steps": 9, "save": 2, "log": 0, "evaluate": 0, "compare": 0, "keep": 9}
+    for every, again in pool.run(3, resumed, small(run=run, mesh={"cp": 3}), str(tmp_path)):
+        assert again == every[2:]
+
+
 def chosen(rank, world, group, config, folder):
     """Losses of a run, of one from its first checkpoint, and of one that begins anew, with what is then there."""
     folder = Path(folder)

@@ -132,12 +132,30 @@ def replicate(
         raise ValueError(
             "replicate: weights are on the meta device; call to_empty and init_weights before, or spread them"
         )
-    return DistributedDataParallel(
+    return _Replicas(
         model,
         process_group=ranks.get_group(),
         bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=True,
     )
+
+
+class _Replicas(DistributedDataParallel):
+    """DDP whose buckets keep their first layout, so that a resumed run sums gradients in the same order.
+
+    DDP lays its buckets out anew after the first backward. Where in a bucket a gradient lies decides in which order
+    three or more ranks add it: the first step after a resume would round otherwise than the same step of a run that
+    never stopped. The layout here is that of the backward from the start: the last weights first.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.reducer._push_all_rebuilt_params()  # as if their gradients had come in this order
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> Any:
+        weights, sparse = super()._build_params_for_reducer()
+        return weights[::-1], sparse[::-1]
 
 
 def shard(
