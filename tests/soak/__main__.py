@@ -69,7 +69,7 @@ class State:
 @app.command()
 def soak(
     family: Annotated[list[str], typer.Argument(help=f"Which of {', '.join(FAMILIES)}; all by default.")] = [],  # noqa: B006
-    count: Annotated[int | None, typer.Option(min=1, help="Cases of each family; each has a number of its own.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Cases of each family, not its own number.")] = None,
     seed: Annotated[int, typer.Option(help="What all cases are drawn from.")] = 0,
     case: Annotated[str | None, typer.Option(help="Run one case alone, as damage/7, and tell all of it.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Cases at a time.")] = 1,
@@ -87,7 +87,9 @@ def soak(
         campaign = Campaign(Path(folder))
         if case is not None:
             raise typer.Exit(_alone(campaign, cases[0], console))
-        header = record.header(shlex.join(["make", "soak"] if len(sys.argv) == 1 else ["python -m soak", *sys.argv[1:]]))
+        header = record.header(
+            shlex.join(["make", "soak"] if len(sys.argv) == 1 else ["python -m soak", *sys.argv[1:]])
+        )
         kept = State(state, header["commit"], fresh)
         begin = time.monotonic()
         try:
@@ -124,8 +126,8 @@ def _run(campaign: Campaign, cases: list[Case], jobs: int, kept: State, console:
         return case, outcome, time.monotonic() - begin
 
     columns = (
-        TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[wrong]} wrong"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[wrong]} wrong"), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as threads:
         bars = {

@@ -208,9 +208,11 @@ class Campaign:
     def _full_disk(self, case: Case, zygote: Zygote, place: Path) -> Outcome:
         drawn = case.values
         reference = self.reference(drawn["mesh"], zygote)
-        room = 64 << 20 if drawn["files"] else int(drawn["checkpoints"] * reference.checkpoint_bytes)
+        room = 64 << 20 if drawn["files"] else max(0, int(drawn["checkpoints"] * reference.checkpoint_bytes))
         with small_disk(place / "disk", room, drawn["files"]) as disk:
             run = disk.folder / "run"
+            if drawn["checkpoints"] < 0 and not drawn["files"]:
+                disk.fill()
             arguments: dict[str, Any] = {"run": str(run), "mesh": drawn["mesh"]}
             if drawn["command_line"]:
                 arguments = {"words": command_words(run, drawn["mesh"])}
@@ -226,10 +228,13 @@ class Campaign:
             wrong = []
             for rank, code in enumerate(ended.codes):
                 if code in (None, 0) or code < 0:
-                    end = "hung" if code is None else "did not notice the full disk" if code == 0 else f"ended by {code}"
+                    end = (
+                        "hung" if code is None else "did not notice the full disk" if code == 0 else f"ended by {code}"
+                    )
                     wrong.append(f"rank {rank} {end}")
                     continue
-                said = ended.output(rank) if drawn["command_line"] else ended.report(rank).get("message", "")
+                told = ended.report(rank)
+                said = ended.output(rank) + told.get("trace", "") if drawn["command_line"] else told.get("message", "")
                 wrong += [f"rank {rank}: {text}" for text in judge_refused_save(said, str(run), REASONS)]
             wrong += judge_checkpoints(run / CHECKPOINTS, reference, 0)
             disk.grow()
@@ -321,7 +326,7 @@ def damage(folder: Path, drawn: dict[str, Any]) -> list[str]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the digests of all tensors of a checkpoint, part by part, whichever rank wrote them, and of its options."""
+    """Return digests of a checkpoint's tensors, part by part, whichever rank wrote them, and of its options."""
     index = read_index(folder)
     found = {name: hashlib.sha256(json.dumps(index[name]).encode()).hexdigest() for name in ("groups", "values")}
     opened: dict[str, TensorFile] = {}

@@ -161,10 +161,10 @@ def _full_disk(dice: random.Random) -> dict[str, Any]:
         "mesh": mesh,
         "world": num_ranks(mesh),
         "timeout": 20.0,
-        # in checkpoints: the disk takes so many before it is full. No space at all is tried too
-        "checkpoints": dice.choice((0.0, dice.uniform(0.0, 1.0), dice.uniform(1.0, 3.5))),
-        # or no file more than these, of which a checkpoint needs about six
-        "files": dice.choice((0, 0, 0, dice.randint(2, 20))),
+        # the disk takes so many checkpoints before it is full; below 0 not even the folder's first line of numbers
+        "checkpoints": dice.choice((-1.0, dice.uniform(0.0, 1.0), dice.uniform(1.0, 3.5))),
+        # or no more files than these, of which a checkpoint needs about five
+        "files": dice.choice((0, 0, dice.randint(1, 4), dice.randint(2, 20))),
         "command_line": dice.random() < 0.5,
     }
 

@@ -19,6 +19,13 @@ class Disk:
     folder: Path
     most_bytes: int
 
+    def fill(self) -> None:
+        """Leave no room at all."""
+        if not self.most_bytes:
+            with contextlib.suppress(OSError), (self.folder / "other").open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+
     def grow(self) -> None:
         """Make room, as a user does who frees a disk."""
         if not self.most_bytes:

@@ -17,7 +17,9 @@ from soak.zygote import Ended
 _NUMBERS = r"(\d+(?:(?:, | and | or (?:rank )?)\d+)*)"
 _RANKS = re.compile(rf"\branks? {_NUMBERS}")
 #: A rank that passes on what it heard is not what it blames: "rank 1 reported: rank 2 was lost".
-_REPORTERS = re.compile(rf"\b(?:(?:reported|told|said) by ranks? {_NUMBERS}|ranks? {_NUMBERS} (?:raised|reported|says|said):)")
+_REPORTERS = re.compile(
+    rf"\b(?:(?:reported|told|said) by ranks? {_NUMBERS}|ranks? {_NUMBERS} (?:raised|reported|says|said):)"
+)
 
 
 def blamed(message: str, own: int) -> set[int]:
@@ -107,7 +109,11 @@ def judge_load(
     if code:
         return [f"loading ended with code {code}; {report.get('error', '')}: {report.get('message', '')}"]
     if "error" not in report:
-        return [] if report.get("digest") == expected else ["loaded without an error, and the values are not the saved ones"]
+        return (
+            []
+            if report.get("digest") == expected
+            else ["loaded without an error, and the values are not the saved ones"]
+        )
     wrong = []
     if report["error"] != "CheckpointError":
         wrong.append(f"refused by {report['error']}, not by a CheckpointError: {report['message']}")

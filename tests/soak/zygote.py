@@ -215,7 +215,7 @@ def _free_port() -> int:
 
 def main() -> None:
     """Serve one client, whose lines of JSON are jobs and questions, until it closes the pipe."""
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
     import meshflash.cli
     import meshflash.train.inference

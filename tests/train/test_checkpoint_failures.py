@@ -44,11 +44,25 @@ DAMAGE: dict[str, tuple[Any, str]] = {
         f"{MANIFEST}: its list of files is damaged",
     ),
     "digests of nothing": (lambda f: changed(f / MANIFEST, files={INDEX: 5}), f"{MANIFEST}: what it says of {INDEX}"),
+    "another digest in the manifest": (
+        lambda f: (f / MANIFEST).write_bytes(another_digest((f / MANIFEST).read_bytes())),
+        f"{MANIFEST}: its own sha256 does not fit; what it says of {TENSORS} is damaged",
+    ),
+    "another name in the manifest": (
+        lambda f: (f / MANIFEST).write_bytes((f / MANIFEST).read_bytes().replace(b"rank-00000", b"rank-00008")),
+        f"{MANIFEST}: its own sha256 does not fit; what it says of rank-00008.safetensors is damaged",
+    ),
     "a folder in place of a file": (
         lambda f: ((f / INDEX).unlink(), (f / INDEX).mkdir()),
         f"{INDEX}: it has|{INDEX}: Is a directory",
     ),
 }
+
+
+def another_digest(data: bytes) -> bytes:
+    """A manifest with one other digit in the digest of the tensors' file."""
+    at = data.index(b'"sha256"', data.index(TENSORS.encode())) + len('"sha256": "')
+    return data[:at] + (b"1" if data[at : at + 1] == b"0" else b"0") + data[at + 1 :]
 
 
 def test_damage_is_refused_by_name_and_a_whole_one_offered(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import time
@@ -19,7 +20,7 @@ from meshflash import shutdown
 from meshflash.cli import app
 from meshflash.train import config as configs
 from meshflash.train import loop
-from meshflash.train.report import read_lines
+from meshflash.train.report import LINES, Report, read_lines
 
 
 def small(kind="gpt", **tables: dict[str, Any]):
@@ -124,6 +125,29 @@ def test_where_a_run_goes_on_can_be_said(pool, tmp_path):
         assert again == every[2:]
         assert anew == every[:1]
         assert names == ["step-00000001"]
+
+
+def cannot_write(rank, world, group, config, folder):
+    with pytest.raises(ValueError, match=r"file/run: Not a directory; free some space, or give another --output"):
+        loop.train(config, Path(folder), quiet=True)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(pool, tmp_path):
+    (tmp_path / "file").touch()
+    pool.run(2, cannot_write, small(run={"steps": 1, "evaluate": 0}), str(tmp_path / "file" / "run"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_numbers_that_a_full_disk_does_not_take_do_not_end_a_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("meshflash"), "propagate", True)
+    report = Report(tmp_path, 3, 0, first=True, quiet=True)
+    report.numbers(1, loss=1.0)
+    (tmp_path / LINES).rename(tmp_path / "kept")
+    (tmp_path / LINES).symlink_to("/dev/full")
+    report.numbers(2, loss=2.0)
+    report.numbers(3, loss=3.0)
+    (line,) = caplog.messages
+    assert line == f"{tmp_path / LINES}: No space left on device; the numbers of step 2 are lost"
 
 
 def test_a_process_alone_begins_anew_once_for_a_launch(tmp_path, monkeypatch):

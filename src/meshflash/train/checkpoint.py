@@ -13,14 +13,12 @@ import json
 import shutil
 import threading
 import uuid
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as _distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.train.checkpoint_files import (
@@ -41,14 +39,10 @@ from meshflash.train.checkpoint_files import (
     write_json,
     write_tensors,
 )
+from meshflash.train.checkpoint_ranks import Ranks
 from meshflash.train.checkpoint_tensors import collect, file_name, plan_write, read_parts, restore, wanted
 
-dist: Any = _distributed  # torch does not declare all that it exports here
-
 __all__ = ["CheckpointError", "Checkpoints"]
-
-#: How long a rank waits for the slowest one's disk.
-PATIENCE = timedelta(hours=2)
 
 
 class Checkpoints:
@@ -72,7 +66,7 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep={keep}: expected at least 1, the newest")
         self.folder, self.keep = Path(folder), keep
-        self._ranks = _Ranks(mesh)
+        self._ranks = Ranks(mesh)
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._planned: tuple[str, list[str], dict[str, Any]] = ("", [], {})
@@ -182,26 +176,21 @@ class Checkpoints:
         step = self._ranks.exchange(self.latest() if step is None else step)[0]
         if step is None:
             raise CheckpointError(f"{self.folder}: no checkpoint in it; save one, or give the folder that has them")
-        problem: Exception | None = None
-        try:
+
+        def check() -> tuple[Path, dict[str, Any]]:
             folder = self._path(step)
             files = read_manifest(folder, step)
             check_files(folder, files, sorted(files)[self._ranks.rank :: self._ranks.world])
-        except Exception as error:
-            problem = error
-        self._agree(problem, step)
-        try:
+            return folder, files
+
+        def match() -> tuple[dict[str, Any], dict[str, Any]]:
             index = read_index(folder)
             check_sizes(folder, index, files)
-            parts = wanted(model, optimizer, index, folder)
-        except Exception as error:
-            problem = error
-        self._agree(problem)
-        try:
-            read_parts(folder, index["tensors"], files, parts)
-        except Exception as error:
-            problem = error
-        self._agree(problem, step)
+            return index, wanted(model, optimizer, index, folder)
+
+        folder, files = self._together(check, step)
+        index, parts = self._together(match)
+        self._together(lambda: read_parts(folder, index["tensors"], files, parts), step)
         restore(model, optimizer, index, parts)
         found: dict[str, Any] = index["state"]
         return found
@@ -225,31 +214,37 @@ class Checkpoints:
     ) -> None:
         """In the background: this rank's files, and on the first rank the rest when all have written theirs."""
         partial, rank = self.folder / partial_name(step, token), self._ranks.rank
-        report: dict[str, Any] = {"files": {}, "values": values, "error": ""}
-        try:
-            if problem is not None:
-                raise problem
-            if rank == 0:  # before anything is written: it may be what fills the disk
-                with contextlib.suppress(OSError):
-                    sweep(self.folder, token)
-            partial.mkdir(parents=True, exist_ok=True)
-            if copies:
-                report["files"][file_name(rank)] = write_tensors(partial / file_name(rank), copies)
-                sync_folder(partial)
-        except Exception as error:
-            report["error"] = _reason(error)
-        copies.clear()
-        outcome = ""
-        try:
-            reports = self._ranks.exchange(report)
+
+        def write() -> dict[str, Any]:
+            report: dict[str, Any] = {"files": {}, "values": values, "error": ""}
+            try:
+                if problem is not None:
+                    raise problem
+                if rank == 0:  # before anything is written: it may be what fills the disk
+                    with contextlib.suppress(OSError):
+                        sweep(self.folder, token)
+                partial.mkdir(parents=True, exist_ok=True)
+                if copies:
+                    report["files"][file_name(rank)] = write_tensors(partial / file_name(rank), copies)
+                    sync_folder(partial)
+            except Exception as error:
+                report["error"] = _reason(error)
+            copies.clear()
+            return report
+
+        def finish() -> str:
             outcome = _errors([said["error"] for said in reports])
             if rank == 0:
                 outcome = outcome or self._finish(step, token, reports, index)
                 if outcome:
                     shutil.rmtree(partial, ignore_errors=True)
-            outcome = self._ranks.exchange(outcome)[0]
+            return outcome
+
+        try:
+            reports = self._ranks.gather(write)
+            outcome = self._ranks.gather(finish)[0]
         except Exception as error:  # a rank is gone; what is left is swept by the next save
-            outcome = f"ranks do not hear each other any more: {error}"
+            outcome = str(error)
         if outcome:
             last = self.latest()
             left = "there is no other yet" if last is None else f"step {last} is complete, and the latest"
@@ -269,18 +264,32 @@ class Checkpoints:
             prune(self.folder, step, self.keep, token)
         return ""
 
-    def _agree(self, problem: Exception | None, step: int | None = None) -> None:
-        """Raise on all ranks what failed on any; where a checkpoint is damaged, say which other one is whole."""
-        errors = _errors(self._ranks.exchange(_reason(problem)))
+    def _together(self, work: Callable[[], Any], step: int | None = None) -> Any:
+        """Do a part of a load on all ranks. Where it fails on any, all raise: it, and which other checkpoint is whole.
+
+        Without a step the files are not to blame, and no other checkpoint is looked for.
+        """
+        results: list[Any] = []
+        problems: list[Exception] = []
+
+        def attempt() -> str:
+            try:
+                results.append(work())
+            except Exception as error:
+                problems.append(error)
+                return _reason(error)
+            return ""
+
+        errors = _errors(self._ranks.gather(attempt))
         if not errors:
-            return
+            return results[0]
         advice = ""
         if step is not None:
-            other = self._ranks.exchange(self._whole_before(step) if self._ranks.rank == 0 else None)[0]
+            other = self._ranks.gather(lambda: self._whole_before(step) if self._ranks.rank == 0 else None)[0]
             advice = "; no older checkpoint passes its checks"
             if other is not None:
                 advice = f"; step {other} passes its checks: give step={other}, or --from-step {other}"
-        raise CheckpointError(errors + advice) from problem
+        raise CheckpointError(errors + advice) from (problems[0] if problems else None)
 
     def _whole_before(self, step: int) -> int | None:
         """The newest older checkpoint that is as it was written."""
@@ -291,37 +300,6 @@ class Checkpoints:
                 continue
             return older
         return None
-
-
-class _Ranks:
-    """What ranks tell each other, as JSON, over a group that nothing else uses: it is made with the first word."""
-
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        self._group: Any = None
-        self._members: list[int] | None = None
-        self.rank, self.world = 0, 1
-        if dist.is_available() and dist.is_initialized():
-            everyone = list(range(dist.get_world_size()))
-            members = everyone if mesh is None else sorted(mesh.mesh.flatten().tolist())
-            if dist.get_rank() not in members:
-                raise ValueError("mesh: this rank is not in it; only its ranks save and load together")
-            self._members = None if members == everyone else members
-            self.rank, self.world = members.index(dist.get_rank()), len(members)
-
-    def exchange(self, value: Any) -> list[Any]:
-        """What each rank says, in order."""
-        if self.world == 1:
-            return [value]
-        if self._group is None:
-            local = self._members is not None
-            self._group = dist.new_group(self._members, PATIENCE, "gloo", use_local_synchronization=local)
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(text)], device="cpu"), group=self._group)
-        longest = max(int(size) for size in sizes)
-        texts = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
-        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self._group)
-        return [json.loads(bytes(said[: int(size)].numpy())) for said, size in zip(texts, sizes, strict=True)]
 
 
 def _reason(error: Exception | None) -> str:

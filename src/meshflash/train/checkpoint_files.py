@@ -102,7 +102,7 @@ def write_json(path: Path, value: Any) -> Digest:
 def commit(partial: Path, root: Path, step: int, token: str, files: Mapping[str, Digest]) -> None:
     """Make a checkpoint of a folder whose files are all on the disk: write its manifest, then give it its name."""
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "torch": torch.__version__, "files": dict(files)}
-    write_json(partial / MANIFEST, manifest)
+    write_json(partial / MANIFEST, manifest | {"sha256": _manifest_digest(manifest)})
     sync_folder(partial)
     target, aside = root / folder_name(step), root / f"{folder_name(step)}.replaced-{token}"
     if target.exists():  # a folder cannot be renamed onto another one; until the next line the old one counts
@@ -177,17 +177,40 @@ def check_files(folder: Path, files: Mapping[str, Digest], names: Iterable[str])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{folder / MANIFEST}: what it says of {name} is damaged") from None
         try:
-            size = path.stat().st_size
-            if size != want[0]:
-                raise CheckpointError(f"{path}: it has {size} bytes, and {want[0]} were written; it is cut or changed")
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while block := file.read(_BLOCK):
-                    digest.update(block)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {_why(error)}") from None
-        if digest.hexdigest() != want[1]:
-            raise CheckpointError(f"{path}: its sha256 is not the one that was written; its bytes have changed")
+            _check_file(path, *want)
+        except CheckpointError:
+            _check_manifest(folder, name)  # which of the two has changed?
+            raise
+
+
+def _check_file(path: Path, num_bytes: int, sha256: str) -> None:
+    """CheckpointError unless a file has this size and digest."""
+    try:
+        size = path.stat().st_size
+        if size != num_bytes:
+            raise CheckpointError(f"{path}: it has {size} bytes, and {num_bytes} were written; it is cut or changed")
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {_why(error)}") from None
+    if digest.hexdigest() != sha256:
+        raise CheckpointError(f"{path}: its sha256 is not the one that was written; its bytes have changed")
+
+
+def _check_manifest(folder: Path, name: str) -> None:
+    """CheckpointError where the manifest itself has changed: then what it says of a file is not evidence against it."""
+    path = folder / MANIFEST
+    found = _read_json(path)
+    own = found.pop("sha256", None)  # checkpoints of earlier versions have none
+    if own is not None and own != _manifest_digest(found):
+        raise CheckpointError(f"{path}: its own sha256 does not fit; what it says of {name} is damaged")
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the digest of all that a manifest says, however it is spaced."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _train(config: Config, folder: Path | None, first: bool, quiet: bool) -> Tra
         if from_dict(state["config"]).model != config.model:
             raise ValueError(f"{folder}: its model has other sizes; give another --output, or --fresh")
         start = int(state["step"])
-    report = Report(folder, config.run.steps, start, first=first, quiet=quiet)
+    report = _report(folder, config.run.steps, start, first, quiet)
     told: dict[str, float] = {}
     losses: list[float] = []
     step = start
@@ -197,6 +197,18 @@ def _train(config: Config, folder: Path | None, first: bool, quiet: bool) -> Tra
     finally:
         report.close()
     return Trained(step, losses, told, model)
+
+
+def _report(folder: Path | None, steps: int, start: int, first: bool, quiet: bool) -> Report:
+    """Where the numbers go. Rank 0 alone writes: what keeps it from that is raised on all ranks."""
+    problem = None
+    try:
+        report = Report(folder, steps, start, first=first, quiet=quiet)
+    except OSError as error:
+        problem = f"{error.filename or folder}: {error.strerror}; free some space, or give another --output"
+    if problem := _first_says(problem):
+        raise ValueError(problem)
+    return report
 
 
 def build(config: Config, mesh: Any, device: torch.device) -> tuple[Any, torch.optim.Optimizer]:

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meshflash.launch.log import log
+
 LINES = "metrics.jsonl"
 EVENTS = "tensorboard"
 
@@ -25,6 +27,7 @@ class Report:
         self.folder = folder if first else None
         self._events: Any = None
         self._progress: Progress | None = None
+        self._warned = False
         if not first:
             return
         if folder is not None:
@@ -42,8 +45,13 @@ class Report:
     def numbers(self, step: int, **values: Any) -> None:
         """Numbers after a step."""
         if self.folder is not None:
-            with (self.folder / LINES).open("a") as file:
-                file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+            try:
+                with (self.folder / LINES).open("a") as file:
+                    file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+            except OSError as error:  # a run is worth more than its numbers, and a save tells all ranks
+                if not self._warned:
+                    log.warning("%s: %s; the numbers of step %d are lost", self.folder / LINES, error.strerror, step)
+                self._warned = True
         if self._events is not None:
             for name, value in values.items():
                 if value is not None:  # the share of a peak that is not known

@@ -1,0 +1,119 @@
+"""What the ranks of a checkpoint tell each other, as JSON, over a gloo group that nothing else uses.
+
+A rank may write or read for hours, so no timeout can bound that. Instead each rank that still works says so, round
+after round: a rank that is killed or stopped says nothing, and is named within MESHFLASH_TIMEOUT.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as _distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshflash.engine.membership import timeout
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+#: Seconds between two rounds at the start of some work, and at most; in between, this part of the time it has taken.
+SHORTEST, LONGEST, PART = 0.01, 4.0, 0.1
+#: What a rank says that has no result yet.
+_WORKING = b""
+
+
+class LostRankError(RuntimeError):
+    """A rank was lost, or did not answer in time; the message names it."""
+
+
+class Ranks:
+    """The ranks that save and load together; their group is made with the first word."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self._group: Any = None
+        self._members: list[int] | None = None
+        self.rank, self.world = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            everyone = list(range(dist.get_world_size()))
+            members = everyone if mesh is None else sorted(mesh.mesh.flatten().tolist())
+            if dist.get_rank() not in members:
+                raise ValueError("mesh: this rank is not in it; only its ranks save and load together")
+            self._members = None if members == everyone else members
+            self.rank, self.world = members.index(dist.get_rank()), len(members)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each rank says, in order. All come to it at about the same time."""
+        return self.gather(lambda: value) if self.world > 1 else [value]
+
+    def gather(self, work: Callable[[], Any]) -> list[Any]:
+        """Do some work, which must not raise, and return what each rank's came to, in order.
+
+        Ranks may take as long as they like, and each other one as much longer. LostRankError names one that has ended
+        or stopped.
+        """
+        if self.world == 1:
+            return [work()]
+        results: list[bytes] = []
+        done = threading.Event()
+
+        def worker() -> None:
+            results.append(json.dumps(work()).encode())
+            done.set()
+
+        begin = time.monotonic()
+        pause = SHORTEST
+        threading.Thread(target=worker, daemon=True, name="meshflash checkpoint").start()
+        try:
+            while True:
+                done.wait(pause)
+                said = self._round(results[0] if results else _WORKING)
+                if all(text != _WORKING for text in said):
+                    return [json.loads(text) for text in said]
+                longest = min(LONGEST, timeout() / 4)
+                pause = min(longest, max(SHORTEST, PART * (time.monotonic() - begin)))
+        except LostRankError:
+            # whoever leaves closes its connections: the others must look before, or they would blame this rank
+            time.sleep(pause + SHORTEST + 0.5)
+            raise
+
+    def _round(self, text: bytes) -> list[bytes]:
+        """One word of each rank, of whatever length."""
+        if self._group is None:
+            local = self._members is not None
+            limit = timedelta(seconds=timeout())
+            self._group = dist.new_group(self._members, limit, "gloo", use_local_synchronization=local)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
+        self._swap(torch.tensor([len(text)], device="cpu"), sizes)
+        texts = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
+        self._swap(torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0), texts)
+        return [bytes(said.numpy()) for said in texts]
+
+    def _swap(self, mine: Tensor, theirs: list[Tensor]) -> None:
+        """Send a tensor to every other rank, and receive one of each; empty ones do not travel."""
+        theirs[self.rank] = mine
+        peers = [peer for peer in range(self.world) if peer != self.rank]
+        works: list[tuple[int, Any]] = []
+        peer = self.rank
+        limit = timedelta(seconds=timeout())
+        try:
+            for peer in peers:
+                if theirs[peer].numel():
+                    works.append((peer, self._group.recv([theirs[peer]], peer, 0)))
+            for peer in peers:
+                if mine.numel():
+                    works.append((peer, self._group.send([mine], peer, 0)))
+            for peer, work in works:  # noqa: B007 - the error names it
+                work.wait(limit)
+        except RuntimeError as error:
+            # only the first one counts: gloo ends all pending messages of a group when one of them times out
+            reason = str(error).strip().splitlines()[0]
+            raise LostRankError(
+                f"rank {dist.get_global_rank(self._group, peer)} was lost or did not answer within {timeout():g} s "
+                f"({reason})"
+            ) from error
