@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshflash.engine.membership import DisagreementError, MissingRankError
     from meshflash.job import init, shutdown
     from meshflash.launch.devices import peak_memory
+    from meshflash.launch.liveness import LostRankError
     from meshflash.launch.world import World
     from meshflash.merging import merge_partials
     from meshflash.schedules.registry import build_program, register_schedule, unregister_schedule
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DisagreementError",
     "Layout",
+    "LostRankError",
     "Mask",
     "MissingRankError",
     "Problem",
@@ -50,6 +52,7 @@ __all__ = [
 
 _HOMES = {
     "DisagreementError": "meshflash.engine.membership",
+    "LostRankError": "meshflash.launch.liveness",
     "MissingRankError": "meshflash.engine.membership",
     "TransportError": "meshflash.transport.contract",
     "VerificationError": "meshflash.core.verify",

@@ -21,7 +21,7 @@ import torch
 from torch import distributed as _distributed
 
 from meshflash.core.program import Direction
-from meshflash.launch.liveness import Cause, listen_host, liveness
+from meshflash.launch.liveness import Cause, LostRankError, listen_host, liveness, one_line
 from meshflash.launch.store import BoundedStore, StoreError
 from meshflash.transport.choice import Where, choose
 from meshflash.transport.contract import Transport, TransportError
@@ -40,7 +40,7 @@ class DisagreementError(ValueError):
     """Ranks called attention with different arguments; the message names rank and field."""
 
 
-class MissingRankError(RuntimeError):
+class MissingRankError(LostRankError):
     """A rank did not come to a handshake in time; the message names it."""
 
 
@@ -132,7 +132,7 @@ class Member:
         """Let the others know, if they come to a handshake, why this rank will not join their call."""
         number = self.handshakes
         self.handshakes += 1
-        self._liveness.doing = f"raised {_one_line(error)}"
+        self._liveness.doing = f"raised {one_line(error)}"
         if self.rank:
             self._store.set(self._name(number, self.rank), json.dumps({"error": str(error)}))
         else:
@@ -167,7 +167,7 @@ class Member:
             self.left = f"{type(error).__name__}: {error}"
             if isinstance(error, TransportError):
                 raise self._explained(error, direction) from error
-            self._liveness.blame(self._scope, Cause(self.global_rank(self.rank), f"raised {_one_line(error)}"))
+            self._liveness.blame(self._scope, Cause(self.global_rank(self.rank), f"raised {one_line(error)}"))
             raise
         self._liveness.doing = f"finished {what} and has made no call since"
 
@@ -309,11 +309,6 @@ class Member:
 
     def _name(self, number: int, who: int | str) -> str:
         return f"meshflash/{self._epoch}/{number}/{who}"
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def _short(value: Any) -> str:

@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from meshflash.launch.hosts import host_name, is_loopback, reachable_address
 
 #: Seconds that a rank has to answer a probe. Its thread needs the interpreter, which a loaded host gives it late.
 ANSWER = 4.0
+#: The scope of causes that concern the whole job.
+JOB = "job"
 #: Ranks that are probed at a time, and bytes that a message has at most.
 AT_A_TIME, MOST = 32, 4096
 
@@ -50,6 +53,14 @@ class Address:
             return None
 
 
+class LostRankError(RuntimeError):
+    """A rank was lost, or did not answer in time; the message names it, and `ranks` are those it may be."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 @dataclass(frozen=True)
 class Cause:
     """The rank that failed first, and how."""
@@ -70,7 +81,7 @@ class Liveness:
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
-        self._token = secrets.token_hex(16)
+        self.token = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._causes: dict[str, Cause] = {}
         #: The addresses of other ranks, by their number in the whole job.
@@ -78,9 +89,14 @@ class Liveness:
         #: What this rank is doing, in words for others to print.
         self.doing = "has made no call yet"
         address, port = self._listener.getsockname()[:2]
-        self.address = (address, port, self._token, host_name(), os.getpid())
+        self.address = (address, port, self.token, host_name(), os.getpid())
         self._thread = threading.Thread(target=self._serve, daemon=True, name="meshflash liveness")
         self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a cause is known, in any scope."""
+        return bool(self._causes)
 
     def cause(self, scope: str) -> Cause | None:
         """The first cause that this rank has found or heard of."""
@@ -100,7 +116,7 @@ class Liveness:
         """
         if scope in self._causes:
             return self._causes[scope], {}
-        ranks = [rank for rank in ranks if rank in self.peers and self.peers[rank].token != self._token]
+        ranks = [rank for rank in ranks if rank in self.peers and self.peers[rank].token != self.token]
         answers: dict[int, str] = {}
         lost: list[Cause] = []
         for rank, answer in self._ask_all(ranks, {"scope": scope}):
@@ -119,7 +135,7 @@ class Liveness:
         with self._lock:
             known = self._causes.setdefault(scope, cause)
         if known is cause:
-            others = [rank for rank, peer in self.peers.items() if peer.token != self._token and rank != cause.rank]
+            others = [rank for rank, peer in self.peers.items() if peer.token != self.token and rank != cause.rank]
             for _ in self._ask_all(others, {"scope": scope, "cause": [cause.rank, cause.reason]}):
                 pass  # one that does not hear it has been lost, or will find the cause by itself
         return known
@@ -161,7 +177,7 @@ class Liveness:
 
     def _answer(self, connection: socket.socket) -> None:
         given = _receive(connection)
-        if not isinstance(given, dict) or not hmac.compare_digest(str(given.get("token", "")), self._token):
+        if not isinstance(given, dict) or not hmac.compare_digest(str(given.get("token", "")), self.token):
             return
         scope = str(given.get("scope", ""))
         if given.get("cause"):
@@ -217,6 +233,46 @@ def _state(address: Address) -> str:
         return ""
 
 
+@contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Raise LostRankError that names the rank that failed first, whichever collective of this rank noticed it.
+
+    torch's own collectives, such as those of DDP and `fully_shard`, name a connection at best, and often that of a
+    survivor which is leaving. An error of this rank itself passes as it is, after all other ranks were told.
+    """
+    try:
+        yield
+    except BaseException as error:
+        here = _here
+        if here is None or not here.peers:
+            raise
+        if _may_be_of_a_peer(error):
+            cause, _ = here.find(JOB, error.ranks if isinstance(error, LostRankError) else ())
+            if cause is None:
+                cause, _ = here.find(JOB, list(here.peers))
+            if cause is None:
+                raise
+            raise LostRankError(f"{cause}; look at its output first") from error
+        mine = next((rank for rank, peer in here.peers.items() if peer.token == here.token), None)
+        if mine is not None:
+            here.blame(JOB, Cause(mine, f"raised {one_line(error)}"))
+        raise
+
+
+def _may_be_of_a_peer(error: BaseException) -> bool:
+    """Whether an error may follow from the loss of another rank: torch raises plain RuntimeErrors then."""
+    kind = type(error)
+    if not isinstance(error, RuntimeError) or kind.__name__ == "OutOfMemoryError":
+        return False
+    return isinstance(error, LostRankError) or kind is RuntimeError or kind.__module__.startswith("torch")
+
+
+def one_line(error: BaseException) -> str:
+    """An error's kind and the first line of its text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
 def listen_host(store: str) -> str:
     """The address of this host that the ranks of a store at `store` reach: loopback for a store on loopback.
 
@@ -243,6 +299,11 @@ def liveness(host: str = "127.0.0.1") -> Liveness:
         if _here is None or _here.address[4] != os.getpid():
             _here = Liveness(host)
         return _here
+
+
+def knows_of_failure() -> bool:
+    """Whether this process has found, or was told of, a rank that failed: then nobody is waited for any more."""
+    return _here is not None and _here.failed
 
 
 def close() -> None:

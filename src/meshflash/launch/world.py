@@ -18,7 +18,7 @@ from meshflash.launch import cores, devices
 from meshflash.launch.devices import Said
 from meshflash.launch.hosts import host_name, interface_of, is_loopback, reachable_address
 from meshflash.launch.launchers import LaunchError, Place, detect
-from meshflash.launch.liveness import listen_host, liveness
+from meshflash.launch.liveness import knows_of_failure, listen_host, liveness
 from meshflash.launch.log import log, set_up_logging
 from meshflash.launch.parent import end_with_starter
 from meshflash.launch.rendezvous import GRACE, Meeting, meet
@@ -99,7 +99,7 @@ def end() -> None:
         free()
     if _world is not None and _world.own and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-        if _meeting is not None:
+        if _meeting is not None and not knows_of_failure():
             _meeting.part(_world.rank, _world.world_size)
     for name in _set:
         os.environ.pop(name, None)

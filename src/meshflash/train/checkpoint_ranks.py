@@ -19,6 +19,7 @@ from torch import distributed as _distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.engine.membership import timeout
+from meshflash.launch.liveness import LostRankError
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -26,10 +27,6 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 SHORTEST, LONGEST, PART = 0.01, 4.0, 0.1
 #: What a rank says that has no result yet.
 _WORKING = b""
-
-
-class LostRankError(RuntimeError):
-    """A rank was lost, or did not answer in time; the message names it."""
 
 
 class Ranks:

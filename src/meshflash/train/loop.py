@@ -19,6 +19,7 @@ from meshflash.core.mask import Mask
 from meshflash.job import init
 from meshflash.launch.devices import CPU, current, peak_memory
 from meshflash.launch.launchers import agent
+from meshflash.launch.liveness import naming_lost_ranks
 from meshflash.models.gpt import GPT, GPTConfig
 from meshflash.models.patches import spread_images
 from meshflash.models.vit import ViT
@@ -94,7 +95,7 @@ def train(
             problem = str(error)
     if problem := _first_says(problem):
         raise ValueError(problem)
-    with _repeatable(config.run.deterministic):
+    with _repeatable(config.run.deterministic), naming_lost_ranks():
         return _train(config, folder, here.rank == 0, quiet)
 
 

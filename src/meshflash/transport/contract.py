@@ -15,18 +15,15 @@ from typing import Any, Literal
 from torch import Tensor
 
 from meshflash.core.program import Direction
+from meshflash.launch.liveness import LostRankError
 
 #: (rank in the group, flat tensor)
 Message = tuple[int, Tensor]
 Collective = Literal["all_gather", "all_to_all"]
 
 
-class TransportError(RuntimeError):
-    """A peer was lost, or did not answer in time; the message names it, and `ranks` are those it may be."""
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
+class TransportError(LostRankError):
+    """A peer was lost in a call, or did not answer in time."""
 
 
 @dataclass
