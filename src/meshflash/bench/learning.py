@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshflash.core.files import write_whole
 from meshflash.launch.processes import Tell, run_ranks
 from meshflash.train.config import Config, Mesh, change, preset
 
@@ -79,9 +80,10 @@ def page(path: Path, title: str, sections: Sequence[tuple[str, str, str]]) -> No
     """One HTML page of sections: a heading, a sentence, and a picture as SVG."""
     body = "\n".join(f"<h2>{html.escape(h)}</h2>\n<p>{html.escape(text)}</p>\n{svg}" for h, text, svg in sections)
     style = "body{font-family:sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}svg{width:100%;height:auto}"
-    path.write_text(
+    write_whole(
+        path,
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{style}</style></head><body>\n<h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n"
+        f"<style>{style}</style></head><body>\n<h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n",
     )
 
 

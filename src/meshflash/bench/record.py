@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import meshflash
-from meshflash.core.reading import read_json
+from meshflash.core.files import write_whole
+from meshflash.core.reading import read_object
+
+RECORD = "a record of `meshflash bench`"
 
 
 def header(command: str) -> dict[str, Any]:
@@ -49,9 +52,8 @@ def header(command: str) -> dict[str, Any]:
 
 
 def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
-    """Write a record; the folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"header": header(command), "rows": rows}, indent=1) + "\n")
+    """Write a record and its folders; OutputError where that fails, and a record that was there stays."""
+    write_whole(path, json.dumps({"header": header(command), "rows": rows}, indent=1) + "\n")
 
 
 def flat(row: Any) -> dict[str, Any]:
@@ -63,10 +65,10 @@ def flat(row: Any) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A record that `write` made."""
-    record: dict[str, Any] = read_json(path)
-    if not isinstance(record, dict):
-        raise ValueError(f"{path}: not a record, which is an object with a header and rows")
+    """A record that `write` made; ValueError, which names the file, for anything else."""
+    record = read_object(path, RECORD)
+    if not isinstance(record.get("header"), dict) or not isinstance(record.get("rows"), list):
+        raise ValueError(f"{path}: no header and rows in it; expected {RECORD}")
     return record
 
 

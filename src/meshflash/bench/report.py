@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshflash.bench import record
+from meshflash.core.files import naming
 
 Plot = Callable[[list[dict[str, Any]], str, Path], None]
 
@@ -34,7 +35,8 @@ def report(
 def picture(console: Console, draw: Plot, rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Draw rows to a file, or say why not."""
     try:
-        draw(rows, title, path)
+        with naming(path):
+            draw(rows, title, path)
         console.print(f"written: {path}", soft_wrap=True)
     except RuntimeError as error:
         console.print(f"no picture: {error}")

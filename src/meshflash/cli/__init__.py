@@ -27,17 +27,18 @@ from meshflash.cli import (
     trace,
     train,
 )
+from meshflash.core.files import OutputError
 from meshflash.launch.launchers import LaunchError
 
 
 class Commands(TyperGroup):
-    """All of them: what keeps a rank out of its job is one line, whichever it runs."""
+    """All of them: what keeps a rank out of its job, or a file from being written, is one line, whichever runs."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except LaunchError as error:
+        except (LaunchError, OutputError) as error:
             typer.echo(f"meshflash: {error}", err=True)
             raise typer.Exit(1) from error
 

@@ -36,6 +36,7 @@ from meshflash.cli.bench_options import (
     explained,
     show,
 )
+from meshflash.cli.outputs import writable, writable_folder
 
 app = typer.Typer(no_args_is_help=True, help="Measure, with the peers beside us.")
 
@@ -107,7 +108,7 @@ def kernels(
             Case(t, batch, heads, kv_heads or heads, d, m, dt, device, deterministic)
             for dt, m, d, t in product(dtype, mask, dim, tokens)
         ]
-        path = output or RESULTS / f"kernels-{device}.json"
+        path = writable(output or RESULTS / f"kernels-{device}.json", plot)
         for case in track(cases, "measuring", console=console, transient=True):
             rows += [record.flat(row) for row in bench.run(case, tuple(kernel), rounds, exact)]
             record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
@@ -154,7 +155,7 @@ def lengths(
                 Case(t, batch, heads, kv_heads or heads, dim, mask, pick_dtype(dtype, device), device)
                 for t in tokens or bench.default_lengths(device)
             ]
-            path, rows = output or RESULTS / f"lengths-{device}.json", []
+            path, rows = writable(output or RESULTS / f"lengths-{device}.json", plot), []
             for case in cases:
                 say = lambda text, t=case.tokens: status.update(f"{t:,} tokens: {text}")  # noqa: E731
                 names = tuple(kernel or bench.default_kernels(device))
@@ -197,10 +198,11 @@ def host(
     console = Console()
     with explained(), console.status("measuring"):
         device = pick_device(device)
+        path = writable(output or RESULTS / f"host-{device}.json")
         tokens, dtype = tokens or bench.default_tokens(device), pick_dtype(dtype, device)
         case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, device, deterministic)
         rows = [record.flat(row) for row in bench.run(case, tuple(kernel), rounds)]
-    report(console, [tables.host(rows, beside=SDPA)], rows, output or RESULTS / f"host-{device}.json")
+    report(console, [tables.host(rows, beside=SDPA)], rows, path)
 
 
 @app.command()
@@ -228,11 +230,12 @@ def memory(
     console = Console()
     with explained(), console.status("measuring"):
         device = pick_device(device)
+        path = writable(output or RESULTS / f"peak-{device}.json")
         tokens, dtype = tokens or bench.default_tokens(device), pick_dtype(dtype, device)
         heads = heads or bench.default_heads(device)
         case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, device, deterministic)
         rows = [record.flat(row) for row in bench.run(case, tuple(kernel))]
-    report(console, [tables.memory(rows)], rows, output or RESULTS / f"peak-{device}.json")
+    report(console, [tables.memory(rows)], rows, path)
 
 
 @app.command()
@@ -249,6 +252,7 @@ def tiles(
     from meshflash.bench import record
     from meshflash.bench import tiles as bench
 
+    writable(output)
     with explained():
         rows = [record.flat(row) for row in bench.run(tokens, documents, ranks)]
     title = f"{documents} documents, {ranks} ranks, {tokens:,} tokens"
@@ -310,6 +314,9 @@ def attention(
     from meshflash.transport.choice import check as check_transport
 
     console = Console()
+    written = writable(output or RESULTS / f"attention-{device}.json", plot)
+    for folder in filter(None, (trace, profile)):
+        writable_folder(folder)
     traced = {"MESHFLASH_TRACE": str(trace)} if trace else {}
     if causal is not None:
         mask = "causal" if causal else "full"
@@ -320,7 +327,6 @@ def attention(
         listen = status.update if console.is_terminal else lambda text: typer.echo(text, err=True)
         rows = [record.flat(row) for row in bench.run(case, tuple(schedule), setup, listen)]
     title = f"{mask}, {tokens:,} tokens over {world} ranks on {device}"
-    written = output or RESULTS / f"attention-{device}.json"
     report(console, tables.schedules(rows, bench.ONE), rows, written, plot, plots.schedules, title)
 
 
@@ -353,6 +359,7 @@ def rank(
     console = Console()
     with explained(), console.status("measuring"):
         device = pick_device(device)
+        path = writable(output or RESULTS / f"rank-{device}.json")
         tokens = world * local_tokens
         case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, pick_dtype(dtype, device), device)
         rows = [
@@ -365,7 +372,7 @@ def rank(
     for row in rows:
         numbers = [f"{row[key]:.3f}" for key in ("ms", "attend_ms", "one_ms", "ratio")]
         table.add_row(row["schedule"], row["kernel"], row["pass"], *numbers)
-    report(console, [table], rows, output or RESULTS / f"rank-{device}.json")
+    report(console, [table], rows, path)
 
 
 @app.command()
@@ -387,6 +394,7 @@ def engine(
     from meshflash.bench import engine as bench
     from meshflash.bench import record
 
+    writable(output)
     with explained():
         rows = [record.flat(row) for row in bench.run(tuple(schedule), world, rounds)]
     title = f"the engine's own time, {world} ranks"
@@ -413,6 +421,7 @@ def moved(
     from meshflash.bench.cases import Case
     from meshflash.schedules.registry import over_lines
 
+    writable(output)
     rows = []
     with explained():
         for kv_heads in (32, 8):

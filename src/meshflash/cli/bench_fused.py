@@ -7,6 +7,7 @@ from typing import Any
 
 from meshflash.cli.bench_options import RESULTS, explained
 from meshflash.cli.gemm import interpret
+from meshflash.cli.outputs import writable
 
 #: Options of `bench gemm` that have no meaning here.
 DECIDED = ("mode", "layout")
@@ -45,7 +46,7 @@ def fused(
     console = Console()
     rows: list[dict[str, Any]] = []
     tune = tune or calibrate
-    path = output or RESULTS / f"gemm-fused-{'tune-' if tune else ''}{device}.json"
+    path = writable(output or RESULTS / f"gemm-fused-{'tune-' if tune else ''}{device}.json", plot)
     left_out: list[str] = []
     table_file: Path | None = None
     with explained(), console.status("starting") as status:

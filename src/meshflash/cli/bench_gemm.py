@@ -14,6 +14,7 @@ import typer
 from meshflash.cli import bench_fused
 from meshflash.cli.bench_options import RESULTS, Device, Output, Plot, explained
 from meshflash.cli.bench_peers import given
+from meshflash.cli.outputs import writable
 
 
 def gemm(
@@ -85,6 +86,7 @@ def gemm(
     from meshflash.bench.cases import on_cpu, pick_device, pick_dtype
     from meshflash.bench.report import picture
     from meshflash.gemm import rates
+    from meshflash.kernels.rates import identity
 
     console = Console()
     most = 8 if tune or calibrate else None
@@ -93,7 +95,9 @@ def gemm(
         device = pick_device(device)
         kinds = dtype or [pick_dtype(None, device)]
         shapes = [bench.parse(text) for text in shape or []] or list(bench.default_shapes(device, calibrate))
-        path = output or RESULTS / f"gemm-{'tune-' if most else ''}{device}.json"
+        path = writable(output or RESULTS / f"gemm-{'tune-' if most else ''}{device}.json", plot)
+        if calibrate and not on_cpu(device):
+            writable(rates.file_of(identity(torch.device(device))[0]))
         rows: list[dict[str, object]] = []
         if calibrate:
             layouts = layout or list(bench.LAYOUTS)

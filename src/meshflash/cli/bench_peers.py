@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from meshflash.cli.bench_options import RESULTS, View, explained, show
+from meshflash.cli.outputs import writable
 
 #: Options of `bench kernels` that the headline set decides.
 DECIDED = ("dtype", "batch", "heads", "kv_heads", "deterministic", "exact")
@@ -47,7 +48,7 @@ def peers(
             device = pick_device(device)
             cases = headline.settings(device, tokens, dims, masks)
             names = tuple(dict.fromkeys(kernels or headline.default_kernels(device)))
-            path = output or RESULTS / f"peers-{device}.json"
+            path = writable(output or RESULTS / f"peers-{device}.json", plot)
             before = headline.read(path) if path.exists() and not fresh else None
             known = headline.still_true(before) if before else []
             if before and len(known) < len(before["rows"]):

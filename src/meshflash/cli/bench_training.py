@@ -22,6 +22,7 @@ from meshflash.cli.bench_options import (
     explained,
     show,
 )
+from meshflash.cli.outputs import writable
 
 DEVICE = "by default what suits the device"
 MaybeLayers = Annotated[int | None, typer.Option(min=1, help=f"Layers of the model; {DEVICE}.")]
@@ -69,11 +70,11 @@ def ddp(
     if path is None:
         with explained(), console.status("starting") as status:
             device = pick_device(device)
+            path = writable(output or RESULTS / f"ddp-{device}.json", plot)
             sizes = dict(layers=layers, dim=dim, heads=heads, vocabulary=vocabulary, tokens=tokens, batch=batch)
             case = training(bench.SMALL, bench.LARGE, device, dtype, **sizes)
             listen = status.update if console.is_terminal else lambda text: typer.echo(text, err=True)
             rows = [record.flat(row) for row in bench.run(case, ranks, rounds, mps, listen)]
-        path = output or RESULTS / f"ddp-{device}.json"
         record.write(path, rows, record.command_line())
     view = View(bench.read, bench.table, bench.markdown, bench.plot, bench.title)
     show(console, path, view, measured=source is None, markdown=markdown, plot=plot)
@@ -119,7 +120,7 @@ def model(
                 training(bench.SMALL, bench.LARGE, device, dtype, **sizes, tokens=t)
                 for t in tokens or bench.default_lengths(device)
             ]
-            path, rows = output or RESULTS / f"model-{device}.json", []
+            path, rows = writable(output or RESULTS / f"model-{device}.json", plot), []
             for case in cases:
                 say = lambda text, t=case.tokens: status.update(f"{t:,} tokens: {text}")  # noqa: E731
                 rows += [record.flat(row) for row in bench.run(case, rounds, say)]
@@ -147,6 +148,7 @@ def weights(
     from meshflash.bench.report import report
 
     console = Console()
+    writable(output, plot)
     with explained(), console.status("measuring"):
         rows = [record.flat(row) for row in (*bench.measured(world), *bench.counted())]
     title = "weights, gradients and AdamW's state in float32: what a rank keeps"
@@ -185,10 +187,11 @@ def step(
     console = Console()
     with explained(), console.status("building") as status:
         device = pick_device(device)
+        path = writable(output or RESULTS / f"step-{device}.json")
         dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
         setup = bench.Setup(
             preset, tokens, layers, dim, "full", recompute, offload, dtype, device, kernel, offload_activations, tiles
         )
         found = bench.run(setup, rounds, plain, parts, say=status.update)
     title = f"{preset}, {tokens:,} tokens, {dtype}, on {device}"
-    report(console, tables.step(found, title), [record.flat(found)], output or RESULTS / f"step-{device}.json")
+    report(console, tables.step(found, title), [record.flat(found)], path)

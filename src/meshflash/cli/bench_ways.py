@@ -21,6 +21,7 @@ from meshflash.cli.bench_options import (
     explained,
     show,
 )
+from meshflash.cli.outputs import writable
 
 
 def ways(
@@ -64,7 +65,7 @@ def ways(
         with explained(), console.status("starting") as status:
             device = pick_device(device)
             found = bench.settings(device, tokens, long_tokens, dim, mask, dtype)
-            path, rows = output or RESULTS / f"ways-{device}.json", []
+            path, rows = writable(output or RESULTS / f"ways-{device}.json", plot), []
             for n, setting in enumerate(found):
                 say = lambda text, n=n: status.update(f"{n + 1} of {len(found)}: {text}")  # noqa: E731
                 name = kernel or bench.default_kernel(device)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.outputs import writable
+
 
 def command(
     tune: Annotated[
@@ -43,6 +45,7 @@ def command(
         raise typer.BadParameter(
             f"device {device!r}: on CPUs the order of kernels is fixed; there is nothing to measure"
         )
+    path = writable(output or rates.own_file(rates.identity(torch.device(device))[0]))
     dims, lengths = tuple(dim or calibrate.DIMS), tuple(tokens or calibrate.TOKENS)
     try:
         known = rates.known(torch.device(device))
@@ -53,7 +56,6 @@ def command(
     with console.status("starting") as status:
         configs = calibrate.tune(device, dims, say=status.update) if tune else known.rates.configs if known else {}
         found = calibrate.run(device, dims, lengths, rounds, configs, say=status.update)
-    path = output or rates.own_file(found.device)
     rates.write(found, path)
     console.print(tables.rates(found))
     typer.echo(f"written: {path}")

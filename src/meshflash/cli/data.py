@@ -40,6 +40,7 @@ def _write(inputs: list[Path], output: Path, tokenizer: Path | None) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+    from meshflash.core.files import OutputError
     from meshflash.train.texts import input_files
     from meshflash.train.tokenizer import ByteTokenizer, FolderTokenizer
     from meshflash.train.tokens import write_tokens
@@ -50,7 +51,12 @@ def _write(inputs: list[Path], output: Path, tokenizer: Path | None) -> None:
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(), transient=True) as progress:
         task = progress.add_task("encoding", total=read)
-        written = write_tokens(files, output, using, lambda done: progress.update(task, completed=done))
+        try:
+            written = write_tokens(files, output, using, lambda done: progress.update(task, completed=done))
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise OutputError(f"{output}: it cannot be written ({error.strerror})") from error  # a full disk
     typer.echo(f"{len(written.ends):,} documents, {len(written.ids):,} tokens from {read:,} bytes")
     typer.echo(f"written: {output}")
 

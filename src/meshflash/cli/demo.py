@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.outputs import writable_folder
+
 #: Bytes a second of the links that the timeline is drawn for; said beside it.
 LINK = 1e9
 
@@ -29,11 +31,13 @@ def command(
     from meshflash.bench import attention as bench
     from meshflash.bench import learning, pictures, record, tables
     from meshflash.bench.cases import Case
+    from meshflash.core.files import write_whole
     from meshflash.core.program import Sizes
     from meshflash.core.tiles import worklist
     from meshflash.plan.timeline import Rates
     from meshflash.schedules.registry import over_lines
 
+    writable_folder(folder)
     console = Console()
     case = Case(tokens=tokens, heads=heads, kv_heads=heads if heads % 2 else heads // 2)
     sizes = Sizes(dim=case.head_dim, value_dim=case.head_dim, input_bytes=4)
@@ -62,7 +66,7 @@ def command(
     )
     console.print(drawn.coverage, drawn.timeline, sep="\n", highlight=False, soft_wrap=True)
     record.write(folder / "demo.json", flat, record.command_line())
-    (folder / "demo.svg").write_text(drawn.svg)
+    write_whole(folder / "demo.svg", drawn.svg)
     sections = [
         (f"The schedule {schedule}", f"{tokens:,} tokens over {world} ranks, as proved and as timed.", drawn.svg)
     ]

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.outputs import writable
+
 
 def command(
     schedule: Annotated[str, typer.Argument(help='A schedule, with options as in "allgather(head_stride=1)".')],
@@ -22,7 +24,10 @@ def command(
     """Which rank attends to what, in which step, and when bytes move: after proving that the programs are right."""
     from meshflash.bench.cases import parse_mask
     from meshflash.bench.pictures import draw, prove
+    from meshflash.core.files import write_whole
 
+    if svg is not None:
+        writable(svg)
     try:
         rule = parse_mask(mask, tokens)
         proved = prove(schedule, tokens, world, heads, kv_heads or heads, rule, "backward" if backward else "forward")
@@ -36,6 +41,5 @@ def command(
     received = ", ".join(f"{n:,}" for n in proved.report.received_bytes)
     typer.echo(f"\nproved right; bytes received, with a head dim of {proved.sizes.dim} in bfloat16: {received}")
     if svg is not None:
-        svg.parent.mkdir(parents=True, exist_ok=True)
-        svg.write_text(drawn.svg)
+        write_whole(svg, drawn.svg)
         typer.echo(f"written: {svg}")

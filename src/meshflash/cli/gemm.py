@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from meshflash.cli.bench_options import Device, explained
+from meshflash.cli.outputs import writable
 
 
 def command(
@@ -57,10 +58,13 @@ def command(
     from rich.console import Console
 
     from meshflash.bench.cases import on_cpu, pick_device, pick_dtype
+    from meshflash.core.files import write_whole
     from meshflash.job import init, shutdown
     from meshflash.launch.launchers import detect
     from meshflash.launch.processes import RankError
 
+    for path in filter(None, (output, timeline)):
+        writable(path)
     with explained():
         device = pick_device(device)
     if on_cpu(device):
@@ -105,8 +109,7 @@ def command(
         except ValueError as error:  # the bulk of an ag_gemm has tiles of its own
             console.print(f"no picture: {error}; try --variant epilogue", soft_wrap=True)
         else:
-            timeline.parent.mkdir(parents=True, exist_ok=True)
-            timeline.write_text(drawn)
+            write_whole(timeline, drawn)
             console.print(f"written: {timeline}", soft_wrap=True)
     wrong = fused_cases.failures(found.rows)
     for line in wrong:

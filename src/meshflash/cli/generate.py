@@ -12,7 +12,10 @@ from meshflash.cli.ranks import Nproc, rerun
 
 def command(
     prompt: Annotated[str, typer.Argument(help="What the text begins with; @FILE reads it from a file.")],
-    checkpoint: Annotated[Path, typer.Option(help="A folder of `meshflash train`, or of Hugging Face's Llama.")],
+    checkpoint: Annotated[
+        Path,
+        typer.Option(exists=True, file_okay=False, help="A folder of `meshflash train`, or of Hugging Face's Llama."),
+    ],
     tokens: Annotated[int, typer.Option(min=1, help="How many to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many likeliest.")] = None,

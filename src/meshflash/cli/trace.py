@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.outputs import writable
+
 
 def command(
     folder: Annotated[Path, typer.Argument(help="Where MESHFLASH_TRACE had ranks write.")],
@@ -17,9 +19,12 @@ def command(
     """Draw a call of a run that was recorded with MESHFLASH_TRACE=FOLDER: when ranks attended, moved and waited."""
     import json
 
+    from meshflash.core.files import write_whole
     from meshflash.plan import recorded
     from meshflash.plan.draw import timeline_svg, timeline_text
 
+    for path in filter(None, (svg, merged)):
+        writable(path)
     try:
         events = recorded.read(folder)
     except ValueError as error:
@@ -31,8 +36,8 @@ def command(
     timeline = recorded.timeline(events, *found[number])
     typer.echo(f"call {number} of {len(found)}\n\n{timeline_text(timeline)}")
     if svg is not None:
-        svg.write_text(timeline_svg(timeline))
+        write_whole(svg, timeline_svg(timeline))
         typer.echo(f"written: {svg}")
     if merged is not None:
-        merged.write_text(json.dumps({"traceEvents": events}))
+        write_whole(merged, json.dumps({"traceEvents": events}))
         typer.echo(f"written: {merged}")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshflash.cli.outputs import writable_folder
 from meshflash.cli.ranks import Nproc, rerun
 
 
@@ -60,6 +61,12 @@ def command(
 
         typer.echo(json.dumps(configs.as_dict(built), indent=1))
         return
+    if output is not None:
+        if from_step is not None and not output.is_dir():
+            raise typer.BadParameter(
+                f"--from-step {from_step}: the folder {output} does not exist; give a run's --output"
+            )
+        writable_folder(output)
     # lengths that change leave holes otherwise, and long sequences fill the memory; torch reads it when it starts
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -77,7 +84,7 @@ def command(
                 say(f"{found.tokens:,} tokens fit")
                 return
             trained = loop.train(built, output, resume=not fresh, from_step=from_step)
-        except (ValueError, loop.TrainingError) as error:
+        except (ValueError, OSError, loop.TrainingError) as error:
             typer.echo(f"[rank {here.rank}] {error}", err=True)
             raise typer.Exit(1) from error
         if here.rank == 0:

@@ -43,6 +43,19 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
         raise ValueError(f"{path}: not JSON ({error}); it is cut or damaged") from None
 
 
+def read_object(path: Path, expected: str, most: int = MOST_BYTES) -> dict[str, Any]:
+    """Return the object of a JSON file. ValueError names the file where it is something else than `expected`."""
+    try:
+        found = read_json(path, most)
+    except OSError as error:
+        raise ValueError(f"{path}: it cannot be read ({error.strerror or error}); expected {expected}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}; expected {expected}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: JSON of a {type(found).__name__}; expected {expected}")
+    return found
+
+
 def is_plain(name: Any) -> bool:
     """Whether a name is that of something directly in a folder, and not a path.
 

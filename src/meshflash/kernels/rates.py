@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from meshflash.core import files
 from meshflash.core.reading import read_json
 from meshflash.kernels.contract import Ask, Launch, Pass
 
@@ -220,10 +221,7 @@ def write(rates: Rates, path: Path) -> None:
 
 def write_whole(table: dict[str, Any], path: Path) -> None:
     """Write a table at once or not at all: other processes may be reading it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(table, indent=1) + "\n")
-    os.replace(new, path)
+    files.write_whole(path, json.dumps(table, indent=1) + "\n")
 
 
 def forget() -> None:

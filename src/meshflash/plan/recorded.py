@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshflash.core.reading import read_json
+from meshflash.core.reading import read_object
 from meshflash.plan.timeline import Event, Timeline
 
 #: Bytes of one rank's trace.
 TRACE_BYTES = 1 << 30
+#: What the files hold.
+EXPECTED = "what a rank wrote under MESHFLASH_TRACE"
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The events of all ranks that left a file in a folder; ValueError where there are none."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder; run with MESHFLASH_TRACE={folder}")
     files = sorted(folder.glob("trace-*.json"))
     if not files:
         raise ValueError(f"{folder}: no trace-*.json there; run with MESHFLASH_TRACE={folder}")
@@ -21,11 +25,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
-    given = read_json(file, TRACE_BYTES)
-    events: Any = given.get("traceEvents") if isinstance(given, dict) else None
+    events: Any = read_object(file, EXPECTED, TRACE_BYTES).get("traceEvents")
     sound = isinstance(events, list) and all(isinstance(event, dict) and "ph" in event for event in events)
     if not sound or any(not isinstance(event.get("args"), dict) for event in events if event["ph"] == "X"):
-        raise ValueError(f"{file}: not a trace that MESHFLASH_TRACE left")
+        raise ValueError(f"{file}: no list of traceEvents in it; expected {EXPECTED}")
     return list(events)
 
 

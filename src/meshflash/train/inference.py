@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import distributed as _distributed
 
+from meshflash.core.files import check_file, check_folder, naming, write_whole
 from meshflash.job import init
 from meshflash.launch.devices import current
 from meshflash.models.generate import generate
@@ -62,7 +63,7 @@ def images(checkpoint: Path, source: Path, output: Path, axes: Mapping[str, Any]
     first = init().rank == 0
     dense = config.model.head == "pixels"
     if first:
-        (output if dense else output.parent).mkdir(parents=True, exist_ok=True)
+        (check_folder if dense else check_file)(output)
     lines: list[str] = []
     number = 0
     for name, image in _images(source, (config.data.height, config.data.width)):
@@ -74,12 +75,13 @@ def images(checkpoint: Path, source: Path, output: Path, axes: Mapping[str, Any]
             patches = unshard(out, batch["layout"], mesh["cp"])
             if first:
                 found = unpatchify(patches, config.model.patch, (whole.shape[2], whole.shape[3]))
-                np.save(output / f"{name}.npy", found[0].float().cpu().numpy())
+                with naming(output / f"{name}.npy"):
+                    np.save(output / f"{name}.npy", found[0].float().cpu().numpy())
         else:
             p = out[0].float().softmax(-1)
             lines.append(json.dumps({"image": name, "label": int(p.argmax()), "probability": float(p.max())}))
     if first and not dense:
-        output.write_text("\n".join(lines) + "\n")
+        write_whole(output, "\n".join(lines) + "\n")
     return number
 
 
@@ -100,6 +102,8 @@ def _images(source: Path, size: tuple[int, int]) -> Iterator[tuple[str, torch.Te
 
 def _load(checkpoint: Path, axes: Mapping[str, Any], kind: str) -> tuple[Any, Any, Any]:
     """(config, mesh, model) of a folder that `train` wrote, or of Hugging Face's, on a mesh of its own."""
+    if not checkpoint.is_dir():
+        raise ValueError(f"checkpoint={checkpoint}: there is no such folder; give one that `meshflash train` wrote")
     mesh = init_mesh(1, axes.get("fsdp", 1), axes["cp"], axes["tp"], axes["order"])
     theirs = (checkpoint / "config.json").is_file()
     if theirs:

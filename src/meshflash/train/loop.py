@@ -109,6 +109,8 @@ def _clear_way(folder: Path, resume: bool, from_step: int | None) -> None:
     mark = folder / LAUNCH
     if launch and mark.exists() and mark.read_text() == words:
         return  # torchrun has started the ranks again: now they go on
+    if from_step is not None and not folder.is_dir():
+        raise ValueError(f"from_step={from_step}: the folder {folder} does not exist; give one that a run wrote")
     kept = complete(folder / CHECKPOINTS)
     if from_step is not None and from_step not in kept:
         there = ", ".join(map(str, kept)) or "none"

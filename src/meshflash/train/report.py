@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meshflash.core.files import check_folder
 from meshflash.launch.log import log
 
 LINES = "metrics.jsonl"
@@ -31,7 +32,7 @@ class Report:
         if not first:
             return
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            check_folder(folder)
             _end_line(folder / LINES)
             self._events = _events(folder, start)
         if not quiet:
