@@ -91,7 +91,7 @@ def test_a_rank_alone_has_the_part_of_one_of_many(monkeypatch):
         seen.append((ranks, share))
         slow = speed[ranks, share]
         times = [[slow - 1, slow, 9e9], [slow, slow - 2, slow - 3]][:ranks]
-        return [ddp._Timed(ms, 4.0, "gloo" if ranks > 1 else "") for ms in times]
+        return [ddp._Timed(ms, 4.0, "gloo" if ranks > 1 else "", "vendor", "vendor") for ms in times]
 
     monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
     monkeypatch.setattr(ddp, "run_ranks", run_ranks)

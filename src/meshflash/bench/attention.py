@@ -25,7 +25,7 @@ from torch import distributed as _distributed
 from torch.nn import functional
 
 from meshflash.api import attention, flash_attention
-from meshflash.bench.candidates import Attention
+from meshflash.bench.candidates import SDPA, Attention
 from meshflash.bench.cases import Case, Tensors, on_cpu
 from meshflash.bench.check import relative_error
 from meshflash.bench.exposed import Exposed, exposed
@@ -35,6 +35,7 @@ from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
+from meshflash.kernels import registry
 from meshflash.launch.devices import take_device
 from meshflash.launch.mps import mps
 from meshflash.launch.processes import Tell, run_ranks
@@ -61,7 +62,8 @@ class Row:
     Bytes received and peak bytes are those of the rank with the most; the mean is over all ranks. Efficiency is the
     speed for each rank's part of the hardware, which is a whole device or its part of a shared one; TFLOP/s are those
     of a device, or of all ranks that share it. Exposed is how long the rank waited for messages that waited longest,
-    and simulated what a simulation of the same programs says of that where the transport is throttled.
+    and simulated what a simulation of the same programs says of that where the transport is throttled. `forward_ran`
+    and `backward_ran` are the kernels that ranks ran, whatever `kernel` asked for; of a forward the second is empty.
     """
 
     schedule: str
@@ -77,6 +79,8 @@ class Row:
     simulated_ms: float | None
     transport: str
     kernel: str
+    forward_ran: str
+    backward_ran: str
     received_bytes: int
     received_mean: float
     peer_bytes: int | None
@@ -161,6 +165,7 @@ def _measure(rank: int, processes: int, tell: Tell, case: Case, schedules: tuple
         for name in here:
             if name in schedules:
                 calls[name].profile(Path(setup.profile), rank)
+    ran = {name: (_names(seen[name].ran[0]), _names(seen[name].ran[1])) for name in names}
     rows = []
     for n, direction in enumerate(setup.passes):
         ms = {name: statistics.median(times.get((name, direction), [_most(seen[name].ms[n])])) for name in names}
@@ -185,6 +190,8 @@ def _measure(rank: int, processes: int, tell: Tell, case: Case, schedules: tuple
                     simulated_ms=waited.simulated,
                     transport=calls[name].moved_by if name in here else "",
                     kernel="auto" if name == BEST else setup.kernel,
+                    forward_ran=ran[name][0],
+                    backward_ran=ran[name][1] if n else "",
                     received_bytes=int(received),
                     received_mean=_sum(seen[name].received[n]) / world,
                     peer_bytes=None if name in (*one, PLAIN) else peer_bytes(name, case, world, direction),
@@ -201,12 +208,13 @@ NO_WAITING = (Exposed(), Exposed())
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What runs of a candidate showed: output and gradients; and of each pass milliseconds, bytes, peak, waiting."""
+    """What runs of a candidate showed: output and gradients; by pass milliseconds, bytes, peak, kernels, waiting."""
 
     results: list[Tensor]
     ms: tuple[float, float]
     received: tuple[int, int]
     peaks: tuple[int, int]
+    ran: tuple[str, str] = ("", "")
     exposed: tuple[Exposed, Exposed] = NO_WAITING
 
 
@@ -247,10 +255,12 @@ class _Candidate:
         if counters is not None:
             counters.clear()
         received, begin = [], time.perf_counter()
-        forward = watched(self.forward, device)
+        with registry.spy() as ran:
+            forward = watched(self.forward, device)
         ms = [(time.perf_counter() - begin) * 1e3]
         received.append(counters.received_bytes if counters else 0)
-        backward = watched(lambda: torch.autograd.grad(forward.result, self.leaves, self.local[3]), device)
+        with registry.spy() as ran_back:
+            backward = watched(lambda: torch.autograd.grad(forward.result, self.leaves, self.local[3]), device)
         ms.append((time.perf_counter() - begin) * 1e3)
         received.append(counters.received_bytes if counters else 0)
         if self.name == PLAIN:  # K and V gathered, and their gradients summed and scattered
@@ -263,6 +273,7 @@ class _Candidate:
             (ms[0], ms[1]),
             (received[0], received[1]),
             (forward.peak_bytes + heap, both + heap),
+            (SDPA, SDPA) if self.name == PLAIN else (ran.names("forward"), ran_back.names("backward")),
             self._exposed(device) if self.transport else NO_WAITING,
         )
 
@@ -369,6 +380,13 @@ def _most(number: float) -> float:
 def _sum(number: float) -> float:
     """The sum of all ranks' numbers."""
     return _of_all(number, dist.ReduceOp.SUM)
+
+
+def _names(own: str) -> str:
+    """All ranks' kernels, each once."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own.split(", "))
+    return ", ".join(dict.fromkeys(name for names in found for name in names if name))
 
 
 def _of_all(number: float, operation: Any) -> float:

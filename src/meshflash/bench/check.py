@@ -13,9 +13,10 @@ from meshflash.api import flash_attention
 from meshflash.bench.candidates import DENSE_TOKENS, SDPA, Attention, candidate
 from meshflash.bench.cases import Case, Tensors, on_cpu
 from meshflash.kernels import registry
+from meshflash.kernels.contract import Pass
 from meshflash.launch.room import attempt
 
-PASSES = ("forward", "backward")
+PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 #: Rows of an output that are compared by themselves.
 BLOCK = 128
@@ -111,7 +112,7 @@ def judge(case: Case, name: str, function: Attention, tensors: Tensors, want: Tr
                 f"{name}, {direction}: relative error {error:.1e} against {want.oracle} at {case}, where "
                 f"{case.dtype} allows {case.worst_error:.0e}; it is wrong, so it is not timed"
             )
-    return Verdict(errors, dict.fromkeys(PASSES, name) | {direction: kernel for kernel, direction in seen})
+    return Verdict(errors, {direction: seen.names(direction) or name for direction in PASSES})
 
 
 def worst(errors: Iterable[float]) -> float:

@@ -23,6 +23,7 @@ from meshflash.bench import training as shared
 from meshflash.bench.cases import on_cpu
 from meshflash.bench.timing import synchronize
 from meshflash.bench.training import Trainer, Training, check_losses, in_markdown, of_row
+from meshflash.kernels import registry
 from meshflash.launch.devices import take_device
 from meshflash.launch.mps import mps, variables
 from meshflash.launch.processes import Tell, run_ranks
@@ -60,16 +61,20 @@ class Row:
     loss: float
     backend: str
     gradient_bytes: int
+    forward_ran: str
+    backward_ran: str
     threads: int = THREADS
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """One rank's milliseconds of each step, the last loss, and what gradients travel by."""
+    """One rank's milliseconds of each step, the last loss, what gradients travel by, and the attention that ran."""
 
     ms: list[float]
     loss: float
     backend: str
+    forward_ran: str
+    backward_ran: str
 
 
 def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, listen: Tell | None = None) -> list[Row]:
@@ -102,6 +107,8 @@ def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, list
             loss=each[0].loss,
             backend=each[0].backend,
             gradient_bytes=4 * case.config.weights,
+            forward_ran=each[0].forward_ran,
+            backward_ran=each[0].backward_ran,
         )
         for (number, part), each in found.items()
     ]
@@ -128,18 +135,19 @@ def train(rank: int, world: int, tell: Tell, case: Training, rounds: int, name: 
     mesh = init_mesh(device=device.type)
     trainer = Trainer(case, mesh, device)
     backend = "" if world == 1 else summed(mesh).get_group()._get_backend(torch.device(device.type)).name()
-    ms, loss = [], 0.0
+    ms, loss, forward_ran, backward_ran = [], 0.0, "", ""
     for n in range(-WARM_UP, rounds):
         say(f"{name}: warming up" if n < 0 else f"{name}: step {n + 1} of {rounds}")
         synchronize(device)
         dist.barrier()
         begin = time.perf_counter()
-        told = trainer.step()
+        with registry.spy() as ran:
+            told = trainer.step()
         synchronize(device)
         ms += [(time.perf_counter() - begin) * 1e3] if n >= 0 else []
         dist.barrier()
-        loss = float(told)
-    return _Timed(ms, loss, backend)
+        loss, forward_ran, backward_ran = float(told), ran.names("forward"), ran.names("backward")
+    return _Timed(ms, loss, backend, forward_ran, backward_ran)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from meshflash.bench import record
 from meshflash.bench.candidates import STANDARD
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.bench.check import PASSES
-from meshflash.bench.measure import Measured, Say, measure
+from meshflash.bench.measure import Measured, Say, both, measure
 from meshflash.kernels import registry
 
 
@@ -29,6 +29,8 @@ class Row:
 
     kernel: str
     ran: str
+    forward_ran: str
+    backward_ran: str
     case: Case
     forward_ms: float | None
     backward_ms: float | None
@@ -69,7 +71,9 @@ def run(case: Case, names: tuple[str, ...], rounds: int, say: Say = lambda _: No
         ms, peak = _both(figures), figures.both_bytes
         yield Row(
             kernel=name,
-            ran=", ".join(dict.fromkeys(figures.ran[direction] for direction in PASSES)),
+            ran=both(figures.ran["forward"], figures.ran["backward"]),
+            forward_ran=figures.ran["forward"],
+            backward_ran=figures.ran["backward"],
             case=case,
             forward_ms=figures.ms.get("forward"),
             backward_ms=figures.ms.get("backward"),

@@ -39,6 +39,15 @@ class Measured:
     note: str | None
 
 
+def both(forward: str, backward: str) -> str:
+    """The kernels of both passes in a cell of a table.
+
+    >>> both("vendor", "vendor"), both("vendor", "tiled")
+    ('vendor', 'vendor, tiled')
+    """
+    return ", ".join(dict.fromkeys(filter(None, (forward, backward))))
+
+
 def measure(
     case: Case,
     names: tuple[str, ...],

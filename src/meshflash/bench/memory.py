@@ -11,6 +11,7 @@ from torch import Tensor
 from meshflash.bench.candidates import DENSE_TOKENS, candidate, check_names
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.bench.check import judge, truth
+from meshflash.bench.measure import both
 from meshflash.bench.timing import watched
 from meshflash.kernels import registry
 from meshflash.launch.room import attempt
@@ -22,6 +23,8 @@ class Row:
 
     kernel: str
     ran: str
+    forward_ran: str
+    backward_ran: str
     case: Case
     needed_bytes: int
     peak_bytes: int | None
@@ -53,17 +56,19 @@ def run(case: Case, names: tuple[str, ...]) -> Iterator[Row]:
     del want, checked
     q, k, v, dout = case.tensors()
 
-    def both(name: str) -> tuple[Tensor, ...]:
+    def attend(name: str) -> tuple[Tensor, ...]:
         out = candidate(case, name)(q, k, v)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     given = sum(x.nbytes for x in (q, k, v, dout))
     for name in names:
         with registry.spy() as ran:
-            peak = attempt(lambda name=name: given + watched(lambda: both(name), q.device).peak_bytes)  # type: ignore[misc]
+            peak = attempt(lambda name=name: given + watched(lambda: attend(name), q.device).peak_bytes)  # type: ignore[misc]
         yield Row(
             kernel=name,
-            ran=", ".join(dict.fromkeys(kernel for kernel, _ in ran)) or name,
+            ran=both(ran.names("forward"), ran.names("backward")) or name,
+            forward_ran=ran.names("forward") or name,
+            backward_ran=ran.names("backward") or name,
             case=case,
             needed_bytes=2 * given,
             peak_bytes=peak,

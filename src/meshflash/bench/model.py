@@ -21,7 +21,7 @@ from meshflash.bench import plots, tables
 from meshflash.bench import training as shared
 from meshflash.bench.candidates import STANDARD, STANDARD_MATRICES, Attention, candidate
 from meshflash.bench.cases import Case, on_cpu
-from meshflash.bench.measure import Say
+from meshflash.bench.measure import Say, both
 from meshflash.bench.timing import interleaved, watched
 from meshflash.bench.training import Trainer, Training, check_losses, in_markdown, of_row
 from meshflash.bench.weights import hold
@@ -47,6 +47,8 @@ class Row:
 
     kernel: str
     ran: str
+    forward_ran: str
+    backward_ran: str
     case: Training
     ms: float | None
     speedup: float | None
@@ -68,12 +70,12 @@ def run(case: Training, rounds: int, say: Say = lambda _: None) -> list[Row]:
     modules = {STANDARD: attempt(partial(_standard, case)), AUTO: MeshAttention()}
     steps = {name: _with(trainer, module) for name, module in modules.items() if module is not None}
     losses: dict[str, float] = {}
-    ran: dict[str, str] = {}
+    ran: dict[str, tuple[str, str]] = {}
     for name, step in list(steps.items()):
         say(f"checking {name}")
         with registry.spy() as seen:
             loss = attempt(partial(_loss, trainer, step))
-        ran[name] = ", ".join(dict.fromkeys(kernel for kernel, _ in seen))
+        ran[name] = seen.names("forward") or name, seen.names("backward") or name
         if loss is None:
             del steps[name]
         else:
@@ -87,7 +89,9 @@ def run(case: Training, rounds: int, say: Say = lambda _: None) -> list[Row]:
     return [
         Row(
             kernel=name,
-            ran=ran.get(name) or name,
+            ran=both(*ran.get(name, (name, name))),
+            forward_ran=ran.get(name, (name, name))[0],
+            backward_ran=ran.get(name, (name, name))[1],
             case=case,
             ms=ms.get(name),
             speedup=ms[STANDARD] / ms[name] if STANDARD in ms and name in ms else None,

@@ -23,16 +23,21 @@ from meshflash.engine.local import rows_of
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Setting
 from meshflash.engine.trace import recording
+from meshflash.kernels import registry as kernels
 from meshflash.kernels.contract import Features, Grads, accumulator_dtype, new_outputs
 from meshflash.schedules import registry
 from meshflash.transport.loopback import Loopback
 
 ONE = "one kernel"
+PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A rank's own time in one pass, the share of its kernels in it, and one kernel over as many pairs."""
+    """A rank's own time in one pass, the share of its kernels in it, and one kernel over as many pairs.
+
+    `ran` are the kernels that its steps ran, `one_ran` is the one kernel beside them.
+    """
 
     schedule: str
     direction: str
@@ -40,6 +45,8 @@ class Row:
     rank: int
     case: Case
     kernel: str
+    ran: str
+    one_ran: str
     ms: float
     attend_ms: float
     one_ms: float
@@ -54,14 +61,17 @@ def run(case: Case, schedules: tuple[str, ...], world: int, rank: int, kernel: s
     rows = []
     for schedule in schedules:
         played = _Played(case, schedule, world, rank, kernel, device)
-        for direction in ("forward", "backward"):
+        for direction in PASSES:
             functions = {schedule: played.of(direction), ONE: played.one(direction)}
-            for function in functions.values():
-                function()
+            ran = {}
+            for name, function in functions.items():
+                with kernels.spy() as seen:
+                    function()
+                ran[name] = seen.names(direction)
             ms = interleaved(functions, device, rounds)
             ratio = ms[schedule] / ms[ONE]
             times = ms[schedule], played.attends(direction), ms[ONE]
-            rows.append(Row(schedule, direction, world, rank, case, kernel, *times, ratio))
+            rows.append(Row(schedule, direction, world, rank, case, kernel, ran[schedule], ran[ONE], *times, ratio))
         pool(device).clear()
     return rows
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 from meshflash.api import flash_attention
 from meshflash.bench.timing import interleaved, synchronize, watched
 from meshflash.core.mask import Mask
+from meshflash.kernels import registry
 from meshflash.launch.devices import take_device
 from meshflash.models.gpt import GPT, PRESETS, GPTConfig
 from meshflash.models.layers import frequencies, rotate, rotations
@@ -77,9 +78,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """A step's milliseconds, those of its kernels in sum, the plain model's, and what it took."""
+    """A step's milliseconds, those of its kernels in sum, the plain model's, what it took, and which attention ran."""
 
     setup: Setup
+    forward_ran: str
+    backward_ran: str
     weights: int
     ms: float
     plain_ms: float | None
@@ -144,7 +147,8 @@ def run(
     synchronize(device)
     say("watching memory")
     begin = time.perf_counter()
-    seen = watched(step, device)
+    with registry.spy() as ran:
+        seen = watched(step, device)
     seconds = time.perf_counter() - begin
     peak, loss = seen.peak_bytes + _held(device), float(seen.result)
     del seen
@@ -161,7 +165,8 @@ def run(
         found.append(Part("clip and AdamW", 1, _update(config, device, rounds)))
     total = sum(part.times * part.ms for part in found) if parts else None
     return Step(
-        setup, config.weights, ms["step"], ms.get("plain"), total, None if total is None else total / ms["step"],
+        setup, ran.names("forward"), ran.names("backward"),
+        config.weights, ms["step"], ms.get("plain"), total, None if total is None else total / ms["step"],
         config.flops(setup.tokens) / ms["step"] / 1e9, peak, loss, tuple(found),
     )  # fmt: skip
 

@@ -184,7 +184,7 @@ class _Checked:
         q, k, v, dout = (x.detach() for x in tensors)
         self.case, self.kernel = case, kernel
         self.x = local.inputs(q, k, v, case.rule, Features(scale=case.head_dim**-0.5))
-        forward, backward = self._choose("forward"), self._choose("backward")
+        (forward, forward_ran), (backward, backward_ran) = self._choose("forward"), self._choose("backward")
         self.want = truth(case, tensors)
         self.out, self.lse = forward.forward(self.x)
         self.rows = local.rows_of(self.out, self.lse, dout, None)
@@ -193,7 +193,7 @@ class _Checked:
             "forward": partial(forward.forward, self.x),
             "backward": partial(backward.backward, self.x, self.rows),
         }
-        ran = {"forward": forward.name, "backward": backward.name}
+        ran = {"forward": forward_ran, "backward": backward_ran}
         known_out, *known_grads = self.want.results
         errors = {"forward": _worst([self.out], [known_out]), "backward": _worst(self.grads, known_grads)}
         self.plain = self._right(Way(name, case, self.want.oracle, calls, ran, errors), case.worst_error)
@@ -210,7 +210,8 @@ class _Checked:
         Continued from nothing it is the plain call. Continued from other results it is the two merged, and what is
         added to other gradients is the plain call's. Those others are the plain call's own, last row first.
         """
-        forward, backward = self._choose("forward", in_parts=True), self._choose("backward", in_parts=True)
+        forward, forward_ran = self._choose("forward", in_parts=True)
+        backward, backward_ran = self._choose("backward", in_parts=True)
         dtype = accumulator_dtype(self.case.torch_dtype)
         alone = torch.zeros_like(self.out, dtype=dtype), torch.full_like(self.lse, -torch.inf)
         forward.forward(self.x, alone, alone)
@@ -231,24 +232,26 @@ class _Checked:
             "forward": partial(forward.forward, self.x, carried, carried),
             "backward": partial(backward.backward, self.x, self.rows, grads),
         }
-        ran = {"forward": forward.name, "backward": backward.name}
+        ran = {"forward": forward_ran, "backward": backward_ran}
         return self._right(Way(STEP, self.case, PLAIN, calls, ran, errors), SAME * self.case.worst_error)
 
     def _deterministic(self) -> Way:
         """The backward that gives the same bits each time."""
-        backward = self._choose("backward", deterministic=True)
+        backward, backward_ran = self._choose("backward", deterministic=True)
         call = partial(backward.backward, self.x, self.rows)
         first, second = _tensors(call()), _tensors(call())
         if not all(map(torch.equal, first, second)):
             raise WrongError(f"{DETERMINISTIC}, backward: two calls differ at {self.case}; it is not timed")
         errors = {"backward": _worst(first, self.want.results[1:])}
-        ran = {"backward": backward.name}
+        ran = {"backward": backward_ran}
         way = Way(DETERMINISTIC, self.case, self.want.oracle, {"backward": call}, ran, errors)
         return self._right(way, self.case.worst_error)
 
-    def _choose(self, direction: Pass, deterministic: bool = False, in_parts: bool = False) -> Kernel:
+    def _choose(self, direction: Pass, deterministic: bool = False, in_parts: bool = False) -> tuple[Kernel, str]:
+        """The kernel of a call, and the implementation of it that runs."""
         ask = replace(local.ask_for(self.x, direction, deterministic), partial=in_parts)
-        return registry.choose(self.kernel, ask).kernel
+        found = registry.choose(self.kernel, ask)
+        return found.kernel, found.implementation
 
     def _right(self, way: Way, allowed: float) -> Way:
         """The way itself; WrongError for an error that is not allowed."""

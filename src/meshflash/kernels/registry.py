@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,10 +37,11 @@ _BY_NAME_ONLY = {"reference"}
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that serves a call, and why it was taken."""
+    """The kernel that serves a call, why it was taken, and which of its implementations serves, as rates name it."""
 
     kernel: Kernel
     reason: str
+    implementation: str = ""
 
 
 class Ran(list[tuple[str, Pass]]):
@@ -49,6 +50,18 @@ class Ran(list[tuple[str, Pass]]):
     def __init__(self) -> None:
         super().__init__()
         self.reasons: dict[tuple[str, Pass], str] = {}
+        self._implementations: dict[Pass, dict[str, None]] = {}
+
+    def note(self, choice: Choice, direction: Pass) -> None:
+        """Add a call."""
+        entry = (choice.kernel.name, direction)
+        self.append(entry)
+        self.reasons[entry] = choice.reason
+        self._implementations.setdefault(direction, {})[choice.implementation or choice.kernel.name] = None
+
+    def names(self, direction: Pass) -> str:
+        """The implementations that ran in a pass, as records name them: "triton" is Gluon's, else "triton-portable"."""
+        return ", ".join(self._implementations.get(direction, ()))
 
 
 _spies: list[Ran] = []
@@ -74,7 +87,8 @@ def choose(name: str, ask: Ask) -> Choice:
     key = (name, ask.key)
     found = kept.get(key)
     if found is None:
-        found = kept[key] = _choose(name, ask)
+        found = _choose(name, ask)
+        found = kept[key] = replace(found, implementation=found.kernel.rated_as(ask))
     return found
 
 
@@ -155,6 +169,4 @@ def spy() -> Iterator[Ran]:
 def tell_spies(choice: Choice, direction: Pass) -> None:
     """Let every spy know which kernel runs."""
     for ran in _spies:
-        entry = (choice.kernel.name, direction)
-        ran.append(entry)
-        ran.reasons[entry] = choice.reason
+        ran.note(choice, direction)

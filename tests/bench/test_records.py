@@ -1,0 +1,86 @@
+"""Records say which kernels ran, whatever kernel was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshflash import bench, flash_attention
+from meshflash.bench import record
+from meshflash.cli import app
+from meshflash.kernels import registry
+from meshflash.kernels.registry import Choice, Ran
+
+#: Benchmarks whose rows hold no figure of an attention kernel, and why.
+WITHOUT = {
+    "bytes": "counts bytes in programs",
+    "engine": "runs kernels that compute nothing",
+    "fused_cases": "products of matrices",
+    "fused_sweep": "products of matrices",
+    "gemm": "products of matrices",
+    "tiles": "builds tables on the host",
+    "weights": "counts bytes of weights",
+}
+
+
+def row_classes() -> dict[str, set[str]]:
+    """The fields of each benchmark's rows: of dataclasses of its own named Row, Step or Peer."""
+    found = {}
+    for info in pkgutil.iter_modules(bench.__path__):
+        module = importlib.import_module(f"meshflash.bench.{info.name}")
+        for name in ("Row", "Step", "Peer"):
+            each = getattr(module, name, None)
+            if each is not None and each.__module__ == module.__name__:
+                found[f"{info.name}.{name}"] = {field.name for field in dataclasses.fields(each)}
+    return found
+
+
+def test_every_row_of_a_benchmark_that_attends_names_the_kernels_that_ran() -> None:
+    rows = row_classes()
+    assert {"attention.Row", "kernels.Row", "headline.Peer", "step.Step", "ddp.Row", "model.Row", "rank.Row"} <= set(
+        rows
+    )
+    assert {name.partition(".")[0] for name in rows} >= set(WITHOUT)
+    for name, fields in rows.items():
+        if name.partition(".")[0] not in WITHOUT:
+            of_one_pass = "direction" in fields and "ran" in fields
+            assert of_one_pass or {"forward_ran", "backward_ran"} <= fields, name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "attention -n 2 --tokens 32 --heads 2 --dim 8 --rounds 1 --schedule ring --kernel auto",
+        "rank -n 2 --rank 0 --local-tokens 16 --heads 2 --dim 8 --rounds 1",
+        "memory --tokens 32 --heads 2 --dim 8 --device cpu",
+        "step --tokens 32 --layers 1 --dim 32 --no-parts --rounds 1 --device cpu",
+    ],
+)
+def test_records_of_auto_name_real_kernels(words: str, tmp_path) -> None:
+    result = CliRunner().invoke(app, ["bench", *words.split(), "--output", str(tmp_path / "x.json")])
+    assert result.exit_code == 0, result.output
+    rows = record.read(tmp_path / "x.json")["rows"]
+    known = {kernel.name for kernel in registry.kernels()}
+    for row in rows:
+        of_one_pass = ["ran", "one_ran"] if "one_ran" in row else ["forward_ran"]
+        both = ["backward_ran"] if "backward_ran" in row and row.get("pass") != "forward" else []
+        for name in of_one_pass + both:
+            assert set(row[name].split(", ")) <= known, (name, row)
+
+
+def test_implementations_of_one_kernel_are_told_apart() -> None:
+    x = torch.zeros(1, 4, 1, 8)
+    with registry.spy() as ran:
+        flash_attention(x, x, x)
+    assert (ran.names("forward"), ran.names("backward")) == ("vendor", "")
+    made = Ran()
+    triton = next(kernel for kernel in registry.kernels() if kernel.name == "triton")
+    for name in ("triton", "triton-portable", "triton"):
+        made.note(Choice(triton, "asked for", name), "backward")
+    assert made.names("backward") == "triton, triton-portable"
+    assert made == [("triton", "backward")] * 3
