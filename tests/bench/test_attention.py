@@ -1,12 +1,14 @@
 """Benchmarks over ranks: what they write, and that a wrong schedule is an error."""
 
+import io
 import json
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from meshflash.bench import attention, engine, record
+from meshflash.bench import attention, engine, record, tables
 from meshflash.bench.cases import Case
 from meshflash.bench.peers import peer_bytes
 from meshflash.cli import app
@@ -53,6 +55,42 @@ def test_bench_attention_forward_only_over_a_slow_link_and_traced(tmp_path):
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["ring-0.json", "ring-1.json"]
 
 
+def test_impossible_speeds_are_flagged_and_spread_is_shown():
+    about = {"mask": "causal", "tokens": 64, "batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
+    about |= {"device": "cpu", "deterministic": False, "world": 2, "pass": "forward", "rounds": 3, "tflops": 1.0}
+    about |= {"exposed_ms": 1.0, "simulated_ms": None, "received_mean": 1.0, "error": 0.0, "peak_bytes": 1}
+    about |= {"forward_ran": "vendor", "backward_ran": "", "speedup_limit": 2.0, "efficiency": 1.0}
+    fast = about | {"schedule": "ring", "ms": 10.0, "ms_low": 9.0, "ms_high": 13.0, "speedup": 13.59}
+    slow = about | {"schedule": "zigzag", "ms": 100.0, "ms_low": 100.0, "ms_high": 100.0, "speedup": 1.9}
+    (table,) = tables.schedules([fast, slow], "one rank")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table)
+    text = console.export_text()
+    words = " ".join(text.split())
+    assert "±20%" in words
+    assert "13.59!" in words
+    assert "1.90!" not in words
+    assert "! impossible: more than the 2 times one rank's speed" in words
+    assert "kernels that ran: forward vendor" in words
+    assert "exposed communication, measured" in words
+    (calm,) = tables.schedules([slow], "one rank")
+    assert "impossible" not in str(calm.caption)
+
+
+def test_a_recorded_timeline_is_of_a_schedule_that_is_measured():
+    with pytest.raises(ValueError, match="timeline='ring': expected one of the schedules, zigzag"):
+        attention.run(Case(tokens=32), ("zigzag",), attention.Setup(2, 1, timeline="ring"))
+
+
+def test_draw_says_that_its_timeline_is_simulated(tmp_path):
+    words = ["draw", "ring", "--tokens", "16", "-n", "2", "--svg", str(tmp_path / "x.svg")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    for text in (result.output, (tmp_path / "x.svg").read_text()):
+        assert "ring forward on 2 ranks, simulated (no machine" in text
+        assert "simulated: total" in text
+
+
 def test_demo_proves_draws_and_writes(tmp_path):
     words = ["demo", "--tokens", "70", "-n", "3", "--heads", "2", "--steps", "10", "--folder", str(tmp_path)]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
@@ -64,7 +102,17 @@ def test_demo_proves_draws_and_writes(tmp_path):
     assert all(row["error"] < 1e-5 for row in rows)
     assert ElementTree.fromstring((tmp_path / "demo.svg").read_text()).tag.endswith("svg")
     page = (tmp_path / "index.html").read_text()
-    assert page.count("<svg") == page.count("<h2>") == 2
+    assert page.count("<svg") == page.count("<h2>") == 4
+    for text in (page, result.output):
+        assert "zigzag forward on 3 ranks, simulated (links of 1 GB/s, kernel rate of the single-device run)" in text
+        assert "zigzag forward on 3 ranks, measured" in text
+        assert "simulated: total" in text
+        assert "measured: total" in text
+        assert "as timed" not in text
+    assert "median of 3 interleaved rounds" in " ".join(result.output.split())
+    for row in rows:
+        assert row["rounds"] == 3
+        assert 0 < row["ms_low"] <= row["ms"] <= row["ms_high"]
     learnt = json.loads((tmp_path / "learning.json").read_text())["rows"]
     assert [row["step"] for row in learnt] == list(range(1, 11))
     assert all(row["over_ranks"] == pytest.approx(row["alone"], rel=1e-4) for row in learnt)

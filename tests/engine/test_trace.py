@@ -85,7 +85,7 @@ def test_the_command_draws_it(events, tmp_path):
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "call 2 of 4" in result.output
-    assert "ring, forward, as it ran on 3 ranks" in result.output
+    assert "ring forward on 3 ranks, measured" in result.output
     assert svg.read_text().startswith("<svg")
     assert len(json.loads(merged.read_text())["traceEvents"]) == len(found)
     for arguments, message in (([str(folder), "--call", "9"], "4 were recorded"), ([str(tmp_path)], "no trace-")):

@@ -261,7 +261,7 @@ def test_svg_of_many_ranks_joins_what_looks_alike(monkeypatch: pytest.MonkeyPatc
 def test_svg_stands_alone() -> None:
     programs, problem = made("zigzag", 64, 4, CAUSAL & Mask.documents([40, 24]))
     timeline = simulate(programs, problem, Sizes(), RATES)
-    both = picture_svg(programs, problem, timeline, "Tom & Jerry <1>")
+    both = picture_svg(programs, problem, timeline, title="Tom & Jerry <1>")
     for picture in (coverage_svg(programs, problem), timeline_svg(timeline), both):
         root = ElementTree.fromstring(picture)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -309,7 +309,9 @@ def test_bars_are_where_the_time_is(lengths: list[float], width: int) -> None:
     for n, seconds in enumerate(lengths):
         events.append(Event(0, "attend", now, now + seconds, "", n))
         now += seconds
-    bar = next(line for line in timeline_text(Timeline("", 1, tuple(events)), width).splitlines() if "|" in line)[8:]
+    bar = next(
+        line for line in timeline_text(Timeline("", 1, tuple(events), "measured"), width).splitlines() if "|" in line
+    )[8:]
     assert len(bar) == width
     assert list(bar) == sorted(bar)
     for n, seconds in enumerate(lengths):
@@ -324,8 +326,8 @@ def test_timeline_text_is_as_it_should_be() -> None:
         Event(0, "attend", 4.0, 8.0, "", 3),
         Event(1, "attend", 0.0, 4.0, "", 0),
     )
-    assert timeline_text(Timeline("two", 2, events), 32).splitlines() == [
-        "two on 2 ranks",
+    assert timeline_text(Timeline("two", 2, events, "measured"), 32).splitlines() == [
+        "two on 2 ranks, measured",
         "",
         "rank 0 |00000000........1111111111111111",
         "  link |<===============",
@@ -334,6 +336,6 @@ def test_timeline_text_is_as_it_should_be() -> None:
         "       +-------+-------+-------+-------+",
         "       0       2 s     4 s     6 s   8 s",
         "",
-        "total 8 s, efficiency 62.5%, exposed communication 2 s (rank 0)",
+        "measured: total 8 s, efficiency 62.5%, exposed comm 2 s (rank 0)",
         "0-9a-z: attend step   .: waiting   <==: a move",
     ]

@@ -35,10 +35,14 @@ from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
+from meshflash.engine.trace import recording
 from meshflash.kernels import registry
+from meshflash.launch.cores import cores_here
 from meshflash.launch.devices import take_device
 from meshflash.launch.mps import mps
 from meshflash.launch.processes import Tell, run_ranks
+from meshflash.plan import recorded
+from meshflash.plan.timeline import Timeline
 from meshflash.schedules.registry import home, parse
 from meshflash.sharding import shard
 from meshflash.transport.contract import Transport
@@ -53,25 +57,36 @@ PASSES = ("forward", "forward+backward")
 #: them, and that ranks do not begin at the same moment, is part of a call but is there once in each.
 SAMPLE_MS = 200.0
 LEAST_CALLS = 2
+#: Recorded runs of which a measured timeline is the median.
+RECORDED = 3
 
 
 @dataclass(frozen=True)
 class Row:
     """One schedule on one pass: time, speed against one rank, what moved, what it took, and its error.
 
+    Milliseconds are the median of the rounds, with the least and the most of them. The limit is the speedup that the
+    ranks, and the cores that they share, could give at most: one beyond it shows a disturbed run.
+
     Bytes received and peak bytes are those of the rank with the most; the mean is over all ranks. Efficiency is the
-    speed for each rank's part of the hardware, which is a whole device or its part of a shared one; TFLOP/s are those
-    of a device, or of all ranks that share it. Exposed is how long the rank waited for messages that waited longest,
-    and simulated what a simulation of the same programs says of that where the transport is throttled. `forward_ran`
-    and `backward_ran` are the kernels that ranks ran, whatever `kernel` asked for; of a forward the second is empty.
+    measured speed for each rank's part of the hardware, which is a whole device or its part of a shared one; TFLOP/s are
+    those of a device, or of all ranks that share it. Exposed is how long the rank waited for messages that waited
+    longest, measured, and simulated what a simulation of the same programs says of that where the transport is throttled.
+
+    `forward_ran` and `backward_ran` are the kernels that ranks ran, whatever `kernel` asked for; of a forward the second
+    is empty.
     """
 
     schedule: str
     direction: str
     world: int
     case: Case
+    rounds: int
     ms: float
+    ms_low: float
+    ms_high: float
     speedup: float
+    speedup_limit: float
     per_second: float
     efficiency: float
     tflops: float
@@ -90,7 +105,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Setup:
-    """How ranks run: so many processes of so many threads, by a transport and a kernel; by MPS if they share a GPU."""
+    """How ranks run: so many processes of so many threads, by a transport and a kernel; by MPS if they share a GPU.
+
+    `profile` is a folder for traces by torch's profiler, `timeline` a schedule whose forward is recorded step by step.
+    """
 
     world: int
     rounds: int
@@ -100,6 +118,7 @@ class Setup:
     forward_only: bool = False
     mps: bool = False
     profile: str = ""
+    timeline: str = ""
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -107,8 +126,20 @@ class Setup:
         return PASSES[:1] if self.forward_only else PASSES
 
 
-def run(case: Case, schedules: tuple[str, ...], setup: Setup, listen: Tell | None = None) -> list[Row]:
-    """Every schedule's rows, forward and forward+backward; one that is wrong raises instead of being timed."""
+@dataclass(frozen=True)
+class Measured:
+    """The rows, and the measured timeline of the schedule that `Setup.timeline` names."""
+
+    rows: list[Row]
+    timeline: Timeline | None
+
+
+def run(case: Case, schedules: tuple[str, ...], setup: Setup, listen: Tell | None = None) -> Measured:
+    """Measure every schedule, forward and forward+backward; one that is wrong raises instead of being timed."""
+    if setup.rounds < 1:
+        raise ValueError(f"rounds={setup.rounds}: expected at least 1, and 3 to see how far rounds differ")
+    if setup.timeline and setup.timeline not in schedules:
+        raise ValueError(f"timeline={setup.timeline!r}: expected one of the schedules, {', '.join(schedules)}")
     for schedule in schedules:
         if schedule not in (ONE, PLAIN):
             parse(schedule)
@@ -116,14 +147,20 @@ def run(case: Case, schedules: tuple[str, ...], setup: Setup, listen: Tell | Non
         raise ValueError(f"{PLAIN!r} is measured on CPUs only: its matrix of the mask would not fit a GPU")
     one = not on_cpu(case.device)  # a process more, which has the whole device while the ranks wait
     with mps() if setup.mps else nullcontext():
-        rows: list[Row] = run_ranks(
-            setup.world + one, _measure, case, schedules, setup, threads=setup.threads, timeout=3600.0, listen=listen
+        found: Measured = run_ranks(
+            setup.world + one,
+            *(_measure, case, schedules, setup, len(cores_here())),
+            threads=setup.threads,
+            timeout=3600.0,
+            listen=listen,
         )[0]
-    return rows
+    return found
 
 
-def _measure(rank: int, processes: int, tell: Tell, case: Case, schedules: tuple[str, ...], setup: Setup) -> list[Row]:
-    """One process's part; the rows are rank 0's."""
+def _measure(
+    rank: int, processes: int, tell: Tell, case: Case, schedules: tuple[str, ...], setup: Setup, cores: int
+) -> Measured:
+    """One process's part; rank 0 has the figures."""
     world = setup.world
     say = tell if rank == 0 else lambda _: None
     group = dist.new_group(range(world)) if processes > world else dist.group.WORLD
@@ -146,7 +183,7 @@ def _measure(rank: int, processes: int, tell: Tell, case: Case, schedules: tuple
     seen = {ONE: _alone(calls[ONE], rank, device)}
     for name in names[1:]:
         say(f"checking {name}")
-        seen[name] = calls[name].watch(device) if name in here else _Seen([], (0.0, 0.0), (0, 0), (0, 0))
+        seen[name] = calls[name].watch(device) if name in here else _Seen([], (0, 0), (0, 0))
         if name in schedules:
             layout = calls[name].layout if name in here else None
             wanted = [shard(x, layout, group) for x in seen[ONE].results] if layout else []
@@ -165,10 +202,14 @@ def _measure(rank: int, processes: int, tell: Tell, case: Case, schedules: tuple
         for name in here:
             if name in schedules:
                 calls[name].profile(Path(setup.profile), rank)
+    timeline = None
+    if setup.timeline:
+        say(f"recording {setup.timeline}")
+        timeline = _recorded(calls.get(setup.timeline), device)
     ran = {name: (_names(seen[name].ran[0]), _names(seen[name].ran[1])) for name in names}
     rows = []
     for n, direction in enumerate(setup.passes):
-        ms = {name: statistics.median(times.get((name, direction), [_most(seen[name].ms[n])])) for name in names}
+        ms = {name: statistics.median(times[name, direction]) for name in names}
         for name in names:
             received, peak = (_most(x[n]) for x in (seen[name].received, seen[name].peaks))
             speedup, waited = ms[ONE] / ms[name], seen[name].exposed[n]
@@ -181,8 +222,12 @@ def _measure(rank: int, processes: int, tell: Tell, case: Case, schedules: tuple
                     direction=direction,
                     world=ranks,
                     case=case,
+                    rounds=setup.rounds,
                     ms=ms[name],
+                    ms_low=min(times[name, direction]),
+                    ms_high=max(times[name, direction]),
                     speedup=speedup,
+                    speedup_limit=limit(ranks, setup.threads, cores) if on_cpu(case.device) else float(ranks),
                     per_second=1e3 / ms[name],
                     efficiency=speedup / devices,
                     tflops=flops / ms[name] / 1e9 / devices,
@@ -199,7 +244,16 @@ def _measure(rank: int, processes: int, tell: Tell, case: Case, schedules: tuple
                     error=errors[name][n],
                 )
             )
-    return rows
+    return Measured(rows, timeline)
+
+
+def limit(ranks: int, threads: int, cores: int) -> float:
+    """How many times one rank's speed ranks of so many threads could reach at most: as far as cores go.
+
+    >>> limit(4, 1, 2), limit(2, 1, 8), limit(2, 4, 4)
+    (2.0, 2.0, 1.0)
+    """
+    return min(ranks * threads, cores) / min(threads, cores)
 
 
 #: Of a forward, and of both passes.
@@ -208,10 +262,9 @@ NO_WAITING = (Exposed(), Exposed())
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What runs of a candidate showed: output and gradients; by pass milliseconds, bytes, peak, kernels, waiting."""
+    """What runs of a candidate showed: output and gradients; by pass bytes, peak, kernels, waiting."""
 
     results: list[Tensor]
-    ms: tuple[float, float]
     received: tuple[int, int]
     peaks: tuple[int, int]
     ran: tuple[str, str] = ("", "")
@@ -254,14 +307,12 @@ class _Candidate:
         counters = self.transport.counters if self.transport else None
         if counters is not None:
             counters.clear()
-        received, begin = [], time.perf_counter()
+        received = []
         with registry.spy() as ran:
             forward = watched(self.forward, device)
-        ms = [(time.perf_counter() - begin) * 1e3]
         received.append(counters.received_bytes if counters else 0)
         with registry.spy() as ran_back:
             backward = watched(lambda: torch.autograd.grad(forward.result, self.leaves, self.local[3]), device)
-        ms.append((time.perf_counter() - begin) * 1e3)
         received.append(counters.received_bytes if counters else 0)
         if self.name == PLAIN:  # K and V gathered, and their gradients summed and scattered
             gathered = (self.setup.world - 1) * sum(x.nbytes for x in self.local[1:3])
@@ -270,7 +321,6 @@ class _Candidate:
         heap = self.transport.held_bytes if self.transport else 0
         return _Seen(
             [forward.result.detach(), *backward.result],
-            (ms[0], ms[1]),
             (received[0], received[1]),
             (forward.peak_bytes + heap, both + heap),
             (SDPA, SDPA) if self.name == PLAIN else (ran.names("forward"), ran_back.names("backward")),
@@ -333,11 +383,30 @@ def _alone(call: _Candidate, rank: int, device: torch.device) -> _Seen:
     if rank == 0 or device.type != "cpu":
         seen = call.watch(device)
     else:
-        seen = _Seen([torch.empty_like(x) for x in (call.local[3], *call.local[:3])], (0.0, 0.0), (0, 0), (0, 0))
+        seen = _Seen([torch.empty_like(x) for x in (call.local[3], *call.local[:3])], (0, 0), (0, 0))
     if device.type == "cpu":
         for x in seen.results:
             dist.broadcast(x.detach(), 0)
     return seen
+
+
+def _recorded(call: _Candidate | None, device: torch.device) -> Timeline | None:
+    """The measured timeline of a forward over all ranks, of RECORDED the one of median length."""
+    found: list[Timeline] = []
+    for _ in range(RECORDED):
+        synchronize(device)
+        dist.barrier()
+        with recording() as trace:
+            if call is not None:
+                call.forward()
+        synchronize(device)
+        own = [event for record in trace.records for event in record.events(0)]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        events = [event for each in gathered for event in each]
+        if events:
+            found.append(recorded.timeline(events, *recorded.calls(events)[0]))
+    return sorted(found, key=lambda each: each.total)[len(found) // 2] if found else None
 
 
 def _time(call: _Candidate | None, direction: str, device: torch.device) -> float:

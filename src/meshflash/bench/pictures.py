@@ -1,4 +1,4 @@
-"""What `demo` and `draw` show: a schedule's programs, and their timeline at given rates."""
+"""What `demo` and `draw` show: a schedule's programs, their timeline at given rates, and beside it a measured one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Direction, Program, Sizes
 from meshflash.core.verify import Report
-from meshflash.plan.draw import coverage_text, picture_svg, timeline_text
-from meshflash.plan.timeline import Rates, simulate
+from meshflash.plan.draw import coverage_svg, coverage_text, picture_svg, timeline_svg, timeline_text
+from meshflash.plan.timeline import Rates, Timeline, simulate
 from meshflash.schedules import registry
 
-#: What a timeline is drawn for where nothing was measured, said beside it: it shows an order, not a speed.
+#: What a timeline is drawn for where nothing was measured, said in its title: it shows an order, not a speed.
 RATES = Rates(pairs_per_second=1e9, bytes_per_second=2e10, latency=1e-7)
 
 
@@ -34,11 +34,13 @@ class Proved(Programs):
 
 @dataclass(frozen=True)
 class Drawing:
-    """The pictures of one schedule: as text, and as one SVG."""
+    """The pictures of one schedule as text and as SVG; the measured timeline is there where one was given."""
 
     coverage: str
     timeline: str
+    measured: str
     svg: str
+    parts: dict[str, str]
 
 
 def programs(
@@ -59,15 +61,23 @@ def prove(
     return Proved(built.problem, built.programs, built.sizes, report)
 
 
-def draw(built: Programs, title: str, rates: Rates = RATES) -> Drawing:
-    """Draw which rank attends to what and when, at these rates."""
-    timeline = simulate(built.programs, built.problem, built.sizes, rates)
-    note = (
-        f"computed from the programs, for {rates.pairs_per_second:.1e} (query, key, head) pairs and "
-        f"{rates.bytes_per_second / 1e9:g} GB a second on each rank"
+def draw(
+    built: Programs, title: str, rates: Rates = RATES, assumes: str = "", measured: Timeline | None = None
+) -> Drawing:
+    """Draw which rank attends to what, the timeline that these rates give, and a measured one where there is one.
+
+    `assumes` says where the rates come from; by default they are no machine's, and the title gives them.
+    """
+    assumes = assumes or (
+        f"no machine's rates: {rates.pairs_per_second:.1e} pairs a second, "
+        f"links of {rates.bytes_per_second / 1e9:g} GB/s"
     )
+    simulated = simulate(built.programs, built.problem, built.sizes, rates, assumes=assumes)
+    shown = [simulated, *([] if measured is None else [measured])]
     return Drawing(
         coverage_text(built.programs, built.problem),
-        f"{timeline_text(timeline)}\n{note}",
-        picture_svg(built.programs, built.problem, timeline, title),
+        timeline_text(simulated),
+        "" if measured is None else timeline_text(measured),
+        picture_svg(built.programs, built.problem, *shown, title=title),
+        {"coverage": coverage_svg(built.programs, built.problem)} | {each.source: timeline_svg(each) for each in shown},
     )

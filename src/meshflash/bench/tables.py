@@ -174,23 +174,38 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
     table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
     table.add_column("schedule")
     simulated = any(row["simulated_ms"] is not None for row in rows)
-    waits = ("waits", "said") if simulated else ("waits",)
+    waits = ("waits", "sim.") if simulated else ("waits",)
     shared = cell["device"] == "cpu"  # ranks share its cores: none has a part of the hardware
-    speeds = ("x one",) if shared else ("TF/s", "eff.")
-    for name in ("ms", "1/s", *speeds, *waits, "MB in", "error", "MiB"):
+    speeds = ("speedup",) if shared else ("TF/s", "eff.")
+    for name in ("ms", "spread", *speeds, *waits, "MB in", "error", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    words = "x one: speed against one rank" if shared else "eff.: speed against one rank, for each part of the hardware"
-    table.caption = f"{words}; waits: ms of the rank that waits longest"
-    table.caption += "; said: by a simulation of the same programs" if simulated else ""
+    rounds = rows[0]["rounds"]
+    words = "speedup: against one rank"
+    if not shared:
+        words = "eff.: measured speed against one rank, for each part of the hardware"
+    table.caption = (
+        f"ms: median of {rounds} interleaved round{'' if rounds == 1 else 's'}; spread: half of least to most; "
+        f"{words}; waits: exposed communication, measured, ms of the rank that waits longest"
+    )
+    table.caption += "; sim.: the same, simulated, of the same programs" if simulated else ""
+    table.caption += f"; kernels that ran: {_ran(rows)}"
+    flagged = [row for row in rows if impossible(row)]
+    if flagged:
+        limit = max(row["speedup_limit"] for row in flagged)
+        table.caption += (
+            f"\n{FLAG} impossible: more than the {limit:g} times one rank's speed that ranks and cores could give; "
+            "the machine was busy, measure again"
+        )
     table.caption_justify = "left"
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
         for n, row in enumerate(own):
+            mark = FLAG if impossible(row) else ""
             table.add_row(
                 ("forward" if direction == "forward" else "both") if n == 0 else "",
                 row["schedule"],
                 _short(row["ms"]),
-                f"{row['per_second']:.3g}",
-                *([f"{row['speedup']:.2f}"] if shared else [f"{row['tflops']:.3g}", f"{row['efficiency']:.3f}"]),
+                spread(row),
+                *([f"{row['speedup']:.2f}{mark}"] if shared else [_tflops(row), f"{row['efficiency']:.3f}{mark}"]),
                 *([""] * len(waits) if row["world"] == 1 else _waited(row)[: len(waits)]),
                 "" if row["world"] == 1 else f"{row['received_mean'] / 1e6:.1f}",
                 "" if row["world"] == 1 else f"{row['error']:.0e}",
@@ -198,6 +213,41 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
             )
         table.add_section()
     return table
+
+
+#: Stands behind a figure that cannot be.
+FLAG = "!"
+
+
+def impossible(row: dict[str, Any]) -> bool:
+    """Whether a speedup is more than the ranks, and the cores that they share, could give.
+
+    >>> impossible({"speedup": 13.59, "speedup_limit": 2.0}), impossible({"speedup": 1.9, "speedup_limit": 2.0})
+    (True, False)
+    """
+    return bool(row["speedup"] > row["speedup_limit"])
+
+
+def spread(row: dict[str, Any]) -> str:
+    """Half of the distance from the fastest to the slowest round, as a part of the median.
+
+    >>> spread({"ms": 100.0, "ms_low": 90.0, "ms_high": 120.0, "rounds": 3})
+    '±15%'
+    """
+    return f"±{(row['ms_high'] - row['ms_low']) / 2 / row['ms']:.0%}" if row["rounds"] > 1 else "-"
+
+
+def _ran(rows: list[dict[str, Any]]) -> str:
+    """Which kernels ran in each pass, of all schedules."""
+    words = []
+    for direction in ("forward", "backward"):
+        found = dict.fromkeys(name for row in rows for name in row[f"{direction}_ran"].split(", ") if name)
+        words += [f"{direction} {', '.join(found)}"] if found else []
+    return "; ".join(words)
+
+
+def _tflops(row: dict[str, Any]) -> str:
+    return f"{row['tflops']:.3g}"
 
 
 def _waited(row: dict[str, Any]) -> list[str]:

@@ -325,7 +325,7 @@ def attention(
         check_transport(transport)
         setup = bench.Setup(world, rounds, threads, transport, kernel, forward_only, mps, str(profile or ""))
         listen = status.update if console.is_terminal else lambda text: typer.echo(text, err=True)
-        rows = [record.flat(row) for row in bench.run(case, tuple(schedule), setup, listen)]
+        rows = [record.flat(row) for row in bench.run(case, tuple(schedule), setup, listen).rows]
     title = f"{mask}, {tokens:,} tokens over {world} ranks on {device}"
     report(console, tables.schedules(rows, bench.ONE), rows, written, plot, plots.schedules, title)
 

@@ -1,6 +1,6 @@
 """Pictures of programs: who computes what, and when; in characters for a terminal, in SVG for a page.
 
-Two kinds, each in both forms: the coverage of the query x key square, and the timeline of a simulation.
+Two kinds, each in both forms: the coverage of the query x key square, and a timeline, simulated or measured.
 Both number a rank's attend steps in their order. How the SVG looks is in `svg`.
 """
 
@@ -91,9 +91,10 @@ def timeline_svg(timeline: Timeline) -> str:
     return shapes.document(svg.timeline(timeline))
 
 
-def picture_svg(programs: Sequence[Program], problem: Problem, timeline: Timeline, title: str = "") -> str:
-    """Both in one SVG file, the coverage left and the timeline right."""
-    return shapes.document(shapes.beside([svg.coverage(programs, problem), svg.timeline(timeline)], title))
+def picture_svg(programs: Sequence[Program], problem: Problem, *timelines: Timeline, title: str = "") -> str:
+    """All in one SVG file, the coverage left and the timelines right."""
+    drawings = [svg.coverage(programs, problem), *map(svg.timeline, timelines)]
+    return shapes.document(shapes.beside(drawings, title))
 
 
 def _character(n: int) -> str:

@@ -59,5 +59,5 @@ def timeline(events: list[dict[str, Any]], group: str, call: int) -> Timeline:
         )
         for event in own
     ]
-    name = f"{about['schedule']}, {about['pass']}, as it ran"
-    return Timeline(name, about["world"], tuple(sorted(made, key=lambda event: (event.rank, event.step))))
+    name = f"{about['schedule']} {about['pass']}"
+    return Timeline(name, about["world"], tuple(sorted(made, key=lambda event: (event.rank, event.step))), "measured")

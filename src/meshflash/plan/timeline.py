@@ -18,6 +18,8 @@ from meshflash.core.program import Attend, AttendGrad, Part, Post, Program, Size
 from meshflash.core.tiles import worklist
 
 Kind = Literal["attend", "move", "other"]
+#: Where a timeline's figures come from. Every title and summary says it.
+Source = Literal["simulated", "measured"]
 
 #: A backward does five products of matrices for each pair, a forward two.
 BACKWARD_COST = 2.5
@@ -57,11 +59,16 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of all ranks, those of a rank in the order of its steps; a move is the event of its post."""
+    """The events of all ranks, those of a rank in the order of its steps; a move is the event of its post.
+
+    `source` says whether they are of a simulation or of a real run, and `assumes` what a simulation goes by.
+    """
 
     name: str
     world: int
     events: tuple[Event, ...]
+    source: Source
+    assumes: str = ""
 
     @cached_property
     def total(self) -> float:
@@ -95,18 +102,19 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """What it is of."""
-        return f"{self.name} on {self.world} rank{'' if self.world == 1 else 's'}"
+        """What it is of, and whether it is simulated or measured."""
+        assumes = f" ({self.assumes})" if self.assumes else ""
+        return f"{self.name} on {self.world} rank{'' if self.world == 1 else 's'}, {self.source}{assumes}"
 
     @property
     def summary(self) -> str:
-        """Its figures in a line."""
+        """Its figures in a line, labelled simulated or measured."""
         worst = max(range(self.world), key=self.exposed, default=0)
         exposed = self.exposed(worst)
         where = f" (rank {worst})" if exposed else ""
         return (
-            f"total {in_words(self.total)}, efficiency {self.efficiency:.1%}, "
-            f"exposed communication {in_words(exposed)}{where}"
+            f"{self.source}: total {in_words(self.total)}, efficiency {self.efficiency:.1%}, "
+            f"exposed comm {in_words(exposed)}{where}"
         )
 
 
@@ -128,8 +136,11 @@ def simulate(
     sizes: Sizes,
     rates: Rates,
     seconds: Sequence[Sequence[float]] | None = None,
+    assumes: str = "",
 ) -> Timeline:
     """Run the programs of all ranks, in their order, against a clock. `seconds` of each rank's steps may be known.
+
+    `assumes` says in words where the rates come from; the timeline's title shows it.
 
     A post moves once it is made, all earlier ones of its group are complete, and the posts that it
     exchanges parts with are as far. It then takes the latency, and the time of all it receives or of all it
@@ -160,7 +171,7 @@ def simulate(
         raise ValueError(f"simulate(programs): they never end ({', '.join(stuck)}); verify_programs says why")
     events = [event for rank in ranks for event in sorted(rank.all_events(), key=lambda event: event.step)]
     name = " ".join(dict.fromkeys(f"{program.name} {program.direction}" for program in programs))
-    return Timeline(name, len(programs), tuple(events))
+    return Timeline(name, len(programs), tuple(events), "simulated", assumes)
 
 
 @dataclass(eq=False)
