@@ -69,12 +69,12 @@ class Row:
     ranks, and the cores that they share, could give at most: one beyond it shows a disturbed run.
 
     Bytes received and peak bytes are those of the rank with the most; the mean is over all ranks. Efficiency is the
-    measured speed for each rank's part of the hardware, which is a whole device or its part of a shared one; TFLOP/s are
-    those of a device, or of all ranks that share it. Exposed is how long the rank waited for messages that waited
-    longest, measured, and simulated what a simulation of the same programs says of that where the transport is throttled.
+    measured speed for each rank's part of the hardware: a whole device, or its part of a shared one. TFLOP/s are those
+    of a device, or of all ranks that share it. Exposed is how long the rank waited for messages that waited longest, as
+    measured; simulated is what a simulation of the same programs says of that where the transport is throttled.
 
-    `forward_ran` and `backward_ran` are the kernels that ranks ran, whatever `kernel` asked for; of a forward the second
-    is empty.
+    `forward_ran` and `backward_ran` are the kernels that ranks ran, whatever `kernel` asked for; of a forward the
+    second is empty.
     """
 
     schedule: str

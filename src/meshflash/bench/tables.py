@@ -177,14 +177,14 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
     waits = ("waits", "sim.") if simulated else ("waits",)
     shared = cell["device"] == "cpu"  # ranks share its cores: none has a part of the hardware
     speeds = ("speedup",) if shared else ("TF/s", "eff.")
-    for name in ("ms", "spread", *speeds, *waits, "MB in", "error", "MiB"):
+    for name in ("ms", "±", *speeds, *waits, "MB in", "error", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
     rounds = rows[0]["rounds"]
     words = "speedup: against one rank"
     if not shared:
         words = "eff.: measured speed against one rank, for each part of the hardware"
     table.caption = (
-        f"ms: median of {rounds} interleaved round{'' if rounds == 1 else 's'}; spread: half of least to most; "
+        f"ms: median of {rounds} interleaved round{'' if rounds == 1 else 's'}; ±: half of least to most; "
         f"{words}; waits: exposed communication, measured, ms of the rank that waits longest"
     )
     table.caption += "; sim.: the same, simulated, of the same programs" if simulated else ""
@@ -232,9 +232,9 @@ def spread(row: dict[str, Any]) -> str:
     """Half of the distance from the fastest to the slowest round, as a part of the median.
 
     >>> spread({"ms": 100.0, "ms_low": 90.0, "ms_high": 120.0, "rounds": 3})
-    '±15%'
+    '15%'
     """
-    return f"±{(row['ms_high'] - row['ms_low']) / 2 / row['ms']:.0%}" if row["rounds"] > 1 else "-"
+    return f"{(row['ms_high'] - row['ms_low']) / 2 / row['ms']:.0%}" if row["rounds"] > 1 else "-"
 
 
 def _ran(rows: list[dict[str, Any]]) -> str:

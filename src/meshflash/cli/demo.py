@@ -80,8 +80,8 @@ def command(
     write_whole(folder / "demo.svg", drawn.svg)
     what = f"{tokens:,} tokens over {world} ranks: which rank attends to what, in which step."
     simulated = (
-        f"Computed from the programs for links of {LINK / 1e9:g} GB/s and ranks that attend as fast as the single device "
-        "did alone: what the schedule would do on hardware of its own. No time here is measured."
+        f"Computed from the programs for links of {LINK / 1e9:g} GB/s and ranks that attend as fast as the single "
+        "device did alone: what the schedule would do on hardware of its own. No time here is measured."
     )
     measured = f"The same forward as it ran here, recorded on {world} processes that share {len(cores_here())} cores."
     sections = [
