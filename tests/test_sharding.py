@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed as _distributed
 
-from meshflash import Layout, Mask, attention, flash_attention, shard, unshard
+from meshflash import Layout, Mask, attention, flash_attention, positions, shard, unshard
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -104,6 +105,47 @@ def gradients(rank, world, group):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_gradients(pool, world):
     pool.run(world, gradients)
+
+
+def independent_results(rank, world, group):
+    for layout in layouts(world):
+        for function in (shard, unshard):
+            tokens = layout.tokens if function is shard else layout.lengths[rank]
+            x = torch.zeros(2, tokens, 3)
+            made = function(x, layout, group).requires_grad_()
+            assert made is not x
+            assert not made.numel() or made.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+            assert made._base is not x
+            assert made.is_leaf
+            assert not x.requires_grad
+            with torch.no_grad():
+                made.fill_(1)
+            assert not x.any()
+            assert x._version == 0
+            again = function(x.requires_grad_(), layout, group)  # and yet gradients flow
+            assert not again.is_leaf
+            again.sum().backward()
+            assert x.grad is not None
+    place = positions(layout, rank)
+    place[:] = -1  # a caller's own array, which no later call hands out
+    assert positions(layout, rank).tolist() == layout.positions(rank).tolist() == [*chain(*layout.ranges[rank])]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_results_share_nothing_with_the_callers_tensors(pool, world):
+    pool.run(world, independent_results)
+
+
+def test_a_compiled_shard_shares_nothing_with_the_callers_tensor():
+    torch._dynamo.reset()
+    layout = Layout.zigzag(6, 1)
+    compiled = torch.compile(lambda x: shard(x, layout), fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 6, 2)
+    made = compiled(x).requires_grad_()
+    assert not x.requires_grad
+    assert made.data_ptr() != x.data_ptr()
+    compiled(x.requires_grad_()).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
 
 
 def a_loss_of_the_whole(rank, world, group):

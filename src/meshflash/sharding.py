@@ -18,19 +18,19 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 def shard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor:
     """This rank's tokens of a whole sequence, in the order of the layout.
 
-    Every rank has the whole of x. Its gradient on each rank is that rank's share, 0 for the tokens of others.
+    Every rank has the whole of x. Its gradient on each rank is that rank's share, 0 for the tokens of others. The
+    result is a copy on any number of ranks: `shard(x, layout).requires_grad_()` leaves x as it is.
 
     >>> shard(torch.arange(6).reshape(1, 6), Layout.contiguous(6, 1)).tolist()
     [[0, 1, 2, 3, 4, 5]]
     """
-    _, rank, world = _check(x, layout, mesh, dim, "shard")
+    _, rank, _ = _check(x, layout, mesh, dim, "shard")
     if x.shape[dim] != layout.tokens:
         raise ValueError(f"shard: x has {x.shape[dim]} tokens in dimension {dim}, the layout {layout.tokens}")
-    if world == 1 and layout.ranges == (((range(layout.tokens),),) if layout.tokens else ((),)):
-        return x
     held = layout.ranges[rank]
     if not held:
-        return x.narrow(dim, 0, 0)
+        return x.narrow(dim, 0, 0).clone()  # a view would share x's version counter and autograd identity
+    # torch.cat copies, also where there is one range: the caller marks and writes the result, not x
     index = [slice(None)] * (dim % x.ndim)
     return torch.cat([x[(*index, slice(r.start, r.stop, r.step))] for r in held], dim=dim)
 
@@ -39,7 +39,8 @@ def unshard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor
     """The whole sequence on every rank, in order, from each rank's tokens.
 
     The gradient of a token is the sum of what all ranks' losses say of it, as for torch's own all-gather, in float32
-    for half precision: where all ranks compute the same loss from the whole, divide it by their number.
+    for half precision: where all ranks compute the same loss from the whole, divide it by their number. The result is a
+    copy on any number of ranks.
 
     >>> unshard(torch.arange(6).reshape(1, 6), Layout.contiguous(6, 1)).tolist()
     [[0, 1, 2, 3, 4, 5]]
