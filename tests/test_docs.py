@@ -1,30 +1,197 @@
-"""The Python in the README and the guide runs as it stands, and the pictures are what their commands draw."""
+"""Python blocks of the README and docs run, and give the values and gradients of dense attention; pictures are current.
+
+A block that calls attention runs twice: as it stands, and with float64 code from this file in place of meshflash's
+functions. All calls, all tensors of the block and their `.grad` must agree. Calls inside models are compared one by one.
+"""
 
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import meshflash
+from meshflash import Mask
 from meshflash.cli import app
+from meshflash.parallel import context
 from meshflash.schedules.registry import names, unregister_schedule
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{n}")
+BLOCKS = {
+    f"{page.name}-{n}": block
     for page in PAGES
     for n, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
-]
+}
+#: The largest difference, as a share of the largest value, between float32 kernels and float64 code.
+CLOSE = 2e-5
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_python_blocks_run(block):
-    before = names()
-    exec(compile(block, "docs", "exec"), {})
+def dense(q, k, v, *, mask=None, scale=None, softcap=None, q_offset=0, return_lse=False, return_plan=False, **given):
+    """Attention as its definition says, in float64, from `Mask.visible` alone."""
+    unknown = set(given) - {"mesh", "layout", "schedule", "verify", "kernel", "deterministic", "transport"}
+    assert not unknown, f"dense attention in this test does not know {unknown}"
+    queries, keys, values = (x.double().transpose(1, 2) for x in (q, k, v))
+    ratio = q.shape[2] // k.shape[2]
+    keys, values = (x.repeat_interleave(ratio, dim=1) for x in (keys, values))
+    scores = queries @ keys.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    i, j = torch.arange(q.shape[1])[:, None] + q_offset, torch.arange(k.shape[1])[None]
+    seen = [(Mask.full() if mask is None else mask).visible(i.numpy(), j.numpy(), b) for b in range(q.shape[0])]
+    scores = scores.masked_fill(~torch.stack([torch.as_tensor(rows) for rows in seen])[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    out = (weights @ values).transpose(1, 2).to(q.dtype)
+    more = (lse.float(),) * return_lse + ("a plan",) * return_plan
+    return (out, *more) if more else out
+
+
+def dense_merge(parts):
+    outs, lses = (torch.stack([x.double() for x in given]) for given in zip(*parts, strict=True))
+    weights = torch.softmax(lses, dim=0).transpose(2, 3)[..., None]
+    return (weights * outs).sum(0).to(parts[0][0].dtype), lses.logsumexp(0).float()
+
+
+def dense_shard(x, layout, mesh=None, dim=1):
+    return x.index_select(dim, torch.from_numpy(layout.positions(0)))
+
+
+def dense_unshard(x, layout, mesh=None, dim=1):
+    return x.index_select(dim, torch.from_numpy(layout.positions(0)).argsort())
+
+
+DENSE = {
+    "attention": dense,
+    "flash_attention": dense,
+    "merge_partials": dense_merge,
+    "shard": dense_shard,
+    "unshard": dense_unshard,
+}
+
+
+def run(block, functions):
+    """Run a block with these functions of meshflash: its tensors by name, those of its calls among them."""
+    found = {}
+
+    def recorded(name, function):
+        def call(*args, **given):
+            made = function(*args, **given)
+            number = sum(key.startswith("call ") and key.endswith(" result") for key in found)
+            found[f"call {number} {name} arguments"] = args
+            found[f"call {number} {name} result"] = made
+            return made
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in functions.items():  # `from meshflash import name` finds these first
+            patch.setitem(vars(meshflash), name, recorded(name, function))
+        torch.manual_seed(0)
+        space = {}
+        exec(compile(block, "docs", "exec"), space)
+    return dict(tensors(found)), dict(tensors(space))
+
+
+def tensors(x, path=""):
+    """(where, tensor) of every tensor in nested dicts, lists and tuples."""
+    if isinstance(x, torch.Tensor):
+        yield path, x
+    elif isinstance(x, dict | list | tuple):
+        for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+            yield from tensors(value, f"{path}.{key}" if path else str(key))
+
+
+def assert_close(where, got, want):
+    assert got.shape == want.shape, where
+    got, want = got.detach().double(), want.detach().double()
+    empty = want == -torch.inf
+    assert torch.equal(got == -torch.inf, empty), where
+    off = (got - want).masked_fill(empty, 0.0).abs().max() if want.numel() else 0.0
+    assert off <= CLOSE * max(1.0, want.masked_fill(empty, 0.0).abs().max() if want.numel() else 0.0), (where, off)
+
+
+def assert_same(got, want):
+    """Two runs have the same tensors, with the same gradients."""
+    assert got.keys() == want.keys()
+    for where, x in want.items():
+        assert_close(where, got[where], x)
+        assert (got[where].requires_grad, got[where].is_leaf) == (x.requires_grad, x.is_leaf), where
+        if x.is_leaf:
+            assert (got[where].grad is None) == (x.grad is None), f"{where}.grad"
+            if x.grad is not None:
+                assert_close(f"{where}.grad", got[where].grad, x.grad)
+
+
+def public():
+    return {name: getattr(meshflash, name) for name in DENSE}
+
+
+@pytest.fixture
+def calls_in_models(monkeypatch):
+    """What models give attention and get from it, forward and backward, of each call."""
+    calls = []
+
+    def recorded(function):
+        def call(*args, **given):
+            inputs = [x.view_as(x) for x in args]  # so that a hook sees the gradient of this use alone
+            made = function(*inputs, **given)
+            one = {"inputs": [x.detach() for x in inputs], "given": given, "out": made.detach()}
+            if made.requires_grad:
+                made.register_hook(lambda dout: one.update(dout=dout))
+                for n, x in enumerate(inputs):
+                    x.register_hook(lambda grad, n=n: one.update({n: grad}))
+            calls.append(one)
+            return made
+
+        return call
+
+    for name in ("attention", "flash_attention"):
+        monkeypatch.setattr(context, name, recorded(getattr(context, name)))
+    return calls
+
+
+def assert_dense(call):
+    """A recorded call has the values of dense attention, and its gradients if there was a backward."""
+    exact = [x.requires_grad_() for x in call["inputs"]]
+    want = dense(*exact, **call["given"])
+    assert_close("attention in a model", call["out"], want)
+    if "dout" in call:
+        for n, grad in enumerate(torch.autograd.grad(want, exact, call["dout"])):
+            assert_close("gradient of attention in a model", call[n], grad)
+
+
+@pytest.mark.parametrize("page", BLOCKS)
+def test_python_blocks_give_the_values_and_gradients_of_dense_attention(page, calls_in_models):
+    block, before = BLOCKS[page], names()
+    calls, space = run(block, public())
     for name in set(names()) - set(before):
         unregister_schedule(name)
+    assert bool(calls) == bool(re.search(r"\b(flash_)?attention\(", block))
+    if calls:
+        plain_calls, plain_space = run(block, DENSE)
+        assert_same(calls, plain_calls)
+        assert_same(space, plain_space)
+    for call in calls_in_models:
+        assert_dense(call)
+    assert any("dout" in call for call in calls_in_models) == ("GPT(" in block)
+
+
+def test_the_comparison_fails_where_shard_returns_the_callers_tensor():
+    block = BLOCKS["README.md-0"]
+    wrong = run(block, public() | {"shard": lambda x, layout: x})
+    with pytest.raises(AssertionError):
+        assert_same(wrong[1], run(block, DENSE)[1])
+
+
+def test_the_comparison_fails_where_a_gradient_is_missing():
+    attention = meshflash.attention
+    block = BLOCKS["README.md-0"]
+    wrong = run(block, public() | {"attention": lambda q, k, v, **given: attention(q, k.detach(), v, **given)})
+    with pytest.raises(AssertionError, match=r"k\.grad"):
+        assert_same(wrong[1], run(block, DENSE)[1])
 
 
 def test_there_are_blocks():
