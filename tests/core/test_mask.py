@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from core.definition import DocumentSet, Expression, assert_same, build, split
 from meshflash.core.lengths import UNBOUNDED
-from meshflash.core.mask import Mask, Term
+from meshflash.core.mask import Mask
+from meshflash.core.terms import Term
 
 
 def leaf_names(e: Expression) -> set[str]:
@@ -182,6 +183,83 @@ def test_combinations_are_flat_and_keep_their_order() -> None:
     assert repr(a & (b | c)) == "causal & (first(2) | window(3, 0))"
     assert repr((a & b) | c) == "causal & first(2) | window(3, 0)"
     assert repr((a | b) & (b | c)) == "(causal | first(2)) & (first(2) | window(3, 0))"
+
+
+SAME: list[tuple[Callable[[], Mask], Callable[[], Mask]]] = [
+    (lambda: Mask.causal() & Mask.full(), Mask.causal),
+    (lambda: Mask.full() & Mask.causal(), Mask.causal),
+    (lambda: Mask.full() & Mask.full(), Mask.full),
+    (lambda: Mask.full() | Mask.causal() | Mask.first(3), Mask.full),
+    (lambda: Mask.causal() & Mask.first(3) | Mask.full(), Mask.full),
+    (lambda: Mask.first(2, per_document=True) | Mask.full(), Mask.full),
+    (lambda: Mask.causal() & Mask.causal(), Mask.causal),
+    (lambda: Mask.causal() | Mask.causal(), Mask.causal),
+    (lambda: Mask.causal() & Mask.window(3, 0), lambda: Mask.window(3, 0)),
+    (lambda: Mask.window(3, 0) | Mask.causal(), Mask.causal),
+    (lambda: Mask.window(2, 5) & Mask.window(3, 1), lambda: Mask.window(2, 1)),
+    (lambda: Mask.window(None, 5) & Mask.window(3, None), lambda: Mask.window(3, 5)),
+    (lambda: Mask.window(2, 0) | Mask.window(0, 2) | Mask.window(5, 5), lambda: Mask.window(5, 5)),
+    (lambda: Mask.first(2) & Mask.first(5), lambda: Mask.first(2)),
+    (lambda: Mask.first(2) | Mask.first(5), lambda: Mask.first(5)),
+    (lambda: Mask.documents([2, 3]) & Mask.full(), lambda: Mask.documents([2, 3])),
+    (
+        lambda: (Mask.causal() | Mask.first(2)) & (Mask.causal() | Mask.first(2)),
+        lambda: Mask.causal() | Mask.first(2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("written", "meant"), SAME, ids=[repr(meant()) for _, meant in SAME])
+def test_parts_that_change_nothing_are_left_out(written: Callable[[], Mask], meant: Callable[[], Mask]) -> None:
+    assert written() == meant()
+    assert hash(written()) == hash(meant())
+    assert repr(written()) == repr(meant())
+    assert written().pack()[0] == meant().pack()[0]
+
+
+def test_the_same_documents_twice_are_one() -> None:
+    documents = Mask.documents([2, 3])
+    assert documents & documents is documents
+    assert documents | documents is documents
+    assert documents & Mask.causal() & documents == documents & Mask.causal()
+
+
+def test_documents_stay_in_an_expression_for_what_speaks_of_them() -> None:
+    mask = (Mask.full() | Mask.documents([2, 3])) & Mask.first(1, per_document=True)
+    mask.check(5, 5, batch=1)
+    assert mask.visible(4, [0, 2, 3]).tolist() == [False, True, False]
+    with pytest.raises(ValueError, match="5 tokens in the documents, 6 in the sequence"):
+        (Mask.full() | Mask.documents([2, 3])).check(6, 6, batch=1)
+
+
+@given(problems(), st.randoms())
+@settings(max_examples=150, deadline=None)
+def test_the_canonical_mask_is_the_same_however_it_was_written(
+    problem: tuple[Expression, int, int, list[DocumentSet]], random: Any
+) -> None:
+    def shuffled(e: Expression) -> Expression:
+        if e[0] not in ("and", "or"):
+            return random.choice([e, ("and", ("full",), e), ("or", e, e), ("and", e, e)])
+        parts = [shuffled(e[1]), shuffled(e[2])]
+        random.shuffle(parts)
+        return e[0], *parts
+
+    e, q_tokens, k_tokens, sets = problem
+    mask, other = build(e, sets).canonical(), build(shuffled(e), sets).canonical()
+    assert_same(mask, e, q_tokens, k_tokens, sets)
+    mask.check(q_tokens, k_tokens, mask.batch_rows or 1)
+    assert (mask, hash(mask), repr(mask), mask.pack()[0]) == (other, hash(other), repr(other), other.pack()[0])
+    assert all(np.array_equal(a, b) for a, b in zip(mask.pack()[1], other.pack()[1], strict=True))
+
+
+def test_canonical_documents_keep_the_words_of_the_caller() -> None:
+    mask = (Mask.from_cu_seqlens([0, 2, 2, 5]) & Mask.causal()).canonical()
+    other = (Mask.causal() & Mask.documents([2, 3])).canonical()
+    assert mask == other
+    assert repr(mask) == repr(other)
+    assert [x.tolist() for x in mask.pack()[1]] == [x.tolist() for x in other.pack()[1]] == [[2, 3]]
+    with pytest.raises(ValueError, match=r"from_cu_seqlens\(cu_seqlens\): 5 tokens"):
+        mask.check(6, 6, batch=1)
 
 
 def test_equal_masks_are_one_key() -> None:

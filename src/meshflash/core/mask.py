@@ -25,6 +25,7 @@ from meshflash.core.lengths import (
     from_cumulative,
     on_host,
 )
+from meshflash.core.terms import Term
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -227,7 +228,19 @@ class Mask:
         """
         return _unpack(json.loads(text), arrays)
 
+    def canonical(self) -> Mask:
+        """The same mask in one form, however it was written: parts sorted, documents by their lengths; reads tensors.
+
+        >>> (Mask.from_cu_seqlens([0, 2, 5]) & Mask.causal()).canonical() == Mask.causal() & Mask.documents([2, 0, 3])
+        True
+        """
+        return self
+
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
+        raise NotImplementedError
+
+    def _order(self) -> tuple[Any, ...]:
+        """What parts of a canonical mask are sorted by: the kind, then what it holds."""
         raise NotImplementedError
 
     def _leaves(self) -> Iterator[Mask]:
@@ -243,40 +256,6 @@ class Mask:
 
     def _pack(self, arrays: list[Any]) -> str:
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Term:
-    """One conjunction: `lo <= j - i <= hi`, same document in each of `documents`, j among the first.
-
-    `first` counts from the start of the sequence, `first_in_document` from the start of the
-    document in `documents[0]`.
-    """
-
-    lo: int = -UNBOUNDED
-    hi: int = UNBOUNDED
-    documents: tuple[Documents, ...] = ()
-    first: int = UNBOUNDED
-    first_in_document: int = UNBOUNDED
-
-    def within(self, other: Term) -> bool:
-        """Whether every pair of this term is a pair of the other."""
-        return (
-            other.lo <= self.lo
-            and self.hi <= other.hi
-            and set(other.documents) <= set(self.documents)
-            and self.first <= other.first
-            and self.first_in_document <= other.first_in_document
-        )
-
-    def __and__(self, other: Term) -> Term:
-        return Term(
-            max(self.lo, other.lo),
-            min(self.hi, other.hi),
-            tuple(dict.fromkeys(self.documents + other.documents)),
-            min(self.first, other.first),
-            min(self.first_in_document, other.first_in_document),
-        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -309,6 +288,14 @@ class Band(Mask):
         hi = "null" if self.hi is None else f"{self.hi}"
         return f'["band", {lo}, {hi}]'
 
+    def _order(self) -> tuple[Any, ...]:
+        return 0, self.lo is None, self.lo or 0, self.hi is None, self.hi or 0
+
+    def __le__(self, other: Band) -> bool:
+        """Whether the other one shows all that this one shows."""
+        left = other.lo is None or (self.lo is not None and other.lo <= self.lo)
+        return left and (other.hi is None or (self.hi is not None and self.hi <= other.hi))
+
 
 @dataclass(frozen=True, repr=False)
 class First(Mask):
@@ -336,18 +323,23 @@ class First(Mask):
     def _pack(self, arrays: list[Any]) -> str:
         return f'["first", {self.n}, {"true" if self.per_document else "false"}]'
 
+    def _order(self) -> tuple[Any, ...]:
+        return 1, self.per_document, self.n
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
     """Same document on both sides. Lengths are `[documents]` or `[rows, documents]`; 0 means no document.
 
-    With `cumulative` they are the cuts between documents instead, `[documents + 1]`.
+    With `cumulative` they are the cuts between documents instead, `[documents + 1]`. Errors speak of what the caller
+    gave, lengths or cuts: `from_cuts` where it was cuts.
     """
 
     lengths: Any
     k_lengths: Any
     pad: bool
     cumulative: bool = False
+    from_cuts: bool = False
 
     def __repr__(self) -> str:
         if self.cumulative:
@@ -369,6 +361,19 @@ class Documents(Mask):
     def __hash__(self) -> int:
         return hash(self._key)
 
+    def canonical(self) -> Mask:
+        _, _, _, q, k = self._key
+        shape = (-1,) if self.rows is None else self._q.shape
+        q_lengths, k_lengths = (np.frombuffer(data, np.int64).reshape(shape) for data in (q, k))
+        return Documents(q_lengths, None if self.k_lengths is None else k_lengths, self.pad, False, self._is_cuts)
+
+    def _order(self) -> tuple[Any, ...]:
+        return 2, *self._key
+
+    @property
+    def _is_cuts(self) -> bool:
+        return self.cumulative or self.from_cuts
+
     @cached_property
     def _q(self) -> Array:
         return self._on_host(self.lengths, 0)
@@ -380,7 +385,7 @@ class Documents(Mask):
         k = self._on_host(self.k_lengths, 1)
         if k.shape != self._q.shape:
             raise ValueError(
-                f"{_LENGTHS[self.cumulative][1]}: shape {k.shape} for lengths of shape {self._q.shape}; "
+                f"{_LENGTHS[self._is_cuts][1]}: shape {k.shape} for lengths of shape {self._q.shape}; "
                 "queries and keys need the same number of documents"
             )
         return k
@@ -418,7 +423,7 @@ class Documents(Mask):
             self.check_side(1, k_tokens)
 
     def _on_host(self, lengths: Any, side: int) -> Array:
-        name = _LENGTHS[self.cumulative][side]
+        name = _LENGTHS[self._is_cuts][side]
         return from_cumulative(lengths, name) if self.cumulative else on_host(lengths, name)
 
     def check_side(self, side: int, tokens: int) -> None:
@@ -427,8 +432,8 @@ class Documents(Mask):
         wrong = totals > tokens if self.pad else totals != tokens
         if wrong.any():
             total = int(totals[np.argmax(wrong)])
-            hint = "" if total > tokens or self.cumulative else "; pad=True if the rest is padding"
-            name = _LENGTHS[self.cumulative][side]
+            hint = "" if total > tokens or self._is_cuts else "; pad=True if the rest is padding"
+            name = _LENGTHS[self._is_cuts][side]
             raise ValueError(f"{name}: {total} tokens in the documents, {tokens} in the sequence{hint}")
 
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
@@ -461,6 +466,14 @@ class _Combination(Mask):
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
         seen: BoolArray = self.ufunc.reduce([part._visible(i, j, batch, documents) for part in self.parts])
         return seen
+
+    def canonical(self) -> Mask:
+        found = [part.canonical() for part in self.parts]
+        parts = [part for one in found for part in (one.parts if isinstance(one, type(self)) else (one,))]
+        return _simplified(type(self), sorted(parts, key=lambda part: part._order()), read=True)
+
+    def _order(self) -> tuple[Any, ...]:
+        return 3 if isinstance(self, And) else 4, *(part._order() for part in self.parts)
 
     def _leaves(self) -> Iterator[Mask]:
         for part in self.parts:
@@ -522,7 +535,49 @@ def _combine(kind: type[And] | type[Or], left: Mask, right: Mask) -> Mask:
         if not isinstance(mask, Mask):
             raise TypeError(f"a mask combines with a mask, not with {type(mask).__name__}")
         parts += mask.parts if isinstance(mask, kind) else (mask,)
-    return kind(parts)
+    return _simplified(kind, parts)
+
+
+def _simplified(kind: type[_Combination], parts: Sequence[Mask], read: bool = False) -> Mask:
+    """A combination without parts that change nothing, in the order of the rest; a single part by itself.
+
+    Documents stay: `first(..., per_document=True)` elsewhere may speak of them, and their lengths have to be checked.
+    Their tensors are compared only where they may be read.
+    """
+    kept: list[Mask] = []
+    for part in parts:
+        place = len(kept)
+        for n in range(len(kept) - 1, -1, -1):  # a wide band may take the place of several
+            merged = _merged(kind, kept[n], part, read)
+            if merged is not None:
+                part, place = merged, n
+                del kept[n]
+        kept.insert(place, part)
+    if any(_is_full(part) for part in kept):
+        others = [part for part in kept if not _is_full(part) and (kind is And or part.has_documents)]
+        kept = (others if kind is And else [Band(None, None), *others]) or [Band(None, None)]
+    return kept[0] if len(kept) == 1 else kind(tuple(kept))
+
+
+def _merged(kind: type[_Combination], a: Mask, b: Mask, read: bool) -> Mask | None:
+    """Two parts as one, or None where both are needed."""
+    if a is b:
+        return a
+    if isinstance(a, Band) and isinstance(b, Band):
+        if a <= b or b <= a:
+            return a if (a <= b) == (kind is And) else b
+        if kind is And:  # one is narrower on the left, the other on the right
+            return Band(a.lo, b.hi) if Band(a.lo, None) <= Band(b.lo, None) else Band(b.lo, a.hi)
+        return None
+    if isinstance(a, First) and isinstance(b, First) and a.per_document == b.per_document:
+        return First(min(a.n, b.n) if kind is And else max(a.n, b.n), a.per_document)
+    if type(a) is type(b) and (read or not (a.has_documents or b.has_documents)) and a == b:
+        return a
+    return None
+
+
+def _is_full(mask: Mask) -> bool:
+    return isinstance(mask, Band) and mask.lo is None and mask.hi is None
 
 
 def _the_documents(documents: Documents | None, node: First) -> Documents:

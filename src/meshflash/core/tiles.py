@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshflash.core.lengths import UNBOUNDED, Array
-from meshflash.core.mask import BoolArray, Mask, Term
+from meshflash.core.mask import BoolArray, Mask
+from meshflash.core.terms import Term
 
 Int32 = npt.NDArray[np.int32]
 #: Rows, positions and indices: int64, or int32 where there are many.

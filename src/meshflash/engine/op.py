@@ -134,10 +134,8 @@ class Read:
         return local.inputs(x.q, x.k, x.v, self.mask, self.features, x.q_offset, shard_of(x.asked))
 
     def _over_mesh(self, will_backward: bool | None) -> mesh.MeshCall:
-        x = self.given
-        return mesh.MeshCall(
-            x.asked, x.q_offset, self.mask, self._mask_key, self.features, x.kernel, x.deterministic, will_backward
-        )
+        x, mask = self.given, self.mask
+        return mesh.MeshCall(x.asked, x.q_offset, mask, mask, self.features, x.kernel, x.deterministic, will_backward)
 
 
 def without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
@@ -159,8 +157,12 @@ def _frozen(lengths: Tensor) -> tuple[bytes, str, torch.Size]:
 
 @lru_cache(maxsize=256)
 def _mask(text: str, documents: _Documents) -> Mask:
-    """The mask of an op's arguments: cached, for what a mask knows of itself is worked out only once."""
-    return Mask.unpack(text, [np.frombuffer(data, dtype).reshape(shape) for data, dtype, shape in documents])
+    """The mask of an op's arguments, in the form in which ranks compare it.
+
+    Cached, for what a mask knows of itself is worked out only once.
+    """
+    arrays = [np.frombuffer(data, dtype).reshape(shape) for data, dtype, shape in documents]
+    return Mask.unpack(text, arrays).canonical()
 
 
 def attend(call: Arguments) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,45 @@
+"""Terms: a mask is a union of them, and tiles are made of them one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshflash.core.lengths import UNBOUNDED
+
+if TYPE_CHECKING:
+    from meshflash.core.mask import Documents
+
+
+@dataclass(frozen=True)
+class Term:
+    """One conjunction: `lo <= j - i <= hi`, same document in each of `documents`, j among the first.
+
+    `first` counts from the start of the sequence, `first_in_document` from the start of the
+    document in `documents[0]`.
+    """
+
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+    documents: tuple[Documents, ...] = ()
+    first: int = UNBOUNDED
+    first_in_document: int = UNBOUNDED
+
+    def within(self, other: Term) -> bool:
+        """Whether every pair of this term is a pair of the other."""
+        return (
+            other.lo <= self.lo
+            and self.hi <= other.hi
+            and set(other.documents) <= set(self.documents)
+            and self.first <= other.first
+            and self.first_in_document <= other.first_in_document
+        )
+
+    def __and__(self, other: Term) -> Term:
+        return Term(
+            max(self.lo, other.lo),
+            min(self.hi, other.hi),
+            tuple(dict.fromkeys(self.documents + other.documents)),
+            min(self.first, other.first),
+            min(self.first_in_document, other.first_in_document),
+        )
