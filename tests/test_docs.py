@@ -1,12 +1,13 @@
 """Python blocks of the README and docs run, and give the values and gradients of dense attention; pictures are current.
 
 A block that calls attention runs twice: as it stands, and with float64 code from this file in place of meshflash's
-functions. All calls, all tensors of the block and their `.grad` must agree. Calls inside models are compared one by one.
+functions. All calls, all tensors of the block and their `.grad` must agree. Calls in models are compared one by one.
 """
 
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ DENSE = {
 
 def run(block, functions):
     """Run a block with these functions of meshflash: its tensors by name, those of its calls among them."""
-    found = {}
+    found: dict[str, Any] = {}
 
     def recorded(name, function):
         def call(*args, **given):
@@ -90,7 +91,7 @@ def run(block, functions):
         for name, function in functions.items():  # `from meshflash import name` finds these first
             patch.setitem(vars(meshflash), name, recorded(name, function))
         torch.manual_seed(0)
-        space = {}
+        space: dict[str, Any] = {}
         exec(compile(block, "docs", "exec"), space)
     return dict(tensors(found)), dict(tensors(space))
 

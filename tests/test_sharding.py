@@ -145,6 +145,7 @@ def test_a_compiled_shard_shares_nothing_with_the_callers_tensor():
     assert not x.requires_grad
     assert made.data_ptr() != x.data_ptr()
     compiled(x.requires_grad_()).sum().backward()
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))
 
 

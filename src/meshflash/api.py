@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from meshflash.arguments import op_arguments
+from meshflash.arguments import check_axes, op_arguments, refuse_unknown
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine.check import check_rows
@@ -72,6 +72,7 @@ def flash_attention(
     kernel: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention on one device, in memory linear in the number of tokens.
 
@@ -94,6 +95,7 @@ def flash_attention(
         deterministic: the same inputs give the same bits. On CPUs every kernel does.
         return_lse: also return the log-sum-exp of each row's scores, `[batch, heads, tokens]`
             (`[heads, tokens]` packed); float32, or float64 for float64. Gradients flow through it.
+        unknown: anything else raises TypeError, with the name that it has here where others call it otherwise.
 
     Rows that see no key are 0, with an LSE of -inf (or the sink logit) and gradients of 0. Reverse-mode
     autograd only, and once: no forward mode, no second derivatives, no `torch.func` transforms.
@@ -103,6 +105,8 @@ def flash_attention(
     >>> flash_attention(q, k, v, mask=Mask.causal()).shape
     torch.Size([1, 5, 2, 8])
     """
+    if unknown:
+        refuse_unknown("flash_attention", unknown)
     key = None
     if type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN and not torch.compiler.is_compiling():
         key = key_of(q, k, v, mask, scale, softcap, sink_logits, alibi_slopes, dropout, seed, q_offset, batch_offset,
@@ -126,6 +130,7 @@ def flash_attention(
         kernel=kernel,
         deterministic=deterministic,
     )
+    check_axes(arguments.q, arguments.k, mask, q_offset)
     out, lse = attend(arguments)
     if key is not None:
         remember(key, arguments)
@@ -160,6 +165,7 @@ def attention(
     return_lse: bool = False,
     return_plan: bool = False,
     verify: bool = False,
+    **unknown: Any,
 ) -> Any:
     """Exact attention over a sequence that is spread over the ranks of a group; on one rank, over this device.
 
@@ -206,12 +212,15 @@ def attention(
             ranks ask for it there, or none.
         return_plan: also return what ran: schedule, layout, transport, kernels, bytes, and the program.
         verify: check 16 of this rank's rows against plainly written attention over all ranks' keys.
+        unknown: anything else raises TypeError, with the name that it has here where others call it otherwise.
 
     >>> import torch
     >>> q = k = v = torch.randn(1, 5, 2, 8)
     >>> attention(q, k, v, mask=Mask.causal()).shape
     torch.Size([1, 5, 2, 8])
     """
+    if unknown:
+        refuse_unknown("attention", unknown)
     group, rank, world = group_of(mesh)
     try:
         arguments, packed = op_arguments(
@@ -231,6 +240,7 @@ def attention(
             kernel=kernel,
             deterministic=deterministic,
         )
+        check_axes(arguments.q, arguments.k, mask, q_offset, layout, rank, world)
         if dropout and seed is None and world > 1:
             raise ValueError(
                 "seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own"

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from meshflash.core.layout import Layout
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
 from meshflash.engine.op import PLAIN, Arguments
 from meshflash.kernels import registry
+from meshflash.launch.log import log
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,6 +82,26 @@ def op_arguments(
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )
     return arguments, packed
+
+
+#: What other libraries call arguments, and what says the same here.
+_ELSEWHERE = {
+    "causal": "mask=Mask.causal()",
+    "is_causal": "mask=Mask.causal()",
+    "attn_mask": "mask=, a meshflash.Mask",
+    "window_size": "mask=Mask.window(left, right)",
+    "cu_seqlens": "mask=Mask.from_cu_seqlens(cu_seqlens)",
+    "dropout_p": "dropout=",
+    "softmax_scale": "scale=",
+    "group": "mesh=",
+}
+
+
+def refuse_unknown(function: str, unknown: dict[str, Any]) -> None:
+    """TypeError for keyword arguments that a function does not have, with what to write instead where that is known."""
+    for name in unknown:
+        hint = f"; write {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def check_reduce_dtype(reduce_dtype: Any) -> None:
@@ -162,15 +184,82 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"batch sizes differ: q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
     if k.shape[-3:-1] != v.shape[-3:-1]:
         raise ValueError(f"k and v must have the same tokens and heads; got k {_shape(k)}, v {_shape(v)}")
-    if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
-        raise ValueError(f"q and k must have the same dim, not 0; got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}")
-    if not v.shape[-1]:
-        raise ValueError(f"v must have a dim of 1 or more; got v {_shape(v)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q and k must have the same dim, their last size; got {q.shape[-1]} in q {_shape(q)} and {k.shape[-1]} "
+            f"in k {_shape(k)}"
+        )
+    for name, x in (("q", q), ("v", v)):
+        if not x.shape[-1]:
+            raise ValueError(f"{name} must have a dim of 1 or more; got {name} {_shape(x)}")
     if not k.shape[-2] or not q.shape[-2] or q.shape[-2] % k.shape[-2]:
+        swapped = k.shape[-2] > 1 and _tokens_may_be_heads(q, k)
         raise ValueError(
             f"{k.shape[-2]} heads in k do not divide {q.shape[-2]} heads in q; "
-            "each key head serves the same number of query heads"
+            "each key head serves the same number of query heads" + (f". {_SWAP_HINT}" if swapped else "")
         )
+    if k.shape[-2] > MOST_HEADS and k.shape[-2] > k.shape[-3] and _tokens_may_be_heads(q, k):
+        raise _swapped(q, f"{q.shape[-2]} heads and {q.shape[-3]} tokens")
+    if not torch.compiler.is_compiling() and _may_be_swapped(q, k):
+        _warn_once(
+            f"q {_shape(q)} and k {_shape(k)} have {q.shape[-2]} heads and only {q.shape[-3]} tokens. {_SWAP_HINT}; "
+            "if the order is right, nothing is wrong. This is said once"
+        )
+
+
+#: No model has so many key heads; a third size beyond it, and beyond the second, is the number of tokens.
+MOST_HEADS = 512
+#: The most heads that short prompts of common models have; a warning there would be a false alarm.
+COMMON_HEADS = 32
+_SWAP_HINT = (
+    "Tokens come before heads here: for tensors [batch, heads, tokens, dim] pass x.transpose(1, 2), or call "
+    "meshflash.integrations.sdpa.scaled_dot_product_attention"
+)
+
+
+def _swapped(q: Tensor, what: str) -> ValueError:
+    return ValueError(f"q {_shape(q)}: {what}. {_SWAP_HINT}")
+
+
+def _tokens_may_be_heads(q: Tensor, k: Tensor) -> bool:
+    """Whether the sizes that are tokens here could be numbers of heads: those of k divide those of q."""
+    return k.shape[-3] > 0 and q.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
+
+
+def _may_be_swapped(q: Tensor, k: Tensor) -> bool:
+    """Whether heads may stand where tokens should: q and k alike, several tokens, and many heads for so few."""
+    tokens, heads = q.shape[-3:-1]
+    return heads > COMMON_HEADS and heads > tokens > 1 and heads == k.shape[-2] and _tokens_may_be_heads(q, k)
+
+
+_warned: list[str] = []
+
+
+def _warn_once(message: str) -> None:
+    if not _warned:
+        _warned.append(message)
+        log.warning(message)
+
+
+def check_axes(
+    q: Tensor, k: Tensor, mask: Mask | None, q_offset: int, layout: Any = None, rank: int = 0, world: int = 1
+) -> None:
+    """ValueError where the layout's or the mask's tokens are the third size of q `[batch, tokens, heads, dim]`.
+
+    Such a call fails in any case, but not with an error that names the order of axes. Lengths are read only where there
+    are more heads than tokens.
+    """
+    if torch.compiler.is_compiling() or q.shape[2] <= q.shape[1]:
+        return
+    tokens, heads = q.shape[1:3]
+    if isinstance(layout, Layout):
+        if layout.world == world and layout.lengths[rank] == heads:
+            raise _swapped(q, f"the layout gives this rank {heads} tokens, the third size of q, not {tokens}")
+    elif mask is not None:
+        for total in mask.document_tokens():
+            if total == world * heads and total > max(q_offset + world * tokens, world * k.shape[1]):
+                ranks = f" over {world} ranks" if world > 1 else ""
+                raise _swapped(q, f"the mask's documents have {total} tokens{ranks}, by the third size of q")
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

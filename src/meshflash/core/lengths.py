@@ -90,6 +90,11 @@ def on_host(lengths: Any, name: str) -> Array:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
+def starts(cuts: Array, positions: Array) -> Array:
+    """Where the document of each position begins; padding counts as a last document."""
+    return cuts[np.searchsorted(cuts, positions, "right") - 1]
+
+
 def _read(lengths: Any, name: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(lengths.cpu().numpy() if is_tensor(lengths) else lengths)

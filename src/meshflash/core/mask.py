@@ -24,6 +24,7 @@ from meshflash.core.lengths import (
     counts,
     from_cumulative,
     on_host,
+    starts,
 )
 from meshflash.core.terms import Term
 
@@ -200,7 +201,7 @@ class Mask:
         if node is None:
             raise ValueError("positions_in_document: the mask holds more than one documents(...)")
         node.check_side(0, tokens)
-        rows = [places - _starts(node.q_cuts(b), places) for b in range(node.rows or 1)]
+        rows = [places - starts(node.q_cuts(b), places) for b in range(node.rows or 1)]
         return rows[0] if node.rows is None else np.stack(rows)
 
     @cached_property
@@ -245,6 +246,10 @@ class Mask:
 
     def _leaves(self) -> Iterator[Mask]:
         yield self
+
+    def document_tokens(self) -> set[int]:
+        """How many tokens the queries' documents of a batch row have; reads tensors."""
+        return {int(n) for node in self.documents_nodes for n in np.atleast_2d(node._q).sum(axis=1)}
 
     @property
     def has_documents(self) -> bool:
@@ -311,7 +316,7 @@ class First(Mask):
         if not self.per_document:
             return np.broadcast_to(j < self.n, np.broadcast_shapes(i.shape, j.shape)).copy()
         documents = _the_documents(documents, self)
-        place = j - _starts(documents.k_cuts(batch), j)
+        place = j - starts(documents.k_cuts(batch), j)
         return documents._visible(i, j, batch, documents) & (place < self.n)
 
     def _terms(self, documents: Documents | None) -> list[Term]:
@@ -584,11 +589,6 @@ def _the_documents(documents: Documents | None, node: First) -> Documents:
     if documents is None:
         raise ValueError(f"{node}: the mask must hold exactly one documents(...)")
     return documents
-
-
-def _starts(cuts: Array, positions: Array) -> Array:
-    """Where the document of each position begins; padding counts as a last document."""
-    return cuts[np.searchsorted(cuts, positions, "right") - 1]
 
 
 def _positions(value: Any, name: str) -> Array:
