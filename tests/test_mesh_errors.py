@@ -433,3 +433,32 @@ def handshakes(rank, world, group):
 
 def test_ranks_shake_hands_once_for_each_kind_of_call(pool):
     pool.run(2, handshakes)
+
+
+def not_finite(rank, world, group, bad, name, value):
+    """Only some of the ranks share the sequence: the message numbers them as the job does."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return ""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {x: torch.randn(1, 40, 2, 8, generator=generator) for x in ("q", "k", "v")}
+    given: dict[str, Any] = dict(mesh=group, mask=CAUSAL, verify=True, sink_logits=torch.tensor([-torch.inf, 0.0]))
+    attention(**inputs, **given)
+    if rank == bad:
+        inputs[name][0, 3, 1, :2] = value
+    return message(ValueError, attention, **inputs, **given)[0]
+
+
+@pytest.mark.parametrize(("bad", "name", "value"), [(2, "k", torch.nan), (1, "q", torch.nan), (2, "v", -torch.inf)])
+def test_verify_names_the_rank_and_the_tensor_that_are_not_finite(pool, bad, name, value):
+    _, *messages = pool.run(WORLD, not_finite, bad, name, value)
+    assert messages[0] == messages[1]
+    assert f"verify: {name} of rank {bad} holds 2 {'inf' if value == -torch.inf else 'NaN'}." in messages[0]
+
+
+def test_verify_names_what_is_not_finite_on_one_rank():
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"verify: v of rank 0 holds 64 NaN\. .*cannot be checked"):
+        attention(x, x, x * torch.nan, verify=True)
+    with pytest.raises(ValueError, match=r"verify: q of rank 0 holds 64 inf; k of rank 0 holds 64 inf\. "):
+        attention(x + torch.inf, x - torch.inf, x, verify=True)

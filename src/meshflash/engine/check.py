@@ -48,8 +48,12 @@ def check_rows(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Raise WrongResultError on every rank unless ROWS rows of each rank are right; group is None on one rank."""
+    """Raise WrongResultError on every rank unless ROWS rows of each rank are right; group is None on one rank.
+
+    ValueError, on every rank as well, where the inputs of any rank hold NaN or infinity: nothing can be checked then.
+    """
     world = plan.q.world
+    _check_finite(group, world, {"q": q, "k": k, "v": v, "sink_logits": features.sink_logits_H})
     problem = plan.problem(mask, q.shape[2], k.shape[2])
     chosen = [_spread(n) for n in problem.q_lengths]
     positions = tuple(
@@ -89,6 +93,36 @@ def check_rows(
             f"verify: rank {wrong[0]} of the group is off by {worst[wrong[0]]:.1e} of the largest value, where "
             f"{q.dtype} allows {allowed:.0e}; schedule {plan.schedule}, layout {plan.q.name}, mask {mask}. "
             "Please report this"
+        )
+
+
+def _check_finite(group: Any, world: int, tensors: dict[str, Tensor | None]) -> None:
+    """ValueError that names every rank and tensor with NaN or infinity, the same on all ranks.
+
+    A sink logit of -inf is one that is not there.
+    """
+    some = next(x for x in tensors.values() if x is not None)
+    found = torch.zeros(len(tensors), 2, dtype=torch.float64, device=some.device)
+    for n, (name, x) in enumerate(tensors.items()):
+        if x is not None:
+            infinite = x.isposinf() if name == "sink_logits" else x.isinf()
+            found[n, 0], found[n, 1] = x.isnan().sum(), infinite.sum()
+    of_ranks = [torch.empty_like(found) for _ in range(world)]
+    if group is None:
+        of_ranks = [found]
+    else:
+        dist.all_gather(of_ranks, found, group=group)
+    held = [
+        f"{name} of rank {rank if group is None else dist.get_global_rank(group, rank)} holds {int(count)} {what}"
+        for rank, counts in enumerate(of_ranks)
+        for name, row in zip(tensors, counts.tolist(), strict=True)
+        for what, count in zip(("NaN", "inf"), row, strict=True)
+        if count
+    ]
+    if held:
+        raise ValueError(
+            f"verify: {'; '.join(held)}. Attention of numbers that are not finite cannot be checked; find out where they "
+            "come from, or call without verify=True"
         )
 
 
