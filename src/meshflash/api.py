@@ -211,8 +211,8 @@ def attention(
         return_lse: also return the log-sum-exp of each row. In "ulysses" and "hybrid" it has to travel for that: all
             ranks ask for it there, or none.
         return_plan: also return what ran: schedule, layout, transport, kernels, bytes, and the program.
-        verify: check 16 of this rank's rows against plainly written attention over all ranks' keys. Raises ValueError on
-            all ranks where the inputs of one of them hold NaN or infinity.
+        verify: check 16 of this rank's rows against plainly written attention over all ranks' keys. Where inputs of a
+            rank hold NaN or infinity, all ranks raise ValueError.
         unknown: anything else raises TypeError, with the name that it has here where others call it otherwise.
 
     >>> import torch

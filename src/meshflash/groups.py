@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from torch import distributed as _distributed
@@ -63,6 +64,22 @@ def _refuse_uninitialized() -> None:
 
 #: Whether the environment was read and says that this process is the only rank.
 _started_alone = False
+
+
+class SharesGroup:
+    """A module whose deep copies work over the same ranks: process groups cannot be copied, nor be made by one rank.
+
+    `_shared` names the attributes that hold a process group or a DeviceMesh.
+    """
+
+    _shared: tuple[str, ...] = ("mesh",)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        for name in self._shared:
+            memo[id(getattr(self, name))] = getattr(self, name)
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
 
 
 def _check_mesh(mesh: Any) -> None:

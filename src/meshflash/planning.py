@@ -145,3 +145,4 @@ def _keeps(schedule: str) -> bool:
 
 engine.connect(schedules.build, resolve, keeps)
 schedules.on_change.append(forget)
+schedules.names()  # imports them now: a compiler that traces a first call cannot

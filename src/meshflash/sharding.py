@@ -53,6 +53,8 @@ def unshard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor
         )
     if world == 1:
         return x.index_select(dim, _places(layout, x.device))
+    if torch.compiler.is_compiling():
+        return unshard_op(x, layout.text(), name, rank, dim % x.ndim)
     whole: Tensor = _Unshard.apply(x, layout, name, rank, dim % x.ndim)
     return whole
 
@@ -62,31 +64,77 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, name: str, rank: int, dim: int) -> Tensor:
-        ctx.layout, ctx.name, ctx.rank, ctx.dim = layout, name, rank, dim
-        longest = max(layout.lengths)
-        rows = x.movedim(dim, 0)
-        padded = x.new_zeros(longest, *rows.shape[1:])
-        padded[: len(rows)] = rows
-        gathered = [torch.empty_like(padded) for _ in range(layout.world)]
-        dist.all_gather(gathered, padded, group=member(name).group)
-        joined = torch.cat([part[:length] for part, length in zip(gathered, layout.lengths, strict=True)])
-        return joined.index_select(0, _places(layout, x.device)).movedim(0, dim).contiguous()
+        ctx.call = layout, name, rank, dim
+        return _gather(x, layout, name, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layout, dim = ctx.layout, ctx.dim
-        rows = grad.movedim(dim, 0)
-        longest = max(layout.lengths)
-        sums = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
-        parts = []
-        for rank, length in enumerate(layout.lengths):
-            part = grad.new_zeros(longest, *rows.shape[1:], dtype=sums)
-            part[:length] = rows.index_select(0, torch.from_numpy(layout.positions(rank)).to(grad.device))
-            parts.append(part)
-        mine = torch.empty_like(parts[0])
-        dist.reduce_scatter(mine, parts, group=member(ctx.name).group)
-        own = mine[: layout.lengths[ctx.rank]].movedim(0, dim)
-        return own.to(grad.dtype).contiguous(), None, None, None, None
+        return _scatter(grad, *ctx.call), None, None, None, None
+
+
+def _gather(x: Tensor, layout: Layout, name: str, dim: int) -> Tensor:
+    """The tokens of all ranks, in order."""
+    longest = max(layout.lengths)
+    rows = x.movedim(dim, 0)
+    padded = x.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in range(layout.world)]
+    dist.all_gather(gathered, padded, group=member(name).group)
+    joined = torch.cat([part[:length] for part, length in zip(gathered, layout.lengths, strict=True)])
+    return joined.index_select(0, _places(layout, x.device)).movedim(0, dim).contiguous()
+
+
+def _scatter(grad: Tensor, layout: Layout, name: str, rank: int, dim: int) -> Tensor:
+    """This rank's tokens of the sum of all ranks' gradients."""
+    rows = grad.movedim(dim, 0)
+    longest = max(layout.lengths)
+    sums = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
+    parts = []
+    for other, length in enumerate(layout.lengths):
+        part = grad.new_zeros(longest, *rows.shape[1:], dtype=sums)
+        part[:length] = rows.index_select(0, torch.from_numpy(layout.positions(other)).to(grad.device))
+        parts.append(part)
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter(mine, parts, group=member(name).group)
+    own = mine[: layout.lengths[rank]].movedim(0, dim)
+    return own.to(grad.dtype).contiguous()
+
+
+# The same two as ops, for compilers: they cannot trace what finds a process group.
+@torch.library.custom_op("meshflash::unshard", mutates_args=())
+def unshard_op(x: Tensor, layout: str, group: str, rank: int, dim: int) -> Tensor:
+    """The whole sequence."""
+    return _gather(x, Layout.parse(layout), group, dim)
+
+
+@torch.library.custom_op("meshflash::unshard_backward", mutates_args=())
+def unshard_backward_op(grad: Tensor, layout: str, group: str, rank: int, dim: int) -> Tensor:
+    """The gradient of this rank's tokens."""
+    return _scatter(grad, Layout.parse(layout), group, rank, dim)
+
+
+@unshard_op.register_fake
+def _(x: Tensor, layout: str, group: str, rank: int, dim: int) -> Tensor:
+    return _sized(x, Layout.parse(layout).tokens, dim)
+
+
+@unshard_backward_op.register_fake
+def _(grad: Tensor, layout: str, group: str, rank: int, dim: int) -> Tensor:
+    return _sized(grad, Layout.parse(layout).lengths[rank], dim)
+
+
+def _sized(x: Tensor, tokens: int, dim: int) -> Tensor:
+    """A new tensor like x, of so many tokens."""
+    return x.new_empty(*x.shape[:dim], tokens, *x.shape[dim + 1 :])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.call = inputs[1:]
+
+
+unshard_op.register_autograd(
+    lambda ctx, grad: (unshard_backward_op(grad, *ctx.call), None, None, None, None), setup_context=_setup
+)
 
 
 def _places(layout: Layout, device: torch.device) -> Tensor:

@@ -121,8 +121,8 @@ def _check_finite(group: Any, world: int, tensors: dict[str, Tensor | None]) -> 
     ]
     if held:
         raise ValueError(
-            f"verify: {'; '.join(held)}. Attention of numbers that are not finite cannot be checked; find out where they "
-            "come from, or call without verify=True"
+            f"verify: {'; '.join(held)}. Attention of numbers that are not finite cannot be checked; find out where "
+            "they come from, or call without verify=True"
         )
 
 

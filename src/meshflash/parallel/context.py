@@ -11,16 +11,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from meshflash.api import attention, flash_attention
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
+from meshflash.groups import SharesGroup
 
 #: What only a call over ranks takes.
 _OVER_RANKS = ("reduce_dtype", "transport", "verify", "return_plan", "k_layout")
 
 
-class MeshAttention(nn.Module):
+class MeshAttention(SharesGroup, nn.Module):
     """`meshflash.attention` as a module: what is the same in every call is said once. It has no weights.
 
     Until `mesh=` or `ContextParallel` gives it ranks that share a sequence, it attends on this device alone, whatever
-    process groups there are.
+    process groups there are. A deep copy works over the same ranks.
 
     >>> import torch
     >>> q = k = v = torch.randn(1, 5, 2, 8)

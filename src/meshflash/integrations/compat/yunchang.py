@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshflash.core.layout import Layout, positions
-from meshflash.groups import dist, group_of
+from meshflash.groups import SharesGroup, dist, group_of
 from meshflash.integrations.compat.calls import Window, call, check_lengths, mask_of
 
 #: By `ring_impl_type`: the schedule of the ring, and which positions each of its places holds.
@@ -203,8 +203,10 @@ def _check_exchange(scatter_idx: int, gather_idx: int, heads: int) -> None:
         )
 
 
-class _Attention(nn.Module):
+class _Attention(SharesGroup, nn.Module):
     """What the modules share: attention over a group, by a schedule, of what each rank holds."""
+
+    _shared = ("group",)
 
     def __init__(self, group: Any, schedule: str, attn_type: Any) -> None:
         super().__init__()
