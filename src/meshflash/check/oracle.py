@@ -9,9 +9,12 @@ from torch import Tensor
 
 from meshflash import Mask, flash_attention
 from meshflash.engine import local
-from meshflash.kernels.contract import Features, Rows
+from meshflash.kernels.contract import Features, Rows, accumulator_dtype
 from meshflash.kernels.reference import dense_attention
 from meshflash.kernels.tiled import Tiled
+
+#: Units in the last place of the accumulator by which delta, and the dP that it is taken from, may be off together.
+DELTA_UNITS = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class Case:
     dropout: float = 0.0
     q_offset: int = 0
     lse_gradient: bool = False
+    dropout_seed: int = 1234
+    #: Tensors (q, k, v or dout) whose values repeat along an axis, as (name, axis), so that they may be expanded.
+    repeated: tuple[tuple[str, int], ...] = ()
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
         """Fresh leaves: q, k, v and what else takes gradients."""
@@ -46,8 +52,14 @@ class Case:
         }
         if self.sinks:
             shapes["sink_logits"] = (self.heads,)
-        leaves = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        leaves = {name: self.repeat(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
         return {name: x.to(device, dtype).requires_grad_() for name, x in leaves.items()}
+
+    def repeat(self, name: str, x: Tensor) -> Tensor:
+        """Repeat the first values of a tensor along the axes of which `repeated` says so."""
+        for axis in (axis for other, axis in self.repeated if other == name and x.numel()):
+            x = x.narrow(axis, 0, 1).expand_as(x)
+        return x.contiguous()
 
     def slopes(self, device: str = "cpu") -> Tensor | None:
         """ALiBi slopes, one for each head."""
@@ -65,7 +77,7 @@ class Case:
             softcap=self.softcap,
             alibi_slopes=self.slopes(leaves["q"].device.type),
             dropout=self.dropout,
-            seed=1234 if self.dropout else None,
+            seed=self.dropout_seed if self.dropout else None,
             q_offset=self.q_offset,
             kernel=kernel,
             return_lse=True,
@@ -78,7 +90,7 @@ class Case:
             scale=self.dim**-0.5 if self.scale is None else self.scale,
             softcap=self.softcap or 0.0,
             dropout=self.dropout,
-            seed=1234 if self.dropout else 0,
+            seed=self.dropout_seed if self.dropout else 0,
             alibi_slopes_BH=None if slopes is None else slopes.expand(q.shape[0], -1),
             sink_logits_H=leaves.get("sink_logits"),
         )
@@ -89,18 +101,20 @@ class Case:
         return dense_attention(q, k, v, self.mask, self.features(leaves), self.q_offset)
 
 
-def upstream(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def upstream(out: Tensor, lse: Tensor, case: Case | None = None) -> tuple[Tensor, Tensor]:
     """The gradients of out and lse that every comparison starts from."""
     generator = torch.Generator().manual_seed(7)
-    dout = torch.randn(out.shape, generator=generator).to(out)
-    return dout, torch.randn(lse.shape, generator=generator).to(lse)
+    dout = torch.randn(out.shape, generator=generator)
+    if case is not None:
+        dout = case.repeat("dout", dout)
+    return dout.to(out), torch.randn(lse.shape, generator=generator).to(lse)
 
 
 def gradients(outputs: tuple[Tensor, Tensor], leaves: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     """Output, LSE and every gradient, by name, for fixed upstream gradients."""
     out, lse = outputs
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    dout, dlse = upstream(out, lse)
+    dout, dlse = upstream(out, lse, case)
     loss = (out * dout).sum() + ((finite * dlse).sum() if case.lse_gradient else 0.0)
     grads = torch.autograd.grad(loss, list(leaves.values()))
     return {
@@ -139,8 +153,9 @@ def check(
     float64 the oracle rounds too: 1e-12 there. Empty rows must
     be exactly 0 and -inf. Where that is not enough, a gradient may also be off by what the error of the output,
     which was judged before it, makes of delta: FlashAttention takes delta of the rounded output, plain PyTorch
-    does not, and it shows where a row sees next to nothing. `shares` says, by name, what the rounding of the
-    ranks' shares of a sum may add.
+    does not, and it shows where a row sees next to nothing. The same holds for the rounding of delta itself, a sum of
+    products in the accumulator: it is all there is of dS where a row sees one key. `shares` says, by name, what the
+    rounding of the ranks' shares of a sum may add.
     """
     dtype = leaves["q"].dtype
     exact = as_dtype(leaves, torch.float64)
@@ -173,9 +188,12 @@ def check(
 
 
 def _by_delta(out: Tensor, want: dict[str, Tensor], case: Case, exact: dict[str, Tensor]) -> dict[str, float]:
-    """The largest change of each gradient that this output makes by delta; gradients are linear in delta."""
-    dout, _ = upstream(want["out"], want["lse"])
-    off = ((out.double() - want["out"]) * dout).sum(-1).transpose(1, 2).contiguous()
+    """The largest change of each gradient that this output, and rounding, make by delta; gradients are linear in it."""
+    dout, _ = upstream(want["out"], want["lse"], case)
+    rounding = DELTA_UNITS * torch.finfo(accumulator_dtype(out.dtype)).eps
+    off = ((out.double() - want["out"]) * dout).sum(-1)
+    off += torch.copysign(rounding * (want["out"] * dout).abs().sum(-1), off)
+    off = off.transpose(1, 2).contiguous()
     inputs = {name: x.detach() for name, x in exact.items()}
     x = local.inputs(inputs["q"], inputs["k"], inputs["v"], case.mask, case.features(inputs), case.q_offset)
     rows = Rows(want["out"], torch.zeros_like(dout), want["lse"], off)

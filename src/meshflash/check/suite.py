@@ -1,11 +1,10 @@
-"""What is checked: schedules, layouts, mask families and features with each other, or at random."""
+"""What is checked: schedules, layouts, mask families and features with each other. Cases at random: `fuzz`."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from meshflash.check.oracle import Case
 from meshflash.check.spread import Item
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.schedules.registry import home, parse
+from meshflash.schedules.registry import home
 
 #: As many tokens as no number of ranks divides.
 TOKENS = 37
@@ -92,59 +91,3 @@ def everything(
                 )
             )
     return out
-
-
-def at_random(
-    schedules: Sequence[str], world: int, count: int, seed: int, device: str = "cpu", transport: str = "auto"
-) -> Iterator[Check]:
-    """So many checks, the same ones for the same seed."""
-    draw = random.Random(seed)
-    for _ in range(count):
-        tokens = draw.choice((1, 2, 3, 5, 7, draw.randint(8, 64), draw.randint(8, 64), draw.randint(64, 150)))
-        mask, feature, layout = draw.choice(list(MASKS)), draw.choice(list(FEATURES)), draw.choice(list(LAYOUTS))
-        case = replace(Case(MASKS[mask](tokens), tokens=tokens), **FEATURES[feature])
-        if "row" not in mask and mask != "padding":
-            case = replace(case, batch=draw.randint(1, 3))
-        kv_heads = draw.randint(1, 4)
-        case = replace(case, heads=kv_heads * draw.choice((1, 2, 3, 4)), kv_heads=kv_heads)
-        lse_gradient, sinks = draw.random() < 0.2, draw.random() < 0.2
-        case = replace(case, lse_gradient=case.lse_gradient or lse_gradient, sinks=case.sinks or sinks)
-        held = LAYOUTS[layout](tokens, world)
-        if draw.random() < 0.2:
-            held = _scattered(draw, tokens, world)
-            layout = "scattered"
-        dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
-        reduce = torch.bfloat16 if dtype == torch.bfloat16 and draw.random() < 0.3 else None
-        schedule = _varied(draw, draw.choice(list(schedules)), world)
-        item = Item(case, schedule, world, dtype, held, reduce_dtype=reduce, device=device, transport=transport)
-        yield Check(layout, mask, feature, item)
-
-
-def _varied(draw: random.Random, schedule: str, world: int) -> str:
-    """A schedule with some options, where it was given without: numbers up to the ranks, names of other schedules."""
-    found, _ = parse(schedule)
-    if "(" in schedule and found.name != "hybrid":
-        return schedule
-    inner = draw.choice([n for n in range(1, world + 1) if world % n == 0])
-    rings = ("ring", "zigzag", "striped", "allgather", "ringx1", "ringx3", "ringx4", "double_ring")
-    values = {
-        "inner": inner,
-        "ring": draw.choice(rings),
-        "turned": draw.random() < 0.5,
-        "rounds": draw.randint(1, 3),
-        "head_stride": draw.randint(0, 2),
-        "chunks": draw.randint(1, 3),
-    }
-    options = [f"{key}={values.get(key, default)}" for key, default in found.options]
-    return f"{found.name}({', '.join(options)})" if options else found.name
-
-
-def _scattered(draw: random.Random, tokens: int, world: int) -> Layout:
-    """Runs of tokens, dealt out to ranks at random; some ranks may get none."""
-    cuts = sorted({0, tokens, *(draw.randint(0, tokens) for _ in range(2 * world))})
-    held: list[list[range]] = [[] for _ in range(world)]
-    for begin, end in pairwise(cuts):
-        held[draw.randrange(world)].append(range(begin, end))
-    for runs in held:
-        draw.shuffle(runs)
-    return Layout(tuple(tuple(runs) for runs in held))

@@ -11,14 +11,25 @@ from meshflash.cli.ranks import Nproc, rerun
 
 
 def command(
-    world: Annotated[int, typer.Option("--world", "-n", min=1, max=16, help="Ranks, each a process.")] = 4,
+    world: Annotated[
+        int | None,
+        typer.Option("--world", "-n", min=1, max=16, help="Ranks, each a process: 4, and 2, 3 and 4 for --fuzz."),
+    ] = None,
     schedule: Annotated[list[str], typer.Option(help="A schedule, with its options; repeat. All by default.")] = [],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="Own layouts, some masks, features by turns.")] = False,
-    fuzz: Annotated[int, typer.Option(min=0, help="So many cases at random instead.")] = 0,
+    fuzz: Annotated[int, typer.Option(min=0, help="Run this many cases at random instead; goes on from --output.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Of the cases at random.")] = 0,
+    case: Annotated[str, typer.Option(help="Run these cases of --fuzz again, such as 12 or 3-7.")] = "",
+    threads: Annotated[
+        bool | None, typer.Option("--threads/--no-threads", help="Whether cases at random use threads.")
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds after which a case at random is missed.")] = 60.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a campaign of --fuzz anew.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda; ranks share GPUs where there are more of them.")] = "cpu",
     transport: Annotated[str, typer.Option(help="As in attention.")] = "auto",
-    output: Annotated[Path | None, typer.Option(help="JSON report to write.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON report to write; of --fuzz, fuzz-seedS.json by default.")
+    ] = None,
     nproc: Nproc = 1,
 ) -> None:
     """Check every schedule, layout, mask family and feature over ranks: forward and gradients against float64.
@@ -32,26 +43,38 @@ def command(
     from meshflash.bench import record, tables
     from meshflash.bench.cases import pick_device
     from meshflash.check import run, suite
+    from meshflash.check.campaign import numbers_of
+    from meshflash.cli import check_fuzz
     from meshflash.job import init, shutdown
     from meshflash.launch.launchers import detect
     from meshflash.schedules.registry import over_lines, parse
     from meshflash.transport.choice import check as check_transport
 
-    here = init() if detect().world_size > 1 else None
-    world = here.world_size if here else world
-    console = Console(quiet=bool(here and here.rank))
-    chosen = tuple(schedule) or over_lines(world)
     try:
         pick_device(device)
         check_transport(transport)
-        for name in chosen:
+        for name in schedule:
             parse(name)
+        cases = numbers_of(case)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    by = (device, transport)
-    checks = (
-        list(suite.at_random(chosen, world, fuzz, seed, *by)) if fuzz else suite.everything(chosen, world, quick, *by)
-    )
+    here = init() if detect().world_size > 1 else None
+    console = Console(quiet=bool(here and here.rank))
+    if fuzz or cases:
+        ranks = here.world_size if here else world
+        settings = check_fuzz.settings_of(seed, ranks, schedule, device, transport, threads)
+        if cases:
+            if here:
+                raise typer.BadParameter("start it without a launcher; -n gives the ranks", param_hint="--case")
+            check_fuzz.again(console, settings, cases, limit)
+        else:
+            check_fuzz.fuzz(console, settings, fuzz, output, fresh, limit, here)
+        if here:
+            shutdown()
+        return
+    world = here.world_size if here else world or 4
+    chosen = tuple(schedule) or over_lines(world)
+    checks = suite.everything(chosen, world, quick, device, transport)
     with console.status(f"{len(checks)} checks over {world} ranks") as status:
         listen = lambda text: status.update(f"check {text} over {world} ranks")  # noqa: E731
         verdicts = run.run_here(checks, here, listen) if here else run.run(checks, world, listen)

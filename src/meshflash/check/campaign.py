@@ -1,0 +1,281 @@
+"""A campaign of cases at random over several worlds: what is left to do, ranks that are started again, and a record.
+
+The record is one small file, replaced as a whole every few seconds, from which an interrupted campaign goes on: the
+numbers of the cases that are done, and counts of what became of them. Misses alone are kept one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as _distributed
+
+from meshflash.check.fuzz import Settings, derive
+from meshflash.check.scenario import Begun, Failed, Judged, kind_of, run_cases
+from meshflash.launch.mps import variables
+from meshflash.launch.processes import RankError, run_ranks
+from meshflash.launch.world import World
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+#: Of the record; another one is not gone on with.
+FORMAT = 1
+#: Seconds that a case may take on any rank, start of the machine's other work included.
+LIMIT = 60.0
+#: Cases after which ranks are started anew, all worlds together.
+ROUND = 1500
+#: Seconds between two writes of the record.
+WRITE_EVERY = 5.0
+#: Letters of a message that are kept: the end of a traceback says most.
+KEPT = 3000
+OUTCOMES = ("right", "refused", "missed")
+#: What of a record's header must be the same for a campaign to go on: counts of two programs are no counts.
+SAME = ("machine", "versions", "commit")
+
+
+class RecordError(ValueError):
+    """A record that this campaign cannot go on with; the message says why, and what to do."""
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers as text, in spans.
+
+    >>> spans([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    out: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if out and number == out[-1][1] + 1:
+            out[-1][1] = number
+        else:
+            out.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in out)
+
+
+def numbers_of(text: str) -> list[int]:
+    """The numbers of a text of spans, in its order.
+
+    >>> numbers_of("5,0-2")
+    [5, 0, 1, 2]
+    """
+    out: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        try:
+            out += range(int(first), int(last or first) + 1)
+        except ValueError:
+            raise ValueError(f"{text!r}: expected numbers of cases, such as 12 or 3-7 or 12,3-7") from None
+    return out
+
+
+@dataclass
+class Record:
+    """What became of the cases so far."""
+
+    settings: Settings
+    header: dict[str, Any] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    refusals: dict[str, int] = field(default_factory=dict)
+    dimensions: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    largest_error: dict[str, Any] = field(default_factory=dict)
+    misses: list[dict[str, Any]] = field(default_factory=list)
+    #: The first case of the ranks that run now.
+    started_at: int = 0
+
+    def add(self, verdict: Judged) -> None:
+        """Count a case, once."""
+        if verdict.number in self.done:
+            return
+        self.done.add(verdict.number)
+        self.outcomes[verdict.outcome] += 1
+        for outcome, count in verdict.calls.items():
+            self.calls[outcome] += count
+        for refusal in verdict.refusals:
+            self.refusals[kind_of(refusal)] = self.refusals.get(kind_of(refusal), 0) + 1
+        for name, values in verdict.dimensions.items():
+            for value in values:
+                counts = self.dimensions.setdefault(name, {}).setdefault(value, dict.fromkeys(OUTCOMES, 0))
+                counts[verdict.outcome] += 1
+        if verdict.share > self.largest_error.get("of allowed", 0.0):
+            self.largest_error = {"of allowed": verdict.share, "of": verdict.worst, "case": verdict.number}
+        if verdict.outcome == "missed":
+            miss = {
+                "case": verdict.number,
+                "message": verdict.message,
+                "rerun": self.settings.rerun(str(verdict.number)),
+            }
+            if verdict.number != self.started_at:  # what ranks had done before may matter
+                miss["rerun with those before"] = self.settings.rerun(f"{self.started_at}-{verdict.number}")
+            self.misses.append(miss)
+
+    @property
+    def refused_share(self) -> float:
+        """The share of calls that were refused: refusals check little."""
+        return self.calls["refused"] / max(1, sum(self.calls.values()))
+
+    def write(self, path: Path) -> None:
+        """Replace the file as a whole: whoever is killed leaves the last one or this one."""
+        sorted_dimensions = {name: dict(sorted(values.items())) for name, values in sorted(self.dimensions.items())}
+        said = {
+            "format": FORMAT,
+            "header": self.header,
+            "settings": asdict(self.settings),
+            "cases": len(self.done),
+            "done": spans(self.done),
+            "seconds": round(self.seconds, 1),
+            "outcomes": self.outcomes,
+            "calls": self.calls,
+            "refused share": round(self.refused_share, 4),
+            "refusals": self.refusals,
+            "largest error": self.largest_error,
+            "misses": self.misses,
+            "dimensions": sorted_dimensions,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(said, indent=1) + "\n")
+        beside.replace(path)
+
+
+def go_on(path: Path, settings: Settings, header: dict[str, Any]) -> Record:
+    """The record of a file, to go on with; RecordError where it is of another campaign, or no record at all."""
+    remedy = "give another --output, or --fresh to begin anew"
+    try:
+        said = json.loads(path.read_text())
+        if said["format"] != FORMAT:
+            raise RecordError(f"{path} has format {said['format']}, expected {FORMAT}; {remedy}")
+        now, then = asdict(settings), said["settings"]
+        for name, value in now.items():
+            value = list(value) if isinstance(value, tuple) else value
+            if then[name] != value:
+                raise RecordError(f"{path} is of {name}={then[name]!r}, not {value!r}; {remedy}")
+        for name in SAME:
+            if said["header"][name] != header[name]:
+                raise RecordError(f"{path}: its {name} is {said['header'][name]}, here it is {header[name]}; {remedy}")
+        return Record(
+            *(settings, header, set(numbers_of(said["done"])), said["seconds"], said["outcomes"], said["calls"]),
+            *(said["refusals"], said["dimensions"], said["largest error"], said["misses"]),
+        )
+    except RecordError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path} is no record of `meshflash check --fuzz`: {error}; {remedy}") from error
+
+
+class Campaign:
+    """Cases that run over ranks of this machine, and their record, written to `path` where there is one."""
+
+    def __init__(self, record: Record, path: Path | None, say: Callable[[str], None], limit: float = LIMIT) -> None:
+        self.record, self.settings, self.path, self.limit = record, record.settings, path, limit
+        self._say = say
+        self._total = 0
+        self._begun_with = len(record.done)
+        self._clock = self._written = self._start = time.monotonic()
+
+    def run(self, numbers: Sequence[int]) -> None:
+        """Run the cases that are not done yet; a case that fails or hangs is missed, and the others go on."""
+        self._total = len(set(numbers) | self.record.done)
+        todo = [number for number in numbers if number not in self.record.done]
+        try:
+            for first in range(0, len(todo), ROUND):
+                for world in self.settings.worlds:
+                    own = [n for n in todo[first : first + ROUND] if self.settings.world(n) == world]
+                    while own := [n for n in own if n not in self.record.done]:
+                        self._over_ranks(world, own)
+        finally:
+            self._write()
+
+    def run_here(self, numbers: Sequence[int], here: World) -> None:
+        """The same as a rank of the default process group, whose ranks all call it; rank 0 keeps the record.
+
+        A case that fails or hangs ends the job there.
+        """
+        todo = [[number for number in numbers if number not in self.record.done]]
+        dist.broadcast_object_list(todo, 0)  # what is done stands in the record of rank 0
+        self._total = len(set(numbers) | self.record.done)
+        try:
+            with tempfile.TemporaryDirectory(prefix="meshflash-fuzz-") as folder:
+                ranks = (here.rank, here.world_size)
+                run_cases(*ranks, self._take, self.settings, todo[0], self.limit, folder, here.local_rank)
+        finally:
+            self._write()
+
+    def _take(self, told: Any) -> None:
+        """Take what a rank tells into the record."""
+        if isinstance(told, Judged):
+            self.record.add(told)
+            done, counts = len(self.record.done), self.record.outcomes
+            rate = 60 * (done - self._begun_with) / max(1e-3, time.monotonic() - self._start)
+            self._say(
+                f"{done} of {self._total or done} cases, {counts['missed']} missed, {counts['refused']} refused, "
+                f"{rate:.0f} a minute"
+            )
+            if time.monotonic() - self._written > WRITE_EVERY:
+                self._write()
+
+    def _over_ranks(self, world: int, numbers: Sequence[int]) -> None:
+        """Run cases in fresh ranks, as far as they come: the one that ends them is missed."""
+        self.record.started_at = numbers[0]
+        begun: list[int] = []
+        failures: list[Failed] = []
+
+        def listen(told: Any) -> None:
+            if isinstance(told, Begun):
+                begun.append(told.number)
+            elif isinstance(told, Failed):
+                failures.append(told)
+            self._take(told)
+
+        with tempfile.TemporaryDirectory(prefix="meshflash-fuzz-") as folder:
+            try:
+                arguments = (self.settings, list(numbers), self.limit, folder)
+                # a rank that waits in vain for another says so before its case is too late
+                wait = os.environ.get("MESHFLASH_TIMEOUT") or str(max(1.0, self.limit / 2))
+                with variables(MESHFLASH_TIMEOUT=wait):
+                    run_ranks(world, run_cases, *arguments, timeout=60.0 + self.limit * len(numbers), listen=listen)
+            except RankError as error:
+                if not begun:
+                    raise  # ranks do not even start
+                number = failures[0].number if failures else max(begun, key=list(numbers).index)
+                self._miss(number, failures, str(error), Path(folder))
+
+    def _miss(self, number: int, failures: Sequence[Failed], error: str, folder: Path) -> None:
+        """Count a case as missed that did not come to a verdict."""
+        if failures:
+            first = failures[0]
+            message = f"rank {first.rank} raised: {first.message[-KEPT:]}"
+        else:
+            stacks = [f"rank {path.stem.removeprefix('rank')}: {path.read_text()}" for path in sorted(folder.iterdir())]
+            hung = any("Timeout" in stack for stack in stacks)
+            message = f"it took more than {self.limit:g} s\n" if hung else f"{error[-KEPT:]}\n"
+            message += "\n".join(_innermost(stack) for stack in stacks if "File" in stack)
+        case = derive(self.settings, number)
+        self.record.add(Judged(number, "missed", {"missed": len(case.calls)}, case.dimensions, message=message))
+        self._write()
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        self.record.seconds += now - self._clock
+        self._clock = self._written = now
+        if self.path is not None:
+            self.record.write(self.path)
+
+
+def _innermost(stack: str, frames: int = 8) -> str:
+    """A stack as far as its innermost frames of each thread."""
+    out, seen = [], 0
+    for line in stack.splitlines():
+        seen = 0 if "Thread" in line else seen + 1
+        if seen <= frames and line.strip():
+            out.append(line)
+    return "\n".join(out[: 4 * frames])

@@ -1,0 +1,278 @@
+"""What a rank does with cases at random: their steps in their order, in threads where a case has several.
+
+Ranks take turns at judging, so that one compares results with the oracle while the others go on. A rank that takes
+longer for a case than it may ends itself, with the stacks of its threads in a file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as _distributed
+
+from meshflash.check.fuzz import Call, Does, FuzzCase, Group, Settings, derive
+from meshflash.check.oracle import check
+from meshflash.check.run import UNITS
+from meshflash.check.spread import Result, Run, check_moved, share_rounding, whole
+from meshflash.engine.membership import DisagreementError
+from meshflash.launch.devices import take_device
+from meshflash.launch.processes import Tell
+
+#: What became of one call on one rank: its results, or why it was refused.
+Part = Result | str
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A rank begins with a case."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank left a case by an error that is no refusal."""
+
+    number: int
+    rank: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a case: "right", "refused" or "missed", and of its calls.
+
+    `share` is the largest error of all its results, as a share of the error that it may have. `refusals` are the
+    messages of refused calls.
+    """
+
+    number: int
+    outcome: str
+    calls: dict[str, int]
+    dimensions: dict[str, tuple[str, ...]]
+    share: float = 0.0
+    worst: str = ""
+    message: str = ""
+    refusals: tuple[str, ...] = ()
+
+
+@dataclass
+class Groups:
+    """The process groups and meshes of this rank, made when they are first needed and kept."""
+
+    rank: int
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    def make(self, group: Group, device: str) -> None:
+        """Make a group that is not there yet; all ranks of the world come to it, in the same order.
+
+        Not by local synchronization: torch names such a group by its ranks, and one that is made again after it was
+        destroyed finds what the first one left in the store.
+        """
+        if group.kind in ("none", "world") or group in self.made:
+            return
+        if group.kind == "mesh":
+            names = ("outer", "inner")[-len(group.shape) :]
+            self.made[group] = dist.init_device_mesh(device, group.shape, mesh_dim_names=names)
+        else:
+            self.made[group] = dist.new_group(list(group.ranks))
+
+    def of(self, group: Group) -> tuple[int, Any, Any]:
+        """(rank in it, process group, what to pass as `mesh`) of a group that this rank is in."""
+        place = group.ranks.index(self.rank)
+        if group.kind == "none":
+            return place, None, None
+        if group.kind == "world":
+            return place, dist.group.WORLD, None
+        found = self.made[group]
+        if group.kind == "mesh":
+            return place, dist.group.WORLD if len(group.shape) == 2 else found.get_group(), found
+        return place, found, found
+
+    def leave(self, group: Group) -> None:
+        """Destroy a group that was for one case alone."""
+        if group.kind == "new group" and (found := self.made.pop(group, None)) and self.rank in group.ranks:
+            dist.destroy_process_group(found)
+
+
+def run_cases(
+    rank: int,
+    world: int,
+    tell: Tell,
+    settings: Settings,
+    numbers: Sequence[int],
+    limit: float,
+    folder: str,
+    local_rank: int | None = None,
+) -> None:
+    """One rank's part of these cases; tells when it begins one, and what becomes of those that it judges.
+
+    With a local rank it is a rank of a job that others started: then rank 0 alone judges.
+    """
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch, on CPUs without bfloat16
+    if threading.current_thread() is threading.main_thread() and local_rank is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever is interrupted ends its ranks
+    groups = Groups(rank)
+    with (Path(folder) / f"rank{rank}.txt").open("w") as stacks:
+        for turn, number in enumerate(numbers):
+            faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
+            tell(Begun(number))
+            try:
+                case = derive(settings, number)
+                take_device(settings.device, rank if local_rank is None else local_rank)
+                mine = take_part(rank, case, groups, settings.threads)
+            except BaseException:
+                tell(Failed(number, rank, traceback.format_exc()))
+                raise
+            judge = turn % world if local_rank is None else 0
+            parts: list[Any] | None = [None] * world if rank == judge else None
+            dist.gather_object(mine, parts, judge)
+            if parts is not None:
+                tell(judged(case, parts))
+        faulthandler.cancel_dump_traceback_later()
+
+
+def take_part(rank: int, case: FuzzCase, groups: Groups, threads: bool) -> dict[int, Part]:
+    """A rank's parts of the calls that it takes part in, by the number of the call."""
+    mine = {n: call for n, call in enumerate(case.calls) if rank in call.group.ranks}
+    alone = case.threads == 1 or not threads
+    together = any(does == "backward of all" for does, _ in case.steps)
+    runs: dict[int, Run] = {}
+    for call in case.calls:
+        groups.make(call.group, call.item.device)
+    for n, call in mine.items():
+        place, group, mesh = groups.of(call.group)
+        runs[n] = Run(place, group, call.item, mesh, count=alone)
+    refused: dict[int, str] = {}
+    if alone:
+        _take_steps(case.steps, mine, runs, refused)
+    else:
+        _in_threads(case, mine, runs, refused)
+    out: dict[int, Part] = {}
+    for n, run in runs.items():
+        out[n] = refused.get(n, "") or run.result
+    if together:
+        for n in out.keys() - refused.keys():
+            runs[n].moved.pop("backward", None)
+    for call in case.calls:
+        groups.leave(call.group)
+    return out
+
+
+def _take_steps(
+    steps: Sequence[tuple[Does, int]], mine: dict[int, Call], runs: dict[int, Run], refused: dict[int, str]
+) -> None:
+    """Take the steps of calls in which this rank takes part. A refusal is noted, and its call left out from there."""
+    for does, n in steps:
+        if does == "backward of all":
+            _backward_of_all([run for m, run in runs.items() if m not in refused])
+        elif n not in mine or n in refused:
+            continue
+        elif does == "backward":
+            runs[n].backward()
+        else:
+            try:
+                runs[n].forward(mine[n].mode)
+            except DisagreementError:
+                raise  # all ranks derive the same case
+            except ValueError as error:
+                refused[n] = str(error) or type(error).__name__
+
+
+def _backward_of_all(runs: Sequence[Run]) -> None:
+    """One backward through the graphs of all calls."""
+    outputs, gradients, leaves = [], [], []
+    watched = [run for run in runs if run.leaves]
+    for run in watched:
+        own = run.upstream()
+        outputs += own[0]
+        gradients += own[1]
+        leaves += list(run.leaves.values())
+    found = list(torch.autograd.grad(outputs, leaves, gradients)) if watched else []
+    for run in watched:
+        run.keep([found.pop(0) for _ in run.leaves])
+
+
+def _in_threads(case: FuzzCase, mine: dict[int, Call], runs: dict[int, Run], refused: dict[int, str]) -> None:
+    """The same, with a thread for each of the case's; the first error of any of them is raised here."""
+    errors: list[BaseException] = []
+
+    def work(thread: int) -> None:
+        try:
+            own = {n: call for n, call in mine.items() if call.thread == thread}
+            _take_steps([step for step in case.steps if step[1] in own], own, runs, refused)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in sorted({c.thread for c in mine.values()})]
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers) and not errors:  # one that failed is not waited for
+        for worker in workers:
+            worker.join(0.02)
+    if errors:
+        raise errors[0]
+
+
+def judged(case: FuzzCase, parts: Sequence[dict[int, Part]]) -> Judged:
+    """Hold every call of a case to the oracle and to the verifier's count of bytes."""
+    counts = {"right": 0, "refused": 0, "missed": 0}
+    messages, refusals = [], []
+    share, worst = 0.0, ""
+    for n, call in enumerate(case.calls):
+        own = [parts[rank][n] for rank in call.group.ranks]
+        said = [part for part in own if isinstance(part, str)]
+        if len(said) == len(own):
+            counts["refused"] += 1
+            refusals.append(said[0])
+            continue
+        try:
+            if said:
+                raise AssertionError(f"refused by some ranks alone: {said[0]}")
+            found = _judge_call(call, [part for part in own if not isinstance(part, str)])
+        except (AssertionError, ValueError) as error:
+            counts["missed"] += 1
+            messages.append(f"call {n} of {len(case.calls)}: {error}")
+            continue
+        counts["right"] += 1
+        share, worst = max((share, worst), found)
+    outcome = "missed" if counts["missed"] else "refused" if counts["refused"] else "right"
+    return Judged(
+        *(case.number, outcome, counts, case.dimensions, share, worst, "; ".join(messages)), refusals=tuple(refusals)
+    )
+
+
+def _judge_call(call: Call, parts: Sequence[Result]) -> tuple[float, str]:
+    """The largest error of a call as a share of what it may be, and whose; AssertionError where one is larger."""
+    item = call.item
+    results = [part[0] for part in parts]
+    expected = {"out", *(("lse",) if item.lse else ())}
+    leaves = item.case.inputs(item.dtype, seed=item.values)
+    if call.mode == "grad":
+        expected |= {f"d{name}" for name in leaves if name not in item.frozen}
+    if any(result.keys() != expected for result in results):
+        raise AssertionError(f"ranks returned {[sorted(result) for result in results]}, expected {sorted(expected)}")
+    errors = check(whole(item, results), item.case, leaves, UNITS, share_rounding(results))
+    check_moved(item, [part[1] for part in parts])
+    name = max(errors, key=lambda name: errors[name].error / errors[name].allowed)
+    return errors[name].error / errors[name].allowed, name
+
+
+def kind_of(refusal: str) -> str:
+    """A refusal without its numbers, to count those of a kind.
+
+    >>> kind_of("heads=6 over 4 ranks: not a multiple")
+    'heads=# over # ranks: not a multiple'
+    """
+    return re.sub(r"\d+(\.\d+)?", "#", refusal)[:160]

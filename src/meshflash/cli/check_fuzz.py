@@ -1,0 +1,139 @@
+"""`meshflash check --fuzz N` and `--case NUMBER`: a campaign of cases at random, and any of its cases again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshflash.check.campaign import Record
+    from meshflash.check.fuzz import Settings
+    from meshflash.launch.world import World
+
+#: Seconds between two lines of progress where there is no terminal.
+LINE_EVERY = 60.0
+#: Misses that are printed.
+SHOWN = 10
+
+
+def settings_of(
+    seed: int, world: int | None, schedules: Sequence[str], device: str, transport: str, threads: bool | None
+) -> Settings:
+    """What the cases are derived from."""
+    from meshflash.check.fuzz import THREADS, WORLDS, Settings
+
+    worlds = WORLDS if world is None else (world,)
+    return Settings(seed, worlds, tuple(schedules), device, transport, THREADS if threads is None else threads)
+
+
+def fuzz(
+    console: Console, settings: Settings, count: int, output: Path | None, fresh: bool, limit: float, here: World | None
+) -> None:
+    """Run the cases of a campaign that are not in its record yet, and show all of it; exit with 1 after a miss."""
+    from meshflash.bench import record as records
+    from meshflash.check.campaign import Campaign, Record, RecordError, go_on
+
+    path = output or Path(f"fuzz-seed{settings.seed}.json")
+    header = records.header(records.command_line())
+    record = Record(settings, header)
+    keeps = here is None or here.rank == 0
+    if keeps and path.exists() and not fresh:
+        try:
+            record = go_on(path, settings, header)
+        except RecordError as error:
+            raise typer.BadParameter(str(error), param_hint="--output") from error
+        console.print(f"{path}: {len(record.done)} cases are done; --fresh to begin anew", soft_wrap=True)
+    if keeps:
+        try:
+            record.write(path)  # before the work: a path that cannot be written is known now
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint="--output") from error
+    with console.status("starting") as status:
+        campaign = Campaign(record, path if keeps else None, _progress(console, status.update), limit)
+        try:
+            if here:
+                campaign.run_here(range(count), here)
+            else:
+                campaign.run(range(count))
+        except KeyboardInterrupt:
+            console.print(f"interrupted after {len(record.done)} cases: the same command goes on from {path}")
+            raise typer.Exit(130) from None
+    if keeps:
+        _show(console, record)
+        console.print(f"written: {path}", soft_wrap=True)
+        _end(console, record)
+
+
+def again(console: Console, settings: Settings, numbers: Sequence[int], limit: float) -> None:
+    """Run cases of a campaign again, in their order in the same ranks; exit with 1 after a miss."""
+    from meshflash.check.campaign import Campaign, Record
+    from meshflash.check.fuzz import derive
+
+    for number in numbers[:SHOWN]:
+        for line in derive(settings, number).describe():
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    record = Record(settings)
+    with console.status("starting") as status:
+        Campaign(record, None, status.update, limit).run(numbers)
+    for refusal, count in record.refusals.items():
+        console.print(f"refused: {count} x {refusal}", soft_wrap=True, markup=False)
+    _end(console, record)
+
+
+def _progress(console: Console, update: Callable[[str], None]) -> Callable[[str], None]:
+    """Say how far a campaign is: all the time on a terminal, now and then elsewhere."""
+    last = [time.monotonic()]
+
+    def say(text: str) -> None:
+        update(f"fuzz: {text}")
+        if not console.is_terminal and time.monotonic() - last[0] > LINE_EVERY:
+            last[0] = time.monotonic()
+            console.print(text)
+
+    return say
+
+
+def _show(console: Console, record: Record) -> None:
+    """Counts by schedule, by each other dimension in a line, and what was refused."""
+    from rich.table import Table
+
+    table = Table("schedule", "right", "refused", "missed", title="cases that call it", title_justify="left")
+    for name, counts in sorted(record.dimensions.get("schedule", {}).items()):
+        table.add_row(name, *(str(counts[outcome]) for outcome in ("right", "refused", "missed")))
+    console.print(table)
+    for name, values in sorted(record.dimensions.items()):
+        if name != "schedule":
+            told = ", ".join(f"{value} {_count(counts)}" for value, counts in sorted(values.items()))
+            console.print(f"{name}: {told}", soft_wrap=True, highlight=False, markup=False)
+    for refusal, number in sorted(record.refusals.items(), key=lambda pair: -pair[1])[:SHOWN]:
+        console.print(f"refused: {number} x {refusal}", soft_wrap=True, markup=False)
+    console.print(f"refused: {record.refused_share:.1%} of {sum(record.calls.values())} calls")
+    if record.largest_error:
+        largest = record.largest_error
+        console.print(f"largest error: {largest['of allowed']:.2f} of allowed, {largest['of']}, case {largest['case']}")
+    console.print(f"seed {record.settings.seed}, {record.seconds / 60:.1f} minutes")
+
+
+def _count(counts: dict[str, Any]) -> str:
+    missed = f" ({counts['missed']} missed)" if counts["missed"] else ""
+    return f"{sum(counts.values())}{missed}"
+
+
+def _end(console: Console, record: Record) -> None:
+    """The last lines, and the exit code."""
+    for miss in record.misses[:SHOWN]:
+        console.print(f"missed: case {miss['case']}: {miss['message']}", soft_wrap=True, markup=False)
+        console.print(f"  again: {miss['rerun']}", soft_wrap=True, highlight=False, markup=False)
+        if before := miss.get("rerun with those before"):
+            console.print(f"  with what its ranks ran before: {before}", soft_wrap=True, highlight=False, markup=False)
+    done = len(record.done)
+    if record.misses:
+        console.print(f"{len(record.misses)} of {done} cases missed")
+        raise typer.Exit(1)
+    console.print(f"{done} cases, none missed")

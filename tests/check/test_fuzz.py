@@ -1,0 +1,370 @@
+"""`meshflash check --fuzz`: cases go by seed and number, wrong results are missed, and a campaign goes on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshflash.check import campaign, fuzz, scenario
+from meshflash.check.campaign import Campaign, Record, RecordError, go_on
+from meshflash.check.fuzz import Settings, derive
+from meshflash.check.oracle import Case, check, gradients
+from meshflash.check.scenario import Begun, Failed, Judged
+from meshflash.check.spread import restride
+from meshflash.cli import app
+from meshflash.kernels.tiled import Tiled
+from meshflash.launch.processes import RankError
+
+HEADER = {"machine": {"cores": 2}, "versions": {"meshflash": "1"}, "commit": "abc"}
+
+
+def test_a_case_depends_on_its_seed_and_number_alone():
+    settings = Settings(seed=5)
+    cases = {number: derive(settings, number) for number in range(30)}
+    for number in reversed(cases):
+        assert derive(Settings(seed=5), number) == cases[number]
+    assert derive(Settings(seed=6), 7) != cases[7]
+    assert [cases[n].world for n in range(6)] == [2, 3, 4, 2, 3, 4]
+    one = [derive(Settings(seed=5, worlds=(3,)), n) for n in range(5)]
+    assert {case.world for case in one} == {3}
+
+
+def test_every_dimension_is_varied():
+    seen: dict[str, set[str]] = {}
+    for number in range(300):
+        for name, values in derive(Settings(seed=1, threads=True), number).dimensions.items():
+            seen.setdefault(name, set()).update(values)
+    assert seen["dtype"] == {"float64", "float32", "bfloat16", "float16"}
+    for name in ("q", "k", "v", "dout"):
+        assert seen[f"strides of {name}"] == {"contiguous", "transposed", "sliced", "stepped", "expanded"}
+    assert seen["autograd"] == {"grad", "no_grad", "inference_mode"}
+    assert seen["LSE gradient"] == {"yes", "no"}
+    assert {"q+k+v", "q", "k", "v", "no q, k, v"} <= seen["gradients"]
+    assert seen["pattern"] == {"single", "repeated", "mixed", "threads", "local threads"}
+    assert seen["order"] >= {"as called", "reversed", "shuffled", "together", "each backward at once"}
+    assert seen["groups"] >= {"world", "group", "new group", "disjoint groups", "overlapping groups", "mesh of 2 dims"}
+    assert {"flash_attention", "ring", "ulysses", "hybrid", "double_ring"} <= seen["schedule"]
+    assert seen["ranks"] == {"1", "2", "3", "4"}
+
+
+def test_calls_of_a_case_fit_their_groups():
+    for number in range(200):
+        case = derive(Settings(seed=2, threads=True), number)
+        for call in case.calls:
+            assert call.item.world == len(call.group.ranks) == len(set(call.group.ranks))
+            assert set(call.group.ranks) <= set(range(case.world))
+            held = sorted(n for ranges in call.item.q.ranges for r in ranges for n in r)
+            assert held == list(range(call.item.case.tokens))
+        forwards = [n for does, n in case.steps if does == "forward"]
+        assert forwards == list(range(len(case.calls)))
+        if dict(case.names)["pattern"] == "threads":  # a group is driven by one thread at a time
+            by_thread = [{c.group for c in case.calls if c.thread == thread} for thread in (0, 1)]
+            assert not by_thread[0] & by_thread[1]
+
+
+@pytest.mark.parametrize("how", ["contiguous", "transposed", "sliced", "stepped", "expanded"])
+def test_strides_change_no_value(how):
+    x = torch.randn(2, 5, 3, 4)
+    x[1] = x[0]
+    y = restride(x, how, (0,))
+    assert torch.equal(x, y)
+    assert y.is_contiguous() == (how == "contiguous")
+    assert (y.stride(0) == 0) == (how == "expanded")
+
+
+def test_a_gradient_that_is_truly_0_may_be_off_by_the_rounding_of_delta():
+    # a row that sees one key: dS is dP - delta, two roundings of the same number
+    case = Case(batch=3, tokens=1, heads=6, kv_heads=2, scale=0.4, softcap=3.0)
+    leaves = case.inputs(torch.float32, seed=824267725)
+    got = gradients(case.run(leaves), leaves, case)
+    errors = check(got, case, leaves, units=16)
+    assert 16 * torch.finfo(torch.float32).eps < errors["dq"].error <= errors["dq"].allowed < 1e-5
+    with pytest.raises(AssertionError, match="dq: error"):
+        check(got | {"dq": got["dq"] + 1e-5}, case, leaves, units=16)
+
+
+def test_rerun_commands_name_all_that_a_case_is_derived_from():
+    assert Settings(seed=3).rerun("7") == "meshflash check --case 7 --seed 3"
+    other = Settings(3, (2,), ("ring", "hybrid(inner=2)"), "cuda", "symmetric", not fuzz.THREADS)
+    assert other.rerun("7") == (
+        "meshflash check --case 7 --seed 3 -n 2 --schedule 'ring' --schedule 'hybrid(inner=2)' --device cuda "
+        f"--transport 'symmetric' --{'no-' * fuzz.THREADS}threads"
+    )
+
+
+def parts_of_cases(rank, world, group, settings, numbers):
+    """A rank's parts of some cases."""
+    told: list[object] = []
+    groups = scenario.Groups(rank)
+    for number in numbers:
+        case = derive(settings, number)
+        told.append(scenario.take_part(rank, case, groups, settings.threads))
+    return told
+
+
+SMALL = Settings(seed=4, worlds=(2,), schedules=("zigzag",))
+
+
+@pytest.fixture(scope="module")
+def some(pool):
+    """Cases of several calls with their parts, as two ranks made them."""
+    numbers = [n for n in range(60) if len(derive(SMALL, n).calls) > 1][:6]
+    told = pool.run(2, parts_of_cases, SMALL, numbers)
+    return [(derive(SMALL, n), [rank[i] for rank in told]) for i, n in enumerate(numbers)]
+
+
+def test_what_is_right_is_right(some):
+    for case, parts in some:
+        verdict = scenario.judged(case, parts)
+        assert (verdict.outcome, verdict.message) == ("right", "")
+        assert verdict.calls == {"right": len(case.calls), "refused": 0, "missed": 0}
+        assert 0 < verdict.share <= 1
+
+
+def test_wrong_results_of_any_call_are_missed(some):
+    found = 0
+    for case, parts in some[:4]:
+        for n, call in list(enumerate(case.calls))[-1:]:
+            rank = call.group.ranks[-1]
+            results, moved = parts[rank][n]
+            for name, x in results.items():
+                if not x.numel() or not x.double().abs().max() > 0.01:
+                    continue
+                wrong = [dict(part) for part in parts]
+                wrong[rank][n] = (results | {name: x * 1.05}, moved)
+                verdict = scenario.judged(case, wrong)
+                assert verdict.outcome == "missed", (case.number, n, name)
+                assert verdict.message.startswith(f"call {n} of {len(case.calls)}: {name}")
+                found += 1
+    assert found >= 8
+
+
+def test_results_of_the_call_before_missing_gradients_and_refusals_of_some_are_missed(some):
+    case, parts = next((case, parts) for case, parts in some if dict(case.names)["pattern"] == "repeated")
+    stale = [part | {1: part[0]} for part in parts]  # as a cache would that holds the first values
+    if case.calls[1].group == case.calls[0].group:
+        assert scenario.judged(case, stale).outcome == "missed"
+    rank = case.calls[0].group.ranks[0]
+    results, moved = parts[rank][0]
+    fewer = [dict(part) for part in parts]
+    fewer[rank][0] = ({name: x for name, x in results.items() if name != "out"}, moved)
+    assert "expected" in scenario.judged(case, fewer).message
+    fewer[rank][0] = "not here"
+    one_rank = len(case.calls[0].group.ranks) == 1
+    assert scenario.judged(case, fewer).outcome == ("refused" if one_rank else "missed")
+
+
+def verdict(number, outcome="right", message="", refusals=()):
+    counts = {"right": 0, "refused": 0, "missed": 0, outcome: 1}
+    return Judged(number, outcome, counts, {"world": ("2",)}, 0.5, "dq", message, refusals)
+
+
+def fake_ranks(monkeypatch, behave):
+    """Have `run_ranks` only tell; `behave(number)` gives what is told of a case, or raises."""
+    started = []
+
+    def run_ranks(world, function, settings, numbers, limit, folder, timeout, listen):
+        started.append((world, numbers))
+        for number in numbers:
+            listen(Begun(number))
+            listen(behave(number))
+
+    monkeypatch.setattr(campaign, "run_ranks", run_ranks)
+    return started
+
+
+def test_a_campaign_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    path, settings = tmp_path / "record.json", Settings(seed=9)
+
+    def interrupted(number):
+        if number == 7:
+            raise KeyboardInterrupt
+        return verdict(number)
+
+    fake_ranks(monkeypatch, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Campaign(Record(settings, HEADER), path, lambda text: None).run(range(12))
+    before = go_on(path, settings, HEADER)
+    assert before.done == {0, 3, 6, 9, 1, 4}  # those of two ranks, and of three as far as they came
+    started = fake_ranks(monkeypatch, lambda n: verdict(n, "refused", refusals=(f"heads={n} of 4: no",)))
+    Campaign(before, path, lambda text: None).run(range(12))
+    assert started == [(3, [7, 10]), (4, [2, 5, 8, 11])]
+    after = json.loads(path.read_text())
+    assert after["done"] == "0-11"
+    assert after["outcomes"] == {"right": 6, "refused": 6, "missed": 0}
+    assert after["refusals"] == {"heads=# of #: no": 6}
+    assert after["refused share"] == 0.5
+    assert after["settings"]["seed"] == 9
+    assert after["dimensions"]["world"]["2"] == {"right": 6, "refused": 6, "missed": 0}
+    assert os.listdir(tmp_path) == ["record.json"]
+
+
+@pytest.mark.parametrize("how", ["hangs", "raises"])
+def test_a_case_that_ends_its_ranks_is_missed_and_the_others_go_on(monkeypatch, how):
+    def behave(number):
+        if number == 4 and how == "hangs":
+            raise RankError("rank 1 died with exit code 1")
+        if number == 4:
+            raise AssertionError
+        return verdict(number)
+
+    started = fake_ranks(monkeypatch, behave)
+    if how == "raises":
+        told = campaign.run_ranks
+
+        def raising(world, function, settings, numbers, limit, folder, timeout, listen):
+            try:
+                told(world, function, settings, numbers, limit, folder, timeout, listen)
+            except AssertionError:
+                listen(Failed(4, 1, "KeyError: 'q'"))
+                listen(Begun(7))
+                raise RankError("rank 0 did not end") from None
+
+        monkeypatch.setattr(campaign, "run_ranks", raising)
+    record = Record(Settings(seed=9, worlds=(3,)), HEADER)
+    Campaign(record, None, lambda text: None).run(range(9))
+    assert [numbers[0] for _, numbers in started] == [0, 5]
+    assert record.done == set(range(9))
+    (miss,) = record.misses
+    assert miss["case"] == 4
+    assert ("KeyError" if how == "raises" else "exit code 1") in miss["message"]
+    assert miss["rerun"] == "meshflash check --case 4 --seed 9 -n 3"
+    assert miss["rerun with those before"] == "meshflash check --case 0-4 --seed 9 -n 3"
+
+
+def test_ranks_that_do_not_start_are_an_error(monkeypatch):
+    def run_ranks(*args, **kwargs):
+        raise RankError("rank 0 died with exit code 9")
+
+    monkeypatch.setattr(campaign, "run_ranks", run_ranks)
+    with pytest.raises(RankError, match="exit code 9"):
+        Campaign(Record(Settings(), HEADER), None, lambda text: None).run(range(3))
+
+
+def test_records_of_other_campaigns_are_refused(tmp_path):
+    path = tmp_path / "record.json"
+    Record(Settings(seed=1), HEADER, {0, 1}).write(path)
+    assert go_on(path, Settings(seed=1), HEADER).done == {0, 1}
+    with pytest.raises(RecordError, match=re.escape("seed=1, not 2; give another --output, or --fresh")):
+        go_on(path, Settings(seed=2), HEADER)
+    with pytest.raises(RecordError, match="worlds="):
+        go_on(path, Settings(seed=1, worlds=(2,)), HEADER)
+    with pytest.raises(RecordError, match="its versions is"):
+        go_on(path, Settings(seed=1), HEADER | {"versions": {"meshflash": "2"}})
+    path.write_text('{"rows": []}')
+    with pytest.raises(RecordError, match="no record of `meshflash check --fuzz`"):
+        go_on(path, Settings(seed=1), HEADER)
+    path.write_text("{")
+    with pytest.raises(RecordError, match="no record"):
+        go_on(path, Settings(seed=1), HEADER)
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    result = CliRunner().invoke(app, ["check", "--fuzz", "3", "--output", str(other)])
+    assert result.exit_code == 2
+    assert "no record" in result.output
+    assert other.read_text() == "[]"
+    result = CliRunner().invoke(app, ["check", "--case", "some"])
+    assert result.exit_code == 2
+    assert "12 or 3-7" in result.output
+
+
+def with_a_wrong_kernel(rank, world, group, settings, numbers, limit, folder):
+    """What a rank tells of cases while its kernel for CPUs makes dK a little too large."""
+    told: list[object] = []
+    right = Tiled.backward
+
+    def wrong(self, x, rows, grads=None):
+        made = right(self, x, rows, grads)
+        if x.q_BTHD.dtype == torch.float64:
+            made.dk_BSKD.mul_(1.001)
+        return made
+
+    Tiled.backward = wrong
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        scenario.run_cases(rank, world, told.append, settings, numbers, limit, folder)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        Tiled.backward = right
+    return told
+
+
+def test_a_wrong_kernel_is_found_and_its_cases_are_named(pool, monkeypatch, tmp_path):
+    def run_ranks(world, function, settings, numbers, limit, folder, timeout, listen):
+        for told in pool.run(world, with_a_wrong_kernel, settings, numbers, limit, folder):
+            for each in told:
+                listen(each)
+
+    monkeypatch.setattr(campaign, "run_ranks", run_ranks)
+    monkeypatch.chdir(tmp_path)
+    options = ["check", "-n", "2", "--fuzz", "24", "--seed", "6", "--schedule", "ring", "--no-threads"]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 1, result.output
+    record = json.loads((tmp_path / "fuzz-seed6.json").read_text())
+    assert record["done"] == "0-23"
+    assert record["outcomes"]["right"] > 5
+    assert len(record["misses"]) == record["outcomes"]["missed"] >= 1
+    for miss in record["misses"]:
+        case = derive(Settings(6, (2,), ("ring",)), miss["case"])
+        assert "float64" in case.dimensions["dtype"]
+        assert " dk: error" in miss["message"]
+        command = f"meshflash check --case {miss['case']} --seed 6 -n 2 --schedule 'ring'"
+        assert miss["rerun"] == command
+        assert f"again: {command}" in result.output
+    again = CliRunner().invoke(app, ["check", "--case", str(record["misses"][0]["case"]), *options[1:3], *options[5:]])
+    assert again.exit_code == 1
+    assert "1 of 1 cases missed" in again.output
+
+
+def run_command(folder, *options):
+    command = [sys.executable, "-m", "meshflash", "check", *options]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def done_in(path):
+    return len(campaign.numbers_of(json.loads(path.read_text())["done"])) if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_a_campaign_that_is_interrupted_and_killed_goes_on_to_its_end(tmp_path):
+    path = tmp_path / "fuzz-seed3.json"
+    options = ("--fuzz", "300", "--seed", "3")
+    for stop in (signal.SIGINT, signal.SIGKILL):
+        process = run_command(tmp_path, *options)
+        before, deadline = done_in(path), time.monotonic() + 240
+        while done_in(path) < before + 20 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        process.send_signal(stop)
+        output, _ = process.communicate(timeout=60)
+        assert before < done_in(path) < 300
+        if stop == signal.SIGINT:
+            assert process.returncode == 130
+            assert "the same command goes on" in output
+    before = done_in(path)
+    output, _ = (process := run_command(tmp_path, *options)).communicate(timeout=900)
+    assert process.returncode == 0, output
+    assert f"{before} cases are done" in output
+    assert "300 cases, none missed" in output
+    record = json.loads(path.read_text())
+    assert record["done"] == "0-299"
+    assert sum(record["outcomes"].values()) == 300
+    assert record["outcomes"]["missed"] == 0
+    assert {world: sum(counts.values()) for world, counts in record["dimensions"]["world"].items()} == {
+        "2": 100,
+        "3": 100,
+        "4": 100,
+    }
+    assert record["refused share"] < 0.1
+    assert {"seed", "worlds", "threads"} <= record["settings"].keys()
+    assert {"machine", "versions", "commit", "command"} <= record["header"].keys()
