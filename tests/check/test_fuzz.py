@@ -290,13 +290,11 @@ def with_a_wrong_kernel(rank, world, group, settings, numbers, limit, folder):
             made.dk_BSKD.mul_(1.001)
         return made
 
-    Tiled.backward = wrong
     handler = signal.getsignal(signal.SIGINT)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tiled, "backward", wrong)
         scenario.run_cases(rank, world, told.append, settings, numbers, limit, folder)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        Tiled.backward = right
+    signal.signal(signal.SIGINT, handler)
     return told
 
 
@@ -327,9 +325,20 @@ def test_a_wrong_kernel_is_found_and_its_cases_are_named(pool, monkeypatch, tmp_
     assert "1 of 1 cases missed" in again.output
 
 
+def heed_interrupts():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run_command(folder, *options):
-    command = [sys.executable, "-m", "meshflash", "check", *options]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Start `meshflash check`; Ctrl-C reaches it even where the tests run in the background, which ignore it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "meshflash", "check", *options],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
 
 
 def done_in(path):
@@ -346,7 +355,10 @@ def test_a_campaign_that_is_interrupted_and_killed_goes_on_to_its_end(tmp_path):
         while done_in(path) < before + 20 and time.monotonic() < deadline:
             time.sleep(0.2)
         process.send_signal(stop)
-        output, _ = process.communicate(timeout=60)
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
         assert before < done_in(path) < 300
         if stop == signal.SIGINT:
             assert process.returncode == 130
