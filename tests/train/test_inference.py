@@ -100,4 +100,4 @@ def test_what_is_not_there_is_refused(pool, tmp_path):
     pool.run(1, learn, config, str(tmp_path))
     ((other, nothing),) = pool.run(1, refused, str(tmp_path))
     assert "it holds a gpt, expected a vit" in other
-    assert "no checkpoint in it" in nothing
+    assert "there is no such folder" in nothing
