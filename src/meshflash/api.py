@@ -83,8 +83,9 @@ def flash_attention(
         mask: which keys a query sees; None means all. Packed sequences are `Mask.documents(lengths)`.
         scale: what scores are multiplied by; `dim ** -0.5` by default.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        sink_logits: `[heads]`, one more logit in each softmax that carries no value; learned.
-        alibi_slopes: `[heads]` or `[batch, heads]`; scores lose `slope * |i - j|`. Not learned.
+        sink_logits: `[heads]`, one more logit in each softmax that carries no value; learned. -inf is none; from 1e30
+            on it takes all weight, and the LSE is 1e30.
+        alibi_slopes: `[heads]` or `[batch, heads]`; scores lose `slope * |i - j|`. Not learned; taken as within 1e20.
         dropout: the probability with which a pair is dropped, by position: the same pairs in any kernel.
         seed: of the dropout; drawn from torch's default generator where None.
         q_offset: the position of the first query. 0 aligns the first query with the first key,

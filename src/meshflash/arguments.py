@@ -48,6 +48,8 @@ def op_arguments(
     _check_mask(mask)
     if sink_logits is not None:
         _check_per_head("sink_logits", sink_logits, q, [(heads,)])
+        # an infinite one takes all weight, and so does this; -inf is one that is not there
+        sink_logits = sink_logits.clamp(max=min(LARGEST, torch.finfo(sink_logits.dtype).max))
     if alibi_slopes is not None:
         alibi_slopes = _slopes(alibi_slopes, q)
     seed = None if seed is None else _seed(seed, q)
@@ -104,6 +106,12 @@ def refuse_unknown(function: str, unknown: dict[str, Any]) -> None:
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
+#: Kernels compute scores in float32, times log2(e): numbers beyond these become 0 or infinite on the way.
+LEAST, LARGEST = 1e-30, 1e30
+#: Times a distance below 2**30 this stays finite as well.
+LARGEST_SLOPE = 1e20
+
+
 def check_reduce_dtype(reduce_dtype: Any) -> None:
     """ValueError unless sums may travel in this dtype."""
     if reduce_dtype is not None and reduce_dtype not in _DTYPES:
@@ -150,10 +158,16 @@ def _check_values(
 ) -> None:
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
-    if scale is not None:
-        _finite("scale", scale)
+    if scale is not None and _finite("scale", scale) and not LEAST <= abs(scale) <= LARGEST:
+        raise ValueError(
+            f"scale={scale}: float32 cannot compute with it; expected 0, or {LEAST:g} to {LARGEST:g} of either sign"
+        )
     if softcap is not None and _finite("softcap", softcap) <= 0:
         raise ValueError(f"softcap={softcap}: expected a number > 0, or None")
+    if softcap is not None and not LEAST <= softcap <= LARGEST:
+        raise ValueError(
+            f"softcap={softcap}: float32 cannot compute with it; expected {LEAST:g} to {LARGEST:g}, or None for none"
+        )
     if not 0.0 <= _finite("dropout", dropout) < 1.0:
         raise ValueError(f"dropout={dropout}: expected a probability, 0 <= dropout < 1")
     for name, value in (("q_offset", q_offset), ("batch_offset", batch_offset), ("head_offset", head_offset)):
@@ -302,7 +316,8 @@ def _slopes(alibi_slopes: Tensor, q: Tensor) -> Tensor:
     _check_per_head("alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
     if alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes: gradients of the slopes are not computed; pass alibi_slopes.detach()")
-    return alibi_slopes.expand(batch, heads)
+    largest = min(LARGEST_SLOPE, torch.finfo(alibi_slopes.dtype).max)  # an infinite one would be NaN at distance 0
+    return alibi_slopes.clamp(-largest, largest).expand(batch, heads)
 
 
 def _seed(seed: int | Tensor, q: Tensor) -> Tensor:

@@ -149,8 +149,11 @@ def _batch(r: Rectangle) -> slice:
 
 
 def _rows(x_BTHD: Tensor, r: Rectangle, rows: slice) -> Tensor:
-    """A rectangle's rows of a tensor; the numbers of a row as neighbours, which kernels take for granted."""
-    if x_BTHD.stride(-1) != 1:
+    """A rectangle's rows of a tensor; the numbers of a row as neighbours, which kernels take for granted.
+
+    What was expanded is copied: a BLAS sums it in another order, with an error that grows by the row.
+    """
+    if x_BTHD.stride(-1) != 1 or 0 in x_BTHD.stride():
         x_BTHD = x_BTHD.contiguous()
     return x_BTHD if r.batch < 0 and _all(rows, x_BTHD) else x_BTHD[_batch(r), rows]
 

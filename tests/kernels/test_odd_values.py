@@ -1,0 +1,161 @@
+"""Values at the ends of what numbers can be, and odd strides: every kernel is right, or the call is refused."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from meshflash import Mask, attention, flash_attention
+
+INF = math.inf
+KERNELS = ("tiled", "vendor", "triton", "auto")
+SHAPES = (1, 9, 4, 16), (1, 9, 2, 16), (1, 9, 2, 16)
+
+
+def numbers(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def results(kernel, inputs, dout=None, **given):
+    """(out, lse) and all gradients by a kernel, or None where it cannot do what is asked."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    if "sink_logits" in given:
+        given["sink_logits"] = given["sink_logits"].clone().requires_grad_()
+        leaves.append(given["sink_logits"])
+    if kernel == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    if kernel == "vendor" and (given.keys() - {"scale", "sink_logits"} or given.get("scale", 1.0) <= 0):
+        with pytest.raises(ValueError, match='kernel="vendor" lacks'):
+            flash_attention(*leaves[:3], mask=Mask.causal(), kernel=kernel, **given)
+        return None
+    out, lse = flash_attention(*leaves[:3], mask=Mask.causal(), kernel=kernel, return_lse=True, **given)
+    dout = torch.linspace(-1, 1, out.numel()).view_as(out) if dout is None else dout
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def assert_close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5), float((a - b).abs().max())
+
+
+#: What the interpreted kernel is tried with each time; it takes a second for each.
+SOON = ("softcap 1e-30", "sink inf")
+VALUES: dict[str, dict[str, Any]] = {
+    "softcap 1e30": dict(softcap=1e30),
+    "softcap 1e-30": dict(softcap=1e-30),
+    "scale 0": dict(scale=0.0),
+    "scale 1e-30": dict(scale=1e-30),
+    "scale -1": dict(scale=-1.0),
+    "sink inf": dict(sink_logits=torch.tensor([INF, -INF, 0.0, 3e38])),
+    "slope inf": dict(alibi_slopes=torch.tensor([INF, 0.0, 1.0, 3e38])),
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        pytest.param(kernel, name, marks=pytest.mark.slow if kernel == "triton" and name not in SOON else ())
+        for kernel in KERNELS
+        for name in VALUES
+    ],
+)
+def test_odd_values_are_right_in_every_kernel(kernel, name):
+    got = results(kernel, numbers(), **VALUES[name])
+    want = results("reference", numbers(), **VALUES[name])
+    assert want is not None
+    if got is not None:
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "tiled", "vendor", "auto"])
+def test_an_infinite_sink_takes_all_weight(kernel):
+    made = results(kernel, numbers(), sink_logits=torch.tensor([INF, 0.0, 0.0, 0.0]))
+    if made is not None:
+        out, lse, dq, *_, dsink = made
+        assert not out[:, :, 0].any()
+        assert (lse[:, 0] == 1e30).all()
+        assert not dq[:, :, 0].any()
+        assert dsink[0] == 0
+
+
+def test_an_infinite_slope_shows_a_query_its_own_position_alone():
+    q, k, v = numbers()
+    out = flash_attention(q, k, v, alibi_slopes=torch.full((4,), INF), mask=Mask.causal())
+    assert torch.allclose(out, v.repeat_interleave(2, dim=2))
+
+
+@pytest.mark.parametrize("call", [flash_attention, attention])
+@pytest.mark.parametrize(
+    "given", [dict(softcap=1e308), dict(softcap=1e-40), dict(scale=1e39), dict(scale=-1e300), dict(scale=1e-300)]
+)
+def test_values_beyond_float32_are_refused(call, given):
+    ((name, value),) = given.items()
+    said = re.escape(f"{name}={value}: float32 cannot compute with it; expected ")
+    with pytest.raises(ValueError, match=said + r".*1e-30 to 1e\+30"):
+        call(*numbers(), **given)
+
+
+def odd_strides(shape, generator):
+    """Tensors of a shape with numbers that repeat, or lie in another order or with gaps."""
+    batch, tokens, heads, dim = shape
+    whole = torch.randn(shape, generator=generator)
+    for axis in range(4):
+        yield whole.narrow(axis, 0, 1).expand(shape)
+    yield whole[:1, :1, :1, :1].expand(shape)
+    yield torch.randn(batch, heads, tokens, dim, generator=generator).transpose(1, 2)
+    yield torch.randn(batch, dim, tokens, heads, generator=generator).permute(0, 2, 3, 1)
+    yield torch.randn(batch, 2 * tokens, heads, 2 * dim, generator=generator)[:, ::2, :, 1::2]
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "vendor", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+def test_odd_strides_give_what_their_contiguous_copies_give(kernel, which):
+    place = ("q", "k", "v", "dout").index(which)
+    generator = torch.Generator().manual_seed(1)
+    for odd in odd_strides(SHAPES[place % 3], generator):
+        given = [*numbers(), torch.ones(SHAPES[0])]
+        given[place] = odd
+        *inputs, dout = given
+        got = results(kernel, inputs, dout)
+        want = results(kernel, [x.contiguous() for x in inputs], dout.contiguous())
+        assert (got is None) == (want is None)
+        if got is not None:
+            assert_close(got, want)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_many_equal_queries_give_the_bits_of_their_contiguous_copy(axis):
+    q, kv = torch.randn(2, 300, 4, 64, generator=torch.Generator().manual_seed(0)), torch.randn(2, 300, 1, 64)
+    q = q.narrow(axis, 0, 1).expand(2, 300, 4, 64)
+    leaves, copies = ([x.detach().requires_grad_() for x in (y, kv, kv)] for y in (q, q.contiguous()))
+    for made, want in zip(
+        torch.autograd.grad(flash_attention(*leaves).sum(), leaves),
+        torch.autograd.grad(flash_attention(*copies).sum(), copies),
+        strict=True,
+    ):
+        assert torch.equal(made, want)
+
+
+def strides_over_ranks(rank, world, group):
+    for schedule in ("ring", "ulysses"):
+        generator = torch.Generator().manual_seed(rank)
+        for x in odd_strides((1, 6, 2, 8), generator):
+            odd, plain = x.detach().requires_grad_(), x.contiguous().detach().requires_grad_()
+            sink = torch.tensor([INF, 0.0])
+            given: dict[str, Any] = dict(schedule=schedule, mask=Mask.causal(), sink_logits=sink)
+            a, b = attention(odd, odd, odd, **given), attention(plain, plain, plain, **given)
+            assert not a[:, :, 0].any()
+            assert torch.equal(a, b)
+            grads = torch.autograd.grad(a.sum(), odd)  # an expanded gradient
+            assert_close(grads, torch.autograd.grad(b, plain, torch.ones_like(b)))
+
+
+def test_odd_strides_and_values_over_ranks(pool):
+    pool.run(2, strides_over_ranks)
