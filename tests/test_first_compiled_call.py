@@ -38,6 +38,8 @@ def compiled_before_anything_else(rank, world, group):
         assert torch.equal(out, want)
         out.square().sum().backward()
         want.square().sum().backward()
+        assert fast.grad is not None
+        assert plain.grad is not None
         assert torch.equal(fast.grad, plain.grad)
 
     once("ulysses", None)

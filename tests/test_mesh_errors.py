@@ -441,7 +441,7 @@ def not_finite(rank, world, group, bad, name, value):
     if rank == 0:
         return ""
     generator = torch.Generator().manual_seed(0)
-    inputs = {x: torch.randn(1, 40, 2, 8, generator=generator) for x in ("q", "k", "v")}
+    inputs: dict[str, Any] = {x: torch.randn(1, 40, 2, 8, generator=generator) for x in ("q", "k", "v")}
     given: dict[str, Any] = dict(mesh=group, mask=CAUSAL, verify=True, sink_logits=torch.tensor([-torch.inf, 0.0]))
     attention(**inputs, **given)
     if rank == bad:
