@@ -18,7 +18,7 @@ from typing import Any
 from torch import distributed as _distributed
 
 from meshflash.check.fuzz import Settings, derive
-from meshflash.check.scenario import Begun, Failed, Judged, kind_of, run_cases
+from meshflash.check.scenario import Begun, Failed, Judged, kind_of, run_cases, run_cases_apart
 from meshflash.launch.mps import variables
 from meshflash.launch.processes import RankError, run_ranks
 from meshflash.launch.world import World
@@ -242,7 +242,9 @@ class Campaign:
                 # a rank that waits in vain for another says so before its case is too late
                 wait = os.environ.get("MESHFLASH_TIMEOUT") or str(max(1.0, self.limit / 2))
                 with variables(MESHFLASH_TIMEOUT=wait):
-                    run_ranks(world, run_cases, *arguments, timeout=60.0 + self.limit * len(numbers), listen=listen)
+                    run_ranks(
+                        world, run_cases_apart, *arguments, timeout=60.0 + self.limit * len(numbers), listen=listen
+                    )
             except RankError as error:
                 if not begun:
                     raise  # ranks do not even start

@@ -106,6 +106,21 @@ class Groups:
             dist.destroy_process_group(found)
 
 
+def run_cases_apart(rank: int, world: int, tell: Tell, *args: Any) -> None:
+    """`run_cases` over a TCP store, which is what jobs have.
+
+    Ranks of this machine meet over a file, to which the threads of a rank have ways of their own. The threads of a job
+    share one connection to its store, and may keep each other from it.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None
+    port = [store.port if store else 0]
+    dist.broadcast_object_list(port, 0)
+    store = store or dist.TCPStore("127.0.0.1", port[0], None, False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    run_cases(rank, world, tell, *args)
+
+
 def run_cases(
     rank: int,
     world: int,
