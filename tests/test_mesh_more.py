@@ -202,3 +202,35 @@ def unasked(rank, world, group):
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_lse_that_nobody_asked_for_is_not_missed(pool, world):
     pool.run(world, unasked)
+
+
+def after_inference_mode(rank, world, group):
+    x = torch.randn(1, 4, 2, 8, requires_grad=True)
+    with torch.inference_mode():
+        first = attention(x, x, x, schedule="zigzag")
+    again = attention(x, x, x, schedule="zigzag")
+    again.sum().backward()
+    assert torch.equal(first, again.detach())
+    assert x.grad is not None
+
+
+def test_a_call_after_one_in_inference_mode(pool):
+    pool.run(2, after_inference_mode)
+
+
+def strided_gradient(rank, world, group, schedule):
+    layout = Layout.contiguous(8, world)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 8, 1, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    dout = torch.randn(1, 8, 1, 8, generator=generator, dtype=torch.float64)[..., ::2]
+    rows = slice(4 * rank, 4 * rank + 4)
+    own = [x.detach()[:, rows].clone().requires_grad_() for x in whole]
+    got = torch.autograd.grad(attention(*own, layout=layout, schedule=schedule), own, dout[:, rows])
+    want = torch.autograd.grad(flash_attention(*whole), whole, dout)
+    for mine, one in zip(got, want, strict=True):
+        assert torch.allclose(mine, one[:, rows], atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["ulysses", "ringx1", "zigzag"])
+def test_upstream_gradients_of_any_stride(pool, schedule):
+    pool.run(2, strided_gradient, schedule)

@@ -153,8 +153,12 @@ class Campaign:
                 saving=saving,
                 sync=drawn["sync"],
             )
-            if any(code != 0 for code in ended.codes):
+            survivors = [code for rank, code in enumerate(ended.codes) if rank not in drawn["victims"]]
+            if 0 not in (survivors or ended.codes):
                 break
+            # it came after a survivor had done all its work: that must be on the disk then, and we try sooner
+            if too_late := judge_checkpoints(run / CHECKPOINTS, reference, STEPS):
+                return Outcome(case.name, [f"a rank ended with 0, and {text}" for text in too_late], None, [ended])
             delay, file = delay / 4, max(1, file // 4) if file else 0
         wrong = judge_survivors(ended, drawn["victims"], drawn["timeout"])
         seconds = seconds_to_end(ended, drawn["victims"])

@@ -43,8 +43,8 @@ def judge_survivors(ended: Ended, victims: Collection[int], timeout: float) -> l
     """Return what is wrong with the survivors of a fault: each must end in time, by an error that names a victim."""
     wrong = []
     if ended.fired is None:
-        said = [f"rank {rank}: {ended.report(rank).get('message', 'nothing')}" for rank in range(len(ended.codes))]
-        return [f"the fault never came; codes {ended.codes}, {'; '.join(said)}"]
+        told = [f"rank {rank}: {ended.report(rank).get('message', 'nothing')}" for rank in range(len(ended.codes))]
+        return [f"the fault never came; codes {ended.codes}, {'; '.join(told)}"]
     for rank, code in enumerate(ended.codes):
         if rank in victims:
             continue

@@ -198,7 +198,7 @@ def _fire_in_save(step: int, file: int) -> None:
             fire()
             time.sleep(PATIENCE)  # so that the kill comes before what this event announces
 
-    Checkpoints._write = begun  # type: ignore[method-assign]
+    Checkpoints._write = begun  # type: ignore[method-assign, assignment]
     if file:
         sys.addaudithook(hook)
 

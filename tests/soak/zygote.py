@@ -223,7 +223,7 @@ def main() -> None:
     from soak import ranks  # noqa: F401
 
     with contextlib.suppress(ImportError):
-        import typer._adapters  # type: ignore[import-not-found]  # noqa: F401
+        import typer._adapters  # noqa: F401
     gc.collect()
     gc.freeze()  # so that a collection in a rank does not copy every page
     answers = os.dup(1)

@@ -48,7 +48,8 @@ class Pool:
             if self._free:  # one that is too small gives way to a larger one
                 self._free.remove(max(self._free, key=lambda arena: arena.bytes))
             self.usage.allocations += 1
-            return Arena(torch.empty(max(wanted, 1), dtype=torch.uint8, device=self.device))
+            with torch.inference_mode(False):  # a later call may record gradients in the same memory
+                return Arena(torch.empty(max(wanted, 1), dtype=torch.uint8, device=self.device))
 
     def give_back(self, arena: Arena, used: int) -> None:
         """For the next call."""

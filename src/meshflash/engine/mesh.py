@@ -235,7 +235,8 @@ def _bound(arena: Arena, key: Any, bind: Callable[[], Bound]) -> Bound:
     if found is None:
         if len(arena.bound) >= BOUND:
             del arena.bound[next(iter(arena.bound))]
-        found = arena.bound[key] = bind()
+        with torch.inference_mode(False):  # views of the arena serve later calls, too
+            found = arena.bound[key] = bind()
     return found
 
 
@@ -385,7 +386,8 @@ def backward(
         rows = rows_of(out, lse, *given, with_delta="dout" not in prepared.program("backward").bare)
         if q.shape[0]:
             delta = lse if rows.delta is None else rows.delta
-            tensors = [q, k, v, out, lse, rows.dout_BTHE, delta, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
+            dout = rows.dout_BTHE.contiguous()  # messages are sent from where it lies
+            tensors = [q, k, v, out, lse, dout, delta, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
             transport = prepared.transport(member)
             with member.present("backward", transport):
                 prepared.run("backward", tensors, call.features, transport, given[1] is not None)

@@ -19,7 +19,7 @@ from torch import distributed as _distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.engine.membership import timeout
-from meshflash.launch.liveness import LostRankError
+from meshflash.launch.liveness import LostRankError, naming_lost_ranks
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -66,7 +66,7 @@ class Ranks:
         begin = time.monotonic()
         pause = SHORTEST
         threading.Thread(target=worker, daemon=True, name="meshflash checkpoint").start()
-        try:
+        with naming_lost_ranks():
             while True:
                 done.wait(pause)
                 said = self._round(results[0] if results else _WORKING)
@@ -74,10 +74,6 @@ class Ranks:
                     return [json.loads(text) for text in said]
                 longest = min(LONGEST, timeout() / 4)
                 pause = min(longest, max(SHORTEST, PART * (time.monotonic() - begin)))
-        except LostRankError:
-            # whoever leaves closes its connections: the others must look before, or they would blame this rank
-            time.sleep(pause + SHORTEST + 0.5)
-            raise
 
     def _round(self, text: bytes) -> list[bytes]:
         """One word of each rank, of whatever length."""
@@ -110,7 +106,7 @@ class Ranks:
         except RuntimeError as error:
             # only the first one counts: gloo ends all pending messages of a group when one of them times out
             reason = str(error).strip().splitlines()[0]
+            lost = int(dist.get_global_rank(self._group, peer))
             raise LostRankError(
-                f"rank {dist.get_global_rank(self._group, peer)} was lost or did not answer within {timeout():g} s "
-                f"({reason})"
+                f"rank {lost} was lost or did not answer within {timeout():g} s ({reason})", (lost,)
             ) from error
