@@ -24,7 +24,7 @@ from meshflash.schedules.registry import over_lines, parse
 #: Worlds that a campaign spreads its cases over, unless one is given.
 WORLDS = (2, 3, 4)
 #: Whether cases of several threads run in threads by default; without, the same calls run one after another.
-THREADS = False
+THREADS = True
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 #: Masks whose document lengths say nothing of the number of keys.
 ANY_KEYS = ("full", "causal", "window", "both sides", "prefix", "sink tokens")

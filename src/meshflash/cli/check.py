@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.outputs import writable
 from meshflash.cli.ranks import Nproc, rerun
 
 
@@ -58,6 +59,8 @@ def command(
         cases = numbers_of(case)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if output:
+        writable(output)
     here = init() if detect().world_size > 1 else None
     console = Console(quiet=bool(here and here.rank))
     if fuzz or cases:
