@@ -104,11 +104,12 @@ def bars(
     size = (max(7.0, 1.1 * len(groups) + 2), 6.5)
     figure, axes = plt.subplots(len(panels), 1, figsize=size, sharex=True, layout="constrained")
     width = 0.8 / len(names)
+    colors = plt.get_cmap("tab20" if len(names) > 10 else "tab10").colors  # no two names share one
     for axis, (label, (column, unit)) in zip(axes, panels.items(), strict=True):
         for n, name in enumerate(names):
             mine = {group(row): row for row in rows if row[named] == name}
             places = [groups.index(key) + (n - (len(names) - 1) / 2) * width for key in mine]
-            axis.bar(places, [row[column] / unit for row in mine.values()], width, label=name)
+            axis.bar(places, [row[column] / unit for row in mine.values()], width, label=name, color=colors[n])
         heights = [bar.get_height() for bar in axis.patches]
         if min(heights) > 0 and max(heights) > 20 * min(heights):
             axis.set_yscale("log")
@@ -122,8 +123,9 @@ def bars(
 
 def _finish(figure: Any, axis: Any, names: int, title: str, path: Path) -> None:
     """One legend for all panels, the title, and the file."""
-    columns = min(names, 5)  # more would not fit the width
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
+    handles, labels = axis.get_legend_handles_labels()
+    columns = min(names, 5 if max(map(len, labels), default=0) <= 12 else 4)  # more would not fit the width
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
