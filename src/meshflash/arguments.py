@@ -74,7 +74,7 @@ def op_arguments(
         seed if dropout else None,
         documents,
         text,
-        dim**-0.5 if scale is None else float(scale),
+        dim**-0.5 if scale is None else float(scale) if abs(scale) >= LEAST else 0.0,  # torch's kernel fails below it
         0.0 if softcap is None else float(softcap),
         float(dropout),
         q_offset,
@@ -158,10 +158,8 @@ def _check_values(
 ) -> None:
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
-    if scale is not None and _finite("scale", scale) and not LEAST <= abs(scale) <= LARGEST:
-        raise ValueError(
-            f"scale={scale}: float32 cannot compute with it; expected 0, or {LEAST:g} to {LARGEST:g} of either sign"
-        )
+    if scale is not None and abs(_finite("scale", scale)) > LARGEST:
+        raise ValueError(f"scale={scale}: float32 cannot compute with it; expected {-LARGEST:g} to {LARGEST:g}")
     if softcap is not None and _finite("softcap", softcap) <= 0:
         raise ValueError(f"softcap={softcap}: expected a number > 0, or None")
     if softcap is not None and not LEAST <= softcap <= LARGEST:
@@ -268,7 +266,7 @@ def check_axes(
     tokens, heads = q.shape[1:3]
     if isinstance(layout, Layout):
         if layout.world == world and layout.lengths[rank] == heads:
-            raise _swapped(q, f"the layout gives this rank {heads} tokens, the third size of q, not {tokens}")
+            raise _swapped(q, f"q has {tokens} tokens, its layout gives rank {rank} {heads}, the third size of q")
     elif mask is not None:
         for total in mask.document_tokens():
             if total == world * heads and total > max(q_offset + world * tokens, world * k.shape[1]):

@@ -317,7 +317,7 @@ def test_a_wrong_kernel_is_found_and_its_cases_are_named(pool, monkeypatch, tmp_
         case = derive(Settings(6, (2,), ("ring",)), miss["case"])
         assert "float64" in case.dimensions["dtype"]
         assert " dk: error" in miss["message"]
-        command = f"meshflash check --case {miss['case']} --seed 6 -n 2 --schedule 'ring'"
+        command = f"meshflash check --case {miss['case']} --seed 6 -n 2 --schedule 'ring' --no-threads"
         assert miss["rerun"] == command
         assert f"again: {command}" in result.output
     again = CliRunner().invoke(app, ["check", "--case", str(record["misses"][0]["case"]), *options[1:3], *options[5:]])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from meshflash import __version__
+from meshflash import __version__, shutdown
 from meshflash.cli import app, doctor
 from meshflash.launch.doctor import Finding, examine
 
@@ -94,6 +94,7 @@ def test_doctor_on_this_machine() -> None:
 
 @pytest.mark.parametrize("words", [["checksum"], ["train", "gpt", "--steps", "1"], ["gemm", "--device", "cpu"]])
 def test_a_rank_that_cannot_join_says_so_in_a_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shutdown()  # an earlier test may have left a world of one rank
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     done = CliRunner().invoke(app, words)

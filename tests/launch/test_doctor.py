@@ -341,6 +341,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_single_rank_listens_nowhere(launched: pytest.MonkeyPatch) -> None:
     assert {name: finding.detail[:4] for name, finding in found("listens").items() if name != "token"} == {
         "store": "none",
+        "liveness": "none",
         "gloo": "none",
         "nccl": "none",
     }

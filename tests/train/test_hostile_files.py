@@ -114,7 +114,7 @@ def test_traces_of_something_else_are_refused_by_name(tmp_path):
     path = tmp_path / "trace-0.json"
     for text in ('{"traceEvents": 5}', '{"traceEvents": [5]}', '{"traceEvents": [{"ph": "X"}]}', "{}"):
         path.write_text(text)
-        assert "not a trace that MESHFLASH_TRACE left" in refused(path, traces)
+        assert "no list of traceEvents in it" in refused(path, traces)
 
 
 def test_toml_that_is_deep_long_endless_or_not_utf8_is_refused_by_name(tmp_path):

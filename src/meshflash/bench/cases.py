@@ -105,7 +105,7 @@ def parse_mask(name: str, tokens: int) -> Mask:
     lengths drawn from a lognormal distribution of mean N, the same each time; the last is cut to fit.
 
     >>> parse_mask("window-4", 16)
-    causal & window(4, 0)
+    window(4, 0)
     """
     kind, _, number = name.rpartition("-")
     count = int(number) if number.isdigit() else 0

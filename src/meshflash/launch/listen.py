@@ -73,10 +73,13 @@ def plan(place: Place) -> list[tuple[str, str]]:
     """Describe what would listen where once this process, as its launcher started it, calls `init`.
 
     >>> plan(Place("single"))
-    [('store', 'none: a single rank opens no port'), ('gloo', 'none'), ('nccl', 'none')]
+    [('store', 'none: a single rank opens no port'), ('liveness', 'none'), ('gloo', 'none'), ('nccl', 'none')]
     """
     if place.world_size == 1:
-        return [("store", "none: a single rank opens no port"), ("gloo", "none"), ("nccl", "none")]
+        return [
+            ("store", "none: a single rank opens no port"),
+            *((name, "none") for name in ("liveness", "gloo", "nccl")),
+        ]
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     asked, local = os.environ.get(LISTEN, ""), is_loopback(address) or address == "localhost"
     if place.launcher == "torchrun":
@@ -97,6 +100,10 @@ def plan(place: Place) -> list[tuple[str, str]]:
     nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
     return [
         ("store", store),
+        (
+            "liveness",
+            f"{'127.0.0.1' if local else 'the address that leads to the store'}, a port that the system chooses",
+        ),
         ("gloo", f"{gloo}, as GLOO_SOCKET_IFNAME says" if gloo else way),
         (
             "nccl",

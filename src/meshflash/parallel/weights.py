@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from meshflash.launch.devices import CPU, GLOO
+from meshflash.launch.log import log
 from meshflash.parallel.blocks import own_blocks
 from meshflash.parallel.context import ContextParallel
 from meshflash.parallel.linear_styles import own_styles
@@ -145,11 +146,15 @@ class _Replicas(DistributedDataParallel):
 
     DDP lays its buckets out anew after the first backward. Where in a bucket a gradient lies decides in which order
     three or more ranks add it: the first step after a resume would round otherwise than the same step of a run that
-    never stopped. The layout here is that of the backward from the start: the last weights first.
+    never stopped. The layout here is that of the backward from the start: the last weights first. Both methods of the
+    reducer are torch's own and private (2.11 to 2.13 have them); without them a warning says what is lost.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        if not hasattr(self.reducer, "_push_all_rebuilt_params"):
+            log.warning("this torch lays DDP's buckets out anew: a resumed run may differ in the last bits")
+            return
         self.reducer._push_all_rebuilt_params()  # as if their gradients had come in this order
         self.reducer._rebuild_buckets()
 

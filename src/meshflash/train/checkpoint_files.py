@@ -171,13 +171,12 @@ def read_manifest(folder: Path, step: int) -> dict[str, Digest]:
 def check_files(folder: Path, files: Mapping[str, Digest], names: Iterable[str]) -> None:
     """CheckpointError unless the named files are, byte by byte, what was written."""
     for name in names:
-        path = _inside(folder, name)
         try:
             want = int(files[name]["bytes"]), str(files[name]["sha256"])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{folder / MANIFEST}: what it says of {name} is damaged") from None
         try:
-            _check_file(path, *want)
+            _check_file(_inside(folder, name), *want)
         except CheckpointError:
             _check_manifest(folder, name)  # which of the two has changed?
             raise

@@ -208,7 +208,7 @@ def _report(folder: Path | None, steps: int, start: int, first: bool, quiet: boo
     try:
         report = Report(folder, steps, start, first=first, quiet=quiet)
     except OSError as error:
-        problem = f"{error.filename or folder}: {error.strerror}; free some space, or give another --output"
+        problem = f"{error}; free some space, or give another --output"
     if problem := _first_says(problem):
         raise ValueError(problem)
     return report

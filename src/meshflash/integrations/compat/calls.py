@@ -29,7 +29,7 @@ def mask_of(causal: bool, window_size: Window, documents: list[int] | None = Non
     """The mask of FlashAttention's arguments: -1 is no limit, and causal looks at nothing ahead.
 
     >>> mask_of(True, (4, -1))
-    causal & window(4, None)
+    window(4, 0)
     """
     left, right = (None if side < 0 else side for side in window_size)
     masks = [Mask.causal()] if causal else []
