@@ -53,7 +53,7 @@ def test_documents_of_the_third_size_are_refused(call):
 
 def test_a_layout_of_the_third_size_is_refused():
     x = zeros(8, 20)
-    with pytest.raises(ValueError, match=rf"layout gives this rank 20 tokens, the third size of q, not 8.*{HINT}"):
+    with pytest.raises(ValueError, match=rf"q has 8 tokens, its layout gives rank 0 20, the third size of q.*{HINT}"):
         attention(x, x, x, layout=Layout.zigzag(20, 1))
 
 
@@ -61,7 +61,7 @@ def over_ranks(rank, world, group):
     x = zeros(4, 10)
     with pytest.raises(ValueError, match=rf"documents have 20 tokens over 2 ranks, .*{HINT}"):
         attention(x, x, x, mask=Mask.documents([15, 5]))
-    with pytest.raises(ValueError, match=rf"layout gives this rank 10 tokens, .*{HINT}"):
+    with pytest.raises(ValueError, match=rf"q has 4 tokens, its layout gives rank {rank} 10, .*{HINT}"):
         attention(x, x, x, layout=Layout.contiguous(20, world))
     # as many heads as the sequence has tokens, in the right order
     whole = torch.randn(1, 6, 6, 8)

@@ -1,5 +1,6 @@
 """Ranks whose losses read different results of the same call: every gradient that is None on some ranks only."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -97,3 +98,16 @@ def one_without_autograd(rank, world, group, schedule):
 @pytest.mark.parametrize("schedule", over_lines(2))
 def test_a_rank_whose_call_autograd_does_not_record_is_named_by_all(pool, schedule):
     pool.run(2, one_without_autograd, schedule)
+
+
+def watched_on_one_rank(rank, world, group):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.randn(1, 4, 2, 8, requires_grad=True)
+    with FlopCounterMode(display=False) if rank == 0 else contextlib.nullcontext():
+        attention(x, x, x, schedule="zigzag").sum().backward()
+    attention(x, x, x, schedule="zigzag").sum().backward()
+
+
+def test_a_mode_that_watches_one_rank_changes_nothing(pool):
+    pool.run(2, watched_on_one_rank)

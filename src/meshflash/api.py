@@ -262,7 +262,8 @@ def attention(
     q, k, v = arguments.q, arguments.k, arguments.v
     if world > 1 and not gathered:
         arguments = arguments._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), group=group)
-    arguments = arguments._replace(asked=asked)
+    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
+    arguments = arguments._replace(asked=asked, will_backward=recorded)
     ran = registry.Ran()
     if return_plan:
         with registry.spy() as ran:

@@ -40,3 +40,17 @@ def test_slow_ranks_are_waited_for_and_silent_ones_named(pool):
         if rank != 2:
             assert message.startswith("rank 2 was lost or did not answer within 1 s")
             assert seconds < 2.9
+
+
+def one_fails(rank, world, group):
+    def work():
+        if rank == 1:
+            raise OSError("stale file handle")
+        return rank
+
+    with pytest.raises(RuntimeError, match=r"rank 1 .*stale file handle"):
+        Ranks(None).gather(work)
+
+
+def test_work_that_fails_on_one_rank_fails_on_all(pool):
+    pool.run(2, one_fails)

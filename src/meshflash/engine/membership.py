@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import distributed as _distributed
 
 from meshflash.core.program import Direction
-from meshflash.launch.liveness import Cause, LostRankError, listen_host, liveness, one_line
+from meshflash.launch.liveness import Cause, LostRankError, Status, listen_host, liveness, one_line
 from meshflash.launch.store import BoundedStore, StoreError
 from meshflash.transport.choice import Where, choose
 from meshflash.transport.contract import Transport, TransportError
@@ -32,8 +32,10 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 TIMEOUT = 300.0
 #: Letters of a difference that are shown.
 SHOWN = 160
-#: Seconds of waiting in a handshake after which the ranks that are waited for are probed, and then again.
+#: Seconds of waiting in a handshake after which, and then again, this rank looks whether the awaited process runs.
 PROBE_AFTER = 2.0
+#: Passes that tags keep apart between one process group and the next one of its name.
+EPOCH = 2**20
 
 
 class DisagreementError(ValueError):
@@ -79,13 +81,14 @@ class Member:
         #: The process groups by the names that programs call them; all are of the same ranks.
         self.groups = {"mesh": group}
         self._transports: dict[tuple[torch.device, str], Transport] = {}
-        self._in_use = threading.Lock()
+        self._in_use = threading.RLock()
         if dist.get_backend(group) == "mpi":
             raise ValueError("a process group of the MPI backend has no store to agree by; start with gloo or nccl")
         self._store = BoundedStore(dist.distributed_c10d._get_process_group_store(group), timeout)
         # a store may outlive its group: what an earlier one of the same name left there is not for this one
         self._epoch = self._store.add(f"meshflash/epoch/{self.rank}", 1)
         self._liveness = liveness(listen_host(self._store.where))
+        #: What probes call this group: groups of one name may follow each other.
         self._scope = f"{group.group_name}/{self._epoch}"
         self._liveness.clear(self._scope)
 
@@ -132,11 +135,12 @@ class Member:
         """Let the others know, if they come to a handshake, why this rank will not join their call."""
         number = self.handshakes
         self.handshakes += 1
-        self._liveness.doing = f"raised {one_line(error)}"
-        if self.rank:
-            self._store.set(self._name(number, self.rank), json.dumps({"error": str(error)}))
-        else:
-            self._give_verdict(number, "disagree", f"rank {self.global_rank(0)} raised: {error}")
+        self._report(f"raised {one_line(error)}")
+        with suppress(StoreError):  # the caller raises its own error, which says more
+            if self.rank:
+                self._store.set(self._name(number, self.rank), json.dumps({"error": str(error)}))
+            else:
+                self._give_verdict(number, "disagree", f"rank {self.global_rank(0)} raised: {error}")
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -158,9 +162,9 @@ class Member:
         Messages of others may still be on their way, and would be taken for those of a later call.
         """
         self.passes += 1
-        transport.begin_pass(self.passes, direction)
+        transport.begin_pass(self._epoch * EPOCH + self.passes, direction)
         what = f"{direction} pass {self.passes}"
-        self._liveness.doing = f"is in {what}"
+        self._report(f"is in {what}", direction)
         try:
             yield
         except BaseException as error:
@@ -169,7 +173,11 @@ class Member:
                 raise self._explained(error, direction) from error
             self._liveness.blame(self._scope, Cause(self.global_rank(self.rank), f"raised {one_line(error)}"))
             raise
-        self._liveness.doing = f"finished {what} and has made no call since"
+        self._report(f"finished {what} and has made no call since", direction)
+
+    def _report(self, doing: str, direction: str = "") -> None:
+        """Let peers that ask know what this rank does in this group, and how many passes it has begun."""
+        self._liveness.status[self._scope] = Status(doing, self.passes, direction)
 
     def _explained(self, error: TransportError, direction: Direction) -> TransportError:
         """The error of a lost message as one that names the rank that failed first."""
@@ -179,14 +187,18 @@ class Member:
             cause, more = self._liveness.find(self._scope, [rank for rank in ranks if rank not in error.ranks])
             answers |= more
         if cause is None:
-            what = f"{direction} pass {self.passes}"
-            elsewhere = {rank: doing for rank, doing in answers.items() if doing != f"is in {what}"}
-            if not elsewhere:
+            # a rank that is ahead of this one has done its part
+            behind = {
+                rank: one
+                for rank, one in answers.items()
+                if one.passes < self.passes or (one.passes == self.passes and one.direction != direction)
+            }
+            if not behind:
                 return error
-            rank, doing = next(iter(elsewhere.items()))
+            rank, one = min(behind.items(), key=lambda item: item[1].passes)
             skipped = "; all ranks must call backward, or none" if direction == "backward" else ""
-            reason = f"did not join {what} of the process group: it {doing}{skipped}"
-            cause = self._liveness.blame(self._scope, Cause(rank, reason))
+            reason = f"did not join {direction} pass {self.passes} of the process group: it {one.doing}{skipped}"
+            cause = self._liveness.blame(self._scope, Cause(rank, reason, answers=True))
         return TransportError(f"{cause}; look at its output first", (cause.rank,))
 
     def check_here(self) -> None:
@@ -212,7 +224,7 @@ class Member:
         payload: dict[str, Any] = {"fields": fields}
         if number == 0:
             payload["address"] = self._liveness.address
-        self._liveness.doing = f"is in handshake {number}, as it called attention with other arguments than before"
+        self._report(f"is in handshake {number}; it may have called attention with other arguments")
         try:
             self._store.set(self._name(number, self.rank), json.dumps(payload))
             if self.rank == 0:
@@ -283,10 +295,10 @@ class Member:
         def look() -> None:
             """Do not wait for a rank that has ended: its process cannot come any more."""
             nonlocal probe_at
-            if time.monotonic() < probe_at and self._liveness.cause(self._scope) is None:
-                return
-            cause, _ = self._liveness.find(self._scope, [self.global_rank(source)])
-            probe_at = time.monotonic() + PROBE_AFTER
+            cause = self._liveness.cause(self._scope)
+            if cause is None and time.monotonic() > probe_at:
+                probe_at = time.monotonic() + PROBE_AFTER
+                cause = self._liveness.find_ended(self._scope, self.global_rank(source))
             if cause is not None:
                 raise self._missing(cause, f"while ranks were in handshake {number}")
 

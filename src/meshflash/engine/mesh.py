@@ -251,8 +251,8 @@ class MeshCall:
     features: Features
     kernel: str
     deterministic: bool
-    #: Whether autograd records the call, so that a backward is to come; None where an op hides it.
-    will_backward: bool | None = None
+    #: Whether autograd records the call, so that a backward is to come.
+    will_backward: bool = False
 
     def prepare(self, member: Member, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
         """What was prepared for this kind of call; on its first use all ranks agree on it."""
@@ -395,11 +395,7 @@ def backward(
 
 
 #: What ranks compare of `MeshCall.will_backward`, in words for an error.
-_AUTOGRAD = {
-    True: "records the call",
-    False: "off: no_grad, or no input requires a gradient",
-    None: "inside an op",
-}
+_AUTOGRAD = {True: "records the call", False: "off: no_grad, or no input requires a gradient"}
 
 
 def _words(layout: Layout) -> str:

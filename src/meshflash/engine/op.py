@@ -29,7 +29,7 @@ from meshflash.kernels.contract import Features, Grads, Inputs, new_outputs
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink_logits, Tensor? alibi_slopes, Tensor? seed, Tensor[] documents, "
     "str mask, float scale, float softcap, float dropout, SymInt q_offset, SymInt batch_offset, SymInt head_offset, "
-    "str kernel, bool deterministic, str asked, str group"
+    "str kernel, bool deterministic, str asked, str group, bool will_backward"
 )
 
 #: What makes (out, lse) and what the backward needs besides, if anything.
@@ -58,6 +58,8 @@ class Arguments(NamedTuple):
     deterministic: bool
     asked: str = ""
     group: str = ""
+    #: Whether autograd records the call over ranks, so that a backward is to come.
+    will_backward: bool = False
 
 
 #: How `asked` begins where keys were gathered before: this, the rank, and the layout of the queries.
@@ -100,42 +102,33 @@ class Read:
         """The mask."""
         return _mask(*self._mask_key)
 
-    def forward(self, will_backward: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse), and the memory of what the backward needs besides.
-
-        `will_backward` says whether autograd records this call; None inside an op, which cannot know.
-        """
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse), and the memory of what the backward needs besides."""
         x = self.given
         if x.group:
-            return mesh.forward(self._over_mesh(will_backward), member(x.group), x.q, x.k, x.v)
+            return mesh.forward(self._over_mesh(), member(x.group), x.q, x.k, x.v)
         if x.asked and not is_gathered(x.asked):
             mesh.resolve(x.asked, x.q.shape[1], x.k.shape[1], 0, x.q_offset, 1)  # for what it refuses
         return *local.forward(self._inputs(), x.kernel, x.deterministic), nothing(x.q)
 
     def backward(
-        self,
-        out: Tensor,
-        lse: Tensor,
-        saved: Tensor,
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        will_backward: bool | None = None,
+        self, out: Tensor, lse: Tensor, saved: Tensor, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(dq, dk, dv, dsink_logits); `will_backward` is what the forward was told."""
+        """(dq, dk, dv, dsink_logits)."""
         x = self.given
         if not x.group:
             return local.backward(self._inputs(), out, lse, dout, dlse, x.kernel, x.deterministic)
         made, given = (out, lse, saved), (dout, dlse)
-        grads, rows = mesh.backward(self._over_mesh(will_backward), member(x.group), x.q, x.k, x.v, made, given)
+        grads, rows = mesh.backward(self._over_mesh(), member(x.group), x.q, x.k, x.v, made, given)
         return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, local.sink_gradient(x.sink_logits, rows)
 
     def _inputs(self) -> Inputs:
         x = self.given
         return local.inputs(x.q, x.k, x.v, self.mask, self.features, x.q_offset, shard_of(x.asked))
 
-    def _over_mesh(self, will_backward: bool | None) -> mesh.MeshCall:
+    def _over_mesh(self) -> mesh.MeshCall:
         x, mask = self.given, self.mask
-        return mesh.MeshCall(x.asked, x.q_offset, mask, mask, self.features, x.kernel, x.deterministic, will_backward)
+        return mesh.MeshCall(x.asked, x.q_offset, mask, mask, self.features, x.kernel, x.deterministic, x.will_backward)
 
 
 def without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
@@ -171,11 +164,9 @@ def attend(call: Arguments) -> tuple[Tensor, Tensor]:
     if watched(tensors):
         out, lse, _ = attention_op(*call)
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        out, lse = Direct.apply(
-            call.q, call.k, call.v, call.sink_logits, call, partial(_forward, *call, will_backward=True)
-        )
+        out, lse = Direct.apply(call.q, call.k, call.v, call.sink_logits, call, partial(_forward, *call))
     else:
-        out, lse, _ = _forward(*call, will_backward=False)
+        out, lse, _ = _forward(*call)
     return out, lse
 
 
@@ -184,9 +175,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink_logits) of a call, the last one empty where there are no sink logits."""
     seen = torch.is_grad_enabled() or watched((*made, dout, dlse, *call[:6])) or _batched(dout) or _batched(dlse)
-    if seen:
-        return attention_backward_op(*made, dout, dlse, *call)
-    return _backward(*made, dout, dlse, *call, will_backward=True)
+    return (attention_backward_op if seen else _backward)(*made, dout, dlse, *call)
 
 
 def watched(tensors: Sequence[Tensor | None]) -> bool:
@@ -216,24 +205,18 @@ def _batched(grad: Tensor | None) -> bool:
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _forward(*call: Any, will_backward: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     read = Read(*call)
     with without_autocast(read.given.q):
-        return read.forward(will_backward)
+        return read.forward()
 
 
 def _backward(
-    out: Tensor,
-    lse: Tensor,
-    saved: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    *call: Any,
-    will_backward: bool | None = None,
+    out: Tensor, lse: Tensor, saved: Tensor, dout: Tensor | None, dlse: Tensor | None, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     read = Read(*call)
     with without_autocast(read.given.q):
-        dq, dk, dv, dsink = read.backward(out, lse, saved, dout, dlse, will_backward)
+        dq, dk, dv, dsink = read.backward(out, lse, saved, dout, dlse)
     return dq, dk, dv, out.new_empty(0) if dsink is None else dsink
 
 
@@ -270,8 +253,10 @@ class Direct(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: Arguments, make: Forward
     ) -> Any:
-        out, lse, *saved = make()
-        hollow = mesh.not_saved(member(call.group)) if call.group else ()
+        # another thread's call over the group in between would answer for its own forward
+        with member(call.group).in_use() if call.group else _NOTHING:
+            out, lse, *saved = make()
+            hollow = mesh.not_saved(member(call.group)) if call.group else ()
         made = out, lse, saved[0] if saved else nothing(q)
         _setup(ctx, (q, k, v, sink_logits, *call[4:]), made, hollow)
         return out, lse

@@ -82,6 +82,7 @@ def remember(key: Any, call: Arguments) -> None:
     x = local.inputs(call.q, call.k, call.v, read.mask, read.features, call.q_offset)
     chosen = local.choice(x, call.kernel, "forward", call.deterministic)
     with _lock:
-        for old in [other for other in _known if other[-1] != key[-1]] or list(_known)[: len(_known) - _MOST + 1]:
+        excess = max(0, len(_known) - _MOST + 1)
+        for old in [other for other in _known if other[-1] != key[-1]] or list(_known)[:excess]:
             del _known[old]  # of an older generation, or the oldest
         _known[key] = _Known(call[3:], x.work, x.features, chosen, call.q.device.type)

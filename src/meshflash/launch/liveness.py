@@ -29,8 +29,14 @@ from meshflash.launch.hosts import host_name, is_loopback, reachable_address
 ANSWER = 4.0
 #: The scope of causes that concern the whole job.
 JOB = "job"
-#: Ranks that are probed at a time, and bytes that a message has at most.
-AT_A_TIME, MOST = 32, 4096
+#: Ranks that are probed at a time, bytes that a message has at most, and letters of a text in it.
+AT_A_TIME, MOST, MOST_TEXT = 32, 4096, 500
+#: How a rank was lost, the surest first.
+ENDED, STOPPED = "was lost: its process has ended", "was lost: its process is stopped"
+SILENT = "was lost: its process does not answer"
+_PROOF = (ENDED, STOPPED, SILENT)
+#: States of a process that has ended, as the system writes them; empty where it is not there any more.
+_GONE = ("", "Z", "X")
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,20 @@ class Cause:
 
     rank: int
     reason: str
+    #: Whether the rank itself still answers, and is to be told as well.
+    answers: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank does in a process group: in words, the passes that it has begun, and the direction of the last."""
+
+    doing: str = "has made no call yet"
+    passes: int = 0
+    direction: str = ""
 
 
 class Liveness:
@@ -86,8 +103,8 @@ class Liveness:
         self._causes: dict[str, Cause] = {}
         #: The addresses of other ranks, by their number in the whole job.
         self.peers: dict[int, Address] = {}
-        #: What this rank is doing, in words for others to print.
-        self.doing = "has made no call yet"
+        #: What this rank is doing, by scope.
+        self.status: dict[str, Status] = {}
         address, port = self._listener.getsockname()[:2]
         self.address = (address, port, self.token, host_name(), os.getpid())
         self._thread = threading.Thread(target=self._serve, daemon=True, name="meshflash liveness")
@@ -109,7 +126,7 @@ class Liveness:
             if address is not None and (address.node == host_name() or not is_loopback(address.host)):
                 self.peers[rank] = address
 
-    def find(self, scope: str, ranks: Iterable[int]) -> tuple[Cause | None, dict[int, str]]:
+    def find(self, scope: str, ranks: Iterable[int]) -> tuple[Cause | None, dict[int, Status]]:
         """Probe these ranks; the first cause if one is known, and what those that answered are doing.
 
         A cause that this rank finds by itself is told to all ranks before this returns.
@@ -117,7 +134,7 @@ class Liveness:
         if scope in self._causes:
             return self._causes[scope], {}
         ranks = [rank for rank in ranks if rank in self.peers and self.peers[rank].token != self.token]
-        answers: dict[int, str] = {}
+        answers: dict[int, Status] = {}
         lost: list[Cause] = []
         for rank, answer in self._ask_all(ranks, {"scope": scope}):
             if isinstance(answer, str):
@@ -125,20 +142,41 @@ class Liveness:
             elif answer.get("cause"):
                 self._hear(scope, answer["cause"])
             else:
-                answers[rank] = str(answer.get("doing", ""))
+                answers[rank] = _status(answer.get("status"))
         if scope not in self._causes and lost:
-            self.blame(scope, lost[0])
+            self.blame(scope, min(lost, key=lambda cause: _PROOF.index(cause.reason) if cause.reason in _PROOF else 9))
         return self._causes.get(scope), answers
+
+    def find_ended(self, scope: str, rank: int) -> Cause | None:
+        """The cause where it is certain that a rank's process has ended: it was one of this host, and is gone.
+
+        A process that merely does not answer a probe may be busy, and one of another host behind a firewall.
+        """
+        address = self.peers.get(rank)
+        if address is None or address.node != host_name() or _state(address) not in _GONE:
+            return None
+        return self.blame(scope, Cause(rank, ENDED))
 
     def blame(self, scope: str, cause: Cause) -> Cause:
         """Take this for the cause unless another is known, and tell all ranks; the cause that is known now."""
         with self._lock:
             known = self._causes.setdefault(scope, cause)
         if known is cause:
-            others = [rank for rank, peer in self.peers.items() if peer.token != self.token and rank != cause.rank]
+            others = [
+                rank
+                for rank, peer in self.peers.items()
+                if peer.token != self.token and (rank != cause.rank or cause.answers)
+            ]
             for _ in self._ask_all(others, {"scope": scope, "cause": [cause.rank, cause.reason]}):
                 pass  # one that does not hear it has been lost, or will find the cause by itself
         return known
+
+    def reset(self) -> None:
+        """Forget all peers, causes and calls: this process joins another job, or none."""
+        with self._lock:
+            self.peers = {}
+            self._causes.clear()
+            self.status.clear()
 
     def clear(self, scope: str) -> None:
         """Forget the cause: a new process group goes by this name."""
@@ -183,7 +221,11 @@ class Liveness:
         if given.get("cause"):
             self._hear(scope, given["cause"])
         cause = self._causes.get(scope)
-        answer = {"doing": self.doing, "cause": [cause.rank, cause.reason] if cause else None}
+        status = self.status.get(scope, Status())
+        answer = {
+            "status": [status.doing[:MOST_TEXT], status.passes, status.direction],
+            "cause": [cause.rank, cause.reason[:MOST_TEXT]] if cause else None,
+        }
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
     def _ask_all(self, ranks: Sequence[int], message: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -200,16 +242,29 @@ class Liveness:
                 connection.sendall(json.dumps({"token": address.token, **message}).encode() + b"\n")
                 answer = _receive(connection)
                 return answer if isinstance(answer, dict) else {}
-        except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, ValueError):
-            return "was lost: its process has ended"
-        except OSError as error:
-            state = _state(address)
-            if state == "T":
-                return "was lost: its process is stopped"
-            if state in ("", "Z", "X") and address.node == host_name():
-                return "was lost: its process has ended"
-            kind = "does not answer" if isinstance(error, TimeoutError) else f"cannot be reached ({error})"
-            return f"was lost: its process {kind}"
+        except (OSError, ValueError) as error:
+            return _how_lost(address, error)
+
+
+def _how_lost(address: Address, error: Exception) -> str:
+    """Say how a rank was lost that did not answer a probe."""
+    if address.node == host_name():
+        state = _state(address)
+        if state in _GONE:
+            return ENDED
+        if state in ("T", "t"):
+            return STOPPED
+    if isinstance(error, ConnectionError | ValueError):  # nobody listens at its port any more, or somebody else
+        return ENDED
+    return SILENT if isinstance(error, TimeoutError) else f"was lost: it cannot be reached ({error})"
+
+
+def _status(given: Any) -> Status:
+    try:
+        doing, passes, direction = given
+        return Status(str(doing), int(passes), str(direction))
+    except (TypeError, ValueError):
+        return Status()
 
 
 def _receive(connection: socket.socket) -> Any:
@@ -252,7 +307,8 @@ def naming_lost_ranks() -> Iterator[None]:
                 cause, _ = here.find(JOB, list(here.peers))
             if cause is None:
                 raise
-            raise LostRankError(f"{cause}; look at its output first") from error
+            seen = "" if isinstance(error, LostRankError) else f" (this rank saw {one_line(error)})"
+            raise LostRankError(f"{cause}; look at its output first{seen}", (cause.rank,)) from error
         mine = next((rank for rank, peer in here.peers.items() if peer.token == here.token), None)
         if mine is not None:
             here.blame(JOB, Cause(mine, f"raised {one_line(error)}"))
@@ -270,7 +326,7 @@ def _may_be_of_a_peer(error: BaseException) -> bool:
 def one_line(error: BaseException) -> str:
     """An error's kind and the first line of its text."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0]}"[:MOST_TEXT] if text else type(error).__name__
 
 
 def listen_host(store: str) -> str:
@@ -299,6 +355,12 @@ def liveness(host: str = "127.0.0.1") -> Liveness:
         if _here is None or _here.address[4] != os.getpid():
             _here = Liveness(host)
         return _here
+
+
+def forget_job() -> None:
+    """Forget the ranks of a job that is over, and how it failed."""
+    if _here is not None:
+        _here.reset()
 
 
 def knows_of_failure() -> bool:

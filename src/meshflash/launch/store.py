@@ -15,17 +15,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from meshflash.launch.liveness import LostRankError
+
 #: Seconds between two looks at a key: from the first, doubling, to the last.
 FIRST_POLL, LAST_POLL = 0.001, 0.05
 #: Seconds after which the caller of a wait looks around, beyond its time that a wait gets to end by itself, and that
 #: threads get to end at exit.
 LOOK, GRACE, ENDING = 0.5, 2.0, 1.0
 
-_threads: set[threading.Thread] = set()
+_threads: list[threading.Thread] = []
 _ending = threading.Event()
 
 
-class StoreError(RuntimeError):
+class StoreError(LostRankError):
     """The store did not answer, or is gone; the message says where it was."""
 
 
@@ -42,12 +44,8 @@ def within(seconds: float, make: Callable[[], Any], otherwise: str, look: Callab
             made.put((make(), None))
         except BaseException as error:
             made.put((None, error))
-        finally:
-            _threads.discard(threading.current_thread())
 
-    thread = threading.Thread(target=work, daemon=True, name="meshflash store")
-    _threads.add(thread)
-    thread.start()
+    start_thread(work, "meshflash store")
     deadline = time.monotonic() + seconds
     while True:
         left = deadline - time.monotonic()
@@ -64,6 +62,13 @@ def within(seconds: float, make: Callable[[], Any], otherwise: str, look: Callab
     return found
 
 
+def start_thread(target: Callable[[], None], name: str) -> None:
+    """Start a daemon thread that the end of the interpreter waits for, as long as ENDING."""
+    thread = threading.Thread(target=target, daemon=True, name=name)
+    _threads[:] = [*(other for other in _threads if other.is_alive()), thread]
+    thread.start()
+
+
 def _join_threads() -> None:
     """End our threads before the interpreter ends.
 
@@ -72,7 +77,7 @@ def _join_threads() -> None:
     """
     _ending.set()
     deadline = time.monotonic() + ENDING
-    for thread in list(_threads):
+    for thread in [thread for thread in _threads if thread.is_alive()]:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 

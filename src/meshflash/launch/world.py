@@ -18,7 +18,7 @@ from meshflash.launch import cores, devices
 from meshflash.launch.devices import Said
 from meshflash.launch.hosts import host_name, interface_of, is_loopback, reachable_address
 from meshflash.launch.launchers import LaunchError, Place, detect
-from meshflash.launch.liveness import knows_of_failure, listen_host, liveness
+from meshflash.launch.liveness import forget_job, knows_of_failure, listen_host, liveness
 from meshflash.launch.log import log, set_up_logging
 from meshflash.launch.parent import end_with_starter
 from meshflash.launch.rendezvous import GRACE, Meeting, meet
@@ -101,6 +101,7 @@ def end() -> None:
         dist.destroy_process_group()
         if _meeting is not None and not knows_of_failure():
             _meeting.part(_world.rank, _world.world_size)
+        forget_job()
     for name in _set:
         os.environ.pop(name, None)
     _set.clear()
@@ -177,6 +178,7 @@ def _told(place: Place, device: torch.device, meeting: Meeting, timeout: float) 
     pci = devices.pci_of(device)
     near = cores.near_device(pci) if pci else cores.near_rank(place.local_rank, place.local_world_size or 0)
     alive = liveness(listen_host(meeting.where))
+    alive.reset()
     mine = Said(host_name(), device.type, devices.name_of(device), has, cores.cores_here(), near, alive.address)
     names = [f"said/{rank}" for rank in range(place.world_size)]
     try:

@@ -19,7 +19,8 @@ from torch import distributed as _distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.engine.membership import timeout
-from meshflash.launch.liveness import LostRankError, naming_lost_ranks
+from meshflash.launch.liveness import LostRankError, naming_lost_ranks, one_line
+from meshflash.launch.store import start_thread
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -27,6 +28,12 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 SHORTEST, LONGEST, PART = 0.01, 4.0, 0.1
 #: What a rank says that has no result yet.
 _WORKING = b""
+
+
+def _value(rank: int, answer: dict[str, Any]) -> Any:
+    if "error" in answer:
+        raise RuntimeError(f"rank {rank} of the checkpoint's ranks raised {answer['error']}")
+    return answer["value"]
 
 
 class Ranks:
@@ -60,18 +67,22 @@ class Ranks:
         done = threading.Event()
 
         def worker() -> None:
-            results.append(json.dumps(work()).encode())
+            try:
+                text = json.dumps({"value": work()})
+            except BaseException as error:  # the others wait for a word of this rank
+                text = json.dumps({"error": one_line(error)})
+            results.append(text.encode())
             done.set()
 
         begin = time.monotonic()
         pause = SHORTEST
-        threading.Thread(target=worker, daemon=True, name="meshflash checkpoint").start()
+        start_thread(worker, "meshflash checkpoint")
         with naming_lost_ranks():
             while True:
                 done.wait(pause)
                 said = self._round(results[0] if results else _WORKING)
                 if all(text != _WORKING for text in said):
-                    return [json.loads(text) for text in said]
+                    return [_value(rank, json.loads(text)) for rank, text in enumerate(said)]
                 longest = min(LONGEST, timeout() / 4)
                 pause = min(longest, max(SHORTEST, PART * (time.monotonic() - begin)))
 

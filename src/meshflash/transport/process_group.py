@@ -19,8 +19,9 @@ from meshflash.transport.contract import Collective, Message, Transport, Transpo
 dist: Any = _distributed  # torch does not declare all that it exports here
 
 
-#: A tag has 31 bits: so many passes until their tags repeat, and so many groups of a program.
-PASSES, GROUPS = 2**26, 2**4
+#: Tags have 31 bits. The highest is always set, so that callers' own messages with small tags are never taken for ours;
+#: then come the number and direction of the pass, until they repeat, and the group of the program.
+OURS, PASSES, GROUPS = 2**30, 2**26, 2**4
 #: Ranks that an error lists by number.
 MOST_NAMED = 8
 
@@ -32,11 +33,12 @@ class ProcessGroupTransport(Transport):
         super().__init__()
         self.groups: dict[str, Any] = {}
         #: The tag of the messages of this pass, on gloo; each group's own number is added to it.
-        self._pass_tag = 0
+        self._pass_tag = OURS
         self.device, self.timeout = device, timeout
         self._limit = timedelta(seconds=timeout)
         self._ranks: dict[str, tuple[int, int]] = {}
         self._numbers: dict[str, int] = {}
+        self._global_ranks: dict[str, list[int]] = {}
         self._backends: set[str] = set()
         for name, group in groups.items():
             self.add(name, group)
@@ -48,6 +50,8 @@ class ProcessGroupTransport(Transport):
             raise ValueError(f"group {name}: {reason}")
         backend = str(backend_of(group, self.device))
         self._numbers[name] = len(self._numbers)
+        assert len(self._numbers) <= GROUPS, "tags have no room for more groups of a program"
+        self._global_ranks[name] = dist.get_process_group_ranks(group)
         self.groups[name] = group
         self._ranks[name] = dist.get_rank(group), dist.get_world_size(group)
         self._backends.add(backend)
@@ -58,7 +62,7 @@ class ProcessGroupTransport(Transport):
 
     def begin_pass(self, number: int, direction: Direction) -> None:
         """Tag the messages of a pass: a rank that skipped one waits in vain, but never takes a wrong message."""
-        self._pass_tag = ((2 * number + (direction == "backward")) % PASSES) * GROUPS
+        self._pass_tag = OURS + ((2 * number + (direction == "backward")) % PASSES) * GROUPS
 
     def rank(self, group: str) -> int:
         return int(self._ranks[group][0])
@@ -120,7 +124,8 @@ class ProcessGroupTransport(Transport):
 
     def _peers(self, group: str, peers: Sequence[int]) -> tuple[int, ...]:
         """Ranks of a group as the whole job numbers them."""
-        return tuple(int(dist.get_global_rank(self.groups[group], peer)) for peer in sorted(set(peers)))
+        ranks = self._global_ranks[group]
+        return tuple(ranks[peer] for peer in sorted(set(peers)))
 
 
 def _named(ranks: Sequence[int]) -> str:
