@@ -22,7 +22,7 @@ from torch import distributed as _distributed
 
 from meshflash.core.program import Direction
 from meshflash.launch.liveness import Cause, LostRankError, Status, listen_host, liveness, one_line
-from meshflash.launch.store import BoundedStore, StoreError
+from meshflash.launch.store import BoundedStore, StoreError, where
 from meshflash.transport.choice import Where, choose
 from meshflash.transport.contract import Transport, TransportError
 
@@ -84,13 +84,24 @@ class Member:
         self._in_use = threading.RLock()
         if dist.get_backend(group) == "mpi":
             raise ValueError("a process group of the MPI backend has no store to agree by; start with gloo or nccl")
-        self._store = BoundedStore(dist.distributed_c10d._get_process_group_store(group), timeout)
-        # a store may outlive its group: what an earlier one of the same name left there is not for this one
-        self._epoch = self._store.add(f"meshflash/epoch/{self.rank}", 1)
-        self._liveness = liveness(listen_host(self._store.where))
+        store = dist.distributed_c10d._get_process_group_store(group)
+        self._liveness = liveness(listen_host(where(store)))
         #: What probes call this group: groups of one name may follow each other.
+        self._scope = f"{group.group_name}/0"
+        try:
+            self._store = BoundedStore(store, timeout, self._look_at_host)
+            # a store may outlive its group: what an earlier one of the same name left there is not for this one
+            self._epoch = self._store.add(f"meshflash/epoch/{self.rank}", 1)
+        except StoreError as error:
+            raise self._missing(None, f"{error}, before the first call of this process group") from error
         self._scope = f"{group.group_name}/{self._epoch}"
         self._liveness.clear(self._scope)
+
+    def _look_at_host(self) -> None:
+        """Do not wait for a store whose host has ended: that of rank 0 of the job, unless a launcher holds it."""
+        cause = self._liveness.cause(self._scope) or self._liveness.find_ended(self._scope, 0)
+        if cause is not None:
+            raise self._missing(cause, "which held the store that ranks agree by")
 
     def transport(self, device: torch.device, name: str = "auto") -> Transport:
         """How this group moves tensors of a device; ValueError where it cannot, or not by this transport."""

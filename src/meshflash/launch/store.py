@@ -87,9 +87,10 @@ atexit.register(_join_threads)
 class BoundedStore:
     """A client of a job's store; every call ends within `timeout()` seconds, by StoreError where it must."""
 
-    def __init__(self, store: Any, timeout: Callable[[], float]) -> None:
+    def __init__(self, store: Any, timeout: Callable[[], float], look: Callable[[], None] | None = None) -> None:
+        """Connect once more to where `store` is. Whoever waits calls `look`, which may raise, every half second."""
         self.where = where(store)
-        self._timeout = timeout
+        self._timeout, self._look = timeout, look
         self._broken = ""
         self._store = store
         self._store = self._call(store.clone)
@@ -143,7 +144,7 @@ class BoundedStore:
             raise StoreError(self._broken)
         limit = self._timeout() if seconds is None else seconds
         try:
-            return within(limit if seconds is None else limit + GRACE, make, "", look)
+            return within(limit if seconds is None else limit + GRACE, make, "", look or self._look)
         except TimeoutError:
             # its connection stays with the thread that waits for an answer
             self._broken = f"the store at {self.where} did not answer within {limit:g} s: its process may be stopped"
