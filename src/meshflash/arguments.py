@@ -219,7 +219,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-#: No model has so many key heads; a third size beyond it, and beyond the second, is the number of tokens.
+#: More key heads than any model has: a third size above this, and above the second, is the number of tokens.
 MOST_HEADS = 512
 #: The most heads that short prompts of common models have; a warning there would be a false alarm.
 COMMON_HEADS = 32

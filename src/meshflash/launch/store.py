@@ -32,7 +32,7 @@ class StoreError(LostRankError):
 
 
 def within(seconds: float, make: Callable[[], Any], otherwise: str, look: Callable[[], None] | None = None) -> Any:
-    """Return what `make` returns, or raise TimeoutError with the text `otherwise` after so many seconds.
+    """Return what `make` returns, or raise TimeoutError with the text `otherwise` once `seconds` have passed.
 
     `make` runs in a thread: torch and MPI may block for ever, and cannot be interrupted. The caller can be, and calls
     `look`, which may raise, while it waits.
