@@ -210,7 +210,20 @@ def _op_arguments(features, mask):
     sinks = torch.randn(2, requires_grad=True) if features.get("sinks") else None
     slopes = torch.rand(2, 2) if features.get("alibi") else None
     documents = [torch.from_numpy(x) for x in lengths]
-    numbers = (text, 0.3, features.get("softcap", 0.0), features.get("dropout", 0.0), 0, 0, 0, "auto", False, "", "", False)
+    numbers = (
+        text,
+        0.3,
+        features.get("softcap", 0.0),
+        features.get("dropout", 0.0),
+        0,
+        0,
+        0,
+        "auto",
+        False,
+        "",
+        "",
+        False,
+    )
     return q, k, v, sinks, slopes, seed, documents, *numbers
 
 
