@@ -18,7 +18,7 @@ from meshflash.launch import cores, devices
 from meshflash.launch.devices import Said
 from meshflash.launch.hosts import host_name, interface_of, is_loopback, reachable_address
 from meshflash.launch.launchers import LaunchError, Place, detect
-from meshflash.launch.liveness import forget_job, knows_of_failure, listen_host, liveness
+from meshflash.launch.liveness import JOB, forget_job, knows_of_failure, listen_host, liveness
 from meshflash.launch.log import log, set_up_logging
 from meshflash.launch.parent import end_with_starter
 from meshflash.launch.rendezvous import GRACE, Meeting, meet
@@ -162,6 +162,9 @@ def _joined(place: Place, backend: str | None, timeout: float) -> World:
         within(timeout + GRACE, group, "ranks found the store, and do not reach each other")
     except (RuntimeError, TimeoutError) as error:
         reason = str(error).strip().splitlines()[0]
+        cause, _ = liveness().find(JOB, range(place.world_size))
+        if cause is not None:
+            raise LaunchError(f"{cause} while ranks made their process group; look at its output first") from error
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} made no group of {chosen} within {timeout:g} s ({reason}); "
             "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME, to an interface by which hosts reach each other"
