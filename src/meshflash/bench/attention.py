@@ -105,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setup:
-    """How ranks run: so many processes of so many threads, by a transport and a kernel; by MPS if they share a GPU.
+    """How ranks run: processes, their threads, transport and kernel; by MPS if they share a GPU.
 
     `profile` is a folder for traces by torch's profiler, `timeline` a schedule whose forward is recorded step by step.
     """
@@ -248,7 +248,7 @@ def _measure(
 
 
 def limit(ranks: int, threads: int, cores: int) -> float:
-    """How many times one rank's speed ranks of so many threads could reach at most: as far as cores go.
+    """Return the largest speedup over one rank that the ranks, their threads and the cores of this machine allow.
 
     >>> limit(4, 1, 2), limit(2, 1, 8), limit(2, 4, 4)
     (2.0, 2.0, 1.0)

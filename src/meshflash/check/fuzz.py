@@ -141,7 +141,7 @@ def _pick(draw: random.Random, weights: dict[str, int]) -> str:
 
 
 def _groups(draw: random.Random, world: int, two: bool) -> tuple[list[Group], str]:
-    """The groups that the calls of a case go to by turns, and what they are called."""
+    """Return the groups that the calls of a case alternate between, and their label in the record."""
     everyone = tuple(range(world))
     some = tuple(sorted(draw.sample(everyone, draw.randint(1 if draw.random() < 0.2 else 2, world))))
     others = tuple(rank for rank in everyone if rank not in some)
@@ -169,7 +169,7 @@ def _groups(draw: random.Random, world: int, two: bool) -> tuple[list[Group], st
 def _calls(
     draw: random.Random, settings: Settings, pattern: str, groups: Sequence[Group]
 ) -> tuple[list[Call], list[tuple[Does, int]], str]:
-    """Calls by turns over the groups, the steps that make them, and what their order is called."""
+    """Return calls that alternate over the groups, the steps that make them, and the label of their order."""
     calls: list[Call] = []
     if pattern == "local threads":
         kinds = [_call(draw, settings, groups[0], 0, small=True) for _ in range(3)]
@@ -191,7 +191,7 @@ def _calls(
 
 
 def _steps(draw: random.Random, calls: int, together: bool) -> tuple[list[tuple[Does, int]], str]:
-    """In which order forwards and backwards of so many calls come."""
+    """Return the order in which forward and backward passes of the calls run."""
     forwards: list[tuple[Does, int]] = [("forward", n) for n in range(calls)]
     if calls == 1:
         return [*forwards, ("backward", 0)], "one call"
