@@ -356,6 +356,8 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": (dict(dropout=1.0), r"dropout=1.0: expected a probability, 0 <= dropout < 1"),
     "dropout nan": (dict(dropout=float("nan")), r"dropout=nan: expected a finite number"),
     "dropout none": (dict(dropout=None), r"dropout=None: expected a finite number"),
+    "scale bool": (dict(scale=True), r"scale=True: expected a finite number"),
+    "dropout bool": (dict(dropout=False), r"dropout=False: expected a finite number"),
     "scale text": (dict(scale="1"), r"scale='1': expected a finite number"),
     "seed float": (dict(seed=1.7), r"seed=1.7: expected an int, or an int64 tensor"),
     "seed bool": (dict(seed=True), r"seed=True: expected an int"),

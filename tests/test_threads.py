@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from meshflash import Mask, attention, flash_attention
+from meshflash import Mask, api, attention, flash_attention
 from meshflash.engine import repeat
 from meshflash.engine.membership import member
 
@@ -103,3 +103,31 @@ def test_two_threads_that_drive_one_group_are_refused(pool):
         assert len(refused) == 1
         assert "two threads call attention over one process group" in refused[0]
         assert "new_group" in refused[0]
+
+
+def explained(rank, world, group):
+    refused = []
+
+    def second():
+        try:
+            attention(*[torch.randn(1, 4, 2, 8)] * 3, schedule="zigzag")
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    def meanwhile(*given):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        return explain(*given)
+
+    explain, api.explain = api.explain, meanwhile
+    try:
+        plan = attention(*[torch.randn(1, 4, 2, 8)] * 3, schedule="ring", return_plan=True)[1]
+    finally:
+        api.explain = explain
+    return plan.schedule, len(refused)
+
+
+def test_the_plan_that_a_call_returns_is_its_own(pool):
+    """No other thread can call between a call and the reading of its plan."""
+    assert pool.run(2, explained) == [("ring", 1)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -264,22 +265,21 @@ def attention(
         arguments = arguments._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), group=group)
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
     arguments = arguments._replace(asked=asked, will_backward=recorded)
-    ran = registry.Ran()
-    if return_plan:
-        with registry.spy() as ran:
-            out, lse = attend(arguments)
-    else:
-        out, lse = attend(arguments)
     if verify or return_plan:
         here = member(group) if world > 1 else None
-        plan = here.last.plan if here else resolve(asked, q.shape[1], k.shape[1], 0, q_offset, 1)
-        if verify:
-            if here:
-                # a rank that does not verify would be waited for in vain
-                here.agree({"verify": True}, "It may not verify: pass verify=True on all ranks, or on none. ")
-            read = Read(*arguments)
-            check_rows(plan, here and here.group, rank, read.mask, read.features, q, k, v, out, lse)
-        explanation = explain(plan, plan.reason, here, ran)
+        with here.in_use() if here else nullcontext():  # a call of another thread would leave its plan in place of ours
+            with registry.spy() if return_plan else nullcontext(registry.Ran()) as ran:
+                out, lse = attend(arguments)
+            plan = here.last.plan if here else resolve(asked, q.shape[1], k.shape[1], 0, q_offset, 1)
+            if verify:
+                if here:
+                    # a rank that does not verify would be waited for in vain
+                    here.agree({"verify": True}, "It may not verify: pass verify=True on all ranks, or on none. ")
+                read = Read(*arguments)
+                check_rows(plan, here and here.group, rank, read.mask, read.features, q, k, v, out, lse)
+            explanation = explain(plan, plan.reason, here, ran)
+    else:
+        out, lse = attend(arguments)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     extras: tuple[Any, ...] = (lse,) if return_lse else ()

@@ -355,7 +355,7 @@ def refuse_forward_mode(name: str, *tensors: Tensor | None) -> None:
 
 def _finite(name: str, value: Any) -> float:
     try:
-        if not isinstance(value, Tensor | str) and math.isfinite(value):
+        if not isinstance(value, Tensor | str | bool) and math.isfinite(value):
             return float(value)
     except (TypeError, OverflowError):
         pass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -134,6 +137,21 @@ def test_its_threads_end():
     mover.close()
     assert not any(thread.is_alive() for thread in own)
     assert threading.active_count() <= before + 3  # the streams'
+
+
+def test_its_threads_end_with_the_interpreter():
+    """A failed call drops its transport without closing it."""
+    code = """if True:
+        import atexit
+        from transport.test_staged import *
+        mover = None
+        atexit.register(lambda: print(*(thread.is_alive() for thread in mover._threads)))  # the last to run
+        mover = staged(Loopback(0, 2), FakeStreams())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True
+    )
+    assert done.stdout.decode().split() == ["False", "False"], done.stderr.decode()
 
 
 class Clock:

@@ -9,6 +9,7 @@ The group below sees memory of the host alone: gloo would end the process over a
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections import defaultdict
@@ -68,6 +69,7 @@ class HostStaged(Transport):
         ]
         for thread in self._threads:
             thread.start()
+        atexit.register(self.close)  # a thread in torch's C++ must not outlive the interpreter
 
     def add(self, name: str, group: Any) -> None:
         """One more group."""
@@ -84,6 +86,7 @@ class HostStaged(Transport):
 
     def close(self) -> None:
         """End its threads; what is on its way is finished first, unless that takes long."""
+        atexit.unregister(self.close)
         self._posts.put(None)
         for thread in self._threads:
             thread.join(min(self.timeout, ENDING))
