@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz soak lint types imports docs unit clean
+.PHONY: help demo test fuzz soak digests lint types imports docs unit clean
 
 help:
 	@echo "make demo   set up and run the main job"
 	@echo "make test   set up and run every check: lint, types, import direction, docs, tests"
 	@echo "make fuzz   set up and check CASES (10000) cases at random over 2, 3 and 4 ranks; goes on where it stopped"
 	@echo "make soak   set up and run the campaign of faults (hours); SOAK='damage --count 20' for a part of it"
+	@echo "make digests  set up and compare programs, machine code and bytes moved with tests/digests.json (half an hour)"
 	@echo "make clean  remove the environment and what the checks wrote"
 
 $(BIN)/python:
@@ -46,6 +47,9 @@ test: lint types imports docs unit
 
 soak: $(VENV)/.test-ready
 	PYTHONPATH=src:tests $(BIN)/python -m soak $(SOAK)
+
+digests: $(VENV)/.test-ready
+	PYTHONPATH=src:tests $(BIN)/python -m digests $(DIGESTS)
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .

@@ -9,10 +9,12 @@ reads a kernel whether that is interpreted, and in the tests it is.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -88,7 +90,8 @@ class Built:
 
     `serialized` is whether ptxas gave up overlapping products of warp groups; `local` how many instructions of the
     loops that multiply, where no mask cuts a block, go to local memory, None where there is no such loop or GPU.
-    `barrier` is the highest number of a hardware barrier that the compiler takes for itself.
+    `barrier` is the highest number of a hardware barrier that the compiler takes for itself. `code` is the SHA-256 of
+    its machine code, or of its assembly for AMD GPUs, without the names of symbols.
     """
 
     kernel: str
@@ -100,6 +103,7 @@ class Built:
     serialized: bool
     local: int | None
     barrier: int = 0
+    code: str = ""
 
 
 def missing(target: str) -> str | None:
@@ -121,10 +125,15 @@ def missing(target: str) -> str | None:
     return None
 
 
+def environment_of(folder: str) -> dict[str, str]:
+    """Environment variables of a process that compiles: no cache of kernels or rates, no lines of source in code."""
+    return {"TRITON_CACHE_DIR": folder, "MESHFLASH_RATES": folder, "TRITON_DISABLE_LINE_INFO": "1"}
+
+
 def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str]:
     """The kernels of each call, or what went wrong, from a process of its own."""
     with tempfile.TemporaryDirectory() as folder:  # a kernel from Triton's cache has no log of ptxas
-        environment = {**os.environ, "TRITON_CACHE_DIR": folder, "MESHFLASH_RATES": folder}
+        environment = {**os.environ, **environment_of(folder)}
         environment.pop("TRITON_INTERPRET", None)
         work = json.dumps([asdict(call) for call in calls])
         command = [sys.executable, "-P", __file__, target, work, str(Path(folder, "built.json"))]
@@ -196,14 +205,38 @@ def _built(name: str, config: dict[str, int], kernel: Any, log: str) -> Built:
     if "amdgcn" in kernel.asm:
         facts = dict(re.findall(r"^\s*\.(\w+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
         registers, spilled = int(facts["vgpr_count"]), int(facts["private_segment_fixed_size"])
-        return Built(name, config, shared, tensor_memory, registers, spilled, False, None)
+        code = hashlib.sha256(_without_names(kernel.asm["amdgcn"], kernel.name).encode()).hexdigest()
+        return Built(name, config, shared, tensor_memory, registers, spilled, False, None, code=code)
     used, spills = re.search(r"Used (\d+) registers", log), re.findall(r"(\d+) bytes spill", log)
     assert used, log
     local = _local(kernel.asm["cubin"]) if kernel.metadata.target.arch == 90 else None
     serialized = "are serialized" in log
     numbers = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive)(?:\.aligned)?\s+(\d+)", kernel.asm["ptx"])
     barrier = max(map(int, numbers), default=0)
-    return Built(name, config, shared, tensor_memory, int(used[1]), max(map(int, spills)), serialized, local, barrier)
+    code = hashlib.sha256(b"".join(_code_sections(kernel.asm["cubin"]))).hexdigest()
+    spilled = max(map(int, spills))
+    return Built(name, config, shared, tensor_memory, int(used[1]), spilled, serialized, local, barrier, code)
+
+
+def _without_names(assembly: str, kernel: str) -> str:
+    """Assembly without comments, empty lines and the kernel's name."""
+    lines = (line.split(";")[0].rstrip() for line in assembly.replace(kernel, "KERNEL").splitlines())
+    return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith((".file", ".ident")))
+
+
+def _code_sections(cubin: bytes) -> list[bytes]:
+    """The contents of the sections of a 64-bit ELF file that hold instructions: those called .text.KERNEL."""
+    table_offset = struct.unpack_from("<Q", cubin, 0x28)[0]
+    entry_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table_offset + n * entry_bytes) for n in range(count)]
+    names_offset = sections[names_index][4]
+    found = [
+        cubin[offset : offset + size]
+        for name, _, _, _, offset, size in sections
+        if cubin[names_offset + name :].startswith(b".text.")
+    ]
+    assert found, "no machine code"
+    return found
 
 
 def _local(cubin: bytes) -> int | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from cross import TARGETS, Built, _pretend, missing
+from cross import TARGETS, Built, _pretend, environment_of, missing
 from meshflash.gemm.configs import HOPPER_CANDIDATES, Config
 
 pytest.importorskip("triton")
@@ -64,7 +64,7 @@ def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str
     """The kernels of each call, or what went wrong."""
     with tempfile.TemporaryDirectory() as folder:  # a kernel from Triton's cache has no log of ptxas
         paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "TRITON_CACHE_DIR": folder, "MESHFLASH_RATES": folder, "PYTHONPATH": paths}
+        environment = {**os.environ, **environment_of(folder), "PYTHONPATH": paths}
         environment.pop("TRITON_INTERPRET", None)
         into = Path(folder, "built.json")
         work = json.dumps([asdict(call) for call in calls])
@@ -179,6 +179,7 @@ HOPPER = (
     *(Call("all_scatter", variant, config=astuple(ROLES[0])) for variant in ("producer_consumer", "bulk")),
     *(Call(collective, "epilogue", config=astuple(ROLES[1])) for collective in ("ag_gemm", "gemm_rs")),
 )
+ALL = {target: (*ANYWHERE, *(HOPPER if target == "sm_90" else ())) for target in ("sm_90", "sm_100", "sm_80", "gfx942")}
 #: In the ordinary run: products that put, by warps that have roles and by others, one that adds up and puts, and two
 #: whose rows come by descriptors, of which one makes them itself.
 FEW = (
@@ -222,16 +223,13 @@ def test_fused_products_fit_a_hopper_gpu():
 
 @cache
 def every(target: str) -> dict[Call, list[Built] | str]:
-    return compiled(target, (*ANYWHERE, *HOPPER) if target == "sm_90" else ANYWHERE)
+    return compiled(target, ALL[target])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "call"),
-    [
-        *(pytest.param(target, call, id=f"{target} {call}") for target in SPILLED for call in ANYWHERE),
-        *(pytest.param("sm_90", call, id=f"sm_90 {call}") for call in HOPPER),
-    ],
+    [pytest.param(target, call, id=f"{target} {call}") for target, calls in ALL.items() for call in calls],
 )
 def test_every_collective_fits(target, call):
     if lacking := missing(target):

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from cross import TARGETS, Built, _pretend, missing
+from cross import TARGETS, Built, _pretend, environment_of, missing
 from meshflash.gemm import configs, planning
 from meshflash.gemm.configs import HOPPER_CANDIDATES, Config
 
@@ -57,7 +57,7 @@ def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str
     """The kernels of each call, or what the compiler said."""
     with tempfile.TemporaryDirectory() as folder:  # a kernel from Triton's cache has no log of ptxas
         paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "TRITON_CACHE_DIR": folder, "MESHFLASH_RATES": folder, "PYTHONPATH": paths}
+        environment = {**os.environ, **environment_of(folder), "PYTHONPATH": paths}
         environment.pop("TRITON_INTERPRET", None)
         into = Path(folder, "built.json")
         work = json.dumps([asdict(call) for call in calls])

@@ -1,0 +1,169 @@
+"""Digests of what a refactoring must not change: programs, machine code, bytes moved, and fields of error messages.
+
+    make digests                      compare with tests/digests.json
+    make digests DIGESTS=--write      write that file anew, after a change that is meant
+
+The record has a digest for each schedule, world size and mask family, and for each kernel that the tests compile.
+Digests do not depend on names: renaming a class, a kernel or a file leaves all of them as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cross import missing
+from gemm import test_fused_compile, test_gemm_compile
+from kernels import test_compile
+from meshflash.bench import bytes as moved
+from meshflash.bench.cases import Case
+from meshflash.check.suite import LAYOUTS, MASKS
+from meshflash.core.problem import Problem
+from meshflash.schedules.registry import build, home, over_lines
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "tests" / "digests.json"
+WORLDS = range(1, 17)
+TARGETS = ("sm_90", "sm_80", "gfx942")
+#: Batch rows of the mask families that give documents for each row.
+BATCH = 2
+console = Console()
+
+
+def digest(value: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of a value's JSON: enough to tell changes."""
+    return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def positional(value: Any) -> Any:
+    """A dataclass as the list of its values, without the names of fields."""
+    if is_dataclass(value):
+        return [type(value).__name__, *(positional(getattr(value, field.name)) for field in fields(value))]
+    if isinstance(value, range):
+        return [value.start, value.stop, value.step]
+    return [positional(x) for x in value] if isinstance(value, tuple | list) else value
+
+
+def programs() -> Iterator[tuple[str, str]]:
+    """Every schedule on its own layout over every mask family, and on the other layouts over a causal mask."""
+    for world in WORLDS:
+        tokens = 6 * world + 5  # uneven shards
+        for schedule in over_lines(world):
+            own = home(schedule)(tokens, world)
+            cases = [(family, own, make(tokens)) for family, make in MASKS.items()]
+            cases += [(name, make(tokens, world), MASKS["causal"](tokens)) for name, make in LAYOUTS.items()]
+            for name, layout, mask in cases:
+                problem = Problem(layout.ranges, layout.ranges, mask, 4, 2)
+                try:
+                    found: Any = [
+                        positional(build(schedule, problem, rank, direction))
+                        for direction in ("forward", "backward")
+                        for rank in range(world)
+                    ]
+                except ValueError as error:
+                    found = type(error).__name__
+                yield f"{schedule}, {world} ranks, {name}", digest(found)
+                build.cache_clear()
+
+
+def kernels(target: str) -> Iterator[tuple[str, str]]:
+    """Every call of the compile tests: the machine code of each kernel that it launches."""
+    for name, suite in (("attention", test_compile), ("gemm", test_gemm_compile), ("fused gemm", test_fused_compile)):
+        compile_all: Callable[..., Any] = suite.compiled
+        for number, (call, built) in enumerate(compile_all(target, suite.ALL[target]).items()):
+            codes = built if isinstance(built, str) else [kernel.code for kernel in built]
+            yield f"{target} {name} {number:03d}: {call}", digest(codes)
+
+
+def bytes_moved() -> Iterator[tuple[str, str]]:
+    """The bytes that each rank receives, by schedule, mask and number of ranks."""
+    for world in (2, 4, 8):
+        for mask in ("full", "causal"):
+            case = Case(tokens=4096, batch=1, heads=8, kv_heads=8, head_dim=64, mask=mask, dtype="bfloat16")
+            for row in moved.run(case, over_lines(world), world):
+                key = f"{row.schedule}, {world} ranks, {mask}, {row.direction}"
+                yield key, digest([row.received_mean, row.received_bytes, row.peer_bytes])
+
+
+def error_fields() -> Iterator[tuple[str, str]]:
+    """How many errors of each kind the source raises, by how many values their messages give."""
+    found: Counter[str] = Counter()
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                kind = ast.unparse(node.exc.func)
+                values = sum(isinstance(part, ast.FormattedValue) for part in ast.walk(node.exc))
+                found[f"{kind} with {values} values"] += 1
+    for key, count in sorted(found.items()):
+        yield key, str(count)
+
+
+def collect() -> dict[str, dict[str, str]]:
+    """All sections of the record."""
+    parts: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
+        "programs": programs,
+        "bytes": bytes_moved,
+        "errors": error_fields,
+    }
+    for target in TARGETS:
+        if lacking := missing(target):
+            console.print(f"kernels for {target} are left out: there is no {lacking} here")
+        else:
+            parts[f"kernels {target}"] = partial(kernels, target)
+    found: dict[str, dict[str, str]] = {}
+    with ThreadPoolExecutor(2) as pool:  # kernels compile in processes of their own
+        for name, rows in zip(parts, pool.map(lambda make: dict(make()), parts.values()), strict=True):
+            found[name] = rows
+            console.print(f"{name}: {len(rows)} digests")
+    return found
+
+
+def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """What was added, is gone, or has another digest.
+
+    Renaming changes keys: rows are paired in their order where the two have equally many.
+    """
+    if len(before) == len(after):
+        pairs = zip(before.items(), after.items(), strict=True)
+        return [f"{old} -> {new}" for (old, a), (new, b) in pairs if a != b]
+    keys = before.keys() | after.keys()
+    return sorted(
+        f"{key}: {before.get(key, 'new')} -> {after.get(key, 'gone')}"
+        for key in keys
+        if before.get(key) != after.get(key)
+    )
+
+
+def main(
+    write: Annotated[bool, typer.Option(help="Write the record anew.")] = False,
+    record: Annotated[Path, typer.Option(help="The record.")] = RECORD,
+) -> None:
+    """Compare digests with those of the record; exit 1 where any differs."""
+    found = collect()
+    if write:
+        record.write_text(json.dumps(found, indent=0) + "\n")
+        return
+    before = json.loads(record.read_text())
+    wrong = 0
+    for name, rows in found.items():
+        lines = differences(before.get(name, {}), rows)
+        wrong += len(lines)
+        console.print(f"{name}: {len(rows) - len(lines)} of {len(rows)} equal")
+        for line in lines[:20]:
+            console.print(f"  {line}", highlight=False)
+    raise typer.Exit(int(wrong > 0))
+
+
+if __name__ == "__main__":
+    typer.run(main)
