@@ -17,11 +17,11 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from meshflash.gemm.device import put, signal, wait
-from meshflash.gemm.heap import open_heap
-from meshflash.launch.devices import kind_here, take_device
-from meshflash.launch.mps import missing, mps
-from meshflash.launch.processes import run_ranks
+from meshflash.comm.heap.api import open_heap
+from meshflash.comm.heap.device import put, signal, wait
+from meshflash.runtime.devices import kind_here, take_device
+from meshflash.runtime.mps import missing, mps
+from meshflash.runtime.processes import run_ranks
 
 ROUNDS, WORDS = 100, 64
 

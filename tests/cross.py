@@ -172,19 +172,23 @@ def _pretend(name: str, built: list[Built]) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from meshflash.kernels import gluon_launch, rates, triton_configs, triton_kernel, triton_rows
+    from meshflash.kernels import rates
+    from meshflash.kernels.hopper import launch as hopper_launch
+    from meshflash.kernels.triton import configs as triton_configs
+    from meshflash.kernels.triton import kernel as triton_kernel
+    from meshflash.kernels.triton import rowwise
 
     target = TARGETS[name]
     driver.set_active(_Driver(target))
     knobs.nvidia.dump_ptxas_log = True
     torch.version.hip = "6" if target.backend == "hip" else None
     vars(torch.cuda)["get_device_capability"] = lambda device: divmod(int(target.arch), 10)
-    for module in (gluon_launch, triton_configs, triton_kernel):
+    for module in (hopper_launch, triton_configs, triton_kernel):
         vars(module)["has_descriptors"] = lambda device: target.descriptors
-    vars(gluon_launch)["_counter"] = lambda device: torch.empty(1, dtype=torch.int32, device=device)
-    vars(gluon_launch)["_processors"] = lambda device: 132
+    vars(hopper_launch)["_counter"] = lambda device: torch.empty(1, dtype=torch.int32, device=device)
+    vars(hopper_launch)["_processors"] = lambda device: 132
     rates.known = lambda device: rates._known(name, name)
-    triton_rows.INTERPRETED_ROWS = triton_rows.ROWS
+    rowwise.INTERPRETED_ROWS = rowwise.ROWS
     launch = JITFunction.run
     known: dict[str, Built] = {}
 
@@ -266,9 +270,11 @@ def _make(call: Call) -> None:
 
     from meshflash import Mask
     from meshflash.core.tiles import worklist
-    from meshflash.kernels import gluon_last, gluon_launch, triton_rows
     from meshflash.kernels.contract import Features, Grads, Inputs, Rows
-    from meshflash.kernels.triton_kernel import Triton
+    from meshflash.kernels.hopper import launch as hopper_launch
+    from meshflash.kernels.hopper import split_kv
+    from meshflash.kernels.triton import rowwise
+    from meshflash.kernels.triton.kernel import Triton
 
     tokens = TOKENS - call.odd
     keys = TOKENS if call.parts else tokens  # parts are of whole blocks
@@ -283,13 +289,13 @@ def _make(call: Call) -> None:
 
     out, lse = rows(HEADS), numbers(2, HEADS, tokens)
     if call.kind == "rows":
-        triton_rows.merge(out, lse, out, lse, out, lse)
-        triton_rows.merge_gradient(out, lse, out, lse, out, lse, out, lse)
-        triton_rows.delta(out, out, lse, lse, lse)
+        rowwise.merge(out, lse, out, lse, out, lse)
+        rowwise.merge_gradient(out, lse, out, lse, out, lse, out, lse)
+        rowwise.delta(out, out, lse, lse, lse)
         return
     os.environ["MESHFLASH_GLUON"] = str(int(call.gluon))
-    gluon_launch.has_gluon.cache_clear()
-    vars(gluon_launch)["SPREAD_FROM"] = 0 if call.spread else TOKENS + 1
+    hopper_launch.has_gluon.cache_clear()
+    vars(hopper_launch)["SPREAD_FROM"] = 0 if call.spread else TOKENS + 1
     mask, features = Mask.causal(), Features(scale=call.dim**-0.5)
     if call.mask == "full":
         mask = Mask.full()
@@ -309,9 +315,9 @@ def _make(call: Call) -> None:
         features = Features(call.dim**-0.5, 30.0, 0.1, seed=7, alibi_slopes_BH=slopes, sink_logits_H=sinks)
     if call.parts:  # as few as on 15 multiprocessors: tables without storage cannot be read
         items = torch.empty(4, 3, dtype=torch.int32, device="meta")
-        vars(gluon_last)["last_round"] = lambda tables, *_, **__: gluon_last.Last(4, 3, 0, 512, items, tables)
+        vars(split_kv)["last_round"] = lambda tables, *_, **__: split_kv.Last(4, 3, 0, 512, items, tables)
     else:
-        vars(gluon_last)["last_round"] = lambda *_, **__: None
+        vars(split_kv)["last_round"] = lambda *_, **__: None
     work = worklist(mask, (range(tokens),), (range(keys),))
     x = Inputs(out, rows(call.key_heads, keys), rows(call.key_heads, keys), work, features)
     if call.kind == "forward":

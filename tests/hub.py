@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from meshflash.check.spread import Item, shards, whole
+from meshflash.comm.transports.contract import Transport
+from meshflash.comm.transports.loopback import Hub, HubTransport
 from meshflash.engine.local import rows_of, sink_gradient
 from meshflash.engine.mesh import Plan, Prepared
 from meshflash.engine.placement import Setting
 from meshflash.kernels.contract import Grads, accumulator_dtype, new_outputs
-from meshflash.transport.contract import Transport
-from meshflash.transport.loopback import Hub, HubTransport
 
 
 def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout: float = 30.0) -> list[Any]:

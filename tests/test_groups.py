@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshflash import Layout, attention, flash_attention, groups, shard, unshard
-from meshflash.launch.launchers import LaunchError
+from meshflash.runtime.launchers import LaunchError
 
 X = torch.randn(1, 6, 2, 8)
 LAYOUT = Layout.contiguous(6, 1)

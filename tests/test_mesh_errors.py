@@ -15,8 +15,9 @@ from torch import distributed as _distributed
 
 import meshflash
 from meshflash import Layout, Mask, attention
-from meshflash.engine.membership import DisagreementError, MissingRankError, member
-from meshflash.transport.contract import TransportError
+from meshflash.comm.handshake import DisagreementError
+from meshflash.comm.transports.contract import TransportError
+from meshflash.engine.membership import MissingRankError, member
 from pool import WorkerError
 
 dist: Any = _distributed  # torch does not declare all that it exports here

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshflash.launch.parent import alive
+from meshflash.runtime.parent import alive
 from pool import Pool, WorkerError
 
 

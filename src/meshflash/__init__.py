@@ -6,21 +6,22 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from meshflash.api import attention, flash_attention
+    from meshflash.comm.handshake import DisagreementError
+    from meshflash.comm.transports.contract import TransportError
     from meshflash.core.layout import Layout, positions
     from meshflash.core.mask import Mask
     from meshflash.core.problem import Problem
     from meshflash.core.program import Program
     from meshflash.core.verify import VerificationError, verify_programs
     from meshflash.engine.check import WrongResultError
-    from meshflash.engine.membership import DisagreementError, MissingRankError
+    from meshflash.engine.membership import MissingRankError
     from meshflash.job import init, shutdown
-    from meshflash.launch.devices import peak_memory
-    from meshflash.launch.liveness import LostRankError
-    from meshflash.launch.world import World
     from meshflash.merging import merge_partials
+    from meshflash.runtime.devices import peak_memory
+    from meshflash.runtime.liveness import LostRankError
+    from meshflash.runtime.world import World
     from meshflash.schedules.registry import build_program, register_schedule, unregister_schedule
     from meshflash.sharding import shard, unshard
-    from meshflash.transport.contract import TransportError
 
 __all__ = [
     "DisagreementError",
@@ -51,10 +52,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DisagreementError": "meshflash.engine.membership",
-    "LostRankError": "meshflash.launch.liveness",
+    "DisagreementError": "meshflash.comm.handshake",
+    "LostRankError": "meshflash.runtime.liveness",
     "MissingRankError": "meshflash.engine.membership",
-    "TransportError": "meshflash.transport.contract",
+    "TransportError": "meshflash.comm.transports.contract",
     "VerificationError": "meshflash.core.verify",
     "WrongResultError": "meshflash.engine.check",
     "unregister_schedule": "meshflash.schedules.registry",
@@ -71,8 +72,8 @@ _HOMES = {
     "shard": "meshflash.sharding",
     "shutdown": "meshflash.job",
     "init": "meshflash.job",
-    "peak_memory": "meshflash.launch.devices",
-    "World": "meshflash.launch.world",
+    "peak_memory": "meshflash.runtime.devices",
+    "World": "meshflash.runtime.world",
     "unshard": "meshflash.sharding",
     "verify_programs": "meshflash.core.verify",
 }

@@ -14,7 +14,7 @@ from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
 from meshflash.engine.op import PLAIN, Arguments
 from meshflash.kernels import registry
-from meshflash.launch.log import log
+from meshflash.runtime.log import log
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import distributed as _distributed
 
-from meshflash.launch.launchers import LaunchError, detect
+from meshflash.runtime.launchers import LaunchError, detect
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

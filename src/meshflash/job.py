@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from meshflash.engine.membership import leave
 from meshflash.engine.memory import release
-from meshflash.launch import world
-from meshflash.launch.world import TIMEOUT, World
+from meshflash.runtime import world
+from meshflash.runtime.world import TIMEOUT, World
 
 world.on_end[:] = [leave, release]
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from meshflash.arguments import check_reduce_dtype
+from meshflash.comm.transports import choice as transports
 from meshflash.core.layout import Layout
 from meshflash.engine import mesh as engine
 from meshflash.engine.membership import forget
 from meshflash.engine.op import GATHERED
 from meshflash.schedules import registry as schedules
-from meshflash.transport import choice as transports
 
 #: "auto" gathers keys and values while those of the whole sequence take at most so many bytes a rank.
 GATHER_BYTES = 64 * 2**20

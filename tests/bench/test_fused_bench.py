@@ -18,11 +18,11 @@ from meshflash.bench.fused import Played, planned
 from meshflash.bench.fused_cases import GROUP, HEAP, Case, Row, Setup, default_shape, default_world, failures
 from meshflash.bench.fused_sweep import COPIES, WAYS, Copies
 from meshflash.cli import app
+from meshflash.comm.heap.api import open_heap
 from meshflash.gemm import configs, rates
 from meshflash.gemm.configs import Config
-from meshflash.gemm.fused_plan import VARIANTS, FusedConfig, plan_fused
-from meshflash.gemm.heap import open_heap
-from meshflash.kernels.triton_common import INTERPRETED
+from meshflash.gemm.distributed.plan import VARIANTS, FusedConfig, plan_fused
+from meshflash.kernels.triton.common import INTERPRETED
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="interprets kernels on a CPU")
 

@@ -16,7 +16,7 @@ from meshflash.bench.timing import interleaved, watched
 from meshflash.cli import app
 from meshflash.core.mask import Mask
 from meshflash.kernels.tiled import Tiled
-from meshflash.launch.room import attempt
+from meshflash.runtime.oom import attempt
 
 COLUMNS = {
     "kernel", "ran", "pass", "head_dim", "tokens", "batch", "heads", "kv_heads", "mask", "dtype", "device",

@@ -20,7 +20,7 @@ from meshflash.check.scenario import Begun, Failed, Judged
 from meshflash.check.spread import restride
 from meshflash.cli import app
 from meshflash.kernels.tiled import Tiled
-from meshflash.launch.processes import RankError
+from meshflash.runtime.processes import RankError
 
 HEADER = {"machine": {"cores": 2}, "versions": {"meshflash": "1"}, "commit": "abc"}
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from meshflash import __version__, shutdown
 from meshflash.cli import app, doctor
-from meshflash.launch.doctor import Finding, examine
+from meshflash.runtime.doctor import Finding, examine
 
 FINE = Finding("limits", "[odd] name", "ok", "64 GiB [/free]")
 NOTE = Finding("devices", "GPU", "note", "none", "plug one in")

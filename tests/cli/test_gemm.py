@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from meshflash.bench import fused
 from meshflash.bench.fused_cases import GROUP, HEAP, Case, Setup
 from meshflash.cli import app
-from meshflash.kernels.triton_common import INTERPRETED
-from meshflash.launch.world import World
+from meshflash.kernels.triton.common import INTERPRETED
+from meshflash.runtime.world import World
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="interprets kernels on a CPU")
 
@@ -151,6 +151,6 @@ def test_what_cannot_be_is_said(words, message):
 
 
 def test_without_the_interpreter_it_says_what_to_set(monkeypatch):
-    monkeypatch.setattr("meshflash.kernels.triton_common.INTERPRETED", False)
+    monkeypatch.setattr("meshflash.kernels.triton.common.INTERPRETED", False)
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
         fused.run(replace(Case("ag_gemm", 4, 4, 4, 2), seed=1), Setup())

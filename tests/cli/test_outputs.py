@@ -55,7 +55,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
         raise AssertionError("it has begun")
 
     monkeypatch.chdir(Path(below_a_file).parent.parent)
-    monkeypatch.setattr("meshflash.launch.processes.run_ranks", work)
+    monkeypatch.setattr("meshflash.runtime.processes.run_ranks", work)
     monkeypatch.setattr(attention, "run_ranks", work)
     monkeypatch.setattr(step, "run", work)
     monkeypatch.setattr("meshflash.job.init", work)

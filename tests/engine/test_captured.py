@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from meshflash import Layout, Mask, attention, shutdown
+from meshflash.comm.transports.contract import Transport
 from meshflash.engine import binding, mesh
 from meshflash.engine.membership import _members, member
 from meshflash.engine.memory import _pools, pool
-from meshflash.transport.contract import Transport
 
 CPU = torch.device("cpu")
 

@@ -13,10 +13,10 @@ from hub import prepare
 from meshflash import Mask
 from meshflash.check.oracle import Case
 from meshflash.check.spread import Item
+from meshflash.comm.transports.contract import TransportError
+from meshflash.comm.transports.loopback import Hub
 from meshflash.core.program import KINDS, Slice
 from meshflash.engine.memory import ALIGNMENT, Pool, pool
-from meshflash.transport.contract import TransportError
-from meshflash.transport.loopback import Hub
 
 CPU = torch.device("cpu")
 

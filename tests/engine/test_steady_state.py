@@ -17,6 +17,7 @@ from hub import prepare
 from meshflash import Layout, Mask, attention
 from meshflash.check.oracle import Case
 from meshflash.check.spread import Item, shards
+from meshflash.comm.transports.loopback import Loopback
 from meshflash.core.program import Program
 from meshflash.core.tiles import Worklist
 from meshflash.engine import mesh as engine
@@ -26,7 +27,6 @@ from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement
 from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, Outputs, Rows, new_outputs
 from meshflash.kernels.registry import Choice
-from meshflash.transport.loopback import Loopback
 
 CAUSAL = Mask.causal()
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from meshflash import Layout, Mask, attention, build_program
 from meshflash.cli import app
 from meshflash.engine import trace
 from meshflash.engine.membership import member
-from meshflash.plan import recorded
+from meshflash.viz import recorded
 
 SLOW = "throttled(auto, 0.001, 1000)"
 

@@ -14,14 +14,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from meshflash.engine.membership import DisagreementError
-from meshflash.gemm import FusedGemm, fused_launch
-from meshflash.gemm.fused_plan import VARIANTS
-from meshflash.gemm.fused_product import FusedProduct
-from meshflash.gemm.heap import open_heap
-from meshflash.kernels.triton_common import INTERPRETED
-from meshflash.launch.processes import RankError, run_ranks
-from meshflash.transport.contract import TransportError
+from meshflash.comm.handshake import DisagreementError
+from meshflash.comm.heap.api import open_heap
+from meshflash.comm.transports.contract import TransportError
+from meshflash.gemm import FusedGemm
+from meshflash.gemm.distributed import launch as distributed_launch
+from meshflash.gemm.distributed.plan import VARIANTS
+from meshflash.gemm.distributed.problem import FusedProduct
+from meshflash.kernels.triton.common import INTERPRETED
+from meshflash.runtime.processes import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_fused_gpu.py runs them")
 
@@ -237,7 +238,7 @@ def killed(rank, world, tell):
     mine = case.parts(a, b, world)[rank]
     case.check(gemm(*mine), a, b)
     if rank == 1:
-        fused_launch.receive = lambda *more: os.kill(os.getpid(), signals.SIGKILL)
+        distributed_launch.receive = lambda *more: os.kill(os.getpid(), signals.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(TransportError) as raised:
         gemm(*mine)

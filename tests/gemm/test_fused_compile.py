@@ -81,13 +81,14 @@ def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str
 
 
 def main(target: str, work: str, into: str) -> None:
-    from meshflash.gemm import configs, planning
+    from meshflash.gemm import configs
+    from meshflash.gemm import plan as gemm_plan
 
     built: list[Built] = []
     answers: list[Any] = []
     _pretend(target, built)
     vars(configs)["cores"] = lambda device: CORES
-    planning.Product.lacks = None  # type: ignore[assignment,method-assign] # the device is none that kernels run on
+    gemm_plan.Product.lacks = None  # type: ignore[assignment,method-assign] # the device is none that kernels run on
     for fields in json.loads(work):
         built.clear()
         try:
@@ -102,10 +103,10 @@ def make(call: Call) -> None:
     """Go through the stages of a call on tensors that are not there; launches compile."""
     import torch
 
-    from meshflash.gemm.fused_exchange import Exchange
-    from meshflash.gemm.fused_launch import Ends, columns_of
-    from meshflash.gemm.fused_plan import plan_fused
-    from meshflash.gemm.fused_product import FusedProduct
+    from meshflash.gemm.distributed.exchange import Exchange
+    from meshflash.gemm.distributed.launch import Ends, columns_of
+    from meshflash.gemm.distributed.plan import plan_fused
+    from meshflash.gemm.distributed.problem import FusedProduct
 
     device, world, size = torch.device("meta"), call.world, call.size
     dtype = getattr(torch, call.numbers)

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from meshflash.gemm import FusedGemm, configs, fused, fused_launch
-from meshflash.gemm.fused_plan import VARIANTS, FusedPlan
-from meshflash.gemm.fused_product import FusedProduct
-from meshflash.gemm.heap import open_heap
-from meshflash.kernels.gluon_launch import has_gluon
-from meshflash.launch import mps
-from meshflash.launch.devices import take_device
-from meshflash.launch.processes import RankError, run_ranks
-from meshflash.transport.contract import TransportError
+from meshflash.comm.heap.api import open_heap
+from meshflash.comm.transports.contract import TransportError
+from meshflash.gemm import FusedGemm, configs
+from meshflash.gemm.distributed import api as distributed_api
+from meshflash.gemm.distributed import launch as distributed_launch
+from meshflash.gemm.distributed.plan import VARIANTS, FusedPlan
+from meshflash.gemm.distributed.problem import FusedProduct
+from meshflash.kernels.hopper.launch import has_gluon
+from meshflash.runtime import mps
+from meshflash.runtime.devices import take_device
+from meshflash.runtime.processes import RankError, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,27 +148,27 @@ def test_one_process_plays_all_ranks(collective, shots, variant, world):
 def by_roles(monkeypatch):
     """Ranks that sent by warps that have roles, in the order in which they did."""
     seen: list[int] = []
-    send = fused_launch.send_by_roles
+    send = distributed_launch.send_by_roles
 
     def spy(ends, *more):
         seen.append(ends.rank)
         send(ends, *more)
 
-    monkeypatch.setattr(fused_launch, "send_by_roles", spy)
+    monkeypatch.setattr(distributed_launch, "send_by_roles", spy)
     return seen
 
 
 @contextmanager
 def apart():
     """Ranks as if each had a GPU of as many multiprocessors as its share of this one: none leaves any to the next."""
-    plan_fused = fused.plan_fused
+    plan_fused = distributed_api.plan_fused
 
     def planned(*arguments: Any, cores: int, **more: Any) -> FusedPlan:
         plan = plan_fused(*arguments, cores=cores, **more)
         return replace(plan, in_turn=False, programs=cores * plan.blocks.per_core) if plan.in_turn else plan
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "plan_fused", planned)
+        patch.setattr(distributed_api, "plan_fused", planned)
         yield
 
 

@@ -11,20 +11,22 @@ import torch
 
 pytest.importorskip("triton")
 
-from meshflash.gemm import FusedGemm, FusedPlan, configs, fused_launch, fused_plan, rates
+from meshflash.comm.heap.api import open_heap
+from meshflash.comm.transports.contract import TransportError
+from meshflash.gemm import FusedGemm, FusedPlan, configs, rates
 from meshflash.gemm.configs import Config
-from meshflash.gemm.fused import _agree
-from meshflash.gemm.fused_exchange import Exchange
-from meshflash.gemm.fused_plan import BULK, VARIANTS, FusedConfig, computed, cores_of, key_of, mode_of, plan_fused
-from meshflash.gemm.fused_product import COLLECTIVES, FusedProduct
-from meshflash.gemm.fused_tiles import owner_of, peer_of, section_of, split
-from meshflash.gemm.heap import open_heap
+from meshflash.gemm.distributed import launch as distributed_launch
+from meshflash.gemm.distributed import plan as distributed_plan
+from meshflash.gemm.distributed.api import _agree
+from meshflash.gemm.distributed.exchange import Exchange
+from meshflash.gemm.distributed.plan import BULK, VARIANTS, FusedConfig, computed, cores_of, key_of, mode_of, plan_fused
+from meshflash.gemm.distributed.problem import COLLECTIVES, FusedProduct
+from meshflash.gemm.distributed.tiles import owner_of, peer_of, section_of, split
 from meshflash.gemm.launch import in_blocks
 from meshflash.gemm.partition import stream_k
 from meshflash.gemm.rates import Known, Rate, Table
-from meshflash.kernels import triton_configs
-from meshflash.kernels.triton_common import INTERPRETED
-from meshflash.transport.contract import TransportError
+from meshflash.kernels.triton import configs as triton_configs
+from meshflash.kernels.triton.common import INTERPRETED
 
 CONFIG = Config(16, 32, 16, 1, 1)
 LARGE = Config(128, 256, 64, 8, 3)
@@ -105,7 +107,7 @@ def test_operands_by_descriptors(collective, variant, monkeypatch):
         return found
 
     monkeypatch.setattr(triton_configs, "has_descriptors", lambda device: True)
-    monkeypatch.setattr(fused_launch, "in_blocks", keep)
+    monkeypatch.setattr(distributed_launch, "in_blocks", keep)
     with local(2) as heap, FusedGemm(heap, collective, 20, 32, 32, torch.float16, variant=variant) as gemm:
         a, b, want = operands(collective, 2, 20, 32, 32, torch.float16)
         check(collective, gemm(a, b), want, 6e-4)
@@ -266,8 +268,8 @@ def test_ranks_that_share_a_device_scatter_in_turn():
 @interpreted
 @pytest.mark.parametrize(("rows", "columns", "steps", "programs"), [(3, 2, 9, 4), (2, 1, 7, 5), (1, 3, 8, 6)])
 def test_tiles_in_parts_are_added_up_and_put_to_all(rows, columns, steps, programs):
-    from meshflash.gemm.fused_kernels import send_sums
-    from meshflash.gemm.stream_k import place_of
+    from meshflash.gemm.kernels.fused import send_sums
+    from meshflash.gemm.kernels.stream_k import place_of
 
     world, height, block_m, block_n = 2, 8, 16, 32
     m, n = rows * block_m - 3, columns * block_n - 5
@@ -326,7 +328,7 @@ def test_ranks_without_roles_count_tiles_as_those_that_have_them(sizes):
 
 def test_who_adds_up_has_one_program_on_each_of_its_multiprocessors(monkeypatch):
     """Two would keep ranks that share the GPU from starting the products that it waits for."""
-    from meshflash.gemm import fused_kernels
+    from meshflash.gemm.kernels import fused as fused_kernels
 
     grids = []
 
@@ -341,10 +343,10 @@ def test_who_adds_up_has_one_program_on_each_of_its_multiprocessors(monkeypatch)
     rooms: dict[str, Any] = dict.fromkeys(
         ("bases", "status", "begun", "arrived", "flags", "ready", "inbox", "matrix"), words
     )
-    ends = fused_launch.Ends(rank=0, epoch=1, **rooms, firsts=words, wanted=words)
+    ends = distributed_launch.Ends(rank=0, epoch=1, **rooms, firsts=words, wanted=words)
     for per_core in (1, 2):
         plan = FusedPlan(product, "epilogue", 2, "", replace(CONFIG, per_core=per_core), 5 * per_core)
-        fused_launch.receive(ends, plan, torch.zeros(64, 64))
+        distributed_launch.receive(ends, plan, torch.zeros(64, 64))
     assert grids == [(5,), (5,)]
 
 
@@ -363,7 +365,7 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr(configs, "cores", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(rates, "known", lambda device: None)
-    monkeypatch.setattr(fused_plan, "has_gluon", lambda device: True)
+    monkeypatch.setattr(distributed_plan, "has_gluon", lambda device: True)
     return torch.device("cuda")
 
 
@@ -450,7 +452,7 @@ def test_tiles_that_waste_least(a_gpu, monkeypatch):
     small = [chosen(*few, sharing=1, **x) for x in ({"k": 1024}, {"out_dtype": torch.float32}, {"variant": BULK})]
     small.append(chosen("all_scatter", 512, 16 * 512, world=16, sharing=1))
     with monkeypatch.context() as without:
-        without.setattr(fused_plan, "has_gluon", lambda device: False)
+        without.setattr(distributed_plan, "has_gluon", lambda device: False)
         small.append(chosen(*few, sharing=1))
     assert {(config.block_m, config.group, config.roles) for config in small} == {(64, 8, 0)}
     assert chosen("all_scatter", 8192, 4 * 4608) == replace(LARGE, roles=1)  # 18 columns of 8 rows are more than 128

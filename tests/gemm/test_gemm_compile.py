@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from cross import TARGETS, Built, _pretend, environment_of, missing
-from meshflash.gemm import configs, planning
+from meshflash.gemm import configs
+from meshflash.gemm import plan as gemm_plan
 from meshflash.gemm.configs import HOPPER_CANDIDATES, Config
 
 pytest.importorskip("triton")
@@ -104,10 +105,10 @@ def make(call: Call) -> None:
     size = 1024
     m, n = (size // 2, size // 2) if call.mode == "split_k" else (5 * size, size)  # less than a wave, or more
     a, b = matrix(m, size, call.layout[0] == "t"), matrix(size, n, call.layout[1] == "t")
-    product = planning.Product.of(a, b, precision)
+    product = gemm_plan.Product.of(a, b, precision)
     table = configs.table(product.numbers, product.lined, a.device)
     config = Config(*call.config) if call.config else table[call.which]
-    plan = planning.plan(product, call.mode, config, "")
+    plan = gemm_plan.plan(product, call.mode, config, "")
     bias = torch.empty(n, device="meta") if call.activation else None
     out = getattr(torch, call.out) if call.out else dtype
     run(plan, a, b, precision, Epilogue(out, bias, call.activation, call.keep))

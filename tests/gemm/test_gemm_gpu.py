@@ -13,7 +13,7 @@ from meshflash.bench import record
 from meshflash.cli import app
 from meshflash.gemm import configs, launch, matmul
 from meshflash.gemm.launch import ACTIVATIONS, Epilogue, run
-from meshflash.gemm.planning import KERNELS, MODES, Product, plan
+from meshflash.gemm.plan import KERNELS, MODES, Product, plan
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from meshflash.bench import gemm as bench
 from meshflash.bench import record
 from meshflash.cli import app
-from meshflash.gemm import Plan, configs, matmul, planning, rates
+from meshflash.gemm import Plan, configs, matmul, rates
+from meshflash.gemm import plan as gemm_plan
 from meshflash.gemm.configs import Config
 from meshflash.gemm.launch import ACTIVATIONS
-from meshflash.gemm.planning import MODES, Product, choose
+from meshflash.gemm.plan import MODES, Product, choose
 from meshflash.gemm.rates import Known, Rate, Table
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_gemm_gpu.py has it on a GPU")
@@ -156,7 +157,7 @@ def a_gpu(monkeypatch):
     device = torch.device("cuda")
     monkeypatch.setattr(configs, "cores", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(planning.triton_configs, "has_descriptors", lambda device: True)
+    monkeypatch.setattr(gemm_plan.triton_configs, "has_descriptors", lambda device: True)
     monkeypatch.setattr(rates, "known", lambda device: None)
 
     def product(m, n, k, **more):

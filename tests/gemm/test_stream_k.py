@@ -13,8 +13,8 @@ import torch.nn.functional as functional
 from meshflash.gemm import configs, launch, partition
 from meshflash.gemm.configs import Config
 from meshflash.gemm.launch import ACTIVATIONS, Epilogue, run
-from meshflash.gemm.planning import KERNELS, Product, plan
-from meshflash.kernels import triton_configs
+from meshflash.gemm.plan import KERNELS, Product, plan
+from meshflash.kernels.triton import configs as triton_configs
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU test_gemm_gpu.py runs them")
 

@@ -13,7 +13,7 @@ import pytest
 
 from cross import TARGETS, TENSOR_MEMORY, Built, Call, compiled, missing
 
-gluon_common = pytest.importorskip("meshflash.kernels.gluon_common")
+gluon_common = pytest.importorskip("meshflash.kernels.hopper.common")
 
 Started = dict[str, "Future[dict[Call, list[Built] | str]]"]
 

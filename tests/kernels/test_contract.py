@@ -12,7 +12,7 @@ from meshflash.kernels.merge import merge_
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.registry import kernels, refusal
 from meshflash.kernels.tiled import Tiled
-from meshflash.kernels.vendor import Vendor
+from meshflash.kernels.vendor.cpu import Vendor
 
 CAUSAL = Mask.causal()
 CASES = {

@@ -9,10 +9,12 @@ from meshflash import Mask, attention
 from meshflash.bench import calibrate
 from meshflash.check.oracle import replace
 from meshflash.core.tiles import worklist
-from meshflash.kernels import gluon_launch, rates, registry, triton_configs
+from meshflash.kernels import rates, registry
 from meshflash.kernels.contract import Ask, Features, Launch
+from meshflash.kernels.hopper import launch as hopper_launch
 from meshflash.kernels.rates import Known, Rate, Rates
-from meshflash.kernels.triton_kernel import Triton
+from meshflash.kernels.triton import configs as triton_configs
+from meshflash.kernels.triton.kernel import Triton
 
 CAUSAL = Mask.causal()
 
@@ -200,7 +202,7 @@ def test_configurations_are_forced_and_let_go():
 
 
 def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
-    monkeypatch.setattr(gluon_launch, "has_gluon", lambda device: True)
+    monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
     work = worklist(Mask.causal(), (range(64),), (range(64),))
 
     def rated(dim, direction="forward", dtype=torch.bfloat16, **features):
@@ -218,7 +220,7 @@ def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
 
 
 def test_rates_that_a_table_lacks_are_those_of_the_kernel(monkeypatch):
-    monkeypatch.setattr(gluon_launch, "has_gluon", lambda device: True)
+    monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
     work = worklist(Mask.causal(), (range(64),), (range(64),))
     ask = Ask("forward", torch.device("cuda"), torch.bfloat16, 96, 96, work, Features(scale=0.1))
     slow, fast = Rate("triton", "forward", True, 128, 512, 100.0), Rate("triton", "forward", True, 64, 512, 400.0)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from meshflash.gemm.fused_tiles import split
+from meshflash.gemm.distributed.tiles import split
 from meshflash.models.gpt import GPT, tiny
 from meshflash.models.vit import ViT
 from meshflash.models.vit import tiny as tiny_vit
@@ -253,7 +253,7 @@ def test_refusals(pool):
 
 
 def by_heap(rank, world, group, cases):
-    from meshflash.gemm.heap import open_heap
+    from meshflash.comm.heap.api import open_heap
 
     mesh = init_mesh(tp=world, device="cpu")["tp"]
     found = []
@@ -266,7 +266,7 @@ def by_heap(rank, world, group, cases):
 
 
 def test_products_go_by_a_heap_where_one_is_given(pool):
-    common = pytest.importorskip("meshflash.kernels.triton_common")
+    common = pytest.importorskip("meshflash.kernels.triton.common")
     if not common.INTERPRETED:
         pytest.skip("kernels are interpreted on CPUs")
     variants = ("epilogue", "producer_consumer", "bulk", "epilogue", "producer_consumer")

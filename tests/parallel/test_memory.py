@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
+from comm.fake_streams import HostStreams, as_streams
 from meshflash import Mask, shutdown
 from meshflash.cli import app
 from meshflash.models import vit
@@ -32,7 +33,6 @@ from meshflash.parallel import offload as offloading
 from meshflash.parallel import tiles as tiling
 from meshflash.parallel.mesh import DATA, place, size
 from meshflash.parallel.tiles import tile_mlp
-from transport.fake_streams import HostStreams, as_streams
 
 HERE = torch.device("cpu")
 LAYERS = 4

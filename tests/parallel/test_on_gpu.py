@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from meshflash import shutdown
-from meshflash.launch.devices import take_device
-from meshflash.launch.mps import missing, mps
-from meshflash.launch.processes import run_ranks
 from meshflash.models.gpt import GPT, tiny
 from meshflash.parallel import (
     accumulate,
@@ -23,6 +20,9 @@ from meshflash.parallel import (
     spread_batch,
 )
 from meshflash.parallel.mesh import DATA, place, size
+from meshflash.runtime.devices import take_device
+from meshflash.runtime.mps import missing, mps
+from meshflash.runtime.processes import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -180,7 +180,7 @@ class _Job:
 
 def _be_rank(rank: int, port: int, fire: int, asked: dict[str, Any]) -> None:
     """Be a rank: never returns. The interpreter ends as any script's does, for an exit may hang or abort too."""
-    from meshflash.launch.parent import end_with_parent
+    from meshflash.runtime.parent import end_with_parent
     from soak import ranks
 
     end_with_parent()
@@ -208,7 +208,7 @@ def _be_rank(rank: int, port: int, fire: int, asked: dict[str, Any]) -> None:
 
 
 def _free_port() -> int:
-    from launch.jobs import free_port
+    from runtime.jobs import free_port
 
     return free_port()
 

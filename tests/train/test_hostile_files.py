@@ -25,13 +25,13 @@ from meshflash.gemm import rates as gemm_rates
 from meshflash.kernels import rates as kernel_rates
 from meshflash.models import huggingface
 from meshflash.models.gpt import GPT, tiny
-from meshflash.plan import recorded
 from meshflash.train import images, texts
 from meshflash.train.checkpoint import CheckpointError, Checkpoints
 from meshflash.train.checkpoint_files import TensorFile
 from meshflash.train.config import read_toml
 from meshflash.train.tokenizer import FolderTokenizer
 from meshflash.train.tokens import TokenFile, write_tokens
+from meshflash.viz import recorded
 from train import crash
 from train.checkpoints import INDEX, MANIFEST, TENSORS, saved
 

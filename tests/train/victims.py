@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshflash.launch.parent import alive
+from meshflash.runtime.parent import alive
 
 #: Seconds that a run may take.
 LIMIT = 120.0

@@ -31,21 +31,21 @@ from meshflash.bench.check import relative_error
 from meshflash.bench.exposed import Exposed, exposed
 from meshflash.bench.peers import peer_bytes
 from meshflash.bench.timing import synchronize, watched
+from meshflash.comm.transports.contract import Transport
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
 from meshflash.engine.trace import recording
 from meshflash.kernels import registry
-from meshflash.launch.cores import cores_here
-from meshflash.launch.devices import take_device
-from meshflash.launch.mps import mps
-from meshflash.launch.processes import Tell, run_ranks
-from meshflash.plan import recorded
-from meshflash.plan.timeline import Timeline
+from meshflash.runtime.cores import cores_here
+from meshflash.runtime.devices import take_device
+from meshflash.runtime.mps import mps
+from meshflash.runtime.processes import Tell, run_ranks
 from meshflash.schedules.registry import home, parse
 from meshflash.sharding import shard
-from meshflash.transport.contract import Transport
+from meshflash.viz import recorded
+from meshflash.viz.timeline import Timeline
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

@@ -17,10 +17,11 @@ from meshflash.bench.check import PASSES
 from meshflash.bench.measure import measure
 from meshflash.bench.timing import interleaved
 from meshflash.engine import local
-from meshflash.kernels import rates, registry, triton_configs
+from meshflash.kernels import rates, registry
 from meshflash.kernels.contract import Features, Pass
 from meshflash.kernels.rates import Rate, Rates
-from meshflash.kernels.triton_kernel import Triton
+from meshflash.kernels.triton import configs as triton_configs
+from meshflash.kernels.triton.kernel import Triton
 
 #: Head dims and lengths that are measured by default.
 DIMS = (64, 128)

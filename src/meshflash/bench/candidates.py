@@ -12,7 +12,7 @@ from torch.nn import functional
 from meshflash.api import flash_attention
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.kernels import registry
-from meshflash.launch.room import free_bytes
+from meshflash.runtime.oom import free_bytes
 
 SDPA = "torch sdpa"
 STANDARD = "standard"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import worklist
-from meshflash.launch.devices import CPU, kind_here
+from meshflash.runtime.devices import CPU, kind_here
 
 #: No time is shown of what has a relative error above this; plain PyTorch stays well below.
 WORST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-10}

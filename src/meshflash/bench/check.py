@@ -14,7 +14,7 @@ from meshflash.bench.candidates import DENSE_TOKENS, SDPA, Attention, candidate
 from meshflash.bench.cases import Case, Tensors, on_cpu
 from meshflash.kernels import registry
 from meshflash.kernels.contract import Pass
-from meshflash.launch.room import attempt
+from meshflash.runtime.oom import attempt
 
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 

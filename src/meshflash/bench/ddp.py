@@ -24,11 +24,11 @@ from meshflash.bench.cases import on_cpu
 from meshflash.bench.timing import synchronize
 from meshflash.bench.training import Trainer, Training, check_losses, in_markdown, of_row
 from meshflash.kernels import registry
-from meshflash.launch.devices import take_device
-from meshflash.launch.mps import mps, variables
-from meshflash.launch.processes import Tell, run_ranks
 from meshflash.parallel import init_mesh
 from meshflash.parallel.mesh import summed
+from meshflash.runtime.devices import take_device
+from meshflash.runtime.mps import mps, variables
+from meshflash.runtime.processes import Tell, run_ranks
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

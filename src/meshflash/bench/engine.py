@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from meshflash.comm.transports.loopback import Loopback
 from meshflash.core.mask import Mask
 from meshflash.core.program import Direction
 from meshflash.engine import binding, mesh
@@ -17,7 +18,6 @@ from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Out
 from meshflash.kernels.registry import Choice
 from meshflash.planning import resolve
 from meshflash.schedules import registry
-from meshflash.transport.loopback import Loopback
 
 #: Calls in a round.
 CALLS = 50

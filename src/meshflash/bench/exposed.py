@@ -11,11 +11,11 @@ import torch
 from torch import distributed as _distributed
 
 from meshflash.bench.timing import synchronize
+from meshflash.comm.transports.contract import Transport
+from meshflash.comm.transports.throttled import Throttled
 from meshflash.engine.membership import member
 from meshflash.engine.trace import recording
-from meshflash.plan.timeline import Rates, simulate
-from meshflash.transport.contract import Transport
-from meshflash.transport.throttled import Throttled
+from meshflash.viz.timeline import Rates, simulate
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

@@ -23,14 +23,14 @@ from meshflash.bench.gemm import WORST_ERROR
 from meshflash.bench.timing import SAMPLE_MS, SLOW_MS, interleaved, synchronize
 from meshflash.gemm import FusedGemm, configs
 from meshflash.gemm.configs import Config
-from meshflash.gemm.fused_plan import BULK, FusedPlan, plan_fused
-from meshflash.launch.devices import CPU, GLOO, available, dist, name_of, take_device
-from meshflash.launch.mps import mps
-from meshflash.launch.processes import Tell, run_ranks
-from meshflash.launch.world import World
+from meshflash.gemm.distributed.plan import BULK, FusedPlan, plan_fused
+from meshflash.runtime.devices import CPU, GLOO, available, dist, name_of, take_device
+from meshflash.runtime.mps import mps
+from meshflash.runtime.processes import Tell, run_ranks
+from meshflash.runtime.world import World
 
 if TYPE_CHECKING:  # a heap needs Triton
-    from meshflash.gemm.heap_contract import Heap
+    from meshflash.comm.heap.contract import Heap
 
 #: The kind of heap where one process plays all ranks.
 LOCAL = "local"
@@ -145,7 +145,7 @@ def opened(
     at_once: int | None = None,
 ) -> Iterator[Heap]:
     """A heap on this rank's device with room for so many of these variants at once, in these configurations; or all."""
-    from meshflash.gemm.heap import open_heap
+    from meshflash.comm.heap.api import open_heap
 
     device = take_device(torch.device(case.device).type, rank)
     sizes = sorted(planned(case, setup, device, *way).heap_bytes for way in ways)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from meshflash.bench.cases import on_cpu
 from meshflash.bench.gemm import WORST_ERROR
-from meshflash.gemm.fused_plan import BULK, VARIANTS, plan_fused
-from meshflash.gemm.fused_product import FusedProduct
-from meshflash.gemm.fused_tiles import split
-from meshflash.launch.devices import CPU, count
+from meshflash.gemm.distributed.plan import BULK, VARIANTS, plan_fused
+from meshflash.gemm.distributed.problem import FusedProduct
+from meshflash.gemm.distributed.tiles import split
+from meshflash.runtime.devices import CPU, count
 
 #: M, N and K unless they are given: on a GPU, and on a CPU, where the kernels are interpreted.
 LARGE, SMALL = (8192, 4608, 36864), (48, 96, 64)
@@ -165,7 +165,7 @@ def check_setup(case: Case, setup: Setup) -> None:
     if setup.reference and setup.local:
         raise ValueError("--reference needs a process group; one process that plays all ranks has none")
     if on_cpu(case.device):
-        from meshflash.kernels.triton_common import INTERPRETED
+        from meshflash.kernels.triton.common import INTERPRETED
 
         if not INTERPRETED:
             raise ValueError("on CPUs Triton interprets the kernels: set TRITON_INTERPRET=1 before it is imported")

@@ -20,17 +20,18 @@ from meshflash.bench import fused_tables, fused_tune, plots, record
 from meshflash.bench.cases import on_cpu
 from meshflash.bench.fused import LOCAL, Played, in_ranks, opened, planned, sharing_of
 from meshflash.bench.fused_cases import Case, Setup, check_setup
-from meshflash.gemm import fused_rates, rates
+from meshflash.comm.streams import DeviceStreams
+from meshflash.gemm import rates
 from meshflash.gemm.configs import Config
-from meshflash.gemm.fused_plan import BULK, VARIANTS, mode_of
-from meshflash.gemm.fused_product import COLLECTIVES
-from meshflash.gemm.fused_tiles import split
+from meshflash.gemm.distributed import rates as distributed_rates
+from meshflash.gemm.distributed.plan import BULK, VARIANTS, mode_of
+from meshflash.gemm.distributed.problem import COLLECTIVES
+from meshflash.gemm.distributed.tiles import split
 from meshflash.gemm.launch import Epilogue
 from meshflash.gemm.launch import run as run_plan
-from meshflash.gemm.planning import Product, choose
+from meshflash.gemm.plan import Product, choose
 from meshflash.gemm.rates import Rate
-from meshflash.launch.processes import Tell
-from meshflash.transport.streams import DeviceStreams
+from meshflash.runtime.processes import Tell
 
 #: C of the seed's product, over K; and small ones for interpreted kernels.
 DEPTHS = (1024, 2048, 4096, 8192, 16384, 36864)
@@ -111,7 +112,7 @@ def _headed(tell: Tell, head: str, text: str) -> None:
 def rates_of(rows: Sequence[Row]) -> list[Rate]:
     """What a table of rates takes of the variants of a case."""
     return [
-        fused_rates.rate_of(
+        distributed_rates.rate_of(
             *(row.case.product, row.case.numbers, mode_of(row.variant, row.case.shots or 0)),
             *(row.sharing, row.config, row.ms),
         )
@@ -146,14 +147,15 @@ def _measure(rank: int, setup: Setup, case: Case, chosen: Mapping[str, Config] |
             heap=kind,
             variant=name,
             fused=name not in (BULK, COPIES),
-            auto=name == auto.variant and fused_rates.numbers_of(plans[name]) == fused_rates.numbers_of(auto),
+            auto=name == auto.variant
+            and distributed_rates.numbers_of(plans[name]) == distributed_rates.numbers_of(auto),
             ms=ms[name],
             tflops=case.tflop / ms[name] * 1e3,
             ratio=ms[name] / unfused,
             behind=ms[name] / best,
             error=errors[name],
             plan=str(plans.get(name, "the product of each rank, then torch's copies")),
-            config=fused_rates.numbers_of(plans[name]) if name in plans else (),
+            config=distributed_rates.numbers_of(plans[name]) if name in plans else (),
             sharing=sharing,
         )
         for name in calls

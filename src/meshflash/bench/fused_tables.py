@@ -10,8 +10,8 @@ from rich.table import Table
 
 from meshflash.bench import tables
 from meshflash.bench.fused_cases import GROUP
-from meshflash.gemm.fused_plan import FusedConfig
-from meshflash.gemm.fused_tiles import in_words
+from meshflash.gemm.distributed.plan import FusedConfig
+from meshflash.gemm.distributed.tiles import in_words
 
 #: What tells one product from another in a sweep over K.
 CELL = ("collective", "shots", "world", "numbers", "device", "heap")

@@ -13,11 +13,11 @@ import torch
 
 from meshflash.bench.fused import Played, opened, planned
 from meshflash.bench.fused_cases import Case, Setup
+from meshflash.comm.transports.contract import TransportError
 from meshflash.gemm import configs
 from meshflash.gemm.configs import Config
-from meshflash.gemm.fused_plan import BULK, VARIANTS, FusedConfig, sends_by_roles
-from meshflash.launch.devices import take_device
-from meshflash.transport.contract import TransportError
+from meshflash.gemm.distributed.plan import BULK, VARIANTS, FusedConfig, sends_by_roles
+from meshflash.runtime.devices import take_device
 
 #: Rounds of a trial.
 ROUNDS = 3

@@ -26,12 +26,12 @@ from meshflash.bench.timing import interleaved
 from meshflash.gemm import configs, rates
 from meshflash.gemm.configs import Config
 from meshflash.gemm.launch import Epilogue, run
-from meshflash.gemm.planning import KERNELS, MODES, TORCH, Plan, Product, choose, plan
+from meshflash.gemm.plan import KERNELS, MODES, TORCH, Plan, Product, choose, plan
 from meshflash.gemm.rates import Rate
 from meshflash.kernels.rates import identity
-from meshflash.launch.devices import TRITON
-from meshflash.launch.processes import Tell, run_ranks
-from meshflash.launch.room import attempt
+from meshflash.runtime.devices import TRITON
+from meshflash.runtime.oom import attempt
+from meshflash.runtime.processes import Tell, run_ranks
 
 #: M, N and K: square, the two products of a wide MLP, a ragged one, and one with few rows and a long sum.
 LARGE = (

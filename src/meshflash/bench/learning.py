@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshflash.core.files import write_whole
-from meshflash.launch.processes import Tell, run_ranks
+from meshflash.runtime.processes import Tell, run_ranks
 from meshflash.train.config import Config, Mesh, change, preset
 
 STEPS = 120

@@ -14,7 +14,7 @@ from meshflash.bench.candidates import Attention, candidate, check_names
 from meshflash.bench.cases import Case, Tensors
 from meshflash.bench.check import PASSES, Truth, Verdict, WrongError, judge, truth
 from meshflash.bench.timing import interleaved, watched
-from meshflash.launch.room import attempt
+from meshflash.runtime.oom import attempt
 
 Say = Callable[[str], None]
 Oracle = Callable[[Case, Tensors], Truth]

@@ -14,7 +14,7 @@ from meshflash.bench.check import judge, truth
 from meshflash.bench.measure import both
 from meshflash.bench.timing import watched
 from meshflash.kernels import registry
-from meshflash.launch.room import attempt
+from meshflash.runtime.oom import attempt
 
 
 @dataclass(frozen=True)

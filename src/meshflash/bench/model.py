@@ -26,9 +26,9 @@ from meshflash.bench.timing import interleaved, watched
 from meshflash.bench.training import Trainer, Training, check_losses, in_markdown, of_row
 from meshflash.bench.weights import hold
 from meshflash.kernels import registry
-from meshflash.launch.devices import take_device
-from meshflash.launch.room import attempt, free_bytes
 from meshflash.parallel import MeshAttention, init_mesh
+from meshflash.runtime.devices import take_device
+from meshflash.runtime.oom import attempt, free_bytes
 
 SMALL = Training(layers=2, dim=256, heads=4, vocabulary=1024, tokens=256, batch=1)
 LARGE = Training(layers=4, dim=1024, heads=16, vocabulary=8192, tokens=1024, batch=1)

@@ -8,9 +8,9 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Direction, Program, Sizes
 from meshflash.core.verify import Report
-from meshflash.plan.draw import coverage_svg, coverage_text, picture_svg, timeline_svg, timeline_text
-from meshflash.plan.timeline import Rates, Timeline, simulate
 from meshflash.schedules import registry
+from meshflash.viz.draw import coverage_svg, coverage_text, picture_svg, timeline_svg, timeline_text
+from meshflash.viz.timeline import Rates, Timeline, simulate
 
 #: What a timeline is drawn for where nothing was measured, said in its title: it shows an order, not a speed.
 RATES = Rates(pairs_per_second=1e9, bytes_per_second=2e10, latency=1e-7)

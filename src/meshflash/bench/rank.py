@@ -16,6 +16,7 @@ from torch import Tensor
 from meshflash.api import flash_attention
 from meshflash.bench.cases import Case
 from meshflash.bench.timing import interleaved
+from meshflash.comm.transports.loopback import Loopback
 from meshflash.core.program import Direction
 from meshflash.core.tiles import worklist
 from meshflash.engine import mesh
@@ -26,7 +27,6 @@ from meshflash.engine.trace import recording
 from meshflash.kernels import registry as kernels
 from meshflash.kernels.contract import Features, Grads, accumulator_dtype, new_outputs
 from meshflash.schedules import registry
-from meshflash.transport.loopback import Loopback
 
 ONE = "one kernel"
 PASSES: tuple[Direction, ...] = ("forward", "backward")

@@ -20,10 +20,10 @@ from meshflash.api import flash_attention
 from meshflash.bench.timing import interleaved, synchronize, watched
 from meshflash.core.mask import Mask
 from meshflash.kernels import registry
-from meshflash.launch.devices import take_device
 from meshflash.models.gpt import GPT, PRESETS, GPTConfig
 from meshflash.models.layers import frequencies, rotate, rotations
 from meshflash.parallel import accumulate, clip_grad_norm, cross_entropy_sum, init_mesh, parallelize, spread_batch
+from meshflash.runtime.devices import take_device
 
 Call = Callable[[], Any]
 

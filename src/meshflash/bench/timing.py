@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from meshflash.launch.devices import CPU
-from meshflash.launch.room import attempt
+from meshflash.runtime.devices import CPU
+from meshflash.runtime.oom import attempt
 
 #: Milliseconds that a sample lasts at least: it is as many calls, back to back, as that takes.
 SAMPLE_MS = 5.0

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshflash.bench.tables import NO_MEMORY
-from meshflash.launch.processes import run_ranks
 from meshflash.models.gpt import GPT, GPTConfig, tiny
 from meshflash.parallel import accumulate, init_mesh, replicate, shard, sharded_optimizer, spread_batch
 from meshflash.parallel.weights import parameters
+from meshflash.runtime.processes import run_ranks
 
 DDP, ZERO, FSDP = METHODS = ("DDP", "ZeRO-1", "FSDP")
 

@@ -19,9 +19,9 @@ from torch import distributed as _distributed
 
 from meshflash.check.fuzz import Settings, derive
 from meshflash.check.scenario import Begun, Failed, Judged, kind_of, run_cases, run_cases_apart
-from meshflash.launch.mps import variables
-from meshflash.launch.processes import RankError, run_ranks
-from meshflash.launch.world import World
+from meshflash.runtime.mps import variables
+from meshflash.runtime.processes import RankError, run_ranks
+from meshflash.runtime.world import World
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

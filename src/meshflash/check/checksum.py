@@ -15,8 +15,8 @@ from torch import Tensor
 from torch import distributed as _distributed
 
 from meshflash.api import flash_attention
-from meshflash.launch import devices
-from meshflash.launch.world import World
+from meshflash.runtime import devices
+from meshflash.runtime.world import World
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

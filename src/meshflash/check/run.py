@@ -12,9 +12,9 @@ from torch import distributed as _distributed
 from meshflash.check.oracle import check
 from meshflash.check.spread import Result, check_moved, run_item, share_rounding, whole
 from meshflash.check.suite import Check
-from meshflash.launch.devices import take_device
-from meshflash.launch.processes import Tell, run_ranks
-from meshflash.launch.world import World
+from meshflash.runtime.devices import take_device
+from meshflash.runtime.processes import Tell, run_ranks
+from meshflash.runtime.world import World
 
 #: Of the accumulator, in the last place: a gradient that is truly 0 is a difference of sums in other orders here.
 UNITS = 16

@@ -24,9 +24,9 @@ from meshflash.check.fuzz import Call, Does, FuzzCase, Group, Settings, derive
 from meshflash.check.oracle import check
 from meshflash.check.run import UNITS
 from meshflash.check.spread import Result, Run, check_moved, share_rounding, whole
-from meshflash.engine.membership import DisagreementError
-from meshflash.launch.devices import take_device
-from meshflash.launch.processes import Tell
+from meshflash.comm.handshake import DisagreementError
+from meshflash.runtime.devices import take_device
+from meshflash.runtime.processes import Tell
 
 #: What became of one call on one rank: its results, or why it was refused.
 Part = Result | str

@@ -13,13 +13,13 @@ from torch import Tensor
 from meshflash import Layout
 from meshflash.api import attention, flash_attention
 from meshflash.check.oracle import Case, upstream
+from meshflash.comm.transports.contract import Transport
 from meshflash.core.program import Direction, Sizes
 from meshflash.engine.membership import member
 from meshflash.engine.memory import pool
 from meshflash.engine.mesh import Plan
 from meshflash.kernels.contract import accumulator_dtype
 from meshflash.schedules.registry import home, parse, verified
-from meshflash.transport.contract import Transport
 
 WHOLE = ("q", "k", "v")
 

@@ -28,7 +28,7 @@ from meshflash.cli import (
     train,
 )
 from meshflash.core.files import OutputError
-from meshflash.launch.launchers import LaunchError
+from meshflash.runtime.launchers import LaunchError
 
 
 class Commands(TyperGroup):

@@ -310,8 +310,8 @@ def attention(
     from meshflash.bench import plots, record, tables
     from meshflash.bench.cases import Case, pick_device
     from meshflash.bench.report import report
-    from meshflash.launch.mps import variables
-    from meshflash.transport.choice import check as check_transport
+    from meshflash.comm.transports.choice import check as check_transport
+    from meshflash.runtime.mps import variables
 
     console = Console()
     written = writable(output or RESULTS / f"attention-{device}.json", plot)

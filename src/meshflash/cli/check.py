@@ -46,10 +46,10 @@ def command(
     from meshflash.check import run, suite
     from meshflash.check.campaign import numbers_of
     from meshflash.cli import check_fuzz
+    from meshflash.comm.transports.choice import check as check_transport
     from meshflash.job import init, shutdown
-    from meshflash.launch.launchers import detect
+    from meshflash.runtime.launchers import detect
     from meshflash.schedules.registry import over_lines, parse
-    from meshflash.transport.choice import check as check_transport
 
     try:
         pick_device(device)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from meshflash.check.campaign import Record
     from meshflash.check.fuzz import Settings
-    from meshflash.launch.world import World
+    from meshflash.runtime.world import World
 
 #: Seconds between two lines of progress where there is no terminal.
 LINE_EVERY = 60.0

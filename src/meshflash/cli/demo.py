@@ -38,9 +38,9 @@ def command(
     from meshflash.core.files import write_whole
     from meshflash.core.program import Sizes
     from meshflash.core.tiles import worklist
-    from meshflash.launch.cores import cores_here
-    from meshflash.plan.timeline import Rates
+    from meshflash.runtime.cores import cores_here
     from meshflash.schedules.registry import over_lines
+    from meshflash.viz.timeline import Rates
 
     writable_folder(folder)
     console = Console()

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshflash import __version__
-from meshflash.launch.doctor import Finding, examine
+from meshflash.runtime.doctor import Finding, examine
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 

@@ -60,8 +60,8 @@ def command(
     from meshflash.bench.cases import on_cpu, pick_device, pick_dtype
     from meshflash.core.files import write_whole
     from meshflash.job import init, shutdown
-    from meshflash.launch.launchers import detect
-    from meshflash.launch.processes import RankError
+    from meshflash.runtime.launchers import detect
+    from meshflash.runtime.processes import RankError
 
     for path in filter(None, (output, timeline)):
         writable(path)
@@ -70,7 +70,7 @@ def command(
     if on_cpu(device):
         interpret()
     from meshflash.bench import fused, fused_cases, fused_tables, record
-    from meshflash.plan.moments import picture
+    from meshflash.viz.tile_timeline import picture
 
     here = init() if detect().world_size > 1 else None
     console = Console(quiet=bool(here and here.rank))

@@ -16,7 +16,7 @@ Nproc = Annotated[
 
 def rerun(nproc: int) -> None:
     """Become torchrun with this very command as ranks; nothing to do for one rank, or where a launcher started us."""
-    from meshflash.launch.launchers import detect
+    from meshflash.runtime.launchers import detect
 
     if nproc > 1 and detect().world_size == 1:
         become(nproc, ["-m", "meshflash", *without_nproc(sys.argv[1:])])
@@ -24,10 +24,10 @@ def rerun(nproc: int) -> None:
 
 def become(nproc: int, program: Sequence[str], prefixed: bool = False) -> None:
     """Become torchrun, with the cores of the machine divided by its ranks."""
-    from meshflash.launch.cores import cores_here
-    from meshflash.launch.guard import TOKEN, new_token
-    from meshflash.launch.listen import LOOPBACK, LOOPBACK_RENDEZVOUS
-    from meshflash.launch.parent import STARTER
+    from meshflash.runtime.cores import cores_here
+    from meshflash.runtime.guard import TOKEN, new_token
+    from meshflash.runtime.listen import LOOPBACK, LOOPBACK_RENDEZVOUS
+    from meshflash.runtime.parent import STARTER
 
     os.environ[STARTER] = str(os.getpid())  # which torchrun keeps
     os.environ[TOKEN] = new_token()  # of this job alone, whatever was set around it
@@ -39,7 +39,7 @@ def become(nproc: int, program: Sequence[str], prefixed: bool = False) -> None:
     how += ["--tee", "3"] if prefixed else []
     sys.stdout.flush()
     how += ["-m", "--", *program[1:]] if program[0] == "-m" else ["--", *program]  # options behind are the program's
-    os.execv(sys.executable, [sys.executable, "-m", "meshflash.launch.torchrun", *how])
+    os.execv(sys.executable, [sys.executable, "-m", "meshflash.runtime.torchrun", *how])
 
 
 def without_nproc(arguments: Sequence[str]) -> list[str]:

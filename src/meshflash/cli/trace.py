@@ -20,8 +20,8 @@ def command(
     import json
 
     from meshflash.core.files import write_whole
-    from meshflash.plan import recorded
-    from meshflash.plan.draw import timeline_svg, timeline_text
+    from meshflash.viz import recorded
+    from meshflash.viz.draw import timeline_svg, timeline_text
 
     for path in filter(None, (svg, merged)):
         writable(path)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshflash.comm.streams import capturing
+from meshflash.comm.transports.contract import Transport
 from meshflash.core.mask import Mask
 from meshflash.core.program import (
     KINDS,
@@ -41,8 +43,6 @@ from meshflash.engine.trace import active
 from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Pass, Rows
 from meshflash.kernels.merge import add_sinks_, delta_, merge_
 from meshflash.kernels.registry import Choice, choose, tell_spies
-from meshflash.transport.contract import Transport
-from meshflash.transport.streams import capturing
 
 #: The caller's tensors of each pass, in the order in which a call lists them: (buffer, field).
 TENSORS: dict[Pass, tuple[tuple[str, str], ...]] = {

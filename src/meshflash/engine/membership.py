@@ -8,7 +8,6 @@ that fails in a call finds out which rank failed first, and reports that one.
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
@@ -20,16 +19,15 @@ from typing import Any
 import torch
 from torch import distributed as _distributed
 
+from meshflash.comm.handshake import DisagreementError, timeout
+from meshflash.comm.transports.choice import Where, choose
+from meshflash.comm.transports.contract import Transport, TransportError
 from meshflash.core.program import Direction
-from meshflash.launch.liveness import Cause, LostRankError, Status, listen_host, liveness, one_line
-from meshflash.launch.store import BoundedStore, StoreError, where
-from meshflash.transport.choice import Where, choose
-from meshflash.transport.contract import Transport, TransportError
+from meshflash.runtime.liveness import Cause, LostRankError, Status, listen_host, liveness, one_line
+from meshflash.runtime.store import BoundedStore, StoreError, where
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: Seconds that a rank waits for another, unless MESHFLASH_TIMEOUT says otherwise.
-TIMEOUT = 300.0
 #: Letters of a difference that are shown.
 SHOWN = 160
 #: Seconds of waiting in a handshake after which, and then again, this rank looks whether the awaited process runs.
@@ -38,24 +36,8 @@ PROBE_AFTER = 2.0
 EPOCH = 2**20
 
 
-class DisagreementError(ValueError):
-    """Ranks called attention with different arguments; the message names rank and field."""
-
-
 class MissingRankError(LostRankError):
     """A rank did not come to a handshake in time; the message names it."""
-
-
-def timeout() -> float:
-    """Seconds that a rank waits for another."""
-    text = os.environ.get("MESHFLASH_TIMEOUT", "")
-    try:
-        seconds = float(text) if text else TIMEOUT
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"MESHFLASH_TIMEOUT={text!r}: expected a number of seconds > 0")
-    return seconds
 
 
 def checks_always() -> bool:

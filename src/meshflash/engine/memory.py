@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshflash.transport.contract import Arena
+from meshflash.comm.transports.contract import Arena
 
 #: Where a tensor in an arena may begin: what the widest loads and device copies want.
 ALIGNMENT = 256

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 import meshflash
+from meshflash.comm.streams import capturing
+from meshflash.comm.transports.contract import Arena, Transport
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
@@ -26,8 +28,6 @@ from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement, Setting
 from meshflash.engine.pulls import Places, places
 from meshflash.kernels.contract import Features, Grads, Rows, accumulator_dtype, new_outputs
-from meshflash.transport.contract import Arena, Transport
-from meshflash.transport.streams import capturing
 
 #: (schedule, problem, rank, direction) -> the program of that rank
 Build = Callable[[str, Problem, int, Direction], Program]

@@ -1,8 +1,8 @@
 """Products of matrices: Stream-K kernels, the choice between them and torch's own, and their gradients."""
 
 from meshflash.gemm.api import matmul
-from meshflash.gemm.fused import FusedGemm
-from meshflash.gemm.fused_plan import FusedPlan
-from meshflash.gemm.planning import Plan
+from meshflash.gemm.distributed.api import FusedGemm
+from meshflash.gemm.distributed.plan import FusedPlan
+from meshflash.gemm.plan import Plan
 
 __all__ = ["FusedGemm", "FusedPlan", "Plan", "matmul"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshflash.gemm.launch import ACTIVATIONS, Epilogue, run
-from meshflash.gemm.planning import MODES, PRECISIONS, Plan, Product, choose
+from meshflash.gemm.plan import MODES, PRECISIONS, Plan, Product, choose
 
 
 @overload

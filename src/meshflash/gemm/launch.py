@@ -13,12 +13,12 @@ from torch import Tensor
 
 from meshflash.gemm.configs import Config
 from meshflash.gemm.partition import Partition
-from meshflash.gemm.planning import TORCH, Plan, in_lines
-from meshflash.kernels import triton_configs
+from meshflash.gemm.plan import TORCH, Plan, in_lines
 from meshflash.kernels.contract import HALF
-from meshflash.kernels.gluon_launch import descriptor, has_gluon
-from meshflash.kernels.triton_launch import described
-from meshflash.launch.devices import CPU, TRITON
+from meshflash.kernels.hopper.launch import descriptor, has_gluon
+from meshflash.kernels.triton import configs as triton_configs
+from meshflash.kernels.triton.launch import described
+from meshflash.runtime.devices import CPU, TRITON
 
 #: By name, as torch has them.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -110,7 +110,7 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
             given = (a_in, b_in, bias, out, kept, partials, *shares)
             _by_roles(config, split.programs, given, common | {"A_TURNED": a_turned, "B_TURNED": b_turned})
         else:
-            from meshflash.gemm.stream_k import product
+            from meshflash.gemm.kernels.stream_k import product
 
             half = [config.block_m, config.block_n // 2]
             out_in, kept_in = (described(x, half) if store else x for x in (out, kept))
@@ -138,7 +138,7 @@ def _by_kernel(plan: Plan, a: Tensor, b: Tensor, precision: str, then: Epilogue)
 
 def _by_roles(config: Config, programs: int, given: tuple[Any, ...], common: dict[str, Any]) -> None:
     """The tiles that are whole and the parts of others, by the kernel in Gluon."""
-    from meshflash.gemm.gluon_product import product
+    from meshflash.gemm.kernels.hopper import product
 
     a_in, b_in, bias, out, kept, partials, *shares = given
     half = [config.block_m // 2, config.block_n // 2]
@@ -155,7 +155,7 @@ def _by_roles(config: Config, programs: int, given: tuple[Any, ...], common: dic
 
 def _add_up(config: Config, split: Partition, given: tuple[Any, ...], common: dict[str, Any]) -> None:
     """The tiles in parts."""
-    from meshflash.gemm.stream_k import add_up
+    from meshflash.gemm.kernels.stream_k import add_up
 
     at_once = loads_of(split)
     numbers, registers = SUMS[at_once]

@@ -17,7 +17,7 @@ import torch
 
 from meshflash.core.reading import read_json
 from meshflash.kernels.rates import identity, own_file, pick, write_whole
-from meshflash.launch.devices import TRITON
+from meshflash.runtime.devices import TRITON
 
 #: Where the tables are that come with meshflash.
 SHIPPED = Path(__file__).parent / "measured"

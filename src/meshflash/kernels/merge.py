@@ -24,9 +24,9 @@ def merge(mine: Outputs, other: tuple[Tensor | None, Tensor], into: Outputs) -> 
     """Write two results over different keys as one, into tensors of any dtype, which may be `mine`."""
     (out_BTHE, lse_BHT), (other_BTHE, other_lse_BHT), (into_BTHE, into_lse_BHT) = mine, other, into
     if _fused(out_BTHE, lse_BHT, other_BTHE, other_lse_BHT, into_BTHE, into_lse_BHT):
-        from meshflash.kernels import triton_rows
+        from meshflash.kernels.triton import rowwise
 
-        triton_rows.merge(out_BTHE, lse_BHT, other_BTHE, other_lse_BHT, into_BTHE, into_lse_BHT)
+        rowwise.merge(out_BTHE, lse_BHT, other_BTHE, other_lse_BHT, into_BTHE, into_lse_BHT)
         return
     total = torch.logaddexp(lse_BHT, other_lse_BHT)
     reference = total.masked_fill(total == -torch.inf, 0.0)
@@ -49,11 +49,11 @@ def merge_gradient(
     """
     (part_BTHE, part_lse_BHT), (out_BTHE, lse_BHT) = part, merged
     if _fused(dout_BTHE, dlse_BHT, *part, *merged):
-        from meshflash.kernels import triton_rows
+        from meshflash.kernels.triton import rowwise
 
         dpart = torch.empty_like(part_BTHE, memory_format=torch.contiguous_format)
         dpart_lse = torch.empty_like(part_lse_BHT, memory_format=torch.contiguous_format)
-        triton_rows.merge_gradient(dout_BTHE, dlse_BHT, *part, *merged, dpart, dpart_lse)
+        rowwise.merge_gradient(dout_BTHE, dlse_BHT, *part, *merged, dpart, dpart_lse)
         return None if dout_BTHE is None else dpart, dpart_lse
     empty = part_lse_BHT == -torch.inf
     weight = torch.exp(part_lse_BHT - lse_BHT).masked_fill(empty, 0.0)
@@ -79,9 +79,9 @@ def delta_(
 ) -> None:
     """The same, into a tensor of the dtype of lse."""
     if _fused(out_BTHE, dout_BTHE, lse_BHT, dlse_BHT):
-        from meshflash.kernels import triton_rows
+        from meshflash.kernels.triton import rowwise
 
-        triton_rows.delta(out_BTHE, dout_BTHE, lse_BHT, dlse_BHT, delta_BHT)
+        rowwise.delta(out_BTHE, dout_BTHE, lse_BHT, dlse_BHT, delta_BHT)
         return
     torch.sum(dout_BTHE.to(lse_BHT.dtype) * out_BTHE, dim=-1, out=delta_BHT.transpose(1, 2))
     if dlse_BHT is not None:

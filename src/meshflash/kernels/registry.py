@@ -13,9 +13,9 @@ from meshflash.kernels import rates
 from meshflash.kernels.contract import HALF, Ask, Kernel, Pass
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.tiled import Tiled
-from meshflash.kernels.triton_kernel import Triton
-from meshflash.kernels.vendor import Vendor
-from meshflash.kernels.vendor_gpu import Cudnn, Flash2, Flash2Package, Flash3, Flash4
+from meshflash.kernels.triton.kernel import Triton
+from meshflash.kernels.vendor.cpu import Vendor
+from meshflash.kernels.vendor.gpu import Cudnn, Flash2, Flash2Package, Flash3, Flash4
 
 #: In the order in which they are taken where no rates are known. The oracle is never chosen by itself.
 _KERNELS: dict[str, Kernel] = {

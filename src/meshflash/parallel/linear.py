@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from meshflash.gemm.fused_tiles import split
-from meshflash.launch.devices import kind_here
+from meshflash.gemm.distributed.tiles import split
 from meshflash.parallel.one_step import Step, computed_in, run_step
 from meshflash.parallel.tensor_ranks import TensorRanks
+from meshflash.runtime.devices import kind_here
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import distributed as _distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.job import init
-from meshflash.launch.devices import BACKENDS, GLOO, kind_here
+from meshflash.runtime.devices import BACKENDS, GLOO, kind_here
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from meshflash import job
+from meshflash.comm.streams import DeviceStreams, MakeStreams, Streams
 from meshflash.engine.op import PLAIN
-from meshflash.launch.devices import CPU
-from meshflash.launch.room import free_bytes
-from meshflash.transport.streams import DeviceStreams, MakeStreams, Streams
+from meshflash.runtime.devices import CPU
+from meshflash.runtime.oom import free_bytes
 
 #: Bytes of a tensor that is worth a copy.
 SMALLEST = 1024

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshflash.engine import op as _op  # noqa: F401 the op has to be there
-from meshflash.launch.devices import CPU
 from meshflash.parallel.blocks import inner_blocks
 from meshflash.parallel.offload import Call, Kept, store_of
 from meshflash.parallel.overlay import Overlay, lay_over
+from meshflash.runtime.devices import CPU
 
 KINDS = ("full", "selective")
 

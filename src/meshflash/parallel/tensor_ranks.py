@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshflash.comm.transports.process_group import dist
 from meshflash.engine.membership import checks_always, member
 from meshflash.gemm.api import matmul
-from meshflash.gemm.fused import FusedGemm
-from meshflash.gemm.fused_group import gather_rows
-from meshflash.gemm.planning import PRECISIONS
+from meshflash.gemm.distributed.api import FusedGemm
+from meshflash.gemm.distributed.process_group import gather_rows
+from meshflash.gemm.plan import PRECISIONS
 from meshflash.kernels.contract import HALF
-from meshflash.transport.process_group import dist
 
 if TYPE_CHECKING:  # a heap needs Triton, a process group does not
-    from meshflash.gemm.heap_contract import Heap
+    from meshflash.comm.heap.contract import Heap
 
 #: What kernels of a heap compute with.
 CARRIED = (torch.float32, *HALF)

@@ -18,8 +18,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from meshflash.launch.devices import CPU, GLOO
-from meshflash.launch.log import log
 from meshflash.parallel.blocks import own_blocks
 from meshflash.parallel.context import ContextParallel
 from meshflash.parallel.linear_styles import own_styles
@@ -28,6 +26,8 @@ from meshflash.parallel.overlay import Overlay, lay_over
 from meshflash.parallel.recompute import recompute as recompute_blocks
 from meshflash.parallel.tensor_ranks import TensorRanks
 from meshflash.parallel.tiles import tile_mlp
+from meshflash.runtime.devices import CPU, GLOO
+from meshflash.runtime.log import log
 from meshflash.schedules.registry import parse
 
 #: How weights are spread: what "full" keeps after a forward it would gather again for the backward.

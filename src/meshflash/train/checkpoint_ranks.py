@@ -18,9 +18,9 @@ from torch import Tensor
 from torch import distributed as _distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshflash.engine.membership import timeout
-from meshflash.launch.liveness import LostRankError, naming_lost_ranks, one_line
-from meshflash.launch.store import start_thread
+from meshflash.comm.handshake import timeout
+from meshflash.runtime.liveness import LostRankError, naming_lost_ranks, one_line
+from meshflash.runtime.store import start_thread
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

@@ -14,12 +14,12 @@ from torch import distributed as _distributed
 
 from meshflash.core.files import check_file, check_folder, naming, write_whole
 from meshflash.job import init
-from meshflash.launch.devices import current
 from meshflash.models.generate import generate
 from meshflash.models.gpt import GPTConfig
 from meshflash.models.huggingface import load_pretrained, read_config
 from meshflash.models.patches import spread_images, unpatchify
 from meshflash.parallel import init_mesh
+from meshflash.runtime.devices import current
 from meshflash.sharding import unshard
 from meshflash.train import config as configs
 from meshflash.train.checkpoint import Checkpoints

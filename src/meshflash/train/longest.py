@@ -17,11 +17,11 @@ import torch
 
 from meshflash.core.mask import Mask
 from meshflash.job import init
-from meshflash.launch.devices import CPU, current, peak_memory
-from meshflash.launch.room import attempt, free_bytes
 from meshflash.models.gpt import GPTConfig
 from meshflash.parallel import accumulate, clip_grad_norm, init_mesh, spread_batch
 from meshflash.parallel.offload import RESERVE, release, store_of
+from meshflash.runtime.devices import CPU, current, peak_memory
+from meshflash.runtime.oom import attempt, free_bytes
 from meshflash.train.config import Config
 from meshflash.train.loop import build
 

@@ -17,9 +17,6 @@ from torch import distributed as _distributed
 
 from meshflash.core.mask import Mask
 from meshflash.job import init
-from meshflash.launch.devices import CPU, current, peak_memory
-from meshflash.launch.launchers import agent
-from meshflash.launch.liveness import naming_lost_ranks
 from meshflash.models.gpt import GPT, GPTConfig
 from meshflash.models.patches import spread_images
 from meshflash.models.vit import ViT
@@ -35,6 +32,9 @@ from meshflash.parallel import (
 from meshflash.parallel.loss import count_tokens, total
 from meshflash.parallel.mesh import DATA, place, size, summed
 from meshflash.parallel.step import even_batches
+from meshflash.runtime.devices import CPU, current, peak_memory
+from meshflash.runtime.launchers import agent
+from meshflash.runtime.liveness import naming_lost_ranks
 from meshflash.train.checkpoint import Checkpoints
 from meshflash.train.checkpoint_files import complete
 from meshflash.train.config import Config, Optimizer, Run, as_dict, from_dict

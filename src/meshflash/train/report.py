@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshflash.core.files import check_folder
-from meshflash.launch.log import log
+from meshflash.runtime.log import log
 
 LINES = "metrics.jsonl"
 EVENTS = "tensorboard"

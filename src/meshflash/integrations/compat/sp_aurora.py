@@ -16,9 +16,9 @@ import torch
 
 from meshflash.integrations.compat.calls import dense, forms
 from meshflash.job import init, shutdown
-from meshflash.launch.devices import available, device_of
-from meshflash.launch.launchers import LaunchError, detect
-from meshflash.launch.log import log
+from meshflash.runtime.devices import available, device_of
+from meshflash.runtime.launchers import LaunchError, detect
+from meshflash.runtime.log import log
 
 
 def _two(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,8 +27,8 @@ from meshflash.integrations.compat.cs336.parallel import (
     get_fsdp,
 )
 from meshflash.job import init, shutdown
-from meshflash.launch.devices import BACKENDS, CPU, GLOO, available, count, current, kind_here, take_device
 from meshflash.parallel import MeshSampler, init_mesh, synchronized
+from meshflash.runtime.devices import BACKENDS, CPU, GLOO, available, count, current, kind_here, take_device
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

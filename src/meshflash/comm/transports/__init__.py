@@ -1,0 +1,1 @@
+"""Transports: how bytes move between ranks. No transport knows what the bytes mean."""

@@ -1,0 +1,187 @@
+"""Tensors of a device over a group that moves only the host's: each message goes through pinned memory.
+
+What is sent is copied to the host in a stream of its own, behind the work that made it; a thread waits for the copy
+and begins the message. Another thread waits for what arrives and lets a stream copy it to the device. The caller's
+thread waits only for messages, in `wait`, and never for the device; its stream waits for the copies.
+
+The group below sees memory of the host alone: gloo would end the process over a pointer of a device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshflash.comm.streams import DeviceStreams, MakeStreams
+from meshflash.comm.transports.contract import Collective, Message, Transport, TransportError
+from meshflash.core.program import Direction
+
+#: Seconds that threads get to finish what is on its way when they are ended.
+ENDING = 5.0
+#: What begins on the host, of messages there: a ticket of the transport below.
+Begin = Callable[[list[Tensor], list[Tensor]], Any]
+
+
+@dataclass(eq=False)
+class _Job:
+    """One post: what is copied to the host, what begins there, and what is copied back."""
+
+    begin: Begin
+    sources: list[Tensor]
+    targets: list[Tensor]
+    outgoing: list[Tensor]
+    incoming: list[Tensor]
+    made: Any
+    copied: Any
+    ticket: Any = None
+    arrived: Any = None
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class HostStaged(Transport):
+    """Messages of a device's tensors over a transport of the host's."""
+
+    not_captured = "it moves messages by threads of the host"
+
+    def __init__(
+        self, below: Transport, device: torch.device, timeout: float, streams: MakeStreams = DeviceStreams
+    ) -> None:
+        super().__init__()
+        self.below, self.device, self.timeout = below, device, timeout
+        self.name = f"{below.name}, through the host"
+        self._streams = streams(device)
+        self._out, self._in = self._streams.new(), self._streams.new()
+        self._memory = _Pinned(self._streams)
+        self._posts: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=loop, daemon=True, name=f"meshflash {word}")
+            for loop, word in ((self._begin_all, "sends"), (self._finish_all, "receives"))
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)  # a thread in torch's C++ must not outlive the interpreter
+
+    def add(self, name: str, group: Any) -> None:
+        """One more group."""
+        self.below.add(name, group)
+
+    def begin_pass(self, number: int, direction: Direction) -> None:
+        self.below.begin_pass(number, direction)
+
+    def rank(self, group: str) -> int:
+        return self.below.rank(group)
+
+    def world(self, group: str) -> int:
+        return self.below.world(group)
+
+    def close(self) -> None:
+        """End its threads; what is on its way is finished first, unless that takes long."""
+        atexit.unregister(self.close)
+        self._posts.put(None)
+        for thread in self._threads:
+            thread.join(min(self.timeout, ENDING))
+
+    def wait(self, ticket: _Job) -> None:
+        """Wait for the messages; our stream waits for their copies."""
+        if not ticket.done.wait(self.timeout):
+            raise TransportError(f"a message did not arrive within {self.timeout:g} s")
+        if ticket.error is not None:
+            raise ticket.error
+        self._streams.after(self._streams.current(), ticket.arrived)
+
+    def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> _Job:
+        peers, sources = [peer for peer, _ in sends], [peer for peer, _ in recvs]
+
+        def begin(outgoing: list[Tensor], incoming: list[Tensor]) -> Any:
+            pairs = (zip(peers, outgoing, strict=True), zip(sources, incoming, strict=True))
+            return self.below._exchange(group, *map(list, pairs))
+
+        return self._post(begin, [tensor for _, tensor in sends], [tensor for _, tensor in recvs])
+
+    def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> _Job:
+        def begin(outgoing: list[Tensor], incoming: list[Tensor]) -> Any:
+            return self.below._collective(form, group, outgoing[0], incoming[0])
+
+        return self._post(begin, [source], [target])
+
+    def _post(self, begin: Begin, sources: list[Tensor], targets: list[Tensor]) -> _Job:
+        """Copy what is sent to the host, behind what the caller's stream has to do; the rest is for the threads."""
+        streams = self._streams
+        made = streams.mark(streams.current())
+        outgoing, incoming = ([self._memory.take(x) for x in side] for side in (sources, targets))
+        streams.after(self._out, made)
+        with streams.on(self._out):
+            for host, tensor in zip(outgoing, sources, strict=True):
+                streams.copy(host, tensor)
+                streams.use(tensor, self._out)
+        job = _Job(begin, sources, targets, outgoing, incoming, made, streams.mark(self._out))
+        self._posts.put(job)
+        return job
+
+    def _begin_all(self) -> None:
+        """Begin messages, in the order of the posts, as soon as what they send is on the host."""
+        while (job := self._posts.get()) is not None:
+            try:
+                self._streams.wait(job.copied)
+                job.ticket = job.begin(job.outgoing, job.incoming)
+            except BaseException as error:
+                job.error = error
+            self._begun.put(job)
+        self._begun.put(None)
+
+    def _finish_all(self) -> None:
+        """Wait for messages, in the order of the posts, and copy what came to the device."""
+        while (job := self._begun.get()) is not None:
+            try:
+                if job.error is None:
+                    self.below.wait(job.ticket)
+                    self._take_in(job)
+            except BaseException as error:
+                job.error = error
+            job.done.set()
+
+    def _take_in(self, job: _Job) -> None:
+        streams = self._streams
+        streams.after(self._in, job.made)  # whoever read the targets before has done so
+        with streams.on(self._in):
+            for tensor, host in zip(job.targets, job.incoming, strict=True):
+                streams.copy(tensor, host)
+                streams.use(tensor, self._in)
+        job.arrived = streams.mark(self._in)
+        for host in (*job.outgoing, *job.incoming):
+            self._memory.give_back(host, job.arrived)
+
+
+class _Pinned:
+    """Pinned memory, which takes long to make: kept by size until a copy from it is over."""
+
+    def __init__(self, streams: Any) -> None:
+        self._streams = streams
+        self._free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Any]]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def take(self, like: Tensor) -> Tensor:
+        """Room for a message."""
+        key = (like.numel(), like.dtype)
+        with self._lock:
+            for n, (host, event) in enumerate(self._free[key]):
+                if self._streams.reached(event):
+                    del self._free[key][n]
+                    return host
+        made: Tensor = self._streams.pinned(*key)
+        return made
+
+    def give_back(self, host: Tensor, event: Any) -> None:
+        """It may be used again after this event."""
+        with self._lock:
+            self._free[host.numel(), host.dtype].append((host, event))

@@ -1,0 +1,160 @@
+"""The transport over torch's process groups: gloo, NCCL, XCCL by one code.
+
+Point-to-point messages go in one group call where the backend has one; even patterns are collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as _distributed
+
+from meshflash.comm.transports.contract import Collective, Message, Transport, TransportError
+from meshflash.core.program import Direction
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+
+#: Tags have 31 bits. The highest is always set, so that callers' own messages with small tags are never taken for ours;
+#: then come the number and direction of the pass, until they repeat, and the group of the program.
+OURS, PASSES, GROUPS = 2**30, 2**26, 2**4
+#: Ranks that an error lists by number.
+MOST_NAMED = 8
+
+
+class ProcessGroupTransport(Transport):
+    """Moves messages over torch's process groups, given by the names that programs call them."""
+
+    def __init__(self, groups: Mapping[str, Any], device: torch.device, timeout: float) -> None:
+        super().__init__()
+        self.groups: dict[str, Any] = {}
+        #: The tag of the messages of this pass, on gloo; each group's own number is added to it.
+        self._pass_tag = OURS
+        self.device, self.timeout = device, timeout
+        self._limit = timedelta(seconds=timeout)
+        self._ranks: dict[str, tuple[int, int]] = {}
+        self._numbers: dict[str, int] = {}
+        self._global_ranks: dict[str, list[int]] = {}
+        self._backends: set[str] = set()
+        for name, group in groups.items():
+            self.add(name, group)
+
+    def add(self, name: str, group: Any) -> None:
+        """One more group."""
+        reason = cannot_move(group, self.device)
+        if reason:
+            raise ValueError(f"group {name}: {reason}")
+        backend = str(backend_of(group, self.device))
+        self._numbers[name] = len(self._numbers)
+        assert len(self._numbers) <= GROUPS, "tags have no room for more groups of a program"
+        self._global_ranks[name] = dist.get_process_group_ranks(group)
+        self.groups[name] = group
+        self._ranks[name] = dist.get_rank(group), dist.get_world_size(group)
+        self._backends.add(backend)
+        self.name = "+".join(sorted(self._backends))
+        self._coalesces = "gloo" not in self._backends
+        if self._coalesces:  # a group's first messages must be of all its ranks, and a program's need not be
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    def begin_pass(self, number: int, direction: Direction) -> None:
+        """Tag the messages of a pass: a rank that skipped one waits in vain, but never takes a wrong message."""
+        self._pass_tag = OURS + ((2 * number + (direction == "backward")) % PASSES) * GROUPS
+
+    def rank(self, group: str) -> int:
+        return int(self._ranks[group][0])
+
+    def world(self, group: str) -> int:
+        return int(self._ranks[group][1])
+
+    def wait(self, ticket: list[tuple[Any, tuple[int, ...]]]) -> None:
+        for work, peers in ticket:
+            try:
+                if self._coalesces:
+                    work.wait()  # a wait of the device's stream; the backend's watchdog has the timeout
+                else:
+                    work.wait(self._limit)
+            except RuntimeError as error:
+                reason = str(error).strip().splitlines()[0]
+                raise TransportError(
+                    f"{_named(peers)} was lost or did not answer within {self.timeout:g} s ({reason}). It may have "
+                    "raised, been ended, or called attention with other arguments; look at its output first",
+                    peers,
+                ) from error
+
+    def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
+        pg = self.groups[group]
+        if not self._coalesces:
+            tag = self._pass_tag + self._numbers[group]
+            try:
+                ticket = [(pg.recv([tensor], peer, tag), self._peers(group, [peer])) for peer, tensor in recvs]
+                return ticket + [(pg.send([tensor], peer, tag), self._peers(group, [peer])) for peer, tensor in sends]
+            except RuntimeError as error:
+                raise self._lost(group, [peer for peer, _ in (*sends, *recvs)], error) from error
+        operations = [dist.P2POp(dist.irecv, tensor, group=pg, group_peer=peer) for peer, tensor in recvs]
+        operations += [dist.P2POp(dist.isend, tensor, group=pg, group_peer=peer) for peer, tensor in sends]
+        peers = self._peers(group, [peer for peer, _ in (*sends, *recvs)])
+        return [(work, peers) for work in dist.batch_isend_irecv(operations)] if operations else []
+
+    def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
+        me, world = self.rank(group), self.world(group)
+        if not self._coalesces:
+            # gloo's collectives carry no tag: that of a pass which a rank skipped would be taken for the next one's
+            parts = [source] * world if form == "all_gather" else list(source.chunk(world))
+            into = list(target.chunk(world))
+            into[me].copy_(parts[me])
+            others = [peer for peer in range(world) if peer != me]
+            return self._exchange(
+                group, [(peer, parts[peer]) for peer in others], [(peer, into[peer]) for peer in others]
+            )
+        call = _ALL_GATHER if form == "all_gather" else dist.all_to_all_single
+        peers = [peer for peer in range(world) if peer != me]
+        try:
+            work = call(target, source, group=self.groups[group], async_op=True)
+        except RuntimeError as error:
+            raise self._lost(group, peers, error) from error
+        return [(work, self._peers(group, peers))]
+
+    def _lost(self, group: str, peers: Sequence[int], error: RuntimeError) -> TransportError:
+        ranks, reason = self._peers(group, peers), str(error).strip().splitlines()[0]
+        return TransportError(f"{_named(ranks)} was lost: {reason}", ranks)
+
+    def _peers(self, group: str, peers: Sequence[int]) -> tuple[int, ...]:
+        """Ranks of a group as the whole job numbers them."""
+        ranks = self._global_ranks[group]
+        return tuple(ranks[peer] for peer in sorted(set(peers)))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return " or ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= MOST_NAMED else "a rank of the group"
+
+
+#: torch 2.13 renamed it and warns of the old name.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def backend_of(group: Any, device: torch.device) -> str | None:
+    """The backend that moves a group's tensors on a device, or None."""
+    config = dist.get_backend_config(group)
+    for part in str(config).split(","):
+        kind, _, backend = part.partition(":")
+        if kind == device.type:
+            return backend
+    return None
+
+
+def cannot_move(group: Any, device: torch.device) -> str | None:
+    """Why a group cannot move tensors of a device by itself; None if it can."""
+    backend = backend_of(group, device)
+    if backend is None:
+        return f"the process group has no backend for {device.type}"
+    if backend == "gloo" and device.type != "cpu":
+        # it would end the process: gloo reads device memory as if it were the host's
+        return (
+            f"gloo cannot move tensors on {device.type}; initialise the process group with a backend of that device, "
+            'such as "cpu:gloo,cuda:nccl"'
+        )
+    return None

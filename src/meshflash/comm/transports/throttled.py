@@ -1,0 +1,116 @@
+"""A transport as if each rank's link had a given bandwidth and latency, to measure overlap on one machine.
+
+What is begun in a group moves one after another: a post takes the latency, and the time of all that it sends or of all
+that it receives, whichever is longer. It is over when that time has passed and the transport below is done. On a
+device the time passes in a stream of its own, and nobody's thread waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshflash.comm.streams import DeviceStreams, MakeStreams
+from meshflash.comm.transports.contract import Arena, Collective, Message, Transport
+from meshflash.core.program import Direction
+
+
+class Throttled(Transport):
+    """Another transport, slower."""
+
+    def __init__(
+        self,
+        below: Transport,
+        device: torch.device,
+        bytes_per_second: float,
+        latency: float = 0.0,
+        streams: MakeStreams = DeviceStreams,
+    ) -> None:
+        if not bytes_per_second > 0 or not latency >= 0:
+            raise ValueError(f"Throttled({bytes_per_second}, {latency}): expected bytes a second > 0, seconds >= 0")
+        super().__init__()
+        self.below, self.bytes_per_second, self.latency = below, bytes_per_second, latency
+        self.name = f"{below.name} at {bytes_per_second / 1e9:g} GB/s and {latency * 1e6:g} us"
+        self.reads_peers, self.not_captured = below.reads_peers, below.not_captured
+        self._link = _HostLink() if device.type == "cpu" else _DeviceLink(streams(device))
+
+    def add(self, name: str, group: Any) -> None:
+        """One more group."""
+        self.below.add(name, group)
+
+    def begin_pass(self, number: int, direction: Direction) -> None:
+        self.below.begin_pass(number, direction)
+
+    def rank(self, group: str) -> int:
+        return self.below.rank(group)
+
+    def world(self, group: str) -> int:
+        return self.below.world(group)
+
+    def close(self) -> None:
+        self.below.close()
+
+    def wait(self, ticket: Any) -> None:
+        below, passed = ticket
+        self.below.wait(below)
+        self._link.wait(passed)
+
+    def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
+        moved = max(sum(tensor.nbytes for _, tensor in side) for side in (sends, recvs))
+        return self.below._exchange(group, sends, recvs), self._begin(group, moved)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.below.held_bytes
+
+    def arena(self, wanted: int) -> Arena:
+        return self.below.arena(wanted)
+
+    def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
+        moved = max(sum(tensor.nbytes for _, tensor in side) for side in (sends, recvs))
+        return self.below._pull(group, sends, recvs, places), self._begin(group, moved)
+
+    def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
+        world = self.world(group)
+        moved = source.nbytes * (world - 1) if form == "all_gather" else source.nbytes * (world - 1) // world
+        return self.below._collective(form, group, source, target), self._begin(group, moved)
+
+    def _begin(self, group: str, moved: int) -> Any:
+        return self._link.begin(group, self.latency + moved / self.bytes_per_second)
+
+
+class _HostLink:
+    """Time that passes for a thread."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, float] = {}
+
+    def begin(self, group: str, seconds: float) -> float:
+        self._free[group] = max(time.monotonic(), self._free.get(group, 0.0)) + seconds
+        return self._free[group]
+
+    def wait(self, until: float) -> None:
+        time.sleep(max(0.0, until - time.monotonic()))
+
+
+class _DeviceLink:
+    """Time that passes in a stream for each group, from when the stream of the caller's work has come to a post."""
+
+    def __init__(self, streams: Any) -> None:
+        self._streams = streams
+        self._lanes: dict[str, Any] = {}
+
+    def begin(self, group: str, seconds: float) -> Any:
+        if group not in self._lanes:
+            self._lanes[group] = self._streams.new()
+        lane = self._lanes[group]
+        self._streams.after(lane, self._streams.mark(self._streams.current()))
+        self._streams.delay(lane, seconds)
+        return self._streams.mark(lane)
+
+    def wait(self, event: Any) -> None:
+        self._streams.after(self._streams.current(), event)

@@ -1,0 +1,1 @@
+"""Warp-specialized attention kernels in Gluon for Hopper (sm_90)."""

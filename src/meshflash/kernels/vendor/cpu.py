@@ -1,0 +1,48 @@
+"""The flash kernel that torch ships for CPUs, wrapped to the contract."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshflash.kernels.contract import HALF, Ask, Outputs, Rows
+from meshflash.kernels.vendor.rectangles import Rectangles
+
+_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Vendor(Rectangles):
+    """torch's own flash attention on the CPU."""
+
+    name = "vendor"
+    summary = "torch's CPU flash attention: full, causal, documents, GQA"
+
+    def missing(self) -> str | None:
+        return None if hasattr(torch, _FORWARD) else f"this torch has no {_FORWARD}"
+
+    def lacks(self, ask: Ask) -> str | None:
+        if ask.device.type != "cpu":
+            return f"the device {ask.device.type}; it runs on cpu"
+        if ask.head_dim != ask.value_dim:
+            return f"a value dim of {ask.value_dim} with a head dim of {ask.head_dim}"
+        reason = super().lacks(ask)
+        if reason:
+            return reason
+        parts = ask.partial or ask.features.sink_logits_H is not None or not ask.work.disjoint
+        if ask.dtype in HALF and parts:
+            return f"float32 partial results for {ask.dtype} inputs, which this mask, a sink or other ranks need"
+        return None
+
+    def attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, causal: bool, scale: float) -> Outputs:
+        q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKE.transpose(1, 2)
+        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal, scale=scale)
+        return out.transpose(1, 2), lse
+
+    def gradients(
+        self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, rows: Rows, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads_first = (x.transpose(1, 2) for x in (rows.dout_BTHE, q_BTHD, k_BSKD, v_BSKE, rows.out_BTHE))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads_first, rows.lse_BHT, 0.0, causal, scale=scale
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

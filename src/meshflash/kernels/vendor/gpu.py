@@ -1,0 +1,250 @@
+"""Kernels of others for GPUs, wrapped to the contract: cuDNN and FlashAttention 2, 3 and 4.
+
+Each takes half precision, and gives partial results in it: what is merged or summed afterwards is float32,
+but was rounded once on the way. Packages are used where they can be imported, and never installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshflash.kernels.contract import HALF, Ask, Kernel, Outputs, Rows
+from meshflash.kernels.vendor.rectangles import Rectangles
+
+
+class _OnGpu(Rectangles):
+    """What they share: half precision, dims in steps of 8, up to a widest."""
+
+    #: The widest head.
+    widest = 256
+    #: The oldest compute capability, for NVIDIA's.
+    oldest = (8, 0)
+    #: The first compute capability that it does not know.
+    too_new = (99, 0)
+    #: Head dims are multiples of it.
+    multiple = 8
+    #: Whether AMD's GPUs are served too.
+    on_amd = False
+    #: Whether its backward can sum in a fixed order.
+    fixed_order = False
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
+    def serving(self, ask: Ask) -> Kernel:
+        return type(self)(ask.deterministic) if ask.deterministic != self.deterministic else self
+
+    def lacks(self, ask: Ask) -> str | None:
+        if ask.device.type != "cuda" or (torch.version.hip and not self.on_amd):
+            return f"the device {ask.device.type}; it runs on NVIDIA's GPUs{' and AMD' * self.on_amd}"
+        if not torch.version.hip and not self.oldest <= _capability(ask.device) < self.too_new:
+            return "this GPU's compute capability, {}.{}".format(*_capability(ask.device))
+        if ask.dtype not in HALF:
+            return f"{ask.dtype}"
+        if ask.head_dim != ask.value_dim:
+            return f"a value dim of {ask.value_dim} with a head dim of {ask.head_dim}"
+        if ask.head_dim % self.multiple or ask.head_dim > self.widest:
+            return f"a head dim of {ask.head_dim}; multiples of {self.multiple} up to {self.widest}"
+        if ask.features.scale <= 0:
+            return "a scale of 0 or below"
+        if ask.direction == "backward" and ask.deterministic and not self.fixed_order:
+            return "a backward that gives the same bits twice"
+        return super().lacks(ask)
+
+
+class Cudnn(_OnGpu):
+    """NVIDIA's cuDNN, through torch."""
+
+    name = "cudnn"
+    summary = "cuDNN through torch: NVIDIA GPUs, full and causal, few documents, GQA, half precision"
+    widest = 128
+    #: It plans each new shape of a rectangle for milliseconds; documents of ever new lengths would never amortise it.
+    most_rectangles = 8
+
+    def missing(self) -> str | None:
+        if not hasattr(torch, "_scaled_dot_product_cudnn_attention"):
+            return "this torch has no cuDNN attention"
+        if not torch.cuda.is_available():
+            return "an NVIDIA GPU"
+        return None if torch.backends.cudnn.is_available() else "cuDNN, which this torch was built without"
+
+    def lacks(self, ask: Ask) -> str | None:
+        reason = super().lacks(ask)
+        rectangles = ask.work.rectangles
+        if reason or rectangles is None:
+            return reason
+        if len(rectangles) > self.most_rectangles:
+            return f"masks of more than {self.most_rectangles} rectangles: it plans anew for each shape"
+        if any(r.q.stop - r.q.start == r.k.stop - r.k.start == 1 for r in rectangles):
+            return "a backward for one query that sees one key"
+        return None
+
+    def attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, causal: bool, scale: float) -> Outputs:
+        q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKE.transpose(1, 2)
+        out, lse, *_ = torch._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out.transpose(1, 2), lse.view(lse.shape[:3])
+
+    def gradients(
+        self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, rows: Rows, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads_first = (x.transpose(1, 2) for x in (rows.dout_BTHE, q_BTHD, k_BSKD, v_BSKE, rows.out_BTHE))
+        nothing = _no_dropout(q_BTHD.device)
+        lengths = (None, None, q_BTHD.shape[1], k_BSKD.shape[1])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *heads_first, rows.lse_BHT.contiguous().unsqueeze(-1), *nothing, None, *lengths, 0.0, causal, scale=scale
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class Flash2(_OnGpu):
+    """FlashAttention-2 as torch ships it."""
+
+    name = "fa2"
+    summary = "FlashAttention-2 through torch: NVIDIA and AMD GPUs, full, causal, documents, GQA, half precision"
+    on_amd = True
+    from_the_top = False
+
+    def missing(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "a GPU"
+        built = torch.backends.cuda.is_flash_attention_available()
+        return None if built else "FlashAttention, which this torch was built without"
+
+    def attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, causal: bool, scale: float) -> Outputs:
+        lengths = (None, None, q_BTHD.shape[1], k_BSKD.shape[1])
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q_BTHD, k_BSKD, v_BSKE, *lengths, 0.0, causal, False, scale=scale
+        )
+        return out, lse[..., : q_BTHD.shape[1]]
+
+    def gradients(
+        self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, rows: Rows, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = (None, None, q_BTHD.shape[1], k_BSKD.shape[1])
+        inputs = (rows.dout_BTHE, q_BTHD, k_BSKD, v_BSKE, rows.out_BTHE, rows.lse_BHT.contiguous())
+        nothing = _no_dropout(q_BTHD.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(*inputs, *lengths, 0.0, causal, *nothing, scale=scale)
+        return dq, dk, dv
+
+
+class _Package(_OnGpu):
+    """A package of FlashAttention's authors. Versions differ in the names of arguments: each gets those it has."""
+
+    module: str
+    #: What forward and backward are called there.
+    functions = ("_flash_attn_forward", "_flash_attn_backward")
+    from_the_top = False
+    fixed_order = True
+
+    def missing(self) -> str | None:
+        if _found(self.module) is None:
+            return f"the package {self.module}, which cannot be imported"
+        return None if torch.cuda.is_available() else "a GPU"
+
+    def attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, causal: bool, scale: float) -> Outputs:
+        name, _ = self.functions
+        given = dict(q=q_BTHD, k=k_BSKD, v=v_BSKE, softmax_scale=scale, causal=causal)
+        out, lse, *_ = _call(self.module, name, **_PLAIN, **given)
+        return out, lse
+
+    def gradients(
+        self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, rows: Rows, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _, name = self.functions
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHD, k_BSKD, v_BSKE))
+        lse = rows.lse_BHT.contiguous()
+        _call(
+            self.module,
+            name,
+            **_PLAIN,
+            **dict(q=q_BTHD, k=k_BSKD, v=v_BSKE, out=rows.out_BTHE, dout=rows.dout_BTHE, lse=lse, softmax_lse=lse),
+            **dict(dq=dq, dk=dk, dv=dv, softmax_scale=scale, causal=causal, deterministic=self.deterministic),
+        )
+        return dq, dk, dv
+
+
+class Flash2Package(_Package):
+    """FlashAttention-2, from its package."""
+
+    name = "fa2-package"
+    summary = "the package flash-attn: NVIDIA GPUs from Ampere on, full, causal, documents, GQA, half precision"
+    module = "flash_attn.flash_attn_interface"
+
+
+class Flash3(_Package):
+    """FlashAttention-3, from its package."""
+
+    name = "fa3"
+    summary = "the package flash-attn-3: Hopper, full, causal, documents, GQA, half precision"
+    module = "flash_attn_interface"
+    oldest, too_new = (9, 0), (10, 0)
+
+
+class Flash4(_Package):
+    """FlashAttention-4, from its package."""
+
+    name = "fa4"
+    summary = "the package flash-attn-4: Hopper and Blackwell, full, causal, documents, GQA, half precision"
+    module = "flash_attn.cute.interface"
+    oldest = (9, 0)
+    widest = 128
+    multiple = 32  # 4.0.0b36 takes 80 as well, and its gradients are wrong
+    functions = ("_flash_attn_fwd", "_flash_attn_bwd")
+
+
+#: What is the same in every call of a package, under all the names that it has in one version or another.
+_PLAIN: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "window_size": (-1, -1),
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "return_softmax": False,
+    "return_lse": True,
+}
+
+
+def _call(module: str, name: str, **values: Any) -> Any:
+    """Call a package's function with those of the values that it takes; what it asks for beyond them is None."""
+    function, takes = _function(module, name)
+    chosen = {key: values[key] for key in takes if key in values}
+    return function(**{key: None for key, needed in takes.items() if needed and key not in chosen} | chosen)
+
+
+@cache
+def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, bool]]:
+    """A package's function, and its parameters: whether each must be given."""
+    function = getattr(_found(module), name)
+    takes = {
+        key: parameter.default is inspect.Parameter.empty
+        for key, parameter in inspect.signature(getattr(function, "_init_fn", function)).parameters.items()
+    }
+    return function, takes
+
+
+@cache
+def _found(module: str) -> Any:
+    """A module, or None where it cannot be imported, for whatever reason."""
+    try:
+        return importlib.import_module(module) if find_spec(module.partition(".")[0]) else None
+    except Exception:
+        return None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+@cache
+def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The state of a random generator that nothing is drawn from."""
+    return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)

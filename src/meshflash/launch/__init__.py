@@ -1,1 +1,0 @@
-"""How a process was started and what it finds around it."""

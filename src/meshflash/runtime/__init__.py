@@ -1,0 +1,1 @@
+"""How a process was started: launchers, rendezvous, devices, logs."""

@@ -1,0 +1,240 @@
+"""Who started this process, and as which rank: one table of launchers, read from their environment variables.
+
+The first launcher of the table whose rank variable is set decides, so the innermost wins where one starts another:
+torchrun under srun is torchrun. The local rank is read and never derived: launchers place ranks as they like.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshflash.runtime.hosts import tasks_on
+
+Environment = Mapping[str, str]
+
+
+class LaunchError(RuntimeError):
+    """An environment that says too little, or the wrong thing, about this rank; the message says what to set."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of a job. What the launcher does not tell is None."""
+
+    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int | None = None
+    node: int | None = None
+    #: What tells this job from others that run at the same time; empty where the launcher has no name for it.
+    job: str = ""
+
+    @property
+    def one_node(self) -> bool:
+        """Whether all ranks are known to be on one node."""
+        return self.world_size == 1 or self.local_world_size == self.world_size
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables of a launcher: of each number the first one that is set counts."""
+
+    name: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...] = ()
+    node: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+    #: Without this one the launcher did not start us, whatever else is set.
+    marker: str = ""
+
+
+#: In order of precedence.
+LAUNCHERS = (
+    Launcher(
+        "torchrun",
+        ("RANK",),
+        ("WORLD_SIZE",),
+        ("LOCAL_RANK",),
+        ("LOCAL_WORLD_SIZE",),
+        ("GROUP_RANK",),
+        ("TORCHELASTIC_RUN_ID",),
+        marker="TORCHELASTIC_RUN_ID",
+    ),
+    Launcher(
+        "jsrun",
+        ("JSM_NAMESPACE_RANK",),
+        ("JSM_NAMESPACE_SIZE",),
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "LSB_JOBID"),
+    ),
+    Launcher(
+        "Open MPI",
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+    ),
+    Launcher(
+        "MVAPICH2",
+        ("MV2_COMM_WORLD_RANK",),
+        ("MV2_COMM_WORLD_SIZE",),
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        job=("MPIRUN_ID",),
+    ),
+    Launcher(
+        "Slurm",
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_LOCALID",),
+        node=("SLURM_NODEID",),
+        # a batch script has a SLURM_PROCID too, and is no rank; on Crays srun sets PALS_* as well
+        marker="SLURM_STEP_NUM_TASKS",
+    ),
+    Launcher(
+        "PALS",
+        ("PALS_RANKID",),
+        ("PALS_SIZE", "PMI_SIZE"),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        ("PALS_NODEID",),
+        ("PALS_APID",),
+    ),
+    Launcher(
+        "MPICH",
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ),
+    Launcher(
+        "PMIx",
+        ("PMIX_RANK",),
+        ("PMIX_SIZE", "WORLD_SIZE"),
+        ("PMIX_LOCAL_RANK", "LOCAL_RANK"),
+        ("PMIX_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+        job=("PMIX_NAMESPACE",),
+    ),
+    Launcher(
+        "MPI",
+        ("MPI_RANK",),
+        ("MPI_SIZE", "MPI_WORLD_SIZE"),
+        ("MPI_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK"),
+        ("MPI_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE"),
+    ),
+    Launcher(
+        "variables", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ("GROUP_RANK", "NODE_RANK")
+    ),
+)
+SINGLE = "single"
+#: Those whose ranks are MPI processes, so that mpi4py can speak for them.
+OF_MPI = frozenset({"jsrun", "Open MPI", "MVAPICH2", "PALS", "Slurm", "MPICH", "PMIx", "MPI"})
+
+
+def detect(environment: Environment | None = None) -> Place:
+    """This process's place; LaunchError where the environment says only half of it.
+
+    >>> detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    Place(launcher='Open MPI', rank=1, world_size=4, local_rank=1, local_world_size=None, node=None, job='')
+    """
+    given = {name: value for name, value in (os.environ if environment is None else environment).items() if value}
+    for launcher in LAUNCHERS:
+        if any(name in given for name in launcher.rank) and (not launcher.marker or launcher.marker in given):
+            if launcher.name == "Slurm" and _within_step(given):
+                continue
+            return _slurm(launcher, given) if launcher.name == "Slurm" else _read(launcher, given)
+    if "WORLD_SIZE" in given and _number(given, "WORLD_SIZE", "variables") > 1:
+        raise LaunchError("WORLD_SIZE is set and RANK is not: set RANK and LOCAL_RANK as well, or unset WORLD_SIZE")
+    return Place(SINGLE)
+
+
+def agent() -> str:
+    """Which launch by torchrun this rank is of, the same where ranks are started again; empty where it is of none."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return ""
+    parent = os.getppid()
+    try:
+        begun = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        begun = ""
+    return f"{run} {socket.gethostname()} {parent} {begun}"
+
+
+def _within_step(given: Environment) -> bool:
+    """Whether another launcher, within a step of Slurm's, started us: its ranks are not those of the step.
+
+    A step of one task, as `srun --pty bash` is, may start what it likes.
+    """
+    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"), ("PMIX_RANK", "SLURM_PROCID"))
+    if any(mine in given and given[mine] != given.get(theirs) for mine, theirs in pairs):
+        return True
+    alone = given.get("SLURM_STEP_NUM_TASKS") == "1"
+    by_hand = "RANK" in given and given.get("WORLD_SIZE", "1") != "1"
+    by_pmix = "PMIX_RANK" in given and not given.get("PMIX_NAMESPACE", "slurm").startswith("slurm")
+    return alone and (by_hand or by_pmix)
+
+
+def _read(launcher: Launcher, given: Environment) -> Place:
+    rank = _wanted(launcher, launcher.rank, given)
+    world_size = _wanted(launcher, launcher.size, given)
+    local_rank = 0 if world_size == 1 else _wanted(launcher, launcher.local_rank, given)
+    local_size, node = (_found(launcher, names, given) for names in (launcher.local_size, launcher.node))
+    if world_size == 1:
+        local_size = 1
+    job = next((given[name] for name in launcher.job if name in given), "")
+    place = Place(launcher.name, rank, world_size, local_rank, local_size, node, job)
+    _check(place)
+    return place
+
+
+def _slurm(launcher: Launcher, given: Environment) -> Place:
+    """Slurm says how many ranks each node has in one variable for all nodes."""
+    place = _read(launcher, given)
+    spread = given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE")
+    local = tasks_on(spread, place.node or 0) if spread else place.local_world_size
+    job = ".".join(given.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")).strip(".")
+    return Place("Slurm", place.rank, place.world_size, place.local_rank, local, place.node, job)
+
+
+def _wanted(launcher: Launcher, names: tuple[str, ...], given: Environment) -> int:
+    found = _found(launcher, names, given)
+    if found is None:
+        seen = next(name for name in launcher.rank if name in given)
+        one = " or ".join(dict.fromkeys(names))
+        hand = " (or RANK, WORLD_SIZE and LOCAL_RANK, without the variables of a launcher)"
+        raise LaunchError(
+            f"{seen}={given[seen]} is set, as by {launcher.name}, and {one} is not: use a launcher that sets it, "
+            f"or set it yourself{'' if launcher.name == 'variables' else hand}"
+        )
+    return found
+
+
+def _found(launcher: Launcher, names: tuple[str, ...], given: Environment) -> int | None:
+    name = next((name for name in names if name in given), None)
+    return None if name is None else _number(given, name, launcher.name)
+
+
+def _number(given: Environment, name: str, launcher: str) -> int:
+    if not re.fullmatch(r"\d+", given[name]):
+        raise LaunchError(f"{name}={given[name]!r}, as by {launcher}: expected a number, 0 or more")
+    return int(given[name])
+
+
+def _check(place: Place) -> None:
+    for what, number, size in (
+        ("rank", place.rank, place.world_size),
+        ("local rank", place.local_rank, place.local_world_size or place.world_size),
+    ):
+        if not 0 <= number < size:
+            raise LaunchError(f"{place.launcher} says that this is {what} {number} of {size}: that cannot be")

@@ -1,0 +1,149 @@
+"""Ranks as processes of this machine, joined by a gloo group: for the demo, benchmarks and checks.
+
+Jobs that a launcher starts (torchrun, mpiexec, srun) do not come through here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from meshflash.runtime.listen import LOOPBACK
+from meshflash.runtime.mps import variables
+from meshflash.runtime.parent import end_with_parent
+
+#: Seconds that the others get to end by themselves once one rank has failed.
+GRACE = 5.0
+
+#: Says to the process that started the ranks how far a rank is.
+Tell = Callable[[Any], None]
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or took too long; the message names it."""
+
+
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    threads: int = 1,
+    timeout: float = 600.0,
+    listen: Tell | None = None,
+) -> list[Any]:
+    """Call `function(rank, world, tell, *args)` in so many processes; their results, by rank.
+
+    The function stands at the top level of a module; arguments and results are pickled. What a rank
+    tells goes to `listen`. The default process group is there while the function runs.
+    """
+    if world < 1:
+        raise ValueError(f"world={world}: expected at least one rank")
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="meshflash-") as folder, _environment(threads):
+        pipes: dict[Connection, int] = {}
+        processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            call = (rank, world, theirs, str(Path(folder) / "store"), threads, timeout, function, args)
+            process = context.Process(target=_rank, args=call, daemon=True, name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes[ours] = rank
+        try:
+            results = _collect(pipes, processes, timeout, listen)
+            for process in processes:  # what they do at their end, such as writing traces
+                process.join(GRACE)
+            return results
+        finally:
+            end(processes)
+
+
+def end(processes: Sequence[Any]) -> None:
+    """End processes that still run; those that share a GPU under MPS would be lost with one that is killed at once."""
+    for stop in ("terminate", "kill"):
+        running = [process for process in processes if process.is_alive()]
+        for process in running:
+            getattr(process, stop)()
+        deadline = time.monotonic() + GRACE
+        for process in running:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _collect(pipes: dict[Connection, int], processes: list[Any], timeout: float, listen: Tell | None) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    deadline = time.monotonic() + timeout
+    world = len(processes)
+    while pipes:
+        ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(str(rank) for rank in sorted(pipes.values()))
+            failures.append(f"rank {late} did not end" + ("" if failures else f" within {timeout:g} s"))
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pipes[pipe]
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                processes[rank].join()
+                kind, value = "failure", f"died with exit code {processes[rank].exitcode}"
+            if kind == "told":
+                if listen is not None:
+                    listen(value)
+                continue
+            del pipes[pipe]
+            if kind == "result":
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank} {value}")
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if failures:
+        raise RankError("\n".join(failures))
+    return [results[rank] for rank in range(world)]
+
+
+def _rank(
+    rank: int,
+    world: int,
+    pipe: Connection,
+    store: str,
+    threads: int,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    end_with_parent()
+    try:
+        import torch
+        from torch import distributed
+
+        dist: Any = distributed  # torch does not declare all that it exports here
+        torch.set_num_threads(threads)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+        try:
+            result = function(rank, world, lambda value: pipe.send(("told", value)), *args)
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+        pipe.send(("result", result))
+    except BaseException:
+        pipe.send(("failure", f"of {world} raised:\n{traceback.format_exc()}"))
+
+
+def _environment(threads: int) -> AbstractContextManager[None]:
+    """The variables that the ranks find."""
+    # without an interface gloo looks up the host's name, which need not resolve
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
+    return variables(OMP_NUM_THREADS=str(threads), GLOO_SOCKET_IFNAME=interface)

@@ -1,1 +1,0 @@
-"""Transports: how bytes move between ranks. None of them knows what the bytes mean."""

@@ -1,0 +1,1 @@
+"""Pictures of programs: timelines and coverage, simulated or recorded."""

@@ -1,0 +1,420 @@
+"""Kernels that talk: put, get, signal, wait and atomics, interpreted across processes, on a GPU, and as PTX.
+
+Run as a script it compiles its kernels for a GPU that is not here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal as signals
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if __name__ == "__main__" and sys.argv[1].startswith("gfx"):
+    torch.version.hip = "6"  # what kernels are read for
+
+import triton
+import triton.language as tl
+from torch import distributed as _distributed
+
+from cross import TARGETS, missing
+from meshflash.comm.heap import shared_files
+from meshflash.comm.heap.api import open_heap
+from meshflash.comm.heap.device import (
+    add,
+    arrive,
+    compare_exchange,
+    exchange,
+    get,
+    get_rows,
+    put,
+    put_rows,
+    signal,
+    wait,
+)
+from meshflash.comm.transports.contract import TransportError
+from meshflash.kernels.triton.common import INTERPRETED
+from meshflash.runtime import mps
+from meshflash.runtime.devices import take_device
+from meshflash.runtime.processes import RankError, run_ranks
+
+ROOT = Path(__file__).parents[2]
+WORDS = 32
+dist = _distributed
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton compiles here, and these tensors are on the CPU")
+
+
+@triton.jit(do_not_specialize=["rank", "first", "rounds"])
+def rounds_of_messages(
+    inbox, flags, wrong, bases, status, rank, first, rounds, WORLD: tl.constexpr, WORDS: tl.constexpr
+):
+    """In each round a message from every rank to every other, checked word by word; two places for each pair.
+
+    A rank sends the message n + 2 after it has that of n + 1 of its peer, which had read the message n by then.
+    """
+    words = tl.arange(0, WORDS)
+    off = tl.zeros((WORDS,), tl.int32)
+    for n in range(first, first + rounds):
+        here = inbox + (n % 2) * (WORLD * WORDS) + words
+        for peer in range(WORLD):
+            if peer != rank:
+                put(here + rank * WORDS, words + (n * 100 + rank), bases, rank, peer)
+                signal(flags + rank, n, bases, rank, peer)
+        for peer in range(WORLD):
+            if peer != rank:
+                wait(flags + peer, n, status, peer, n)
+                off += (tl.load(here + peer * WORDS) != words + (n * 100 + peer)).to(tl.int32)
+    tl.store(wrong + words, tl.load(wrong + words) + off)
+
+
+@triton.jit
+def rows_there_and_back(
+    far, near, back, total, bases, rank, peer, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """A block of rows to a peer and back, and one of each atomic."""
+    put_rows(far, columns, near, columns, rows, columns, bases, rank, peer, ROWS, COLS)
+    get_rows(back, columns, far, columns, rows, columns, bases, rank, peer, ROWS, COLS)
+    was = add(total, 5, bases, rank, peer)
+    seen = exchange(total + 1, was + 7, bases, rank, peer)
+    compare_exchange(total + 2, seen, 9, bases, rank, peer)
+    compare_exchange(total + 2, 1, 11, bases, rank, peer)
+    arrive(total + 3, 2, bases, rank, peer)
+
+
+@triton.jit
+def many_adds(counters, bases, rank, rounds, LANES: tl.constexpr):
+    """Add to the numbers of rank 0 as fast as can be: the interpreter adds lane after lane, without Python between."""
+    same = tl.zeros((LANES,), tl.int32)
+    for _ in range(rounds):
+        add(counters + same, 1, bases, rank, 0, "relaxed")
+
+
+@triton.jit
+def only_put(inbox, bases, rank, peer, WORDS: tl.constexpr):
+    """A message without its signal."""
+    words = tl.arange(0, WORDS)
+    put(inbox + words, words, bases, rank, peer)
+
+
+@triton.jit(do_not_specialize=["first", "second", "epoch"])
+def two_waits(flags, came, status, first, second, epoch):
+    """Wait for two ranks, one after the other."""
+    tl.store(came, wait(flags + first, epoch, status, first, 7).to(tl.int32))
+    tl.store(came + 1, wait(flags + second, epoch, status, second, 8).to(tl.int32))
+
+
+@triton.jit
+def one_of_each(inbox, flag, source, total, bases, status, rank, peer, epoch, rows, COLS: tl.constexpr):
+    """What is compiled for GPUs that are not here: the order of what it does is read in the assembly."""
+    put_rows(inbox, COLS, source, COLS, rows, COLS, bases, rank, peer, 16, COLS)
+    signal(flag, epoch, bases, rank, peer)
+    wait(flag, epoch, status, peer, epoch)
+    get_rows(source, COLS, inbox, COLS, rows, COLS, bases, rank, peer, 16, COLS)
+    arrive(flag, 1, bases, rank, peer)
+    total_of = add(total, 1, bases, rank, peer)
+    exchange(total, total_of, bases, rank, peer)
+    compare_exchange(total, 1, 2, bases, rank, peer)
+    tl.store(total, get(total, bases, rank, peer))
+
+
+def messages(heap, device, rounds, again):
+    """Words that arrived wrong, in so many launches of so many rounds."""
+    world = heap.world
+    inbox = heap.allocate((2, world, WORDS), torch.int32, name="inbox")
+    flags = heap.allocate(world, torch.int32, name="flags")
+    wrong = [torch.zeros(WORDS, dtype=torch.int32, device=device) for _ in heap.played]
+    heap.barrier()
+    for launch in range(again):
+        for number, rank in enumerate(heap.played):
+            with heap.play(rank):
+                given = inbox.local, flags.local, wrong[number], heap.bases, heap.status, rank
+                rounds_of_messages[(1,)](*given, 1 + launch * rounds, rounds, WORLD=world, WORDS=WORDS)
+    heap.barrier()
+    assert all(n in (0, rounds * again) for n in flags.local.tolist())
+    inbox.free()
+    flags.free()
+    return sum(int(each.sum()) for each in wrong)
+
+
+def across_processes(rank, world, group, rounds):
+    """Messages and atomics between real processes on the CPU."""
+    with open_heap(group, bytes=2**16, device="cpu", timeout=30) as heap:
+        wrong = messages(heap, "cpu", rounds // 2, 2)
+        for dtype in (torch.int32, torch.int64):
+            counter = heap.allocate(1, dtype)
+            heap.barrier()
+            many_adds[(1,)](counter.local, heap.bases, rank, 20, LANES=1024)
+            heap.barrier()
+            assert counter.peer(0).item() == world * 20 * 1024
+            counter.free()
+    return wrong
+
+
+@interpreted
+@pytest.mark.parametrize(("world", "rounds"), [(2, 1000), (4, 40)])
+def test_messages_between_processes_are_right(pool, world, rounds):
+    """That counters lose nothing shows that the interpreter's atomics hold across processes, not just threads."""
+    assert pool.run(world, across_processes, rounds) == [0] * world
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("counted", [torch.int32, torch.int64])
+def test_rows_and_atomics(dtype, counted):
+    with open_heap(3, bytes=2**16, device="cpu") as heap:
+        far, total = heap.allocate((8, 24), dtype), heap.allocate(4, counted)
+        heap.barrier()
+        near = torch.arange(8 * 24).view(8, 24).to(dtype)
+        back = torch.full((8, 24), -1, dtype=dtype)
+        total.peer(2).copy_(torch.tensor([3, 4, 4, 0]))
+        with heap.play(1):
+            rows_there_and_back[(1,)](far.local, near, back, total.local, heap.bases, 1, 2, 5, 24, ROWS=8, COLS=32)
+        assert not far.peer(0).any()
+        assert not far.peer(1).any()
+        assert torch.equal(far.peer(2)[:5], near[:5])
+        assert not far.peer(2)[5:].any()
+        assert torch.equal(back[:5], near[:5])
+        assert bool((back[5:] == -1).all())
+        assert [total.peer(rank).tolist() for rank in range(3)] == [[0] * 4, [0] * 4, [8, 10, 9, 2]]
+        far.free()
+        total.free()
+
+
+@interpreted
+def test_a_signal_that_never_comes_is_an_error_that_names_rank_and_step():
+    with open_heap(4, bytes=4096, device="cpu", timeout=2) as heap:
+        flags = heap.allocate(4, torch.int64)
+        came = torch.full((2,), -1, dtype=torch.int32)
+        heap.barrier()
+        flags.peer(1)[2:] = 2**40
+        with heap.play(1):
+            two_waits[(1,)](flags.local, came, heap.status, 2, 3, 2**40)
+            heap.check()
+            assert came.tolist() == [1, 1]
+            begin = time.monotonic()
+            two_waits[(1,)](
+                flags.local, came, heap.status, 2, 3, 2**40 + 1
+            )  # after the first, the second does not wait
+            seconds = time.monotonic() - begin
+        assert came.tolist() == [0, 0]
+        assert 2 <= seconds < 3.8
+        with pytest.raises(TransportError) as raised:
+            heap.check()
+        text = f"rank 1 waited 2 s in step 7 for rank 2, whose signal stands at {2**40} and was to reach {2**40 + 1}"
+        assert str(raised.value) == text
+        with pytest.raises(TransportError, match="in step 7 for rank 2"):
+            heap.barrier()
+        flags.free()
+        heap.close()
+
+
+def killed(rank, world, tell, folder):
+    """Rank 1 is killed between put and signal, and leaves a file as if a heap of its were just being opened.
+
+    In a folder of their own, where no heap of other tests sweeps it first.
+    """
+    vars(shared_files)["folder"] = lambda: folder
+    heap = open_heap(bytes=2**16, device="cpu", timeout=1.5)
+    inbox, flags = heap.allocate(WORDS, torch.int32), heap.allocate(world, torch.int32)
+    came = torch.zeros(2, dtype=torch.int32)
+    heap.barrier()
+    left = shared_files.folder() / f"{shared_files.PREFIX}killed-1-{os.getpid()}"
+    assert heap._meeting is not None
+    lefts = heap._meeting.all(left.name)
+    if rank == 1:
+        left.write_bytes(b"1")
+        only_put[(1,)](inbox.local, heap.bases, rank, 0, WORDS=WORDS)
+        os.kill(os.getpid(), signals.SIGKILL)
+    begin = time.monotonic()
+    two_waits[(1,)](flags.local, came, heap.status, 1, 1, 1)
+    with pytest.raises(TransportError) as raised:
+        heap.check()
+    there = (shared_files.folder() / lefts[1]).exists()
+    survivors = dist.new_group([0, 2], use_local_synchronization=True)
+    with open_heap(survivors, bytes=2**16, device="cpu", timeout=10) as again:
+        gone = not (shared_files.folder() / lefts[1]).exists()
+        x = again.allocate(1)
+        again.barrier()
+        x.peer(1 - again.rank).fill_(3)
+        again.barrier()
+        alive = float(x.local)
+        x.free()
+    tell((rank, str(raised.value), time.monotonic() - begin, inbox.local.tolist(), there, gone, alive))
+
+
+@interpreted
+def test_a_killed_peer_is_an_error_within_seconds_and_what_it_left_is_swept(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # new processes import this file by its name here
+    told: list[Any] = []
+    with pytest.raises(RankError, match="rank 1 died with exit code -9"):
+        run_ranks(3, killed, tmp_path, timeout=60, listen=told.append)
+    assert sorted(each[0] for each in told) == [0, 2]
+    for rank, text, seconds, inbox, _, gone, alive in told:
+        waited = f"rank {rank} waited 1.5 s in step 7 for rank 1, whose signal stands at 0 and was to reach 1; process"
+        assert text.startswith(waited)
+        assert text.endswith("of rank 1 has ended")
+        assert seconds < 10
+        assert inbox == (list(range(WORDS)) if rank == 0 else [0] * WORDS)  # what was put had arrived
+        assert gone
+        assert alive == 3
+    assert any(there for *_, there, _, _ in told)
+
+
+def emitted(target):
+    """The assembly of a kernel with one of each function, from a process that does not interpret."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TRITON_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment.pop("TRITON_INTERPRET", None)
+        command = [sys.executable, "-P", __file__, target, str(Path(folder, "out.json"))]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return json.loads(Path(folder, "out.json").read_text())
+
+
+def emit(target, into):
+    """Compile for a target and write the assembly as JSON."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    wanted = TARGETS[target]
+    kinds = dict.fromkeys(("inbox", "source"), "*fp16") | {"flag": "*i32"} | dict.fromkeys(("total", "bases"), "*i64")
+    kinds |= {"status": "*i64"} | dict.fromkeys(("rank", "peer", "epoch", "rows"), "i32") | {"COLS": "constexpr"}
+    names = one_of_each.arg_names
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("inbox", "source", "bases", "status")}
+    source = ASTSource(one_of_each, {name: kinds[name] for name in names}, {(names.index("COLS"),): 64}, aligned)
+    made = triton.compile(source, target=GPUTarget(wanted.backend, wanted.arch, wanted.warp))
+    Path(into).write_text(json.dumps(made.asm["ptx" if wanted.backend == "cuda" else "amdgcn"]))
+
+
+def lines_of(assembly, *patterns):
+    """The first line that each pattern is found in, after the one before; AssertionError where it is not."""
+    at, found = 0, list[str]()
+    lines = assembly.splitlines()
+    for pattern in patterns:
+        at = next((n for n in range(at, len(lines)) if re.search(pattern, lines[n])), -1) + 1
+        assert at, f"no {pattern} after {found}"
+        found.append(lines[at - 1])
+    return found
+
+
+def test_the_order_in_ptx():
+    if missing("sm_90"):
+        pytest.skip(f"no {missing('sm_90')} here")
+    ptx = emitted("sm_90")
+    # all threads have put, wide, before one of them signals; no thread gets before the one that waited
+    lines_of(
+        ptx,
+        r"st\.global\.v4\.b32",
+        r"bar\.sync",
+        r"atom\.global\.sys\.release\.exch\.b32",
+        r"(ld|atom)\.global\.sys\.acquire",  # Triton reads where nothing is added
+        r"bar\.sync",
+        r"globaltimer",
+        r"(ld|atom)\.global\.sys\.acquire",
+        r"bar\.sync",
+        r"ld\.global\.v4\.b32",
+        r"bar\.sync",
+        r"atom\.global\.sys\.release\.add\.u32",
+        r"atom\.global\.sys\.acq_rel\.add\.u64",
+        r"atom\.global\.sys\.acq_rel\.exch\.b64",
+        r"atom\.global\.acq_rel\.sys\.cas\.b64",
+    )
+    polls = [line for line in ptx.splitlines() if re.search(r"(ld|atom)\.global\.sys\.", line) and "acq" in line]
+    assert len([line for line in polls if ".acquire." in line]) == 2
+    assert not re.search(
+        r"(ld|atom)\.global\.(sys\.)?relaxed.*(u32|b32)", ptx
+    )  # no flag is polled or set without order
+
+
+def test_it_compiles_for_cdna():
+    if missing("gfx942"):
+        pytest.skip(f"no {missing('gfx942')} here")
+    assembly = emitted("gfx942")
+    # a release writes back what caches hold, an acquire forgets what they held, for the whole system
+    lines_of(assembly, r"s_barrier", r"buffer_wbl2 sc0 sc1", r"global_atomic_swap", r"buffer_inv sc0 sc1")
+    lines_of(assembly, r"s_memrealtime")
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, "examples/messages.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(re.findall(r"rank \d .*: 100 messages of 64 words there and back, 0 words wrong", run.stdout)) == 2
+
+
+def on_gpu(rank, world, tell, rounds):
+    """Messages between ranks of one GPU; then one leaves without a word, and the others say whom they miss."""
+    device = take_device("cuda", rank)
+    heap = open_heap(bytes=2**20, device=device, timeout=20)
+    messages(heap, device, 2, 1)  # what it takes to compile is not timed
+    begin = time.monotonic()
+    wrong = messages(heap, device, rounds // 2, 2)
+    tell(("messages", rank, wrong, (time.monotonic() - begin) / rounds))
+    heap.barrier()
+    heap.close()
+    heap = open_heap(bytes=2**20, device=device, timeout=4)
+    flags, came = heap.allocate(world, torch.int32), torch.zeros(2, dtype=torch.int32, device=device)
+    two_waits[(1,)](flags.local, came, heap.status, 0, 0, 0)  # compiled before it is timed
+    heap.barrier()
+    if rank == 1:
+        return
+    begin = time.monotonic()
+    two_waits[(1,)](flags.local, came, heap.status, 1, 1, 1)
+    with pytest.raises(TransportError) as raised:
+        heap.check()
+    tell(("lost", rank, str(raised.value), time.monotonic() - begin))
+
+
+def told_on_gpu(world, rounds):
+    told: list[Any] = []
+    with suppress(RankError):  # rank 1 waits at the end for the others, or they for it
+        run_ranks(world, on_gpu, rounds, timeout=200, listen=told.append)
+    print(*told, sep="\n")
+    assert [each[2] for each in told if each[0] == "messages"] == [0] * world
+    lost = [each for each in told if each[0] == "lost"]
+    assert len(lost) == world - 1
+    for _, rank, text, seconds in lost:
+        assert text.startswith(
+            f"rank {rank} waited 4 s in step 7 for rank 1, whose signal stands at 0 and was to reach 1"
+        )
+        assert seconds < 4 + 4
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("shared", [pytest.param(False, marks=gpu), pytest.param(True, marks=gpu)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_messages_between_ranks_of_one_gpu(world, shared):
+    if not shared:
+        told_on_gpu(world, 1000 if world == 2 else 100)
+        return
+    if mps.missing():
+        pytest.skip(str(mps.missing()))
+    with mps.mps():
+        told_on_gpu(world, 1000)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=gpu), pytest.param(4, marks=gpu)])
+def test_one_process_plays_all_ranks_on_a_gpu(world):
+    with open_heap(world, bytes=2**20, device="cuda", timeout=20) as heap:
+        messages(heap, "cuda", 1, 1)  # compiled before ranks wait for each other
+        assert messages(heap, "cuda", 500, 2) == 0
+
+
+if __name__ == "__main__":
+    emit(*sys.argv[1:])

@@ -1,0 +1,273 @@
+"""Host-staged and throttled transports, on streams of a device that is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from comm.fake_streams import FakeStreams, as_streams
+from hub import in_threads
+from meshflash.comm.transports.choice import Where, check, choose, missing
+from meshflash.comm.transports.contract import TransportError
+from meshflash.comm.transports.host_staged import HostStaged
+from meshflash.comm.transports.loopback import Hub, Loopback
+from meshflash.comm.transports.throttled import Throttled
+
+DEVICE = torch.device("meta")  # not the CPU
+CPU = torch.device("cpu")
+
+
+def staged(below, streams, timeout=20.0):
+    return HostStaged(below, DEVICE, timeout, as_streams(streams))
+
+
+@pytest.mark.parametrize("times", [1, 6])
+def test_messages_follow_the_work_that_makes_them_and_come_before_that_which_reads_them(times):
+    """A ring of ranks whose streams run late: every value arrives, and no buffer changes under a reader."""
+
+    def rank(me, below):
+        streams = FakeStreams()
+        mover = staged(below, streams)
+        world = mover.world("mesh")
+        mine, theirs, seen = torch.zeros(5), torch.zeros(5), []
+        for n in range(times):
+            streams.current().give(partial(mine.fill_, 10 * n + me))
+            ticket = mover.exchange("mesh", [((me + 1) % world, mine)], [((me - 1) % world, theirs)])
+            mover.wait(ticket)
+            streams.current().give(lambda: seen.append(theirs.clone()))
+        streams.finish()
+        mover.close()
+        before = (me - 1) % world
+        assert [x.tolist() for x in seen] == [[10 * n + before] * 5 for n in range(times)]
+        assert mover.counters.received == {("mesh", before): 20 * times}
+
+    in_threads(3, rank)
+
+
+def test_posts_are_begun_in_their_order_and_waited_for_in_any():
+    def rank(me, below):
+        streams = FakeStreams()
+        mover = staged(below, streams)
+        sent, got = [torch.full((3,), float(10 * n + me)) for n in range(4)], [torch.zeros(3) for _ in range(4)]
+        tickets = [mover.exchange("mesh", [(1 - me, x)], [(1 - me, y)]) for x, y in zip(sent, got, strict=True)]
+        for ticket in reversed(tickets):
+            mover.wait(ticket)
+        streams.finish()
+        assert [x[0].item() for x in got] == [10 * n + 1 - me for n in range(4)]
+
+    in_threads(2, rank)
+
+
+def test_collectives():
+    def rank(me, below):
+        streams = FakeStreams()
+        mover = staged(below, streams)
+        source, target = torch.full((2,), float(me)), torch.zeros(6)
+        mover.wait(mover.collective("all_gather", "mesh", source, target))
+        streams.finish()
+        assert target.tolist() == [0, 0, 1, 1, 2, 2]
+        source, target = torch.arange(3.0) + 10 * me, torch.zeros(3)
+        mover.wait(mover.collective("all_to_all", "mesh", source, target))
+        streams.finish()
+        assert target.tolist() == [me, 10 + me, 20 + me]
+
+    in_threads(3, rank)
+
+
+def test_the_host_never_sees_the_devices_memory():
+    seen: list[torch.Tensor] = []
+
+    class Watching(Loopback):
+        def _exchange(self, group, sends, recvs):
+            seen.extend(tensor for _, tensor in (*sends, *recvs))
+
+    streams = FakeStreams()
+    mover = staged(Watching(0, 2), streams)
+    a, b = torch.zeros(3), torch.zeros(3)
+    mover.wait(mover.exchange("mesh", [(1, a)], [(1, b)]))
+    assert len(seen) == 2
+    assert all(tensor.data_ptr() not in (a.data_ptr(), b.data_ptr()) for tensor in seen)
+
+
+def test_pinned_memory_is_used_again_once_its_copy_is_over():
+    made: list[int] = []
+
+    class Counting(FakeStreams):
+        def pinned(self, count, dtype):
+            made.append(count)
+            return super().pinned(count, dtype)
+
+    streams = Counting()
+    mover = staged(Loopback(0, 2), streams)
+    for _ in range(5):
+        mover.wait(mover.exchange("mesh", [(1, torch.zeros(3))], [(1, torch.zeros(3))]))
+        streams.finish()
+    assert len(made) == 2
+
+
+def test_what_goes_wrong_below_is_raised_in_wait():
+    class Broken(Loopback):
+        def wait(self, ticket):
+            raise TransportError("rank 1 was lost")
+
+    mover = staged(Broken(0, 2), FakeStreams())
+    ticket = mover.exchange("mesh", [(1, torch.zeros(3))], [])
+    with pytest.raises(TransportError, match="rank 1 was lost"):
+        mover.wait(ticket)
+
+
+def test_a_message_that_never_comes_ends_the_wait():
+    hub = Hub(2, timeout=5.0)
+    mover = staged(hub.transport(0), FakeStreams(), timeout=0.2)
+    ticket = mover.exchange("mesh", [], [(1, torch.zeros(3))])
+    with pytest.raises(TransportError, match=r"did not arrive within 0.2 s"):
+        mover.wait(ticket)
+
+
+def test_its_threads_end():
+    before = threading.active_count()
+    mover = staged(Loopback(0, 2), FakeStreams())
+    own = mover._threads
+    mover.close()
+    assert not any(thread.is_alive() for thread in own)
+    assert threading.active_count() <= before + 3  # the streams'
+
+
+def test_its_threads_end_with_the_interpreter():
+    """A failed call drops its transport without closing it."""
+    code = """if True:
+        import atexit
+        from comm.test_host_staged import *
+        mover = None
+        atexit.register(lambda: print(*(thread.is_alive() for thread in mover._threads)))  # the last to run
+        mover = staged(Loopback(0, 2), FakeStreams())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True
+    )
+    assert done.stdout.decode().split() == ["False", "False"], done.stderr.decode()
+
+
+class Clock:
+    """Time that passes only in sleep."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("meshflash.comm.transports.throttled.time", made)
+    return made
+
+
+def test_a_throttled_link_takes_its_time_and_posts_move_one_after_another(clock):
+    mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6, latency=0.01)
+    message = torch.zeros(5000)  # 20 ms
+    tickets = [mover.exchange("mesh", [(1, message)], [(1, message)]) for _ in range(2)]
+    mover.wait(tickets[0])
+    assert clock.now == pytest.approx(100.03)
+    mover.wait(tickets[1])
+    assert clock.now == pytest.approx(100.06)
+    assert mover.counters.received["mesh", 1] == 2 * message.nbytes
+    assert mover.name == "loopback at 0.001 GB/s and 10000 us"
+
+
+def test_time_that_passed_while_computing_is_not_waited_for(clock):
+    mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
+    ticket = mover.exchange("mesh", [(1, torch.zeros(5000))], [])
+    clock.now += 0.05
+    mover.wait(ticket)
+    assert clock.now == 100.05
+
+
+def test_groups_have_links_of_their_own(clock):
+    mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
+    for ticket in [mover.exchange(group, [(1, torch.zeros(5000))], []) for group in ("mesh", "far")]:
+        mover.wait(ticket)
+    assert clock.now == pytest.approx(100.02)
+
+
+def test_a_device_waits_in_its_streams_and_not_in_the_callers_thread():
+    streams = FakeStreams(slow=0.0)
+    mover = Throttled(Loopback(0, 4), DEVICE, bytes_per_second=1e6, latency=0.02, streams=as_streams(streams))
+    message = torch.zeros(2500)  # 10 ms
+    streams.gate.clear()
+    mover.wait(mover.exchange("mesh", [(1, message)], []))
+    assert streams.sleeping
+    streams.gate.set()
+    streams.finish()
+    assert not streams.sleeping
+    mover.wait(mover.collective("all_gather", "mesh", message, torch.zeros(10000)))
+    mover.wait(mover.collective("all_to_all", "mesh", message, message))
+    assert [round(n, 4) for n in streams.delays] == [0.03, 0.05, 0.0275]
+
+
+def test_a_transport_is_asked_for_by_its_name():
+    check("auto")
+    check("throttled(host_staged, 400, 10)")
+    for wrong in (
+        "nccl",
+        "throttled(auto)",
+        "throttled(carrier, 1, 2)",
+        "throttled(auto, e, 2)",
+        "throttled(auto, -1, 2)",
+        "",
+    ):
+        with pytest.raises(
+            ValueError, match=r"expected one of auto, process_group, symmetric, host_staged, or throttled\("
+        ):
+            check(wrong)
+    with pytest.raises(ValueError, match="expected bytes a second > 0"):
+        Throttled(Loopback(0, 2), CPU, 0.0)
+
+
+def over_gloo(rank, world, group):
+    found = choose("auto", {"mesh": group}, CPU, 5.0)
+    slow = choose("throttled(process_group, 2, 5)", {"mesh": group}, CPU, 5.0)
+    with pytest.raises(ValueError, match=r"transport='host_staged' cannot .*: tensors are on the host already"):
+        choose("host_staged", {"mesh": group}, CPU, 5.0)
+    with pytest.raises(ValueError, match=r"transport='process_group' cannot .*gloo cannot move tensors on cuda; init"):
+        choose("process_group", {"mesh": group}, torch.device("cuda"), 5.0)
+    return found.name, slow.name
+
+
+def test_gloo_moves_the_hosts_tensors_alone(pool):
+    assert pool.run(2, over_gloo) == [("gloo", "gloo at 2 GB/s and 5 us")] * 2
+
+
+def wheres(*devices, hosts=None):
+    return [Where(host, f"{host}", device) for host, device in zip(hosts or ["a"] * len(devices), devices, strict=True)]
+
+
+def over_gpus(rank, world, group):
+    cuda, groups = torch.device("cuda"), {"mesh": group}
+    apart, shared = wheres("0", "1"), wheres("0", "0")
+    assert missing("symmetric", groups, cuda, apart) is None
+    assert missing("symmetric", groups, cuda, wheres("0", "0", hosts=["a", "b"])) == "ranks are on 2 hosts"
+    assert missing("symmetric", groups, torch.device("xpu"), apart) == "this torch has no symmetric memory for xpu"
+    assert missing("host_staged", groups, cuda, shared) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshflash.comm.transports.choice.cannot_move", lambda group, device: None)  # as with NCCL
+        assert missing("process_group", groups, cuda, apart) is None
+        assert missing("process_group", groups, cuda, shared) == "ranks share a device, which its backend refuses"
+        told = [Where("a", str(n), "0") for n in range(2)]  # NCCL_HOSTID
+        assert missing("process_group", groups, cuda, told) is None
+    assert Where.here(CPU).device == "cpu"
+
+
+def test_what_moves_depends_on_where_the_devices_are(pool):
+    pool.run(2, over_gpus)

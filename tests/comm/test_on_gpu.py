@@ -1,0 +1,195 @@
+"""Transports between ranks that share a GPU, every schedule: run with `-m gpu`."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+from torch import distributed as _distributed
+
+from meshflash import Layout, Mask, attention, flash_attention
+from meshflash.check import run, suite
+from meshflash.comm.transports.loopback import Loopback
+from meshflash.engine.local import rows_of
+from meshflash.engine.mesh import Plan, Prepared
+from meshflash.engine.placement import Setting
+from meshflash.kernels.contract import Features, Grads, new_outputs
+from meshflash.runtime.devices import take_device
+from meshflash.runtime.mps import missing, mps
+from meshflash.runtime.processes import RankError, run_ranks
+from meshflash.schedules.registry import over_lines
+from meshflash.sharding import shard
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+dist = _distributed
+
+
+@pytest.fixture(autouse=True)
+def shared():
+    """Ranks that share a GPU run at once where MPS can be started; they take turns where not, which is slow."""
+    with nullcontext() if missing() else mps():
+        yield
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("transport", ["symmetric", "host_staged"])
+def test_every_schedule_is_right(transport, world):
+    checks = suite.everything(over_lines(world), world, quick=True, device="cuda", transport=transport)
+    missed = [verdict for verdict in run.run(checks, world) if verdict.outcome != "right"]
+    assert not missed, missed[:3]
+
+
+def difference(tokens, seed, layout, **how):
+    """The largest difference from one device, of the result and of every gradient."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q, k, v, dout = (torch.randn(1, tokens, heads, 64, device="cuda", generator=generator) for heads in (4, 2, 2, 4))
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    own = [shard(x.detach(), layout).contiguous().requires_grad_() for x in whole]
+    got = attention(*own, layout=layout, mask=Mask.causal(), **how)
+    want = flash_attention(*whole, mask=Mask.causal())
+    pairs = [(got, want)]
+    got_grads, want_grads = torch.autograd.grad(got, own, shard(dout, layout)), torch.autograd.grad(want, whole, dout)
+    pairs += zip(got_grads, want_grads, strict=True)
+    return max(float((mine - shard(one, layout)).abs().max()) for mine, one in pairs)
+
+
+def changing(rank, world, tell, transport):
+    """A hundred calls of the same kind with other inputs each time, against one device."""
+    take_device("cuda", rank)
+    layout = Layout.zigzag(515, world)
+    return max(difference(515, n, layout, schedule="zigzag", transport=transport) for n in range(100))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("transport", ["symmetric", "host_staged"])
+def test_a_hundred_calls_with_changing_inputs(transport, world):
+    assert max(run_ranks(world, changing, transport)) < 1e-4
+
+
+def over_nccl(rank, world, tell):
+    """NCCL between ranks of one GPU takes them for ranks of several hosts, if told so."""
+    os.environ["NCCL_HOSTID"] = f"host{rank}"
+    take_device("cuda", rank)
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    x = torch.randn(1, 8, 2, 64, device="cuda")
+    assert attention(x, x, x, mesh=group, return_plan=True)[1].transport == "nccl"
+    layout = Layout.zigzag(130, world)
+    once = [difference(130, 0, layout, mesh=group, schedule=schedule) for schedule in over_lines(world)]
+    again = [difference(130, n, layout, mesh=group, schedule="zigzag") for n in range(100)]
+    return max(once + again)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_nccl(world):
+    assert max(run_ranks(world, over_nccl, timeout=200)) < 1e-4
+
+
+def stops(rank, world, tell, transport):
+    """One rank does not come to the second call."""
+    os.environ["MESHFLASH_TIMEOUT"] = "8"
+    take_device("cuda", rank)
+    x = torch.randn(1, 64, 2, 64, device="cuda")
+    attention(x, x, x, schedule="ring", transport=transport)
+    torch.cuda.synchronize()
+    if rank == 0:
+        begin = time.monotonic()
+        try:
+            attention(x, x, x, schedule="ring", transport=transport)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            tell((type(error).__name__, time.monotonic() - begin))
+
+
+@pytest.mark.parametrize("transport", ["host_staged", "symmetric"])
+def test_a_rank_that_stops_coming_ends_the_others(transport):
+    told: list[tuple[str, float]] = []
+    with suppress(RankError):  # what follows on a group or a device that was left may fail as it likes
+        run_ranks(2, stops, transport, timeout=60, listen=told.append)
+    assert len(told) == 1
+    assert told[0][1] < 8 + 10
+    if transport == "host_staged":
+        assert told[0][0] == "TransportError"
+
+
+def captured(rank, world, tell, transport, schedule):
+    """A graph of forward and backward, replayed with other inputs, against plain calls."""
+    device, layout = take_device("cuda", rank), Layout.zigzag(512, world)
+    rows = layout.lengths[rank]
+    q, k, v, dout = (torch.randn(1, rows, heads, 64, device=device) for heads in (4, 2, 2, 4))
+    own = [x.requires_grad_() for x in (q, k, v)]
+
+    def both():
+        out = attention(*own, layout=layout, schedule=schedule, mask=Mask.causal(), transport=transport)
+        return out, *torch.autograd.grad(out, own, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        made = both()
+    worst = 0.0
+    for _ in range(5):
+        with torch.no_grad():
+            for x in (*own, dout):
+                x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        got = [x.clone() for x in made]
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(got, both(), strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "ulysses", "allgather"])
+def test_calls_over_symmetric_memory_can_be_captured(schedule):
+    assert max(run_ranks(2, captured, "symmetric", schedule, timeout=120)) < 1e-4
+
+
+def test_what_cannot_be_captured_is_refused():
+    with pytest.raises(RankError, match="cannot be captured: it moves messages by threads of the host"):
+        run_ranks(2, captured, "host_staged", "zigzag", timeout=60)
+
+
+def test_peak_memory_of_zigzag():
+    """Beyond inputs and results: two buffers of keys and values, two of their gradients, and float32 sums.
+
+    Those are of the gradients of queries, of our own keys and values, and of those that a step attends to. On Hopper
+    the backward of a step adds dQ in tiles first, one float32 dQ more, and copies the LSE and delta of each row.
+    """
+    tokens, world, heads, kv_heads, dim = 65536, 8, 32, 8, 128
+    layout = Layout.zigzag(tokens, world)
+    rows = tokens // world
+    q, dout = (torch.randn(1, rows, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(1, rows, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    plan = Plan("zigzag", layout, layout)
+    kinds = (q.dtype, torch.float32, torch.device("cuda", 0))
+    prepared = Prepared(plan, Mask.causal(), heads, kv_heads, 3, Setting(1, dim, dim, *kinds, "triton", False))
+    features, mover = Features(scale=dim**-0.5), Loopback(3, world)
+    before = torch.cuda.memory_allocated()
+    out, lse = new_outputs(q, v)
+    grads = Grads.like(q, k, v)
+    results = torch.cuda.memory_allocated() - before
+    saved = q.new_empty(0, dtype=torch.uint8)
+    torch.cuda.reset_peak_memory_stats()
+    prepared.run("forward", [q, k, v, out, lse, saved], features, mover)
+    rows_known = rows_of(out, lse, dout, None)
+    given = [q, k, v, out, lse, dout, rows_known.delta_BHT, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
+    prepared.run("backward", given, features, mover)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - results
+    keys = k.nbytes + v.nbytes
+    gradients = 2 * keys  # in float32
+    sums = 2 * q.nbytes + 2 * gradients
+    numbers = 2 * lse.nbytes  # an LSE and a delta for each row
+    workspace = 2 * q.nbytes + 2 * lse.nbytes if torch.cuda.get_device_capability() == (9, 0) else 0
+    tables = 2**20
+    assert extra <= 2 * keys + 2 * gradients + sums + workspace + numbers + tables, extra

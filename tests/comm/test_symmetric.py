@@ -1,0 +1,120 @@
+"""Symmetric memory, on heaps of threads and streams that run late: programs run in it, and peers pull from it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from comm.fake_streams import FakeHeaps, HostStreams, as_streams
+from hub import in_threads, run_rank
+from meshflash import Mask
+from meshflash.check.oracle import Case, check
+from meshflash.check.spread import Item, whole
+from meshflash.comm.transports import symmetric
+from meshflash.comm.transports.symmetric import Symmetric
+from meshflash.comm.transports.throttled import Throttled
+from meshflash.schedules.registry import over_lines
+
+CAUSAL = Mask.causal()
+DEVICE = torch.device("cpu")
+
+
+def transport(heaps, rank, groups=("far",)):
+    streams = HostStreams(slow=0.001)
+    made = Symmetric(None, rank, heaps.world, DEVICE, 20.0, heaps.maker(rank, streams), as_streams(streams))
+    for name in groups:
+        made.add(name, None)
+    return made
+
+
+@pytest.mark.parametrize("schedule", over_lines(4))
+def test_every_schedule_runs_in_memory_that_peers_read(schedule):
+    for case in (
+        Case(CAUSAL, batch=1, tokens=21, heads=4, kv_heads=2, dim=8),
+        Case(CAUSAL & Mask.window(5, 0), batch=2, tokens=18, heads=4, kv_heads=2, dim=8, value_dim=16, sinks=True),
+    ):
+        item, heaps = Item(case, schedule, 4), FakeHeaps(4)
+        leaves = case.inputs(item.dtype)
+
+        def rank(me, hub, item=item, heaps=heaps, leaves=leaves):
+            mover = transport(heaps, me)
+            made = run_rank(item, leaves, me, mover, times=3)
+            assert mover.counters.received_bytes > 0 or me == 0
+            return made
+
+        check(whole(item, in_threads(4, rank)), case, leaves)
+
+
+def test_a_message_is_pulled_once_it_is_ready_and_its_sender_goes_on_once_it_was():
+    heaps = FakeHeaps(2)
+
+    def rank(me, hub):
+        mover = transport(heaps, me)
+        memory, got = mover.arena(64).memory, []
+        target = torch.zeros(4)
+        for n in range(20):
+            mine = memory[16:32].view(torch.float32)
+            mine.fill_(10 * n + me)
+            mover.wait(mover.pull("mesh", [(1 - me, mine)], [(1 - me, target)], [16]))
+            got.append(target.clone())
+            memory.fill_(0xFF)  # nobody reads it any more
+        assert [x.tolist() for x in got] == [[10 * n + 1 - me] * 4 for n in range(20)]
+        assert mover.counters.received == {("mesh", 1 - me): 20 * 16}
+
+    in_threads(2, rank)
+
+
+def test_a_throttled_one_pulls_as_well():
+    heaps, case = FakeHeaps(2), Case(CAUSAL, batch=1, tokens=9, heads=2, dim=8)
+    item, leaves = Item(case, "ring", 2), case.inputs(torch.float32)
+
+    def rank(me, hub):
+        slow = Throttled(transport(heaps, me), DEVICE, 1e5)
+        begin = time.monotonic()
+        made = run_rank(item, leaves, me, slow)
+        assert time.monotonic() - begin > slow.counters.received_bytes / 1e5
+        return made
+
+    check(whole(item, in_threads(2, rank)), case, leaves)
+
+
+def test_a_heap_grows_on_all_ranks_and_the_old_one_goes(monkeypatch):
+    heaps = FakeHeaps(2)
+    monkeypatch.setattr(symmetric, "GRAIN", 64)
+
+    def rank(me, hub):
+        mover = transport(heaps, me)
+        first = mover.arena(100)
+        assert mover.arena(90) is first
+        assert (first.bytes, mover.held_bytes) == (128, 128)
+        assert (mover.arena(140).bytes, mover.held_bytes) == (192, 192)
+        assert (mover.arena(1000).bytes, mover.held_bytes) == (1024, 1024)
+        mover.close()
+        assert mover.held_bytes == 0
+
+    in_threads(2, rank)
+
+
+def test_a_heap_that_a_graph_was_captured_in_stays(monkeypatch):
+    heaps = FakeHeaps(1)
+    monkeypatch.setattr(symmetric, "GRAIN", 64)
+    mover = transport(heaps, 0)
+    mover.arena(100)
+    with monkeypatch.context() as patch:
+        patch.setattr(symmetric, "capturing", lambda device: True)
+        mover.arena(90)
+        mover.arena(80)
+        with pytest.raises(RuntimeError, match="run this call once, with its backward, before a graph is captured"):
+            mover.arena(200)
+    mover.arena(200)
+    assert mover.held_bytes == 128 + 256
+
+
+def test_messages_cannot_come_from_elsewhere():
+    mover = transport(FakeHeaps(1), 0)
+    with pytest.raises(RuntimeError, match="are pulled from where they lie"):
+        mover.exchange("mesh", [], [])
+    with pytest.raises(RuntimeError, match="are pulled from where they lie"):
+        mover.collective("all_gather", "mesh", torch.zeros(1), torch.zeros(1))

@@ -1,0 +1,145 @@
+"""A whole backward in Gluon on a CPU, against float64: tables, descriptors, sums, lines, and what is left to Triton."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshflash import Layout, Mask
+from meshflash.core.tiles import worklist
+from meshflash.kernels.contract import Features, Grads, Inputs, Rows
+from meshflash.kernels.hopper import launch as hopper_launch
+from meshflash.kernels.tiled import Tiled
+from meshflash.kernels.triton.kernel import Triton
+
+pytest.importorskip("meshflash.kernels.hopper.backward")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("on a GPU test_hopper_gpu.py has it", allow_module_level=True)
+
+from kernels.hopper import simulated
+from meshflash.kernels.hopper import backward as hopper_backward
+
+CAUSAL, FULL = Mask.causal(), Mask.full()
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The backward, simulated; calls are served as on a Hopper GPU."""
+    kernel = simulated.Backward(hopper_backward.backward, simulated.with_numbers(monkeypatch))
+    monkeypatch.setattr(hopper_backward, "backward", kernel)
+    monkeypatch.setattr(hopper_launch, "descriptor", simulated.Described)
+    monkeypatch.setattr(hopper_launch, "_knows", lambda *_: True)
+    monkeypatch.setattr(hopper_launch, "_processors", lambda device: 10**6)
+    return kernel
+
+
+def close(got_BTHD, want_BTHD):
+    """Every 64 rows of each batch row and head by themselves."""
+    for got, want in zip(got_BTHD.double().split(64, 1), want_BTHD.split(64, 1), strict=True):
+        error, size = (x.norm(dim=(1, 3)) for x in (got - want, want))
+        assert (error <= 0.012 * size + 2e-3).all()
+
+
+def check(work, dim, batch, heads, kv_heads, add, apart):
+    """Gradients into rooms of NaN, or added to ones, whose rows may lie apart."""
+    torch.manual_seed(0)
+    queries, keys = (sum(map(len, ranges)) for ranges in (work.q_ranges, work.k_ranges))
+    q, dout = torch.randn(2, batch, queries, heads, dim).bfloat16()
+    k, v = torch.randn(2, batch, keys, kv_heads, dim).bfloat16()
+    x = Inputs(q, k, v, work, Features(dim**-0.5))
+    exact = replace(x, q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double())
+    out, lse = Tiled().forward(exact)
+    delta = (out * dout).sum(-1).transpose(1, 2).contiguous()
+    want = Tiled().backward(exact, Rows(out, dout.double(), lse, delta))
+
+    def room(y):
+        b, t, h, d = y.shape
+        whole = torch.full((b, h, t + 3 * apart, d + 8 * apart), 1.0 if add else torch.nan)
+        return whole.to(torch.float32 if add else torch.bfloat16)[:, :, :t, :d].transpose(1, 2)
+
+    grads = Grads(room(q), room(k), room(v), add_dq=add, add_dkv=add)
+    Triton().backward(x, Rows(out.bfloat16(), dout, lse.float(), delta.float()), grads)
+    close(grads.dq_BTHD - int(add), want.dq_BTHD)
+    close(grads.dk_BSKD - int(add), want.dk_BSKD)
+    close(grads.dv_BSKE - int(add), want.dv_BSKE)
+
+
+def one(mask, queries, keys=None):
+    return worklist(mask, (range(queries),), (range(queries if keys is None else keys),))
+
+
+ZIGZAG = Layout.zigzag(512, 2)
+WORK = {
+    "full": lambda: one(FULL, 256),
+    "full, odd": lambda: one(FULL, 197, 300),
+    "causal": lambda: one(CAUSAL, 384),
+    "causal, odd": lambda: one(CAUSAL, 301),
+    "window": lambda: one(CAUSAL & Mask.window(90, 0), 333),
+    "first keys": lambda: one(CAUSAL & (Mask.window(70, 0) | Mask.first(130)), 320),
+    "documents": lambda: one(CAUSAL & Mask.documents([5, 130, 1, 200]), 336),
+    "whole documents": lambda: one(Mask.documents([150, 186]), 336),
+    "queries that see nothing": lambda: one(Mask.documents([3, 256], k_lengths=[0, 384]), 259, 384),
+    "documents by row": lambda: one(CAUSAL & Mask.documents([[5, 251], [256, 0]]), 256),
+    "zigzag": lambda: worklist(CAUSAL, tuple(ZIGZAG.ranges[0]), tuple(ZIGZAG.ranges[0])),
+}
+
+
+@pytest.mark.parametrize("into", ["new", "rows", "tiles"])
+@pytest.mark.parametrize("name", WORK)
+def test_gradients(name, into, kernel, monkeypatch):
+    """New ones, or sums that are given, in rows or by way of tiles; by turns at either dim, and with shared keys."""
+    number = list(WORK).index(name) + len(into)
+    configs = {d: replace(c, tiled_from=0 if into == "tiles" else 1 << 30) for d, c in hopper_launch.BACKWARD.items()}
+    monkeypatch.setattr(hopper_launch, "BACKWARD", configs)
+    kv_heads = 1 + number // 2 % 2
+    check(WORK[name](), (64, 128)[number % 2], 2, 2, kv_heads, add=into != "new", apart=into == "tiles")
+    (started,) = kernel.started
+    shifted = name == "queries that see nothing"
+    how = {"SHIFTED": shifted, "TILED": into != "rows" and not shifted, "GROUP": 2 // kv_heads, "ADD": into != "new"}
+    assert {key: getattr(started, key) for key in how} == how
+    assert (started.ADD and started.D == 128 and not started.EDGE) == started.ADD_BLOCKS
+
+
+@pytest.mark.parametrize(("kv_heads", "spread_from"), [(2, 1 << 30), (1, 0)])
+def test_what_is_left_to_the_ordinary_kernel(kv_heads, spread_from, kernel, monkeypatch):
+    """Some documents are its, and both add to the same sums; it writes dK and dV after those that are added up."""
+    monkeypatch.setattr(hopper_launch, "SPREAD_FROM", spread_from)
+    check(one(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, kv_heads, add=False, apart=False)
+    (started,) = kernel.started
+    assert len(started.TILES) == 1
+    assert 2 // kv_heads == started.SHARE
+
+
+@pytest.mark.parametrize("into", ["new", "rows", "tiles"])
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("name", ["full", "full, odd", "queries that see nothing", "causal, odd", "window"])
+def test_parts_of_a_last_round_and_heads_apart(name, spread, into, kernel, monkeypatch):
+    from meshflash.kernels.hopper import split_kv
+
+    for cost in ("EACH", "FURTHER", "TRAFFIC"):
+        monkeypatch.setattr(split_kv, cost, 0)
+    number = list(WORK).index(name) + len(into)
+    configs = {d: replace(c, tiled_from=0 if into == "tiles" else 1 << 30) for d, c in hopper_launch.BACKWARD.items()}
+    monkeypatch.setattr(hopper_launch, "BACKWARD", configs)
+    monkeypatch.setattr(hopper_launch, "SPREAD_FROM", 0 if spread else 1 << 30)
+    work = WORK[name]()
+    tiles, groups = 2 * -(-sum(map(len, work.k_ranges)) // 128), 4 if spread else 2
+    monkeypatch.setattr(hopper_launch, "_processors", lambda device: tiles * groups - 1)  # one tile is left
+    check(work, (64, 128)[number % 2], 2, 4, 2, add=into != "new", apart=into == "tiles")
+    first, *more = kernel.started
+    split = name not in ("causal, odd", "window")
+    assert (len(more), first.work) == (split, tiles * groups - split)
+    assert ((1, 2, True) if spread else (2, 1, into != "new")) == (first.GROUP, first.SHARE, first.ADD)
+    assert all((last.GROUP, last.SHARE, last.ADD) == (first.GROUP, first.SHARE, True) for last in more)
+    for each in kernel.started:
+        assert (each.ADD and each.D == 128 and not each.EDGE) == each.ADD_BLOCKS
+
+
+def test_sums_whose_rows_begin_anywhere_are_added_to_number_by_number(kernel, monkeypatch):
+    monkeypatch.setattr(hopper_launch, "fits", lambda x: x.dtype != torch.float32)
+    monkeypatch.setattr(hopper_launch, "SPREAD_FROM", 0)
+    check(one(FULL, 256), 128, 1, 4, 2, add=False, apart=False)
+    assert [(started.ADD, started.ADD_BLOCKS) for started in kernel.started] == [(True, False)]

@@ -1,0 +1,199 @@
+"""The Triton kernel, interpreted on CPUs, against the oracle: every case, both ways to dQ, and inside a schedule."""
+
+import os
+
+import pytest
+import torch
+
+from cases import CASES
+from meshflash import Mask, flash_attention
+from meshflash.check.oracle import Case, check, gradients, replace
+from meshflash.check.spread import Item, check_moved, run_items, whole
+from meshflash.core.tiles import worklist
+from meshflash.kernels.contract import Ask, Features
+from meshflash.kernels.registry import choose, refusal
+from meshflash.kernels.triton import kernel as triton_kernel
+from meshflash.kernels.triton.block_tables import blocks
+from meshflash.kernels.triton.kernel import Triton
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU test_gpu.py runs them")
+
+#: A row that sees one key has a true gradient of 0, of which the difference of two sums in other orders remains.
+UNITS = 16
+in_blocks = triton_kernel._in_blocks
+SMALL = {name: case for name, (case, _, _) in CASES.items() if case.tokens < 100}
+
+
+def run(case: Case, dtype: torch.dtype, deterministic: bool) -> None:
+    leaves = case.inputs(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        got = gradients(case.run(leaves, "triton"), leaves, case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    check(got, case, leaves, UNITS)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_case(name):
+    run(SMALL[name], torch.float32, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "gqa", "documents by row", "sink tokens", "empty rows", "decoding", "dim 40"]
+)
+def test_gradients_of_queries_by_atomics(name):
+    run(SMALL[name], torch.float32, deterministic=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("causal", torch.bfloat16),
+        ("gqa", torch.bfloat16),
+        ("gqa", torch.float16),
+        ("sinks", torch.float16),
+        ("prefix", torch.bfloat16),
+        ("value dim above", torch.float16),
+        ("one document in one row", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_half_precision(name, dtype):
+    run(SMALL[name], dtype, deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["causal", "gqa", "documents by row", "causal window", "dim 8", "value dim below"])
+def test_by_descriptors(name, monkeypatch):
+    made = []
+
+    def keep(*x):
+        made.append(in_blocks(*x))
+        return made[-1]
+
+    monkeypatch.setattr(triton_kernel, "_in_blocks", keep)
+    monkeypatch.setattr(triton_kernel, "has_descriptors", lambda device: True)
+    case = SMALL[name]
+    assert case.tokens > 32, "a whole block, for what is not whole is loaded without them"
+    run(case, torch.bfloat16, deterministic=True)
+    assert len(made) == 3
+    assert None not in made
+
+
+def test_tensors_that_no_descriptor_describes_are_loaded_without(monkeypatch):
+    monkeypatch.setattr(triton_kernel, "has_descriptors", lambda device: True)
+    torch.manual_seed(0)  # two roundings of a value of 4 or more may be further apart than the limit
+    x = torch.randn(1, 70, 2, 24, dtype=torch.bfloat16)[..., 1:17]
+    want = flash_attention(x, x, x, mask=Mask.causal(), kernel="tiled")
+    assert torch.allclose(flash_attention(x, x, x, mask=Mask.causal(), kernel="triton"), want, atol=2e-2)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(40, 0), (0, 40)])
+def test_descriptors_of_nothing(queries, keys, monkeypatch):
+    monkeypatch.setattr(triton_kernel, "has_descriptors", lambda device: True)
+    run(Case(tokens=queries, k_tokens=keys), torch.bfloat16, deterministic=True)
+
+
+@pytest.mark.parametrize("scale", [1e-46, 1e-30])
+def test_scales_that_are_almost_nothing(scale):
+    run(Case(Mask.causal(), tokens=9, scale=scale), torch.float32, deterministic=True)
+
+
+def test_a_softcap_that_is_far_away():
+    run(Case(Mask.causal(), tokens=9, softcap=1e6), torch.float32, deterministic=True)
+
+
+def test_rows_that_are_not_there_weigh_nothing_beside_scores_far_below_zero():
+    q = torch.full((1, 37, 1, 16), 5.0).requires_grad_()
+    k = (torch.full((1, 37, 1, 16), -2.5) + 0.01 * torch.randn(1, 37, 1, 16)).requires_grad_()
+    v, dout = torch.randn(1, 37, 1, 16).requires_grad_(), torch.randn(1, 37, 1, 16)
+    got, want = (
+        torch.autograd.grad(flash_attention(q, k, v, scale=1.0, kernel=name), (q, k, v), dout)
+        for name in ("triton", "tiled")
+    )
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, atol=1e-3)
+
+
+@pytest.mark.parametrize("dim", [40, 80, 96])
+def test_dims_in_two_parts(dim):
+    run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=dim), torch.float32, deterministic=True)
+    run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=24), torch.float32, deterministic=False)
+
+
+def test_rows_that_begin_anywhere_are_not_taken_in_parts():
+    """The compiler gives wrong numbers for those, on Hopper."""
+    lined, padded = torch.zeros(1, 5, 2, 96), torch.zeros(1, 5, 2, 104)[..., :96]
+    shifted = torch.zeros(5 * 2 * 96 + 1)[1:].view(1, 5, 2, 96)
+    assert triton_kernel._parts(lined, lined, lined) == ((64, 32), (64, 32))
+    for other in (padded, shifted):
+        assert triton_kernel._parts(lined, other, lined) == ((128, 0), (128, 0))
+
+
+def test_inside_a_schedule(pool):
+    items = [
+        Item(SMALL[name], schedule, 2, kernel="triton")
+        for schedule, name in (
+            ("zigzag", "causal"),
+            ("striped", "gqa"),
+            ("allgather", "sinks"),
+            ("ring", "causal window"),
+        )
+    ]
+    parts = pool.run(2, run_items, items, timeout=120.0)
+    for n, item in enumerate(items):
+        check(whole(item, [part[n][0] for part in parts]), item.case, item.case.inputs(item.dtype), UNITS)
+        check_moved(item, [part[n][1] for part in parts])
+
+
+def ask(**more):
+    work = worklist(Mask.causal(), (range(8),), (range(8),))
+    return replace(Ask("backward", torch.device("cpu"), torch.float32, 16, 16, work, Features(1.0)), **more)
+
+
+def test_it_says_what_it_lacks(monkeypatch):
+    assert refusal(Triton(), ask()) is None
+    assert "float64" in (refusal(Triton(), ask(dtype=torch.float64)) or "")
+    assert "above 256" in (refusal(Triton(), ask(head_dim=257)) or "")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET=1" in (refusal(Triton(), ask()) or "")
+
+
+def test_it_is_never_interpreted_unasked():
+    assert choose("auto", ask()).kernel.name != "triton"
+    assert choose("auto", ask(device=torch.device("cuda"))).kernel.name == "triton"
+
+
+def test_determinism_is_asked_for():
+    chosen = [choose("triton", ask(deterministic=wanted)).kernel for wanted in (False, True)]
+    assert [kernel.deterministic for kernel in chosen if isinstance(kernel, Triton)] == [False, True]
+
+
+def test_blocks_begin_with_the_heaviest_and_hold_every_row_once():
+    mask = Mask.causal() & Mask.documents([[5, 27], [32]])
+    work = worklist(mask, (range(32),), (range(32),))
+    for by_key in (False, True):
+        tiles = blocks(work, by_key, 8, 2, torch.device("cpu")).tiles.tolist()
+        rows = sorted((batch, row + n) for batch, row, count, *_ in tiles for n in range(count))
+        assert rows == [(batch, row) for batch in range(2) for row in range(32)]
+    plain = worklist(Mask.causal(), (range(32),), (range(32),))
+    firsts = [row for _, row, *_ in blocks(plain, False, 8, 1, torch.device("cpu")).tiles.tolist()]
+    assert firsts == [24, 16, 8, 0]
+    assert blocks(plain, False, 8, 1, torch.device("cpu")) is blocks(plain, False, 8, 1, torch.device("cpu"))
+
+
+def test_rows_that_are_not_in_line():
+    q, k, v = (torch.randn(1, 2, 16, 9).transpose(1, 3) for _ in range(3))
+    got = flash_attention(q, k, v, mask=Mask.causal(), kernel="triton")
+    assert torch.allclose(got, flash_attention(q, k, v, mask=Mask.causal(), kernel="reference"), atol=1e-5)
+
+
+def test_heads_that_lie_more_than_two_billion_numbers_apart():
+    """Their memory is asked for, and next to none of it touched."""
+    stride, tokens, dim = 2**30, 40, 24
+    far = torch.empty(2 * stride + tokens * dim, dtype=torch.float16)
+    x = far.as_strided((1, tokens, 3, dim), (far.numel(), dim, stride, 1))
+    x.copy_(torch.randn(1, tokens, 3, dim))
+    near = x.contiguous()
+    want = flash_attention(near, near, near, mask=Mask.causal(), kernel="triton")
+    assert torch.equal(flash_attention(x, near, x, mask=Mask.causal(), kernel="triton"), want)

@@ -1,0 +1,200 @@
+"""Kernels of others: rectangles that they cannot do are cut, and packages get the arguments that they have."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from cases import CASES
+from meshflash import Mask
+from meshflash.check.oracle import Case, check, gradients, replace
+from meshflash.core.tiles import worklist
+from meshflash.engine import local
+from meshflash.kernels import registry
+from meshflash.kernels.contract import Ask, Features, Rows
+from meshflash.kernels.reference import Reference
+from meshflash.kernels.vendor import gpu as vendor_gpu
+from meshflash.kernels.vendor.cpu import Vendor
+from meshflash.kernels.vendor.gpu import Cudnn, Flash2, Flash2Package, Flash3, Flash4
+
+CAUSAL = Mask.causal()
+
+
+class FromTheBottom(Vendor):
+    """A kernel whose last query sees the last key, as FlashAttention's does."""
+
+    name = "vendor"
+    from_the_top = False
+
+    def attend(self, q, k, v, causal, scale):
+        assert not causal or q.shape[1] == k.shape[1]
+        return super().attend(q, k, v, causal, scale)
+
+    def gradients(self, q, k, v, rows, causal, scale):
+        assert not causal or q.shape[1] == k.shape[1]
+        return super().gradients(q, k, v, rows, causal, scale)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES["causal"][0],
+        Case(CAUSAL, tokens=37, k_tokens=21),
+        Case(CAUSAL, tokens=21, k_tokens=37),
+        Case(CAUSAL, tokens=37, k_tokens=21, sinks=True),
+        CASES["cross documents"][0],
+    ],
+    ids=lambda case: f"{case.tokens} x {case.k_tokens}",
+)
+def test_causal_rectangles_are_squared(case, monkeypatch):
+    registry.forget()
+    monkeypatch.setitem(registry._KERNELS, "vendor", FromTheBottom())
+    leaves = case.inputs(torch.float32)
+    check(gradients(case.run(leaves, "vendor"), leaves, case), case, leaves)
+    registry.forget()
+
+
+def ask(**more):
+    work = worklist(CAUSAL, (range(64),), (range(64),))
+    made = Ask("forward", torch.device("cuda"), torch.bfloat16, 64, 64, work, Features(0.125))
+    return replace(made, **more)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_flash_attention_4_is_not_asked_for_head_dims_whose_gradients_it_gets_wrong():
+    assert "multiples of 32" in (Flash4().lacks(ask(head_dim=80, value_dim=80)) or "")
+    assert Flash4().lacks(ask(head_dim=96, value_dim=96)) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_each_says_what_it_lacks():
+    for kernel in (Cudnn(), Flash2(), Flash2Package(), Flash3(), Flash4()):
+        assert kernel.lacks(ask()) is None, kernel.name
+        for wanted, word in (
+            (dict(device=torch.device("cpu")), "device cpu"),
+            (dict(dtype=torch.float32), "float32"),
+            (dict(head_dim=68, value_dim=68), "head dim of 68"),
+            (dict(head_dim=512, value_dim=512), "head dim of 512"),
+            (dict(value_dim=32), "value dim of 32"),
+            (dict(features=Features(0.1, softcap=2.0)), "softcap"),
+            (dict(lse_gradient=True), "LSE"),
+            (dict(work=worklist(Mask.window(4, 0), (range(9),), (range(9),))), "windows"),
+        ):
+            assert word in (kernel.lacks(ask(**wanted)) or ""), (kernel.name, word)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_only_some_sum_in_a_fixed_order():
+    backward = ask(direction="backward", deterministic=True)
+    assert "same bits" in (Cudnn().lacks(backward) or "")
+    assert "same bits" in (Flash2().lacks(backward) or "")
+    served = Flash3().serving(backward)
+    assert Flash3().lacks(backward) is None
+    assert isinstance(served, Flash3)
+    assert served.deterministic
+
+
+def test_the_gpu_must_be_new_enough_and_not_too_new(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (10, 0))
+    assert "capability, 10.0" in (Flash3().lacks(ask()) or "")
+    monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (7, 5))
+    assert "capability, 7.5" in (Cudnn().lacks(ask()) or "")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_cudnn_plans_each_shape_and_so_declines_many():
+    many = worklist(CAUSAL & Mask.documents([4] * 16), (range(64),), (range(64),))
+    assert "more than 8 rectangles" in (Cudnn().lacks(ask(work=many)) or "")
+    assert Flash2().lacks(ask(work=many)) is None
+    single = worklist(CAUSAL & Mask.documents([1, 63]), (range(64),), (range(64),))
+    assert "one query that sees one key" in (Cudnn().lacks(ask(work=single)) or "")
+
+
+def reference(q, k, v, causal, scale):
+    return local.inputs(q, k, v, CAUSAL if causal else Mask.full(), Features(scale))
+
+
+def forward_by_window(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+                      alibi_slopes, return_softmax):  # fmt: skip
+    assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
+    return *Reference().forward(reference(q, k, v, causal, softmax_scale)), None, None
+
+
+def backward_by_window(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+                       window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
+    assert deterministic
+    delta = (dout * out).sum(-1).transpose(1, 2)
+    grads = Reference().backward(reference(q, k, v, causal, softmax_scale), Rows(out, dout, softmax_lse, delta))
+    for target, value in ((dq, grads.dq_BTHD), (dk, grads.dk_BSKD), (dv, grads.dv_BSKE)):
+        target.copy_(value)
+
+
+def forward_by_pair(q, k, v, k_new, cu_seqlens_q, softmax_scale, causal, window_size=(-1, -1), num_splits=1):
+    assert k_new is cu_seqlens_q is None
+    assert num_splits == 1
+    return *Reference().forward(reference(q, k, v, causal, softmax_scale)), None
+
+
+def forward_of_four(q, k, v, softmax_scale=None, causal=False, softcap=None, return_lse=False):
+    assert return_lse
+    return Reference().forward(reference(q, k, v, causal, softmax_scale))
+
+
+def backward_of_four(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, deterministic=False,
+                     dq=None, dk=None, dv=None):  # fmt: skip
+    backward_by_window(dout, q, k, v, out, lse, dq, dk, dv, 0.0, softmax_scale, causal, -1, -1, 0.0, None,
+                       deterministic)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "functions"),
+    [
+        (Flash2Package(True), (forward_by_window, backward_by_window)),
+        (Flash3(True), (forward_by_pair, backward_by_window)),
+        (Flash4(True), (forward_of_four, backward_of_four)),
+    ],
+    ids=["fa2", "fa3", "fa4"],
+)
+def test_packages_get_the_arguments_that_their_version_has(kernel, functions, monkeypatch):
+    module = ModuleType(kernel.module)
+    for name, function in zip(kernel.functions, functions, strict=True):
+        setattr(module, name, function)
+    monkeypatch.setattr(vendor_gpu, "_found", lambda name: module)
+    vendor_gpu._function.cache_clear()
+    q, k, v, dout = (torch.randn(1, 9, 2, 16) for _ in range(4))
+    x = reference(q, k, v, True, 0.25)
+    want = Reference().forward(x)
+    out, lse = kernel.attend(q, k, v, True, 0.25)
+    assert torch.equal(out, want[0])
+    assert torch.equal(lse, want[1])
+    rows = Rows(out, dout, lse, (dout * out).sum(-1).transpose(1, 2))
+    grads = Reference().backward(x, rows)
+    got = kernel.gradients(q, k, v, rows, True, 0.25)
+    assert all(torch.equal(a, b) for a, b in zip(got, (grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE), strict=True))
+    vendor_gpu._function.cache_clear()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_cannot_be_imported_is_missing():
+    assert "cannot be imported" in (registry.refusal(Flash3(), ask()) or "")
+
+
+def test_packages_are_not_imported_for_calls_that_they_cannot_serve(monkeypatch):
+    monkeypatch.setattr(vendor_gpu, "_found", lambda module: pytest.fail(f"{module} was looked for"))
+    assert "device cpu" in (registry.refusal(Flash4(), ask(device=torch.device("cpu"))) or "")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_stub_of_a_package_is_not_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    vendor_gpu._found.cache_clear()
+    assert "cannot be imported" in (registry.refusal(Flash4(), ask()) or "")
+    vendor_gpu._found.cache_clear()

@@ -1,0 +1,376 @@
+"""The doctor on this machine, and on machines made up of files, variables and programs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from meshflash.kernels import registry
+from meshflash.runtime import doctor, listen
+from meshflash.runtime.doctor import Finding, examine
+from runtime import jobs
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty machine: no devices, no launchers, nothing in the environment."""
+    monkeypatch.setattr(doctor, "_ROOT", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    hidden = [name for maker in doctor._gpus() for name in maker.variables]
+    for name in [*hidden, "OMP_NUM_THREADS", "SLURM_JOB_ID", "TRITON_INTERPRET", "CC"]:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def put(machine: Path, path: str, text: str = "") -> Path:
+    file = machine / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def program(machine: Path, name: str, body: str) -> None:
+    put(machine, f"bin/{name}", f"#!/bin/sh\n{body}\n").chmod(0o755)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, build: str, *gpus: str, complaint: str = "") -> None:
+    monkeypatch.setattr(doctor, "_build", lambda: (build, "1.0"))
+    monkeypatch.setattr(doctor, "_visible", lambda build: (list(gpus), complaint))
+
+
+def found(topic: str) -> dict[str, Finding]:
+    return {finding.name: finding for finding in examine() if finding.topic == topic}
+
+
+def test_every_topic_is_covered_and_every_problem_has_advice() -> None:
+    findings = examine()
+    assert list(dict.fromkeys(finding.topic for finding in findings)) == list(doctor._PROBES)
+    for finding in findings:
+        assert finding.status in ("ok", "note", "problem")
+        assert finding.detail
+        assert "\n" not in finding.detail + finding.advice
+        assert finding.advice or finding.status != "problem"
+
+
+def test_supported_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    newest = (doctor.NEWEST_PYTHON[0], doctor.NEWEST_PYTHON[1] + 1)
+    assert project["requires-python"] == f">={doctor._dotted(doctor.OLDEST_PYTHON)},<{doctor._dotted(newest)}"
+    needs = [need.partition(";")[0] for need in project["dependencies"]]
+    assert f"torch>={doctor._dotted(doctor.OLDEST_TORCH)}" in needs
+    assert f"triton>={doctor._dotted(doctor.OLDEST_TRITON)}" in needs
+
+
+def test_a_probe_that_fails_is_a_finding_and_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe() -> Iterator[Finding]:
+        yield Finding("odd", "first", "ok", "fine")
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor, "_PROBES", {"odd": probe, "python": doctor._python})
+    first, failed, *rest = examine()
+    assert first.name == "first"
+    assert failed == Finding("odd", "probe", "note", "could not be examined: OSError: no such thing")
+    assert rest
+
+
+def test_ends_without_torch_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    torch = found("torch")["version"]
+    assert torch.status == "problem"
+    assert torch.advice == "pip install 'torch>=2.11'"
+    assert [f.name for f in examine() if f.status == "problem"] == ["version"]
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.10.1", "problem"), ("2.11.0+cu130", "ok"), ("3.0", "ok")])
+def test_torch_must_be_new_enough(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
+    monkeypatch.setattr("torch.__version__", version)
+    assert found("torch")["version"].status == status
+
+
+def test_python_must_be_one_we_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
+    assert found("python")["version"].advice == "use Python 3.11 to 3.13"
+
+
+@pytest.mark.parametrize(("build", "status"), [("CPU", "note"), ("CUDA", "problem")])
+def test_missing_triton_is_a_problem_only_where_a_gpu_needs_it(
+    monkeypatch: pytest.MonkeyPatch, machine: Path, build: str, status: str
+) -> None:
+    pretend(monkeypatch, build)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert found("triton")["version"].status == status
+
+
+def test_triton_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "CUDA")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    finding = found("triton")["version"]
+    assert finding.status == "problem"
+    assert "cannot be imported: ModuleNotFoundError" in finding.detail
+
+
+def test_a_machine_without_gpus_has_no_problem(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    for build in ("CPU", "CUDA"):
+        pretend(monkeypatch, build)
+        assert {name: finding.status for name, finding in found("devices").items()} == {"GPU": "note"}
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "name", "status"),
+    [
+        ("proc/driver/nvidia/gpus/0000:01:00.0/information", "", "NVIDIA GPUs", "problem"),
+        ("dev/nvidia0", "", "NVIDIA GPUs", "problem"),
+        ("dev/kfd", "", "AMD GPUs", "problem"),
+        ("sys/class/kfd/kfd/topology/nodes/1/gpu_id", "4711\n", "AMD GPUs", "problem"),
+        ("sys/class/drm/renderD128/device/vendor", "0x8086\n", "Intel GPUs", "note"),
+    ],
+)
+def test_a_gpu_under_a_cpu_build_of_torch_is_found(
+    monkeypatch: pytest.MonkeyPatch, machine: Path, path: str, text: str, name: str, status: str
+) -> None:
+    put(machine, path, text)
+    pretend(monkeypatch, "CPU")
+    finding = found("devices")[name]
+    assert finding.status == status
+    assert finding.detail == "1 on this machine, but torch is built for CPU"
+    assert "install torch built for" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("build", "variable", "path"),
+    [
+        ("CUDA", "CUDA_VISIBLE_DEVICES", "dev/nvidia{}"),
+        ("ROCm", "HIP_VISIBLE_DEVICES", "sys/class/kfd/kfd/topology/nodes/{}/gpu_id"),
+        ("XPU", "ZE_AFFINITY_MASK", "sys/class/drm/renderD{}/device/vendor"),
+    ],
+)
+def test_a_variable_that_hides_gpus_is_named(
+    monkeypatch: pytest.MonkeyPatch, machine: Path, build: str, variable: str, path: str
+) -> None:
+    for index in range(2):
+        put(machine, path.format(index), "0x8086")
+    monkeypatch.setenv(variable, "1")
+    pretend(monkeypatch, build, "a GPU")
+    (some,) = (finding for name, finding in found("devices").items() if name.endswith("GPUs"))
+    assert some.status == "note"
+    assert some.detail == f"torch sees 1 of the 2 on this machine: {variable}='1'"
+    assert variable in some.advice
+    pretend(monkeypatch, build)
+    (none,) = (finding for name, finding in found("devices").items() if name.endswith("GPUs"))
+    assert none.status == "problem"
+
+
+def test_gpus_that_a_container_was_not_given(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    for index in range(8):
+        put(machine, f"proc/driver/nvidia/gpus/{index}/information")
+    put(machine, "dev/nvidia3")
+    put(machine, "dev/nvidiactl")
+    pretend(monkeypatch, "CUDA", "a GPU")
+    finding = found("devices")["NVIDIA GPUs"]
+    assert finding.status == "note"
+    assert finding.detail.endswith("this container or job was given 1")
+    assert "--gpus all" in finding.advice
+
+
+def test_a_driver_that_does_not_work(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    put(machine, "dev/nvidia0")
+    pretend(monkeypatch, "CUDA", complaint="The NVIDIA driver on your system is too old")
+    finding = found("devices")["NVIDIA GPUs"]
+    assert finding.status == "problem"
+    assert finding.detail.endswith("too old")
+
+
+def test_gpus_that_torch_sees(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    put(machine, "dev/nvidia0")
+    pretend(monkeypatch, "CUDA", "H200")
+    assert found("devices") == {"GPU 0": Finding("devices", "GPU 0", "ok", "H200")}
+
+
+def test_kernels_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str | None:
+        raise RuntimeError("half installed")
+
+    kernels = (
+        SimpleNamespace(name="good", summary="does it all", missing=lambda: None),
+        SimpleNamespace(name="absent", summary="", missing=lambda: "no GPU"),
+        SimpleNamespace(name="broken", summary="", missing=broken),
+    )
+    monkeypatch.setattr(registry, "kernels", lambda: kernels)
+    assert [(f.status, f.detail) for f in found("kernels").values()] == [
+        ("ok", "does it all"),
+        ("note", "cannot run here: no GPU"),
+        ("note", "cannot run here: RuntimeError: half installed"),
+    ]
+
+
+def test_process_groups_that_this_build_should_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    pretend(monkeypatch, "CPU")
+    assert found("process groups")["gloo"].status == "ok"
+    assert found("process groups")["nccl"].status == "note"
+    pretend(monkeypatch, "CUDA")
+    assert found("process groups")["nccl"].status == "problem"
+
+
+def test_launchers_tell_their_version(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    assert {name: f.status for name, f in found("launchers").items() if name != "mpi4py"} == {
+        "MPI": "note",
+        "Slurm": "note",
+    }
+    program(machine, "mpirun", "echo; echo 'mpirun (Open MPI) 5.0.8'; echo more")
+    program(machine, "srun", "exit 3")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    launchers = found("launchers")
+    assert launchers["MPI"].detail == f"mpirun (Open MPI) 5.0.8 at {machine}/bin/mpirun"
+    assert launchers["Slurm"].detail == (
+        f"no version (exit code 3) at {machine}/bin/srun, in job 12, tasks: 8, nodes: 2"
+    )
+
+
+def test_mpi4py_is_not_imported(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    put(machine, "mpi4py/__init__.py", "raise SystemExit('imported')")
+    put(machine, "mpi4py-4.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: mpi4py\nVersion: 4.1\n")
+    monkeypatch.syspath_prepend(machine)
+    assert found("launchers")["mpi4py"] == Finding("launchers", "mpi4py", "ok", "4.1")
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "advice"),
+    [(64 * 2**20, 64 * 2**20, "--ipc=host"), (2**34, 2**20, "remove"), (2**34, 2**33, "")],
+)
+def test_small_shared_memory_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, machine: Path, size: int, free: int, advice: str
+) -> None:
+    (machine / "dev/shm").mkdir(parents=True)
+    monkeypatch.setattr(doctor, "_space", lambda folder: (size, free))
+    finding = found("limits")["/dev/shm"]
+    assert finding.status == ("problem" if advice else "ok")
+    assert advice in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("files", "locked", "infiniband", "statuses"),
+    [
+        (100, 65536, True, ("problem", "problem")),
+        (1024, 65536, False, ("note", "ok")),
+        (65536, -1, True, ("ok", "ok")),
+        (-1, -1, False, ("ok", "ok")),
+    ],
+)
+def test_low_limits(
+    monkeypatch: pytest.MonkeyPatch,
+    machine: Path,
+    files: int,
+    locked: int,
+    infiniband: bool,
+    statuses: tuple[str, str],
+) -> None:
+    resource = pytest.importorskip("resource")
+    limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: locked}
+    monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits[which], -1))
+    if infiniband:
+        (machine / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    limits_found = found("limits")
+    assert (limits_found["open files"].status, limits_found["locked memory"].status) == statuses
+
+
+@pytest.mark.parametrize(
+    ("threads", "asked", "status"), [(4, None, "ok"), (2, None, "ok"), (2, "2", "note"), (8, None, "problem")]
+)
+def test_threads_against_cores(
+    monkeypatch: pytest.MonkeyPatch, machine: Path, threads: int, asked: str | None, status: str
+) -> None:
+    monkeypatch.setattr(doctor, "_cores", lambda: 4)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert found("threads")["torch"].status == status
+
+
+def test_a_container_limits_cores_and_memory(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    put(machine, "proc/meminfo", "MemTotal:       1048576 kB\nMemAvailable:    524288 kB\n")
+    assert (doctor._cores(), doctor._memory()) == (64, (2**30, 2**29))
+    put(machine, "sys/fs/cgroup/cpu.max", "150000 100000\n")
+    put(machine, "sys/fs/cgroup/memory.max", f"{2**28}\n")
+    assert (doctor._cores(), doctor._memory()) == (2, (2**28, 2**28))
+    put(machine, "sys/fs/cgroup/cpu.max", "max 100000\n")
+    put(machine, "sys/fs/cgroup/memory.max", "max\n")
+    assert (doctor._cores(), doctor._memory()) == (64, (2**30, 2**29))
+
+
+def test_transports(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+    pretend(monkeypatch, "CPU")
+    told = found("transports")
+    assert (told["process_group"].status, told["process_group"].detail) == ("ok", "by gloo")
+    assert "none is visible here" in told["symmetric, host_staged"].detail
+    pretend(monkeypatch, "CUDA", "NVIDIA H200")
+    told = found("transports")
+    assert [told[name].status for name in ("symmetric", "host_staged", "MPS")] == ["ok", "ok", "note"]
+    program(machine, "nvidia-cuda-mps-control", "true")
+    assert found("transports")["MPS"].status == "ok"
+    pretend(monkeypatch, "XPU", "Intel Max 1550")
+    told = found("transports")
+    assert told["symmetric"].detail == "not in this XPU build of torch"
+    assert "MPS" not in told
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nobody started us yet."""
+    for name in list(os.environ):
+        if name.startswith(jobs.ABOUT) or name == "NCCL_SOCKET_IFNAME":
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_a_single_rank_listens_nowhere(launched: pytest.MonkeyPatch) -> None:
+    assert {name: finding.detail[:4] for name, finding in found("listens").items() if name != "token"} == {
+        "store": "none",
+        "liveness": "none",
+        "gloo": "none",
+        "nccl": "none",
+    }
+
+
+def test_what_ranks_listen_at_is_told(launched: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
+    for name, value in variables.items():
+        launched.setenv(name, value)
+    told = found("listens")
+    assert told["store"].detail == "127.0.0.1:12345"
+    assert told["gloo"].detail == listen.LOOPBACK
+    assert told["token"].status == "note"
+    assert told["token"].advice.startswith("export MESHFLASH_TOKEN=")
+    launched.setenv("MESHFLASH_TOKEN", "0123456789abcdef")
+    launched.setenv("MASTER_ADDR", "203.0.113.7")
+    launched.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    told = found("listens")
+    assert told["token"].detail == "MESHFLASH_TOKEN is set"
+    assert told["store"].status == "note"
+    assert told["store"].detail.startswith("all interfaces, port 12345: 203.0.113.7 is no address of this host")
+    assert told["gloo"].detail == "eth7, as GLOO_SOCKET_IFNAME says"
+    launched.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert found("listens")["store"].detail.startswith("torchrun's, 203.0.113.7:12345: on all interfaces")
+
+
+def test_ranks_of_one_node_listen_on_the_loopback(launched: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
+        launched.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    told = found("listens")
+    assert told["store"].detail == "127.0.0.1, a port that the system chooses"
+    assert (told["gloo"].detail, told["token"].status) == (listen.LOOPBACK, "ok")

@@ -1,0 +1,368 @@
+"""What listens where, and who may join: addresses of rank 0's store, tokens, and clients that are none of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch import distributed as _distributed
+
+from meshflash.runtime import guard, listen, rendezvous
+from meshflash.runtime.launchers import LaunchError, Place
+from meshflash.runtime.log import log
+from runtime import jobs
+from runtime.jobs import by_hand, check, ended, free_port, run, told_in
+
+dist = _distributed
+TOKEN = "0123456789abcdef" * 2
+#: The first bytes of a client of torch's store, and the kinds of its messages.
+HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)
+MESSAGES = range(24)
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch):
+    """No launcher started us."""
+    for name in list(os.environ):
+        if name.startswith(jobs.ABOUT):
+            monkeypatch.delenv(name)
+
+
+def place(rank, world_size=2):
+    return Place("variables", rank, world_size, rank, world_size)
+
+
+def listening(port):
+    """The addresses, as the kernel writes them, that a port of this machine is listened to at."""
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            address, number = line.split()[1].split(":")
+            if line.split()[3] == "0A" and int(number, 16) == port:
+                found.append(address)
+    return found
+
+
+def loopback(port):
+    """Whether a port is listened to, and on the loopback alone."""
+    return listening(port) == ["0100007F"]
+
+
+def own_address():
+    """An address of this machine that is none of the loopback; skips where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            pytest.skip("this machine has the loopback only")
+        return str(probe.getsockname()[0])
+
+
+def test_the_store_listens_at_the_address_of_master_addr_and_no_other(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    for address in ("127.0.0.1", "localhost"):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        met = rendezvous.meet(place(0), 10.0)
+        assert loopback(port)
+        other = rendezvous.meet(place(1), 10.0)
+        other.store.set("a", "b")
+        assert met.store.get("a") == b"b"
+        del met, other
+
+
+def test_the_store_listens_at_the_address_of_an_interface(monkeypatch):
+    address, port = own_address(), free_port()
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    met = rendezvous.meet(Place("variables", 0, 4, 0, 2), 10.0)
+    assert listening(port) == [f"{struct.unpack('<I', socket.inet_aton(address))[0]:08X}"]
+    del met
+
+
+def test_a_port_that_the_system_chooses_is_on_the_loopback(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(
+            lambda rank: rendezvous.meet(Place("MPICH", rank, 2, rank, 2, None, "job"), 10.0), (0, 1)
+        )
+    assert loopback(int(first.where.rpartition(":")[2]))
+    assert first.where == second.where
+
+
+@pytest.mark.parametrize(
+    ("address", "one_node", "reason"),
+    [
+        ("203.0.113.7", False, "203.0.113.7 is no address of this host"),
+        ("no.such.host.invalid", False, "no.such.host.invalid does not resolve here"),
+        ("node1", False, "node1 is a loopback address here, and ranks may be on other hosts"),
+        ("both", True, "both stands for 127.0.0.1, 127.0.0.2 here"),
+        ("node1", True, ""),
+    ],
+)
+def test_the_store_listens_on_all_interfaces_where_the_address_is_not_known(
+    address, one_node, reason, monkeypatch, caplog
+):
+    names = {"node1": ["127.0.1.1"], "both": ["127.0.0.1", "127.0.0.2"]}
+    ask = socket.getaddrinfo
+
+    def found(host, port, *args, **more):
+        return [info for one in names.get(host, [host]) for info in ask(one, port, *args, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    said = listen.bind_address(address, one_node)[1]
+    assert said.startswith(reason)
+    assert bool(said) == bool(reason)
+    monkeypatch.setattr(log, "propagate", True)
+    with caplog.at_level(logging.INFO, logger="meshflash"):
+        bound = listen.listener(address, 0, one_node)
+    if reason:
+        assert bound is None
+        assert "rank 0's store listens on all interfaces: " + reason in caplog.text
+    else:
+        assert bound is not None
+        assert bound.getsockname()[0] == "127.0.1.1"
+        bound.close()
+
+
+def test_the_address_to_listen_at_may_be_given(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("MESHFLASH_LISTEN", "0.0.0.0")
+    met = rendezvous.meet(place(0), 10.0)
+    assert listening(port) == ["00000000"]
+    del met
+    monkeypatch.setenv("MESHFLASH_LISTEN", "203.0.113.7")
+    with pytest.raises(LaunchError, match=r"MESHFLASH_LISTEN='203.0.113.7': expected an address of this host"):
+        rendezvous.meet(place(0), 10.0)
+
+
+def test_ranks_with_one_token_meet_and_their_keys_lie_below_it(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
+    first, second = (rendezvous.meet(place(rank), 10.0) for rank in range(2))
+    first.store.set("address", "here")
+    assert second.store.get("address") == b"here"
+    stray = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))
+    assert not stray.check(["meshflash/1/address"])
+    stray.set("meshflash/1/address", "elsewhere")
+    stray.delete_key("meshflash/1/address")
+    assert second.store.get("address") == b"here"
+    keys = [key.lstrip("/") for key in stray.list_keys()] if hasattr(stray, "list_keys") else []
+    assert all(key == guard.PUBLISHED or key.startswith("meshflash-") for key in keys), keys
+    assert not any(TOKEN in key or TOKEN.encode() in stray.get(key) for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "message"),
+    [
+        (TOKEN, "x" * 16, "rank 1 has another MESHFLASH_TOKEN than rank 0 at 127.0.0.1:"),
+        (TOKEN, "", "rank 1 has no MESHFLASH_TOKEN, and rank 0 at .* has one: set the same one on all ranks"),
+        ("", TOKEN, "rank 1 has a MESHFLASH_TOKEN, and rank 0 at .* has none"),
+    ],
+)
+def test_a_rank_with_another_token_is_refused_long_before_the_timeout(theirs, mine, message, monkeypatch):
+    monkeypatch.setattr(rendezvous, "SHORT", 0.5)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MESHFLASH_TOKEN", theirs)
+    first = rendezvous.meet(place(0), 60.0)
+    monkeypatch.setenv("MESHFLASH_TOKEN", mine)
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match=message):
+        rendezvous.meet(place(1), 60.0)
+    assert time.monotonic() - begin < 20
+    del first
+
+
+def test_a_rank_waits_for_a_job_with_another_token_that_is_about_to_end(monkeypatch):
+    """The next job may take the port of the last one, whose rank 0 leaves last."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    old = rendezvous.meet(place(0), 30.0)
+    monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(rendezvous.meet, place(1), 30.0)
+        time.sleep(0.7)
+        del old
+        first = rendezvous.meet(place(0), 30.0)
+        first.store.set("a", "new")
+        assert later.result().store.get("a") == b"new"
+
+
+def test_tokens_are_compared_in_torchruns_store_as_well(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
+    store.set(guard.PUBLISHED, guard.published("another token, as long"))
+    with pytest.raises(LaunchError, match="rank 1 has another MESHFLASH_TOKEN than rank 0"):
+        rendezvous.meet(Place("torchrun", 1, 2, 1, 2), 10.0)
+
+
+def test_a_token_that_can_be_guessed_is_refused(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MESHFLASH_TOKEN", "secret")
+    with pytest.raises(LaunchError, match="MESHFLASH_TOKEN has 6 characters: expected 16 or more"):
+        rendezvous.meet(place(0), 10.0)
+
+
+def test_the_folder_where_ranks_of_a_node_meet_belongs_to_this_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder, other = tmp_path / f"meshflash-{os.getuid()}", tmp_path / "other"
+    other.mkdir()
+    folder.symlink_to(other)
+    with pytest.raises(LaunchError, match=f"{folder} is a link, or belongs to another user: set TMPDIR"):
+        rendezvous.meet(Place("MPICH", 0, 2, 0, 2, None, "job"), 0.2)
+    folder.unlink()
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    with pytest.raises(LaunchError, match="only 1 of 2 ranks came"):
+        rendezvous.meet(Place("MPICH", 0, 2, 0, 2, None, "job"), 0.2)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def text(value):
+    return struct.pack("<Q", len(value)) + value
+
+
+def garbage():
+    """What strays send: other protocols, and messages of the store's own that are cut, huge or make no sense."""
+    yield from (b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\x16\x03\x01\x00\xf1\x01\x00\x00\xed\x03\x03" + bytes(200))
+    yield from (b"\xff" * 5000, bytes(5000), b"\0abcd", HELLO)
+    for kind in MESSAGES:
+        begin = HELLO + bytes([kind])
+        yield from (begin, begin + b"\xff" * 64, begin + bytes(64), begin + struct.pack("<Q", 2**40) + b"a" * 64)
+        yield begin + text(b"key") + struct.pack("<Q", 8 * 2**20) + b"a" * 64
+        yield begin + struct.pack("<Q", 128 * 1024) + b"a" * 64
+        yield HELLO + b"\1" + text(b"word") + text(b"no number") + bytes([kind]) + text(b"word") + bytes(8)
+
+
+def sent(port, message):
+    """Send it, and keep the connection."""
+    stray = socket.create_connection(("127.0.0.1", port), 5.0)
+    with contextlib.suppress(OSError):  # it may have closed already
+        stray.sendall(message)
+    return stray
+
+
+def test_garbage_neither_ends_nor_blocks_the_store(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
+    first, second = (rendezvous.meet(place(rank), 10.0) for rank in range(2))
+    with contextlib.ExitStack() as held:
+        for n, message in enumerate(garbage()):
+            held.enter_context(sent(port, message))
+            if n % 16 == 0:
+                first.store.set("n", str(n))
+                assert second.store.get("n") == str(n).encode()
+        first.gather(1, 5.0)
+        assert second.store.get("all") == b"1"
+
+
+def strays(port, stop, counts, most):
+    """Connect, send garbage, and keep every fourth connection open, until told to stop."""
+    messages, held = list(garbage()), []
+    while not stop.is_set() and counts["connected"] < most:
+        try:
+            one = sent(port, messages[counts["connected"] % len(messages)])
+        except OSError:  # rank 0 is not there yet, or has left
+            time.sleep(0.02)
+            continue
+        counts["connected"] += 1
+        if counts["connected"] % 4:
+            one.close()
+        else:
+            held.append(one)
+    for one in held:
+        one.close()
+
+
+def test_strays_neither_join_nor_end_a_job():
+    """They connect from before rank 0 listens until its ranks have ended."""
+    port, stop, counts = free_port(), threading.Event(), {"connected": 0}
+    stray = threading.Thread(target=strays, args=(port, stop, counts, 300), daemon=True)
+    stray.start()
+    try:
+        found = [ended(rank, 120) for rank in by_hand("attend", 2, 60, port, MESHFLASH_TOKEN=TOKEN)]
+    finally:
+        stop.set()
+        stray.join(30)
+    assert [job.code for job in found] == [0, 0], found[0].text + found[1].text
+    check(jobs.Ended(0, [one for job in found for one in job.told], ""), 2, "variables")
+    assert counts["connected"] > 20
+
+
+@pytest.mark.slow
+def test_a_thousand_strays_neither_join_nor_end_a_job_of_four_ranks():
+    """They connect from before rank 0 listens until its ranks have attended, a quarter of them for good."""
+    port, stop, counts = free_port(), threading.Event(), {"connected": 0}
+    ranks = by_hand("loop", 4, 60, port, MESHFLASH_TOKEN=TOKEN)
+    stray = threading.Thread(target=strays, args=(port, stop, counts, 1000), daemon=True)
+    stray.start()
+    try:
+        for process in ranks:  # each has attended
+            text = ""
+            while not told_in(text):
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                assert line, text
+                text += line
+        stray.join(120)
+        assert counts["connected"] == 1000
+        time.sleep(1.0)
+        assert [process.poll() for process in ranks] == [None] * 4
+    finally:
+        stop.set()
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+#: A rank that tells where it, and the launcher that started it, listen.
+TELLS = """
+import json, os, pathlib, torch
+from meshflash import attention, init
+
+with init(timeout=60) as world:
+    x = torch.ones(1, 16, 2, 8)
+    attention(x, x, x, schedule="ring")
+    torch.distributed.barrier()
+    found = {}
+    for pid in (os.getpid(), os.getppid()):
+        links = [os.readlink(one) for one in pathlib.Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()]
+        held = {link[8:-1] for link in links if link.startswith("socket:[")}
+        rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+        found[pid] = [row[1] for row in rows if row[3] == "0A" and row[9] in held]
+    torch.distributed.barrier()
+    told = {"listens": list(found.values()), "token": os.environ["MESHFLASH_TOKEN"]}
+    os.write(1, f"told {json.dumps(told)}\\n".encode())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
+def test_what_meshflash_launch_starts_listens_on_the_loopback_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TELLS)
+    job = run([*jobs.PYTHON, "-m", "meshflash", "launch", "-n", "2", str(script)])
+    assert job.code == 0, job.text
+    assert len(job.told) == 2
+    assert len({one["token"] for one in job.told}) == 1
+    assert len(job.told[0]["token"]) == 32
+    for one in job.told:
+        own, launcher = one["listens"]
+        assert own, "gloo listens somewhere"
+        assert launcher, "the store listens somewhere"
+        assert {address.partition(":")[0] for address in own + launcher} == {"0100007F"}

@@ -1,0 +1,225 @@
+"""Real jobs under real launchers: attention against one process, jobs side by side, ranks that are lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime import jobs
+from runtime.jobs import by_hand, check, ended, free_port, launcher, libraries, run, start, told_in, worker
+
+MANY = ("--allow-run-as-root", "--oversubscribe")
+
+
+def test_open_mpi_without_mpi4py(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=4\n")
+    job = run([launcher("openmpi"), *MANY, "--hostfile", str(hosts), "-n", "4", *worker("attend", 60)])
+    check(job, 4, "Open MPI")
+    assert {one["local_size"] for one in job.told} == {4}
+    assert sorted(one["local"] for one in job.told) == [0, 1, 2, 3]
+    assert not any(one["mpi"] for one in job.told)
+
+
+def test_mpich_without_mpi4py_and_two_jobs_at_once():
+    command = [launcher("mpich"), "-n", "2", "-ppn", "2", *worker("attend", 60)]
+    both = [start(command) for _ in range(2)]
+    found = [ended(job) for job in both]
+    for job in found:
+        check(job, 2, "MPICH")
+    masters = [{one["master"] for one in job.told} for job in found]
+    assert [len(master) for master in masters] == [1, 1]
+    assert masters[0] != masters[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "hidden"),
+    [
+        ("openmpi", "Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        pytest.param("mpich", "MPICH", "MPI_LOCALNRANKS", marks=pytest.mark.slow),
+    ],
+)
+def test_mpi4py_tells_where_rank_0_is(kind, name, hidden):
+    """Where ranks do not know that they are on one node."""
+    more = MANY if kind == "openmpi" else ()
+    job = run([launcher(kind), *more, "-n", "2", *worker("attend", 60, hidden)], libraries(kind))
+    check(job, 2, name)
+    assert all(one["mpi"] for one in job.told)
+    assert {one["local_size"] for one in job.told} == {2}
+
+
+def test_a_job_may_begin_again():
+    """What an earlier group left, in stores or variables, is not taken for the new one's."""
+    job = run([launcher("mpich"), "-n", "2", *worker("again", 30)])
+    assert job.code == 0, job.text
+    assert sorted((one["n"], one["rank"]) for one in job.told) == [(n, rank) for n in range(3) for rank in range(2)]
+    found = [ended(rank) for rank in by_hand("again", 2, 30, free_port())]
+    assert [rank.code for rank in found] == [0, 0], found[0].text + found[1].text
+
+
+@pytest.mark.slow
+def test_torchrun_of_one_node():
+    job = run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            *worker("attend", 60)[1:],
+        ]
+    )
+    check(job, 2, "torchrun")
+
+
+@pytest.mark.slow
+def test_torchrun_with_two_agents():
+    port = free_port()
+    how = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    how += ["--rdzv-id", "two", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *how, *worker("attend", 60)[1:]]
+    found = [ended(job) for job in [start(command) for _ in range(2)]]
+    assert [job.code for job in found] == [0, 0], found[0].text + found[1].text
+    told = [one for job in found for one in job.told]
+    check(jobs.Ended(0, told, ""), 4, "torchrun")
+    assert sorted((one["node"], one["local"]) for one in told) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_an_occupied_port_is_named():
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        first, second = [ended(rank, 60) for rank in by_hand("fail", 2, 3, port)]
+    assert f"LaunchError: rank 0 of 2 cannot hold the store at 127.0.0.1:{port} (" in first.told[0]["error"]
+    assert "MASTER_PORT to a free port" in first.told[0]["error"]
+    assert "somebody listens there, and does not answer" in second.told[0]["error"]
+    assert max(first.told[0]["seconds"], second.told[0]["seconds"]) < 3 + 10
+
+
+def test_an_address_that_nobody_reaches_is_named_within_the_timeout():
+    rank = start(
+        worker("fail", 3),
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        },
+    )
+    job = ended(rank, 60)
+    assert job.code == 4
+    (told,) = job.told
+    assert "LaunchError: rank 1 of 2 found no rank 0 within 3 s at 127.0.0.1:" in told["error"]
+    assert "set MASTER_ADDR to a name or address of rank 0's host" in told["error"]
+    assert told["seconds"] < 3 + 10
+
+
+def test_a_rank_that_never_comes_is_named():
+    (rank, *others) = by_hand("fail", 1, 3, free_port(), WORLD_SIZE="2")
+    assert not others
+    job = ended(rank, 60)
+    assert job.code == 4
+    assert "rank 1 of 2 did not come to 127.0.0.1" in job.told[0]["error"]
+
+
+def kill_one(seed, world=3, timeout=8.0):
+    """Attention again and again; one rank is killed at some moment, and all others end by naming a loss."""
+    draw = random.Random(seed)
+    ranks = by_hand("loop", world, timeout, free_port())
+    running: dict[int, list[str]] = {rank: [] for rank in range(world)}
+    for rank, process in enumerate(ranks):  # until all have attended once
+        while not told_in("".join(running[rank])):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, "".join(running[rank])
+            running[rank].append(line)
+    time.sleep(draw.random())
+    victim = draw.randrange(world)
+    os.kill(ranks[victim].pid, signal.SIGKILL)
+    begin = time.monotonic()
+    for rank, process in enumerate(ranks):
+        job = ended(process, timeout + 30)
+        if rank != victim:
+            assert job.code == 3, job.text
+            assert job.told[-1]["kind"] in ("TransportError", "MissingRankError")
+            assert "rank" in job.told[-1]["lost"]
+    assert time.monotonic() - begin < timeout + 10
+
+
+def test_a_rank_that_is_killed_ends_the_others():
+    kill_one(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 20))
+def test_a_rank_that_is_killed_at_more_moments_ends_the_others(seed):
+    kill_one(seed)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
+def test_the_example_of_the_docs(kind):
+    script = str(Path(__file__).parents[2] / "examples" / "mpi_attention.py")
+    more = MANY if kind == "openmpi" else ()
+    job = run([launcher(kind), *more, "-n", "2", sys.executable, script])
+    assert job.code == 0, job.text
+    for rank in range(2):
+        assert f"Rank {rank}/2 on device cpu" in job.text
+        assert f"Rank {rank}: Output shape torch.Size([1, 512, 8, 64])" in job.text
+
+
+def told_first(process, count):
+    """What the first so many of its ranks told."""
+    text = ""
+    while len(told_in(text)) < count:
+        line = process.stdout.readline()
+        assert line, text
+        text += line
+    return told_in(text)
+
+
+def assert_gone(told):
+    deadline, places = time.monotonic() + 10, [Path(f"/proc/{one['process']}") for one in told]
+    while any(place.exists() for place in places) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(place.exists() for place in places)
+
+
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+def test_ranks_end_with_their_launcher(how):
+    """By Ctrl-C in a terminal, or where it is killed outright: the ranks that `launch` started are gone when it is."""
+    process = start([sys.executable, "-m", "meshflash", "launch", "-n", "2", *worker("loop", 60)[1:]])
+    told = told_first(process, 2)
+    process.send_signal(how)
+    job = ended(process, 60)
+    assert job.code != 0
+    assert "SignalException" not in job.text
+    assert_gone(told)
+
+
+def test_ranks_of_a_benchmark_end_with_it(tmp_path):
+    """Where it is killed outright: nobody else would end them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, time\n"
+        "from meshflash.runtime.processes import run_ranks\n"
+        "def rank(rank, world, tell):\n"
+        "    tell(os.getpid())\n"
+        "    time.sleep(100)\n"
+        "if __name__ == '__main__':\n"
+        "    run_ranks(2, rank, listen=lambda pid: print('told', json.dumps({'process': pid}), flush=True))\n"
+    )
+    process = start([sys.executable, str(script)])
+    told = told_first(process, 2)
+    process.kill()
+    ended(process, 60)
+    assert_gone(told)

@@ -1,0 +1,118 @@
+"""Jobs that need more of a machine: a Slurm that runs, or two hosts made of network namespaces. Slow; by hand."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from runtime.jobs import Ended, check, ended, run, start, worker
+
+pytestmark = pytest.mark.slow
+
+
+def slurm():
+    if not shutil.which("srun") or subprocess.run(["sinfo"], capture_output=True).returncode:
+        pytest.skip("no Slurm runs here")
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
+def test_srun(mpi):
+    slurm()
+    if mpi not in subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True).stdout:
+        pytest.skip(f"this Slurm has no {mpi}")
+    job = run(["srun", "-n", "3", "--overcommit", f"--mpi={mpi}", *worker("attend", 60)])
+    check(job, 3, "Slurm")
+    assert {one["local_size"] for one in job.told} == {3}
+    assert sorted(one["local"] for one in job.told) == [0, 1, 2]
+
+
+def test_two_steps_of_srun_at_once():
+    slurm()
+    found = [
+        ended(job) for job in [start(["srun", "-n", "2", "--overcommit", *worker("attend", 60)]) for _ in range(2)]
+    ]
+    for job in found:
+        check(job, 2, "Slurm")
+    assert len({one["master"] for job in found for one in job.told}) == 2
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces joined by a pair of interfaces: each sees its own and nothing else."""
+    if os.getuid() or not shutil.which("ip"):
+        pytest.skip("needs root and iproute2")
+    names = ("meshflash-a", "meshflash-b")
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "mf0", "netns", names[0], "type", "veth", "peer", "name", "mf1", "netns", names[1])
+        for n, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.99.0.{n + 1}/24", "dev", f"mf{n}")
+            ip("-n", name, "link", "set", f"mf{n}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def on(host, command):
+    return ["ip", "netns", "exec", host, *command]
+
+
+def test_two_hosts_by_variables(two_hosts):
+    """Ranks on two hosts find each other at an address, and gloo takes the interface that leads there."""
+    ranks = [
+        start(
+            on(two_hosts[rank // 2], worker("attend", 60)),
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": str(rank % 2),
+                "LOCAL_WORLD_SIZE": "2",
+                "GROUP_RANK": str(rank // 2),
+                "MASTER_ADDR": "10.99.0.1",
+                "MASTER_PORT": "29511",
+            },
+        )
+        for rank in range(4)
+    ]
+    found = [ended(rank) for rank in ranks]
+    check(
+        Ended(max(job.code for job in found), [one for job in found for one in job.told], found[-1].text),
+        4,
+        "variables",
+    )
+    assert sorted((one["node"], one["local"]) for job in found for one in job.told) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_two_hosts_by_torchrun(two_hosts):
+    def agent(n):
+        how = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(n)]
+        how += ["--master-addr", "10.99.0.1", "--master-port", "29512"]
+        return on(two_hosts[n], [sys.executable, "-m", "torch.distributed.run", *how, *worker("attend", 60)[1:]])
+
+    found = [ended(job) for job in [start(agent(n)) for n in range(2)]]
+    assert [job.code for job in found] == [0, 0], found[0].text + found[1].text
+    check(Ended(0, [one for job in found for one in job.told], ""), 4, "torchrun")
+
+
+def test_a_host_that_cannot_be_reached(two_hosts):
+    """A rank that looks in vain says where, within its timeout."""
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.99.0.77", "MASTER_PORT": "29513"}
+    job = ended(start(on(two_hosts[1], worker("fail", 4)), variables), 60)
+    assert job.code == 4, job.text
+    assert "rank 1 of 2 found no rank 0 within 4 s at 10.99.0.77:29513" in job.told[0]["error"]
+    assert job.told[0]["seconds"] < 4 + 10

@@ -1,0 +1,98 @@
+"""What tests start under launchers: one rank of a job. It imports nothing of the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+import meshflash
+from meshflash import Layout, Mask, attention, flash_attention, init
+from meshflash.runtime import world as _world
+
+TOKENS = 37
+
+
+def tell(**what: object) -> None:
+    """A line for whoever started us, in one piece."""
+    os.write(1, f"told {json.dumps(what)}\n".encode())
+
+
+def attend(timeout: float) -> None:
+    """Attention over the ranks of the job, forward and gradients, against one process."""
+    with init(timeout=timeout) as world:
+        assert init() is world
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, dout = (torch.randn(1, TOKENS, 2, 8, generator=generator).double() for _ in range(4))
+        layout, whole = Layout.zigzag(TOKENS, world.world_size), [x.requires_grad_() for x in (q, k, v)]
+        rows = torch.from_numpy(layout.positions(world.rank))
+        own = [x.detach()[:, rows].requires_grad_() for x in whole]
+        how: dict[str, Any] = dict(layout=layout, schedule="zigzag") if world.world_size > 1 else {}
+        got = attention(*own, mask=Mask.causal(), **how)
+        want = flash_attention(*whole, mask=Mask.causal())
+        pairs = [
+            (got, want),
+            *zip(torch.autograd.grad(got, own, dout[:, rows]), torch.autograd.grad(want, whole, dout), strict=True),
+        ]
+        error = max(float((mine - one[:, rows]).abs().max()) for mine, one in pairs)
+        tell(
+            rank=world.rank,
+            size=world.world_size,
+            local=world.local_rank,
+            local_size=world.local_world_size,
+            node=world.node,
+            launcher=world.launcher,
+            backend=world.backend,
+            error=error,
+            mpi="mpi4py.MPI" in sys.modules,
+            master=_world._meeting.where if _world._meeting else "",
+        )
+
+
+def again(timeout: float) -> None:
+    """One job after another in the same processes, of which rank 0 leaves late."""
+    for n in range(3):
+        with init(timeout=timeout) as world:
+            x = torch.ones(1)
+            torch.distributed.all_reduce(x)
+            if world.rank == 0:
+                time.sleep(0.7)
+        assert "MASTER_PORT" not in os.environ or sys.argv[-1] == "given"
+        tell(rank=world.rank, n=n, sum=x.item())
+
+
+def loop(timeout: float) -> None:
+    """Attention again and again, until a rank is lost."""
+    os.environ["MESHFLASH_TIMEOUT"] = str(timeout)
+    world = init(timeout=timeout)
+    x = torch.randn(1, 64, 2, 16, requires_grad=True)
+    n = 0
+    while True:
+        try:
+            attention(x, x, x, schedule="ring", mask=Mask.causal()).sum().backward()
+        except (meshflash.TransportError, meshflash.MissingRankError) as error:
+            tell(rank=world.rank, calls=n, lost=str(error), kind=type(error).__name__)
+            os._exit(3)
+        n += 1
+        if n == 1:
+            tell(rank=world.rank, process=os.getpid())
+
+
+def fail(timeout: float) -> None:
+    """A start that cannot succeed."""
+    begin = time.monotonic()
+    try:
+        init(timeout=timeout)
+    except RuntimeError as error:
+        tell(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - begin)
+        os._exit(4)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[3:]:  # what this rank is not to know
+        os.environ.pop(name, None)
+    {"attend": attend, "again": again, "loop": loop, "fail": fail}[sys.argv[1]](float(sys.argv[2]))
