@@ -90,7 +90,7 @@ def following(COUNTER, number, work, DYNAMIC: gl.constexpr):
     Programs ask once for each piece, so that the last ask is known, and leaves the counter at 0.
     """
     if DYNAMIC:
-        asked = gl.atomic_add(COUNTER, 1)
+        asked = gl.atomic_add(COUNTER, 1, sem="relaxed")  # no data is handed over with it
         if asked == work - 1:
             gl.store(COUNTER, 0)
         number = asked

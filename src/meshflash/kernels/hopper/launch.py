@@ -179,7 +179,8 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
             *(q_blocks, _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
             *(out_blocks, carried_blocks, out, lse, *part, carried, carried_lse),
             lse if sinks is None else sinks.contiguous(),
-            *(_counter(q.device), walked.tiles, walked.spans, len(tables), heads, section, uncut, work, scale, inner),
+            *(_counter(q.device) if dynamic else walked.tiles, walked.tiles, walked.spans, len(tables), heads, section),
+            *(uncut, work, scale, inner),
             *(*out.stride()[:3], *lse.stride(), *carried.stride()[:3], *carried_lse.stride()),
             GROUP=group,
             ROWS=config.rows,
@@ -422,16 +423,17 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _counter(device: torch.device) -> Tensor:
-    """A number that is 0, and 0 again when a kernel has ended: one for each stream, where kernels follow each other.
+    """Return a zeroed tile counter: one per stream, because launches of one stream do not overlap.
 
-    A graph that is captured has one of its own, for it may run beside others.
+    The kernel leaves 0 behind. The host clears it all the same: after a launch that lost a tile, all later ones would
+    skip most of theirs. It has 4 KiB of its own. A captured graph gets its own counter: it may run beside others.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]
+        _counters[key] = torch.empty(1024, dtype=torch.int32, device=device)
+    return _counters[key].zero_()
 
 
 @cache
