@@ -30,7 +30,7 @@ from meshflash.bench import bytes as moved
 from meshflash.bench.cases import Case
 from meshflash.check.suite import LAYOUTS, MASKS
 from meshflash.core.problem import Problem
-from meshflash.schedules.registry import build, home, over_lines
+from meshflash.schedules.registry import build, default_layout, over_lines
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "digests.json"
@@ -60,7 +60,7 @@ def programs() -> Iterator[tuple[str, str]]:
     for world in WORLDS:
         tokens = 6 * world + 5  # uneven shards
         for schedule in over_lines(world):
-            own = home(schedule)(tokens, world)
+            own = default_layout(schedule)(tokens, world)
             cases = [(family, own, make(tokens)) for family, make in MASKS.items()]
             cases += [(name, make(tokens, world), MASKS["causal"](tokens)) for name, make in LAYOUTS.items()]
             for name, layout, mask in cases:

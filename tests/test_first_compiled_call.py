@@ -12,7 +12,7 @@ from torch import distributed as _distributed
 from torch import nn
 
 from meshflash import Layout, Mask, attention, shard, unshard
-from meshflash.engine.membership import leave
+from meshflash.engine.group_context import leave
 from meshflash.integrations.compat.yunchang import UlyssesAttention
 from meshflash.parallel import MeshAttention
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from meshflash import Mask, flash_attention
 from meshflash.check.oracle import Case, check, gradients
 from meshflash.engine.op import attention_op
-from meshflash.kernels.registry import spy
+from meshflash.kernels.registry import record_kernels
 
 CAUSAL = Mask.causal()
 
@@ -303,7 +303,7 @@ def test_inductor():
 
 def test_spy_tells_which_kernel_ran():
     q, k, v = qkv(1, 7, 2, 8)
-    with spy() as outer, spy() as inner:
+    with record_kernels() as outer, record_kernels() as inner:
         flash_attention(q, k, v, kernel="tiled").sum().backward()
     flash_attention(q, k, v)
     assert outer == inner == [("tiled", "forward"), ("tiled", "backward")]
@@ -397,7 +397,7 @@ def test_errors_name_the_argument_and_what_is_expected(name):
 
 def test_on_the_meta_device_nothing_is_computed():
     q, k, v = (torch.empty(1, 4096, 2, 8, device="meta", requires_grad=True) for _ in range(3))
-    with spy() as ran:
+    with record_kernels() as ran:
         out = flash_attention(q, k, v, mask=CAUSAL, dropout=0.1, seed=3)
         out.sum().backward()
     assert out.shape == q.shape

@@ -17,7 +17,7 @@ from meshflash import Layout, Mask, attention, flash_attention, register_schedul
 from meshflash.engine import mesh as engine
 from meshflash.engine.check import WrongResultError
 from meshflash.engine.explain import Explanation
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.schedules import allgather, registry, ring
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -57,8 +57,8 @@ def assert_equal(got, want):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def home(schedule, tokens, world):
-    return registry.home(schedule)(tokens, world)
+def default_layout(schedule, tokens, world):
+    return registry.default_layout(schedule)(tokens, world)
 
 
 def gradients(call, *inputs):
@@ -83,7 +83,7 @@ def compare(rank, world, whole, layout, k_layout=None, given=None, share=None, *
 def no_layout(rank, world, group):
     for schedule in (*SCHEDULES, "auto"):
         for tokens in (5 * world, world, 0):
-            layout = home("ring" if schedule == "auto" else schedule, tokens, world)
+            layout = default_layout("ring" if schedule == "auto" else schedule, tokens, world)
             whole = qkv(tokens)
             compare(rank, world, whole, layout, given={}, mesh=group, schedule=schedule, mask=CAUSAL)
 
@@ -160,7 +160,7 @@ def packed(rank, world, group):
     mask = CAUSAL & Mask.documents(lengths)
     whole, whole_lse = flash_attention(q, k, v, mask=mask, return_lse=True)
     for schedule in SCHEDULES:
-        layout = home(schedule, 19, world)
+        layout = default_layout(schedule, 19, world)
         local = [cut(x, layout, rank, 0) for x in (q, k, v)]
         for given in (mask, CAUSAL & Mask.documents(torch.tensor(lengths))):
             out, lse = attention(*local, mask=given, layout=layout, schedule=schedule, return_lse=True, verify=True)
@@ -183,9 +183,9 @@ def plan(rank, world, group):
     assert lse.shape == (2, 4, 16)
     assert (ran.schedule, ran.layout, ran.world, ran.transport) == ("zigzag", "zigzag", world, "gloo")
     assert (ran.reason, ran.kernels) == ("asked for", ("tiled",))
-    assert ran.program is member(group.group_name).last.program("forward")
+    assert ran.program is group_context(group.group_name).last.program("forward")
     assert (ran.program.rank, ran.program.world, ran.program.direction) == (rank, world, "forward")
-    mover = member(group.group_name).transport(torch.device("cpu"))
+    mover = group_context(group.group_name).transport(torch.device("cpu"))
     mover.counters.clear()
     attention(*inputs, schedule="zigzag", mask=CAUSAL)
     assert ran.received_bytes == mover.counters.received_bytes > 0
@@ -234,7 +234,7 @@ def test_auto_is_the_same_on_ranks_that_hold_more_and_less(pool, limit, schedule
 def verify(rank, world, group):
     whole = qkv(40, dtype=torch.float32)
     for schedule in SCHEDULES:
-        layout = home(schedule, 40, world)
+        layout = default_layout(schedule, 40, world)
         inputs = [cut(x, layout, rank) for x in whole]
         call: dict[str, Any] = dict(schedule=schedule, layout=layout, mask=CAUSAL, verify=True)
         features: dict[str, Any] = dict(
@@ -289,7 +289,7 @@ def dropout(rank, world, group):
     whole = qkv(26)
     for seed in (3, torch.tensor(4)):
         for schedule in ("ring", "zigzag", "allgather"):
-            layout = home(schedule, 26, world)
+            layout = default_layout(schedule, 26, world)
             more: dict[str, Any] = dict(batch_offset=1, head_offset=2, mesh=group, schedule=schedule, mask=CAUSAL)
             compare(rank, world, whole, layout, dropout=0.4, seed=seed, **more)
     # what is dropped is seen in the values: identity matrices show the pairs that were kept
@@ -298,7 +298,7 @@ def dropout(rank, world, group):
     v = torch.eye(tokens)[None, :, None].expand(1, tokens, 2, tokens)
     kept = flash_attention(q, k, v, dropout=0.5, seed=9) > 0
     for schedule in SCHEDULES:
-        layout = home(schedule, tokens, world)
+        layout = default_layout(schedule, tokens, world)
         local = attention(*(cut(x, layout, rank) for x in (q, k, v)), schedule=schedule, dropout=0.5, seed=9)
         assert torch.equal(local > 0, cut(kept, layout, rank))
     with pytest.raises(ValueError, match="seed: give the same seed on all ranks"):
@@ -333,7 +333,7 @@ def calls(rank, world, group):
     for name, (shape, call) in CALLS.items():
         for schedule in ("zigzag", "allgather(head_stride=1)"):
             try:
-                compare(rank, world, qkv(**shape), home(schedule, 25, world), schedule=schedule, **call)
+                compare(rank, world, qkv(**shape), default_layout(schedule, 25, world), schedule=schedule, **call)
             except AssertionError as error:
                 raise AssertionError(f"{name}, {schedule}: {error}") from error
 
@@ -366,7 +366,7 @@ def sinks(rank, world, group):
     whole, logits = qkv(), torch.linspace(-1, 2, 4, dtype=torch.float64)
     *_, want = gradients(lambda q, k, v, s: flash_attention(q, k, v, mask=CAUSAL, sink_logits=s), *whole, logits)
     for schedule in SCHEDULES:
-        layout = home(schedule, 25, world)
+        layout = default_layout(schedule, 25, world)
 
         def call(q, k, v, sink_logits, schedule=schedule, layout=layout):
             return attention(q, k, v, mask=CAUSAL, sink_logits=sink_logits, schedule=schedule, layout=layout)
@@ -384,7 +384,7 @@ def reduced(rank, world, group):
     changed = []
     for dtype in (torch.float32, torch.bfloat16):
         for schedule in SCHEDULES:
-            layout = home(schedule, 40, world)
+            layout = default_layout(schedule, 40, world)
             local = [cut(x, layout, rank) for x in qkv(40, dtype=dtype)]
             call: dict[str, Any] = dict(schedule=schedule, layout=layout, mask=CAUSAL)
             exact, low, same = (
@@ -512,7 +512,7 @@ def test_autocast(pool):
 
 def bits(rank, world, group):
     for schedule in SCHEDULES:
-        layout = home(schedule, 40, world)
+        layout = default_layout(schedule, 40, world)
         local = [cut(x, layout, rank) for x in qkv(40, dtype=torch.float32)]
         call = partial(attention, layout=layout, schedule=schedule, mask=CAUSAL)
         first = gradients(partial(call, deterministic=True), *local)
@@ -520,7 +520,7 @@ def bits(rank, world, group):
         torch.use_deterministic_algorithms(True)
         try:
             assert_equal(first, gradients(call, *local))
-            assert member(group.group_name).last.setting.deterministic
+            assert group_context(group.group_name).last.setting.deterministic
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -545,10 +545,10 @@ def own_schedules(rank, world, group):
     with my_schedules():
         for schedule, name in (("mine", "contiguous"), ("mine(head_stride=2)", "contiguous"), ("yours", "zigzag")):
             tokens = 6 * world
-            layout = home(schedule, tokens, world)
+            layout = default_layout(schedule, tokens, world)
             assert layout.name == name
             compare(rank, world, qkv(tokens), layout, given={}, schedule=schedule, mask=CAUSAL, verify=True)
-            compare(rank, world, qkv(), home(schedule, 25, world), schedule=schedule, mask=CAUSAL)
+            compare(rank, world, qkv(), default_layout(schedule, 25, world), schedule=schedule, mask=CAUSAL)
     with pytest.raises(ValueError, match=r"schedule='mine': expected one of auto, "):
         attention(*(x[:, :6] for x in qkv(6)), schedule="mine")
 

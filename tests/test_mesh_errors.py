@@ -17,7 +17,7 @@ import meshflash
 from meshflash import Layout, Mask, attention
 from meshflash.comm.handshake import DisagreementError
 from meshflash.comm.transports.contract import TransportError
-from meshflash.engine.membership import MissingRankError, member
+from meshflash.engine.group_context import MissingRankError, group_context
 from pool import WorkerError
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -420,7 +420,7 @@ def test_a_timeout_is_a_number_of_seconds(refused, text):
 
 
 def handshakes(rank, world, group):
-    here = member(group.group_name)
+    here = group_context(group.group_name)
     call(world)
     call(world)
     assert here.handshakes == 1

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshflash import Layout, Mask, attention, flash_attention, register_schedule, shard, unshard
 from meshflash.core.program import Buffer, Copy, Slice
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.schedules import allgather, registry
 from meshflash.schedules.compose import heads_for_sequence
 from test_mesh_calls import assert_close, compare, cut, leaves, qkv
@@ -34,8 +34,8 @@ def saves_more(problem, rank, name="saves_more"):
 
 
 def what_is_saved(rank, world, group):
-    register_schedule("saves_more", saves_more, allgather.backward, keeps=True)
-    register_schedule("mixed", heads_for_sequence("ring")[0], allgather.backward, keeps=True)
+    register_schedule("saves_more", saves_more, allgather.backward, saves_buffers=True)
+    register_schedule("mixed", heads_for_sequence("ring")[0], allgather.backward, saves_buffers=True)
     try:
         for batch in (1, 2):
             whole, layout = qkv(9, batch=batch), Layout.contiguous(9, world)
@@ -125,7 +125,7 @@ def gathered_once(rank, world, group):
                 for x, held in zip((whole["q"], k_whole, v_whole), (layout, keys, keys), strict=True)
             ]
             k, v = (unshard(x, keys, group) for x in own[1:])
-            counters = member(group.group_name).transport(own[0].device).counters
+            counters = group_context(group.group_name).transport(own[0].device).counters
             counters.clear()
             layer: Any = partial(attention, mesh=group, layout=layout, k_layout="gathered", **options)
             mine = layer(layer(own[0], k, v), k, v)

@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 from meshflash import DisagreementError, Mask, attention, flash_attention
-from meshflash.schedules.registry import home, over_lines
+from meshflash.schedules.registry import default_layout, over_lines
 
 TOKENS, HEADS = 21, 4
 #: What a rank's loss reads. Patterns of these over ranks are the rows of the table.
@@ -44,7 +44,7 @@ def wanted(pattern, layout, sinks):
 
 
 def table(rank, world, group, schedule, patterns, sinks, frozen):
-    layout = home(schedule)(TOKENS, world)
+    layout = default_layout(schedule)(TOKENS, world)
     rows = torch.from_numpy(layout.positions(rank))
     worst = {}
     for pattern in patterns:
@@ -88,7 +88,7 @@ def test_sink_logits_beside_losses_that_differ(pool, schedule, frozen):
 
 
 def one_without_autograd(rank, world, group, schedule):
-    layout = home(schedule)(TOKENS, world)
+    layout = default_layout(schedule)(TOKENS, world)
     rows = torch.from_numpy(layout.positions(rank))
     q, k, v = (x[:, rows].clone().requires_grad_(rank != 1) for x in whole()[0])
     with pytest.raises(DisagreementError, match=r"autograd.*rank 0 has .*records.*rank 1 has .*no_grad"):

@@ -9,8 +9,8 @@ import torch
 from torch import distributed as dist
 
 from meshflash import Mask, api, attention, flash_attention
-from meshflash.engine import repeat
-from meshflash.engine.membership import member
+from meshflash.engine import fast_path
+from meshflash.engine.group_context import group_context
 
 CAUSAL = Mask.causal()
 
@@ -36,7 +36,7 @@ def run_in_threads(functions):
 
 
 def test_flash_attention_of_changing_shapes_from_eight_threads(monkeypatch):
-    monkeypatch.setattr(repeat, "_MOST", 8)  # so that entries come and go all the time
+    monkeypatch.setattr(fast_path, "_MOST", 8)  # so that entries come and go all the time
     x = torch.randn(1, 64, 2, 8)
     want = {n: flash_attention(x[:, :n], x[:, :n], x[:, :n], mask=CAUSAL) for n in range(1, 65)}
 
@@ -80,7 +80,7 @@ def test_two_threads_of_each_rank_drive_two_groups(pool, schedules):
 
 def one_group(rank, world, group):
     inside, refused = threading.Event(), []
-    here = member(group.group_name)
+    here = group_context(group.group_name)
 
     def second():
         inside.wait(5)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshflash.core.program import Program
     from meshflash.core.verify import VerificationError, verify_programs
     from meshflash.engine.check import WrongResultError
-    from meshflash.engine.membership import MissingRankError
+    from meshflash.engine.group_context import MissingRankError
     from meshflash.job import init, shutdown
     from meshflash.merging import merge_partials
     from meshflash.runtime.devices import peak_memory
@@ -54,7 +54,7 @@ __all__ = [
 _HOMES = {
     "DisagreementError": "meshflash.comm.handshake",
     "LostRankError": "meshflash.runtime.liveness",
-    "MissingRankError": "meshflash.engine.membership",
+    "MissingRankError": "meshflash.engine.group_context",
     "TransportError": "meshflash.comm.transports.contract",
     "VerificationError": "meshflash.core.verify",
     "WrongResultError": "meshflash.engine.check",

@@ -13,9 +13,9 @@ from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine.check import check_rows
 from meshflash.engine.explain import explain
-from meshflash.engine.membership import member
-from meshflash.engine.op import GATHERED, PLAIN, Read, attend, is_gathered
-from meshflash.engine.repeat import again, key_of, remember
+from meshflash.engine.fast_path import key_of, lookup, store
+from meshflash.engine.group_context import group_context
+from meshflash.engine.op import GATHERED, PLAIN, CallContext, attend, is_gathered
 from meshflash.groups import group_of, inner_of
 from meshflash.kernels import registry
 from meshflash.planning import asked_for, resolve
@@ -113,7 +113,7 @@ def flash_attention(
     if type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN and not torch.compiler.is_compiling():
         key = key_of(q, k, v, mask, scale, softcap, sink_logits, alibi_slopes, dropout, seed, q_offset, batch_offset,
                      head_offset, kernel, deterministic)  # fmt: skip
-        if key is not None and (made := again(key, q, k, v)) is not None:
+        if key is not None and (made := lookup(key, q, k, v)) is not None:
             return made if return_lse else made[0]
     arguments, packed = op_arguments(
         q,
@@ -135,7 +135,7 @@ def flash_attention(
     check_axes(arguments.q, arguments.k, mask, q_offset)
     out, lse = attend(arguments)
     if key is not None:
-        remember(key, arguments)
+        store(key, arguments)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -258,7 +258,7 @@ def attention(
             raise ValueError(f"return_plan, verify: not where k_layout is {GATHERED!r}, for nothing moves")
     except ValueError as error:
         if world > 1 and not torch.compiler.is_compiling():
-            member(group).tell(error)  # so that the others need not wait for this rank
+            group_context(group).broadcast_error(error)  # so that the others need not wait for this rank
         raise
     q, k, v = arguments.q, arguments.k, arguments.v
     if world > 1 and not gathered:
@@ -266,16 +266,16 @@ def attention(
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
     arguments = arguments._replace(asked=asked, will_backward=recorded)
     if verify or return_plan:
-        here = member(group) if world > 1 else None
+        here = group_context(group) if world > 1 else None
         with here.in_use() if here else nullcontext():  # a call of another thread would leave its plan in place of ours
-            with registry.spy() if return_plan else nullcontext(registry.Ran()) as ran:
+            with registry.record_kernels() if return_plan else nullcontext(registry.KernelLog()) as ran:
                 out, lse = attend(arguments)
             plan = here.last.plan if here else resolve(asked, q.shape[1], k.shape[1], 0, q_offset, 1)
             if verify:
                 if here:
                     # a rank that does not verify would be waited for in vain
                     here.agree({"verify": True}, "It may not verify: pass verify=True on all ranks, or on none. ")
-                read = Read(*arguments)
+                read = CallContext(*arguments)
                 check_rows(plan, here and here.group, rank, read.mask, read.features, q, k, v, out, lse)
             explanation = explain(plan, plan.reason, here, ran)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshflash.engine.membership import leave
+from meshflash.engine.group_context import leave
 from meshflash.engine.memory import release
 from meshflash.runtime import world
 from meshflash.runtime.world import TIMEOUT, World

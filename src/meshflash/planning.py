@@ -16,7 +16,7 @@ from meshflash.arguments import check_reduce_dtype
 from meshflash.comm.transports import choice as transports
 from meshflash.core.layout import Layout
 from meshflash.engine import mesh as engine
-from meshflash.engine.membership import forget
+from meshflash.engine.group_context import forget
 from meshflash.engine.op import GATHERED
 from meshflash.schedules import registry as schedules
 
@@ -110,9 +110,9 @@ def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, 
         schedule = "allgather" if gathered <= GATHER_BYTES else _ring_of(given)
         word = "at most" if gathered <= GATHER_BYTES else "more than"
         reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
-    schedule, home = schedules.canonical(schedule), schedules.home(schedule)
-    q_held = _held("layout", given, home, q_tokens, world)
-    k_held = _held("k_layout", k_given, home, k_tokens, world)
+    schedule, default_layout = schedules.canonical(schedule), schedules.default_layout(schedule)
+    q_held = _held("layout", given, default_layout, q_tokens, world)
+    k_held = _held("k_layout", k_given, default_layout, k_tokens, world)
     return engine.Plan(schedule, q_held, k_held, q_offset, dtype, transport, bool(lse), reason)
 
 
@@ -121,10 +121,12 @@ def _parsed(text: str) -> Layout:
     return Layout.parse(text)
 
 
-def _held(name: str, layout: Layout | None, home: Callable[[int, int], Layout], tokens: int, world: int) -> Layout:
+def _held(
+    name: str, layout: Layout | None, default_layout: Callable[[int, int], Layout], tokens: int, world: int
+) -> Layout:
     """The layout that was given, or the schedule's own for shards of equal length."""
     if layout is None:
-        return home(world * tokens, world)
+        return default_layout(world * tokens, world)
     if layout.world != world:
         raise ValueError(f"{name}: it is for {layout.world} ranks, the group has {world}")
     if world == 1 and layout.tokens != tokens:
@@ -134,15 +136,15 @@ def _held(name: str, layout: Layout | None, home: Callable[[int, int], Layout], 
     return layout
 
 
-def keeps(asked: str) -> bool:
+def saves_buffers(asked: str) -> bool:
     """Whether the forward of what was asked for saves more than the caller's tensors."""
     return _keeps(asked.split("|", 5)[5])
 
 
 def _keeps(schedule: str) -> bool:
-    return schedule != "auto" and schedules.parse(schedule)[0].keeps
+    return schedule != "auto" and schedules.parse(schedule)[0].saves_buffers
 
 
-engine.connect(schedules.build, resolve, keeps)
+engine.connect(schedules.build, resolve, saves_buffers)
 schedules.on_change.append(forget)
 schedules.names()  # imports them now: a compiler that traces a first call cannot

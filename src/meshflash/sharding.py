@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as _distributed
 
 from meshflash.core.layout import Layout
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.groups import group_of
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -79,7 +79,7 @@ def _gather(x: Tensor, layout: Layout, name: str, dim: int) -> Tensor:
     padded = x.new_zeros(longest, *rows.shape[1:])
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in range(layout.world)]
-    dist.all_gather(gathered, padded, group=member(name).group)
+    dist.all_gather(gathered, padded, group=group_context(name).group)
     joined = torch.cat([part[:length] for part, length in zip(gathered, layout.lengths, strict=True)])
     return joined.index_select(0, _places(layout, x.device)).movedim(0, dim).contiguous()
 
@@ -95,7 +95,7 @@ def _scatter(grad: Tensor, layout: Layout, name: str, rank: int, dim: int) -> Te
         part[:length] = rows.index_select(0, torch.from_numpy(layout.positions(other)).to(grad.device))
         parts.append(part)
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts, group=member(name).group)
+    dist.reduce_scatter(mine, parts, group=group_context(name).group)
     own = mine[: layout.lengths[rank]].movedim(0, dim)
     return own.to(grad.dtype).contiguous()
 

@@ -14,7 +14,7 @@ from meshflash import bench, flash_attention
 from meshflash.bench import record
 from meshflash.cli import app
 from meshflash.kernels import registry
-from meshflash.kernels.registry import Choice, Ran
+from meshflash.kernels.registry import Choice, KernelLog
 
 #: Benchmarks whose rows hold no figure of an attention kernel, and why.
 WITHOUT = {
@@ -75,10 +75,10 @@ def test_records_of_auto_name_real_kernels(words: str, tmp_path) -> None:
 
 def test_implementations_of_one_kernel_are_told_apart() -> None:
     x = torch.zeros(1, 4, 1, 8)
-    with registry.spy() as ran:
+    with registry.record_kernels() as ran:
         flash_attention(x, x, x)
     assert (ran.names("forward"), ran.names("backward")) == ("vendor", "")
-    made = Ran()
+    made = KernelLog()
     triton = next(kernel for kernel in registry.kernels() if kernel.name == "triton")
     for name in ("triton", "triton-portable", "triton"):
         made.note(Choice(triton, "asked for", name), "backward")

@@ -32,8 +32,8 @@ def k(name: str, rows: tuple[int, int] = (0, 3), heads: tuple[int, int] = (0, 2)
     return Slice(name, rows, heads)
 
 
-def bare(name: str, rows: tuple[int, int], heads: tuple[int, int]) -> Slice:
-    return Slice(name, rows, heads, bare=True)
+def without_lse(name: str, rows: tuple[int, int], heads: tuple[int, int]) -> Slice:
+    return Slice(name, rows, heads, without_lse=True)
 
 
 def put(n: int, *steps: Step) -> Edit:

@@ -176,7 +176,7 @@ class Run:
             for b in program.buffers:
                 if b.role == "input":
                     held[b.name] = {name: x.copy() for name, x in numbers.of(b.kind, program.rank).items()}
-                    if b.name == "dout" and "dout" in program.bare:  # nobody makes a delta that is not read
+                    if b.name == "dout" and "dout" in program.without_lse:  # nobody makes a delta that is not read
                         held[b.name]["delta"][:] = np.nan
                 elif b.role == "saved" and program.direction == "backward":
                     held[b.name] = self._saved(after, program.rank, b)
@@ -203,8 +203,8 @@ class Run:
             for b in program.buffers:
                 if b.role in ("scratch", "saved"):
                     continue
-                bare = b.name in program.bare and not self.numbers.problem.lse
-                for name, want in list(self.numbers.of(b.kind, rank).items())[: 1 if bare else 2]:
+                without_lse = b.name in program.without_lse and not self.numbers.problem.lse
+                for name, want in list(self.numbers.of(b.kind, rank).items())[: 1 if without_lse else 2]:
                     got = self.memory[rank][b.name][name]
                     if got.shape != want.shape or not np.allclose(got, want, rtol=1e-9, atol=1e-9):
                         raise BrokenError(f"{b.role} {name} of rank {rank} is wrong")
@@ -315,11 +315,11 @@ class Run:
             if not 0 <= begin <= end <= size:
                 raise BrokenError(f"{place} lies outside")
         held = self.memory[rank][place.buffer]
-        fields = fields_of(buffer.kind, place.bare)
+        fields = fields_of(buffer.kind, place.without_lse)
         return {field.name: held[field.name][:, slice(*place.rows), slice(*place.heads)] for field in fields}
 
     def _put(self, rank: int, place: Slice, kind: str, new: Fields) -> None:
-        old = self._get(rank, replace(place, bare=False))
+        old = self._get(rank, replace(place, without_lse=False))
         if self._kind(rank, place) != kind or any(old[name].shape != x.shape for name, x in new.items()):
             raise BrokenError(f"{place} is of another kind or shape")
         for name, x in old.items():

@@ -31,7 +31,7 @@ from meshflash.core.program import (
     Wait,
 )
 from meshflash.core.verify import VerificationError, verify_programs
-from meshflash.schedules.registry import build, home
+from meshflash.schedules.registry import build, default_layout
 
 CAUSAL = Mask.causal()
 #: schedule, tokens, ranks, mask, query heads, key heads
@@ -76,7 +76,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 @cache
 def made(case: str) -> tuple[Problem, Numbers, dict[Direction, list[Program]]]:
     schedule, tokens, world, mask, heads, kv_heads = CASES[case]
-    layout: Layout = home(schedule)(tokens, world)
+    layout: Layout = default_layout(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads, lse="bare" not in case)
     programs = {d: [build(schedule, problem, rank, d) for rank in range(world)] for d in DIRECTIONS}
     return problem, Numbers(problem), programs
@@ -345,7 +345,7 @@ def another_bareness(rng: random.Random, program: Program) -> Program | None:
     every = range(len(list(places(step))))
     for which in every if rng.random() < 0.5 else [rng.choice(every)]:
         place, exchange = list(places(step))[which]
-        step = exchange(replace(place, bare=not place.bare))
+        step = exchange(replace(place, without_lse=not place.without_lse))
     return with_step(program, n, step)
 
 

@@ -34,7 +34,7 @@ from meshflash.core.program import (
     Wait,
     slices,
 )
-from meshflash.schedules.registry import build, home
+from meshflash.schedules.registry import build, default_layout
 
 SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)", "ulysses")
 MASKS = {
@@ -96,7 +96,7 @@ EXAMPLES: list[tuple[Step, str, list[tuple[str, str]]]] = [
     (Finish(A, B, (0, 2)), "finish a[0:4, 0:2] -> b[0:4, 0:2]", [("a", "read"), ("b", "write")]),
     (Delta(A, B), "delta a[0:4, 0:2] . b[0:4, 0:2]", [("a", "read"), ("b", "update")]),
     (
-        Copy(replace(A, bare=True), replace(B, bare=True)),
+        Copy(replace(A, without_lse=True), replace(B, without_lse=True)),
         "copy a[0:4, 0:2] bare -> b[0:4, 0:2] bare",
         [("a", "read"), ("b", "write")],
     ),
@@ -139,7 +139,7 @@ def test_a_program_without_a_name_has_a_title_all_the_same() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_programs_survive_json(schedule: str, world: int) -> None:
-    layout = home(schedule)(13, world)
+    layout = default_layout(schedule)(13, world)
     for mask, direction in product(MASKS.values(), DIRECTIONS):
         problem = Problem(layout.ranges, layout.ranges, mask, 4, 2)
         for rank in range(world):

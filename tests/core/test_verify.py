@@ -14,7 +14,7 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Ranges, Sizes
 from meshflash.core.verify import verify_programs
-from meshflash.schedules.registry import build, home, verified
+from meshflash.schedules.registry import build, default_layout, verified
 
 CAUSAL = Mask.causal()
 #: For a sequence of n tokens.
@@ -52,7 +52,7 @@ def check_both(schedule: str, problem: Problem, tables: bool = True) -> None:
 
 def held_at_home(schedule: str, tokens: int, world: int) -> tuple[Ranges, ...]:
     """The layout that a schedule is at home on."""
-    return home(schedule)(tokens, world).ranges
+    return default_layout(schedule)(tokens, world).ranges
 
 
 def solves(schedule: str, world: int, names: list[str]) -> None:

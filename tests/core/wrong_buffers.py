@@ -16,7 +16,6 @@ from core.edits import (
     RING_B,
     RING_F,
     Wrong,
-    bare,
     both,
     buffer,
     change,
@@ -26,6 +25,7 @@ from core.edits import (
     put,
     room,
     s,
+    without_lse,
 )
 from meshflash.core.program import Add, Attend, Buffer, Clear, Copy, Delta, Part, Post
 
@@ -124,7 +124,7 @@ WRONG: list[Wrong] = [
         (
             "an LSE that is wanted and does not come",
             HEADS_F,
-            put(7, Copy(bare("out:0", (0, 3), (0, 2)), bare("out", (0, 3), (0, 2)))),
+            put(7, Copy(without_lse("out:0", (0, 3), (0, 2)), without_lse("out", (0, 3), (0, 2)))),
             "output out is without the LSE of some rows, and it is wanted",
         ),
         ("a delta that nobody makes", BARE_B, put(3), "read with its LSE or delta, which are not known"),
@@ -134,20 +134,20 @@ WRONG: list[Wrong] = [
             both(
                 room(Buffer("x", "out", 6, 2, role="saved")),
                 program(saves=("out", "q:0", "kv:0", "out:0", "x")),
-                insert(5, Copy(bare("out:0", (0, 6), (0, 2)), bare("x", (0, 6), (0, 2)))),
+                insert(5, Copy(without_lse("out:0", (0, 6), (0, 2)), without_lse("x", (0, 6), (0, 2)))),
             ),
             "x is saved, and is not the finished result of its rows, with their LSE",
         ),
         (
             "an attention without LSE",
             BARE_F,
-            change(4, out=bare("out:0", (0, 6), (0, 2))),
+            change(4, out=without_lse("out:0", (0, 6), (0, 2))),
             "can be copied and sent bare, and nothing else",
         ),
         (
             "bare queries",
             BARE_F,
-            put(0, Copy(bare("q", (0, 3), (0, 2)), bare("q:0", (0, 3), (0, 2)))),
+            put(0, Copy(without_lse("q", (0, 3), (0, 2)), without_lse("q:0", (0, 3), (0, 2)))),
             "can be copied and sent bare, and nothing else",
         ),
         (

@@ -10,7 +10,7 @@ import torch
 from meshflash import Layout, Mask, attention, shutdown
 from meshflash.comm.transports.contract import Transport
 from meshflash.engine import binding, mesh
-from meshflash.engine.membership import _members, member
+from meshflash.engine.group_context import _members, group_context
 from meshflash.engine.memory import _pools, pool
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def ended(rank, world, group):
     assert not any(found._free for found in _pools.values())
     assert not _members
     call(world)  # afresh
-    assert member(group.group_name).handshakes == 1
+    assert group_context(group.group_name).handshakes == 1
     assert all(found.usage.live == 0 for found in _pools.values())
 
 

@@ -22,10 +22,10 @@ from meshflash.core.program import Program
 from meshflash.core.tiles import Worklist
 from meshflash.engine import mesh as engine
 from meshflash.engine.binding import Bound
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement
-from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, Outputs, Rows, new_outputs
+from meshflash.kernels.contract import Grads, Inputs, Kernel, KernelRequest, Outputs, Rows, new_outputs
 from meshflash.kernels.registry import Choice
 
 CAUSAL = Mask.causal()
@@ -66,7 +66,7 @@ def steady(rank: int, world: int, group: Any) -> None:
     kinds.append(
         [dict(tokens=32, mask=CAUSAL & Mask.documents(torch.tensor([9, 23])), layout=Layout.zigzag(32, world))]
     )
-    here, usage = member(group.group_name), pool(CPU).usage
+    here, usage = group_context(group.group_name), pool(CPU).usage
     for calls in kinds:
         for _ in range(2):
             for call in calls:
@@ -96,7 +96,7 @@ def test_a_first_call_is_seen_to_build(pool):
 
 
 def seeds(rank: int, world: int, group: Any) -> None:
-    here = member(group.group_name)
+    here = group_context(group.group_name)
     for seed in range(10):
         if seed == 2:
             before = here.handshakes, len(here.prepared), pool(CPU).usage.allocations
@@ -112,7 +112,7 @@ def test_seeds_slopes_and_logits_that_change_are_the_same_kind_of_call(pool):
 
 def packings(rank: int, world: int, group: Any) -> None:
     draw = random.Random(0)  # the same on all ranks
-    here, memory = member(group.group_name), pool(CPU)
+    here, memory = group_context(group.group_name), pool(CPU)
     memory.clear()  # of what other tests of this worker left
     layout = Layout.zigzag(32, world)
     with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +144,7 @@ class Idle(Kernel):
 
     name, summary = "idle", "nothing"
 
-    def lacks(self, ask: Ask) -> str | None:
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
         return None
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from meshflash import Layout, Mask, attention, build_program
 from meshflash.cli import app
 from meshflash.engine import trace
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.viz import recorded
 
 SLOW = "throttled(auto, 0.001, 1000)"
@@ -26,7 +26,7 @@ def traced(rank, world, group, folder):
         for transport in ("auto", SLOW):
             out = attention(*x, mesh=group, schedule="ring", transport=transport, mask=Mask.full())
             out.sum().backward()
-        last = member(group.group_name).last
+        last = group_context(group.group_name).last
         made.write()
     attention(*x, mesh=group)  # no trace is wanted any more
     return made.calls, [len([s for s in last.program(d).steps if "attend" in str(s)]) for d in ("forward", "backward")]

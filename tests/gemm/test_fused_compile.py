@@ -88,7 +88,7 @@ def main(target: str, work: str, into: str) -> None:
     answers: list[Any] = []
     _pretend(target, built)
     vars(configs)["cores"] = lambda device: CORES
-    gemm_plan.Product.lacks = None  # type: ignore[assignment,method-assign] # the device is none that kernels run on
+    gemm_plan.Product.unsupported_reason = None  # type: ignore[assignment,method-assign] # the device is none that kernels run on
     for fields in json.loads(work):
         built.clear()
         try:

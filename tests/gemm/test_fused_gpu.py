@@ -150,11 +150,11 @@ def by_roles(monkeypatch):
     seen: list[int] = []
     send = distributed_launch.send_by_roles
 
-    def spy(ends, *more):
+    def record_kernels(ends, *more):
         seen.append(ends.rank)
         send(ends, *more)
 
-    monkeypatch.setattr(distributed_launch, "send_by_roles", spy)
+    monkeypatch.setattr(distributed_launch, "send_by_roles", record_kernels)
     return seen
 
 

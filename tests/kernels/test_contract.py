@@ -7,7 +7,7 @@ from torch import Tensor
 from meshflash import Layout, Mask
 from meshflash.check.oracle import Case, check, replace
 from meshflash.core.tiles import worklist
-from meshflash.kernels.contract import Ask, Grads, Inputs, Kernel, Rows, accumulator_dtype
+from meshflash.kernels.contract import Grads, Inputs, Kernel, KernelRequest, Rows, accumulator_dtype
 from meshflash.kernels.merge import merge_
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.registry import kernels, refusal
@@ -88,7 +88,7 @@ def test_vendor_refuses_a_carry_in_half_precision():
     work = worklist(CAUSAL, (range(4, 8),), (range(4),))
     case = Case(CAUSAL)
     features = case.features(case.inputs(torch.bfloat16))
-    ask = Ask("forward", torch.device("cpu"), torch.bfloat16, 16, 16, work, features)
+    ask = KernelRequest("forward", torch.device("cpu"), torch.bfloat16, 16, 16, work, features)
     assert refusal(Vendor(), ask) is None
     assert "float32 partial results" in (refusal(Vendor(), replace(ask, partial=True)) or "")
     assert "device cuda" in (refusal(Vendor(), replace(ask, device=torch.device("cuda"))) or "")

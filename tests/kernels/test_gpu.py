@@ -11,7 +11,7 @@ from meshflash.check.oracle import Case, check, gradients, replace
 from meshflash.core.tiles import worklist
 from meshflash.engine import local
 from meshflash.kernels import registry
-from meshflash.kernels.registry import spy
+from meshflash.kernels.registry import record_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def ieee_matmul():
 
 def run(case, dtype, kernel="auto", seed=0):
     leaves = case.inputs(dtype, "cuda", seed)
-    with spy() as ran:
+    with record_kernels() as ran:
         got = gradients(case.run(leaves, kernel), leaves, case)
     check(got, case, leaves)
     return got, ran

@@ -7,7 +7,7 @@ from cases import CASES
 from meshflash import Mask
 from meshflash.check.oracle import Case, check, gradients, replace
 from meshflash.kernels import tiled
-from meshflash.kernels.registry import spy
+from meshflash.kernels.registry import record_kernels
 
 CAUSAL = Mask.causal()
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -67,7 +67,7 @@ def test_vendor_serves_or_says_what_it_lacks(name, dtype):
 @pytest.mark.parametrize("name", CASES)
 def test_auto_takes_the_fastest_that_can(name, dtype):
     case, full_precision, half_precision = CASES[name]
-    with spy() as ran:
+    with record_kernels() as ran:
         _run(case, dtype, "auto")
     backward = "vendor" if (half_precision if dtype in HALF else full_precision) else "tiled"
     # only the gradient of the LSE is asked of the backward alone

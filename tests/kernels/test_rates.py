@@ -10,7 +10,7 @@ from meshflash.bench import calibrate
 from meshflash.check.oracle import replace
 from meshflash.core.tiles import worklist
 from meshflash.kernels import rates, registry
-from meshflash.kernels.contract import Ask, Features, Launch
+from meshflash.kernels.contract import Features, KernelRequest, Launch
 from meshflash.kernels.hopper import launch as hopper_launch
 from meshflash.kernels.rates import Known, Rate, Rates
 from meshflash.kernels.triton import configs as triton_configs
@@ -34,7 +34,9 @@ def table(**tflops):
 
 def ask(mask=CAUSAL, tokens=1024, **more):
     work = worklist(mask, (range(tokens),), (range(tokens),))
-    made = Ask("forward", torch.device("cpu"), torch.bfloat16, 64, 64, work, Features(0.125), batch=2, heads=8)
+    made = KernelRequest(
+        "forward", torch.device("cpu"), torch.bfloat16, 64, 64, work, Features(0.125), batch=2, heads=8
+    )
     return replace(made, **more)
 
 
@@ -207,7 +209,7 @@ def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
 
     def rated(dim, direction="forward", dtype=torch.bfloat16, **features):
         asked = Features(scale=0.1, **features)
-        return Triton().rated_as(Ask(direction, torch.device("cuda"), dtype, dim, dim, work, asked))
+        return Triton().rated_as(KernelRequest(direction, torch.device("cuda"), dtype, dim, dim, work, asked))
 
     assert rated(64) == rated(128, "backward") == rated(64, softcap=3.0) == "triton"
     assert rated(128, "backward", softcap=3.0) == "triton"
@@ -222,7 +224,7 @@ def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
 def test_rates_that_a_table_lacks_are_those_of_the_kernel(monkeypatch):
     monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
     work = worklist(Mask.causal(), (range(64),), (range(64),))
-    ask = Ask("forward", torch.device("cuda"), torch.bfloat16, 96, 96, work, Features(scale=0.1))
+    ask = KernelRequest("forward", torch.device("cuda"), torch.bfloat16, 96, 96, work, Features(scale=0.1))
     slow, fast = Rate("triton", "forward", True, 128, 512, 100.0), Rate("triton", "forward", True, 64, 512, 400.0)
     own = Rate(triton_configs.PORTABLE, "forward", True, 128, 512, 50.0)
     without, table = (Rates("a", "b", rates, {}) for rates in ((slow, fast), (slow, fast, own)))

@@ -11,7 +11,7 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Direction, Post, Program, Sizes
 from meshflash.core.verify import verify_programs
-from meshflash.schedules.registry import build, home
+from meshflash.schedules.registry import build, default_layout
 
 RINGS = ("ring", "zigzag", "striped")
 WORLDS = (2, 3, 4, 7, 8)
@@ -32,7 +32,7 @@ ROW = KV_HEADS * 64 * 2
 
 
 def problem_of(schedule: str, world: int, mask: Mask, rows: int = ROWS) -> Problem:
-    held = home(schedule)(rows * world, world).ranges
+    held = default_layout(schedule)(rows * world, world).ranges
     return Problem(held, held, mask, HEADS, KV_HEADS)
 
 

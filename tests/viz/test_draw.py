@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Attend, Direction, Program, Sizes, Slice
-from meshflash.schedules.registry import build, home
+from meshflash.schedules.registry import build, default_layout
 from meshflash.viz.draw import NUMBERS, coverage_svg, coverage_text, picture_svg, timeline_svg, timeline_text
 from meshflash.viz.timeline import Event, Rates, Timeline, simulate
 
@@ -39,7 +39,7 @@ MASKS = {
 def made(
     schedule: str, tokens: int, world: int, mask: Mask = CAUSAL, direction: Direction = "forward"
 ) -> tuple[list[Program], Problem]:
-    layout = home(schedule)(tokens, world)
+    layout = default_layout(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads=4, kv_heads=2)
     return [build(schedule, problem, rank, direction) for rank in range(world)], problem
 
@@ -139,7 +139,7 @@ def test_text_fits_a_terminal() -> None:
 
 
 def test_many_sets_of_heads_have_panels_below_each_other() -> None:
-    layout = home("ring")(64, 2)
+    layout = default_layout("ring")(64, 2)
     problem = Problem(layout.ranges, layout.ranges, CAUSAL, heads=5, kv_heads=5)
     programs = [build("allgather(head_stride=1)", problem, rank, "forward") for rank in range(2)]
     text = coverage_text(programs, problem, 40)

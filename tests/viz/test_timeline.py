@@ -29,7 +29,7 @@ from meshflash.core.program import (
     Wait,
 )
 from meshflash.core.tiles import worklist
-from meshflash.schedules.registry import build, home
+from meshflash.schedules.registry import build, default_layout
 from meshflash.viz.timeline import Event, Rates, Timeline, simulate
 
 CAUSAL = Mask.causal()
@@ -40,7 +40,7 @@ FREE, UNIT = Rates(1e6, inf), Rates(1.0, 1.0)
 def made(
     schedule: str, tokens: int, world: int, mask: Mask = CAUSAL, direction: Direction = "forward"
 ) -> tuple[list[Program], Problem]:
-    layout = home(schedule)(tokens, world)
+    layout = default_layout(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads=4, kv_heads=2)
     return [build(schedule, problem, rank, direction) for rank in range(world)], problem
 

@@ -34,7 +34,7 @@ from meshflash.bench.timing import synchronize, watched
 from meshflash.comm.transports.contract import Transport
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.engine.memory import pool
 from meshflash.engine.trace import recording
 from meshflash.kernels import registry
@@ -42,7 +42,7 @@ from meshflash.runtime.cores import cores_here
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import mps
 from meshflash.runtime.processes import Tell, run_ranks
-from meshflash.schedules.registry import home, parse
+from meshflash.schedules.registry import default_layout, parse
 from meshflash.sharding import shard
 from meshflash.viz import recorded
 from meshflash.viz.timeline import Timeline
@@ -279,12 +279,12 @@ class _Candidate:
         self.layout: Layout | None = None
         self.local = whole
         if name not in (ONE, BEST):
-            self.layout = home("ring" if name == PLAIN else name)(case.tokens, setup.world)
+            self.layout = default_layout("ring" if name == PLAIN else name)(case.tokens, setup.world)
             self.local = tuple(shard(x, self.layout, group).contiguous() for x in whole)  # type: ignore[assignment]
         self.leaves = [x.requires_grad_() for x in self.local[:3]]
         self.transport: Transport | None = None
         if name not in (ONE, BEST, PLAIN):
-            self.transport = member(group.group_name).transport(whole[0].device, setup.transport)
+            self.transport = group_context(group.group_name).transport(whole[0].device, setup.transport)
         self._attention = self._function(mask)
 
     @property
@@ -308,10 +308,10 @@ class _Candidate:
         if counters is not None:
             counters.clear()
         received = []
-        with registry.spy() as ran:
+        with registry.record_kernels() as ran:
             forward = watched(self.forward, device)
         received.append(counters.received_bytes if counters else 0)
-        with registry.spy() as ran_back:
+        with registry.record_kernels() as ran_back:
             backward = watched(lambda: torch.autograd.grad(forward.result, self.leaves, self.local[3]), device)
         received.append(counters.received_bytes if counters else 0)
         if self.name == PLAIN:  # K and V gathered, and their gradients summed and scattered

@@ -10,7 +10,7 @@ from meshflash.bench.cases import Case
 from meshflash.bench.peers import peer_bytes
 from meshflash.core.problem import Problem
 from meshflash.core.program import Sizes
-from meshflash.schedules.registry import build, home
+from meshflash.schedules.registry import build, default_layout
 
 PASSES = ("forward", "forward+backward")
 
@@ -32,7 +32,7 @@ def run(case: Case, schedules: Sequence[str], world: int) -> Iterator[Row]:
     """The rows of one case; gradients travel in float32."""
     sizes = Sizes(case.batch, case.head_dim, case.head_dim, case.torch_dtype.itemsize)
     for schedule in schedules:
-        held = home(schedule)(case.tokens, world).ranges
+        held = default_layout(schedule)(case.tokens, world).ranges
         problem = Problem(held, held, case.rule, case.heads, case.kv_heads, lse=False)
         forward, backward = (
             [sum(build(schedule, problem, rank, direction).received(sizes).values()) for rank in range(world)]

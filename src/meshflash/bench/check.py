@@ -99,7 +99,7 @@ def judge(case: Case, name: str, function: Attention, tensors: Tensors, want: Tr
     """Run a candidate forward and backward; WrongError, a RuntimeError, if it is wrong."""
     inputs, dout = tensors[:3], tensors[3]
     errors: dict[str, float] = {}
-    with registry.spy() as seen:
+    with registry.record_kernels() as seen:
         out = attempt(lambda: function(*inputs))
         if out is not None:
             errors["forward"] = want.forward_error(out)

@@ -14,7 +14,7 @@ from meshflash.core.mask import Mask
 from meshflash.core.program import Direction
 from meshflash.engine import binding, mesh
 from meshflash.engine.placement import Setting
-from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Outputs, Rows
+from meshflash.kernels.contract import Features, Grads, Inputs, Kernel, KernelRequest, Outputs, Rows
 from meshflash.kernels.registry import Choice
 from meshflash.planning import resolve
 from meshflash.schedules import registry
@@ -40,7 +40,7 @@ class _Nothing(Kernel):
     name = "nothing"
     summary = "computes nothing"
 
-    def lacks(self, ask: Ask) -> str | None:
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
         return None
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
@@ -58,7 +58,7 @@ def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[Row]:
     mesh.connect(registry.build, resolve)
     with mock.patch.object(binding, "choose", return_value=Choice(_Nothing(), "it is given")):
         for schedule in schedules:
-            layout = registry.home(schedule)(64 * world, world)
+            layout = registry.default_layout(schedule)(64 * world, world)
             for direction in ("forward", "backward"):
                 rows.append(_measure(schedule, mesh.Plan(schedule, layout, layout), direction, world, rounds))
     return rows

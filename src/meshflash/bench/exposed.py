@@ -13,7 +13,7 @@ from torch import distributed as _distributed
 from meshflash.bench.timing import synchronize
 from meshflash.comm.transports.contract import Transport
 from meshflash.comm.transports.throttled import Throttled
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.engine.trace import recording
 from meshflash.viz.timeline import Rates, simulate
 
@@ -59,7 +59,7 @@ def _once(function: Callable[[], Any], device: torch.device, transport: Transpor
     measured = max(waits for waits, _ in gathered)
     if not isinstance(transport, Throttled):
         return Exposed(measured * 1e3)
-    last = member(group.group_name).last
+    last = group_context(group.group_name).last
     rates = Rates(1.0, transport.bytes_per_second, transport.latency)  # no pair is asked for: steps took what they took
     simulated = 0.0
     for calls in zip(*(calls for _, calls in gathered), strict=True):

@@ -167,8 +167,10 @@ def trials(case: Case, rounds: int, say: Say = lambda _: None) -> list[Row]:
     """The rows of each mode in each configuration that is worth trying, and of torch.mm; those that fail are told."""
     a, b = case.tensors()
     product = Product.of(a, b, case.precision)
-    if product.lacks or on_cpu(case.device):
-        raise ValueError(f"no configurations to time: {product.lacks or 'interpreted kernels are not timed'}")
+    if product.unsupported_reason or on_cpu(case.device):
+        raise ValueError(
+            f"no configurations to time: {product.unsupported_reason or 'interpreted kernels are not timed'}"
+        )
     plans = {TORCH: choose(product, TORCH)}
     for mode, config in (
         (mode, config) for mode in KERNELS for config in configs.candidates(product.numbers, a.device)

@@ -62,7 +62,7 @@ def run(case: Case, names: tuple[str, ...]) -> Iterator[Row]:
 
     given = sum(x.nbytes for x in (q, k, v, dout))
     for name in names:
-        with registry.spy() as ran:
+        with registry.record_kernels() as ran:
             peak = attempt(lambda name=name: given + watched(lambda: attend(name), q.device).peak_bytes)  # type: ignore[misc]
         yield Row(
             kernel=name,

@@ -73,7 +73,7 @@ def run(case: Training, rounds: int, say: Say = lambda _: None) -> list[Row]:
     ran: dict[str, tuple[str, str]] = {}
     for name, step in list(steps.items()):
         say(f"checking {name}")
-        with registry.spy() as seen:
+        with registry.record_kernels() as seen:
             loss = attempt(partial(_loss, trainer, step))
         ran[name] = seen.names("forward") or name, seen.names("backward") or name
         if loss is None:

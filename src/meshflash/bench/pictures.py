@@ -47,7 +47,7 @@ def programs(
     schedule: str, tokens: int, world: int, heads: int, kv_heads: int, mask: Mask, direction: Direction, sizes: Sizes
 ) -> Programs:
     """The programs of a schedule on its own layout."""
-    layout = registry.home(schedule)(tokens, world)
+    layout = registry.default_layout(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads)
     return Programs(problem, tuple(registry.build(schedule, problem, rank, direction) for rank in range(world)), sizes)
 

@@ -65,7 +65,7 @@ def run(case: Case, schedules: tuple[str, ...], world: int, rank: int, kernel: s
             functions = {schedule: played.of(direction), ONE: played.one(direction)}
             ran = {}
             for name, function in functions.items():
-                with kernels.spy() as seen:
+                with kernels.record_kernels() as seen:
                     function()
                 ran[name] = seen.names(direction)
             ms = interleaved(functions, device, rounds)
@@ -81,7 +81,7 @@ class _Played:
 
     def __init__(self, case: Case, schedule: str, world: int, rank: int, kernel: str, device: torch.device) -> None:
         self.case, self.kernel, self.device = case, kernel, device
-        layout = registry.home(schedule)(case.tokens, world)
+        layout = registry.default_layout(schedule)(case.tokens, world)
         rows, dtype = layout.lengths[rank], case.torch_dtype
         generator = torch.Generator(device).manual_seed(0)
 

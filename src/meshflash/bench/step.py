@@ -147,7 +147,7 @@ def run(
     synchronize(device)
     say("watching memory")
     begin = time.perf_counter()
-    with registry.spy() as ran:
+    with registry.record_kernels() as ran:
         seen = watched(step, device)
     seconds = time.perf_counter() - begin
     peak, loss = seen.peak_bytes + _held(device), float(seen.result)

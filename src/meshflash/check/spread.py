@@ -15,11 +15,11 @@ from meshflash.api import attention, flash_attention
 from meshflash.check.oracle import Case, upstream
 from meshflash.comm.transports.contract import Transport
 from meshflash.core.program import Direction, Sizes
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.engine.memory import pool
 from meshflash.engine.mesh import Plan
 from meshflash.kernels.contract import accumulator_dtype
-from meshflash.schedules.registry import home, parse, verified
+from meshflash.schedules.registry import default_layout, parse, verified
 
 WHOLE = ("q", "k", "v")
 
@@ -58,18 +58,18 @@ class Item:
     @property
     def lse(self) -> bool:
         """Whether the call asks for the LSE; where that changes what moves, only cases that need it do."""
-        return self.case.lse_gradient or self.case.sinks or not parse(self.schedule)[0].keeps
+        return self.case.lse_gradient or self.case.sinks or not parse(self.schedule)[0].saves_buffers
 
     @property
     def q(self) -> Layout:
-        return self.layout or home(self.schedule)(self.case.tokens, self.world)
+        return self.layout or default_layout(self.schedule)(self.case.tokens, self.world)
 
     @property
     def k(self) -> Layout:
         tokens = self.case.tokens if self.case.k_tokens is None else self.case.k_tokens
         if self.k_layout is None and self.case.k_tokens is None:
             return self.q
-        return self.k_layout or home(self.schedule)(tokens, self.world)
+        return self.k_layout or default_layout(self.schedule)(tokens, self.world)
 
 
 def restride(x: Tensor, how: Strides, repeated: tuple[int, ...] = ()) -> Tensor:
@@ -235,7 +235,7 @@ class Run:
 
     @property
     def _mover(self) -> Transport:
-        return member(self.group.group_name).transport(self.local["q"].device, self.item.transport)
+        return group_context(self.group.group_name).transport(self.local["q"].device, self.item.transport)
 
 
 def run_item(rank: int, group: Any, item: Item) -> Result:

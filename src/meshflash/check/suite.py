@@ -13,7 +13,7 @@ from meshflash.check.oracle import Case
 from meshflash.check.spread import Item
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.schedules.registry import home
+from meshflash.schedules.registry import default_layout
 
 #: As many tokens as no number of ranks divides.
 TOKENS = 37
@@ -72,7 +72,7 @@ def everything(
     """
     out = []
     for schedule in schedules:
-        own = home(schedule)(TOKENS, world).name
+        own = default_layout(schedule)(TOKENS, world).name
         if quick:
             features = list(FEATURES)
             turns = product([own], QUICK_MASKS, range(2))

@@ -42,16 +42,16 @@ KINDS: dict[str, tuple[Field, ...]] = {
     "dkv": (Field("dk", "dim"), Field("dv", "value_dim")),
 }
 #: Those of which one number a row, the LSE or delta, may be left out.
-BARE_KINDS = frozenset({"out", "dout"})
+LSE_KINDS = frozenset({"out", "dout"})
 #: What a forward leaves for a backward where it keeps nothing but what every backward needs.
 SAVES = ("q", "kv", "out")
 #: The kinds whose heads are key heads; those of all others are query heads.
 KEY_KINDS = frozenset({"kv", "dkv"})
 
 
-def fields_of(kind: str, bare: bool = False) -> tuple[Field, ...]:
+def fields_of(kind: str, without_lse: bool = False) -> tuple[Field, ...]:
     """The fields of a kind; of bare rows, the first."""
-    return KINDS[kind][:1] if bare else KINDS[kind]
+    return KINDS[kind][:1] if without_lse else KINDS[kind]
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,12 @@ class Sizes:
         """Elements of a field for one row and head."""
         return {"dim": self.dim, "value_dim": self.value_dim, "": 1}[field.width]
 
-    def row_bytes(self, kind: str, dtype: Dtype, bare: bool = False) -> int:
+    def row_bytes(self, kind: str, dtype: Dtype, without_lse: bool = False) -> int:
         """Bytes of one row of one head, over the batch."""
         each = {"input": self.input_bytes, "partial": self.partial_bytes, "reduce": self.reduce_bytes}
         return self.batch * sum(
-            self.width(field) * each["partial" if field.always_partial else dtype] for field in fields_of(kind, bare)
+            self.width(field) * each["partial" if field.always_partial else dtype]
+            for field in fields_of(kind, without_lse)
         )
 
 
@@ -102,14 +103,14 @@ class Buffer:
 class Slice:
     """Some rows and heads of a buffer, counted within the buffer.
 
-    `bare` rows are results without their LSE, or gradients of results without their delta: whoever copies or receives
-    them does not know those numbers.
+    Rows `without_lse` are results without their LSE, or gradients of results without their delta. The rank that copies
+    or receives them does not know these values.
     """
 
     buffer: str
     rows: Interval
     heads: Interval
-    bare: bool = False
+    without_lse: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -131,8 +132,8 @@ class Slice:
         return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in ((self.rows, other.rows), (self.heads, other.heads)))
 
     def __str__(self) -> str:
-        bare = " bare" if self.bare else ""
-        return f"{self.buffer}[{self.rows[0]}:{self.rows[1]}, {self.heads[0]}:{self.heads[1]}]{bare}"
+        suffix = " without LSE" if self.without_lse else ""
+        return f"{self.buffer}[{self.rows[0]}:{self.rows[1]}, {self.heads[0]}:{self.heads[1]}]{suffix}"
 
 
 @dataclass(frozen=True)
@@ -313,18 +314,18 @@ class Program:
         return dict(self.groups)
 
     @cached_property
-    def bare(self) -> frozenset[str]:
+    def without_lse(self) -> frozenset[str]:
         """The buffers of which rows are bare somewhere: of the caller's, the LSE is not made, and delta not read."""
-        return frozenset(place.buffer for step in self.steps for place, _ in slices(step) if place.bare)
+        return frozenset(place.buffer for step in self.steps for place, _ in slices(step) if place.without_lse)
 
     def fields(self, part: Slice) -> tuple[Field, ...]:
         """What a slice holds for each of its rows."""
-        return fields_of(self.buffer[part.buffer].kind, part.bare)
+        return fields_of(self.buffer[part.buffer].kind, part.without_lse)
 
     def slice_bytes(self, part: Slice, sizes: Sizes) -> int:
         """What a slice takes, and what moving it moves."""
         buffer = self.buffer[part.buffer]
-        return part.cells * sizes.row_bytes(buffer.kind, buffer.dtype, part.bare)
+        return part.cells * sizes.row_bytes(buffer.kind, buffer.dtype, part.without_lse)
 
     def shares(self, buffer: Buffer, sizes: Sizes) -> bool:
         """Whether scratch is the memory of the output that it becomes."""

@@ -15,9 +15,9 @@ import numpy as np
 from meshflash.core.coverage import Bools, Counts, Ints, Truth, distinct, expand, table_pairs
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
-    BARE_KINDS,
     KEY_KINDS,
     KINDS,
+    LSE_KINDS,
     SAVES,
     Add,
     Attend,
@@ -47,36 +47,36 @@ class Content:
     """What some cells hold: [rows, heads] of (position, head), and [batch, rows, heads, ...] of counts.
 
     Counts are of keys for each query and head, and for gradients of keys of (query head in its group,
-    query); other kinds have none. A result is `finished` once sink logits are in it. Rows are `bare` while their
+    query); other kinds have none. A result is `finished` once sink logits are in it. Rows are `without_lse` while their
     LSE or delta is not known.
     """
 
     cells: Ints
     counts: Counts | None
     finished: Bools
-    bare: Bools
+    without_lse: Bools
 
     def at(self, place: Slice) -> Content:
         """Some of these cells: the same memory."""
         index = place.index
         counts = None if self.counts is None else self.counts[(slice(None), *index)]
-        return Content(self.cells[index], counts, self.finished[index], self.bare[index])
+        return Content(self.cells[index], counts, self.finished[index], self.without_lse[index])
 
     def copy(self) -> Content:
         """The same in memory of its own."""
         counts = None if self.counts is None else self.counts.copy()
-        return Content(self.cells.copy(), counts, self.finished.copy(), self.bare.copy())
+        return Content(self.cells.copy(), counts, self.finished.copy(), self.without_lse.copy())
 
-    def put(self, new: Content, bare: bool = False) -> None:
+    def put(self, new: Content, without_lse: bool = False) -> None:
         """Overwrite, with all that is held or with bare rows."""
-        self.cells[:], self.finished[:], self.bare[:] = new.cells, new.finished, new.bare | bare
+        self.cells[:], self.finished[:], self.without_lse[:] = new.cells, new.finished, new.without_lse | without_lse
         if self.counts is not None:
             assert new.counts is not None
             self.counts[:] = new.counts
 
     def clear(self) -> None:
         """Hold nobody's zero."""
-        self.cells[:], self.finished[:], self.bare[:] = ZERO, False, False
+        self.cells[:], self.finished[:], self.without_lse[:] = ZERO, False, False
         if self.counts is not None:
             self.counts[:] = 0
 
@@ -128,7 +128,9 @@ class Rank:
             held = self.buffers[buffer.name]
             if buffer.role == "input":
                 held.cells[:] = self._expected(buffer.kind)
-                held.bare[:] = buffer.kind == "dout" and buffer.name in program.bare  # its delta was not made then
+                held.without_lse[:] = (
+                    buffer.kind == "dout" and buffer.name in program.without_lse
+                )  # its delta was not made then
                 if buffer.kind == "out":
                     assert held.counts is not None
                     held.counts[:], held.finished[:] = self._wanted("out"), True
@@ -205,7 +207,7 @@ class Rank:
                 self.fail(f"output {buffer.name}: {int((~known).sum())} cells are not the rows they should be")
             if buffer.kind == "out" and not content.finished.all():
                 self.fail("output out is not the finished result")
-            if self.problem.lse and content.bare.any():
+            if self.problem.lse and content.without_lse.any():
                 self.fail("output out is without the LSE of some rows, and it is wanted")
             assert content.counts is not None
             difference = content.counts - self._wanted(buffer.kind)
@@ -232,7 +234,7 @@ class Rank:
         """Whether results are finished, and of all keys that their rows see."""
         assert content.counts is not None
         wanted = self.truth.visible[:, content.cells // self.problem.heads]
-        return bool(content.finished.all() and not content.bare.any() and (content.counts == wanted).all())
+        return bool(content.finished.all() and not content.without_lse.any() and (content.counts == wanted).all())
 
     def _check_program(self) -> None:
         program, problem = self.program, self.problem
@@ -320,7 +322,7 @@ class Rank:
         content = self._at(place)
         if (content.cells == UNDEFINED).any():
             self.fail(f"{place} is read before it is written, or after it was finished")
-        if content.bare.any() and not place.bare:
+        if content.without_lse.any() and not place.without_lse:
             self.fail(f"{place} is read with its LSE or delta, which are not known")
         return content
 
@@ -333,7 +335,7 @@ class Rank:
             buffer = self.program.buffer.get(place.buffer)
             if buffer is None:
                 self.fail(f"there is no buffer {place.buffer}")
-            if place.bare and not (isinstance(step, Copy | Post) and buffer.kind in BARE_KINDS):
+            if place.without_lse and not (isinstance(step, Copy | Post) and buffer.kind in LSE_KINDS):
                 self.fail(f"{place}: results and their gradients can be copied and sent bare, and nothing else")
             for (begin, end), size in ((place.rows, buffer.rows), (place.heads, buffer.heads)):
                 if not 0 <= begin <= end <= size:
@@ -365,7 +367,7 @@ class Rank:
 
     def _check_alike(self, src: Slice, dst: Slice) -> None:
         kinds = [self.program.buffer[place.buffer].kind for place in (src, dst)]
-        if kinds[0] != kinds[1] or src.shape != dst.shape or src.bare != dst.bare:
+        if kinds[0] != kinds[1] or src.shape != dst.shape or src.without_lse != dst.without_lse:
             self.fail("source and target differ in kind or shape")
 
     def _become(self, src: Slice, dst: Slice) -> None:
@@ -375,7 +377,7 @@ class Rank:
 
     def _copy(self, step: Copy) -> None:
         self._check_alike(step.src, step.dst)
-        self._at(step.dst).put(self._read(step.src), step.src.bare)
+        self._at(step.dst).put(self._read(step.src), step.src.without_lse)
         self._become(step.src, step.dst)
 
     def _add(self, step: Add) -> None:
@@ -409,7 +411,7 @@ class Rank:
         self._become(step.src, step.dst)
 
     def _delta(self, step: Delta) -> None:
-        out, dout = self._read(step.out), self._read(replace(step.dout, bare=True))
+        out, dout = self._read(step.out), self._read(replace(step.dout, without_lse=True))
         for place, kind in ((step.out, "out"), (step.dout, "dout")):
             buffer = self.program.buffer[place.buffer]
             if (buffer.kind, buffer.dtype) != (kind, "input"):
@@ -418,7 +420,7 @@ class Rank:
             self.fail("takes other rows, or what is not their finished result, for the results of its rows")
         if self.problem.lse:
             self.fail("a gradient may come by way of the LSE, and only the caller's delta has it")
-        dout.bare[:] = False
+        dout.without_lse[:] = False
 
     def _attend(self, step: Attend) -> None:
         q, _ = self._operands(step)
@@ -531,4 +533,4 @@ class Rank:
         for memory in {self.memory[part.slice.buffer] for part in (*post.step.sends, *post.step.recvs)}:
             self.in_flight[memory] = [entry for entry in self.in_flight[memory] if entry[1] != step.post]
         for n, part in enumerate(post.step.recvs):
-            self._at(part.slice).put(post.arrived[n], part.slice.bare)
+            self._at(part.slice).put(post.arrived[n], part.slice.without_lse)

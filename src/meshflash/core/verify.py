@@ -162,7 +162,7 @@ def _run(ranks: list[Rank]) -> None:
 def _check_match(source: Rank, sent: Part, target: Rank, received: Part) -> None:
     theirs, mine = source.program.buffer[sent.slice.buffer], target.program.buffer[received.slice.buffer]
     forms = [
-        (part.slice.shape, part.slice.bare, buffer.kind, buffer.dtype)
+        (part.slice.shape, part.slice.without_lse, buffer.kind, buffer.dtype)
         for part, buffer in ((sent, theirs), (received, mine))
     ]
     if forms[0] != forms[1]:
@@ -176,7 +176,7 @@ def _check_collective(post: Posted) -> None:
     step, rank = post.step, post.rank
     members = list(rank.program.group[step.group])
     peers = [[part.peer for part in side] for side in (step.sends, step.recvs)]
-    shapes = {(part.slice.shape, part.slice.bare) for part in (*step.sends, *step.recvs)}
+    shapes = {(part.slice.shape, part.slice.without_lse) for part in (*step.sends, *step.recvs)}
     forms = {other.step.collective for other in post.met}
     if peers != [members] * 2 or len(shapes) != 1 or forms != {step.collective} or len(set(post.met)) != len(members):
         rank.fail(f"post {step.name} is no {step.collective}: the ranks or their parts differ")

@@ -40,9 +40,9 @@ from meshflash.core.tiles import Worklist, worklist
 from meshflash.engine.placement import Placement, Setting
 from meshflash.engine.pulls import Places
 from meshflash.engine.trace import active
-from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Pass, Rows
+from meshflash.kernels.contract import Features, Grads, Inputs, KernelRequest, Pass, Rows
 from meshflash.kernels.merge import add_sinks_, delta_, merge_
-from meshflash.kernels.registry import Choice, choose, tell_spies
+from meshflash.kernels.registry import Choice, choose, log_kernel
 
 #: The caller's tensors of each pass, in the order in which a call lists them: (buffer, field).
 TENSORS: dict[Pass, tuple[tuple[str, str], ...]] = {
@@ -76,7 +76,7 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
         targets = (step.out,) if isinstance(step, Attend) else (step.dq, step.dkv)
         in_parts = any(program.buffer[target.buffer].dtype != "input" for target in targets)
         work = worklist(mask, step.q_positions, step.k_positions, exact)
-        ask = Ask(
+        ask = KernelRequest(
             direction=program.direction,
             device=setting.device,
             dtype=setting.dtype,
@@ -100,7 +100,7 @@ def _reads_delta_of_peers(program: Program, step: Attend | AttendGrad) -> bool:
     That delta may contain the gradient of the peer's LSE, of which this rank knows nothing: its own loss may not read
     the LSE at all. A kernel that computes delta by itself would drop it.
     """
-    if not isinstance(step, AttendGrad) or "dout" in program.bare:
+    if not isinstance(step, AttendGrad) or "dout" in program.without_lse:
         return False
     return program.buffer[step.dout.buffer].role != "input"
 
@@ -196,7 +196,7 @@ class Bound:
         def run(call: Call) -> None:
             t = call.tensors
             outputs = t[out], t[lse]
-            tell_spies(choice, "forward")
+            log_kernel(choice, "forward")
             x = Inputs(t[q], t[k], t[v], work, call.features[features])
             kernel.forward(x, outputs, outputs if carry else None)
 
@@ -212,7 +212,7 @@ class Bound:
 
         def run(call: Call) -> None:
             t = call.tensors
-            tell_spies(choice, "backward")
+            log_kernel(choice, "backward")
             x = Inputs(t[q], t[k], t[v], work, call.features[features])
             rows = Rows(t[out], t[dout], t[lse], t[delta])
             kernel.backward(x, rows, Grads(t[dq], t[dk], t[dv], add_dq, add_dkv))

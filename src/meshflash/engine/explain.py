@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshflash.core.program import Program
-from meshflash.engine.membership import Member
+from meshflash.engine.group_context import GroupContext
 from meshflash.engine.mesh import Plan
-from meshflash.kernels.registry import Ran
+from meshflash.kernels.registry import KernelLog
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Explanation:
         )
 
 
-def explain(plan: Plan, reason: str, member: Member | None, ran: Ran) -> Explanation:
+def explain(plan: Plan, reason: str, member: GroupContext | None, ran: KernelLog) -> Explanation:
     """What the last call of this rank was."""
     entries = tuple(dict.fromkeys(ran))
     names, why = tuple(name for name, _ in entries), tuple(ran.reasons[entry] for entry in entries)

@@ -12,9 +12,9 @@ from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
 from meshflash.core.program import Ranges
 from meshflash.core.tiles import Worklist, worklist
-from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Pass, Rows, new_outputs
+from meshflash.kernels.contract import Features, Grads, Inputs, Kernel, KernelRequest, Pass, Rows, new_outputs
 from meshflash.kernels.merge import delta
-from meshflash.kernels.registry import Choice, choose, tell_spies
+from meshflash.kernels.registry import Choice, choose, log_kernel
 
 #: Positions stay below this, so that no sum of one with the limit of a band passes 31 bits.
 LAST = UNBOUNDED - 2**16
@@ -103,11 +103,11 @@ def sink_gradient(sink_logits_H: Tensor | None, rows: Rows) -> Tensor | None:
     return -(weight * rows.delta_BHT).sum(dim=(0, 2)).to(sink_logits_H.dtype)
 
 
-def ask_for(x: Inputs, direction: Pass, deterministic: bool = False, lse_gradient: bool = False) -> Ask:
+def ask_for(x: Inputs, direction: Pass, deterministic: bool = False, lse_gradient: bool = False) -> KernelRequest:
     """What a call asks of a kernel."""
     q_BTHD = x.q_BTHD
     batch, _, heads, dim = q_BTHD.shape
-    return Ask(
+    return KernelRequest(
         direction=direction,
         device=q_BTHD.device,
         dtype=q_BTHD.dtype,
@@ -129,5 +129,5 @@ def choice(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradi
 
 def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Kernel:
     chosen = choice(x, name, direction, deterministic, lse_gradient)
-    tell_spies(chosen, direction)
+    log_kernel(chosen, direction)
     return chosen.kernel

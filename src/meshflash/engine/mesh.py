@@ -22,8 +22,8 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import SAVES, Direction, Program
 from meshflash.engine.binding import Bound, Kernels, choose_kernels
+from meshflash.engine.group_context import GroupContext, checks_always
 from meshflash.engine.local import rows_of
-from meshflash.engine.membership import Member, checks_always
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement, Setting
 from meshflash.engine.pulls import Places, places
@@ -44,12 +44,16 @@ class _Above:
 
     build: Build
     resolve: Resolve
-    keeps: Callable[[str], bool]
+    saves_buffers: Callable[[str], bool]
 
 
-def connect(build: Build, resolve: Resolve, keeps: Callable[[str], bool] = lambda asked: False) -> None:
+def connect(build: Build, resolve: Resolve, saves_buffers: Callable[[str], bool] = lambda asked: False) -> None:
     """Say who builds programs, who makes plans of what was asked for, and who knows what forwards save."""
-    _Above.build, _Above.resolve, _Above.keeps = staticmethod(build), staticmethod(resolve), staticmethod(keeps)
+    _Above.build, _Above.resolve, _Above.saves_buffers = (
+        staticmethod(build),
+        staticmethod(resolve),
+        staticmethod(saves_buffers),
+    )
 
 
 def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> Plan:
@@ -57,12 +61,12 @@ def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, 
     return _Above.resolve(asked, q_tokens, k_tokens, each, q_offset, world)
 
 
-def keeps(asked: str) -> bool:
+def saves_buffers(asked: str) -> bool:
     """Whether the forward of what was asked for saves more than the caller's tensors."""
-    return _Above.keeps(asked)
+    return _Above.saves_buffers(asked)
 
 
-def not_saved(member: Member) -> tuple[int, ...]:
+def not_saved(member: GroupContext) -> tuple[int, ...]:
     """Which of q, k and v, by number, the last forward of this rank did not save: its backward does without."""
     saves = member.last.program("forward").saves
     return (*(() if "q" in saves else (0,)), *(() if "kv" in saves else (1, 2)))
@@ -219,7 +223,7 @@ class Prepared:
             found = self._pulls[direction, rank] = Placement(program, self.setting, kept, pulled=True)
         return found
 
-    def transport(self, member: Member) -> Transport:
+    def transport(self, member: GroupContext) -> Transport:
         """What moves its messages."""
         return member.transport(self.setting.device, self.plan.transport)
 
@@ -254,7 +258,7 @@ class MeshCall:
     #: Whether autograd records the call, so that a backward is to come.
     will_backward: bool = False
 
-    def prepare(self, member: Member, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    def prepare(self, member: GroupContext, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
         """What was prepared for this kind of call; on its first use all ranks agree on it."""
         f = self.features
         kind = (
@@ -273,7 +277,7 @@ class MeshCall:
             try:
                 found = found or self._new(member, q, k, v)
             except Exception as error:
-                member.tell(error)
+                member.broadcast_error(error)
                 raise
             member.agree({**self._fields(found.plan, q, v), "groups": found.groups})
             member.join(found.groups)
@@ -284,7 +288,7 @@ class MeshCall:
         member.last = found
         return found
 
-    def _new(self, member: Member, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    def _new(self, member: GroupContext, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
         """A kind of call that was not made before; ValueError where it cannot be made."""
         each = (k.shape[3] + v.shape[3]) * k.shape[0] * k.shape[2] * k.element_size()
         plan = resolve(self.asked, q.shape[1], k.shape[1], each, self.q_offset, member.world)
@@ -351,12 +355,12 @@ class MeshCall:
         }
 
 
-def forward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def forward(call: MeshCall, member: GroupContext, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of this rank's queries, and the memory of what the backward needs besides."""
     with member.in_use():
         prepared = call.prepare(member, q, k, v)
         out, lse = new_outputs(q, v)
-        if "out" in prepared.program("forward").bare:
+        if "out" in prepared.program("forward").without_lse:
             lse.fill_(torch.nan)  # nobody asked for it
         saved = q.new_empty(prepared.saved_bytes, dtype=torch.uint8)
         if q.shape[0]:
@@ -368,7 +372,7 @@ def forward(call: MeshCall, member: Member, q: Tensor, k: Tensor, v: Tensor) -> 
 
 def backward(
     call: MeshCall,
-    member: Member,
+    member: GroupContext,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -383,7 +387,7 @@ def backward(
         prepared = call.prepare(member, q, k, v)
         grads = Grads.like(q, k, v)
         out, lse, saved = made
-        rows = rows_of(out, lse, *given, with_delta="dout" not in prepared.program("backward").bare)
+        rows = rows_of(out, lse, *given, with_delta="dout" not in prepared.program("backward").without_lse)
         if q.shape[0]:
             delta = lse if rows.delta is None else rows.delta
             dout = rows.dout_BTHE.contiguous()  # messages are sent from where it lies

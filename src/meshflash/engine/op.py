@@ -22,7 +22,7 @@ from torch import Tensor
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine import local, mesh
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.kernels.contract import Features, Grads, Inputs, new_outputs
 
 #: What both ops take after their own tensors.
@@ -80,7 +80,7 @@ def shard_of(asked: str) -> tuple[Layout, int] | None:
     return Layout.parse(layout), int(rank)
 
 
-class Read:
+class CallContext:
     """The arguments of a call, read."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -106,7 +106,7 @@ class Read:
         """(out, lse), and the memory of what the backward needs besides."""
         x = self.given
         if x.group:
-            return mesh.forward(self._over_mesh(), member(x.group), x.q, x.k, x.v)
+            return mesh.forward(self._over_mesh(), group_context(x.group), x.q, x.k, x.v)
         if x.asked and not is_gathered(x.asked):
             mesh.resolve(x.asked, x.q.shape[1], x.k.shape[1], 0, x.q_offset, 1)  # for what it refuses
         return *local.forward(self._inputs(), x.kernel, x.deterministic), nothing(x.q)
@@ -119,7 +119,7 @@ class Read:
         if not x.group:
             return local.backward(self._inputs(), out, lse, dout, dlse, x.kernel, x.deterministic)
         made, given = (out, lse, saved), (dout, dlse)
-        grads, rows = mesh.backward(self._over_mesh(), member(x.group), x.q, x.k, x.v, made, given)
+        grads, rows = mesh.backward(self._over_mesh(), group_context(x.group), x.q, x.k, x.v, made, given)
         return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, local.sink_gradient(x.sink_logits, rows)
 
     def _inputs(self) -> Inputs:
@@ -206,7 +206,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    read = Read(*call)
+    read = CallContext(*call)
     with without_autocast(read.given.q):
         return read.forward()
 
@@ -214,7 +214,7 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(
     out: Tensor, lse: Tensor, saved: Tensor, dout: Tensor | None, dlse: Tensor | None, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    read = Read(*call)
+    read = CallContext(*call)
     with without_autocast(read.given.q):
         dq, dk, dv, dsink = read.backward(out, lse, saved, dout, dlse)
     return dq, dk, dv, out.new_empty(0) if dsink is None else dsink
@@ -254,9 +254,9 @@ class Direct(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: Arguments, make: Forward
     ) -> Any:
         # another thread's call over the group in between would answer for its own forward
-        with member(call.group).in_use() if call.group else _NOTHING:
+        with group_context(call.group).in_use() if call.group else _NOTHING:
             out, lse, *saved = make()
-            hollow = mesh.not_saved(member(call.group)) if call.group else ()
+            hollow = mesh.not_saved(group_context(call.group)) if call.group else ()
         made = out, lse, saved[0] if saved else nothing(q)
         _setup(ctx, (q, k, v, sink_logits, *call[4:]), made, hollow)
         return out, lse
@@ -276,7 +276,7 @@ attention_op.register_autograd(_gradients, setup_context=_setup)
 def _(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = Arguments(*call)
     saved = nothing(x.q)
-    if x.group and mesh.keeps(x.asked):
+    if x.group and mesh.saves_buffers(x.asked):
         saved = x.q.new_empty(_some(), dtype=torch.uint8)
     return *new_outputs(x.q, x.v), saved
 

@@ -78,11 +78,13 @@ class Placement:
         for step in program.steps:
             if isinstance(step, Post):
                 for part in self.staged(step):
-                    self._place((step.name, part), program.buffer[part.buffer], *part.shape, bare=part.bare)
+                    self._place(
+                        (step.name, part), program.buffer[part.buffer], *part.shape, without_lse=part.without_lse
+                    )
 
-    def _place(self, key: Any, held: Buffer, rows: int, heads: int, bare: bool = False) -> None:
+    def _place(self, key: Any, held: Buffer, rows: int, heads: int, without_lse: bool = False) -> None:
         setting = self.setting
-        for field in fields_of(held.kind, bare):
+        for field in fields_of(held.kind, without_lse):
             shape = (rows, setting.batch, heads) + ((setting.sizes.width(field),) if field.width else ())
             dtype = setting.torch_dtype("partial" if field.always_partial else held.dtype)
             piece = _Piece(self.bytes, shape, dtype)

@@ -80,7 +80,7 @@ class Product:
         return "tf32" if name == "float32" and self.precision == "tf32" else name
 
     @property
-    def lacks(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why our kernel cannot serve it, or None."""
         if self.dtype not in (torch.float32, *HALF):
             return f"the kernel has no {self.numbers}"
@@ -110,16 +110,16 @@ def choose(product: Product, mode: str = "auto") -> Plan:
         return Plan(TORCH, "there is nothing to multiply")
     if mode == TORCH:
         return Plan(TORCH, "asked for")
-    if mode != "auto" and product.lacks:
-        raise ValueError(f'mode {mode!r}: {product.lacks}; write mode="torch" or mode="auto"')
+    if mode != "auto" and product.unsupported_reason:
+        raise ValueError(f'mode {mode!r}: {product.unsupported_reason}; write mode="torch" or mode="auto"')
     if mode != "auto":
         known = rates.known(product.device) if product.lined else None
         like = (mode, "data_parallel") if mode == "split_k" else (mode,)  # tiles that need no split are whole
         measured = (known.table.best(*_key(product), name) for name in like) if known else ()
         found = next(filter(None, measured), None)
         return plan(product, mode, Config(*found.config) if found and found.config else None, "asked for")
-    if product.lacks:
-        return Plan(TORCH, product.lacks)
+    if product.unsupported_reason:
+        return Plan(TORCH, product.unsupported_reason)
     if not product.lined and triton_configs.has_descriptors(product.device):
         return Plan(TORCH, "rows do not begin at multiples of 16 bytes, and such products are not among the rates")
     known = rates.known(product.device)

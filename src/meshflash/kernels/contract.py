@@ -103,7 +103,7 @@ class Grads:
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
+class KernelRequest:
     """What one call asks of a kernel. `partial` results are continued or summed, in the accumulator's dtype."""
 
     direction: Pass
@@ -155,18 +155,18 @@ class Kernel(ABC):
         return None
 
     @abstractmethod
-    def lacks(self, ask: Ask) -> str | None:
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
         """What this kernel lacks for a call, in words that follow "lacks", or None if it can do it."""
 
-    def serving(self, ask: Ask) -> Kernel:
+    def serving(self, ask: KernelRequest) -> Kernel:
         """This kernel as it serves a call; another one of the same name where it must go about it otherwise."""
         return self
 
-    def rated_as(self, ask: Ask) -> str:
+    def rated_as(self, ask: KernelRequest) -> str:
         """The name that a table of rates has for a call like this."""
         return self.name
 
-    def launches(self, ask: Ask) -> tuple[Launch, ...]:
+    def launches(self, ask: KernelRequest) -> tuple[Launch, ...]:
         """What a call amounts to, for predicting its time; by default a single launch for all of the worklist."""
         segments, spans = ask.work.by_query.segments, ask.work.by_query.spans
         queries = int(segments[:, 2].sum())

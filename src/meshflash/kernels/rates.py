@@ -22,7 +22,7 @@ import torch
 
 from meshflash.core import files
 from meshflash.core.reading import read_json
-from meshflash.kernels.contract import Ask, Launch, Pass
+from meshflash.kernels.contract import KernelRequest, Launch, Pass
 
 #: Where the tables are that come with meshflash.
 SHIPPED = Path(__file__).parent / "measured"
@@ -56,7 +56,7 @@ class Rates:
     measured_with: dict[str, str] = field(default_factory=dict)
     configs: dict[str, list[int]] = field(default_factory=dict)
 
-    def seconds(self, kernel: str, ask: Ask, launches: Iterable[Launch]) -> float | None:
+    def seconds(self, kernel: str, ask: KernelRequest, launches: Iterable[Launch]) -> float | None:
         """How long a call should take; None where this kernel was not measured."""
         device = host = 0.0
         for launch in launches:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshflash.core.mask import Mask
 from meshflash.kernels import dropout
-from meshflash.kernels.contract import Ask, Features, Grads, Inputs, Kernel, Outputs, Rows, new_outputs
+from meshflash.kernels.contract import Features, Grads, Inputs, Kernel, KernelRequest, Outputs, Rows, new_outputs
 from meshflash.kernels.merge import merge_
 
 
@@ -35,7 +35,7 @@ class Reference(Kernel):
     name = "reference"
     summary = "dense float64, the oracle: O(T^2) memory"
 
-    def lacks(self, ask: Ask) -> str | None:
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
         return None
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from meshflash.core.tiles import Worklist
 from meshflash.kernels import rates
-from meshflash.kernels.contract import HALF, Ask, Kernel, Pass
+from meshflash.kernels.contract import HALF, Kernel, KernelRequest, Pass
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.tiled import Tiled
 from meshflash.kernels.triton.kernel import Triton
@@ -44,7 +44,7 @@ class Choice:
     implementation: str = ""
 
 
-class Ran(list[tuple[str, Pass]]):
+class KernelLog(list[tuple[str, Pass]]):
     """The (kernel, pass) that ran, in order, and why each was taken."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Ran(list[tuple[str, Pass]]):
         return ", ".join(self._implementations.get(direction, ()))
 
 
-_spies: list[Ran] = []
+_spies: list[KernelLog] = []
 _chosen: WeakKeyDictionary[Worklist, dict[Any, Choice]] = WeakKeyDictionary()
 
 
@@ -81,7 +81,7 @@ def names() -> tuple[str, ...]:
 _NAMES = ("auto", *_KERNELS)
 
 
-def choose(name: str, ask: Ask) -> Choice:
+def choose(name: str, ask: KernelRequest) -> Choice:
     """The kernel of this name, or with "auto" the fastest that can do all that is asked; remembered."""
     kept = _chosen.setdefault(ask.work, {})
     key = (name, ask.key)
@@ -108,7 +108,7 @@ def generation() -> int:
 _generation = 0
 
 
-def _choose(name: str, ask: Ask) -> Choice:
+def _choose(name: str, ask: KernelRequest) -> Choice:
     if name != "auto":
         kernel = _KERNELS[name]
         reason = refusal(kernel, ask)
@@ -130,35 +130,35 @@ def _choose(name: str, ask: Ask) -> Choice:
     return Choice(measured[0][1].serving(ask), f"predicted: {times}, by {known.source}")
 
 
-def _seconds(known: rates.Rates, kernel: Kernel, ask: Ask) -> float | None:
+def _seconds(known: rates.Rates, kernel: Kernel, ask: KernelRequest) -> float | None:
     """How long a call should take, by the rates of calls like it, or where there are none by the kernel's."""
     launches = kernel.launches(ask)
     own = known.seconds(kernel.rated_as(ask), ask, launches)
     return own if own is not None else known.seconds(kernel.name, ask, launches)
 
 
-def may_be_chosen(kernel: Kernel, ask: Ask) -> bool:
+def may_be_chosen(kernel: Kernel, ask: KernelRequest) -> bool:
     """Whether "auto" considers it: not the oracle, and nothing interpreted."""
     return kernel.name not in _BY_NAME_ONLY and not (kernel.name == "triton" and ask.device.type == "cpu")
 
 
-def refusal(kernel: Kernel, ask: Ask) -> str | None:
+def refusal(kernel: Kernel, ask: KernelRequest) -> str | None:
     """Why this kernel cannot serve this call, or None; what it needs is only looked for if it could."""
-    return kernel.lacks(ask) or kernel.missing()
+    return kernel.unsupported_reason(ask) or kernel.missing()
 
 
 @contextmanager
-def spy() -> Iterator[Ran]:
+def record_kernels() -> Iterator[KernelLog]:
     """Collect the (kernel, pass) that run inside the block.
 
     >>> import torch, meshflash
     >>> x = torch.zeros(1, 4, 1, 8)
-    >>> with spy() as ran:
+    >>> with record_kernels() as ran:
     ...     _ = meshflash.flash_attention(x, x, x)
     >>> ran
     [('vendor', 'forward')]
     """
-    ran = Ran()
+    ran = KernelLog()
     _spies.append(ran)
     try:
         yield ran
@@ -166,7 +166,7 @@ def spy() -> Iterator[Ran]:
         _spies[:] = [other for other in _spies if other is not ran]
 
 
-def tell_spies(choice: Choice, direction: Pass) -> None:
+def log_kernel(choice: Choice, direction: Pass) -> None:
     """Let every spy know which kernel runs."""
     for ran in _spies:
         ran.note(choice, direction)

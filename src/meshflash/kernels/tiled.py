@@ -18,11 +18,11 @@ from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.tiles import Worklist
 from meshflash.kernels import dropout
 from meshflash.kernels.contract import (
-    Ask,
     Features,
     Grads,
     Inputs,
     Kernel,
+    KernelRequest,
     Outputs,
     Rows,
     accumulator_dtype,
@@ -65,7 +65,7 @@ class Tiled(Kernel):
     def __init__(self, block_size: int | None = None) -> None:
         self.block_size = block_size
 
-    def lacks(self, ask: Ask) -> str | None:
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
         return None
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

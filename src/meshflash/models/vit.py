@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.engine.membership import member
+from meshflash.engine.group_context import group_context
 from meshflash.models.layers import Attention, Context, check_division, frequencies, init_weights, sharing_ranks
 from meshflash.models.patches import Patch, grid_of, pair, patchify
 from meshflash.parallel.loss import IGNORED
@@ -284,7 +284,7 @@ class _Sum(torch.autograd.Function):
 
 def _summed(x: Tensor, name: str) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=member(name).group)
+    dist.all_reduce(x, group=group_context(name).group)
     return x
 
 

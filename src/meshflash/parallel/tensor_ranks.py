@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.comm.transports.process_group import dist
-from meshflash.engine.membership import checks_always, member
+from meshflash.engine.group_context import checks_always, group_context
 from meshflash.gemm.api import matmul
 from meshflash.gemm.distributed.api import FusedGemm
 from meshflash.gemm.distributed.process_group import gather_rows
@@ -179,7 +179,7 @@ class TensorRanks:
         """Compare the sizes of a product with those of all ranks, once for new ones; a heap does so itself."""
         if self.world > 1 and (key not in self._agreed or checks_always()):
             names = ("collective", "dtype", "rows", "columns", "features", "sizes")
-            member(self.group.group_name).agree(
+            group_context(self.group.group_name).agree(
                 {name: x if isinstance(x, int) else str(x) for name, x in zip(names, key, strict=True)}
             )
             self._agreed.add(key)

@@ -20,7 +20,7 @@ from typing import Any
 
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
-    BARE_KINDS,
+    LSE_KINDS,
     Add,
     Copy,
     Delta,
@@ -208,7 +208,7 @@ def heads_for_sequence(
 
     >>> from meshflash.schedules.registry import build_program, register_schedule, unregister_schedule
     >>> from meshflash import Layout, Mask
-    >>> register_schedule("pairs", *heads_for_sequence("zigzag", 2), layout=Layout.zigzag, keeps=True)
+    >>> register_schedule("pairs", *heads_for_sequence("zigzag", 2), layout=Layout.zigzag, saves_buffers=True)
     >>> build_program("pairs", Layout.zigzag(16, 4), Mask.causal(), rank=1, heads=2, kv_heads=2).saves
     ('out', 'q:0', 'kv:0', 'out:0')
     >>> unregister_schedule("pairs")
@@ -284,7 +284,7 @@ class _Exchange:
         self.rounds = max(map(len, self.shares))
         self.q, self.kv = _lines(table)[self.number]
         self.saved: list[str] = []
-        self._bare = frozenset() if table.problem.lse else BARE_KINDS
+        self._bare = frozenset() if table.problem.lse else LSE_KINDS
         self._made: dict[int, dict[str, str]] = {}
         self._total: Slice | None = None
         self._begun: set[int] = set()
@@ -409,7 +409,7 @@ class _Exchange:
 
     def _of(self, kind: str, place: Slice) -> Slice:
         """A slice as it travels: bare, where nobody needs more."""
-        return replace(place, bare=kind in self._bare)
+        return replace(place, without_lse=kind in self._bare)
 
     def _own(self, kind: str, heads: Interval) -> list[Slice]:
         """Our rows of some heads, in runs that are neighbours in what the line holds."""

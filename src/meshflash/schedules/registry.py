@@ -28,7 +28,7 @@ class Builder(Protocol):
 class Schedule:
     """A schedule: its two builders, the layout it is at home on, and its options with their defaults.
 
-    It `keeps` something where its forward saves buffers of its own. Where one of its options, `at_home`, names
+    Set `saves_buffers` where the forward saves buffers of its own. Where one of its options, `layout_of_option`, names
     another schedule, it is at home where that one is. `groups` are those that its posts are of besides "mesh".
     """
 
@@ -38,8 +38,8 @@ class Schedule:
     layout: Callable[[int, int], Layout]
     summary: str = ""
     options: tuple[tuple[str, Option], ...] = ()
-    keeps: bool = False
-    at_home: str = ""
+    saves_buffers: bool = False
+    layout_of_option: str = ""
     groups: tuple[str, ...] = ()
 
 
@@ -68,13 +68,13 @@ def register_schedule(
     layout: Callable[[int, int], Layout] = Layout.contiguous,
     summary: str = "",
     options: Mapping[str, Option] | None = None,
-    keeps: bool = False,
+    saves_buffers: bool = False,
     groups: tuple[str, ...] = (),
 ) -> None:
     """Add a schedule of your own: two pure functions `(problem, rank, name) -> Program`.
 
     Check it with `verify_programs` before you run it: every visible pair once, every gradient home, no
-    deadlock, no buffer touched while it moves. It `keeps` something where its forward saves buffers of its own;
+    deadlock, no buffer touched while it moves. Set `saves_buffers` where the forward saves buffers of its own;
     `groups` are those that its posts are of besides "mesh".
 
     >>> from meshflash.schedules import ring
@@ -84,7 +84,9 @@ def register_schedule(
     >>> unregister_schedule("my_ring")
     """
     _load()
-    register(Schedule(name, forward, backward, layout, summary, tuple((options or {}).items()), keeps, "", groups))
+    register(
+        Schedule(name, forward, backward, layout, summary, tuple((options or {}).items()), saves_buffers, "", groups)
+    )
     _changed()
 
 
@@ -147,8 +149,8 @@ def parse(text: str) -> tuple[Schedule, tuple[tuple[str, Option], ...]]:
         if key in given:
             raise ValueError(f"schedule={text!r}: {key} is given twice")
         given[key] = _value(text, key, value, options[key])
-    if schedule.at_home in given:
-        _check_inner(text, schedule.at_home, str(given[schedule.at_home]))
+    if schedule.layout_of_option in given:
+        _check_inner(text, schedule.layout_of_option, str(given[schedule.layout_of_option]))
     return schedule, tuple((options | given).items())
 
 
@@ -186,14 +188,14 @@ def canonical(text: str) -> str:
     return f"{schedule.name}({', '.join(given)})" if given else schedule.name
 
 
-def home(text: str) -> Callable[[int, int], Layout]:
+def default_layout(text: str) -> Callable[[int, int], Layout]:
     """The layout that a schedule is at home on, for so many tokens and ranks.
 
-    >>> home("hybrid(ring=striped)")(8, 4).name
+    >>> default_layout("hybrid(ring=striped)")(8, 4).name
     'striped'
     """
     found, options = parse(text)
-    return home(str(dict(options)[found.at_home])) if found.at_home else found.layout
+    return default_layout(str(dict(options)[found.layout_of_option])) if found.layout_of_option else found.layout
 
 
 def _value(text: str, key: str, value: str, default: Option) -> Option:

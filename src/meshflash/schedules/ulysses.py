@@ -51,7 +51,7 @@ register(
         Layout.contiguous,
         "each rank attends to the whole sequence with its share of the heads",
         (("rounds", 1),),
-        keeps=True,
+        saves_buffers=True,
     )
 )
 register(
@@ -62,7 +62,7 @@ register(
         Layout.contiguous,
         "heads for sequence within lines of ranks, another schedule between the lines",
         (("inner", 0), ("ring", "zigzag"), ("turned", False), ("rounds", 1)),
-        keeps=True,
-        at_home="ring",
+        saves_buffers=True,
+        layout_of_option="ring",
     )
 )

@@ -90,11 +90,11 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights and buffers by the names they have in one process, shared ones once, by their first name."""
-    bare: Any = model
-    while isinstance(bare, DistributedDataParallel) or hasattr(bare, "_orig_mod"):
-        bare = bare.module if isinstance(bare, DistributedDataParallel) else bare._orig_mod
+    unwrapped: Any = model
+    while isinstance(unwrapped, DistributedDataParallel) or hasattr(unwrapped, "_orig_mod"):
+        unwrapped = unwrapped.module if isinstance(unwrapped, DistributedDataParallel) else unwrapped._orig_mod
     found: dict[int, tuple[str, Tensor]] = {}
-    for name, value in bare.state_dict(keep_vars=True).items():
+    for name, value in unwrapped.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name}: a {type(value).__name__} in the model's state; a checkpoint takes tensors")
         if value.is_meta:

@@ -86,15 +86,15 @@ class ImageArrays:
 
     They are mapped, not read: of a .npz as `numpy.savez` writes it, or of an images.npy with labels.npy or targets.npy
     beside it. Only a .npz that was compressed is read as a whole. Images of bytes become 0 to 1; all other values, and
-    targets, stay as they are. A missing axis of channels is one channel. `bare` images are to be judged, and need
+    targets, stay as they are. A missing axis of channels is one channel. `unlabeled` images are to be judged, and need
     neither labels nor targets.
     """
 
-    def __init__(self, path: Path | str, bare: bool = False) -> None:
+    def __init__(self, path: Path | str, unlabeled: bool = False) -> None:
         path = Path(path)
         found = _arrays(path)
         given = [name for name in ("labels", "targets") if name in found]
-        if "images" not in found or (len(given) != 1 and not bare):
+        if "images" not in found or (len(given) != 1 and not unlabeled):
             raise ValueError(f"{path}: expected images, and labels or targets; it has {', '.join(found) or 'nothing'}")
         self.images = _with_channels(path, "images", found["images"])
         self.labels, self.targets = found.get("labels"), found.get("targets")

@@ -95,7 +95,7 @@ def _images(source: Path, size: tuple[int, int]) -> Iterator[tuple[str, torch.Te
             name = str(path.relative_to(source).with_suffix("")).replace("/", "-")
             yield name, torch.from_numpy(read_image(path, size))
         return
-    arrays = ImageArrays(source, bare=True)
+    arrays = ImageArrays(source, unlabeled=True)
     for n in range(len(arrays)):
         yield f"{n:06d}", arrays[n].image
 

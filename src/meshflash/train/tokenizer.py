@@ -112,9 +112,9 @@ class FolderTokenizer:
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids before and behind a document, seen on a text of one letter."""
-        bare, whole = self.encode("a"), self._loaded.encode("a").ids
-        at = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), len(whole))
-        begin, end = tuple(whole[:at]), tuple(whole[at + len(bare) :])
+        plain, whole = self.encode("a"), self._loaded.encode("a").ids
+        at = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), len(whole))
+        begin, end = tuple(whole[:at]), tuple(whole[at + len(plain) :])
         last = self._end_token()
         return begin, end if last is None or last in end else (*end, last)
 

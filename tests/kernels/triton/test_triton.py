@@ -10,7 +10,7 @@ from meshflash import Mask, flash_attention
 from meshflash.check.oracle import Case, check, gradients, replace
 from meshflash.check.spread import Item, check_moved, run_items, whole
 from meshflash.core.tiles import worklist
-from meshflash.kernels.contract import Ask, Features
+from meshflash.kernels.contract import Features, KernelRequest
 from meshflash.kernels.registry import choose, refusal
 from meshflash.kernels.triton import kernel as triton_kernel
 from meshflash.kernels.triton.block_tables import blocks
@@ -148,7 +148,7 @@ def test_inside_a_schedule(pool):
 
 def ask(**more):
     work = worklist(Mask.causal(), (range(8),), (range(8),))
-    return replace(Ask("backward", torch.device("cpu"), torch.float32, 16, 16, work, Features(1.0)), **more)
+    return replace(KernelRequest("backward", torch.device("cpu"), torch.float32, 16, 16, work, Features(1.0)), **more)
 
 
 def test_it_says_what_it_lacks(monkeypatch):

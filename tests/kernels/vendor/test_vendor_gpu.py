@@ -12,7 +12,7 @@ from meshflash.check.oracle import Case, check, gradients, replace
 from meshflash.core.tiles import worklist
 from meshflash.engine import local
 from meshflash.kernels import registry
-from meshflash.kernels.contract import Ask, Features, Rows
+from meshflash.kernels.contract import Features, KernelRequest, Rows
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.vendor import gpu as vendor_gpu
 from meshflash.kernels.vendor.cpu import Vendor
@@ -57,7 +57,7 @@ def test_causal_rectangles_are_squared(case, monkeypatch):
 
 def ask(**more):
     work = worklist(CAUSAL, (range(64),), (range(64),))
-    made = Ask("forward", torch.device("cuda"), torch.bfloat16, 64, 64, work, Features(0.125))
+    made = KernelRequest("forward", torch.device("cuda"), torch.bfloat16, 64, 64, work, Features(0.125))
     return replace(made, **more)
 
 
@@ -69,14 +69,14 @@ def hopper(monkeypatch):
 
 @pytest.mark.usefixtures("hopper")
 def test_flash_attention_4_is_not_asked_for_head_dims_whose_gradients_it_gets_wrong():
-    assert "multiples of 32" in (Flash4().lacks(ask(head_dim=80, value_dim=80)) or "")
-    assert Flash4().lacks(ask(head_dim=96, value_dim=96)) is None
+    assert "multiples of 32" in (Flash4().unsupported_reason(ask(head_dim=80, value_dim=80)) or "")
+    assert Flash4().unsupported_reason(ask(head_dim=96, value_dim=96)) is None
 
 
 @pytest.mark.usefixtures("hopper")
 def test_each_says_what_it_lacks():
     for kernel in (Cudnn(), Flash2(), Flash2Package(), Flash3(), Flash4()):
-        assert kernel.lacks(ask()) is None, kernel.name
+        assert kernel.unsupported_reason(ask()) is None, kernel.name
         for wanted, word in (
             (dict(device=torch.device("cpu")), "device cpu"),
             (dict(dtype=torch.float32), "float32"),
@@ -87,16 +87,16 @@ def test_each_says_what_it_lacks():
             (dict(lse_gradient=True), "LSE"),
             (dict(work=worklist(Mask.window(4, 0), (range(9),), (range(9),))), "windows"),
         ):
-            assert word in (kernel.lacks(ask(**wanted)) or ""), (kernel.name, word)
+            assert word in (kernel.unsupported_reason(ask(**wanted)) or ""), (kernel.name, word)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_only_some_sum_in_a_fixed_order():
     backward = ask(direction="backward", deterministic=True)
-    assert "same bits" in (Cudnn().lacks(backward) or "")
-    assert "same bits" in (Flash2().lacks(backward) or "")
+    assert "same bits" in (Cudnn().unsupported_reason(backward) or "")
+    assert "same bits" in (Flash2().unsupported_reason(backward) or "")
     served = Flash3().serving(backward)
-    assert Flash3().lacks(backward) is None
+    assert Flash3().unsupported_reason(backward) is None
     assert isinstance(served, Flash3)
     assert served.deterministic
 
@@ -104,18 +104,18 @@ def test_only_some_sum_in_a_fixed_order():
 def test_the_gpu_must_be_new_enough_and_not_too_new(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (10, 0))
-    assert "capability, 10.0" in (Flash3().lacks(ask()) or "")
+    assert "capability, 10.0" in (Flash3().unsupported_reason(ask()) or "")
     monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (7, 5))
-    assert "capability, 7.5" in (Cudnn().lacks(ask()) or "")
+    assert "capability, 7.5" in (Cudnn().unsupported_reason(ask()) or "")
 
 
 @pytest.mark.usefixtures("hopper")
 def test_cudnn_plans_each_shape_and_so_declines_many():
     many = worklist(CAUSAL & Mask.documents([4] * 16), (range(64),), (range(64),))
-    assert "more than 8 rectangles" in (Cudnn().lacks(ask(work=many)) or "")
-    assert Flash2().lacks(ask(work=many)) is None
+    assert "more than 8 rectangles" in (Cudnn().unsupported_reason(ask(work=many)) or "")
+    assert Flash2().unsupported_reason(ask(work=many)) is None
     single = worklist(CAUSAL & Mask.documents([1, 63]), (range(64),), (range(64),))
-    assert "one query that sees one key" in (Cudnn().lacks(ask(work=single)) or "")
+    assert "one query that sees one key" in (Cudnn().unsupported_reason(ask(work=single)) or "")
 
 
 def reference(q, k, v, causal, scale):

@@ -230,9 +230,9 @@ def plan_fused(
             raise ValueError(f'variant {variant!r} needs a heap; give one of open_heap, or write variant="bulk"')
         why = "asked for" if variant == BULK else "a process group has no memory that kernels could put into"
         return FusedPlan(product, BULK, 0, why, means=means)
-    lacks = part.lacks or product.lacks
-    if lacks:
-        raise ValueError(f"a heap cannot carry this: {lacks}; give the process group instead of the heap")
+    unsupported_reason = part.unsupported_reason or product.unsupported_reason
+    if unsupported_reason:
+        raise ValueError(f"a heap cannot carry this: {unsupported_reason}; give the process group instead of the heap")
     if variant in ("epilogue", BULK) and isinstance(config, FusedConfig) and config.movers:
         raise ValueError(f"{config}: {variant} has no programs that move; leave movers at 0")
     variant, shots, config, why = _measured(product, part, variant, shots, config, sharing)

@@ -82,7 +82,7 @@ class FusedProduct:
         return tuple(sum(self.sizes[:rank]) for rank in range(len(self.sizes) + 1))
 
     @property
-    def lacks(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why a heap cannot carry it, or None."""
         known = (torch.float32, *HALF)
         strange = next((x for x in (self.out_dtype, self.reduce_dtype) if x not in known), None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.kernels.contract import HALF, Ask, Features, Grads, Inputs, Outputs
+from meshflash.kernels.contract import HALF, Features, Grads, Inputs, KernelRequest, Outputs
 from meshflash.kernels.triton.block_tables import LEVEL, Blocks
 from meshflash.kernels.triton.configs import are_alone, has_descriptors
 from meshflash.kernels.triton.launch import LEAST_SCALE, fits, strides_of
@@ -111,7 +111,7 @@ def backward_config(x: Inputs, deterministic: bool, grads: Grads, *tensors: Tens
     return BACKWARD[dim]
 
 
-def may_serve(ask: Ask) -> bool:
+def may_serve(ask: KernelRequest) -> bool:
     """Whether calls like this are served, unless rows lie where descriptors do not reach them."""
     known = _knows(ask.features, ask.dtype, ask.head_dim, ask.value_dim, ask.device)
     return known and (ask.direction == "forward" or _takes_cap(ask.features, ask.head_dim))

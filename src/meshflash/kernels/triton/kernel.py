@@ -12,11 +12,11 @@ from torch import Tensor
 
 from meshflash.kernels.contract import (
     HALF,
-    Ask,
     Features,
     Grads,
     Inputs,
     Kernel,
+    KernelRequest,
     Outputs,
     Rows,
     accumulator_dtype,
@@ -44,7 +44,7 @@ class Triton(Kernel):
     def missing(self) -> str | None:
         return None if find_spec("triton") else "triton, which is not installed"
 
-    def lacks(self, ask: Ask) -> str | None:
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
         if ask.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "the device cpu, unless TRITON_INTERPRET=1 is set from the start"
         if ask.device.type not in ("cpu", "cuda"):
@@ -55,10 +55,10 @@ class Triton(Kernel):
             return f"head dims above {MAX_DIM}"
         return None
 
-    def serving(self, ask: Ask) -> Kernel:
+    def serving(self, ask: KernelRequest) -> Kernel:
         return Triton(ask.deterministic) if ask.deterministic != self.deterministic else self
 
-    def rated_as(self, ask: Ask) -> str:
+    def rated_as(self, ask: KernelRequest) -> str:
         return self.name if hopper_launch.may_serve(ask) else PORTABLE
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

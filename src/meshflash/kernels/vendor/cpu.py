@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshflash.kernels.contract import HALF, Ask, Outputs, Rows
+from meshflash.kernels.contract import HALF, KernelRequest, Outputs, Rows
 from meshflash.kernels.vendor.rectangles import Rectangles
 
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -20,12 +20,12 @@ class Vendor(Rectangles):
     def missing(self) -> str | None:
         return None if hasattr(torch, _FORWARD) else f"this torch has no {_FORWARD}"
 
-    def lacks(self, ask: Ask) -> str | None:
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
         if ask.device.type != "cpu":
             return f"the device {ask.device.type}; it runs on cpu"
         if ask.head_dim != ask.value_dim:
             return f"a value dim of {ask.value_dim} with a head dim of {ask.head_dim}"
-        reason = super().lacks(ask)
+        reason = super().unsupported_reason(ask)
         if reason:
             return reason
         parts = ask.partial or ask.features.sink_logits_H is not None or not ask.work.disjoint

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.kernels.contract import HALF, Ask, Kernel, Outputs, Rows
+from meshflash.kernels.contract import HALF, Kernel, KernelRequest, Outputs, Rows
 from meshflash.kernels.vendor.rectangles import Rectangles
 
 
@@ -39,10 +39,10 @@ class _OnGpu(Rectangles):
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
-    def serving(self, ask: Ask) -> Kernel:
+    def serving(self, ask: KernelRequest) -> Kernel:
         return type(self)(ask.deterministic) if ask.deterministic != self.deterministic else self
 
-    def lacks(self, ask: Ask) -> str | None:
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
         if ask.device.type != "cuda" or (torch.version.hip and not self.on_amd):
             return f"the device {ask.device.type}; it runs on NVIDIA's GPUs{' and AMD' * self.on_amd}"
         if not torch.version.hip and not self.oldest <= _capability(ask.device) < self.too_new:
@@ -57,7 +57,7 @@ class _OnGpu(Rectangles):
             return "a scale of 0 or below"
         if ask.direction == "backward" and ask.deterministic and not self.fixed_order:
             return "a backward that gives the same bits twice"
-        return super().lacks(ask)
+        return super().unsupported_reason(ask)
 
 
 class Cudnn(_OnGpu):
@@ -76,8 +76,8 @@ class Cudnn(_OnGpu):
             return "an NVIDIA GPU"
         return None if torch.backends.cudnn.is_available() else "cuDNN, which this torch was built without"
 
-    def lacks(self, ask: Ask) -> str | None:
-        reason = super().lacks(ask)
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
+        reason = super().unsupported_reason(ask)
         rectangles = ask.work.rectangles
         if reason or rectangles is None:
             return reason

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from meshflash.core.tiles import Rectangle
 from meshflash.kernels.contract import (
-    Ask,
     Grads,
     Inputs,
     Kernel,
+    KernelRequest,
     Launch,
     Outputs,
     Rows,
@@ -46,7 +46,7 @@ class Rectangles(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of a rectangle, given the rows' results over all keys."""
 
-    def lacks(self, ask: Ask) -> str | None:
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
         for name, wanted in (
             ("softcap", bool(ask.features.softcap)),
             ("ALiBi", ask.features.alibi_slopes_BH is not None),
@@ -61,7 +61,7 @@ class Rectangles(Kernel):
             return "a scale of 0 or below with a causal mask, for it masks before it scales"
         return None
 
-    def launches(self, ask: Ask) -> tuple[Launch, ...]:
+    def launches(self, ask: KernelRequest) -> tuple[Launch, ...]:
         return tuple(_launch(r) for r in self._cut(ask.work.rectangles))
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

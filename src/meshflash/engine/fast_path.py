@@ -13,9 +13,9 @@ from torch.autograd import forward_ad
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import Worklist
 from meshflash.engine import local
-from meshflash.engine.op import Arguments, Direct, Read, modes_watch, watched
+from meshflash.engine.op import Arguments, CallContext, Direct, modes_watch, watched
 from meshflash.kernels.contract import Features, Inputs
-from meshflash.kernels.registry import Choice, generation, tell_spies
+from meshflash.kernels.registry import Choice, generation, log_kernel
 
 
 class _Known(NamedTuple):
@@ -59,14 +59,14 @@ _OPTIONAL = frozenset((type(None), *_NUMBERS))
 _PLAIN = frozenset((int, bool, str))
 
 
-def again(key: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+def lookup(key: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of a call of plain tensors that was made before, or None: then it is to be read from the start."""
     known = _known.get(key)
     if known is None or q.is_meta or forward_ad._current_level >= 0:
         return None
     if torch.is_autocast_enabled(known.device):
         return None
-    tell_spies(known.choice, "forward")
+    log_kernel(known.choice, "forward")
     make = partial(known.choice.kernel.forward, Inputs(q, k, v, known.work, known.features))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         made: tuple[Tensor, Tensor] = Direct.apply(q, k, v, None, Arguments(q, k, v, *known.rest), make)
@@ -74,11 +74,11 @@ def again(key: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | 
     return make()
 
 
-def remember(key: Any, call: Arguments) -> None:
+def store(key: Any, call: Arguments) -> None:
     """A call of plain tensors on one device has succeeded; the next one of its kind need not be read."""
     if watched(call[:6]) or not call.q.shape[0] or torch.is_autocast_enabled(call.q.device.type):
         return
-    read = Read(*call)
+    read = CallContext(*call)
     x = local.inputs(call.q, call.k, call.v, read.mask, read.features, call.q_offset)
     chosen = local.choice(x, call.kernel, "forward", call.deterministic)
     with _lock:

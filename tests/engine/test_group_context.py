@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from meshflash import Layout, Mask, attention, register_schedule, unregister_schedule
-from meshflash.engine import membership, mesh
+from meshflash.engine import group_context, mesh
 from meshflash.schedules import allgather, ring
 
 CAUSAL = Mask.causal()
@@ -81,7 +81,7 @@ def groups_come_and_go(rank, world, group):
         distributed.destroy_process_group(own)
     own = distributed.new_group([0, 1])
     call(mesh=own)
-    return len(membership._members)
+    return len(group_context._members)
 
 
 def test_groups_that_are_gone_are_forgotten(pool):

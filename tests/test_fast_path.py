@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshflash import Mask, flash_attention
-from meshflash.engine import repeat
+from meshflash.engine import fast_path
 from meshflash.kernels import registry
 
 CAUSAL = Mask.causal()
@@ -17,7 +17,7 @@ CAUSAL = Mask.causal()
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    repeat._known.clear()
+    fast_path._known.clear()
 
 
 def leaves(dtype=torch.float32, grad=True, tokens=9):
@@ -45,7 +45,7 @@ def test_other_numbers_of_the_same_shape(grad):
             dout = torch.randn_like(got)
             for a, b in zip(torch.autograd.grad(got, x, dout), torch.autograd.grad(want, x, dout), strict=True):
                 assert torch.allclose(a, b, atol=1e-5)
-    assert len(repeat._known) == 1
+    assert len(fast_path._known) == 1
 
 
 def test_gradients_after_a_call_without_and_the_other_way_round():
@@ -149,11 +149,11 @@ def test_a_choice_that_is_forgotten_is_made_anew():
     x = leaves(grad=False)
     flash_attention(*x, mask=CAUSAL)
     registry.forget()
-    with registry.spy() as ran:
+    with registry.record_kernels() as ran:
         flash_attention(*x, mask=CAUSAL)
         flash_attention(*x, mask=CAUSAL)
     assert [direction for _, direction in ran] == ["forward", "forward"]
-    assert len(repeat._known) == 1
+    assert len(fast_path._known) == 1
 
 
 def test_shapes_that_are_symbols():
@@ -164,7 +164,7 @@ def test_shapes_that_are_symbols():
 
 
 def test_only_so_many_are_remembered(monkeypatch):
-    monkeypatch.setattr(repeat, "_MOST", 3)
+    monkeypatch.setattr(fast_path, "_MOST", 3)
     for tokens in range(1, 9):
         flash_attention(*leaves(grad=False, tokens=tokens), mask=CAUSAL)
-        assert len(repeat._known) <= 3
+        assert len(fast_path._known) <= 3

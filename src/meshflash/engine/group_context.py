@@ -48,7 +48,7 @@ def checks_always() -> bool:
     return text == "always"
 
 
-class Member:
+class GroupContext:
     """This rank as a member of one process group."""
 
     def __init__(self, group: Any) -> None:
@@ -57,7 +57,7 @@ class Member:
         self.handshakes = 0
         #: Passes that this rank has begun, forward and backward alike; all ranks count alike.
         self.passes = 0
-        self.left = ""
+        self.poisoned = ""
         self.prepared: dict[Any, Any] = {}
         self.last: Any = None
         #: The process groups by the names that programs call them; all are of the same ranks.
@@ -124,7 +124,7 @@ class Member:
             transport.close()
         self._transports.clear()
 
-    def tell(self, error: Exception) -> None:
+    def broadcast_error(self, error: Exception) -> None:
         """Let the others know, if they come to a handshake, why this rank will not join their call."""
         number = self.handshakes
         self.handshakes += 1
@@ -161,7 +161,7 @@ class Member:
         try:
             yield
         except BaseException as error:
-            self.left = f"{type(error).__name__}: {error}"
+            self.poisoned = f"{type(error).__name__}: {error}"
             if isinstance(error, TransportError):
                 raise self._explained(error, direction) from error
             self._liveness.blame(self._scope, Cause(self.global_rank(self.rank), f"raised {one_line(error)}"))
@@ -196,10 +196,10 @@ class Member:
 
     def check_here(self) -> None:
         """Raise if this rank has left."""
-        if self.left:
+        if self.poisoned:
             raise RuntimeError(
-                f"this rank left an earlier call of this process group ({self.left}), whose messages may still be on "
-                "their way; make a new process group"
+                f"this rank left an earlier call of this process group ({self.poisoned}), whose messages may still be "
+                "on their way; make a new process group"
             )
 
     def global_rank(self, rank: int) -> int:
@@ -332,11 +332,11 @@ def _another(group: Any, name: str) -> Any:
 
 
 _others: dict[Any, Any] = {}
-_members: dict[str, Member] = {}
+_members: dict[str, GroupContext] = {}
 _members_lock = threading.Lock()
 
 
-def member(name: str) -> Member:
+def group_context(name: str) -> GroupContext:
     """This rank as a member of the group of this name."""
     group = dist.distributed_c10d._resolve_process_group(name)
     found = _members.get(name)
@@ -346,7 +346,7 @@ def member(name: str) -> Member:
             if found is None or found.group is not group:
                 for other in [other for other in _members if not _there(other)]:
                     _members.pop(other).close()
-                found = _members[name] = Member(group)
+                found = _members[name] = GroupContext(group)
     return found
 
 
