@@ -23,10 +23,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks import bytes_moved as moved
 from cross import missing
 from gemm import test_fused_compile, test_gemm_compile
 from kernels import test_compile
-from meshflash.bench import bytes as moved
 from meshflash.bench.cases import Case
 from meshflash.check.suite import LAYOUTS, MASKS
 from meshflash.core.problem import Problem

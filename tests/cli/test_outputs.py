@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from meshflash.bench import attention, record, step
-from meshflash.cli import app
-from meshflash.cli import bench as benchmarks
+from benchmarks import __main__ as outside
+from benchmarks import step
+from commands import app
+from meshflash.bench import attention, record
+from meshflash.cli import bench
 
 WIDE = {"COLUMNS": "300"}
 
@@ -29,11 +31,12 @@ def below_a_file(tmp_path: Path) -> str:
 
 #: Every benchmark.
 BENCHMARKS = [
-    command.name or getattr(command.callback, "__name__", "") for command in benchmarks.app.registered_commands
+    [group, command.name or getattr(command.callback, "__name__", "")]
+    for group, module in (("bench", bench), ("benchmarks", outside))
+    for command in module.app.registered_commands
 ]
 COMMANDS = [
-    *(["bench", name, "--output"] for name in BENCHMARKS),
-    ["bench", "kernels", "--peers", "--output"],
+    *([*words, "--output"] for words in BENCHMARKS),
     ["bench", "gemm", "--fused", "--device", "cpu", "--output"],
     ["bench", "attention", "--plot"],
     ["bench", "attention", "--trace"],
@@ -75,7 +78,7 @@ def test_a_trace_is_not_read_for_a_picture_that_cannot_be_written(tmp_path: Path
     "words",
     [
         ["draw", "ring", "--tokens", "8", "--svg"],
-        ["bench", "tiles", "--tokens", "64", "--documents", "2", "--ranks", "2", "--output"],
+        ["benchmarks", "tiles", "--tokens", "64", "--documents", "2", "--ranks", "2", "--output"],
     ],
     ids=" ".join,
 )
@@ -88,12 +91,12 @@ def test_a_full_disk_is_a_line(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        (["bench", "lengths", "--from"], "x.json"),
-        (["bench", "model", "--from"], "x.json"),
-        (["bench", "ddp", "--from"], "x.json"),
-        (["bench", "kernels", "--peers", "--from"], "x.json"),
-        (["bench", "kernels", "--peers", "--device", "cpu", "--output"], "x.json"),
-        (["bench", "ways", "--from"], "x.json"),
+        (["benchmarks", "lengths", "--from"], "x.json"),
+        (["benchmarks", "model", "--from"], "x.json"),
+        (["benchmarks", "ddp", "--from"], "x.json"),
+        (["benchmarks", "peers", "--from"], "x.json"),
+        (["benchmarks", "peers", "--device", "cpu", "--output"], "x.json"),
+        (["benchmarks", "variants", "--from"], "x.json"),
         (["trace"], ""),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else x,

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from comm.fake_streams import HostStreams, as_streams
+from commands import app
 from meshflash import Mask, shutdown
-from meshflash.cli import app
 from meshflash.models import vit
 from meshflash.models.gpt import GPT, tiny
 from meshflash.models.layers import GatedMLP
@@ -544,7 +544,9 @@ def test_refusals():
 
 def test_the_bench_of_a_step_takes_the_switches(tmp_path):
     torch.set_default_dtype(torch.float32)
-    words = "bench step --tokens 33 --rounds 1 --recompute full --offload-activations --tiles 3 --device cpu --output"
+    words = (
+        "benchmarks step --tokens 33 --rounds 1 --recompute full --offload-activations --tiles 3 --device cpu --output"
+    )
     result = CliRunner().invoke(app, [*words.split(), f"{tmp_path}/s.json"], catch_exceptions=False)
     assert result.exit_code == 0
     assert "linear 64 to 128 of 11 tokens" in " ".join(result.output.split())

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +20,7 @@ import meshflash
 from meshflash.core.files import write_whole
 from meshflash.core.reading import read_object
 
-RECORD = "a record of `meshflash bench`"
+RECORD = "a record of a benchmark"
 
 
 def header(command: str) -> dict[str, Any]:
@@ -56,6 +57,27 @@ def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
     write_whole(path, json.dumps({"header": header(command), "rows": rows}, indent=1) + "\n")
 
 
+class Recorder:
+    """The rows of one run. A benchmark adds rows case by case; with a path, each addition rewrites the record.
+
+    Rewriting keeps what is measured when a run is cut short. Without a path nothing is written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, rows: Iterable[Any]) -> None:
+        """Add dataclass rows in their flat form."""
+        self.rows += [flat(row) for row in rows]
+        if self.path is not None:
+            write(self.path, self.rows, command_line())
+
+    def made(self) -> dict[str, Any]:
+        """Return the record as `read` returns one that was written."""
+        return {"header": header(command_line()), "rows": self.rows}
+
+
 def flat(row: Any) -> dict[str, Any]:
     """A benchmark's row as a record takes it: the fields of its case beside its own; `direction` is called pass."""
     out: dict[str, Any] = {}
@@ -81,8 +103,10 @@ def place(header: dict[str, Any], device: str) -> str:
 
 
 def command_line() -> str:
-    """The command of this process, as one would type it."""
-    return shlex.join(["meshflash", *sys.argv[1:]])
+    """Return the command of this process as one would type it."""
+    is_module = Path(sys.argv[0]).parts[-2:] == ("benchmarks", "__main__.py")
+    program = ["python", "-m", "benchmarks"] if is_module else ["meshflash"]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def _cpu_name() -> str:

@@ -18,18 +18,17 @@ Plot = Callable[[list[dict[str, Any]], str, Path], None]
 def report(
     console: Console,
     tables: list[Table],
-    rows: list[dict[str, Any]],
-    output: Path,
+    found: record.Recorder,
     plot: Path | None = None,
     draw: Plot | None = None,
     title: str = "",
 ) -> None:
-    """Print the tables, write the record, and the plot where one is wanted and can be made."""
+    """Print the tables, name the record where one was written, and draw the plot where one is wanted."""
     console.print(*tables, sep="\n")
-    record.write(output, rows, record.command_line())
-    console.print(f"written: {output}", soft_wrap=True)
+    if found.path is not None:
+        console.print(f"written: {found.path}", soft_wrap=True)
     if plot is not None and draw is not None:
-        picture(console, draw, rows, title, plot)
+        picture(console, draw, found.rows, title, plot)
 
 
 def picture(console: Console, draw: Plot, rows: list[dict[str, Any]], title: str, path: Path) -> None:

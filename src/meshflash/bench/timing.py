@@ -39,7 +39,7 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device
     another one in each round: a GPU is faster after one that left it cool. A function that runs out of memory is
     left out, and one that takes seconds is timed once.
 
-    A GPU is held busy while the host issues a sample, so that the host's own time, which `meshflash bench host`
+    A GPU is held busy while the host issues a sample, so that the host's own time, which `python -m benchmarks host`
     shows, does not count.
     """
     times: dict[str, list[float]] = {}

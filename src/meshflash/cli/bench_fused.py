@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshflash.cli.bench_options import RESULTS, explained
+from meshflash.cli.bench_options import explained
 from meshflash.cli.gemm import interpret
 from meshflash.cli.outputs import writable
 
@@ -44,9 +44,8 @@ def fused(
     from meshflash.bench.report import picture
 
     console = Console()
-    rows: list[dict[str, Any]] = []
     tune = tune or calibrate
-    path = writable(output or RESULTS / f"gemm-fused-{'tune-' if tune else ''}{device}.json", plot)
+    found = record.Recorder(writable(output, plot))
     left_out: list[str] = []
     table_file: Path | None = None
     with explained(), console.status("starting") as status:
@@ -67,11 +66,11 @@ def fused(
             if isinstance(told, Path):
                 table_file = told
                 return
-            rows.extend(record.flat(row) for row in told)
-            record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
+            found.add(told)
 
         cases = [x for kind in kinds for x in fused_sweep.cases(device, ranks, kind, shapes, collective or [])]
         fused_sweep.run(cases, setup, hear, tune, calibrate)
+    rows = found.rows
     console.print(*fused_tables.sweep(rows), sep="\n")
     for line in [*(fused_tables.configurations(rows) if tune else []), *left_out]:
         console.print(line, soft_wrap=True)
@@ -81,7 +80,7 @@ def fused(
         fused_tables.INTERPRETED if on_cpu(device) else "memory of peers is that of the same card where they share it"
     )
     console.print(note, soft_wrap=True)
-    for written in filter(None, (path, table_file)):
+    for written in filter(None, (found.path, table_file)):
         console.print(f"written: {written}", soft_wrap=True)
     if plot is not None:
         picture(console, fused_sweep.plot, rows, f"fused products on {device}, {ranks} ranks", plot)

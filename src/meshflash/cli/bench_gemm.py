@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from meshflash.cli import bench_fused
-from meshflash.cli.bench_options import RESULTS, Device, Output, Plot, explained
-from meshflash.cli.bench_peers import given
+from meshflash.cli.bench_options import Device, Output, Plot, explained, given
 from meshflash.cli.outputs import writable
 
 
@@ -95,16 +94,14 @@ def gemm(
         device = pick_device(device)
         kinds = dtype or [pick_dtype(None, device)]
         shapes = [bench.parse(text) for text in shape or []] or list(bench.default_shapes(device, calibrate))
-        path = writable(output or RESULTS / f"gemm-{'tune-' if most else ''}{device}.json", plot)
+        record_of = record.Recorder(writable(output, plot))
         if calibrate and not on_cpu(device):
             writable(rates.file_of(identity(torch.device(device))[0]))
-        rows: list[dict[str, object]] = []
         if calibrate:
             layouts = layout or list(bench.LAYOUTS)
             found, measured = bench.calibrate(device, shapes, kinds, layouts, rounds, status.update)
             table_file = rates.add(found.rates, torch.device(device), found.measured_with)
-            rows = [record.flat(row) for row in measured]
-            record.write(path, rows, record.command_line())
+            record_of.add(measured)
         else:
             for (m, n, k), kind, lies in product(shapes, kinds, layout or ["nn"]):
                 case = bench.Case(m, n, k, kind, lies, device)
@@ -112,14 +109,14 @@ def gemm(
                 modes = tuple(mode or bench.default_modes(device))
                 measure = bench.measure if on_cpu(device) else bench.measure_apart
                 own = bench.trials(case, rounds, say) if tune else measure(case, modes, rounds, say)
-                rows += [record.flat(row) for row in own]
-                record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
+                record_of.add(own)
+    rows = record_of.rows
     console.print(*bench.table(rows, most), sep="\n")
     for line in [] if most else bench.verdict(rows):
         console.print(line, soft_wrap=True)
     if on_cpu(device):
         console.print("on a CPU only torch is timed: our kernel is interpreted there", soft_wrap=True)
-    for written in filter(None, (path, table_file)):
+    for written in filter(None, (record_of.path, table_file)):
         console.print(f"written: {written}", soft_wrap=True)
     if plot is not None:
         picture(console, bench.plot, rows, f"products on {device}", plot)

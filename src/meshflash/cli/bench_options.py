@@ -9,7 +9,6 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-RESULTS = Path("benchmarks/results")
 MASKS = "full, causal, window-N, documents-N or documents-lognormal-N"
 DTYPES = "float32, bfloat16, float16 or float64"
 
@@ -30,7 +29,7 @@ Dim = Annotated[int, typer.Option(min=1, help="Head dim.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="Our kernels' deterministic mode.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds, in each of which every kernel takes its turn.")]
-Output = Annotated[Path | None, typer.Option(help="JSON file to write.")]
+Output = Annotated[Path | None, typer.Option(help="JSON file to write the record to; by default none is written.")]
 Plot = Annotated[Path | None, typer.Option(help="Picture to write.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 Source = Annotated[
@@ -47,6 +46,11 @@ def explained() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
+def given(context: typer.Context, names: tuple[str, ...]) -> list[str]:
+    """Return those of `names` that the user gave as options."""
+    return [name for name in names if (found := context.get_parameter_source(name)) and found.name == "COMMANDLINE"]
+
+
 class View(NamedTuple):
     """How a command shows its record: read it, then its rows as a table, as Markdown, as a picture and in a title."""
 
@@ -57,20 +61,20 @@ class View(NamedTuple):
     title: Callable[[list[dict[str, Any]]], str]
 
 
-def show(console: Any, path: Path, view: View, *, measured: bool, markdown: bool, plot: Path | None) -> None:
-    """Print a record that was measured just now or before, and draw it where a plot is wanted."""
+def show(
+    console: Any, written: dict[str, Any], view: View, *, path: Path | None, markdown: bool, plot: Path | None
+) -> None:
+    """Print a record, name the file that it was written to, and draw it where a plot is wanted."""
     from meshflash.bench import record
     from meshflash.bench.report import picture
 
-    with explained():
-        written = view.read(path)
     rows = written["rows"]
     place = record.place(written["header"], rows[0]["device"])
     if markdown:
         typer.echo(f"`{written['header']['command']}` on {place}.\n\n{view.markdown(rows)}")
     else:
         console.print(view.table(rows))
-    if measured:
+    if path is not None:
         console.print(f"written: {path}", soft_wrap=True)
     if plot is not None:
         picture(console, view.draw, rows, f"{view.title(rows)}\n{place}", plot)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import typer
 
 from meshflash.core.files import OutputError, check_file, check_folder
 
+P = TypeVar("P", Path, Path | None)
 
-def writable(path: Path, *more: Path | None) -> Path:
-    """Return `path`; BadParameter unless it and all of `more` that are not None are files that can be written now."""
+
+def writable(path: P, *more: Path | None) -> P:
+    """Return `path`; raise BadParameter unless it and all of `more` can be written now. None is no file."""
     for each in (path, *more):
         if each is not None:
             _explained(check_file, each)

@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from meshflash.bench import attention, engine, record, tables
+from benchmarks import engine
+from commands import app
+from meshflash.bench import attention, record, tables
 from meshflash.bench.cases import Case
 from meshflash.bench.peers import peer_bytes
-from meshflash.cli import app
 from meshflash.schedules.registry import names
 
 SMALL = "--tokens 48 --heads 2 --dim 8"
@@ -125,7 +126,7 @@ def test_demo_proves_draws_and_writes(tmp_path):
         ("bench attention --dtype int8", "expected one of float32"),
         ("bench attention --mask diagonal", "expected full"),
         ("demo --schedule spiral", "expected one of auto, allgather, double_ring"),
-        ("bench engine --schedule spiral", "expected one of auto, allgather, double_ring"),
+        ("benchmarks engine --schedule spiral", "expected one of auto, allgather, double_ring"),
     ],
 )
 def test_bad_arguments_are_explained(words, message):
@@ -135,7 +136,9 @@ def test_bad_arguments_are_explained(words, message):
 
 
 def test_bench_rank_plays_one_of_many(tmp_path):
-    words = f"bench rank -n 4 --rank 2 --local-tokens 16 --heads 4 --dim 8 --rounds 1 --output {tmp_path / 'x.json'}"
+    words = (
+        f"benchmarks rank -n 4 --rank 2 --local-tokens 16 --heads 4 --dim 8 --rounds 1 --output {tmp_path / 'x.json'}"
+    )
     result = CliRunner().invoke(app, [*words.split(), "--schedule", "zigzag", "--schedule", "ulysses"])
     assert result.exit_code == 0, result.output
     rows = record.read(tmp_path / "x.json")["rows"]
@@ -146,13 +149,13 @@ def test_bench_rank_plays_one_of_many(tmp_path):
         assert (row["world"], row["rank"], row["tokens"]) == (4, 2, 64)
         assert row["ratio"] == pytest.approx(row["ms"] / row["one_ms"])
         assert row["attend_ms"] > 0
-    result = CliRunner().invoke(app, ["bench", "rank", "-n", "2", "--rank", "2"])
+    result = CliRunner().invoke(app, ["benchmarks", "rank", "-n", "2", "--rank", "2"])
     assert result.exit_code == 2
     assert "expected 0 to 1" in result.output
 
 
 def test_bench_engine_times_every_program(tmp_path):
-    words = f"bench engine -n 3 --rounds 1 --schedule zigzag --output {tmp_path / 'x.json'}"
+    words = f"benchmarks engine -n 3 --rounds 1 --schedule zigzag --output {tmp_path / 'x.json'}"
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 0, result.output
     rows = record.read(tmp_path / "x.json")["rows"]

@@ -9,18 +9,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshflash.bench import record, ways, ways_table
+from benchmarks import variants, variants_table
+from commands import app
+from meshflash.bench import record
 from meshflash.bench.cases import Case
 from meshflash.bench.check import PASSES, WrongError
 from meshflash.bench.timing import interleaved
-from meshflash.cli import app
 from meshflash.core.tiles import visible_per_query
 from meshflash.kernels.contract import Grads
 from meshflash.kernels.tiled import Tiled
 
-SMALL = "bench ways --device cpu --tokens 24 --long-tokens 64 --dim 16 --rounds 1"
+SMALL = "benchmarks variants --device cpu --tokens 24 --long-tokens 64 --dim 16 --rounds 1"
 CASE = Case(tokens=24, batch=2, heads=4, kv_heads=4, head_dim=8)
-CALLS = dict.fromkeys((ways.PLAIN, ways.STEP, ways.DETERMINISTIC), CASE)
+CALLS = dict.fromkeys((variants.PLAIN, variants.STEP, variants.DETERMINISTIC), CASE)
 
 
 def invoke(words, *more):
@@ -28,7 +29,7 @@ def invoke(words, *more):
 
 
 def test_what_is_measured_on_a_gpu():
-    *calls, short, long = ways.settings("cuda")
+    *calls, short, long = variants.settings("cuda")
     assert [(s["plain"].head_dim, s["plain"].mask) for s in calls] == [
         (dim, mask) for dim in (64, 128) for mask in ("causal", "full")
     ]
@@ -45,22 +46,22 @@ def test_what_is_measured_on_a_gpu():
         for case in setting.values():
             assert (case.tokens, case.batch, case.heads, case.kv_heads, case.head_dim) == (131072, 1, 8, 8, dim)
         assert setting["window-4096"].flops("forward") < setting["causal"].flops("forward") / 10
-    assert ways.default_kernel("cuda") == "triton"
+    assert variants.default_kernel("cuda") == "triton"
 
 
 def test_documents_are_32_of_random_lengths_and_the_same_each_time():
-    rule = ways.Packed(tokens=4096).rule
+    rule = variants.Packed(tokens=4096).rule
     starts = np.flatnonzero(visible_per_query(rule, 4096) == 1)
     lengths = np.diff([*starts, 4096])
     assert len(lengths) == len(starts) == 32
     assert len(set(lengths.tolist())) > 20
-    assert rule == ways.Packed(tokens=4096).rule
+    assert rule == variants.Packed(tokens=4096).rule
     with pytest.raises(ValueError, match="32 documents do not fit in 31 tokens"):
-        ways.Packed(tokens=31)
+        variants.Packed(tokens=31)
 
 
 def test_ways_are_measured_written_and_shown_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "ways"])
+    monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "variants"])
     output, plot = tmp_path / "ways.json", tmp_path / "ways.png"
     result = invoke(SMALL, "--output", output, "--plot", plot)
     assert result.exit_code == 0, (result.output, result.exception)
@@ -85,13 +86,13 @@ def test_ways_are_measured_written_and_shown_again(tmp_path, monkeypatch):
         )
         assert row["ratio"] == pytest.approx(row["tflops"] / beside["tflops"])
         if row["way"] == "documents":
-            pairs = visible_per_query(ways.Packed(tokens=64).rule, 64).sum()
+            pairs = visible_per_query(variants.Packed(tokens=64).rule, 64).sum()
             flops = 4 * 4 * 16 * pairs * (2.5 if row["pass"] == "backward" else 1)
             assert row["tflops"] * row["ms"] * 1e9 == pytest.approx(flops)
-    again = invoke("bench ways", "--from", output)
+    again = invoke("benchmarks variants", "--from", output)
     assert again.output.splitlines() == result.output.splitlines()[:-2]
-    shown = invoke("bench ways --markdown", "--from", output).output
-    assert shown.startswith("`meshflash bench ways` on ")
+    shown = invoke("benchmarks variants --markdown", "--from", output).output
+    assert shown.startswith("`python -m benchmarks variants` on ")
     assert "| dim | mask | way | fwd ms | TFLOP/s | x plain | bwd ms | TFLOP/s | x plain |" in shown
     assert "| 16 | causal | deterministic |  |  |  | " in shown
     assert "| dim | way | fwd ms | TFLOP/s | x causal | bwd ms | TFLOP/s | x causal |" in shown
@@ -117,17 +118,17 @@ def test_mistakes_are_told(words, said, tmp_path):
 def test_what_is_no_record_of_ways_is_refused(tmp_path):
     for text in ('{"header": {}, "rows": [{"ms": 1}]}', '{"rows": []}', "no JSON"):
         (tmp_path / "x.json").write_text(text)
-        assert invoke("bench ways", "--from", tmp_path / "x.json").exit_code == 2
+        assert invoke("benchmarks variants", "--from", tmp_path / "x.json").exit_code == 2
 
 
 def test_half_precision_and_other_kernels_are_right():
     for dtype, kernel in (("bfloat16", "tiled"), ("float64", "tiled"), ("float32", "auto")):
         case = replace(CASE, dtype=dtype)
-        rows = list(ways.run(dict.fromkeys(CALLS, case), kernel, rounds=1))
+        rows = list(variants.run(dict.fromkeys(CALLS, case), kernel, rounds=1))
         assert len(rows) == 5
         assert all(row.error <= case.worst_error for row in rows)
     assert {row.ran for row in rows} == {"vendor"}
-    assert "auto (vendor)" in ways_table.title([record.flat(row) for row in rows])
+    assert "auto (vendor)" in variants_table.title([record.flat(row) for row in rows])
 
 
 def wrong_plain(forward, backward):
@@ -184,25 +185,25 @@ def test_a_way_that_is_wrong_is_not_timed(mistake, said, monkeypatch):
     forward, backward = mistake(Tiled.forward, Tiled.backward)
     monkeypatch.setattr(Tiled, "forward", forward)
     monkeypatch.setattr(Tiled, "backward", backward)
-    monkeypatch.setattr(ways, "interleaved", None)
+    monkeypatch.setattr(variants, "interleaved", None)
     with pytest.raises(WrongError, match=said):
-        list(ways.run(CALLS, "tiled", rounds=1))
+        list(variants.run(CALLS, "tiled", rounds=1))
 
 
 def test_a_way_that_runs_out_of_memory_is_shown_as_that(monkeypatch):
     def greedy(functions, device, rounds):
         return interleaved({name: call for name, call in functions.items() if name != "step"}, device, rounds)
 
-    monkeypatch.setattr(ways, "interleaved", greedy)
-    rows = [record.flat(row) for row in ways.run(CALLS, "tiled", rounds=1)]
+    monkeypatch.setattr(variants, "interleaved", greedy)
+    rows = [record.flat(row) for row in variants.run(CALLS, "tiled", rounds=1)]
     assert [row["way"] for row in rows if row["ms"] is None] == ["step", "step"]
-    assert "| 8 | causal | step | out of memory |  |  | out of memory |  |  |" in ways_table.markdown(rows)
+    assert "| 8 | causal | step | out of memory |  |  | out of memory |  |  |" in variants_table.markdown(rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_ways_on_a_gpu(tmp_path):
-    words = "bench ways --tokens 4160 --long-tokens 8256 --rounds 2"
+    words = "benchmarks variants --tokens 4160 --long-tokens 8256 --rounds 2"
     result = invoke(words, "--output", tmp_path / "x.json")
     assert result.exit_code == 0, (result.output, result.exception)
     assert all(row["ran"] == "triton" and row["ms"] > 0 for row in record.read(tmp_path / "x.json")["rows"])

@@ -5,9 +5,10 @@ import json
 import torch
 from typer.testing import CliRunner
 
-from meshflash.bench import candidates, host, lengths, measure, memory, plots, record, tables
+from benchmarks import lengths, memory
+from commands import app
+from meshflash.bench import candidates, host, measure, plots, record, tables
 from meshflash.bench.cases import Case
-from meshflash.cli import app
 
 SMALL = "--device cpu --heads 2 --kv-heads 1 --dim 8"
 
@@ -17,9 +18,9 @@ def invoke(words, *more):
 
 
 def test_bench_lengths_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "lengths"])
+    monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "lengths"])
     output, plot = tmp_path / "lengths.json", tmp_path / "lengths.png"
-    words = f"bench lengths {SMALL} --tokens 16 --tokens 32 --rounds 1"
+    words = f"benchmarks lengths {SMALL} --tokens 16 --tokens 32 --rounds 1"
     result = invoke(words, "--output", output, "--plot", plot)
     assert result.exit_code == 0, result.output
     rows = json.loads(output.read_text())["rows"]
@@ -33,12 +34,12 @@ def test_bench_lengths_writes_a_record_and_shows_it_again(tmp_path, monkeypatch)
     assert plot.stat().st_size > 1000
 
     plot.unlink()
-    again = invoke("bench lengths", "--from", output, "--plot", plot)
+    again = invoke("benchmarks lengths", "--from", output, "--plot", plot)
     assert again.exit_code == 0, again.output
     assert again.output.splitlines()[1:-1] == result.output.splitlines()[1:-2]
     assert plot.stat().st_size > 1000
-    written = invoke("bench lengths --markdown", "--from", output)
-    assert written.output.startswith("`meshflash bench lengths` on ")
+    written = invoke("benchmarks lengths --markdown", "--from", output)
+    assert written.output.startswith("`python -m benchmarks lengths` on ")
     assert "| 32 | auto (vendor) | " in written.output
     assert len(written.output.splitlines()) == 2 + 2 + len(rows)
 
@@ -46,7 +47,7 @@ def test_bench_lengths_writes_a_record_and_shows_it_again(tmp_path, monkeypatch)
 def test_what_is_no_record_of_lengths_is_refused(tmp_path):
     for text in ('{"header": {}, "rows": [{"ms": 1}]}', '{"rows": []}', "no JSON"):
         (tmp_path / "x.json").write_text(text)
-        result = invoke("bench lengths", "--from", tmp_path / "x.json")
+        result = invoke("benchmarks lengths", "--from", tmp_path / "x.json")
         assert result.exit_code == 2, result.output
 
 
@@ -104,7 +105,7 @@ def test_bench_host_compares_with_sdpa(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "CALLS", 2)
     threads = torch.get_num_threads()
     result = invoke(
-        f"bench host {SMALL} --tokens 4 --rounds 2 --kernel auto --kernel tiled", "--output", tmp_path / "x"
+        f"benchmarks host {SMALL} --tokens 4 --rounds 2 --kernel auto --kernel tiled", "--output", tmp_path / "x"
     )
     assert result.exit_code == 0, result.output
     assert torch.get_num_threads() == threads
@@ -116,9 +117,8 @@ def test_bench_host_compares_with_sdpa(tmp_path, monkeypatch):
 
 
 def test_bench_memory_counts_what_must_be_held(tmp_path):
-    words = (
-        "bench memory --device cpu --heads 2 --kv-heads 1 --tokens 512 --kernel auto --kernel standard --deterministic"
-    )
+    kernels = "--kernel auto --kernel standard --deterministic"
+    words = f"benchmarks memory --device cpu --heads 2 --kv-heads 1 --tokens 512 {kernels}"
     result = invoke(words, "--output", tmp_path / "x")
     assert result.exit_code == 0, result.output
     ours, standard = record.read(tmp_path / "x")["rows"]

@@ -11,13 +11,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from meshflash.bench import candidates, check, headline, headline_table, measure, plots, record, sampled
+from benchmarks import peers, peers_table, sampled
+from commands import app
+from meshflash.bench import candidates, check, measure, plots, record
 from meshflash.bench.cases import Case
-from meshflash.cli import app
 from meshflash.kernels.tiled import Tiled
 
-SMALL = "bench kernels --peers --device cpu --tokens 16 --tokens 24 --dim 8 --rounds 1"
-CASES = headline.settings("cpu", tokens=[16, 24], dims=[8])
+SMALL = "benchmarks peers --device cpu --tokens 16 --tokens 24 --dim 8 --rounds 1"
+CASES = peers.settings("cpu", tokens=[16, 24], dims=[8])
 
 
 def invoke(words, *more):
@@ -31,24 +32,24 @@ def quiet(_text):
 def row(kernel, ms, note=None, tokens=4096, direction="forward", check_s=0.0, **other):
     base = replace(CASES[0], tokens=tokens, head_dim=64, mask=other.pop("mask", "causal"), device="cuda")
     figures = dict(ms=ms, tflops=None if ms is None else 600.0, error=None, oracle="", peak_bytes=None)
-    own = dict(version=headline.version_of(kernel), rounds=1, check_s=check_s, note=note)
-    return record.flat(headline.Peer(kernel=kernel, ran=kernel, direction=direction, case=base, **figures, **own))
+    own = dict(version=peers.version_of(kernel), rounds=1, check_s=check_s, note=note)
+    return record.flat(peers.Peer(kernel=kernel, ran=kernel, direction=direction, case=base, **figures, **own))
 
 
 def test_the_set_on_a_gpu_is_24_cells():
-    cases = headline.settings("cuda")
+    cases = peers.settings("cuda")
     assert len(cases) * len(check.PASSES) == 24
     assert [case.tokens for case in cases] == sorted(case.tokens for case in cases)
     assert {(case.tokens, case.batch) for case in cases} == {(4096, 8), (16384, 2), (65536, 1)}
     assert {(case.head_dim, case.heads, case.kv_heads) for case in cases} == {(64, 32, 32), (128, 16, 16)}
     assert {(case.mask, case.dtype) for case in cases} == {("causal", "bfloat16"), ("full", "bfloat16")}
-    assert headline.default_kernels("cuda") == ("triton", "fa4", "cudnn", "fa2", "flex")
-    (narrow,) = headline.settings("cuda", [65536], [128], ["full"])
+    assert peers.default_kernels("cuda") == ("triton", "fa4", "cudnn", "fa2", "flex")
+    (narrow,) = peers.settings("cuda", [65536], [128], ["full"])
     assert narrow in cases
 
 
 def test_peers_are_measured_shown_and_not_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "kernels", "--peers"])
+    monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "peers"])
     output, plot = tmp_path / "peers.json", tmp_path / "peers.png"
     names = ("auto", "tiled", "torch sdpa", "flex", "cudnn")
     words = f"{SMALL} --mask causal" + "".join(f" --kernel {name}" for name in ("auto", "tiled", "flex", "cudnn"))
@@ -68,20 +69,20 @@ def test_peers_are_measured_shown_and_not_measured_again(tmp_path, monkeypatch):
     assert "auto against torch sdpa: at least 1.00x in " in text
     assert "auto against cudnn: no cell has both" in text
 
-    monkeypatch.setattr(headline, "measure", None)  # nothing is measured from here on
+    monkeypatch.setattr(peers, "measure", None)  # nothing is measured from here on
     again = invoke(words, "--kernel", "torch sdpa", "--output", output)
     assert again.exit_code == 0, (again.output, again.exception)
     assert "skipped: 2 of 2 settings" in again.output
     assert json.loads(output.read_text())["rows"] == rows
     narrow = invoke(
-        "bench kernels --peers --device cpu --dim 8 --tokens 24 --mask causal --kernel auto --rounds 1",
+        "benchmarks peers --device cpu --dim 8 --tokens 24 --mask causal --kernel auto --rounds 1",
         "--output",
         output,
     )
     assert "skipped: 1 of 1 settings" in narrow.output
     assert json.loads(output.read_text())["rows"] == rows
-    shown = invoke("bench kernels --peers --markdown", "--from", output)
-    assert shown.output.startswith("`meshflash bench kernels --peers` on ")
+    shown = invoke("benchmarks peers --markdown", "--from", output)
+    assert shown.output.startswith("`python -m benchmarks peers` on ")
     assert "| 10x24 | 8 | causal | backward | " in shown.output
     assert "- flex, 4 of 4 cells: failed: NotImplementedError" in shown.output
     fresh = invoke(words, "--kernel", "torch sdpa", "--output", output, "--fresh")
@@ -89,78 +90,78 @@ def test_peers_are_measured_shown_and_not_measured_again(tmp_path, monkeypatch):
 
 
 def test_a_run_that_was_cut_short_goes_on(tmp_path):
-    names, budget = ("auto", "tiled"), headline.Budget(10)
-    first = next(headline.run(CASES, names, 1, budget, [], quiet))
-    assert [case for case, _ in headline.by_case(first)] == CASES[:1]
+    names, budget = ("auto", "tiled"), peers.Budget(10)
+    first = next(peers.run(CASES, names, 1, budget, [], quiet))
+    assert [case for case, _ in peers.by_case(first)] == CASES[:1]
     record.write(tmp_path / "x.json", first, "")
-    known = headline.still_true(headline.read(tmp_path / "x.json"))
+    known = peers.still_true(peers.read(tmp_path / "x.json"))
     assert known == first
     said: list[str] = []
-    *_, last = headline.run(CASES, names, 1, budget, known, said.append)
-    assert [case for case, _ in headline.by_case(last)] == CASES
+    *_, last = peers.run(CASES, names, 1, budget, known, said.append)
+    assert [case for case, _ in peers.by_case(last)] == CASES
     assert last[: len(first)] == first
     assert said[0].startswith("1 of 3, 16 x 16 tokens, dim 8, full: ")
 
 
 def test_other_rounds_or_kernels_are_measured():
     rows = [row("triton", 1.0), row("triton", 1.0, direction="backward"), row("flex", None, "no time: over")]
-    ((case, _),) = headline.by_case(rows)
-    assert headline.holds(rows, case, ("triton",), 1)
-    assert not headline.holds(rows, case, ("triton",), 2)
-    assert not headline.holds(rows, case, ("triton", "cudnn"), 1)
-    assert not headline.holds(rows, case, ("triton", "flex"), 1)
-    assert not headline.holds(rows, CASES[0], ("triton",), 1)
+    ((case, _),) = peers.by_case(rows)
+    assert peers.holds(rows, case, ("triton",), 1)
+    assert not peers.holds(rows, case, ("triton",), 2)
+    assert not peers.holds(rows, case, ("triton", "cudnn"), 1)
+    assert not peers.holds(rows, case, ("triton", "flex"), 1)
+    assert not peers.holds(rows, CASES[0], ("triton",), 1)
 
 
 def test_what_other_code_machines_or_kernels_measured_is_dropped(monkeypatch):
-    (rows,) = headline.run(CASES[:1], ("auto", "fa4"), 1, headline.Budget(10), [], quiet)
+    (rows,) = peers.run(CASES[:1], ("auto", "fa4"), 1, peers.Budget(10), [], quiet)
     written: dict[str, Any] = {"header": record.header(""), "rows": rows}
-    assert headline.still_true(written) == rows
-    assert headline.still_true(written | {"header": written["header"] | {"machine": {"cpu": "other"}}}) == []
+    assert peers.still_true(written) == rows
+    assert peers.still_true(written | {"header": written["header"] | {"machine": {"cpu": "other"}}}) == []
     with monkeypatch.context() as patch:
-        patch.setattr(headline, "_sources", lambda: "other")
-        assert headline.still_true(written) == []
+        patch.setattr(peers, "_sources", lambda: "other")
+        assert peers.still_true(written) == []
     with monkeypatch.context() as patch:
-        patch.setattr(type(headline.registry._KERNELS["fa4"]), "missing", lambda self: None)
-        assert headline.still_true(written) == []
+        patch.setattr(type(peers.registry._KERNELS["fa4"]), "missing", lambda self: None)
+        assert peers.still_true(written) == []
 
 
 def test_variables_that_steer_kernels_make_another_version(monkeypatch):
-    before = headline.version_of("triton")
-    headline._sources.cache_clear()
+    before = peers.version_of("triton")
+    peers._sources.cache_clear()
     monkeypatch.setenv("MESHFLASH_SOMETHING", "1")
-    assert headline.version_of("triton") != before
-    headline._sources.cache_clear()
+    assert peers.version_of("triton") != before
+    peers._sources.cache_clear()
 
 
 def test_slow_peers_are_left_out_first():
     names = ("triton", "cudnn", "fa2", "flex")
     short, long = (replace(CASES[0], tokens=t, head_dim=64, device="cuda") for t in (4096, 8192))
     rows = [row(name, 1000.0, direction=p) for name in names for p in check.PASSES]
-    each = headline._seconds(long, "triton", 1, rows)
-    assert each == pytest.approx(1.2 * 2 * 4 * (2 * 1 + headline.OTHER_CALLS), rel=1e-3)  # two passes of 4 s a call
+    each = peers._seconds(long, "triton", 1, rows)
+    assert each == pytest.approx(1.2 * 2 * 4 * (2 * 1 + peers.OTHER_CALLS), rel=1e-3)  # two passes of 4 s a call
     for share, taken in ((4.1, names), (3.1, names[:3]), (2.1, names[:2]), (0.5, ())):
-        budget = headline.Budget(share * each / 60, clock=lambda: 0.0)
+        budget = peers.Budget(share * each / 60, clock=lambda: 0.0)
         assert budget.affords([long], names, 1, rows) == taken, share
     compiled = [row(name, 1000.0, direction=p, check_s=50) for name in names for p in check.PASSES]
-    assert headline._seconds(long, "triton", 1, compiled) == each
-    assert headline._seconds(long, "flex", 1, compiled) == pytest.approx(each + 1.2 * 50)
-    both = 2 * each + 2 * headline._seconds(short, "triton", 1, rows)
-    assert headline.Budget(both / 60 + 0.01, clock=lambda: 0.0).affords([short, long], names, 1, rows) == names[:2]
-    assert headline.Budget(1e-9, clock=lambda: 0.0).affords([long], names, 1, []) == names
+    assert peers._seconds(long, "triton", 1, compiled) == each
+    assert peers._seconds(long, "flex", 1, compiled) == pytest.approx(each + 1.2 * 50)
+    both = 2 * each + 2 * peers._seconds(short, "triton", 1, rows)
+    assert peers.Budget(both / 60 + 0.01, clock=lambda: 0.0).affords([short, long], names, 1, rows) == names[:2]
+    assert peers.Budget(1e-9, clock=lambda: 0.0).affords([long], names, 1, []) == names
 
 
 def test_what_there_is_no_time_for_is_said_and_measured_next_time(monkeypatch):
-    monkeypatch.setattr(headline, "SLOW", ("tiled",))
+    monkeypatch.setattr(peers, "SLOW", ("tiled",))
     names = ("auto", "tiled")
-    monkeypatch.setattr(headline.Budget, "affords", lambda self, todo, *_: ("auto",) if todo[0] == CASES[0] else ())
-    *_, rows = headline.run(CASES[:2], names, 1, headline.Budget(10), [], quiet)
+    monkeypatch.setattr(peers.Budget, "affords", lambda self, todo, *_: ("auto",) if todo[0] == CASES[0] else ())
+    *_, rows = peers.run(CASES[:2], names, 1, peers.Budget(10), [], quiet)
     assert [own["kernel"] for own in rows if own["ms"]] == ["auto", "auto"]
     assert sum(own["note"] is not None and own["note"].startswith("no time") for own in rows) == 6
-    assert "no time" in headline_table.markdown(rows)
-    assert list(headline.run(CASES[:2], names, 1, headline.Budget(10), rows, quiet))[-1] == rows  # nothing is lost
+    assert "no time" in peers_table.markdown(rows)
+    assert list(peers.run(CASES[:2], names, 1, peers.Budget(10), rows, quiet))[-1] == rows  # nothing is lost
     monkeypatch.undo()
-    *_, rows = headline.run(CASES[:2], names, 1, headline.Budget(10), rows, quiet)
+    *_, rows = peers.run(CASES[:2], names, 1, peers.Budget(10), rows, quiet)
     assert all(own["ms"] for own in rows)
 
 
@@ -173,23 +174,23 @@ def test_a_wrong_peer_is_noted_and_ours_raises(monkeypatch):
         return out_BTHE, lse_BHT
 
     monkeypatch.setattr(Tiled, "forward", wrong)
-    (rows,) = headline.run(CASES[:1], ("auto", "tiled"), 1, headline.Budget(10), [], quiet)
+    (rows,) = peers.run(CASES[:1], ("auto", "tiled"), 1, peers.Budget(10), [], quiet)
     noted = [own for own in rows if own["note"]]
     assert {own["kernel"] for own in noted} == {"tiled"}
     assert all(own["note"].startswith("wrong: tiled, forward: relative error") and own["ms"] is None for own in noted)
     with pytest.raises(check.WrongError, match="it is wrong, so it is not timed"):
-        list(headline.run(CASES[:1], ("tiled", "auto"), 1, headline.Budget(10), [], quiet))
+        list(peers.run(CASES[:1], ("tiled", "auto"), 1, peers.Budget(10), [], quiet))
 
 
 def test_ratios_are_counted_and_the_smallest_named():
     rows = [row("triton", 1.0), row("fa4", 0.98), row("cudnn", 1.2), row("flex", None, "no time: over")]
     rows += [row(name, ms, direction="backward") for name, ms in (("triton", 1.0), ("fa4", 1.1), ("cudnn", 0.9))]
-    cudnn, fa4 = headline_table.summary(rows)
+    cudnn, fa4 = peers_table.summary(rows)
     cell = "4,096 tokens, dim 64, causal"
     assert cudnn == f"triton against cudnn: at least 1.00x in 1 of 2 cells; smallest 0.900x: {cell}, backward"
     assert fa4.startswith("triton against fa4: at least 0.97x in 2 of 2 cells, at least 1.03x in 1 of 2 cells; ")
     assert fa4.endswith(f"smallest 0.980x: {cell}, forward")
-    text = headline_table.markdown(rows)
+    text = peers_table.markdown(rows)
     assert "| 16x4,096 | 64 | causal | forward | 600 | 600 | 600 | no time | 1.20 | 0.98 |" in text
     assert text.endswith("- flex, 1 of 2 cells: no time: over")
 
@@ -199,10 +200,10 @@ def test_the_table_of_a_gpu_fits_a_terminal():
     rows = [
         row(name, None if name in notes else 1.0, notes.get(name), tokens=65536, direction=p)
         for p in check.PASSES
-        for name in headline.default_kernels("cuda")
+        for name in peers.default_kernels("cuda")
     ]
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(headline_table.table(rows))
+    console.print(peers_table.table(rows))
     text = console.export_text()
     assert "…" not in text
     assert "causal backward    600 absent   600 no time memory    1.00" in text
@@ -216,15 +217,14 @@ def test_no_figures_no_plot(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--peers --heads 4 --exact", "--heads, --exact: not with --peers"),
-        ("--fresh --minutes 3", "--minutes, --fresh: not without --peers"),
-        ("--peers --mask window-4", "peers are compared on causal and full"),
-        ("--peers --kernel fast", "expected one of auto, vendor"),
-        ("--peers --kernel triton", "lacks the device cpu"),
+        ("--output x.json --update", "--output and --update name two records; give one of them"),
+        ("--mask window-4", "peers are compared on causal and full"),
+        ("--kernel fast", "expected one of auto, vendor"),
+        ("--kernel triton", "lacks the device cpu"),
     ],
 )
-def test_bad_arguments_are_explained(arguments, message, tmp_path):
-    words = f"bench kernels --device cpu --tokens 16 --rounds 1 --output {tmp_path / 'x.json'} {arguments}"
+def test_bad_arguments_are_explained(arguments, message):
+    words = f"benchmarks peers --device cpu --tokens 16 --rounds 1 {arguments}"
     result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "300", "TRITON_INTERPRET": "0"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
@@ -232,7 +232,7 @@ def test_bad_arguments_are_explained(arguments, message, tmp_path):
 
 def test_another_record_is_refused(tmp_path):
     (tmp_path / "x.json").write_text('{"header": {}, "rows": [{"ms": 1}]}')
-    words = ["bench", "kernels", "--peers", "--from", str(tmp_path / "x.json")]
+    words = ["benchmarks", "peers", "--from", str(tmp_path / "x.json")]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert "is not a record of" in result.output

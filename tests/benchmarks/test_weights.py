@@ -6,9 +6,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
-from meshflash.bench import record, weights
-from meshflash.bench.weights import DDP, FSDP, METHODS, ZERO
-from meshflash.cli import app
+from benchmarks import weights
+from benchmarks.weights import DDP, FSDP, METHODS, ZERO
+from commands import app
+from meshflash.bench import record
 from meshflash.models.gpt import GPT, GPTConfig, tiny
 from meshflash.parallel import init_mesh, shard
 
@@ -103,7 +104,16 @@ def test_large_models_are_counted_and_not_allocated():
 
 
 def test_bench_weights_writes_a_record_and_says_out_of_memory(tmp_path):
-    words = ["bench", "weights", "-n", "2", "--output", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
+    words = [
+        "benchmarks",
+        "weights",
+        "-n",
+        "2",
+        "--output",
+        str(tmp_path / "x.json"),
+        "--plot",
+        str(tmp_path / "x.png"),
+    ]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     rows = record.read(tmp_path / "x.json")["rows"]

@@ -1,14 +1,13 @@
-"""`meshflash bench` of training: steps over ranks and with either attention, their kernels, and what ranks keep."""
+"""Commands that time training steps and count the bytes that each rank keeps."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from benchmarks.options import Update, recorder
 from meshflash.cli.bench_options import (
-    RESULTS,
     Batch,
     Device,
     Markdown,
@@ -22,7 +21,6 @@ from meshflash.cli.bench_options import (
     explained,
     show,
 )
-from meshflash.cli.outputs import writable
 
 DEVICE = "by default what suits the device"
 MaybeLayers = Annotated[int | None, typer.Option(min=1, help=f"Layers of the model; {DEVICE}.")]
@@ -50,6 +48,7 @@ def ddp(
         bool, typer.Option("--mps", help="Start CUDA MPS; each rank, also one alone, has 1 / (most ranks) of the GPU.")
     ] = False,
     output: Output = None,
+    update: Update = False,
     plot: Plot = None,
     markdown: Markdown = False,
     source: Source = None,
@@ -60,24 +59,25 @@ def ddp(
     """
     from rich.console import Console
 
-    from meshflash.bench import ddp as bench
-    from meshflash.bench import record
+    from benchmarks import ddp as bench
+    from benchmarks.training import training
     from meshflash.bench.cases import pick_device
-    from meshflash.bench.training import training
 
     console = Console()
-    path = source
-    if path is None:
+    view = View(bench.read, bench.table, bench.markdown, bench.plot, bench.title)
+    if source is not None:
+        with explained():
+            written, path = view.read(source), None
+    else:
         with explained(), console.status("starting") as status:
             device = pick_device(device)
-            path = writable(output or RESULTS / f"ddp-{device}.json", plot)
+            found = recorder(f"ddp-{device}", output, update, plot)
             sizes = dict(layers=layers, dim=dim, heads=heads, vocabulary=vocabulary, tokens=tokens, batch=batch)
             case = training(bench.SMALL, bench.LARGE, device, dtype, **sizes)
             listen = status.update if console.is_terminal else lambda text: typer.echo(text, err=True)
-            rows = [record.flat(row) for row in bench.run(case, ranks, rounds, mps, listen)]
-        record.write(path, rows, record.command_line())
-    view = View(bench.read, bench.table, bench.markdown, bench.plot, bench.title)
-    show(console, path, view, measured=source is None, markdown=markdown, plot=plot)
+            found.add(bench.run(case, ranks, rounds, mps, listen))
+        written, path = found.made(), found.path
+    show(console, written, view, path=path, markdown=markdown, plot=plot)
 
 
 def model(
@@ -94,6 +94,7 @@ def model(
     device: Device = None,
     rounds: Rounds = 5,
     output: Output = None,
+    update: Update = False,
     plot: Plot = None,
     markdown: Markdown = False,
     source: Source = None,
@@ -104,15 +105,17 @@ def model(
     """
     from rich.console import Console
 
-    from meshflash.bench import model as bench
-    from meshflash.bench import record
+    from benchmarks import model as bench
+    from benchmarks.training import training
     from meshflash.bench.cases import pick_device
-    from meshflash.bench.training import training
     from meshflash.job import shutdown
 
     console = Console()
-    path = source
-    if path is None:
+    view = View(bench.read, bench.table, bench.markdown, bench.plot, bench.title)
+    if source is not None:
+        with explained():
+            written, path = view.read(source), None
+    else:
         with explained(), console.status("starting") as status:
             device = pick_device(device)
             sizes = dict(layers=layers, dim=dim, heads=heads, vocabulary=vocabulary, batch=batch)
@@ -120,21 +123,21 @@ def model(
                 training(bench.SMALL, bench.LARGE, device, dtype, **sizes, tokens=t)
                 for t in tokens or bench.default_lengths(device)
             ]
-            path, rows = writable(output or RESULTS / f"model-{device}.json", plot), []
+            found = recorder(f"model-{device}", output, update, plot)
             for case in cases:
                 say = lambda text, t=case.tokens: status.update(f"{t:,} tokens: {text}")  # noqa: E731
-                rows += [record.flat(row) for row in bench.run(case, rounds, say)]
-                record.write(path, rows, record.command_line())
+                found.add(bench.run(case, rounds, say))
             shutdown()  # the job of one rank that its mesh started
-    view = View(bench.read, bench.table, bench.markdown, bench.plot, bench.title)
-    show(console, path, view, measured=source is None, markdown=markdown, plot=plot)
+        written, path = found.made(), found.path
+    show(console, written, view, path=path, markdown=markdown, plot=plot)
 
 
 def weights(
     world: Annotated[
         list[int], typer.Option("--world", "-n", min=1, help="Ranks that train the small model; repeat for several.")
     ] = [1, 2, 4, 8],  # noqa: B006
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RESULTS / "weights.json",
+    output: Output = None,
+    update: Update = False,
     plot: Plot = None,
 ) -> None:
     """Bytes of weights, gradients and optimizer that a rank keeps under DDP, ZeRO-1 and FSDP.
@@ -143,16 +146,16 @@ def weights(
     """
     from rich.console import Console
 
-    from meshflash.bench import plots, record
-    from meshflash.bench import weights as bench
+    from benchmarks import weights as bench
+    from meshflash.bench import plots
     from meshflash.bench.report import report
 
     console = Console()
-    writable(output, plot)
+    found = recorder("weights", output, update, plot)
     with explained(), console.status("measuring"):
-        rows = [record.flat(row) for row in (*bench.measured(world), *bench.counted())]
+        found.add((*bench.measured(world), *bench.counted()))
     title = "weights, gradients and AdamW's state in float32: what a rank keeps"
-    report(console, bench.tables(rows), rows, output, plot, plots.weights, title)
+    report(console, bench.tables(found.rows), found, plot, plots.weights, title)
 
 
 def step(
@@ -175,23 +178,25 @@ def step(
     device: Device = None,
     rounds: Rounds = 3,
     output: Output = None,
+    update: Update = False,
 ) -> None:
     """One training step of a GPT on this device: time and memory, beside the sum of its kernels' own times."""
     from rich.console import Console
 
-    from meshflash.bench import record, tables
-    from meshflash.bench import step as bench
+    from benchmarks import step as bench
+    from meshflash.bench import tables
     from meshflash.bench.cases import pick_device
     from meshflash.bench.report import report
 
     console = Console()
     with explained(), console.status("building") as status:
         device = pick_device(device)
-        path = writable(output or RESULTS / f"step-{device}.json")
+        found = recorder(f"step-{device}", output, update)
         dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
         setup = bench.Setup(
             preset, tokens, layers, dim, "full", recompute, offload, dtype, device, kernel, offload_activations, tiles
         )
-        found = bench.run(setup, rounds, plain, parts, say=status.update)
+        row = bench.run(setup, rounds, plain, parts, say=status.update)
+        found.add([row])
     title = f"{preset}, {tokens:,} tokens, {dtype}, on {device}"
-    report(console, tables.step(found, title), [record.flat(found)], path)
+    report(console, tables.step(row, title), found)

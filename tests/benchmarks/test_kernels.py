@@ -187,7 +187,7 @@ def test_which_oracle_judges():
 
 def test_deterministic_reaches_the_kernel(monkeypatch):
     asked = []
-    monkeypatch.setattr(Tiled, "lacks", lambda self, ask: asked.append(ask.deterministic))
+    monkeypatch.setattr(Tiled, "unsupported_reason", lambda self, ask: asked.append(ask.deterministic))
     case = Case(tokens=8, heads=1, kv_heads=1, head_dim=8, deterministic=True)
     rows = list(kernels.run(case, ("tiled",), rounds=1))
     assert asked

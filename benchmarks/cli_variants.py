@@ -1,4 +1,4 @@
-"""`meshflash bench ways`: a kernel in the ways that schedules call it, beside a plain call of as many FLOPs."""
+"""The command that times a kernel in the variants that schedules call, beside a plain call of as many FLOPs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.options import Update, recorder
 from meshflash.cli.bench_options import (
     MASKS,
-    RESULTS,
     Device,
     Markdown,
     OneDtype,
@@ -21,10 +21,9 @@ from meshflash.cli.bench_options import (
     explained,
     show,
 )
-from meshflash.cli.outputs import writable
 
 
-def ways(
+def variants(
     kernel: Annotated[str | None, typer.Option(help="A kernel; triton on a GPU, tiled on a CPU by default.")] = None,
     tokens: Tokens = None,
     long_tokens: Annotated[
@@ -34,12 +33,13 @@ def ways(
         list[int] | None, typer.Option(min=1, help="Head dim; repeat. 64 and 128, on a CPU 16 and 32 by default.")
     ] = None,
     mask: Annotated[
-        list[str] | None, typer.Option(help=f"Of the ways to call: {MASKS}; repeat. causal and full by default.")
+        list[str] | None, typer.Option(help=f"Of the variants: {MASKS}; repeat. causal and full by default.")
     ] = None,
     dtype: OneDtype = None,
     device: Device = None,
     rounds: Rounds = 9,
     output: Output = None,
+    update: Update = False,
     plot: Plot = None,
     markdown: Markdown = False,
     source: Source = None,
@@ -50,26 +50,30 @@ def ways(
     adds to gradients in float32. deterministic is the backward with the same
     bits each time. gqa has 4 query heads for each key head. Masks are causal,
     a window and 32 packed documents, at a long length; rates are of visible
-    pairs. All take turns in one process; a way that is wrong is an error,
+    pairs. All take turns in one process; a variant that is wrong is an error,
     not a time.
     """
     from rich.console import Console
 
-    from meshflash.bench import record, ways_table
-    from meshflash.bench import ways as bench
+    from benchmarks import variants as bench
+    from benchmarks import variants_table
     from meshflash.bench.cases import pick_device
 
     console = Console()
-    path = source
-    if path is None:
+    view = View(
+        variants_table.read, variants_table.table, variants_table.markdown, variants_table.draw, variants_table.title
+    )
+    if source is not None:
+        with explained():
+            written, path = view.read(source), None
+    else:
         with explained(), console.status("starting") as status:
             device = pick_device(device)
-            found = bench.settings(device, tokens, long_tokens, dim, mask, dtype)
-            path, rows = writable(output or RESULTS / f"ways-{device}.json", plot), []
-            for n, setting in enumerate(found):
-                say = lambda text, n=n: status.update(f"{n + 1} of {len(found)}: {text}")  # noqa: E731
+            settings = bench.settings(device, tokens, long_tokens, dim, mask, dtype)
+            found = recorder(f"variants-{device}", output, update, plot)
+            for n, setting in enumerate(settings):
+                say = lambda text, n=n: status.update(f"{n + 1} of {len(settings)}: {text}")  # noqa: E731
                 name = kernel or bench.default_kernel(device)
-                rows += [record.flat(row) for row in bench.run(setting, name, rounds, say)]
-                record.write(path, rows, record.command_line())  # what is done stays if the rest is cut short
-    view = View(ways_table.read, ways_table.table, ways_table.markdown, ways_table.draw, ways_table.title)
-    show(console, path, view, measured=source is None, markdown=markdown, plot=plot)
+                found.add(bench.run(setting, name, rounds, say))
+        written, path = found.made(), found.path
+    show(console, written, view, path=path, markdown=markdown, plot=plot)

@@ -10,9 +10,10 @@ from typing import Any
 from rich import box
 from rich.console import Group
 
-from meshflash.bench import plots, tables, training
+from benchmarks import training
+from benchmarks.variants import PLAIN
+from meshflash.bench import plots, tables
 from meshflash.bench.check import PASSES
-from meshflash.bench.ways import PLAIN
 
 Rows = list[dict[str, Any]]
 

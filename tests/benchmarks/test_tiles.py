@@ -4,12 +4,12 @@ import json
 
 from typer.testing import CliRunner
 
-from meshflash.cli import app
+from commands import app
 
 
 def test_bench_tiles_writes_a_record(tmp_path):
     output = tmp_path / "tiles.json"
-    arguments = ["bench", "tiles", "--tokens", "64", "--documents", "5", "--ranks", "4", "--output", str(output)]
+    arguments = ["benchmarks", "tiles", "--tokens", "64", "--documents", "5", "--ranks", "4", "--output", str(output)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     rows = json.loads(output.read_text())["rows"]
@@ -18,7 +18,7 @@ def test_bench_tiles_writes_a_record(tmp_path):
 
 
 def test_more_documents_than_tokens_are_refused(tmp_path):
-    arguments = ["bench", "tiles", "--tokens", "4", "--documents", "5", "--output", str(tmp_path / "x.json")]
+    arguments = ["benchmarks", "tiles", "--tokens", "4", "--documents", "5", "--output", str(tmp_path / "x.json")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "do not fit" in result.output

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.peers import MASKS, OURS
 from meshflash.bench.cases import Case, on_cpu, pick_dtype
 from meshflash.bench.check import PASSES, WrongError, relative_error, truth, worst
-from meshflash.bench.headline import MASKS, OURS
 from meshflash.bench.measure import Say
 from meshflash.bench.timing import interleaved
 from meshflash.core.mask import Mask

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 import meshflash
+from benchmarks.sampled import sampled
 from meshflash.bench import record
 from meshflash.bench.candidates import DENSE_TOKENS, FLEX, SDPA, STANDARD, check_names
 from meshflash.bench.cases import Case, on_cpu, pick_dtype
 from meshflash.bench.check import PASSES, truth
 from meshflash.bench.kernels import Row, rows_of
 from meshflash.bench.measure import Say, measure
-from meshflash.bench.sampled import sampled
 from meshflash.bench.timing import SAMPLE_MS
 from meshflash.kernels import registry
 

@@ -1,13 +1,13 @@
-"""`meshflash bench step`: a training step beside the sum of its kernels."""
+"""`python -m benchmarks step`: a training step beside the sum of its kernels."""
 
 import json
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.step import Setup
+from commands import app
 from meshflash import shutdown
-from meshflash.bench.step import Setup
-from meshflash.cli import app
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,9 @@ def _end():
 
 
 def test_a_step_and_its_kernels(tmp_path):
-    words = f"bench step --tokens 33 --rounds 1 --recompute selective --plain --device cpu --output {tmp_path}/s.json"
+    words = (
+        f"benchmarks step --tokens 33 --rounds 1 --recompute selective --plain --device cpu --output {tmp_path}/s.json"
+    )
     result = CliRunner().invoke(app, words.split(), catch_exceptions=False)
     assert result.exit_code == 0
     for part in ("attention, backward", "RMSNorm", "loss and its gradients", "clip and AdamW", "the bare model's"):
@@ -32,7 +34,7 @@ def test_a_step_and_its_kernels(tmp_path):
 
 
 def test_an_unknown_preset_is_refused():
-    result = CliRunner().invoke(app, ["bench", "step", "--preset", "llama9"])
+    result = CliRunner().invoke(app, ["benchmarks", "step", "--preset", "llama9"])
     assert result.exit_code == 2
     assert "expected one of tiny" in " ".join(result.output.split())
     assert Setup("tiny", dim=128).config.hidden == 512

@@ -1,4 +1,4 @@
-"""`meshflash bench ddp`: what it writes, what MPS gives each rank, and that losses that differ are an error."""
+"""`python -m benchmarks ddp`: what it writes, what MPS gives each rank, and that losses that differ are an error."""
 
 import math
 import os
@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from meshflash.bench import ddp, record, training
-from meshflash.bench.ddp import WHOLE
-from meshflash.bench.training import Training, check_losses
-from meshflash.cli import app
+from benchmarks import ddp, training
+from benchmarks.ddp import WHOLE
+from benchmarks.training import Training, check_losses
+from commands import app
+from meshflash.bench import record
 
 SMALL = Training(layers=1, dim=32, heads=2, vocabulary=64, tokens=16, batch=4)
 
@@ -54,11 +55,11 @@ def test_ranks_take_the_same_steps_as_one(pool):
 
 
 def test_bench_ddp_writes_a_record_and_shows_it_again(tmp_path, monkeypatch, pool):
-    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "ddp"])
+    monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "ddp"])
     # ranks that have started already
     monkeypatch.setattr(ddp, "run_ranks", lambda world, function, *args, **options: pool.run(world, train, *args))
     output, plot = tmp_path / "ddp.json", tmp_path / "ddp.png"
-    words = "bench ddp --device cpu --ranks 2 --layers 1 --dim 32 --heads 2 --vocabulary 64 --tokens 16 --rounds 1"
+    words = "benchmarks ddp --device cpu --ranks 2 --layers 1 --dim 32 --heads 2 --vocabulary 64 --tokens 16 --rounds 1"
     result = invoke(words, "--output", output, "--plot", plot)
     assert result.exit_code == 0, result.output
     one, two = record.read(output)["rows"]
@@ -72,13 +73,13 @@ def test_bench_ddp_writes_a_record_and_shows_it_again(tmp_path, monkeypatch, poo
     assert two["gradient_bytes"] == 4 * SMALL.config.weights
     assert plot.stat().st_size > 1000
     assert "each rank has 1 thread" in " ".join(result.output.split())
-    again = invoke("bench ddp", "--from", output)
+    again = invoke("benchmarks ddp", "--from", output)
     assert again.exit_code == 0, again.output
     assert again.output in result.output
-    written = invoke("bench ddp --markdown", "--from", output).output
-    assert written.startswith("`meshflash bench ddp` on ")
+    written = invoke("benchmarks ddp --markdown", "--from", output).output
+    assert written.startswith("`python -m benchmarks ddp` on ")
     assert f"| 2 | {two['ms']:,.2f} | {two['speedup']:.2f}x |" in written
-    assert invoke("bench model", "--from", output).exit_code == 2
+    assert invoke("benchmarks model", "--from", output).exit_code == 2
 
 
 def test_a_rank_alone_has_the_part_of_one_of_many(monkeypatch):
@@ -121,11 +122,11 @@ def test_losses_that_differ_are_an_error():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("bench ddp --device cpu --batch 4 --ranks 3", "3 ranks do not divide it; take a multiple of 3"),
-        ("bench ddp --device cpu --mps", "say --device cuda too"),
-        ("bench ddp --device cpu --dtype float16", "expected one of float32, bfloat16"),
-        ("bench ddp --device cpu --heads 3", "3 heads do not divide it"),
-        ("bench model --device cpu --dtype int8", "expected one of float32, bfloat16"),
+        ("benchmarks ddp --device cpu --batch 4 --ranks 3", "3 ranks do not divide it; take a multiple of 3"),
+        ("benchmarks ddp --device cpu --mps", "say --device cuda too"),
+        ("benchmarks ddp --device cpu --dtype float16", "expected one of float32, bfloat16"),
+        ("benchmarks ddp --device cpu --heads 3", "3 heads do not divide it"),
+        ("benchmarks model --device cpu --dtype int8", "expected one of float32, bfloat16"),
     ],
 )
 def test_bad_arguments_are_explained(words, message):

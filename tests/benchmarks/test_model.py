@@ -1,4 +1,4 @@
-"""`meshflash bench model`: standard attention in a model beside ours, and what happens where it does not fit."""
+"""`python -m benchmarks model`: standard attention in a model beside ours, and what happens where it does not fit."""
 
 from dataclasses import replace
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import model
+from benchmarks.training import Training
+from commands import app
 from meshflash import shutdown
-from meshflash.bench import candidates, model, record
-from meshflash.bench.training import Training
-from meshflash.cli import app
+from meshflash.bench import candidates, record
 from meshflash.parallel import MeshAttention
 
 SMALL = Training(layers=2, dim=32, heads=2, vocabulary=64, tokens=24, batch=1)
@@ -26,9 +27,10 @@ def invoke(words, *more):
 
 
 def test_bench_model_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "model"])
+    monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "model"])
     output, plot = tmp_path / "model.json", tmp_path / "model.png"
-    words = "bench model --device cpu --layers 2 --dim 32 --heads 2 --vocabulary 64 --tokens 16 --tokens 256 --rounds 1"
+    sizes = "--layers 2 --dim 32 --heads 2 --vocabulary 64 --tokens 16 --tokens 256"
+    words = f"benchmarks model --device cpu {sizes} --rounds 1"
     result = invoke(words, "--output", output, "--plot", plot)
     assert result.exit_code == 0, result.output
     rows = record.read(output)["rows"]
@@ -41,13 +43,13 @@ def test_bench_model_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
         assert ours["loss"] == pytest.approx(standard["loss"], rel=1e-5)
     assert rows[3]["saved"] > 0.3
     assert plot.stat().st_size > 1000
-    again = invoke("bench model", "--from", output)
+    again = invoke("benchmarks model", "--from", output)
     assert again.exit_code == 0, again.output
     assert again.output in result.output
-    written = invoke("bench model --markdown", "--from", output).output
-    assert written.startswith("`meshflash bench model` on ")
+    written = invoke("benchmarks model --markdown", "--from", output).output
+    assert written.startswith("`python -m benchmarks model` on ")
     assert "| 256 | auto (vendor) | " in written
-    assert invoke("bench ddp", "--from", output).exit_code == 2
+    assert invoke("benchmarks ddp", "--from", output).exit_code == 2
 
 
 def test_every_layer_keeps_its_scores():

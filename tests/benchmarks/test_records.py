@@ -10,15 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import benchmarks
+from benchmarks import options
+from commands import app
 from meshflash import bench, flash_attention
 from meshflash.bench import record
-from meshflash.cli import app
 from meshflash.kernels import registry
 from meshflash.kernels.registry import Choice, KernelLog
 
 #: Benchmarks whose rows hold no figure of an attention kernel, and why.
 WITHOUT = {
-    "bytes": "counts bytes in programs",
+    "bytes_moved": "counts bytes in programs",
     "engine": "runs kernels that compute nothing",
     "fused_cases": "products of matrices",
     "fused_sweep": "products of matrices",
@@ -31,20 +33,21 @@ WITHOUT = {
 def row_classes() -> dict[str, set[str]]:
     """The fields of each benchmark's rows: of dataclasses of its own named Row, Step or Peer."""
     found = {}
-    for info in pkgutil.iter_modules(bench.__path__):
-        module = importlib.import_module(f"meshflash.bench.{info.name}")
+    names = [(package, info.name) for package in (bench, benchmarks) for info in pkgutil.iter_modules(package.__path__)]
+    for package, submodule in names:
+        if submodule == "__main__":
+            continue
+        module = importlib.import_module(f"{package.__name__}.{submodule}")
         for name in ("Row", "Step", "Peer"):
             each = getattr(module, name, None)
             if each is not None and each.__module__ == module.__name__:
-                found[f"{info.name}.{name}"] = {field.name for field in dataclasses.fields(each)}
+                found[f"{submodule}.{name}"] = {field.name for field in dataclasses.fields(each)}
     return found
 
 
 def test_every_row_of_a_benchmark_that_attends_names_the_kernels_that_ran() -> None:
     rows = row_classes()
-    assert {"attention.Row", "kernels.Row", "headline.Peer", "step.Step", "ddp.Row", "model.Row", "rank.Row"} <= set(
-        rows
-    )
+    assert {"attention.Row", "kernels.Row", "peers.Peer", "step.Step", "ddp.Row", "model.Row", "rank.Row"} <= set(rows)
     assert {name.partition(".")[0] for name in rows} >= set(WITHOUT)
     for name, fields in rows.items():
         if name.partition(".")[0] not in WITHOUT:
@@ -55,14 +58,14 @@ def test_every_row_of_a_benchmark_that_attends_names_the_kernels_that_ran() -> N
 @pytest.mark.parametrize(
     "words",
     [
-        "attention -n 2 --tokens 32 --heads 2 --dim 8 --rounds 1 --schedule ring --kernel auto",
-        "rank -n 2 --rank 0 --local-tokens 16 --heads 2 --dim 8 --rounds 1",
-        "memory --tokens 32 --heads 2 --dim 8 --device cpu",
-        "step --tokens 32 --layers 1 --dim 32 --no-parts --rounds 1 --device cpu",
+        "bench attention -n 2 --tokens 32 --heads 2 --dim 8 --rounds 1 --schedule ring --kernel auto",
+        "benchmarks rank -n 2 --rank 0 --local-tokens 16 --heads 2 --dim 8 --rounds 1",
+        "benchmarks memory --tokens 32 --heads 2 --dim 8 --device cpu",
+        "benchmarks step --tokens 32 --layers 1 --dim 32 --no-parts --rounds 1 --device cpu",
     ],
 )
 def test_records_of_auto_name_real_kernels(words: str, tmp_path) -> None:
-    result = CliRunner().invoke(app, ["bench", *words.split(), "--output", str(tmp_path / "x.json")])
+    result = CliRunner().invoke(app, [*words.split(), "--output", str(tmp_path / "x.json")])
     assert result.exit_code == 0, result.output
     rows = record.read(tmp_path / "x.json")["rows"]
     known = {kernel.name for kernel in registry.kernels()}
@@ -84,3 +87,24 @@ def test_implementations_of_one_kernel_are_told_apart() -> None:
         made.note(Choice(triton, "asked for", name), "backward")
     assert made.names("backward") == "triton, triton-portable"
     assert made == [("triton", "backward")] * 3
+
+
+TILES = "benchmarks tiles --tokens 64 --documents 2 --ranks 2"
+
+
+def test_no_record_is_written_unless_one_is_asked_for(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(options, "RESULTS", tmp_path / "results")
+    for words in (TILES, "bench attention -n 2 --tokens 32 --heads 2 --dim 8 --rounds 1 --schedule ring"):
+        result = CliRunner().invoke(app, words.split(), catch_exceptions=False)
+        assert result.exit_code == 0
+        assert "written" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_update_replaces_the_tracked_record(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(options, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "tiles", "--update"])
+    result = CliRunner().invoke(app, [*TILES.split(), "--update"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert record.read(tmp_path / "tiles.json")["header"]["command"] == "python -m benchmarks tiles --update"

@@ -1,13 +1,13 @@
-"""`meshflash bench bytes`: what schedules move, beside their peers."""
+"""`python -m benchmarks bytes`: what schedules move, beside their peers."""
 
 import json
 
 import pytest
 from typer.testing import CliRunner
 
-from meshflash.bench import bytes as bench
+from benchmarks import bytes_moved as bench
+from commands import app
 from meshflash.bench.cases import Case
-from meshflash.cli import app
 from meshflash.schedules.registry import names, over_lines
 
 
@@ -28,13 +28,13 @@ def test_no_schedule_moves_more_than_its_peers(world, kv_heads, mask):
 
 def test_the_command(tmp_path):
     path = tmp_path / "bytes.json"
-    result = CliRunner().invoke(app, ["bench", "bytes", "-n", "2", "--tokens", "64", "--output", str(path)])
+    result = CliRunner().invoke(app, ["benchmarks", "bytes", "-n", "2", "--tokens", "64", "--output", str(path)])
     assert result.exit_code == 0, result.output
     assert "| 32/8 | window-4096 | `zigzag` |" in result.output
     assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * 3 * len(over_lines(2))
 
 
 def test_a_schedule_that_is_not_there(tmp_path):
-    result = CliRunner().invoke(app, ["bench", "bytes", "--schedule", "spiral", "--output", str(tmp_path / "x")])
+    result = CliRunner().invoke(app, ["benchmarks", "bytes", "--schedule", "spiral", "--output", str(tmp_path / "x")])
     assert result.exit_code == 2
     assert "spiral" in result.output

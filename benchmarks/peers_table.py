@@ -10,9 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.peers import OURS, Rows
+from benchmarks.training import in_markdown
 from meshflash.bench.candidates import SDPA
-from meshflash.bench.headline import OURS, Rows
-from meshflash.bench.training import in_markdown
 
 #: What ours is shown as a multiple of, and the multiples for which cells are counted.
 FLOORS = {"cudnn": (1.0,), "fa4": (0.97, 1.03), SDPA: (1.0,)}

@@ -17,14 +17,14 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import training as shared
+from benchmarks.training import Trainer, Training, check_losses, in_markdown, of_row
+from benchmarks.weights import hold
 from meshflash.bench import plots, tables
-from meshflash.bench import training as shared
 from meshflash.bench.candidates import STANDARD, STANDARD_MATRICES, Attention, candidate
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.bench.measure import Say, both
 from meshflash.bench.timing import interleaved, watched
-from meshflash.bench.training import Trainer, Training, check_losses, in_markdown, of_row
-from meshflash.bench.weights import hold
 from meshflash.kernels import registry
 from meshflash.parallel import MeshAttention, init_mesh
 from meshflash.runtime.devices import take_device

@@ -18,11 +18,11 @@ import torch
 from rich.table import Table
 from torch import distributed as _distributed
 
+from benchmarks import training as shared
+from benchmarks.training import Trainer, Training, check_losses, in_markdown, of_row
 from meshflash.bench import plots, tables
-from meshflash.bench import training as shared
 from meshflash.bench.cases import on_cpu
 from meshflash.bench.timing import synchronize
-from meshflash.bench.training import Trainer, Training, check_losses, in_markdown, of_row
 from meshflash.kernels import registry
 from meshflash.parallel import init_mesh
 from meshflash.parallel.mesh import summed

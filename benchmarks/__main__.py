@@ -1,0 +1,28 @@
+"""`python -m benchmarks`: run one benchmark, print its table, and write its record on request."""
+
+from __future__ import annotations
+
+import typer
+
+from benchmarks import cli_kernels, cli_peers, cli_training, cli_variants
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks behind docs/benchmarks.md.")
+for command in (
+    cli_peers.peers,
+    cli_variants.variants,
+    cli_kernels.lengths,
+    cli_kernels.host,
+    cli_kernels.memory,
+    cli_kernels.rank,
+    cli_kernels.engine,
+    cli_kernels.tiles,
+    cli_training.ddp,
+    cli_training.model,
+    cli_training.step,
+    cli_training.weights,
+):
+    app.command()(command)
+app.command("bytes")(cli_kernels.moved)
+
+if __name__ == "__main__":
+    app()
