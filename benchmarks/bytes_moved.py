@@ -16,7 +16,7 @@ PASSES = ("forward", "forward+backward")
 
 
 @dataclass(frozen=True)
-class Row:
+class BytesRow:
     """Bytes that a rank receives in a schedule on its own layout: the mean over ranks, the most, and peers'."""
 
     schedule: str
@@ -28,7 +28,7 @@ class Row:
     peer_bytes: int | None
 
 
-def run(case: Case, schedules: Sequence[str], world: int) -> Iterator[Row]:
+def run(case: Case, schedules: Sequence[str], world: int) -> Iterator[BytesRow]:
     """The rows of one case; gradients travel in float32."""
     sizes = Sizes(case.batch, case.head_dim, case.head_dim, case.torch_dtype.itemsize)
     for schedule in schedules:
@@ -41,4 +41,4 @@ def run(case: Case, schedules: Sequence[str], world: int) -> Iterator[Row]:
         both = [a + b for a, b in zip(forward, backward, strict=True)]
         for direction, received in zip(PASSES, (forward, both), strict=True):
             peers = peer_bytes(schedule, case, world, direction)
-            yield Row(schedule, direction, world, case, mean(received), max(received), peers)
+            yield BytesRow(schedule, direction, world, case, mean(received), max(received), peers)

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from benchmarks import tables
 from benchmarks.options import Update, recorder
+from meshflash.bench.columns import terminal
 from meshflash.cli.bench_options import (
     Batch,
     Deterministic,
@@ -57,8 +59,9 @@ def lengths(
     from rich.console import Console
 
     from benchmarks import lengths as bench
-    from meshflash.bench import plots, tables
+    from meshflash.bench import plots
     from meshflash.bench.cases import Case, pick_device, pick_dtype
+    from meshflash.bench.tables import title as title_of
 
     console = Console()
     view = View(
@@ -66,7 +69,7 @@ def lengths(
         tables.lengths,
         tables.lengths_markdown,
         plots.lengths,
-        lambda rows: tables.title(rows[0], tokens=False),
+        lambda rows: title_of(rows[0], tokens=False),
     )
     if source is not None:
         with explained():
@@ -106,7 +109,6 @@ def host(
     from rich.console import Console
 
     from meshflash.bench import host as bench
-    from meshflash.bench import tables
     from meshflash.bench.candidates import SDPA
     from meshflash.bench.cases import Case, pick_device, pick_dtype
     from meshflash.bench.report import report
@@ -139,7 +141,6 @@ def memory(
     from rich.console import Console
 
     from benchmarks import memory as bench
-    from meshflash.bench import tables
     from meshflash.bench.cases import Case, pick_device, pick_dtype
     from meshflash.bench.report import report
 
@@ -163,7 +164,6 @@ def tiles(
 ) -> None:
     """Worklists: how long one rank's table takes to build, against one rank's keys and against all of them."""
     from rich.console import Console
-    from rich.table import Table
 
     from benchmarks import tiles as bench
     from meshflash.bench.report import report
@@ -172,13 +172,7 @@ def tiles(
     with explained():
         found.add(bench.run(tokens, documents, ranks))
     title = f"{documents} documents, {ranks} ranks, {tokens:,} tokens"
-    table = Table("layout", title=title, title_justify="left", title_style="bold")
-    for name in ("one rank's keys, ms", "spans", "all keys, ms", "spans"):
-        table.add_column(name, justify="right")
-    for row in found.rows:
-        numbers = (f"{row['step_ms']:.2f}", f"{row['step_spans']:,}", f"{row['all_ms']:.2f}", f"{row['all_spans']:,}")
-        table.add_row(row["layout"], *numbers)
-    report(Console(), [table], found)
+    report(Console(), [terminal(title, tables.TILES, found.rows)], found)
 
 
 def rank(
@@ -200,7 +194,6 @@ def rank(
 ) -> None:
     """One rank's own time, without messages, beside one kernel over as many pairs."""
     from rich.console import Console
-    from rich.table import Table
 
     from benchmarks import rank as bench
     from meshflash.bench.cases import Case, pick_device, pick_dtype
@@ -215,13 +208,7 @@ def rank(
         for name in kernel:
             found.add(bench.run(case, tuple(schedule), world, rank, name, rounds))
     title = f"rank {rank} of {world}, {local_tokens:,} tokens each, {mask}, on {device}"
-    table = Table("schedule", "kernel", "pass", title=title, title_justify="left", title_style="bold")
-    for name in ("ms", "its kernels", "one kernel", "ratio"):
-        table.add_column(name, justify="right")
-    for row in found.rows:
-        numbers = [f"{row[key]:.3f}" for key in ("ms", "attend_ms", "one_ms", "ratio")]
-        table.add_row(row["schedule"], row["kernel"], row["pass"], *numbers)
-    report(console, [table], found)
+    report(console, [terminal(title, tables.RANK, found.rows)], found)
 
 
 def engine(
@@ -238,7 +225,6 @@ def engine(
 ) -> None:
     """The engine's own time for each step of a program: kernels and transport do nothing."""
     from rich.console import Console
-    from rich.table import Table
 
     from benchmarks import engine as bench
     from meshflash.bench.report import report
@@ -247,12 +233,7 @@ def engine(
     with explained():
         found.add(bench.run(tuple(schedule), world, rounds))
     title = f"the engine's own time, {world} ranks"
-    table = Table("schedule", "pass", title=title, title_justify="left", title_style="bold")
-    for name in ("steps", "us a step"):
-        table.add_column(name, justify="right")
-    for row in found.rows:
-        table.add_row(row["schedule"], row["pass"], str(row["steps"]), f"{row['microseconds']:.1f}")
-    report(Console(), [table], found)
+    report(Console(), [terminal(title, tables.ENGINE, found.rows)], found)
 
 
 def moved(
@@ -266,7 +247,6 @@ def moved(
     from rich.console import Console
 
     from benchmarks import bytes_moved as bench
-    from meshflash.bench import tables
     from meshflash.bench.cases import Case
     from meshflash.bench.report import report
     from meshflash.schedules.registry import over_lines
@@ -277,5 +257,5 @@ def moved(
             for mask in ("full", "causal", "window-4096"):
                 case = Case(tokens, 1, 32, kv_heads, 128, mask, "bfloat16")
                 found.add(bench.run(case, tuple(schedule) or over_lines(world), world))
-    typer.echo(tables.moved_markdown(found.rows))
+    typer.echo(tables.bytes_markdown(found.rows))
     report(Console(), [], found)

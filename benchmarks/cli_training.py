@@ -184,7 +184,7 @@ def step(
     from rich.console import Console
 
     from benchmarks import step as bench
-    from meshflash.bench import tables
+    from benchmarks import tables
     from meshflash.bench.cases import pick_device
     from meshflash.bench.report import report
 

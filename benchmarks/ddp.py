@@ -43,7 +43,7 @@ WHOLE = "one rank, whole GPU"
 
 
 @dataclass(frozen=True)
-class Row:
+class DdpRow:
     """The slowest rank's median step, against one rank: `efficiency` is the speed-up for each rank.
 
     `share` is each rank's part of the GPU in percent, where ranks share one; `of_whole` the speed against one rank that
@@ -77,7 +77,7 @@ class _Timed:
     backward_ran: str
 
 
-def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, listen: Tell | None = None) -> list[Row]:
+def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, listen: Tell | None = None) -> list[DdpRow]:
     """A row for each number of ranks, one among them; and with MPS one for the whole GPU. Losses that differ raise."""
     counts = sorted({1, *ranks})
     for number in counts:
@@ -95,7 +95,7 @@ def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, list
     check_losses({_name(*key): each[0].loss for key, each in found.items()}, case.dtype)
     one, whole = ms[1, share], ms.get((1, 100))
     return [
-        Row(
+        DdpRow(
             ranks=number,
             share=part,
             case=case,

@@ -24,7 +24,7 @@ CALLS = 50
 
 
 @dataclass(frozen=True)
-class Row:
+class EngineRow:
     """One program: its steps, and microseconds a step that are the engine's."""
 
     schedule: str
@@ -52,7 +52,7 @@ class _Nothing(Kernel):
         return grads
 
 
-def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[Row]:
+def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[EngineRow]:
     """The engine's time on rank 0 of each schedule, for a short causal sequence; steps that copy or add included."""
     rows = []
     mesh.connect(registry.build, resolve)
@@ -64,7 +64,7 @@ def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[Row]:
     return rows
 
 
-def _measure(schedule: str, plan: mesh.Plan, direction: Direction, world: int, rounds: int) -> Row:
+def _measure(schedule: str, plan: mesh.Plan, direction: Direction, world: int, rounds: int) -> EngineRow:
     q, k = torch.zeros(1, 64, 4, 16), torch.zeros(1, 64, 2, 16)
     lse = torch.zeros(1, 4, 64)
     setting = Setting(1, 16, 16, q.dtype, q.dtype, q.device, "auto", False)
@@ -81,7 +81,7 @@ def _measure(schedule: str, plan: mesh.Plan, direction: Direction, world: int, r
             prepared.run(direction, tensors, features, transport)
         times.append((time.perf_counter() - begin) / CALLS)
     steps = len(prepared.program(direction).steps)
-    return Row(schedule, direction, world, steps, statistics.median(times) / steps * 1e6)
+    return EngineRow(schedule, direction, world, steps, statistics.median(times) / steps * 1e6)
 
 
 class _Silent(Loopback):

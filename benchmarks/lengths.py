@@ -20,7 +20,7 @@ from meshflash.kernels import registry
 
 
 @dataclass(frozen=True)
-class Row:
+class LengthRow:
     """One kernel at one length. What has no figure, or nothing to compare with, for want of memory is None.
 
     `ms` is forward and backward together, like `peak_bytes`, which count what is held beyond the inputs;
@@ -61,7 +61,7 @@ def read(path: Path) -> dict[str, Any]:
     return written
 
 
-def run(case: Case, names: tuple[str, ...], rounds: int, say: Say = lambda _: None) -> Iterator[Row]:
+def run(case: Case, names: tuple[str, ...], rounds: int, say: Say = lambda _: None) -> Iterator[LengthRow]:
     """Each kernel's row for one length; a kernel that is wrong raises instead of being timed."""
     measured = measure(case, names, rounds, say=say)
     standard = measured.get(STANDARD)
@@ -69,7 +69,7 @@ def run(case: Case, names: tuple[str, ...], rounds: int, say: Say = lambda _: No
     base_bytes = standard.both_bytes if standard else None
     for name, figures in measured.items():
         ms, peak = _both(figures), figures.both_bytes
-        yield Row(
+        yield LengthRow(
             kernel=name,
             ran=both(figures.ran["forward"], figures.ran["backward"]),
             forward_ran=figures.ran["forward"],

@@ -18,7 +18,7 @@ from meshflash.runtime.oom import attempt
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """One kernel: the bytes of q, k, v, out and their gradients, the peak with all of them, and peak over bytes."""
 
     kernel: str
@@ -41,7 +41,7 @@ def default_heads(device: str) -> int:
     return 8 if on_cpu(device) else 32
 
 
-def run(case: Case, names: tuple[str, ...]) -> Iterator[Row]:
+def run(case: Case, names: tuple[str, ...]) -> Iterator[MemoryRow]:
     """A row for each kernel, out of memory included.
 
     Each is checked on the first 4,096 tokens at most; that also loads what a first call loads. The call that
@@ -64,7 +64,7 @@ def run(case: Case, names: tuple[str, ...]) -> Iterator[Row]:
     for name in names:
         with registry.record_kernels() as ran:
             peak = attempt(lambda name=name: given + watched(lambda: attend(name), q.device).peak_bytes)  # type: ignore[misc]
-        yield Row(
+        yield MemoryRow(
             kernel=name,
             ran=both(ran.names("forward"), ran.names("backward")) or name,
             forward_ran=ran.names("forward") or name,

@@ -38,7 +38,7 @@ CHECKED = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """One attention at one length. What has no figure, or nothing to compare with, for want of memory is None.
 
     `ms` is forward, backward and AdamW; `peak_bytes` are all that a step holds, weights and optimizer included; `saved`
@@ -62,7 +62,7 @@ def default_lengths(device: str) -> list[int]:
     return [256 * 2**n for n in range(4)] if on_cpu(device) else [1024 * 2**n for n in range(6)]
 
 
-def run(case: Training, rounds: int, say: Say = lambda _: None) -> list[Row]:
+def run(case: Training, rounds: int, say: Say = lambda _: None) -> list[ModelRow]:
     """The rows of one length; RuntimeError where losses differ."""
     device = take_device(case.device, 0)
     say("building the model")
@@ -87,7 +87,7 @@ def run(case: Training, rounds: int, say: Say = lambda _: None) -> list[Row]:
     say("timing steps")
     ms = interleaved(steps, device, rounds)
     return [
-        Row(
+        ModelRow(
             kernel=name,
             ran=both(*ran.get(name, (name, name))),
             forward_ran=ran.get(name, (name, name))[0],

@@ -26,7 +26,7 @@ from meshflash.bench import record
 from meshflash.bench.candidates import DENSE_TOKENS, FLEX, SDPA, STANDARD, check_names
 from meshflash.bench.cases import Case, on_cpu, pick_dtype
 from meshflash.bench.check import PASSES, truth
-from meshflash.bench.kernels import Row, rows_of
+from meshflash.bench.kernels import KernelRow, rows_of
 from meshflash.bench.measure import Say, measure
 from meshflash.bench.timing import SAMPLE_MS
 from meshflash.kernels import registry
@@ -64,7 +64,7 @@ ON_CPU = Scale((128, 256), (16, 32), 64, 256)
 
 
 @dataclass(frozen=True)
-class Peer(Row):
+class Peer(KernelRow):
     """A kernel's row with its version, the rounds, the seconds to check it, and why there are no figures if so."""
 
     version: str
@@ -201,7 +201,7 @@ def _measured(case: Case, names: tuple[str, ...], taken: tuple[str, ...], rounds
     missing = {kernel.name: kernel.missing() for kernel in registry.kernels() if kernel.name in names}
     notes |= {name: f"{ABSENT}: {reason}" for name, reason in missing.items() if reason}
     present = tuple(name for name in taken if not missing.get(name))
-    rows: list[Row] = []
+    rows: list[KernelRow] = []
     if present:
         ours = OURS if OURS in names else names[0]
         oracle = truth if case.tokens <= DENSE_TOKENS else sampled
@@ -210,7 +210,9 @@ def _measured(case: Case, names: tuple[str, ...], taken: tuple[str, ...], rounds
         notes |= {name: figures.note or NO_MEMORY for name, figures in measured.items()}
         seconds |= {name: figures.check_s for name, figures in measured.items()}
     found = {(row.direction, row.kernel): row for row in rows}
-    empty = [Row(name, name, direction, case, None, None, None, "", None) for direction in PASSES for name in names]
+    empty = [
+        KernelRow(name, name, direction, case, None, None, None, "", None) for direction in PASSES for name in names
+    ]
     return [
         Peer(
             **vars(row),

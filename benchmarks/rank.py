@@ -33,7 +33,7 @@ PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRow:
     """A rank's own time in one pass, the share of its kernels in it, and one kernel over as many pairs.
 
     `ran` are the kernels that its steps ran, `one_ran` is the one kernel beside them.
@@ -53,7 +53,7 @@ class Row:
     ratio: float
 
 
-def run(case: Case, schedules: tuple[str, ...], world: int, rank: int, kernel: str, rounds: int) -> list[Row]:
+def run(case: Case, schedules: tuple[str, ...], world: int, rank: int, kernel: str, rounds: int) -> list[RankRow]:
     """The passes of each schedule; the tokens of the case are those of all ranks."""
     if not 0 <= rank < world:
         raise ValueError(f"rank={rank}: expected 0 to {world - 1}")
@@ -71,7 +71,7 @@ def run(case: Case, schedules: tuple[str, ...], world: int, rank: int, kernel: s
             ms = interleaved(functions, device, rounds)
             ratio = ms[schedule] / ms[ONE]
             times = ms[schedule], played.attends(direction), ms[ONE]
-            rows.append(Row(schedule, direction, world, rank, case, kernel, ran[schedule], ran[ONE], *times, ratio))
+            rows.append(RankRow(schedule, direction, world, rank, case, kernel, ran[schedule], ran[ONE], *times, ratio))
         pool(device).clear()
     return rows
 

@@ -18,7 +18,7 @@ LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": 
 
 
 @dataclass(frozen=True)
-class Row:
+class TilesRow:
     """One layout: the median over ranks of the milliseconds for the table by query, against one rank's keys and all."""
 
     layout: str
@@ -31,7 +31,7 @@ class Row:
     all_spans: int
 
 
-def run(tokens: int, documents: int, ranks: int) -> Iterator[Row]:
+def run(tokens: int, documents: int, ranks: int) -> Iterator[TilesRow]:
     """A row for each layout; causal documents with random borders."""
     if documents > tokens:
         raise ValueError(f"{documents} documents do not fit in {tokens} tokens")
@@ -46,7 +46,7 @@ def run(tokens: int, documents: int, ranks: int) -> Iterator[Row]:
         (step_ms, step_spans), (all_ms, all_spans) = (
             (statistics.median(ms for ms, _ in times), max(spans for _, spans in times)) for times in (step, whole)
         )
-        yield Row(name, documents, ranks, tokens, step_ms, step_spans, all_ms, all_spans)
+        yield TilesRow(name, documents, ranks, tokens, step_ms, step_spans, all_ms, all_spans)
 
 
 def _time(mask: Mask, q_ranges: tuple[range, ...], k_ranges: tuple[range, ...]) -> tuple[float, int]:

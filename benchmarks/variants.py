@@ -77,7 +77,7 @@ class Packed(Case):
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantRow:
     """One way, one pass. `ratio` is its rate as a multiple of that of the way `beside`.
 
     Without figures where memory ran out. `error` is against `oracle`.
@@ -140,7 +140,7 @@ def settings(
     return out
 
 
-def run(setting: Mapping[str, Case], kernel: str, rounds: int, say: Say = lambda _: None) -> Iterator[Row]:
+def run(setting: Mapping[str, Case], kernel: str, rounds: int, say: Say = lambda _: None) -> Iterator[VariantRow]:
     """The rows of a setting; WrongError for a way that is wrong, ValueError for one that the kernel cannot serve."""
     if kernel not in registry.names():
         raise ValueError(f"kernel {kernel!r}: expected one of {', '.join(registry.names())}")
@@ -161,7 +161,7 @@ def run(setting: Mapping[str, Case], kernel: str, rounds: int, say: Say = lambda
         beside = ways[0].name
         for way in own:
             rate, base = rates.get(way.name), rates.get(beside)
-            yield Row(
+            yield VariantRow(
                 way=way.name,
                 beside=beside,
                 kernel=kernel,

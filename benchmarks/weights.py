@@ -60,7 +60,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Row:
+class WeightsRow:
     """The rank that keeps most. `saved` is the share of DDP's bytes that it does not keep.
 
     Measured rows have the loss after their step and what was counted for them. Counted rows of FSDP have the bf16
@@ -85,7 +85,7 @@ class Row:
     fits: bool = True
 
 
-def measured(worlds: Sequence[int], config: GPTConfig = SMALL) -> Iterator[Row]:
+def measured(worlds: Sequence[int], config: GPTConfig = SMALL) -> Iterator[WeightsRow]:
     """Rows of a model that processes of this machine train for a step."""
     whole = on_meta(config)
     for world in worlds:
@@ -97,7 +97,7 @@ def measured(worlds: Sequence[int], config: GPTConfig = SMALL) -> Iterator[Row]:
             yield _row("measured", "small", whole, method, world, held, most[DDP], counted_bytes, loss=loss)
 
 
-def counted(worlds: Sequence[int] = RANKS) -> Iterator[Row]:
+def counted(worlds: Sequence[int] = RANKS) -> Iterator[WeightsRow]:
     """Rows of models that no rank need hold."""
     for name, config in LARGE.items():
         whole = on_meta(config)
@@ -217,10 +217,10 @@ def _partition(weights: Sequence[Tensor], world: int) -> list[list[Tensor]]:
 
 def _row(
     how: str, name: str, model: GPT, method: str, world: int, held: Held, ddp: Held, counted: int, **more: Any
-) -> Row:
+) -> WeightsRow:
     weights = sum(p.numel() for p in model.parameters())
     parts = (held.parameters, held.gradients, held.optimizer, held.total)
-    return Row(how, name, weights, method, world, *parts, 1 - held.total / ddp.total, counted, **more)
+    return WeightsRow(how, name, weights, method, world, *parts, 1 - held.total / ddp.total, counted, **more)
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from meshflash.bench import fused, fused_sweep, fused_tables, fused_tune, record
 from meshflash.bench.fused import Played, planned
-from meshflash.bench.fused_cases import GROUP, HEAP, Case, Row, Setup, default_shape, default_world, failures
+from meshflash.bench.fused_cases import GROUP, HEAP, Case, RankRow, Setup, default_shape, default_world, failures
 from meshflash.bench.fused_sweep import COPIES, WAYS, Copies
 from meshflash.cli import app
 from meshflash.comm.heap.api import open_heap
@@ -89,7 +89,7 @@ def test_defaults_on_a_cpu_are_small():
 
 
 def test_failures_name_ranks():
-    right = Row(Case("all_reduce", 8, 8, 8, 2), 0, HEAP, "shared heap", "bulk", 1, "", 1, 1, 1, 1e-7, None, "a")
+    right = RankRow(Case("all_reduce", 8, 8, 8, 2), 0, HEAP, "shared heap", "bulk", 1, "", 1, 1, 1, 1e-7, None, "a")
     assert failures([right, replace(right, rank=1)]) == []
     nan, other = replace(right, rank=1, error=math.nan), replace(right, rank=1, bits="b")
     assert failures([right, nan]) == [
@@ -249,7 +249,7 @@ def test_rates_join_the_users_own_table(tmp_path, monkeypatch, no_table):
     plain = rates.Rate("torch", "bfloat16", "nn", 4096, 4096, 4096, 700.0)
     rates.write(rates.Table("a GPU", "sm_90", (plain,)), rates.file_of("a GPU"))
     case = Case("all_reduce", 4096, 4096, 4096, 4, "bfloat16", "cuda", 2)
-    row = fused_sweep.Row(case, "local heap", "bulk", False, False, 2.0, 1.0, 1.0, 1.0, 0.0, "", sharing=4)
+    row = fused_sweep.SweepRow(case, "local heap", "bulk", False, False, 2.0, 1.0, 1.0, 1.0, 0.0, "", sharing=4)
     moving = replace(row, variant="producer_consumer", ms=1.0, config=(128, 128, 64, 8, 4, 8, 1, 0, 3))
     found = fused_sweep.rates_of([row, moving, replace(row, variant=COPIES)])
     assert [(rate.mode, rate.layout) for rate in found] == [
@@ -298,7 +298,7 @@ def test_bench_gemm_fused_tunes(tmp_path, monkeypatch):
 
 def test_losses_are_told():
     case = Case("all_reduce", 8, 8, 8, 2, shots=2)
-    best = fused_sweep.Row(case, "local heap", "epilogue", True, False, 1.0, 1.0, 1.25, 1.25, 0.0, "")
+    best = fused_sweep.SweepRow(case, "local heap", "epilogue", True, False, 1.0, 1.0, 1.25, 1.25, 0.0, "")
     rows = [
         best,
         replace(best, variant="producer_consumer", ratio=1.5),

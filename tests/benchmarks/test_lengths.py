@@ -5,9 +5,9 @@ import json
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import lengths, memory
+from benchmarks import lengths, memory, tables
 from commands import app
-from meshflash.bench import candidates, host, measure, plots, record, tables
+from meshflash.bench import candidates, host, measure, plots, record
 from meshflash.bench.cases import Case
 
 SMALL = "--device cpu --heads 2 --kv-heads 1 --dim 8"

@@ -22,7 +22,7 @@ def test_a_step_and_its_kernels(tmp_path):
     )
     result = CliRunner().invoke(app, words.split(), catch_exceptions=False)
     assert result.exit_code == 0
-    for part in ("attention, backward", "RMSNorm", "loss and its gradients", "clip and AdamW", "the bare model's"):
+    for part in ("attention, backward", "RMSNorm", "loss and its gradients", "clip and AdamW", "the plain model"):
         assert part in result.output
     (row,) = json.loads((tmp_path / "s.json").read_text())["rows"]
     assert row["kernels_ms"] == pytest.approx(sum(part["times"] * part["ms"] for part in row["parts"]))

@@ -349,7 +349,7 @@ def test_calibration_writes_the_best_of_each_mode(monkeypatch):
         say("timing")
         made = [("torch", (), 500.0), ("stream_k", wide, 400.0), ("stream_k", slim, 450.0), ("split_k", slim, None)]
         return [
-            bench.Row(case, mode, config, 1, 0, 1, 1e-3, None if tflops is None else 1.0, tflops, None, "tried")
+            bench.GemmRow(case, mode, config, 1, 0, 1, 1e-3, None if tflops is None else 1.0, tflops, None, "tried")
             for mode, config, tflops in made
         ]
 

@@ -62,7 +62,7 @@ RECORDED = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """One schedule on one pass: time, speed against one rank, what moved, what it took, and its error.
 
     Milliseconds are the median of the rounds, with the least and the most of them. The limit is the speedup that the
@@ -130,7 +130,7 @@ class Setup:
 class Measured:
     """The rows, and the measured timeline of the schedule that `Setup.timeline` names."""
 
-    rows: list[Row]
+    rows: list[ScheduleRow]
     timeline: Timeline | None
 
 
@@ -217,7 +217,7 @@ def _measure(
             ranks = 1 if name in one else world
             devices = 1 if setup.mps else ranks
             rows.append(
-                Row(
+                ScheduleRow(
                     schedule=name,
                     direction=direction,
                     world=ranks,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshflash.bench.check import relative_error, worst
-from meshflash.bench.fused_cases import GROUP, HEAP, Case, Found, Row, Setup, check_setup, joined
+from meshflash.bench.fused_cases import GROUP, HEAP, Case, Found, RankRow, Setup, check_setup, joined
 from meshflash.bench.gemm import WORST_ERROR
 from meshflash.bench.timing import SAMPLE_MS, SLOW_MS, interleaved, synchronize
 from meshflash.gemm import FusedGemm, configs
@@ -209,7 +209,7 @@ def _measure(rank: int, world: int, tell: Tell, setup: Setup, case: Case, local_
             errors = zip(played.errors(first[by]), played.errors(last[by]), strict=True)
             for one, result, error in zip(heap.played, last[by], errors, strict=True):
                 rows.append(
-                    Row(
+                    RankRow(
                         case=case,
                         rank=one,
                         by=by,

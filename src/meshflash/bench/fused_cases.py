@@ -106,7 +106,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRow:
     """One rank's part: milliseconds are its own, or those of all ranks where one process plays them.
 
     `by` is "heap" or "group", `means` the kind of the heap or the backend of the group; `ratio` the time as a multiple
@@ -132,7 +132,7 @@ class Row:
 class Found:
     """What runs showed: rows of ranks, the words of their plans, and when tiles came, by rank, where that was asked."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[RankRow, ...]
     plans: dict[int, str]
     times: dict[int, list[list[int]]]
 
@@ -178,13 +178,13 @@ def joined(parts: Sequence[Found]) -> Found:
     return Found(tuple(rows), {rank: x for part in parts for rank, x in part.plans.items()}, times)
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def failures(rows: Sequence[RankRow]) -> list[str]:
     """What is wrong, by rank: errors beyond what the numbers allow, and bits that differ where they may not.
 
     All ranks get the same bits of a whole C from a heap. Rows of C that each rank has for itself are not compared.
     """
     out = []
-    first: dict[str, Row] = {}
+    first: dict[str, RankRow] = {}
     for row in rows:
         allowed = WORST_ERROR[row.case.numbers]
         where = f"rank {row.rank}, {row.variant} by {row.means}"

@@ -43,7 +43,7 @@ COPIES = "copies"
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """One variant of one product: the slowest rank's milliseconds, and the worst rank's error.
 
     `ratio` is the time as a multiple of the best unfused one's, `behind` of the best of all; `auto` says that "auto"
@@ -109,7 +109,7 @@ def _headed(tell: Tell, head: str, text: str) -> None:
     tell(f"{head}: {text}")
 
 
-def rates_of(rows: Sequence[Row]) -> list[Rate]:
+def rates_of(rows: Sequence[SweepRow]) -> list[Rate]:
     """What a table of rates takes of the variants of a case."""
     return [
         distributed_rates.rate_of(
@@ -121,7 +121,7 @@ def rates_of(rows: Sequence[Row]) -> list[Rate]:
     ]
 
 
-def _measure(rank: int, setup: Setup, case: Case, chosen: Mapping[str, Config] | None = None) -> list[Row]:
+def _measure(rank: int, setup: Setup, case: Case, chosen: Mapping[str, Config] | None = None) -> list[SweepRow]:
     """The rows of a case, the same on all ranks: its variants, or those for which a configuration was chosen."""
     ways: Mapping[str, Config | None] = dict.fromkeys(VARIANTS) if chosen is None else chosen
     with opened(case, setup, rank, list(ways.items())) as heap, ExitStack() as stack:
@@ -142,7 +142,7 @@ def _measure(rank: int, setup: Setup, case: Case, chosen: Mapping[str, Config] |
     unfused = min(ms[name] for name in (BULK, COPIES) if name in ms)
     best = min(ms.values())
     return [
-        Row(
+        SweepRow(
             case=case,
             heap=kind,
             variant=name,

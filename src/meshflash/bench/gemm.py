@@ -100,7 +100,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class GemmRow:
     """One plan of one product: `ratio` is its speed as a multiple of torch.mm's. What was not timed is None.
 
     `config` are the numbers of our kernel's configuration, none for torch's own.
@@ -142,7 +142,7 @@ def default_modes(device: str) -> tuple[str, ...]:
     return (TORCH,) if on_cpu(device) else (TORCH, *KERNELS, "auto")
 
 
-def measure(case: Case, modes: Sequence[str], rounds: int, say: Say = lambda _: None) -> list[Row]:
+def measure(case: Case, modes: Sequence[str], rounds: int, say: Say = lambda _: None) -> list[GemmRow]:
     """The rows of each mode, and of torch.mm, which is always there."""
     for mode in modes:
         if mode not in ("auto", *MODES):
@@ -153,17 +153,17 @@ def measure(case: Case, modes: Sequence[str], rounds: int, say: Say = lambda _: 
     return _measure(case, plans, rounds, say, (a, b))
 
 
-def measure_apart(case: Case, modes: Sequence[str], rounds: int, say: Say) -> list[Row]:
+def measure_apart(case: Case, modes: Sequence[str], rounds: int, say: Say) -> list[GemmRow]:
     """The same in a process of its own, so that no product finds what another one left in memory, caches and tables."""
-    rows: list[Row] = run_ranks(1, _measure_here, case, modes, rounds, timeout=PATIENCE, listen=say)[0]
+    rows: list[GemmRow] = run_ranks(1, _measure_here, case, modes, rounds, timeout=PATIENCE, listen=say)[0]
     return rows
 
 
-def _measure_here(rank: int, world: int, tell: Tell, case: Case, modes: Sequence[str], rounds: int) -> list[Row]:
+def _measure_here(rank: int, world: int, tell: Tell, case: Case, modes: Sequence[str], rounds: int) -> list[GemmRow]:
     return measure(case, modes, rounds, tell)
 
 
-def trials(case: Case, rounds: int, say: Say = lambda _: None) -> list[Row]:
+def trials(case: Case, rounds: int, say: Say = lambda _: None) -> list[GemmRow]:
     """The rows of each mode in each configuration that is worth trying, and of torch.mm; those that fail are told."""
     a, b = case.tensors()
     product = Product.of(a, b, case.precision)
@@ -184,7 +184,7 @@ def trials(case: Case, rounds: int, say: Say = lambda _: None) -> list[Row]:
 
 def _measure(
     case: Case, plans: dict[str, Plan], rounds: int, say: Say, tensors: tuple[Tensor, Tensor], failing: bool = False
-) -> list[Row]:
+) -> list[GemmRow]:
     a, b = tensors
     device = torch.device(case.device)
     say("float64")
@@ -215,7 +215,7 @@ def _measure(
     say("timing")
     ms = interleaved(calls, device, rounds)
     return [
-        Row(
+        GemmRow(
             case=case,
             mode=name.partition(" ")[0],
             config=tuple(configs.written(found.config)) if found.config else (),
@@ -240,10 +240,10 @@ def calibrate(
     layouts: Sequence[str] = LAYOUTS,
     rounds: int = 5,
     say: Say = print,
-) -> tuple[rates.Table, list[Row]]:
+) -> tuple[rates.Table, list[GemmRow]]:
     """The table that "auto" goes by: of each mode its best configuration at each shape; and all rows."""
     found: list[Rate] = []
-    rows: list[Row] = []
+    rows: list[GemmRow] = []
     for case in (Case(*shape, kind, layout, device) for shape in shapes for kind in numbers for layout in layouts):
         head = f"{case.m}x{case.n}x{case.k} {case.numbers} {case.layout}"
         mine = trials(case, rounds, lambda text, head=head: say(f"{head}: {text}"))  # type: ignore[misc]

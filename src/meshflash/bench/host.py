@@ -32,7 +32,7 @@ WARM_UP = 20
 
 
 @dataclass(frozen=True)
-class Row:
+class HostRow:
     """One kernel on one pass: microseconds of a call, the median and the least over samples, and how many of SDPA's."""
 
     kernel: str
@@ -49,7 +49,7 @@ def default_tokens(device: str) -> int:
     return 8 if on_cpu(device) else 512
 
 
-def run(case: Case, names: tuple[str, ...], rounds: int) -> list[Row]:
+def run(case: Case, names: tuple[str, ...], rounds: int) -> list[HostRow]:
     """Rows of each kernel and of SDPA, which is always there: in each round all take their turn on all passes.
 
     The kernels are checked first. SDPA gets tensors in its own layout, `[batch, heads, tokens, dim]`, made
@@ -76,7 +76,7 @@ def run(case: Case, names: tuple[str, ...], rounds: int) -> list[Row]:
                 samples[key].append(_microseconds(call, device, CALLS))
     median = {key: statistics.median(values) for key, values in samples.items()}
     return [
-        Row(
+        HostRow(
             name,
             ran[name, direction],
             direction,

@@ -12,7 +12,7 @@ from meshflash.bench.measure import Measured, measure
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One kernel in one case, one pass; without figures where memory ran out."""
 
     kernel: str
@@ -26,7 +26,7 @@ class Row:
     peak_bytes: int | None
 
 
-def run(case: Case, names: tuple[str, ...], rounds: int, exact: bool = False) -> Iterator[Row]:
+def run(case: Case, names: tuple[str, ...], rounds: int, exact: bool = False) -> Iterator[KernelRow]:
     """Each kernel's rows for a case; a kernel that is wrong raises instead of being timed.
 
     `exact` checks against float64 at any length.
@@ -34,12 +34,12 @@ def run(case: Case, names: tuple[str, ...], rounds: int, exact: bool = False) ->
     return rows_of(case, measure(case, names, rounds, partial(truth, exact=exact)))
 
 
-def rows_of(case: Case, measured: Mapping[str, Measured]) -> Iterator[Row]:
+def rows_of(case: Case, measured: Mapping[str, Measured]) -> Iterator[KernelRow]:
     """What was measured of a case, a row for each pass and kernel."""
     for direction in PASSES:
         for name, figures in measured.items():
             ms = figures.ms.get(direction)
-            yield Row(
+            yield KernelRow(
                 kernel=name,
                 ran=figures.ran[direction],
                 direction=direction,

@@ -1,4 +1,4 @@
-"""Tables of records for the terminal, no wider than 80 columns, and of lengths in Markdown."""
+"""Tables of the benchmarks that come with the package, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -31,55 +31,6 @@ def schedules(rows: list[dict[str, Any]], beside: str) -> list[Table]:
     ]
 
 
-def lengths(rows: list[dict[str, Any]]) -> Table:
-    """Kernels by length, each with its speed and memory against standard attention."""
-    head = f"{title(rows[0], tokens=False)} on {rows[0]['device']}"
-    table = blank(head, "tokens", "kernel", "forward", "backward", "both, ms", "speed-up", "peak MiB", "saved")
-    table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
-    table.columns[4].no_wrap = False
-    for tokens, own in groupby(rows, key=lambda row: row["tokens"]):
-        for n, row in enumerate(own):
-            table.add_row("" if n else f"{tokens:,}", *_length(row))
-        table.add_section()
-    return table
-
-
-def lengths_markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of lengths for a document."""
-    head = ["tokens", "kernel", "forward, ms", "backward, ms", "both, ms", "speed-up", "peak, MiB", "memory saved"]
-    lines = [head, ["---"] * len(head), *([f"{row['tokens']:,}", *_length(row)] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def step(found: Any, head: str) -> list[Table]:
-    """A training step's kernels by what they take in sum, and the step beside them."""
-    kernels = blank(head, "kernel", "times", "ms each", "ms")
-    for part in sorted(found.parts, key=lambda part: -part.times * part.ms):
-        kernels.add_row(part.name, str(part.times), f"{part.ms:.3f}", f"{part.times * part.ms:.1f}")
-    total = blank(f"{found.weights:,} weights, loss {found.loss:.3f}", "", "ms", "of the step")
-    if found.kernels_ms is not None:
-        total.add_row("its kernels", f"{found.kernels_ms:.1f}", f"{found.ratio:.3f}")
-    total.add_row("the step", f"{found.ms:.1f}", f"{found.tflops:.1f} TFLOP/s, peak {found.peak_bytes / 2**30:.2f} GiB")
-    if found.plain_ms is not None:
-        total.add_row("the bare model's", f"{found.plain_ms:.1f}", f"{found.plain_ms / found.ms:.3f}")
-    return [kernels, total] if found.parts else [total]
-
-
-def moved_markdown(rows: list[dict[str, Any]]) -> str:
-    """What schedules move, for a document: a line for each schedule and shape."""
-    head = ["heads", "mask", "schedule", "forward, MB", "peers'", "of them", "with backward, MB", "peers'", "of them"]
-    lines = [head, ["---"] * len(head)]
-    for forward, both in zip(rows[::2], rows[1::2], strict=True):
-        numbers = []
-        for row in (forward, both):
-            peers = row["peer_bytes"]
-            share = "-" if not peers else f"{row['received_mean'] / peers:.2f}"
-            numbers += [f"{row['received_mean'] / 1e6:.1f}", "-" if not peers else f"{peers / 1e6:.1f}", share]
-        heads = f"{forward['heads']}/{forward['kv_heads']}"
-        lines.append([heads, forward["mask"], f"`{forward['schedule']}`", *numbers])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 #: More of them than this do not fit a terminal.
 MANY_SCHEDULES = 24
 
@@ -103,42 +54,6 @@ def checks(rows: list[dict[str, Any]]) -> Table:
         error = f"{worst['error']:.0e} {worst['worst'].removesuffix('_logits')}"
         table.add_row(schedule, *map(str, count), error, share, f"{moved:.1f}")
     return table
-
-
-def host(rows: list[dict[str, Any]], beside: str) -> Table:
-    """Kernels by pass, with the host's microseconds for a call as a multiple of those of `beside`."""
-    table = blank(f"{title(rows[0])} on {rows[0]['device']}", "pass", "kernel", "us a call", "least", _times(beside))
-    for direction, own in groupby(rows, key=lambda row: row["pass"]):
-        for n, row in enumerate(own):
-            numbers = (f"{row['microseconds']:.1f}", f"{row['least']:.1f}", f"{row['ratio']:.2f}")
-            table.add_row("" if n else direction, kernel_cell(row), *numbers)
-        table.add_section()
-    return table
-
-
-def memory(rows: list[dict[str, Any]]) -> Table:
-    """Kernels with their peak as a multiple of the bytes of q, k, v, out and their gradients."""
-    table = blank(f"{title(rows[0])} on {rows[0]['device']}", "kernel", "needed MiB", "peak MiB", "x needed")
-    for row in rows:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        table.add_row(kernel_cell(row), mebibytes(row["needed_bytes"]), mebibytes(row["peak_bytes"]), ratio)
-    return table
-
-
-def _length(row: dict[str, Any]) -> list[str]:
-    """A row of a table of lengths, after the length."""
-    forward, backward = (milliseconds(row[key], "") for key in ("forward_ms", "backward_ms"))
-    speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
-    saved = "" if row["saved"] is None else f"{row['saved']:.0%}"
-    return [
-        kernel_cell(row),
-        forward,
-        backward,
-        milliseconds(row["ms"]),
-        speedup,
-        mebibytes(row["peak_bytes"], ""),
-        saved,
-    ]
 
 
 def kernel_cell(row: dict[str, Any]) -> str:
