@@ -5,11 +5,14 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz soak digests lint types imports docs unit clean
+.PHONY: help demo test test-slow test-gpu test-mpi fuzz soak digests lint types imports docs unit clean
 
 help:
 	@echo "make demo   set up and run the main job"
 	@echo "make test   set up and run every check: lint, types, import direction, docs, tests"
+	@echo "make test-slow  set up and run the tests that take more than a few seconds each (about an hour)"
+	@echo "make test-gpu   set up and run the tests that need a GPU"
+	@echo "make test-mpi   set up and run the tests that start ranks by mpiexec"
 	@echo "make fuzz   set up and check CASES (10000) cases at random over 2, 3 and 4 ranks; goes on where it stopped"
 	@echo "make soak   set up and run the campaign of faults (hours); SOAK='damage --count 20' for a part of it"
 	@echo "make digests  set up and compare programs, machine code and bytes moved with tests/digests.json (half an hour)"
@@ -66,6 +69,15 @@ docs: $(VENV)/.test-ready
 
 unit: $(VENV)/.test-ready $(VENV)/.mpi-ready
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-slow: $(VENV)/.test-ready $(VENV)/.mpi-ready
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
+
+test-gpu: $(VENV)/.test-ready
+	$(BIN)/pytest -m gpu
+
+test-mpi: $(VENV)/.test-ready $(VENV)/.mpi-ready
+	$(BIN)/pytest -m mpi
 
 clean:
 	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
