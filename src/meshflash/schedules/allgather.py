@@ -25,7 +25,7 @@ def forward(problem: Problem, rank: int, name: str = "allgather") -> Program:
     w = Writer(name, "forward", problem, rank)
     work = _pieces(problem)
     whole = _only_own(problem, rank) or work[-1].chunk == 0
-    out = w.total("out", not whole)
+    out = w.accumulator("out", not whole)
     _gather(w, work, 0)
     for n, piece in enumerate(work):
         _gather(w, work, n + 1)
@@ -36,7 +36,7 @@ def forward(problem: Problem, rank: int, name: str = "allgather") -> Program:
             carry = taken.chunk > 0
             keys, positions = _keys(w, taken, n), _positions(problem, rank, taken)
             w.attend(keys, positions, replace(out, heads=heads), heads, carry=carry, final=whole)
-    w.settle()
+    w.finalize()
     return w.program(SAVES)
 
 
@@ -47,7 +47,7 @@ def backward(problem: Problem, rank: int, name: str = "allgather") -> Program:
     if _only_own(problem, rank) and not any(need for d, need in enumerate(problem.needs[rank]) if d != rank):
         w.attend_grad(w.own("kv"), problem.k[rank], w.own("dq"), w.own("dkv"))
         return w.program()
-    dq = w.total("dq", work[-1].chunk > 0)
+    dq = w.accumulator("dq", work[-1].chunk > 0)
     _gather(w, work, 0)
     for n, piece in enumerate(work):
         _gather(w, work, n + 1)
@@ -58,7 +58,7 @@ def backward(problem: Problem, rank: int, name: str = "allgather") -> Program:
         _scatter(w, piece, n)
         _collect(w, work, n - 1)
     _collect(w, work, len(work) - 1)
-    w.settle()
+    w.finalize()
     return w.program()
 
 
@@ -196,8 +196,8 @@ def _collect(w: Writer, work: list[Piece], n: int) -> None:
         w.steps.append(Clear(total))
     for d, slot in enumerate(_slots(_arrived(w, piece, n), theirs)):
         pairs = zip(pieces(slot, theirs[d], theirs[d]), pieces(total, mine, theirs[d]), strict=True)
-        w.each(Copy if fresh and d == 0 else Add, pairs)
-    w.each(Copy, [(total, w.own("dkv", mine[0], piece.heads))])
+        w.append_each(Copy if fresh and d == 0 else Add, pairs)
+    w.append_each(Copy, [(total, w.own("dkv", mine[0], piece.heads))])
 
 
 def _guests(problem: Problem, rank: int, piece: Piece) -> list[Rows]:

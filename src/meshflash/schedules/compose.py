@@ -266,7 +266,7 @@ def exchange_backward(table: Table, schedule: str, rank: int, name: str) -> Prog
             e.give_back(m, made)
             e.collect(m - 1)
     e.collect(e.rounds - 1)
-    w.settle()
+    w.finalize()
     return w.program()
 
 
@@ -289,7 +289,7 @@ class _Exchange:
         self._total: Slice | None = None
         self._begun: set[int] = set()
         if direction == "backward" and table.summed and table.inner > 1:
-            self._total = self.w.total("dkv", in_parts=bool(self.w.k_rows))
+            self._total = self.w.accumulator("dkv", partial=bool(self.w.k_rows))
 
     def alone(self) -> Program:
         """Lines of one rank exchange nothing: the other schedule has all heads."""
@@ -307,7 +307,7 @@ class _Exchange:
             self.saved.append(name)
             heads, kv = self.mine[n].shape
             keys = kind == "kv"
-            self.w.keep(name, kind, (self.kv if keys else self.q).rows, kv if keys else heads)
+            self.w.save_buffer(name, kind, (self.kv if keys else self.q).rows, kv if keys else heads)
         return name
 
     def room(self, kind: str, n: int, dtype: Dtype = "input") -> str:
@@ -332,7 +332,7 @@ class _Exchange:
                     if member != self.rank:
                         sends += [Part(member, part) for part in given]
                     else:
-                        self.w.each(Copy, zip(given, self._places(kind, room, member), strict=True))
+                        self.w.append_each(Copy, zip(given, self._places(kind, room, member), strict=True))
                 if member != self.rank and room:
                     recvs += [Part(member, place) for place in self._places(kind, room, member)]
         self.w.post(Post(f"in {n}", tuple(sends), tuple(recvs)))
@@ -390,14 +390,16 @@ class _Exchange:
     def _put(self, kind: str, found: list[tuple[Slice, Interval]], heads: Interval) -> None:
         """Put what was made of some of our rows, and these heads, where it belongs."""
         if kind != "dkv" or self._total is None:
-            self.w.each(Copy, [(source, self._of(kind, self.w.own(kind, rows, heads))) for source, rows in found])
+            self.w.append_each(
+                Copy, [(source, self._of(kind, self.w.own(kind, rows, heads))) for source, rows in found]
+            )
             return
         for n, head in enumerate(range(*heads)):
             pairs = [
                 (replace(source, heads=(n, n + 1)), replace(self._total, rows=rows, heads=(head, head + 1)))
                 for source, rows in found
             ]
-            self.w.each(Add if head in self._begun else Copy, pairs)
+            self.w.append_each(Add if head in self._begun else Copy, pairs)
             self._begun.add(head)
 
     def _line(self, kind: str) -> Line:

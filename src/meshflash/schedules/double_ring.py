@@ -119,7 +119,7 @@ def forward(problem: Problem, rank: int, name: str = "double_ring") -> Program:
     w = Writer(name, "forward", problem, rank)
     way = _Way(w)
     alone = not any(problem.needs[c][rank] for c in range(problem.world) if c != rank)
-    out = w.total("out", not alone)
+    out = w.accumulator("out", not alone)
     for at in way.times():
         way.arrive(at)
         chunk = way.nodes.visited(rank, at)
@@ -129,7 +129,7 @@ def forward(problem: Problem, rank: int, name: str = "double_ring") -> Program:
         elif problem.needs[chunk][rank]:
             w.attend(way.room(at), rows.positions(problem.k[chunk], way.held(at)), out, carry=True)
     way.close()
-    w.settle()
+    w.finalize()
     return w.program(SAVES)
 
 
@@ -138,8 +138,8 @@ def backward(problem: Problem, rank: int, name: str = "double_ring") -> Program:
     w = Writer(name, "backward", problem, rank)
     way = _Way(w)
     others = [c for c in range(problem.world) if c != rank]
-    dq = w.total("dq", any(problem.needs[c][rank] for c in others))
-    dkv = w.total("dkv", any(problem.needs[rank][d] for d in others))
+    dq = w.accumulator("dq", any(problem.needs[c][rank] for c in others))
+    dkv = w.accumulator("dkv", any(problem.needs[rank][d] for d in others))
     home = _Home(w, way, dkv)
     for at in way.times():
         way.arrive(at)
@@ -153,7 +153,7 @@ def backward(problem: Problem, rank: int, name: str = "double_ring") -> Program:
         home.pass_on(at)
     way.close()
     home.close()
-    w.settle()
+    w.finalize()
     return w.program()
 
 
@@ -233,7 +233,7 @@ class _Home:
             share, held = problem.needs[chunk][w.rank], self.way.held(at)
             part = w.scratch("dkv.part", "dkv", rows.count(held), "partial")
             for kind, these in ((Add, rows.common(share, before)), (Copy, rows.without(share, before))):
-                w.each(kind, zip(pieces(part, held, these), pieces(total, collected, these), strict=True))
+                w.append_each(kind, zip(pieces(part, held, these), pieces(total, collected, these), strict=True))
         then = Clock(at.node, at.turn + 1)
         sends: tuple[Part, ...] = ()
         if collected:
@@ -259,7 +259,7 @@ class _Home:
             name, back = self._arriving
             arrived = self.w.scratch(name, "dkv", rows.count(back), "reduce")
             everything = ((0, self.w.k_rows),)
-            self.w.each(Add, zip(pieces(arrived, back, back), pieces(self.dkv, everything, back), strict=True))
+            self.w.append_each(Add, zip(pieces(arrived, back, back), pieces(self.dkv, everything, back), strict=True))
             self._arriving = None
 
     def _collected(self, chunk: int, at: Clock) -> Rows:

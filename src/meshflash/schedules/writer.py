@@ -1,4 +1,18 @@
-"""What every builder writes with: steps in order, and buffers that grow to their largest use."""
+"""The Writer: how every schedule builder writes a program, step by step, on buffers that grow as needed.
+
+A builder asks for slices of buffers, appends steps on them, and calls `program()` at the end:
+
+    w = Writer("mine", "forward", problem, rank)
+    out = w.accumulator("out", partial=True)          # float32 partial results
+    w.post(Post("kv 1", sends, recvs))                # communication starts
+    w.attend(w.own("kv"), problem.k[rank], out)       # compute overlaps with it
+    w.wait("kv 1")
+    w.attend(received, positions, out, carry=True)    # continue the online softmax
+    w.finalize()                                      # out.sum becomes out
+    return w.program(SAVES)
+
+The Writer drops empty messages and the waits for them, so builders need no special cases for them.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +48,28 @@ __all__ = ["SAVES", "Writer", "parts", "pieces"]
 
 
 class Writer:
-    """Writes the program of one rank. The caller's tensors are there from the start."""
+    """The program of one rank while it is written. Each builder makes one.
+
+    The buffers of the caller's tensors exist from the start: q, kv and out in a forward; q, kv, out, dout, dq and dkv
+    in a backward.
+
+    Args:
+        name: The name of the program, for people.
+        direction: "forward" or "backward".
+        problem: The positions that every rank holds, and the mask.
+        rank: The rank that runs the program.
+    """
 
     def __init__(self, name: str, direction: Direction, problem: Problem, rank: int) -> None:
         self.name, self.direction, self.problem, self.rank = name, direction, problem, rank
         self.steps: list[Step] = []
-        #: All of them are of all ranks; the posts of one do not wait for those of another.
+        #: Names of groups. Every group has all ranks; posts of one group do not wait for posts of another.
         self.groups = ["mesh"]
         self._buffers: dict[str, Buffer] = {}
+        #: Posts that nothing has waited for yet.
         self._posts: set[str] = set()
-        self._totals: list[tuple[Slice, str]] = []
+        #: (scratch, name of the output): partial sums that `finalize` turns into outputs.
+        self._accumulators: list[tuple[Slice, str]] = []
         q_rows, k_rows = problem.q_lengths[rank], problem.k_lengths[rank]
         self.q_rows, self.k_rows = q_rows, k_rows
         caller = [("q", "q", q_rows, "input"), ("kv", "kv", k_rows, "input")]
@@ -63,35 +89,65 @@ class Writer:
     def scratch(
         self, name: str, kind: str, n: int, dtype: Dtype = "input", heads: int | None = None, becomes: str = ""
     ) -> Slice:
-        """Room for n rows in a scratch buffer of this name, which is as large as its largest use."""
+        """Return the first rows of a scratch buffer, and make or grow the buffer as needed.
+
+        Calls with one name share one buffer, which gets the size of the largest request.
+
+        Args:
+            name: The name of the buffer.
+            kind: The kind of its rows, a key of `core.program.KINDS`.
+            n: The number of rows of this use.
+            dtype: The dtype of its elements.
+            heads: The number of heads; all heads of this kind by default.
+            becomes: The output that this buffer turns into and may share memory with.
+        """
         heads = self._heads(kind) if heads is None else heads
         new = Buffer(name, kind, n, heads, dtype, "scratch", becomes)
         old = self._buffers.get(name, new)
-        assert (old.kind, old.dtype, old.heads) == (kind, dtype, heads), f"{name} is used in two ways"
+        assert (old.kind, old.dtype, old.heads) == (kind, dtype, heads), f"{name} is used with two kinds or shapes"
         self._buffers[name] = replace(old, rows=max(n, old.rows))
         return Slice(name, (0, n), (0, heads))
 
-    def keep(self, name: str, kind: str, n: int, heads: int) -> None:
-        """A buffer that a forward saves for its backward."""
+    def save_buffer(self, name: str, kind: str, n: int, heads: int) -> None:
+        """Declare a buffer that the forward saves for its backward.
+
+        Args:
+            name: The name of the buffer, the same in both programs.
+            kind: The kind of its rows.
+            n: The number of rows.
+            heads: The number of heads.
+        """
         self._buffers[name] = Buffer(name, kind, n, heads, role="saved")
 
-    def total(self, output: str, in_parts: bool) -> Slice:
-        """Where an output is made: a sum of partial results if it comes in parts, else the output itself."""
-        if not in_parts:
+    def accumulator(self, output: str, partial: bool) -> Slice:
+        """Return the buffer in which an output is computed.
+
+        Args:
+            output: The name of the output.
+            partial: Whether several steps contribute. If so, they sum up in float32 scratch until `finalize`;
+                otherwise the one step writes the output itself.
+        """
+        if not partial:
             return self.own(output)
         buffer = self._buffers[output]
         made = self.scratch(f"{output}.sum", buffer.kind, buffer.rows, "partial", becomes=output)
-        self._totals.append((made, output))
+        self._accumulators.append((made, output))
         return made
 
-    def settle(self) -> None:
-        """The sums become the outputs."""
-        for made, output in self._totals:
+    def finalize(self) -> None:
+        """Turn the accumulators into the outputs: one rounding to the input's dtype, at the very end."""
+        for made, output in self._accumulators:
             target = self.own(output)
             self.steps.append(Finish(made, target, target.heads) if output == "out" else Copy(made, target))
 
     def own(self, name: str, taken: Interval | None = None, heads: Interval | None = None) -> Slice:
-        """Rows and heads of a caller's tensor; all of them by default."""
+        """Return rows and heads of a buffer that exists; all of them by default.
+
+        Args:
+            name: The name of the buffer.
+            taken: The rows, counted within the buffer.
+            heads: The heads, counted within the buffer.
+        """
         buffer = self._buffers[name]
         return Slice(name, taken or (0, buffer.rows), heads or (0, buffer.heads))
 
@@ -104,8 +160,20 @@ class Writer:
         carry: bool = False,
         final: bool = False,
     ) -> None:
-        """Attend with those of our queries that see any of these keys; with all of them unless we carry."""
-        taken = self._seeing(k_positions, carry)
+        """Append attention of our queries over some keys.
+
+        Without `carry` it takes all queries, since it must initialize every row of `out`. With `carry` it takes the
+        rows from the first to the last query that sees any of the keys, and appends nothing if there are none.
+
+        Args:
+            kv: The keys and values.
+            k_positions: The positions of these keys.
+            out: The accumulator or output, with all rows of our queries.
+            heads: The query heads; all by default.
+            carry: Continue the online softmax from what `out` holds.
+            final: Write the result itself instead of a partial result.
+        """
+        taken = self._query_rows(k_positions, carry)
         if taken[0] == taken[1] and carry:
             return
         self.steps.append(
@@ -130,8 +198,17 @@ class Writer:
         heads: Interval | None = None,
         add_dq: bool = False,
     ) -> None:
-        """The gradients of the same; those of the keys are overwritten."""
-        taken = self._seeing(k_positions, add_dq)
+        """Append the gradients of attention of our queries over some keys; `dkv` is overwritten.
+
+        Args:
+            kv: The keys and values.
+            k_positions: The positions of these keys.
+            dq: The accumulator of the gradient of our queries.
+            dkv: The buffer for our share of the gradients of these keys and values.
+            heads: The query heads; all by default.
+            add_dq: Add to `dq` instead of overwriting it; then only queries that see the keys take part.
+        """
+        taken = self._query_rows(k_positions, add_dq)
         self.steps.append(
             AttendGrad(
                 self.own("q", taken, heads),
@@ -148,7 +225,7 @@ class Writer:
         )
 
     def post(self, post: Post) -> None:
-        """Post what is not empty."""
+        """Append a post without its empty parts; append nothing if all parts are empty."""
         sends = tuple(part for part in post.sends if part.slice.cells)
         recvs = tuple(part for part in post.recvs if part.slice.cells)
         if sends or recvs:
@@ -156,20 +233,25 @@ class Writer:
             self.steps.append(replace(post, sends=sends, recvs=recvs))
 
     def wait(self, name: str) -> None:
-        """Wait for a post, if it moved anything and was not waited for before."""
+        """Append a wait for a post, unless the post was empty or has been waited for."""
         if name in self._posts:
             self._posts.remove(name)
             self.steps.append(Wait(name))
 
-    def each(self, kind: type[Copy] | type[Add], pairs: Iterable[tuple[Slice, Slice]]) -> None:
-        """Copy or add the first of each pair to the second."""
+    def append_each(self, kind: type[Copy] | type[Add], pairs: Iterable[tuple[Slice, Slice]]) -> None:
+        """Append a copy or an addition for each pair of (source, target) that is not empty."""
         self.steps += [kind(src, dst) for src, dst in pairs if src.cells]
 
     def program(self, saves: tuple[str, ...] = ()) -> Program:
-        """What was written."""
+        """Return the program, without buffers that no step uses.
+
+        Args:
+            saves: The buffers that a forward leaves for its backward.
+        """
         world = self.problem.world
         used = {place.buffer for step in self.steps for place, _ in slices(step)}
-        found = {"q", "kv", "out"} if self.direction == "backward" else set()
+        # A backward that reads saved buffers has no use for the caller's q, kv and out; the others always stay.
+        optional = {"q", "kv", "out"} if self.direction == "backward" else set()
         return Program(
             self.name,
             self.direction,
@@ -178,26 +260,39 @@ class Writer:
             tuple(
                 buffer
                 for name, buffer in self._buffers.items()
-                if name in used or (buffer.role != "scratch" and name not in found)
+                if name in used or (buffer.role != "scratch" and name not in optional)
             ),
             tuple(self.steps),
             tuple((name, tuple(range(world))) for name in self.groups),
             saves,
         )
 
-    def _seeing(self, k_positions: Ranges, some: bool) -> Interval:
-        return self.problem.q_rows(self.rank, k_positions) if some else (0, self.q_rows)
+    def _query_rows(self, k_positions: Ranges, only_seeing: bool) -> Interval:
+        return self.problem.q_rows(self.rank, k_positions) if only_seeing else (0, self.q_rows)
 
     def _heads(self, kind: str) -> int:
         return self.problem.kv_heads if kind in KEY_KINDS else self.problem.heads
 
 
 def parts(peer: int, within: Slice, held: Rows, wanted: Rows) -> tuple[Part, ...]:
-    """The wanted rows of a slice that holds `held`, packed, as parts for one peer."""
+    """Return the wanted rows of a packed slice as parts for one peer.
+
+    Args:
+        peer: The rank that receives or sends the rows.
+        within: The slice, which holds the rows `held`, packed in order.
+        held: The rows of the shard that the slice holds.
+        wanted: The rows of the shard to take; a subset of `held`.
+    """
     return tuple(Part(peer, part) for part in pieces(within, held, wanted))
 
 
 def pieces(within: Slice, held: Rows, wanted: Rows) -> list[Slice]:
-    """The wanted rows of a slice that holds `held`, packed: a slice for each run of them."""
+    """Return the wanted rows of a packed slice: one slice for each contiguous run of them.
+
+    Args:
+        within: The slice, which holds the rows `held`, packed in order.
+        held: The rows of the shard that the slice holds.
+        wanted: The rows of the shard to take; a subset of `held`.
+    """
     first = within.rows[0]
     return [replace(within, rows=(first + begin, first + end)) for begin, end in rows.places(wanted, held)]
