@@ -30,7 +30,7 @@ from kernels import test_compile
 from meshflash.bench.cases import Case
 from meshflash.check.suite import LAYOUTS, MASKS
 from meshflash.core.problem import Problem
-from meshflash.schedules.registry import build, default_layout, over_lines
+from meshflash.schedules.registry import build, default_layout, schedule_variants
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "digests.json"
@@ -59,7 +59,7 @@ def programs() -> Iterator[tuple[str, str]]:
     """Every schedule on its own layout over every mask family, and on the other layouts over a causal mask."""
     for world in WORLDS:
         tokens = 6 * world + 5  # uneven shards
-        for schedule in over_lines(world):
+        for schedule in schedule_variants(world):
             own = default_layout(schedule)(tokens, world)
             cases = [(family, own, make(tokens)) for family, make in MASKS.items()]
             cases += [(name, make(tokens, world), MASKS["causal"](tokens)) for name, make in LAYOUTS.items()]
@@ -91,7 +91,7 @@ def bytes_moved() -> Iterator[tuple[str, str]]:
     for world in (2, 4, 8):
         for mask in ("full", "causal"):
             case = Case(tokens=4096, batch=1, heads=8, kv_heads=8, head_dim=64, mask=mask, dtype="bfloat16")
-            for row in moved.run(case, over_lines(world), world):
+            for row in moved.run(case, schedule_variants(world), world):
                 key = f"{row.schedule}, {world} ranks, {mask}, {row.direction}"
                 yield key, digest([row.received_mean, row.received_bytes, row.peer_bytes])
 

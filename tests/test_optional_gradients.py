@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 from meshflash import DisagreementError, Mask, attention, flash_attention
-from meshflash.schedules.registry import default_layout, over_lines
+from meshflash.schedules.registry import default_layout, schedule_variants
 
 TOKENS, HEADS = 21, 4
 #: What a rank's loss reads. Patterns of these over ranks are the rows of the table.
@@ -65,14 +65,14 @@ def table(rank, world, group, schedule, patterns, sinks, frozen):
     return worst
 
 
-@pytest.mark.parametrize("schedule", over_lines(2))
+@pytest.mark.parametrize("schedule", schedule_variants(2))
 def test_losses_that_read_different_results_on_each_rank(pool, schedule):
     patterns = list(itertools.product(READS, repeat=2))
     for errors in pool.run(2, table, schedule, patterns, False, ()):
         assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
 
 
-@pytest.mark.parametrize("schedule", over_lines(4))
+@pytest.mark.parametrize("schedule", schedule_variants(4))
 def test_one_of_four_ranks_reads_the_lse(pool, schedule):
     patterns = [("out",) * n + ("both",) + ("out",) * (3 - n) for n in range(4)]
     for errors in pool.run(4, table, schedule, patterns, False, ()):
@@ -80,7 +80,7 @@ def test_one_of_four_ranks_reads_the_lse(pool, schedule):
 
 
 @pytest.mark.parametrize("frozen", [(), (1,)], ids=["learned", "frozen on one rank"])
-@pytest.mark.parametrize("schedule", over_lines(2))
+@pytest.mark.parametrize("schedule", schedule_variants(2))
 def test_sink_logits_beside_losses_that_differ(pool, schedule, frozen):
     patterns = [("both", "out"), ("out", "lse")]
     for errors in pool.run(2, table, schedule, patterns, True, frozen):
@@ -95,7 +95,7 @@ def one_without_autograd(rank, world, group, schedule):
         attention(q, k, v, layout=layout, schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", over_lines(2))
+@pytest.mark.parametrize("schedule", schedule_variants(2))
 def test_a_rank_whose_call_autograd_does_not_record_is_named_by_all(pool, schedule):
     pool.run(2, one_without_autograd, schedule)
 

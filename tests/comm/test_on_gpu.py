@@ -20,7 +20,7 @@ from meshflash.kernels.contract import Features, Grads, new_outputs
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import missing, mps
 from meshflash.runtime.processes import RankError, run_ranks
-from meshflash.schedules.registry import over_lines
+from meshflash.schedules.registry import schedule_variants
 from meshflash.sharding import shard
 
 pytestmark = [
@@ -40,7 +40,7 @@ def shared():
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("transport", ["symmetric", "host_staged"])
 def test_every_schedule_is_right(transport, world):
-    checks = suite.everything(over_lines(world), world, quick=True, device="cuda", transport=transport)
+    checks = suite.everything(schedule_variants(world), world, quick=True, device="cuda", transport=transport)
     missed = [verdict for verdict in run.run(checks, world) if verdict.outcome != "right"]
     assert not missed, missed[:3]
 
@@ -80,7 +80,7 @@ def over_nccl(rank, world, tell):
     x = torch.randn(1, 8, 2, 64, device="cuda")
     assert attention(x, x, x, mesh=group, return_plan=True)[1].transport == "nccl"
     layout = Layout.zigzag(130, world)
-    once = [difference(130, 0, layout, mesh=group, schedule=schedule) for schedule in over_lines(world)]
+    once = [difference(130, 0, layout, mesh=group, schedule=schedule) for schedule in schedule_variants(world)]
     again = [difference(130, n, layout, mesh=group, schedule="zigzag") for n in range(100)]
     return max(once + again)
 

@@ -15,7 +15,7 @@ from meshflash.check.spread import Item, whole
 from meshflash.comm.transports import symmetric
 from meshflash.comm.transports.symmetric import Symmetric
 from meshflash.comm.transports.throttled import Throttled
-from meshflash.schedules.registry import over_lines
+from meshflash.schedules.registry import schedule_variants
 
 CAUSAL = Mask.causal()
 DEVICE = torch.device("cpu")
@@ -29,7 +29,7 @@ def transport(heaps, rank, groups=("far",)):
     return made
 
 
-@pytest.mark.parametrize("schedule", over_lines(4))
+@pytest.mark.parametrize("schedule", schedule_variants(4))
 def test_every_schedule_runs_in_memory_that_peers_read(schedule):
     for case in (
         Case(CAUSAL, batch=1, tokens=21, heads=4, kv_heads=2, dim=8),

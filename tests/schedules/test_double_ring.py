@@ -74,5 +74,5 @@ def test_nodes_are_as_near_to_a_square_as_ranks_go():
             build("double_ring", problem, 1, "forward").steps
             == build(f"double_ring(inner={inner})", problem, 1, "forward").steps
         )
-    with pytest.raises(ValueError, match=r"double_ring: 4 ranks are not nodes of 3"):
+    with pytest.raises(ValueError, match=r"double_ring: inner=3 does not divide 4 ranks into nodes"):
         build("double_ring(inner=3)", problem_of(4, Mask.full()), 0, "forward")

@@ -10,9 +10,9 @@ from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Post, Sizes
-from meshflash.schedules.compose import line_of, shares
+from meshflash.schedules.compose import merge_shards, split_heads
 from meshflash.schedules.registry import build, verified
-from meshflash.schedules.ulysses import widest
+from meshflash.schedules.ulysses import largest_inner
 
 SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
 #: Bytes of one row of one head, and what an LSE or a delta adds to it.
@@ -33,34 +33,36 @@ def problem_of(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (8, 2), (12, 3), (5, 1), (32, 8)])
-def test_every_head_has_one_rank_and_shares_are_even(heads, kv_heads):
-    for ways, rounds in product(range(1, 20), (1, 2, 3)):
-        found = shares(heads, kv_heads, ways, rounds)
+def test_split_heads_gives_every_head_to_one_rank_in_even_shares(heads, kv_heads):
+    for num_ranks, rounds in product(range(1, 20), (1, 2, 3)):
+        found = split_heads(heads, kv_heads, num_ranks, rounds)
         taken = [head for share in found for piece in share for head in range(*piece.heads)]
         assert taken == list(range(heads))
         group = heads // kv_heads
         sizes = [sum(piece.shape[0] for piece in share) for share in found]
-        assert max(sizes) - min(sizes) <= (1 if ways > kv_heads else group)
+        assert max(sizes) - min(sizes) <= (1 if num_ranks > kv_heads else group)
         for piece in (piece for share in found for piece in share):
             assert piece.shape[0] % piece.shape[1] == 0
             each = piece.shape[0] // piece.shape[1]
             serving = [head // group for head in range(*piece.heads)]
-            assert serving == [kv for kv in range(*piece.kv) for _ in range(each)]
+            assert serving == [kv for kv in range(*piece.kv_heads) for _ in range(each)]
 
 
-def test_key_heads_are_cut_only_where_there_are_too_few():
-    for heads, kv_heads, ways in ((32, 8, 3), (32, 8, 8), (12, 3, 2)):
-        keys = [kv for share in shares(heads, kv_heads, ways) for piece in share for kv in range(*piece.kv)]
+def test_split_heads_repeats_key_heads_only_with_more_ranks_than_key_heads():
+    for heads, kv_heads, num_ranks in ((32, 8, 3), (32, 8, 8), (12, 3, 2)):
+        keys = [
+            kv for share in split_heads(heads, kv_heads, num_ranks) for piece in share for kv in range(*piece.kv_heads)
+        ]
         assert keys == list(range(kv_heads))
-    keys = [kv for share in shares(32, 8, 16) for piece in share for kv in range(*piece.kv)]
+    keys = [kv for share in split_heads(32, 8, 16) for piece in share for kv in range(*piece.kv_heads)]
     assert sorted(keys) == sorted([*range(8)] * 2)
 
 
-def test_a_line_holds_the_rows_of_its_ranks_in_order():
+def test_merge_shards_orders_the_rows_of_a_group_by_position():
     zigzag = Layout.zigzag(16, 4).ranges
-    line = line_of((0, 1), zigzag)
-    assert line.positions == (range(4), range(12, 16))
-    assert [(run.rank, run.rows, run.at) for run in line.runs] == [
+    shard = merge_shards((0, 1), zigzag)
+    assert shard.positions == (range(4), range(12, 16))
+    assert [(run.rank, run.rows, run.group_rows) for run in shard.runs] == [
         (0, (0, 2), (0, 2)),
         (1, (0, 2), (2, 4)),
         (1, (2, 4), (4, 6)),
@@ -146,7 +148,7 @@ def test_rounds_let_some_heads_travel_while_others_are_attended_to():
 
 def test_a_line_is_as_long_as_no_key_head_goes_to_two_ranks():
     def chosen(world: int, kv_heads: int) -> int:
-        return widest(problem_of(world, Mask.full(), 8, kv_heads))
+        return largest_inner(problem_of(world, Mask.full(), 8, kv_heads))
 
     assert [chosen(8, kv_heads) for kv_heads in (8, 4, 2, 1)] == [8, 4, 2, 2]
     assert (chosen(6, 4), chosen(7, 4), chosen(1, 4)) == (3, 7, 1)
@@ -154,9 +156,13 @@ def test_a_line_is_as_long_as_no_key_head_goes_to_two_ranks():
 
 def test_what_cannot_be_is_refused():
     problem = problem_of(6, Mask.full())
-    with pytest.raises(ValueError, match=r"hybrid: 6 ranks are not lines of 4; give an inner that divides them"):
+    with pytest.raises(
+        ValueError, match=r"hybrid: inner=4 does not divide 6 ranks into groups; give an inner that divides them"
+    ):
         build("hybrid(inner=4)", problem, 0, "forward")
-    with pytest.raises(ValueError, match=r"hybrid: ulysses saves buffers of its own; compose another schedule"):
+    with pytest.raises(
+        ValueError, match=r"hybrid: schedule 'ulysses' saves buffers and cannot be composed; choose another schedule"
+    ):
         build("hybrid(inner=2, ring=ulysses)", problem, 0, "forward")
     with pytest.raises(ValueError, match=r"expected one of auto"):
         build("hybrid(inner=2, ring=circle)", problem, 0, "forward")

@@ -19,7 +19,7 @@ from meshflash.check.spread import Item, Mode, Strides
 from meshflash.check.suite import FEATURES, LAYOUTS, MASKS
 from meshflash.core.layout import Layout
 from meshflash.planning import over_two_axes
-from meshflash.schedules.registry import over_lines, parse
+from meshflash.schedules.registry import schedule_variants, parse
 
 #: Worlds that a campaign spreads its cases over, unless one is given.
 WORLDS = (2, 3, 4)
@@ -313,7 +313,7 @@ def _frozen(draw: random.Random, case: Case) -> tuple[str, ...]:
 def _schedule(draw: random.Random, settings: Settings, group: Group) -> tuple[str, str]:
     """A schedule with all its options, and what the call names it where that is another text."""
     world = len(group.ranks)
-    chosen = draw.choice(settings.schedules or over_lines(world))
+    chosen = draw.choice(settings.schedules or schedule_variants(world))
     if len(group.shape) == 2:
         two = [name for name in settings.schedules if "inner" in dict(parse(name)[0].options)]
         chosen = draw.choice(two or ("hybrid", "double_ring"))

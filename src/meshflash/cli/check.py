@@ -49,7 +49,7 @@ def command(
     from meshflash.comm.transports.choice import check as check_transport
     from meshflash.job import init, shutdown
     from meshflash.runtime.launchers import detect
-    from meshflash.schedules.registry import over_lines, parse
+    from meshflash.schedules.registry import schedule_variants, parse
 
     try:
         pick_device(device)
@@ -76,7 +76,7 @@ def command(
             shutdown()
         return
     world = here.world_size if here else world or 4
-    chosen = tuple(schedule) or over_lines(world)
+    chosen = tuple(schedule) or schedule_variants(world)
     checks = suite.everything(chosen, world, quick, device, transport)
     with console.status(f"{len(checks)} checks over {world} ranks") as status:
         listen = lambda text: status.update(f"check {text} over {world} ranks")  # noqa: E731

@@ -39,7 +39,7 @@ def command(
     from meshflash.core.program import Sizes
     from meshflash.core.tiles import worklist
     from meshflash.runtime.cores import cores_here
-    from meshflash.schedules.registry import over_lines
+    from meshflash.schedules.registry import schedule_variants
     from meshflash.viz.timeline import Rates
 
     writable_folder(folder)
@@ -54,7 +54,7 @@ def command(
         f"One causal sequence of {tokens:,} tokens over {world} processes joined by gloo, query heads and key heads "
         f"{heads} to {case.kv_heads}: every schedule, forward and backward, checked against one device."
     )
-    schedules = tuple(dict.fromkeys((*over_lines(world), schedule)))
+    schedules = tuple(dict.fromkeys((*schedule_variants(world), schedule)))
     with console.status("starting the processes") as status:
         listen = lambda text: status.update(str(text))  # noqa: E731
         found = bench.run(case, schedules, bench.Setup(world, rounds, timeline=schedule), listen)

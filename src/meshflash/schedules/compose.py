@@ -1,13 +1,23 @@
-"""Compose schedules: heads are exchanged for sequence within lines of ranks, and any schedule runs between the lines.
+"""Composition: an all-to-all trades heads for sequence within groups of ranks, and any schedule runs across the groups.
 
-The ranks are a table of two axes. Along one, a line of ranks exchanges: each rank gives away all heads but its share,
-and gets that share for the tokens of the whole line. Along the other, ranks with the same share run another schedule
-on longer shards of fewer heads. Results and gradients go back the same way. What the backward needs of the exchange is
-saved, so that queries, keys and values travel once. Results go home without their LSE where nobody asks for it there,
-and their gradients come without delta, for the results are here.
+The ranks are a grid. A row is a Ulysses group, which exchanges; a column is a ring group, which runs another schedule:
 
-Nothing has to divide anything: shares may differ, or be empty, and where there are more ranks than key heads, those
-key heads go to several ranks whose query heads share them, and their gradients are summed at home.
+                    share 0    share 1               share = which heads a rank has after the exchange
+        group 0     rank 0 <-> rank 1      exchange
+                      ^          ^
+                      |  ring    |  ring             each column solves the problem of all tokens for its heads,
+                      v          v                   on shards that are `inner` times as long
+        group 1     rank 2 <-> rank 3      exchange
+
+One rank's forward: (1) exchange q, k and v: give away all heads but our share, receive our share of the heads for the
+tokens of the whole group. (2) Run the other schedule's program, which `embed` writes between our own steps. (3)
+Exchange the results back. The backward does the same with dout, and with dq, dk and dv.
+
+The forward saves what it received in (1), so q, k and v travel once. Results travel back without their LSE unless the
+caller wants it, and dout travels without delta, because the rank that computed a result can recompute delta (`Delta`).
+
+No size has to divide another: shares may differ or be empty. With more ranks than key heads, a key head goes to every
+rank whose query heads share it, and the owner sums the gradients.
 """
 
 from __future__ import annotations
@@ -38,76 +48,94 @@ from meshflash.schedules.writer import Writer
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Query heads that one rank attends with at a time, as many of each of these key heads."""
+class HeadPiece:
+    """Query heads that one rank attends with in one round, and their key heads; each key head has equally many."""
 
     heads: Interval
-    kv: Interval
+    kv_heads: Interval
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many query heads and key heads."""
-        return self.heads[1] - self.heads[0], self.kv[1] - self.kv[0]
+        """The number of query heads and of key heads."""
+        return self.heads[1] - self.heads[0], self.kv_heads[1] - self.kv_heads[0]
 
 
-def shares(heads: int, kv_heads: int, ways: int, rounds: int = 1) -> tuple[tuple[Piece, ...], ...]:
-    """The heads of each of so many ranks, in the pieces in which it takes them.
+def split_heads(heads: int, kv_heads: int, num_ranks: int, rounds: int = 1) -> tuple[tuple[HeadPiece, ...], ...]:
+    """Split heads over ranks, as evenly as possible, and each rank's share into pieces.
 
-    Key heads are not cut while there are as many as ranks.
+    Key heads stay whole while there are at least as many key heads as ranks.
 
-    >>> [[piece.heads for piece in share] for share in shares(8, 2, 3)]
+    Args:
+        heads: The number of query heads.
+        kv_heads: The number of key heads, which divides `heads`.
+        num_ranks: The number of ranks that share the heads.
+        rounds: The number of pieces to split each share into, where it has that many key heads.
+
+    >>> [[piece.heads for piece in share] for share in split_heads(8, 2, 3)]
     [[(0, 2)], [(2, 4), (4, 5)], [(5, 8)]]
     """
-    group = heads // kv_heads
-    cut = kv_heads < ways
-    bounds = [(heads if cut else kv_heads) * n // ways * (1 if cut else group) for n in range(ways + 1)]
-    return tuple(tuple(_pieces(first, last, group, rounds)) for first, last in pairwise(bounds))
+    gqa_ratio = heads // kv_heads
+    cut = kv_heads < num_ranks
+    bounds = [(heads if cut else kv_heads) * n // num_ranks * (1 if cut else gqa_ratio) for n in range(num_ranks + 1)]
+    return tuple(tuple(_pieces(first, last, gqa_ratio, rounds)) for first, last in pairwise(bounds))
 
 
-def _pieces(first: int, last: int, group: int, rounds: int) -> Iterator[Piece]:
-    """Some heads as pieces, of at most so many key heads that there are so many rounds; groups that are cut apart."""
+def _pieces(first: int, last: int, gqa_ratio: int, rounds: int) -> Iterator[HeadPiece]:
+    """Split query heads `first .. last` into about `rounds` pieces of whole KV heads.
+
+    A kernel needs equally many query heads for each key head. A GQA group that the bounds cut therefore becomes a piece
+    of its own.
+    """
     held = [
-        (kv, max(first, kv * group), min(last, (kv + 1) * group)) for kv in range(first // group, -(-last // group))
+        (kv, max(first, kv * gqa_ratio), min(last, (kv + 1) * gqa_ratio))
+        for kv in range(first // gqa_ratio, -(-last // gqa_ratio))
     ]
     held = held if first < last else []
-    each = max(1, -(-len(held) // rounds))
+    kv_per_piece = max(1, -(-len(held) // rounds))
     for _, alike in groupby(held, key=lambda entry: entry[2] - entry[1]):
         these = list(alike)
-        for n in range(0, len(these), each):
-            taken = these[n : n + each]
-            yield Piece((taken[0][1], taken[-1][2]), (taken[0][0], taken[-1][0] + 1))
+        for n in range(0, len(these), kv_per_piece):
+            taken = these[n : n + kv_per_piece]
+            yield HeadPiece((taken[0][1], taken[-1][2]), (taken[0][0], taken[-1][0] + 1))
 
 
 @dataclass(frozen=True)
-class Run:
-    """Rows of one rank that are neighbours in what its line holds together."""
+class RowRun:
+    """Rows of one rank that stay neighbours in the shard of its group.
+
+    `rows` counts within the rank's own shard, `group_rows` within the group's shard.
+    """
 
     rank: int
     rows: Interval
-    at: Interval
+    group_rows: Interval
 
 
 @dataclass(frozen=True)
-class Line:
-    """The rows of a line's ranks in the order of their positions."""
+class GroupShard:
+    """The rows of all ranks of a Ulysses group, sorted by position. `merge_shards` makes it."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     positions: Ranges
 
     @property
-    def rows(self) -> int:
-        """How many."""
+    def num_rows(self) -> int:
+        """The number of rows."""
         return sum(map(len, self.positions))
 
-    def of(self, rank: int) -> list[Run]:
-        """Those of one rank."""
+    def of(self, rank: int) -> list[RowRun]:
+        """Return the runs of one rank."""
         return [run for run in self.runs if run.rank == rank]
 
 
-def line_of(ranks: tuple[int, ...], held: tuple[Ranges, ...]) -> Line:
-    """What these ranks hold together, of all ranks' ranges.
+def merge_shards(ranks: tuple[int, ...], held: tuple[Ranges, ...]) -> GroupShard:
+    """Merge the shards of some ranks into one shard, sorted by position, so that neighbouring ranges join.
 
-    >>> line_of((0, 1), ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))).positions
+    Args:
+        ranks: The ranks to merge.
+        held: The ranges of positions of every rank of the problem.
+
+    >>> merge_shards((0, 1), ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))).positions
     (range(0, 8),)
     """
     found = []
@@ -118,24 +146,24 @@ def line_of(ranks: tuple[int, ...], held: tuple[Ranges, ...]) -> Line:
                 found.append((r, rank, (row, row + len(r))))
             row += len(r)
     found.sort(key=lambda entry: (entry[0].start, entry[1]))
-    runs: list[Run] = []
+    runs: list[RowRun] = []
     positions: list[range] = []
     row = 0
     for r, rank, rows in found:
-        runs.append(Run(rank, rows, (row, row + len(r))))
+        runs.append(RowRun(rank, rows, (row, row + len(r))))
         row += len(r)
         if positions and r.step == positions[-1].step == 1 and r.start == positions[-1].stop:
             positions[-1] = range(positions[-1].start, r.stop)
         else:
             positions.append(r)
-    return Line(tuple(runs), tuple(positions))
+    return GroupShard(tuple(runs), tuple(positions))
 
 
 @dataclass(frozen=True)
-class Table:
-    """The ranks of a problem as lines that exchange, and which line's rows every rank of a share meets.
+class Grid:
+    """The ranks of a problem as a grid of Ulysses groups (rows) and ring groups (columns).
 
-    `inner` neighbouring ranks are a line; turned, every `world / inner`-th.
+    `inner` neighbouring ranks form a Ulysses group; if `turned`, every `world / inner`-th rank does.
     """
 
     problem: Problem
@@ -144,67 +172,71 @@ class Table:
     rounds: int
 
     @property
-    def lines(self) -> int:
-        """How many lines there are."""
+    def num_groups(self) -> int:
+        """The number of Ulysses groups."""
         return self.problem.world // self.inner
 
-    def rank(self, line: int, share: int) -> int:
-        """Who has this share in this line."""
-        return share * self.lines + line if self.turned else line * self.inner + share
+    def rank(self, group: int, share: int) -> int:
+        """Return the rank at a place of the grid."""
+        return share * self.num_groups + group if self.turned else group * self.inner + share
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """The line and the share of a rank."""
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Return the group and the share of a rank."""
         if self.turned:
-            share, line = divmod(rank, self.lines)
+            share, group = divmod(rank, self.num_groups)
         else:
-            line, share = divmod(rank, self.inner)
-        return line, share
+            group, share = divmod(rank, self.inner)
+        return group, share
 
-    def line(self, number: int) -> tuple[int, ...]:
-        """The ranks of a line, by their shares."""
-        return tuple(self.rank(number, share) for share in range(self.inner))
+    def ulysses_group(self, group: int) -> tuple[int, ...]:
+        """Return the ranks of a Ulysses group, in the order of their shares."""
+        return tuple(self.rank(group, share) for share in range(self.inner))
 
-    def column(self, share: int) -> tuple[int, ...]:
-        """The ranks with the same share, by their lines."""
-        return tuple(self.rank(line, share) for line in range(self.lines))
-
-    @property
-    def shares(self) -> tuple[tuple[Piece, ...], ...]:
-        """The heads of each share."""
-        return shares(self.problem.heads, self.problem.kv_heads, self.inner, self.rounds)
+    def ring_group(self, share: int) -> tuple[int, ...]:
+        """Return the ranks with the same share, in the order of their groups."""
+        return tuple(self.rank(group, share) for group in range(self.num_groups))
 
     @property
-    def summed(self) -> bool:
-        """Whether key heads go to several ranks, and their gradients are sums."""
-        taken = [head for share in self.shares for piece in share for head in range(*piece.kv)]
+    def shares(self) -> tuple[tuple[HeadPiece, ...], ...]:
+        """The heads of each share, in pieces."""
+        return split_heads(self.problem.heads, self.problem.kv_heads, self.inner, self.rounds)
+
+    @property
+    def repeats_kv_heads(self) -> bool:
+        """Whether some key head goes to several ranks, so that the owner has to sum its gradients."""
+        taken = [head for share in self.shares for piece in share for head in range(*piece.kv_heads)]
         return len(taken) != len(set(taken))
 
 
 @lru_cache(maxsize=256)
-def _lines(table: Table) -> tuple[tuple[Line, Line], ...]:
-    """The queries and keys of each line."""
-    problem = table.problem
-    ranks = [table.line(n) for n in range(table.lines)]
-    return tuple((line_of(each, problem.q), line_of(each, problem.k)) for each in ranks)
+def _group_shards(grid: Grid) -> tuple[tuple[GroupShard, GroupShard], ...]:
+    """Return the merged queries and the merged keys of each Ulysses group."""
+    problem = grid.problem
+    groups = [grid.ulysses_group(n) for n in range(grid.num_groups)]
+    return tuple((merge_shards(ranks, problem.q), merge_shards(ranks, problem.k)) for ranks in groups)
 
 
 @lru_cache(maxsize=256)
-def _between(table: Table, schedule: str, shape: tuple[int, int]) -> Problem:
-    """What the ranks of one share have to solve for so many heads."""
-    held = _lines(table)
-    q, k = (tuple(line[side].positions for line in held) for side in (0, 1))
-    return Problem(q, k, table.problem.mask, *shape, options=parse(schedule)[1])
+def _ring_problem(grid: Grid, schedule: str, shape: tuple[int, int]) -> Problem:
+    """Return the problem that a ring group solves for one piece of (query heads, key heads)."""
+    held = _group_shards(grid)
+    q, k = (tuple(group[side].positions for group in held) for side in (0, 1))
+    return Problem(q, k, grid.problem.mask, *shape, options=parse(schedule)[1])
 
 
-on_change.append(_between.cache_clear)
+on_change.append(_ring_problem.cache_clear)
 
 
 def heads_for_sequence(
     schedule: str = "ring", inner: int = 0, *, turned: bool = False, rounds: int = 1
 ) -> tuple[Builder, Builder]:
-    """Builders (forward, backward): heads for sequence in lines of `inner` ranks, and a schedule between the lines.
+    """Return builders (forward, backward) of a hybrid: Ulysses within groups of ranks, a schedule across the groups.
 
-    With 0 a line is all ranks. `turned` puts the lines across: the schedule then runs between neighbours.
+    Args:
+        schedule: The schedule that runs across the groups, with its options.
+        inner: The number of ranks of a Ulysses group; 0 makes one group of all ranks.
+        turned: Make groups of ranks that are `world / inner` apart, so that the schedule runs among neighbours.
+        rounds: The number of rounds that the exchange of a rank's heads is split into.
 
     >>> from meshflash.schedules.registry import build_program, register_schedule, unregister_schedule
     >>> from meshflash import Layout, Mask
@@ -215,162 +247,189 @@ def heads_for_sequence(
     """
 
     def forward(problem: Problem, rank: int, name: str) -> Program:
-        return exchange_forward(_table(problem, inner, turned, rounds, name), schedule, rank, name)
+        return exchange_forward(_grid(problem, inner, turned, rounds, name), schedule, rank, name)
 
     def backward(problem: Problem, rank: int, name: str) -> Program:
-        return exchange_backward(_table(problem, inner, turned, rounds, name), schedule, rank, name)
+        return exchange_backward(_grid(problem, inner, turned, rounds, name), schedule, rank, name)
 
     return forward, backward
 
 
-def _table(problem: Problem, inner: int, turned: bool, rounds: int, name: str) -> Table:
+def _grid(problem: Problem, inner: int, turned: bool, rounds: int, name: str) -> Grid:
     inner = inner or problem.world
     if problem.world % inner:
-        raise ValueError(f"{name}: {problem.world} ranks are not lines of {inner}; give an inner that divides them")
-    return Table(replace(problem, options=()), inner, turned, rounds)
+        raise ValueError(
+            f"{name}: inner={inner} does not divide {problem.world} ranks into groups; give an inner that divides them"
+        )
+    return Grid(replace(problem, options=()), inner, turned, rounds)
 
 
-def exchange_forward(table: Table, schedule: str, rank: int, name: str) -> Program:
-    """Exchange, attend to longer shards of our heads, and give the results back."""
-    e = _Exchange(table, schedule, rank, name, "forward")
+def exchange_forward(grid: Grid, schedule: str, rank: int, name: str) -> Program:
+    """Build the forward of one rank: exchange q, k and v, run the schedule on our heads, exchange the results back.
+
+    Rounds are pipelined: while round n - 1 computes, round n arrives and round n - 2 returns.
+
+    Args:
+        grid: The ranks as Ulysses groups and ring groups.
+        schedule: The schedule that runs across the groups.
+        rank: The rank that runs the program.
+        name: The name of the program, for people.
+    """
+    e = _Exchange(grid, schedule, rank, name, "forward")
     w = e.w
-    if table.inner == 1:
-        return e.alone()
-    for n in range(e.rounds + 1):
-        if n < e.rounds:
-            e.take_in(n, {"q": e.kept("q", n), "kv": e.kept("kv", n)})
+    if grid.inner == 1:
+        return e.without_exchange()
+    for n in range(e.num_rounds + 1):
+        if n < e.num_rounds:
+            e.post_exchange(n, {"q": e.saved_buffer("q", n), "kv": e.saved_buffer("kv", n)})
         if n:
-            kept = {kind: e.kept(kind, n - 1) for kind in ("q", "kv", "out")}
-            e.run(n - 1, kept)
-            e.give_back(n - 1, {"out": kept["out"]})
+            saved = {kind: e.saved_buffer(kind, n - 1) for kind in ("q", "kv", "out")}
+            e.run(n - 1, saved)
+            e.post_return(n - 1, {"out": saved["out"]})
             e.collect(n - 2)
-    e.collect(e.rounds - 1)
+    e.collect(e.num_rounds - 1)
     return w.program(("out", *e.saved))
 
 
-def exchange_backward(table: Table, schedule: str, rank: int, name: str) -> Program:
-    """Exchange the gradients of the results; those of our heads go back to whom the rows are of."""
-    e = _Exchange(table, schedule, rank, name, "backward")
+def exchange_backward(grid: Grid, schedule: str, rank: int, name: str) -> Program:
+    """Build the backward of one rank: exchange dout, run the schedule's backward, exchange dq, dk and dv back.
+
+    Args:
+        grid: The ranks as Ulysses groups and ring groups.
+        schedule: The schedule that runs across the groups.
+        rank: The rank that runs the program.
+        name: The name of the program, for people.
+    """
+    e = _Exchange(grid, schedule, rank, name, "backward")
     w = e.w
-    if table.inner == 1:
-        return e.alone()
-    dtype: Dtype = "reduce" if table.summed else "input"
-    for n in range(e.rounds + 1):
-        if n < e.rounds:
-            e.take_in(n, {"dout": e.room("dout", n)})
+    if grid.inner == 1:
+        return e.without_exchange()
+    # Gradients of a repeated key head are summed by its owner, so they travel in the dtype of reductions.
+    dtype: Dtype = "reduce" if grid.repeats_kv_heads else "input"
+    for n in range(e.num_rounds + 1):
+        if n < e.num_rounds:
+            e.post_exchange(n, {"dout": e.scratch_buffer("dout", n)})
         if n:
             m = n - 1
-            saved = {kind: e.kept(kind, m) for kind in ("q", "kv", "out")}
-            made = {"dq": e.room("dq", m), "dkv": e.room("dkv", m, dtype)}
-            e.run(m, {**saved, "dout": e.room("dout", m), **made})
-            e.give_back(m, made)
+            saved = {kind: e.saved_buffer(kind, m) for kind in ("q", "kv", "out")}
+            made = {"dq": e.scratch_buffer("dq", m), "dkv": e.scratch_buffer("dkv", m, dtype)}
+            e.run(m, {**saved, "dout": e.scratch_buffer("dout", m), **made})
+            e.post_return(m, made)
             e.collect(m - 1)
-    e.collect(e.rounds - 1)
+    e.collect(e.num_rounds - 1)
     w.finalize()
     return w.program()
 
 
 class _Exchange:
-    """One rank's part in the exchange of its line, in rounds: one for each piece of the largest share."""
+    """One rank's side of the exchange in its Ulysses group. There is one round for each piece of the largest share."""
 
-    def __init__(self, table: Table, schedule: str, rank: int, name: str, direction: Any) -> None:
-        self.table, self.schedule, self.rank = table, schedule, rank
-        self.w = Writer(name, direction, table.problem, rank)
+    def __init__(self, grid: Grid, schedule: str, rank: int, name: str, direction: Any) -> None:
+        self.grid, self.schedule, self.rank = grid, schedule, rank
+        self.w = Writer(name, direction, grid.problem, rank)
         self.w.groups += parse(schedule)[0].groups
-        self.number, self.share = table.place(rank)
-        self.members = table.line(self.number)
-        self.shares = table.shares
+        self.group, self.share = grid.coordinates(rank)
+        self.members = grid.ulysses_group(self.group)
+        self.shares = grid.shares
         self.mine = self.shares[self.share]
-        self.rounds = max(map(len, self.shares))
-        self.q, self.kv = _lines(table)[self.number]
+        self.num_rounds = max(map(len, self.shares))
+        self.q, self.kv = _group_shards(grid)[self.group]
         self.saved: list[str] = []
-        self._bare = frozenset() if table.problem.lse else LSE_KINDS
-        self._made: dict[int, dict[str, str]] = {}
-        self._total: Slice | None = None
-        self._begun: set[int] = set()
-        if direction == "backward" and table.summed and table.inner > 1:
-            self._total = self.w.accumulator("dkv", partial=bool(self.w.k_rows))
+        #: Kinds whose rows travel without LSE or delta: none if the caller wants the LSE.
+        self._without_lse = frozenset() if grid.problem.lse else LSE_KINDS
+        #: For each round, the buffers that go back, by kind.
+        self._returned: dict[int, dict[str, str]] = {}
+        #: Where gradients of repeated key heads add up; None if every key head goes to one rank.
+        self._dkv_sum: Slice | None = None
+        #: Key heads that have a first share in `_dkv_sum`, so that the next one is added.
+        self._initialized: set[int] = set()
+        if direction == "backward" and grid.repeats_kv_heads and grid.inner > 1:
+            self._dkv_sum = self.w.accumulator("dkv", partial=bool(self.w.k_rows))
 
-    def alone(self) -> Program:
-        """Lines of one rank exchange nothing: the other schedule has all heads."""
+    def without_exchange(self) -> Program:
+        """Return the other schedule's program for all heads: a group of one rank exchanges nothing."""
         found, options = parse(self.schedule)
-        problem = replace(self.table.problem, options=options)
+        problem = replace(self.grid.problem, options=options)
         builder = found.forward if self.w.direction == "forward" else found.backward
         return builder(problem, self.rank, self.w.name)
 
-    def kept(self, kind: str, n: int) -> str:
-        """The buffer of a round that the forward saves and the backward finds; empty where we have no piece."""
+    def saved_buffer(self, kind: str, n: int) -> str:
+        """Return the buffer of round n that the forward saves and the backward reads; "" if we have no piece."""
         if n >= len(self.mine):
             return ""
         name = f"{kind}:{n}"
         if name not in self.saved:
             self.saved.append(name)
-            heads, kv = self.mine[n].shape
-            keys = kind == "kv"
-            self.w.save_buffer(name, kind, (self.kv if keys else self.q).rows, kv if keys else heads)
+            heads, kv_heads = self.mine[n].shape
+            is_kv = kind == "kv"
+            self.w.save_buffer(name, kind, (self.kv if is_kv else self.q).num_rows, kv_heads if is_kv else heads)
         return name
 
-    def room(self, kind: str, n: int, dtype: Dtype = "input") -> str:
-        """A buffer of a round for what is not saved: two, by turns."""
+    def scratch_buffer(self, kind: str, n: int, dtype: Dtype = "input") -> str:
+        """Return the scratch buffer of round n, a double buffer; "" if we have no piece in this round."""
         if n >= len(self.mine):
             return ""
-        heads, kv = self.mine[n].shape
-        keys = kind == "dkv"
-        width = kv if keys else heads
-        name = f"{kind}{width}.{n % 2}"
-        self.w.scratch(name, kind, (self.kv if keys else self.q).rows, dtype, width)
+        heads, kv_heads = self.mine[n].shape
+        is_kv = kind == "dkv"
+        num_heads = kv_heads if is_kv else heads
+        name = f"{kind}{num_heads}.{n % 2}"
+        self.w.scratch(name, kind, (self.kv if is_kv else self.q).num_rows, dtype, num_heads)
         return name
 
-    def take_in(self, n: int, rooms: dict[str, str]) -> None:
-        """Post the exchange of a round: our rows of others' heads go to them, others' rows of ours come here."""
+    def post_exchange(self, n: int, buffers: dict[str, str]) -> None:
+        """Post the exchange of round n: send our rows of each member's heads, receive their rows of our heads."""
         sends: list[Part] = []
         recvs: list[Part] = []
         for share, member in enumerate(self.members):
-            for kind, room in rooms.items():
+            for kind, buffer in buffers.items():
                 if n < len(self.shares[share]):
                     given = self._own(kind, self._heads(kind, self.shares[share][n]))
                     if member != self.rank:
                         sends += [Part(member, part) for part in given]
                     else:
-                        self.w.append_each(Copy, zip(given, self._places(kind, room, member), strict=True))
-                if member != self.rank and room:
-                    recvs += [Part(member, place) for place in self._places(kind, room, member)]
+                        self.w.append_each(Copy, zip(given, self._member_rows(kind, buffer, member), strict=True))
+                if member != self.rank and buffer:
+                    recvs += [Part(member, place) for place in self._member_rows(kind, buffer, member)]
         self.w.post(Post(f"in {n}", tuple(sends), tuple(recvs)))
 
     def run(self, n: int, names: dict[str, str]) -> None:
-        """Let the other schedule do its work on our piece of a round."""
+        """Write the other schedule's program for our piece of round n; `names` are the buffers it works on."""
         self.w.wait(f"in {n}")
         if n >= len(self.mine):
             return
         piece = self.mine[n]
         found, _ = parse(self.schedule)
-        problem = _between(self.table, self.schedule, piece.shape)
+        problem = _ring_problem(self.grid, self.schedule, piece.shape)
         builder = found.forward if self.w.direction == "forward" else found.backward
-        program = builder(problem, self.number, found.name)
+        program = builder(problem, self.group, found.name)
         if any(b.role == "saved" for b in program.buffers):
-            raise ValueError(f"{self.w.name}: {found.name} saves buffers of its own; compose another schedule")
+            raise ValueError(
+                f"{self.w.name}: schedule {found.name!r} saves buffers and cannot be composed; choose another schedule"
+            )
         if others := sorted(set(program.group) - set(self.w.groups)):
-            raise ValueError(f"{self.w.name}: {found.name} has groups of its own; register it with groups={others}")
-        if self._bare and "dout" in names and self.q.rows:
+            raise ValueError(
+                f"{self.w.name}: schedule {found.name!r} posts to groups of its own; register it with groups={others}"
+            )
+        if self._without_lse and "dout" in names and self.q.num_rows:
             self.w.steps.append(Delta(self.w.own(names["out"]), self.w.own(names["dout"])))
-        embed(self.w, program, names, self.table.column(self.share), piece.heads[0], f"{n}")
+        embed(self.w, program, names, self.grid.ring_group(self.share), piece.heads[0], f"{n}")
 
-    def give_back(self, n: int, made: dict[str, str]) -> None:
-        """Post the way back: rows of others that we made go to them, theirs of our rows come here."""
+    def post_return(self, n: int, made: dict[str, str]) -> None:
+        """Post the way back of round n: send each member the results for its rows, receive those for ours."""
         sends: list[Part] = []
         recvs: list[Part] = []
         for share, member in enumerate(self.members):
             for kind in made:
                 if n < len(self.mine) and member != self.rank:
-                    sends += [Part(member, place) for place in self._places(kind, made[kind], member)]
+                    sends += [Part(member, place) for place in self._member_rows(kind, made[kind], member)]
                 if n < len(self.shares[share]) and member != self.rank:
-                    back = self._back(kind, share, n)
-                    recvs += [Part(member, replace(back, rows=run.rows)) for run in self._line(kind).of(self.rank)]
+                    back = self._return_buffer(kind, share, n)
+                    recvs += [Part(member, replace(back, rows=run.rows)) for run in self._shard(kind).of(self.rank)]
         self.w.post(Post(f"out {n}", tuple(sends), tuple(recvs)))
-        self._made[n] = made
+        self._returned[n] = made
 
     def collect(self, n: int) -> None:
-        """What came back of a round is put where it belongs: copied, or added where key heads were shared."""
+        """Wait for the way back of round n, and store its rows; repeated key heads are summed."""
         if n < 0:
             return
         self.w.wait(f"out {n}")
@@ -378,79 +437,87 @@ class _Exchange:
             if n >= len(self.shares[share]):
                 continue
             piece = self.shares[share][n]
-            for kind, room in self._made[n].items():
+            for kind, buffer in self._returned[n].items():
                 if member == self.rank:
-                    sources = self._places(kind, room, member)
-                    rows = [run.rows for run in self._line(kind).of(member)]
+                    sources = self._member_rows(kind, buffer, member)
+                    rows = [run.rows for run in self._shard(kind).of(member)]
                 else:
-                    back = self._back(kind, share, n)
+                    back = self._return_buffer(kind, share, n)
                     sources, rows = [back], [back.rows]
-                self._put(kind, list(zip(sources, rows, strict=True)), self._heads(kind, piece))
+                self._store(kind, list(zip(sources, rows, strict=True)), self._heads(kind, piece))
 
-    def _put(self, kind: str, found: list[tuple[Slice, Interval]], heads: Interval) -> None:
-        """Put what was made of some of our rows, and these heads, where it belongs."""
-        if kind != "dkv" or self._total is None:
-            self.w.append_each(
-                Copy, [(source, self._of(kind, self.w.own(kind, rows, heads))) for source, rows in found]
-            )
+    def _store(self, kind: str, found: list[tuple[Slice, Interval]], heads: Interval) -> None:
+        """Store (source, our rows) for these heads: copy to the output, or add to the sum of repeated key heads."""
+        if kind != "dkv" or self._dkv_sum is None:
+            own = [(source, self._travelling(kind, self.w.own(kind, rows, heads))) for source, rows in found]
+            self.w.append_each(Copy, own)
             return
         for n, head in enumerate(range(*heads)):
             pairs = [
-                (replace(source, heads=(n, n + 1)), replace(self._total, rows=rows, heads=(head, head + 1)))
+                (replace(source, heads=(n, n + 1)), replace(self._dkv_sum, rows=rows, heads=(head, head + 1)))
                 for source, rows in found
             ]
-            self.w.append_each(Add if head in self._begun else Copy, pairs)
-            self._begun.add(head)
+            self.w.append_each(Add if head in self._initialized else Copy, pairs)
+            self._initialized.add(head)
 
-    def _line(self, kind: str) -> Line:
+    def _shard(self, kind: str) -> GroupShard:
         return self.kv if kind in ("kv", "dkv") else self.q
 
     @staticmethod
-    def _heads(kind: str, piece: Piece) -> Interval:
-        return piece.kv if kind in ("kv", "dkv") else piece.heads
+    def _heads(kind: str, piece: HeadPiece) -> Interval:
+        return piece.kv_heads if kind in ("kv", "dkv") else piece.heads
 
-    def _of(self, kind: str, place: Slice) -> Slice:
-        """A slice as it travels: bare, where nobody needs more."""
-        return replace(place, without_lse=kind in self._bare)
+    def _travelling(self, kind: str, place: Slice) -> Slice:
+        """Return a slice as it travels: without LSE or delta where the receiver does not need them."""
+        return replace(place, without_lse=kind in self._without_lse)
 
     def _own(self, kind: str, heads: Interval) -> list[Slice]:
-        """Our rows of some heads, in runs that are neighbours in what the line holds."""
-        own = self._of(kind, self.w.own(kind))
-        return [replace(own, rows=run.rows, heads=heads) for run in self._line(kind).of(self.rank)]
+        """Return our rows of some heads, one slice for each run that stays together in the group's shard."""
+        own = self._travelling(kind, self.w.own(kind))
+        return [replace(own, rows=run.rows, heads=heads) for run in self._shard(kind).of(self.rank)]
 
-    def _places(self, kind: str, name: str, rank: int) -> list[Slice]:
-        """Where the rows of a rank lie in a buffer of the whole line."""
-        whole = self._of(kind, self.w.own(name))
-        return [replace(whole, rows=run.at) for run in self._line(kind).of(rank)]
+    def _member_rows(self, kind: str, name: str, rank: int) -> list[Slice]:
+        """Return the rows of one member in a buffer that holds the group's shard."""
+        whole = self._travelling(kind, self.w.own(name))
+        return [replace(whole, rows=run.group_rows) for run in self._shard(kind).of(rank)]
 
-    def _back(self, kind: str, share: int, n: int) -> Slice:
-        """Where what a rank made of our rows arrives."""
+    def _return_buffer(self, kind: str, share: int, n: int) -> Slice:
+        """Return the buffer in which results of one member for our rows arrive."""
         piece = self.shares[share][n]
         heads = self._heads(kind, piece)
         rows = self.w.k_rows if kind == "dkv" else self.w.q_rows
-        dtype: Dtype = "reduce" if kind == "dkv" and self._total is not None else "input"
-        return self._of(kind, self.w.scratch(f"{kind} of {share}.{n}", kind, rows, dtype, heads[1] - heads[0]))
+        dtype: Dtype = "reduce" if kind == "dkv" and self._dkv_sum is not None else "input"
+        buffer = self.w.scratch(f"{kind} of {share}.{n}", kind, rows, dtype, heads[1] - heads[0])
+        return self._travelling(kind, buffer)
 
 
 def embed(
     w: Writer, program: Program, names: dict[str, str], ranks: tuple[int, ...], first_head: int, tag: str
 ) -> None:
-    """Write another program into this one: its caller's buffers are ours of these names, its ranks are these of ours.
+    """Append the steps of another program, with its buffers, ranks, heads and posts renamed.
 
-    Its heads begin at `first_head`; scratch of the same shape is shared by all programs that are written so.
+    Scratch buffers of the same name and head count are shared by all programs that are embedded this way.
+
+    Args:
+        w: The writer to append to.
+        program: The program to embed.
+        names: Our buffer for each of the program's caller's buffers.
+        ranks: Our rank for each of the program's ranks.
+        first_head: Our query head that is the program's head 0.
+        tag: A prefix that makes the names of posts unique.
     """
-    places = dict(names)
+    buffers = dict(names)
     for b in program.buffers:
         if b.role == "scratch":
-            places[b.name] = f"{b.name} {b.heads}"
-            w.scratch(places[b.name], b.kind, b.rows, b.dtype, b.heads)
+            buffers[b.name] = f"{b.name} {b.heads}"
+            w.scratch(buffers[b.name], b.kind, b.rows, b.dtype, b.heads)
     for step in program.steps:
-        w.steps.append(_moved(step, places, ranks, first_head, tag))
+        w.steps.append(_translate(step, buffers, ranks, first_head, tag))
 
 
-def _moved(step: Step, places: dict[str, str], ranks: tuple[int, ...], first_head: int, tag: str) -> Step:
+def _translate(step: Step, buffers: dict[str, str], ranks: tuple[int, ...], first_head: int, tag: str) -> Step:
     def slice_of(place: Slice) -> Slice:
-        return replace(place, buffer=places[place.buffer])
+        return replace(place, buffer=buffers[place.buffer])
 
     changes: dict[str, Any] = {}
     for item in fields(step):
@@ -464,5 +531,5 @@ def _moved(step: Step, places: dict[str, str], ranks: tuple[int, ...], first_hea
         elif item.name in ("name", "post"):
             changes[item.name] = f"{tag}: {value}"
         elif item.name == "collective":
-            changes[item.name] = ""  # it is one of some ranks only
+            changes[item.name] = ""  # the group has all ranks, but only this ring group makes the post
     return replace(step, **changes)

@@ -1,4 +1,4 @@
-"""The schedules there are, by name, and how a user adds one."""
+"""The registry of schedules: look one up by name, parse its options, build its programs, or add your own."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ from meshflash.core.verify import Report, verify_programs
 
 
 class Builder(Protocol):
-    """A pure function: the program of one rank. All ranks' programs must fit together."""
+    """A pure function that builds the program of one rank. It must build matching programs for all ranks."""
 
     def __call__(self, problem: Problem, rank: int, name: str) -> Program: ...
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule: its two builders, the layout it is at home on, and its options with their defaults.
-
-    Set `saves_buffers` where the forward saves buffers of its own. Where one of its options, `layout_of_option`, names
-    another schedule, it is at home where that one is. `groups` are those that its posts are of besides "mesh".
-    """
+    """A registered schedule: its builders, default layout and options. `register_schedule` makes one."""
 
     name: str
     forward: Builder
     backward: Builder
+    #: The default layout, as a function of the number of tokens and of ranks.
     layout: Callable[[int, int], Layout]
     summary: str = ""
+    #: Names of options with their defaults; the type of a default is the type of the option.
     options: tuple[tuple[str, Option], ...] = ()
+    #: Whether the forward saves buffers of its own for the backward.
     saves_buffers: bool = False
+    #: The option that names another schedule, whose default layout this one shares; "" if there is none.
     layout_of_option: str = ""
+    #: Names of the groups that its posts use besides "mesh".
     groups: tuple[str, ...] = ()
 
 
 _SCHEDULES: dict[str, Schedule] = {}
-#: The files of this folder that are no family of schedules; every other one registers its own when imported.
+#: Modules of this package that define no schedule. Every other module registers its schedules when imported.
 _TOOLS = {"compose", "registry", "writer"}
 _loaded: list[str] = []
-#: Called whenever a name comes to mean another schedule.
+#: Functions to call whenever a schedule is added or removed: caches keyed by schedule names must be cleared.
 on_change: list[Callable[[], None]] = []
 
 
 def register(schedule: Schedule) -> None:
-    """Make a schedule known by its name."""
+    """Add a schedule; raise ValueError for a bad or taken name."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", schedule.name) or schedule.name == "auto":
         raise ValueError(f"schedule name {schedule.name!r}: expected a lower-case identifier other than auto")
     if schedule.name in _SCHEDULES:
@@ -73,9 +74,18 @@ def register_schedule(
 ) -> None:
     """Add a schedule of your own: two pure functions `(problem, rank, name) -> Program`.
 
-    Check it with `verify_programs` before you run it: every visible pair once, every gradient home, no
-    deadlock, no buffer touched while it moves. Set `saves_buffers` where the forward saves buffers of its own;
-    `groups` are those that its posts are of besides "mesh".
+    Check it with `verify_programs` before you run it. That proves that every visible pair is computed once, that every
+    gradient reaches its owner, that nothing deadlocks, and that no buffer is touched while it moves.
+
+    Args:
+        name: The name, a lower-case identifier.
+        forward: The builder of the forward program of one rank.
+        backward: The builder of the backward program of one rank.
+        layout: The default layout, as a function of the number of tokens and of ranks.
+        summary: One line for lists of schedules.
+        options: The names of options with their defaults; builders read them from `problem.option`.
+        saves_buffers: Whether the forward saves buffers of its own for the backward.
+        groups: The names of the groups that its posts use besides "mesh".
 
     >>> from meshflash.schedules import ring
     >>> register_schedule("my_ring", ring.forward, ring.backward, summary="ring by another name")
@@ -91,39 +101,39 @@ def register_schedule(
 
 
 def unregister_schedule(name: str) -> None:
-    """Forget a schedule."""
+    """Remove a schedule."""
     find(name)
     del _SCHEDULES[name]
     _changed()
 
 
 def schedules() -> tuple[Schedule, ...]:
-    """Every schedule, by name."""
+    """Return all schedules, sorted by name."""
     _load()
     return tuple(_SCHEDULES[name] for name in sorted(_SCHEDULES))
 
 
 def names() -> tuple[str, ...]:
-    """The names of all schedules."""
+    """Return the names of all schedules, sorted."""
     return tuple(schedule.name for schedule in schedules())
 
 
-def over_lines(world: int) -> tuple[str, ...]:
-    """All schedules; those over two axes once for each inner axis that divides so many ranks.
+def schedule_variants(world: int) -> tuple[str, ...]:
+    """Return all schedules as texts; those with an option `inner` once for each proper divisor of `world`.
 
-    >>> [text for text in over_lines(8) if "(" in text]
+    >>> [text for text in schedule_variants(8) if "(" in text]
     ['double_ring(inner=2)', 'double_ring(inner=4)', 'hybrid(inner=2)', 'hybrid(inner=4)']
     """
     inner = [n for n in range(2, world) if world % n == 0]
     out: list[str] = []
     for schedule in schedules():
-        lines = [f"{schedule.name}(inner={n})" for n in inner if "inner" in dict(schedule.options)]
-        out += lines or [schedule.name]
+        variants = [f"{schedule.name}(inner={n})" for n in inner if "inner" in dict(schedule.options)]
+        out += variants or [schedule.name]
     return tuple(out)
 
 
 def find(name: str) -> Schedule:
-    """The schedule of this name."""
+    """Return the schedule of this name, or raise ValueError that lists all names."""
     _load()
     if name not in _SCHEDULES:
         raise ValueError(f"schedule={name!r}: expected one of auto, {', '.join(names())}")
@@ -131,7 +141,7 @@ def find(name: str) -> Schedule:
 
 
 def parse(text: str) -> tuple[Schedule, tuple[tuple[str, Option], ...]]:
-    """A schedule and its options, from `name` or `name(option=value, ...)`.
+    """Parse `name` or `name(option=value, ...)` into a schedule and all of its options.
 
     >>> parse("allgather(head_stride=2)")[1]
     (('head_stride', 2), ('chunks', 1))
@@ -155,7 +165,7 @@ def parse(text: str) -> tuple[Schedule, tuple[tuple[str, Option], ...]]:
 
 
 def _split(text: str) -> list[str]:
-    """At commas, but not at those within brackets."""
+    """Split at commas outside of parentheses."""
     out, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -167,17 +177,17 @@ def _split(text: str) -> list[str]:
 
 
 def _check_inner(text: str, key: str, value: str) -> None:
-    """ValueError unless an option names a schedule."""
+    """Raise ValueError unless an option names a schedule."""
     try:
         if value == "auto":
-            raise ValueError(f"name one: {', '.join(names())}")
+            raise ValueError(f"auto cannot be nested; expected one of {', '.join(names())}")
         parse(value)
     except ValueError as error:
         raise ValueError(f"schedule={text!r}, {key}={value!r}: {error}") from None
 
 
 def canonical(text: str) -> str:
-    """A schedule in the one way in which ranks compare it: options in their order, and none that is as by default.
+    """Return the canonical text of a schedule, which ranks compare: options in order, without those at their default.
 
     >>> canonical("hybrid( ring=allgather(head_stride=1), inner=2)"), canonical("ulysses(rounds=1)")
     ('hybrid(inner=2, ring=allgather(head_stride=1))', 'ulysses')
@@ -189,7 +199,7 @@ def canonical(text: str) -> str:
 
 
 def default_layout(text: str) -> Callable[[int, int], Layout]:
-    """The layout that a schedule is at home on, for so many tokens and ranks.
+    """Return the default layout of a schedule, as a function of the number of tokens and of ranks.
 
     >>> default_layout("hybrid(ring=striped)")(8, 4).name
     'striped'
@@ -212,7 +222,14 @@ def _value(text: str, key: str, value: str, default: Option) -> Option:
 
 @lru_cache(maxsize=256)
 def build(schedule: str, problem: Problem, rank: int, direction: Direction) -> Program:
-    """The program of one rank; cached. The problem's options are those that the schedule names."""
+    """Build the program of one rank; cached.
+
+    Args:
+        schedule: The name of the schedule, with options in parentheses; they replace those of the problem.
+        problem: The positions that every rank holds, and the mask.
+        rank: The rank that runs the program.
+        direction: "forward" or "backward".
+    """
     found, options = parse(schedule)
     builder = found.forward if direction == "forward" else found.backward
     return builder(_with_options(problem, options), rank, found.name)
@@ -220,14 +237,21 @@ def build(schedule: str, problem: Problem, rank: int, direction: Direction) -> P
 
 @lru_cache(maxsize=256)
 def _with_options(problem: Problem, options: tuple[tuple[str, Option], ...]) -> Problem:
-    """The same object for every rank and both passes, so that what a problem needs is worked out once."""
+    """Return one object for all ranks and both passes, so that cached properties such as `needs` are computed once."""
     return replace(problem, options=options)
 
 
 def verified(
     schedule: str, problem: Problem, sizes: Sizes | None = None, tables: bool = True
 ) -> dict[Direction, Report]:
-    """Both passes of a schedule, proved right for a problem: VerificationError if they are not."""
+    """Build and verify both passes of a schedule; raise VerificationError if a program is wrong.
+
+    Args:
+        schedule: The name of the schedule, with options in parentheses.
+        problem: The positions that every rank holds, and the mask.
+        sizes: The sizes that turn rows into bytes.
+        tables: Whether to check the tile tables of each step against the mask as well.
+    """
     out: dict[Direction, Report] = {}
     for direction in ("forward", "backward"):
         programs = [build(schedule, problem, rank, direction) for rank in range(problem.world)]
@@ -246,7 +270,17 @@ def build_program(
     kv_heads: int = 1,
     k_layout: Layout | None = None,
 ) -> Program:
-    """The program of one rank of a layout; keys may have a layout of their own.
+    """Build the program of one rank for a layout.
+
+    Args:
+        schedule: The name of the schedule, with options in parentheses.
+        layout: The layout of the queries, and of the keys unless `k_layout` is given.
+        mask: The mask.
+        rank: The rank that runs the program.
+        direction: "forward" or "backward".
+        heads: The number of query heads.
+        kv_heads: The number of key heads, which divides `heads`.
+        k_layout: The layout of the keys, if it differs.
 
     >>> program = build_program("ring", Layout.contiguous(8, 2), Mask.causal(), rank=1)
     >>> print(program.steps[1])
@@ -260,12 +294,12 @@ def build_program(
 
 def _changed() -> None:
     build.cache_clear()
-    for tell in on_change:
-        tell()
+    for clear_cache in on_change:
+        clear_cache()
 
 
 def _load() -> None:
-    """Import every family, once."""
+    """Import every module of this package once, so that each registers its schedules."""
     if _loaded:
         return
     folder = Path(__file__).parent

@@ -1,9 +1,9 @@
-"""Ulysses and its hybrids: heads are exchanged for sequence, between all ranks or within lines of them.
+"""Ulysses and hybrid: an all-to-all trades heads for sequence, among all ranks or among rows of a rank grid.
 
-`ulysses` exchanges between all ranks, and each attends to the whole sequence with its heads. `hybrid` puts the ranks
-into lines of `inner` neighbours that exchange, and runs another schedule (`ring`) between the lines; with `turned`,
-that schedule runs between neighbours, and the exchange goes across. `rounds` exchanges the heads of a rank in so many
-turns, so that some are on their way while others are attended to.
+`ulysses` exchanges among all ranks; each rank then attends to the whole sequence with its share of the heads. `hybrid`
+arranges the ranks in a grid: groups of `inner` neighbours exchange, and another schedule (option `ring`) runs across
+the groups. With `turned`, that schedule runs among neighbours and the exchange goes across. `rounds` splits the
+exchange of a rank's heads, so that some heads travel while others are attended to. `compose.py` builds both.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from meshflash.schedules.registry import Builder, Schedule, register
 
 
 def builders(problem: Problem) -> tuple[Builder, Builder]:
-    """Forward and backward by a problem's options; those that a schedule does not have are as in `ulysses`."""
+    """Return the forward and backward builders for the options of a problem; defaults are those of `ulysses`."""
     option = {"ring": "ring", "inner": problem.world, "turned": False, **problem.option}
-    inner, rounds = int(option["inner"]) or widest(problem), int(option["rounds"])
+    inner, rounds = int(option["inner"]) or largest_inner(problem), int(option["rounds"])
     if rounds < 1:
-        raise ValueError(f"rounds={rounds}: expected at least one")
+        raise ValueError(f"rounds={rounds}: expected at least 1")
     return heads_for_sequence(str(option["ring"]), inner, turned=bool(option["turned"]), rounds=rounds)
 
 
-def widest(problem: Problem) -> int:
-    """The longest line that gives no key head to two ranks, if there is one of several ranks."""
+def largest_inner(problem: Problem) -> int:
+    """Return the largest group of ranks that splits no key head; if every group does, the smallest one above 1."""
     world = problem.world
-    able = [n for n in range(2, world + 1) if gcd(n, world) == n]
-    return max((n for n in able if n <= problem.kv_heads), default=min(able, default=1))
+    divisors = [n for n in range(2, world + 1) if gcd(n, world) == n]
+    return max((n for n in divisors if n <= problem.kv_heads), default=min(divisors, default=1))
 
 
 def forward(problem: Problem, rank: int, name: str) -> Program:
-    """Exchange, attend, give the results back."""
+    """Build the forward of one rank: exchange q, k and v, attend, and exchange the results back."""
     return builders(problem)[0](problem, rank, name)
 
 
 def backward(problem: Problem, rank: int, name: str) -> Program:
-    """Exchange the gradients of the results, and give those of queries, keys and values back."""
+    """Build the backward of one rank: exchange dout, and exchange dq, dk and dv back."""
     return builders(problem)[1](problem, rank, name)
 
 
@@ -60,7 +60,7 @@ register(
         forward,
         backward,
         Layout.contiguous,
-        "heads for sequence within lines of ranks, another schedule between the lines",
+        "Ulysses within groups of ranks, another schedule across the groups",
         (("inner", 0), ("ring", "zigzag"), ("turned", False), ("rounds", 1)),
         saves_buffers=True,
         layout_of_option="ring",
