@@ -1,4 +1,4 @@
-"""What all-gather moves and holds: never more than its peers, and less where less is seen."""
+"""Traffic and scratch of all-gather: at most that of other implementations, and less under sparse masks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def posts(programs: list[Program]) -> list[Post]:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("schedule", GATHERS)
-def test_a_forward_receives_at_most_the_keys_and_values_of_all_others(schedule: str, mask: str) -> None:
+def test_forward_receives_at_most_the_keys_and_values_of_all_other_ranks(schedule: str, mask: str) -> None:
     for world in WORLDS:
         got = received(schedule, problem_of(world, MASKS[mask]), "forward")
         assert max(got) <= 2 * (world - 1) * ROWS * ROW
@@ -59,7 +59,7 @@ def test_a_forward_receives_at_most_the_keys_and_values_of_all_others(schedule: 
 @pytest.mark.parametrize("reduce_bytes", [4, 2])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("schedule", GATHERS)
-def test_a_backward_receives_keys_again_and_a_share_of_each_other_rank(
+def test_backward_receives_keys_again_and_one_gradient_share_per_other_rank(
     schedule: str, mask: str, reduce_bytes: int
 ) -> None:
     sizes = replace(SIZES, reduce_bytes=reduce_bytes)
@@ -73,7 +73,7 @@ def test_a_backward_receives_keys_again_and_a_share_of_each_other_rank(
 
 
 @pytest.mark.parametrize("schedule", GATHERS)
-def test_a_causal_mask_moves_half(schedule: str) -> None:
+def test_causal_mask_moves_half_of_the_keys(schedule: str) -> None:
     for world in WORLDS:
         problem = problem_of(world, Mask.causal())
         keys = [2 * rank * ROWS * ROW for rank in range(world)]
@@ -83,14 +83,14 @@ def test_a_causal_mask_moves_half(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("left", [1, 4, ROWS, ROWS + 2])
-def test_a_causal_window_moves_only_its_rows(left: int) -> None:
+def test_causal_window_moves_only_the_rows_inside_the_window(left: int) -> None:
     problem = problem_of(4, Mask.causal() & Mask.window(left, 0))
     assert list(received("allgather", problem, "forward")) == [2 * min(left, rank * ROWS) * ROW for rank in range(4)]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("schedule", GATHERS)
-def test_documents_on_one_rank_each_move_nothing(schedule: str, direction: Direction) -> None:
+def test_documents_that_each_lie_on_one_rank_move_nothing(schedule: str, direction: Direction) -> None:
     for mask in (Mask.documents([ROWS] * 4), Mask.window(0, 0), Mask.causal() & Mask.documents([2, 4, *[ROWS] * 3])):
         problem = problem_of(4, mask)
         programs = programs_of(schedule, problem, direction)
@@ -100,7 +100,7 @@ def test_documents_on_one_rank_each_move_nothing(schedule: str, direction: Direc
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_rank_that_sees_its_own_keys_alone_gathers_none(direction: Direction) -> None:
+def test_rank_that_sees_only_its_own_keys_gathers_nothing(direction: Direction) -> None:
     problem = problem_of(3, Mask.documents([ROWS, 2 * ROWS]))
     programs = programs_of("allgather", problem, direction)
     report = verify_programs(programs, problem, SIZES)
@@ -110,7 +110,7 @@ def test_a_rank_that_sees_its_own_keys_alone_gathers_none(direction: Direction) 
 
 
 @pytest.mark.parametrize("schedule", GATHERS)
-def test_only_key_heads_move(schedule: str) -> None:
+def test_traffic_scales_with_key_heads_and_not_with_query_heads(schedule: str) -> None:
     problem = problem_of(4, Mask.causal())
     for direction in DIRECTIONS:
         many = received(schedule, replace(problem, heads=32), direction)
@@ -119,7 +119,7 @@ def test_only_key_heads_move(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", GATHERS)
-def test_even_patterns_are_collectives(schedule: str) -> None:
+def test_even_shards_under_a_full_mask_use_collectives(schedule: str) -> None:
     def forms(problem: Problem, direction: Direction) -> set[str]:
         return {post.collective for post in posts(programs_of(schedule, problem, direction))}
 
@@ -133,13 +133,13 @@ def test_even_patterns_are_collectives(schedule: str) -> None:
     ("schedule", "strides"),
     [("allgather", [4]), ("allgather(head_stride=1)", [1] * 4), ("allgather(head_stride=3)", [3, 1])],
 )
-def test_heads_are_gathered_in_strides(schedule: str, strides: list[int]) -> None:
+def test_head_stride_sets_how_many_key_heads_are_gathered_at_a_time(schedule: str, strides: list[int]) -> None:
     for program in programs_of(schedule, problem_of(3, Mask.full()), "forward"):
         taken = [post.sends[0].slice.heads for post in posts([program])]
         assert [end - begin for begin, end in taken] == strides
 
 
-def test_a_stride_larger_than_the_heads_is_all_of_them() -> None:
+def test_head_stride_larger_than_the_key_heads_gathers_all_of_them() -> None:
     problem = problem_of(3, Mask.causal())
     for direction in DIRECTIONS:
         all_heads = programs_of("allgather", problem, direction)
@@ -149,7 +149,7 @@ def test_a_stride_larger_than_the_heads_is_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_fewer_heads_at_a_time_take_less_scratch(direction: Direction) -> None:
+def test_smaller_head_stride_takes_less_scratch(direction: Direction) -> None:
     problem = replace(problem_of(4, Mask.full()), heads=8, kv_heads=8)
 
     def scratch(schedule: str) -> int:
@@ -159,14 +159,14 @@ def test_fewer_heads_at_a_time_take_less_scratch(direction: Direction) -> None:
     assert scratch("allgather(head_stride=1)") < scratch("allgather(head_stride=2)") < scratch("allgather")
 
 
-def test_the_next_heads_are_on_their_way_while_these_are_attended_to() -> None:
+def test_gather_of_the_next_heads_overlaps_with_attention() -> None:
     problem = replace(problem_of(2, Mask.full()), heads=3, kv_heads=3)
     for program in programs_of("allgather(head_stride=1)", problem, "forward"):
         kinds = [str(step).split()[0] for step in program.steps]
         assert kinds == ["post", "post", "wait", "attend", "post", "wait", "attend", "wait", "attend"]
 
 
-def test_a_chunk_travels_while_the_one_before_is_attended_to() -> None:
+def test_gather_of_the_next_chunk_overlaps_with_attention() -> None:
     problem = problem_of(2, Mask.full())
     words = [str(step).split()[0] for step in build("allgather(chunks=3)", problem, 0, "forward").steps]
     assert words == ["post", "post", "wait", "attend", "post", "wait", "attend", "wait", "attend", "finish"]

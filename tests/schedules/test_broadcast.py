@@ -1,4 +1,4 @@
-"""What the schedules in turns move and hold: never more than their peers, and less where less is seen."""
+"""Traffic and scratch of the broadcast schedules: at most that of other implementations, less under sparse masks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def report(schedule: str, problem: Problem, direction: Direction, sizes: Sizes =
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_keys_given_round_are_those_of_all_others_at_most(mask):
+def test_broadcast_of_keys_receives_at_most_the_keys_of_all_other_ranks(mask):
     for world in WORLDS:
         problem = problem_of(world, MASKS[mask])
         keys = 2 * (world - 1) * ROWS * 4 * ROW
@@ -51,8 +51,8 @@ def test_keys_given_round_are_those_of_all_others_at_most(mask):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_queries_given_round_and_what_was_made_of_them(mask):
-    """Peers receive N (Q + 2 Q of out and the LSE) in a forward."""
+def test_broadcast_of_queries_receives_queries_and_returns_partial_results(mask):
+    """Other implementations receive N (Q + 2 Q of out and the LSE) in a forward."""
     for world in WORLDS:
         problem = problem_of(world, MASKS[mask], heads=8, kv_heads=8)
         queries = (world - 1) * ROWS * 8
@@ -65,7 +65,7 @@ def test_queries_given_round_and_what_was_made_of_them(mask):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(8, 8, True), (8, 4, False), (32, 8, False)])
-def test_a_backward_gives_round_what_is_less(heads, kv_heads, queries):
+def test_backward_broadcasts_queries_or_keys_whichever_moves_less(heads, kv_heads, queries):
     for world in WORLDS:
         problem = problem_of(world, Mask.full(), heads, kv_heads)
         assert queries_move_less(problem) == queries
@@ -74,7 +74,7 @@ def test_a_backward_gives_round_what_is_less(heads, kv_heads, queries):
         assert got < by_keys if queries else got == by_keys
 
 
-def test_gradients_in_half_precision_are_half_of_it():
+def test_half_precision_gradients_halve_their_traffic():
     problem = problem_of(4, Mask.full())
     halves = replace(SIZES, reduce_bytes=2)
     full, half = (max(report("ringx4", problem, "backward", sizes).received_bytes) for sizes in (SIZES, halves))
@@ -82,15 +82,15 @@ def test_gradients_in_half_precision_are_half_of_it():
 
 
 @pytest.mark.parametrize("schedule", ["ringx1", "ringx2", "ringx4"])
-def test_what_is_held_does_not_grow_with_the_ranks(schedule):
-    """Two rooms for what comes by, two for what is made of it, two for what comes back, and sums of our own."""
+def test_scratch_does_not_grow_with_the_number_of_ranks(schedule):
+    """Double buffers for received rows, for our shares and for returned shares, and our own accumulators."""
     for direction in ("forward", "backward"):
         held = [max(report(schedule, problem_of(world, Mask.full()), direction).scratch_bytes) for world in (4, 8)]
-        staged = ROWS * 8 * (3 * ROW + 8)  # what is packed for others is packed once
+        staged = ROWS * 8 * (3 * ROW + 8)  # a slice is packed once for all of its receivers
         assert held[1] <= held[0] + staged
 
 
-def test_documents_that_meet_nobody_move_nothing():
+def test_documents_that_no_other_rank_needs_move_nothing():
     problem = problem_of(3, Mask.documents([ROWS] * 3))
     for schedule in ("ringx1", "ringx3", "ringx4"):
         for direction in ("forward", "backward"):

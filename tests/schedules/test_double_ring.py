@@ -1,4 +1,4 @@
-"""The double ring: as many bytes as a ring, few of them between nodes, and no wait for those within."""
+"""The double ring: as many bytes as a ring, few of them between nodes, and inner hops that never wait for outer ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problem_of(world: int, mask: Mask, layout=Layout.contiguous) -> Problem:
 
 @pytest.mark.parametrize(("world", "inner"), NODES)
 @pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag, Layout.striped])
-def test_it_is_right_on_every_layout(layout, world, inner):
+def test_double_ring_verifies_on_every_layout(layout, world, inner):
     for mask in MASKS.values():
         tokens = 24 if mask.has_documents else 2 * world + 3
         held = layout(tokens, world).ranges
@@ -40,7 +40,7 @@ def test_it_is_right_on_every_layout(layout, world, inner):
 
 
 @pytest.mark.parametrize(("world", "inner"), NODES)
-def test_it_moves_no_more_than_a_ring(world, inner):
+def test_double_ring_moves_no_more_than_a_ring(world, inner):
     for name in ("full", "causal", "window", "sinks"):
         problem = problem_of(world, MASKS[name])
         double, single = (
@@ -53,7 +53,7 @@ def test_it_moves_no_more_than_a_ring(world, inner):
                 assert double[direction].received_bytes == single[direction].received_bytes
 
 
-def test_few_keys_cross_between_nodes():
+def test_each_key_crosses_between_two_nodes_once():
     problem = problem_of(8, Mask.full())
     for rank, received in enumerate(verified("double_ring(inner=4)", problem, SIZES)["forward"].received):
         near = sum(n for peer, n in received.items() if peer // 4 == rank // 4)
@@ -61,13 +61,13 @@ def test_few_keys_cross_between_nodes():
         assert near == 6 * KEYS
 
 
-def test_keys_set_out_for_the_next_node_before_they_go_round_this_one():
+def test_move_to_the_next_node_starts_before_the_inner_ring():
     steps = build("double_ring(inner=2)", problem_of(4, Mask.full()), 0, "forward").steps
     posts = [(step.name, step.group) for step in steps if isinstance(step, Post)]
     assert posts == [("far 1", "far"), ("kv 0.1", "mesh"), ("kv 1.1", "mesh")]
 
 
-def test_nodes_are_as_near_to_a_square_as_ranks_go():
+def test_default_inner_is_the_largest_divisor_up_to_the_square_root():
     for world, inner in ((12, 3), (16, 4), (7, 1)):
         problem = problem_of(world, Mask.full())
         assert (

@@ -1,4 +1,4 @@
-"""Schedules by name: what there is, what a user adds, and how options are written."""
+"""The registry: names, options, user-defined schedules, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def mine() -> Iterator[str]:
     unregister_schedule("mine")
 
 
-def test_the_schedules_that_there_are() -> None:
+def test_names_lists_all_schedules() -> None:
     assert {"ring", "zigzag", "striped", "allgather", "ringx1", "ringx2", "ringx3", "ringx4"} <= set(names())
     assert names() == tuple(schedule.name for schedule in schedules())
     assert all(schedule.summary for schedule in schedules())
@@ -65,11 +65,11 @@ def test_the_schedules_that_there_are() -> None:
         ("ringx4", "zigzag"),
     ],
 )
-def test_the_layout_that_each_is_at_home_on(name: str, layout: str) -> None:
+def test_default_layout_of_each_schedule(name: str, layout: str) -> None:
     assert find(name).layout(13, 3).name == layout
 
 
-def test_a_schedule_of_ones_own(mine: str) -> None:
+def test_registered_schedule_builds_and_verifies(mine: str) -> None:
     assert mine in names()
     assert find(mine).layout(5, 2) == Layout.striped(5, 2)
     assert find(mine).summary == "ring by another name"
@@ -79,7 +79,7 @@ def test_a_schedule_of_ones_own(mine: str) -> None:
     verify_programs(programs, PROBLEM)
 
 
-def test_a_schedule_that_is_forgotten_is_gone() -> None:
+def test_unregistered_schedule_is_unknown() -> None:
     register_schedule("brief", ring.forward, ring.backward)
     assert find("brief").layout is Layout.contiguous
     build("brief", PROBLEM, 0, "forward")
@@ -91,7 +91,7 @@ def test_a_schedule_that_is_forgotten_is_gone() -> None:
         unregister_schedule("brief")
 
 
-def test_a_name_that_comes_again_builds_anew() -> None:
+def test_reregistered_name_does_not_return_cached_programs() -> None:
     def other(problem: Problem, rank: int, name: str) -> Program:
         return Program("other", "forward", rank, problem.world, (), (), ())
 
@@ -104,14 +104,14 @@ def test_a_name_that_comes_again_builds_anew() -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "", "Ring", "my-ring", "2d", "ring ", "_x"])
-def test_names_that_cannot_be_written_are_refused(name: str) -> None:
+def test_invalid_schedule_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="expected a lower-case identifier other than auto"):
         register_schedule(name, ring.forward, ring.backward)
     assert name not in names()
 
 
 @pytest.mark.parametrize("name", ["ring", "allgather"])
-def test_names_are_given_once(name: str) -> None:
+def test_duplicate_schedule_names_are_refused(name: str) -> None:
     before = find(name)
     with pytest.raises(ValueError, match=f"schedule '{name}' is registered already"):
         register_schedule(name, ring.backward, ring.forward)
@@ -119,7 +119,7 @@ def test_names_are_given_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["zigzag", " zigzag ", "zigzag()", "zigzag( )"])
-def test_a_name_alone_is_a_schedule(text: str) -> None:
+def test_parse_accepts_a_name_without_options(text: str) -> None:
     assert parse(text) == (find("zigzag"), ())
 
 
@@ -133,14 +133,14 @@ def test_a_name_alone_is_a_schedule(text: str) -> None:
         ("mine(early=False)", {}),
     ],
 )
-def test_options_have_the_types_of_their_defaults(mine: str, text: str, given: dict[str, Any]) -> None:
+def test_parsed_options_have_the_types_of_their_defaults(mine: str, text: str, given: dict[str, Any]) -> None:
     schedule, options = parse(text)
     assert schedule.name == mine
     assert dict(options) == {"count": 2, "share": 0.5, "early": False, "form": "flat"} | given
     assert [type(value) for _, value in options] == [int, float, bool, str]
 
 
-def test_options_reach_the_builder() -> None:
+def test_builders_read_options_from_the_problem() -> None:
     seen = []
 
     def forward(problem: Problem, rank: int, name: str) -> Program:
@@ -174,16 +174,16 @@ def test_options_reach_the_builder() -> None:
         ("mine(share=much)", "share='much', expected a number >= 0"),
     ],
 )
-def test_what_is_no_schedule_is_refused(mine: str, text: Any, message: str) -> None:
+def test_parse_refuses_texts_that_name_no_schedule(mine: str, text: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(text)
 
 
-def test_programs_are_built_once() -> None:
+def test_build_caches_programs() -> None:
     assert build("ring", PROBLEM, 0, "forward") is build("ring", Problem(HELD, HELD, Mask.causal(), 2, 1), 0, "forward")
 
 
-def test_what_is_needed_is_worked_out_once_for_all_ranks_and_both_passes() -> None:
+def test_needs_are_computed_once_for_all_ranks_and_both_passes() -> None:
     seen = []
 
     def look(problem: Problem, rank: int, name: str) -> Program:
@@ -203,26 +203,26 @@ def test_what_is_needed_is_worked_out_once_for_all_ranks_and_both_passes() -> No
     [
         (
             "hybrid(ring=auto)",
-            r"schedule='hybrid\(ring=auto\)', ring='auto': auto cannot be nested; expected one of allgather, ",
+            r"schedule='hybrid\(ring=auto\)', ring='auto': auto .* expected one of allgather, ",
         ),
         ("hybrid(ring=nope)", r"schedule='hybrid\(ring=nope\)', ring='nope': .* expected one of"),
         ("hybrid(ring=zigzag(x=1))", r"ring='zigzag\(x=1\)': .*zigzag has no option 'x'"),
         ("hybrid(inner=2, inner=4)", r"inner is given twice"),
     ],
 )
-def test_what_a_schedule_cannot_be_is_said_with_all_of_it(text, message):
+def test_errors_of_nested_schedules_quote_the_whole_text(text, message):
     with pytest.raises(ValueError, match=message):
         parse(text)
 
 
-def test_options_of_options_and_the_one_way_to_write_them():
+def test_canonical_orders_options_and_drops_defaults():
     options = dict(parse("hybrid(ring=allgather(head_stride=1, chunks=2), inner=3)")[1])
     assert (options["inner"], options["ring"]) == (3, "allgather(head_stride=1, chunks=2)")
     assert canonical("hybrid( ring = zigzag , inner=2 )") == "hybrid(inner=2)"
     assert canonical("allgather(chunks=1)") == "allgather"
 
 
-def test_a_schedule_that_is_registered_anew_is_built_anew():
+def test_hybrid_of_a_reregistered_schedule_is_built_again():
     held = Layout.contiguous(8, 4).ranges
     problem = Problem(held, held, Mask.full(), 4, 4)
     for stride, steps in ((0, 1), (1, 2)):
@@ -234,7 +234,7 @@ def test_a_schedule_that_is_registered_anew_is_built_anew():
             unregister_schedule("mine")
 
 
-def test_groups_of_ones_own_are_said_to_compose():
+def test_composed_schedule_must_declare_its_groups():
     held = Layout.contiguous(8, 4).ranges
     problem = Problem(held, held, Mask.full(), 4, 4)
     for groups in ((), ("far",)):
@@ -250,6 +250,6 @@ def test_groups_of_ones_own_are_said_to_compose():
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_program_of_a_rank_that_is_not_there(rank: int) -> None:
+def test_build_program_refuses_ranks_outside_the_layout(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank={rank}: the layout has ranks 0 to 1"):
         build_program("ring", Layout.contiguous(8, 2), Mask.causal(), rank=rank)

@@ -1,4 +1,4 @@
-"""What the ring family moves: never more than its peers, and less where less is seen."""
+"""Traffic of the ring family: at most that of other implementations, and less under sparse masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshflash.schedules.registry import build, default_layout
 
 RINGS = ("ring", "zigzag", "striped")
 WORLDS = (2, 3, 4, 7, 8)
-ROWS = 6  # of each rank; zigzag halves them
+ROWS = 6  # rows of each rank; even, so that zigzag can halve them
 HEADS, KV_HEADS = 4, 2
 MASKS = {
     "full": Mask.full(),
@@ -50,7 +50,7 @@ def posts(programs: list[Program]) -> list[Post]:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("schedule", RINGS)
-def test_a_forward_receives_at_most_the_keys_and_values_of_all_others(schedule: str, mask: str) -> None:
+def test_forward_receives_at_most_the_keys_and_values_of_all_other_ranks(schedule: str, mask: str) -> None:
     for world in WORLDS:
         got = received(schedule, problem_of(schedule, world, MASKS[mask]), "forward")
         assert max(got) <= 2 * (world - 1) * ROWS * ROW
@@ -61,7 +61,7 @@ def test_a_forward_receives_at_most_the_keys_and_values_of_all_others(schedule: 
 @pytest.mark.parametrize("reduce_bytes", [4, 2])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("schedule", RINGS)
-def test_a_backward_receives_keys_again_and_gradients_over_one_hop_less_than_ranks(
+def test_backward_receives_keys_again_and_gradients_for_one_hop_less_than_ranks(
     schedule: str, mask: str, reduce_bytes: int
 ) -> None:
     sizes = replace(SIZES, reduce_bytes=reduce_bytes)
@@ -75,8 +75,8 @@ def test_a_backward_receives_keys_again_and_gradients_over_one_hop_less_than_ran
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_causal_zigzag_moves_three_quarters(world: int) -> None:
-    """Of the W(W - 1) hops half move whole shards and half their front halves."""
+def test_causal_zigzag_moves_three_quarters_of_the_keys(world: int) -> None:
+    """Of the W(W - 1) hops, half move whole shards and half move only the front halves."""
     got = received("zigzag", problem_of("zigzag", world, Mask.causal()), "forward")
     hops = world * (world - 1)
     assert sum(got) == hops // 2 * 2 * ROWS * ROW + hops // 2 * 2 * (ROWS // 2) * ROW
@@ -84,21 +84,21 @@ def test_causal_zigzag_moves_three_quarters(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_causal_ring_moves_half(world: int) -> None:
-    """Keys go on to later ranks only."""
+def test_causal_ring_moves_half_of_the_keys(world: int) -> None:
+    """Keys travel to later ranks only."""
     got = received("ring", problem_of("ring", world, Mask.causal()), "forward")
     assert got == tuple(2 * rank * ROWS * ROW for rank in range(world))
 
 
 @pytest.mark.parametrize("left", [1, 3, ROWS, ROWS + 2, 2 * ROWS])
 @pytest.mark.parametrize("world", [3, 5])
-def test_a_causal_window_moves_only_its_rows(world: int, left: int) -> None:
+def test_causal_window_moves_only_the_rows_inside_the_window(world: int, left: int) -> None:
     problem = problem_of("ring", world, Mask.causal() & Mask.window(left, 0))
     assert received("ring", problem, "forward") == tuple(2 * min(left, rank * ROWS) * ROW for rank in range(world))
 
 
 @pytest.mark.parametrize("reduce_bytes", [4, 2])
-def test_gradients_of_a_window_go_straight_home(reduce_bytes: int) -> None:
+def test_gradients_of_a_window_go_straight_to_their_owner(reduce_bytes: int) -> None:
     world, left = 5, 2
     problem = problem_of("ring", world, Mask.causal() & Mask.window(left, 0))
     sizes = replace(SIZES, reduce_bytes=reduce_bytes)
@@ -107,7 +107,7 @@ def test_gradients_of_a_window_go_straight_home(reduce_bytes: int) -> None:
     assert list(received("ring", problem, "backward", sizes)) == expected
 
 
-def test_a_window_both_ways_goes_both_ways() -> None:
+def test_two_sided_window_sends_one_hop_in_each_direction() -> None:
     world = 5
     problem = problem_of("ring", world, Mask.window(2, 1))
     programs = programs_of("ring", problem, "forward")
@@ -117,7 +117,7 @@ def test_a_window_both_ways_goes_both_ways() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_documents_on_one_rank_each_move_nothing(direction: Direction) -> None:
+def test_documents_that_each_lie_on_one_rank_move_nothing(direction: Direction) -> None:
     world = 4
     for lengths in ([ROWS] * world, [2, ROWS - 2, *[ROWS] * (world - 1)]):
         problem = problem_of("ring", world, Mask.causal() & Mask.documents(lengths))
@@ -129,7 +129,7 @@ def test_documents_on_one_rank_each_move_nothing(direction: Direction) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("schedule", ["ring", "zigzag"])
-def test_own_keys_alone_need_no_post(schedule: str, direction: Direction) -> None:
+def test_mask_that_shows_only_own_keys_posts_nothing(schedule: str, direction: Direction) -> None:
     problem = problem_of(schedule, 4, Mask.window(0, 0))
     programs = programs_of(schedule, problem, direction)
     verify_programs(programs, problem)
@@ -137,14 +137,14 @@ def test_own_keys_alone_need_no_post(schedule: str, direction: Direction) -> Non
 
 
 @pytest.mark.parametrize("schedule", RINGS)
-def test_one_rank_posts_nothing(schedule: str) -> None:
+def test_single_device_posts_nothing(schedule: str) -> None:
     for mask, direction in product(MASKS.values(), DIRECTIONS):
         problem = problem_of(schedule, 1, mask)
         assert posts(programs_of(schedule, problem, direction)) == []
 
 
 @pytest.mark.parametrize("schedule", RINGS)
-def test_only_key_heads_move(schedule: str) -> None:
+def test_traffic_scales_with_key_heads_and_not_with_query_heads(schedule: str) -> None:
     problem = problem_of(schedule, 4, Mask.causal())
     for direction in DIRECTIONS:
         many = received(schedule, replace(problem, heads=32), direction)
@@ -154,14 +154,14 @@ def test_only_key_heads_move(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", RINGS)
-def test_two_rooms_for_keys_are_enough(schedule: str) -> None:
+def test_keys_are_double_buffered(schedule: str) -> None:
     for world in (4, 8):
         for program in programs_of(schedule, problem_of(schedule, world, Mask.full()), "forward"):
-            rooms = [b for b in program.buffers if b.role == "scratch" and b.kind == "kv"]
-            assert sum(b.rows for b in rooms) <= 2 * ROWS
+            buffers = [b for b in program.buffers if b.role == "scratch" and b.kind == "kv"]
+            assert sum(b.rows for b in buffers) <= 2 * ROWS
 
 
-def test_a_hop_is_on_its_way_while_the_last_one_is_attended_to() -> None:
+def test_each_hop_overlaps_with_attention_over_the_previous_one() -> None:
     for program in programs_of("ring", problem_of("ring", 4, Mask.full()), "forward"):
         kinds = [str(step).split()[0] for step in program.steps]
         assert kinds == [

@@ -1,4 +1,4 @@
-"""Heads for sequence: which rank has which heads, and what ulysses and its hybrids move and keep."""
+"""Ulysses and hybrids: how heads are split over ranks, and what the exchange moves and saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW, NUMBER = 64 * 2, 4
 ROWS = 6
 MASKS = {"full": Mask.full(), "causal": Mask.causal(), "window": Mask.causal() & Mask.window(5, 0)}
 LAYOUTS = (Layout.contiguous, Layout.zigzag, Layout.striped)
-#: (ranks, inner): tables of 2 x 2, 3 x 2, 2 x 3 and 2 x 4.
+#: (ranks, inner): grids of 2 x 2, 3 x 2, 2 x 3 and 2 x 4.
 TABLES = ((4, 2), (6, 2), (6, 3), (8, 4))
 RINGS = ("ring", "zigzag", "striped", "allgather", "ringx1", "ringx2", "ringx3", "ringx4", "double_ring")
 
@@ -73,8 +73,8 @@ def test_merge_shards_orders_the_rows_of_a_group_by_position():
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("lse", [False, True])
-def test_it_moves_what_peers_move(world, mask, lse):
-    """Peers: (N - 1) / N (2 Q + 2 K) in each pass. The LSE, where it is asked for, comes on top, and delta back."""
+def test_ulysses_moves_as_many_bytes_as_other_implementations(world, mask, lse):
+    """Each pass moves (N - 1) / N (2 Q + 2 K); if the caller wants the LSE, LSE and delta travel as well."""
     problem = problem_of(world, MASKS[mask], heads=24, kv_heads=24, lse=lse)
     queries, keys = ROWS * 24 * ROW, 2 * ROWS * 24 * ROW
     numbers = ROWS * 24 * NUMBER
@@ -85,8 +85,8 @@ def test_it_moves_what_peers_move(world, mask, lse):
     assert set(reports["forward"].saved_bytes) == {2 * queries + keys + numbers}
 
 
-def test_key_heads_move_to_those_who_need_them_alone():
-    """Peers repeat 8 key heads over 16 ranks to 32, one for each query head; here to 16."""
+def test_key_heads_move_only_to_ranks_that_need_them():
+    """Other implementations repeat 8 key heads over 16 ranks to 32, one for each query head; we repeat them to 16."""
     problem = problem_of(16, Mask.full(), heads=32, kv_heads=8)
     received = verified("ulysses", problem, SIZES, tables=False)["forward"].received_bytes
     assert max(received) == 15 * ROWS * (2 * ROW + 2 * ROW + 2 * 1 * ROW)
@@ -94,7 +94,7 @@ def test_key_heads_move_to_those_who_need_them_alone():
 
 @pytest.mark.parametrize(("world", "inner"), TABLES)
 @pytest.mark.parametrize("ring", RINGS)
-def test_hybrids_of_every_ring_are_right_on_every_layout(ring, world, inner):
+def test_hybrid_of_every_schedule_verifies_on_every_layout(ring, world, inner):
     for n, (layout, turned) in enumerate(product(LAYOUTS, (False, True))):
         schedule = f"hybrid(inner={inner}, ring={ring}, turned={turned})"
         mask = list(MASKS.values())[n % 3]
@@ -103,8 +103,8 @@ def test_hybrids_of_every_ring_are_right_on_every_layout(ring, world, inner):
 
 
 @pytest.mark.parametrize(("world", "inner"), TABLES)
-def test_a_hybrid_moves_what_peers_move(world, inner):
-    """Peers: (A - 1) / A (2 Q + 2 K) and, between the lines, what a ring moves of longer rows and fewer heads."""
+def test_hybrid_moves_as_many_bytes_as_other_implementations(world, inner):
+    """The exchange moves (A - 1) / A (2 Q + 2 K); across groups a ring moves longer shards of fewer heads."""
     lines = world // inner
     problem = problem_of(world, Mask.full(), heads=12, kv_heads=12)
     queries, keys = ROWS * 12 * ROW, 2 * ROWS * 12 * ROW
@@ -115,7 +115,7 @@ def test_a_hybrid_moves_what_peers_move(world, inner):
     assert max(reports["backward"].received_bytes) <= exchanged + (lines - 1) * keys + lines * 2 * keys
 
 
-def test_turned_lines_exchange_with_ranks_far_away():
+def test_turned_hybrid_exchanges_across_groups():
     problem = problem_of(4, Mask.full())
 
     def peers(schedule: str) -> list[set[int]]:
@@ -130,7 +130,7 @@ def test_turned_lines_exchange_with_ranks_far_away():
     assert peers("hybrid(inner=2, ring=ring, turned=True)")[0] == {2}
 
 
-def test_rounds_let_some_heads_travel_while_others_are_attended_to():
+def test_rounds_overlap_the_exchange_with_attention():
     problem = problem_of(2, Mask.causal(), heads=8, kv_heads=8)
     texts = [str(step).split()[:3] for step in build("ulysses(rounds=2)", problem, 0, "forward").steps]
     order = [" ".join(words) for words in texts if words[0] in ("post", "attend")]
@@ -146,7 +146,7 @@ def test_rounds_let_some_heads_travel_while_others_are_attended_to():
     assert report["forward"].received_bytes == verified("ulysses", problem, SIZES)["forward"].received_bytes
 
 
-def test_a_line_is_as_long_as_no_key_head_goes_to_two_ranks():
+def test_default_inner_splits_no_key_head():
     def chosen(world: int, kv_heads: int) -> int:
         return largest_inner(problem_of(world, Mask.full(), 8, kv_heads))
 
@@ -154,7 +154,7 @@ def test_a_line_is_as_long_as_no_key_head_goes_to_two_ranks():
     assert (chosen(6, 4), chosen(7, 4), chosen(1, 4)) == (3, 7, 1)
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_hybrids_are_refused():
     problem = problem_of(6, Mask.full())
     with pytest.raises(
         ValueError, match=r"hybrid: inner=4 does not divide 6 ranks into groups; give an inner that divides them"

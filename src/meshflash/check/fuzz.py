@@ -19,7 +19,7 @@ from meshflash.check.spread import Item, Mode, Strides
 from meshflash.check.suite import FEATURES, LAYOUTS, MASKS
 from meshflash.core.layout import Layout
 from meshflash.planning import over_two_axes
-from meshflash.schedules.registry import schedule_variants, parse
+from meshflash.schedules.registry import parse, schedule_variants
 
 #: Worlds that a campaign spreads its cases over, unless one is given.
 WORLDS = (2, 3, 4)

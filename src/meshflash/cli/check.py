@@ -49,7 +49,7 @@ def command(
     from meshflash.comm.transports.choice import check as check_transport
     from meshflash.job import init, shutdown
     from meshflash.runtime.launchers import detect
-    from meshflash.schedules.registry import schedule_variants, parse
+    from meshflash.schedules.registry import parse, schedule_variants
 
     try:
         pick_device(device)
