@@ -97,7 +97,7 @@ EXAMPLES: list[tuple[Step, str, list[tuple[str, str]]]] = [
     (Delta(A, B), "delta a[0:4, 0:2] . b[0:4, 0:2]", [("a", "read"), ("b", "update")]),
     (
         Copy(replace(A, without_lse=True), replace(B, without_lse=True)),
-        "copy a[0:4, 0:2] bare -> b[0:4, 0:2] bare",
+        "copy a[0:4, 0:2] without LSE -> b[0:4, 0:2] without LSE",
         [("a", "read"), ("b", "write")],
     ),
 ]

@@ -28,21 +28,21 @@ def test_a_backward_comes_after_a_forward_of_the_same_problem() -> None:
     report = verify_programs(programs_of("ulysses", "forward"), PROBLEM)
     held = Layout.contiguous(6, 3).ranges
     wider, causal = Problem(held, held, Mask.full(), 4, 2), replace(PROBLEM, mask=Mask.causal())
-    with pytest.raises(VerificationError, match="the forward was one of 2 ranks, this is one of 3"):
+    with pytest.raises(VerificationError, match="the forward ran on 2 ranks, this backward on 3"):
         verify_programs([build("ring", wider, rank, "backward") for rank in range(3)], wider, after=report)
     programs = [build("ulysses", causal, rank, "backward") for rank in range(2)]
-    with pytest.raises(VerificationError, match="not finished, or not of all keys"):
+    with pytest.raises(VerificationError, match="not the finished result of its rows over all keys"):
         verify_programs(programs, causal, after=report)
 
 
 def test_one_program_for_each_rank_in_order() -> None:
     programs = programs_of("ring", "forward")
     for wrong in (programs[::-1], programs[:1], [*programs, programs[1]], [programs[0], programs[0]]):
-        refused(wrong, PROBLEM, "expected one program for each of 2 ranks, in their order")
+        refused(wrong, PROBLEM, "expected one for each of 2 ranks in rank order")
 
 
 def test_all_programs_are_of_one_pass() -> None:
-    refused([build("ring", PROBLEM, 0, "forward"), build("ring", PROBLEM, 1, "backward")], PROBLEM, "some backward")
+    refused([build("ring", PROBLEM, 0, "forward"), build("ring", PROBLEM, 1, "backward")], PROBLEM, "some are backward")
 
 
 def test_programs_of_another_problem_are_refused() -> None:
@@ -103,7 +103,7 @@ def test_messages_between_collectives_are_allowed() -> None:
     first = insert(0, sends, Wait("x"))(gathering[0])
     verify_programs([first, both(room_of_two, insert(0, recvs, Wait("x")))(gathering[1]), gathering[2]], problem)
     last = both(room_of_two, insert(1, recvs, Wait("x")))(gathering[1])
-    refused([first, last, gathering[2]], problem, "post kv 0 is no all_gather")
+    refused([first, last, gathering[2]], problem, "post kv 0 cannot be one all_gather")
 
 
 def test_tables_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_tables_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(symbols, "table_pairs", table)
     verify_programs(programs_of("ring", "forward"), PROBLEM)
-    refused(programs_of("ring", "backward"), PROBLEM, "the tables for its rows do not hold each pair")
+    refused(programs_of("ring", "backward"), PROBLEM, "the tile tables of its rows do not hold each visible pair")
     verify_programs(programs_of("ring", "backward"), PROBLEM, tables=False)
 
 

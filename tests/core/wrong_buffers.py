@@ -41,25 +41,30 @@ WRONG: list[Wrong] = [
             "a group without itself",
             RING_F,
             program(groups=(("mesh", (1,)),)),
-            "group mesh does not hold this rank, or",
+            "group mesh must list its ranks once, in order",
         ),
-        ("itself twice", RING_F, program(groups=(("mesh", (0, 0, 1)),)), "group mesh does not hold this rank, or"),
+        (
+            "itself twice",
+            RING_F,
+            program(groups=(("mesh", (0, 0, 1)),)),
+            "group mesh must list its ranks once, in order",
+        ),
         ("a group twice", RING_F, program(groups=(("mesh", (0, 1)),) * 2), "two groups have the same name"),
         (
             "another order in the group",
             RING_F,
             program(groups=(("mesh", (1, 0)),)),
-            "group mesh does not hold this rank, or not its ranks once and in order",
+            "group mesh must list its ranks once, in order, and this rank among them",
         ),
         (
             "a group of strangers",
             RING_F,
             program(groups=(("mesh", (0, 1)), ("x", (0, 7)))),
-            "group x: rank 7 does not agree",
+            "group x: rank 7 does not list",
         ),
         ("a buffer twice", RING_F, room(Buffer("kv+1.1", "kv", 3, 2)), "two buffers have the same name"),
-        ("an unknown kind", RING_F, room(Buffer("x", "x", 3, 2)), "x is of no known kind, or of no size"),
-        ("no heads", RING_F, room(Buffer("x", "kv", 3, 0)), "x is of no known kind, or of no size"),
+        ("an unknown kind", RING_F, room(Buffer("x", "x", 3, 2)), "x has an unknown kind or an invalid shape"),
+        ("no heads", RING_F, room(Buffer("x", "kv", 3, 0)), "x has an unknown kind or an invalid shape"),
         ("an output more", RING_F, room(Buffer("o", "out", 3, 4, role="output")), "the caller's buffers are"),
         ("an input that is scratch", RING_F, buffer("q", role="scratch"), "the caller's buffers are"),
         (
@@ -77,7 +82,7 @@ WRONG: list[Wrong] = [
             "saved and never written",
             HEADS_F,
             both(room(Buffer("x", "q", 3, 4, role="saved")), program(saves=("out", "q:0", "kv:0", "out:0", "x"))),
-            "x is saved, and not all of it was written",
+            "x is saved before all of it is written",
         ),
         (
             "half a result saved",
@@ -88,7 +93,7 @@ WRONG: list[Wrong] = [
                 insert(5, HALF),
                 insert(6, Copy(s("y", (0, 6), (0, 2)), s("x", (0, 6), (0, 2)))),
             ),
-            "x is saved, and is not the finished result of its rows",
+            "x is saved, but is not the finished result of its rows",
         ),
         (
             "gradients saved",
@@ -96,7 +101,12 @@ WRONG: list[Wrong] = [
             both(room(Buffer("x", "dq", 3, 4, role="saved")), program(saves=("out", "q:0", "kv:0", "out:0", "x"))),
             "x cannot be saved",
         ),
-        ("more rows than were saved", HEADS_B, buffer("q:0", rows=7), "reads q:0, of which no forward saved so many"),
+        (
+            "more rows than were saved",
+            HEADS_B,
+            buffer("q:0", rows=7),
+            "reads q:0, which no forward saved with this number of rows",
+        ),
         (
             "another kind than was saved",
             HEADS_B,
@@ -117,7 +127,7 @@ WRONG: list[Wrong] = [
                 insert(0, Attend(s("q"), k("kv"), s("x"), OWN, OWN, (0, 4), final=True)),
                 change(2, out=s("x")),
             ),
-            "what it takes for the results of its rows is not finished",
+            "out is not the finished result of its rows",
         ),
         ("q, which was not saved", HEADS_B, room(Buffer("q", "q", 3, 4, role="input")), "the caller's buffers are"),
         # results without their LSE, gradients without their delta
@@ -125,9 +135,9 @@ WRONG: list[Wrong] = [
             "an LSE that is wanted and does not come",
             HEADS_F,
             put(7, Copy(without_lse("out:0", (0, 3), (0, 2)), without_lse("out", (0, 3), (0, 2)))),
-            "output out is without the LSE of some rows, and it is wanted",
+            "output out lacks the LSE of some rows, which the problem asks for",
         ),
-        ("a delta that nobody makes", BARE_B, put(3), "read with its LSE or delta, which are not known"),
+        ("a delta that nobody makes", BARE_B, put(3), "read with its LSE or delta, which were not computed"),
         (
             "a result that is saved without its LSE",
             BARE_F,
@@ -136,19 +146,19 @@ WRONG: list[Wrong] = [
                 program(saves=("out", "q:0", "kv:0", "out:0", "x")),
                 insert(5, Copy(without_lse("out:0", (0, 6), (0, 2)), without_lse("x", (0, 6), (0, 2)))),
             ),
-            "x is saved, and is not the finished result of its rows, with their LSE",
+            "x is saved, but is not the finished result of its rows with their LSE",
         ),
         (
             "an attention without LSE",
             BARE_F,
             change(4, out=without_lse("out:0", (0, 6), (0, 2))),
-            "can be copied and sent bare, and nothing else",
+            "only copies and posts of out and dout may",
         ),
         (
             "bare queries",
             BARE_F,
             put(0, Copy(without_lse("q", (0, 3), (0, 2)), without_lse("q:0", (0, 3), (0, 2)))),
-            "can be copied and sent bare, and nothing else",
+            "only copies and posts of out and dout may",
         ),
         (
             "an LSE from nowhere",
@@ -160,25 +170,25 @@ WRONG: list[Wrong] = [
             "sent bare and received whole",
             BARE_F,
             change(5, sends=(Part(1, s("out:0", (3, 6), (0, 2))),)),
-            "not the same shape, kind and dtype",
+            "shape, kind or dtype differ",
         ),
         (
             "a delta of keys",
             BARE_B,
             change(3, out=s("q:0", (0, 6), (0, 2))),
-            r"takes q:0 \(q, input\) for out in the input's dtype",
+            r"expected out in the input's dtype, got q:0 \(q, input\)",
         ),
         (
             "a delta of other rows",
             BARE_B,
             change(3, out=s("out:0", (0, 3), (0, 2)), dout=s("dout2.0", (3, 6), (0, 2))),
-            "takes other rows, or what is not their finished result",
+            "out is not the finished result of the rows of dout",
         ),
         (
             "a delta that forgets the gradient of the LSE",
             HEADS_B,
             insert(3, Delta(s("out:0", (0, 6), (0, 2)), s("dout2.0", (0, 6), (0, 2)))),
-            "a gradient may come by way of the LSE, and only the caller's delta has it",
+            "delta cannot be recomputed: the LSE may have a gradient, which only the caller's delta holds",
         ),
         ("saved twice", RING_F, program(saves=("q", "kv", "out", "out")), "saves a buffer twice"),
         # scratch that becomes an output
@@ -196,7 +206,7 @@ WRONG: list[Wrong] = [
             both(buffer("dkv.sum", becomes=""), buffer("dkv.0", becomes="dkv")),
             "cannot",
         ),
-        ("becoming another shape", RING_F, buffer("out.sum", rows=4), "out.sum becomes out and has another shape"),
+        ("becoming another shape", RING_F, buffer("out.sum", rows=4), "out.sum becomes out but has another shape"),
         (
             "two that become one",
             RING_B,
@@ -253,7 +263,7 @@ WRONG: list[Wrong] = [
             "while post x still sends",
         ),
         # steps and the places that they touch
-        ("no step at all", RING_F, insert(0, s("q")), "this is no step"),  # type: ignore[arg-type]
+        ("no step at all", RING_F, insert(0, s("q")), "unknown step"),  # type: ignore[arg-type]
         ("no such buffer", RING_F, insert(1, Clear(s("x"))), "there is no buffer x"),
         (
             "too many rows",
@@ -271,7 +281,7 @@ WRONG: list[Wrong] = [
             change(0, recvs=(Part(1, k("kv")),)),
             "is the caller's and may not be written",
         ),
-        ("a sum in an output", GATHER_B, change(2, add_dq=True), "is added to, where only results go"),
+        ("a sum in an output", GATHER_B, change(2, add_dq=True), "is an output and cannot be added to"),
         (
             "read before it is written",
             RING_F,
@@ -303,7 +313,7 @@ WRONG: list[Wrong] = [
             "received into twice by one post",
             RING_B,
             change(5, recvs=(Part(1, k("dkv.0")), Part(1, k("dkv.0")))),
-            "is written and used otherwise by the same step",
+            "is written and also used by the same step",
         ),
         ("sent and received into", RING_B, change(5, recvs=(Part(1, k("dkv.1")),)), "is written and used otherwise"),
         (
@@ -328,7 +338,7 @@ WRONG: list[Wrong] = [
             "received into what becomes an output",
             RING_B,
             insert(6, Post("x", (), (Part(1, k("dkv.sum")),))),
-            "messages arrive in scratch of their own",
+            "receive into a scratch buffer instead",
         ),
     )
 ]

@@ -1,4 +1,4 @@
-"""The double ring: as many bytes as a ring, few of them between nodes, and inner hops that never wait for outer ones."""
+"""The double ring: as many bytes as a ring, few of them between nodes; inner hops never wait for outer ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mask shows, from its definition alone, and what tables of tiles hold: counts of pairs, for the verifier."""
+"""Visible pairs for the verifier: from the mask's definition, and from the tile tables, which must agree."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ Bools = npt.NDArray[np.bool_]
 Counts = npt.NDArray[np.int16]
 
 
-class Truth:
-    """What the mask shows, [batch, query positions, key positions], from its definition alone."""
+class Visibility:
+    """All visible pairs of a problem, from `Mask.visible` alone, as 0 or 1.
+
+    `visible` is [batch, query positions, key positions]. Positions that no rank holds see nothing and are not seen.
+    """
 
     def __init__(self, problem: Problem) -> None:
         held = []
@@ -37,7 +40,7 @@ class Truth:
 
 @lru_cache(maxsize=8192)
 def expand(ranges: Ranges) -> Ints:
-    """The positions of ranges, one after another."""
+    """Return the positions of some ranges, concatenated; cached and read-only."""
     out = np.concatenate([np.zeros(0, np.int64), *(np.arange(r.start, r.stop, r.step) for r in ranges)])
     out.flags.writeable = False
     return out
@@ -45,20 +48,27 @@ def expand(ranges: Ranges) -> Ints:
 
 @lru_cache(maxsize=8192)
 def distinct(ranges: Ranges) -> bool:
-    """Whether no position stands twice."""
+    """Whether no position occurs twice."""
     positions = expand(ranges)
     return len(np.unique(positions)) == len(positions)
 
 
 def _visible(mask: Mask, i: Ints, j: Ints) -> Counts:
-    """[batch, queries, keys], from the mask's definition alone."""
+    """Return [batch, queries, keys] from the mask's definition."""
     shown = [mask.visible(i[:, None], j[None, :], batch) for batch in range(mask.batch_rows or 1)]
     return np.stack([np.broadcast_to(row, (len(i), len(j))) for row in shown]).astype(np.int16)
 
 
 @lru_cache(maxsize=8192)
 def table_pairs(mask: Mask, q_positions: Ranges, k_positions: Ranges, by_key: bool) -> Counts:
-    """How often the table that kernels walk holds each pair, [batch, q rows, k rows]."""
+    """Return how often a tile table holds each pair, [batch, q rows, k rows].
+
+    Args:
+        mask: The mask.
+        q_positions: The positions of the query rows.
+        k_positions: The positions of the key rows.
+        by_key: Whether to read the table of the backward (`by_key`) instead of `by_query`.
+    """
     work = worklist(mask, q_positions, k_positions)
     sizes = [sum(map(len, ranges)) for ranges in (q_positions, k_positions)]
     out = np.zeros((mask.batch_rows or 1, *sizes), np.int16)
@@ -68,6 +78,7 @@ def table_pairs(mask: Mask, q_positions: Ranges, k_positions: Ranges, by_key: bo
 
 
 def _tiles(table: Table, by_key: bool) -> Iterator[tuple[int, slice, slice, Bools]]:
+    """Yield (batch row or -1 for all, query rows, key rows, visible pairs) for each tile of a table."""
     for s, (batch, row, rows, position, step) in enumerate(table.segments.tolist()):
         mine = position + step * np.arange(rows)
         for first, n, start, stride, lo, hi in table.spans[table.indptr[s] : table.indptr[s + 1]].tolist():

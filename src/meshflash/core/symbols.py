@@ -1,6 +1,18 @@
-"""One rank of a verification: its program, run on symbols instead of numbers.
+"""The symbolic state of one rank: the verifier runs a program on it instead of on tensors.
 
-What a buffer holds is known by (position, head) for each of its cells, and for sums by how often each pair went in.
+A buffer of [rows, heads] becomes a `Content`. Each of its cells (one row of one head) holds
+
+- a symbol: `position * heads + head` of the token that the cell stands for, or UNDEFINED, or ZERO;
+- for results and gradients, counts: how often each (query, key) pair has entered the cell's sum.
+
+Every step is first checked: its buffers exist, are initialized and are not in flight, and its operands stand at the
+positions that it names. Then it is applied: symbols are copied, counts are added. A wrong program either fails a check
+at the step that is wrong, or ends with counts that differ from the mask (`check_end`).
+
+    kind        cell stands for            counts
+    q, kv       its token and head         none: these are operands
+    out, dq     a query and head           [.., key]: pairs of this query in the sum
+    dkv         a key and key head         [.., query head of the GQA group, query]: pairs of this key in the sum
 """
 
 from __future__ import annotations
@@ -12,7 +24,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from meshflash.core.coverage import Bools, Counts, Ints, Truth, distinct, expand, table_pairs
+from meshflash.core.coverage import Bools, Counts, Ints, Visibility, distinct, expand, table_pairs
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
     KEY_KINDS,
@@ -34,136 +46,152 @@ from meshflash.core.program import (
     slices,
 )
 
-#: What a cell holds besides (position, head): nothing yet, and a zero of nobody's.
+#: Symbols besides `position * heads + head` (which is >= 0): a cell that was never written or whose value is spent, and
+#: a cell that was set to zero and belongs to no token yet, so that anything may be added to it.
 UNDEFINED, ZERO = -1, -2
 
 
 class VerificationError(ValueError):
-    """What is wrong with a program, with its rank and step."""
+    """A program is wrong. The message names the direction, the rank, the step and the fault."""
 
 
 @dataclass(eq=False)
 class Content:
-    """What some cells hold: [rows, heads] of (position, head), and [batch, rows, heads, ...] of counts.
+    """The symbolic content of some rows and heads of a buffer. `Rank` makes one for each buffer."""
 
-    Counts are of keys for each query and head, and for gradients of keys of (query head in its group,
-    query); other kinds have none. A result is `finished` once sink logits are in it. Rows are `without_lse` while their
-    LSE or delta is not known.
-    """
-
+    #: [rows, heads]: the symbol of each cell
     cells: Ints
+    #: out, dq: [batch, rows, heads, keys]; dkv: [batch, rows, heads, query heads of a group, queries]; else None
     counts: Counts | None
+    #: [rows, heads]: whether a result is final, with sink logits in it
     finished: Bools
+    #: [rows, heads]: whether the LSE of a result, or the delta of its gradient, is unknown here
     without_lse: Bools
 
     def at(self, place: Slice) -> Content:
-        """Some of these cells: the same memory."""
+        """Return some of these cells as a view: writing to it writes here."""
         index = place.index
         counts = None if self.counts is None else self.counts[(slice(None), *index)]
         return Content(self.cells[index], counts, self.finished[index], self.without_lse[index])
 
     def copy(self) -> Content:
-        """The same in memory of its own."""
+        """Return a copy that shares no memory."""
         counts = None if self.counts is None else self.counts.copy()
         return Content(self.cells.copy(), counts, self.finished.copy(), self.without_lse.copy())
 
     def put(self, new: Content, without_lse: bool = False) -> None:
-        """Overwrite, with all that is held or with bare rows."""
+        """Overwrite these cells.
+
+        Args:
+            new: The content to copy.
+            without_lse: Whether the rows travel without their LSE or delta, which are unknown afterwards.
+        """
         self.cells[:], self.finished[:], self.without_lse[:] = new.cells, new.finished, new.without_lse | without_lse
         if self.counts is not None:
             assert new.counts is not None
             self.counts[:] = new.counts
 
     def clear(self) -> None:
-        """Hold nobody's zero."""
+        """Set all cells to ZERO: no token, no pairs."""
         self.cells[:], self.finished[:], self.without_lse[:] = ZERO, False, False
         if self.counts is not None:
             self.counts[:] = 0
 
 
-#: A kind, and what is held of it.
+#: The kind and the content of a saved buffer.
 Saved = tuple[str, Content]
 
 
 @dataclass(eq=False)
 class Posted:
-    """A post on its way: what it sends, and for each part the post that it met."""
+    """A post in flight. `Rank` makes it; `verify._Mesh` matches it with the posts of its peers."""
 
     rank: Rank
     step: Post
+    #: copies of the sent slices, as they were when the post was made
     contents: list[Content]
-    met: list[Posted] = field(default_factory=list)
+    #: for each matched part, the post on the other side
+    matched: list[Posted] = field(default_factory=list)
+    #: what has arrived, by the index of the receiving part
     arrived: dict[int, Content] = field(default_factory=dict)
     complete: bool = False
     waited: bool = False
 
 
 class Rank:
-    """One rank: its program, how far it is, and what its buffers hold."""
+    """The symbolic state of one rank: its program, the next step, and the content of its buffers.
+
+    Args:
+        program: The program of this rank.
+        problem: The positions that every rank holds, and the mask.
+        visibility: All visible pairs, from the mask's definition.
+        tables: Whether to check the tile tables of each attend step against the mask.
+        saved_inputs: The buffers that the forward saved, by name, for a backward. None stands for a caller's tensor.
+    """
 
     def __init__(
         self,
         program: Program,
         problem: Problem,
-        truth: Truth,
+        visibility: Visibility,
         tables: bool,
-        found: Mapping[str, Saved | None],
+        saved_inputs: Mapping[str, Saved | None],
     ) -> None:
-        self.program, self.problem, self.truth, self.tables = program, problem, truth, tables
-        #: what a forward saved, by name; the caller's own need no symbols
-        self.found = found
+        self.program, self.problem, self.visibility, self.tables = program, problem, visibility, tables
+        self.saved_inputs = saved_inputs
         self.number = program.rank
-        self.at = len(program.steps)  # nowhere yet
-        self.group = problem.heads // problem.kv_heads
+        self.step_index = len(program.steps)  # at no step, so that errors of the checks below name none
+        self.gqa_ratio = problem.heads // problem.kv_heads
         self.posts: dict[str, Posted] = {}
-        #: by memory: what moves, which post moves it, and whether it is sent
+        #: memory -> (slice, post, whether it is sent): slices that a post still moves
         self.in_flight: dict[str, list[tuple[Slice, str, bool]]] = defaultdict(list)
         self._check_program()
-        #: scratch that becomes an output may be its memory; the cells that have become it are done
+        # Scratch that `becomes` an output shares its memory only if their dtypes agree, which a program does not know.
+        # The checks must hold in both cases. `memory` maps both names to one memory, `scratch_of` maps an output to its
+        # scratch, and `finalized` marks scratch cells that have become the output and must not change any more.
         self.memory = {b.name: b.becomes or b.name for b in program.buffers}
-        self.source = {b.becomes: b.name for b in program.buffers if b.becomes}
-        self.done = {b.name: np.zeros((b.rows, b.heads), np.bool_) for b in program.buffers if b.becomes}
-        self.buffers = {b.name: self._new(b.kind, b.rows, b.heads) for b in program.buffers}
+        self.scratch_of = {b.becomes: b.name for b in program.buffers if b.becomes}
+        self.finalized = {b.name: np.zeros((b.rows, b.heads), np.bool_) for b in program.buffers if b.becomes}
+        self.buffers = {b.name: self._empty(b.kind, b.rows, b.heads) for b in program.buffers}
         for buffer in program.buffers:
             held = self.buffers[buffer.name]
             if buffer.role == "input":
-                held.cells[:] = self._expected(buffer.kind)
-                held.without_lse[:] = (
-                    buffer.kind == "dout" and buffer.name in program.without_lse
-                )  # its delta was not made then
+                held.cells[:] = self._expected_cells(buffer.kind)
+                # The engine computes no delta for a dout that any step uses without it.
+                held.without_lse[:] = buffer.kind == "dout" and buffer.name in program.without_lse
                 if buffer.kind == "out":
                     assert held.counts is not None
-                    held.counts[:], held.finished[:] = self._wanted("out"), True
+                    held.counts[:], held.finished[:] = self._expected_counts("out"), True
             elif buffer.role == "saved" and program.direction == "backward":
-                saved = self.found[buffer.name]
+                saved = self.saved_inputs[buffer.name]
                 assert saved is not None
                 held.put(saved[1])
-        self.at = 0
+        self.step_index = 0
 
     def fail(self, message: str) -> NoReturn:
-        """Say where and what."""
+        """Raise VerificationError with the rank, the current step and a message."""
         place = ""
-        if self.at < len(self.program.steps):
-            place = f", step {self.at} ({self.program.steps[self.at]})"
+        if self.step_index < len(self.program.steps):
+            place = f", step {self.step_index} ({self.program.steps[self.step_index]})"
         raise VerificationError(f"{self.program.direction} of rank {self.number}{place}: {message}")
 
     @property
     def step(self) -> Step | None:
-        """The step that comes next."""
-        return self.program.steps[self.at] if self.at < len(self.program.steps) else None
+        """The next step, or None at the end."""
+        return self.program.steps[self.step_index] if self.step_index < len(self.program.steps) else None
 
     def blocked(self) -> bool:
-        """Whether there is no next step, or it waits for what has not come yet."""
+        """Whether this rank cannot advance: it is at its end, or waits for a post that is not complete."""
         step = self.step
         if not isinstance(step, Wait):
             return step is None
         post = self.posts.get(step.post)
         if post is None or post.waited:
-            self.fail("there is nothing to wait for")
+            self.fail("waits for a post that was not made, or that it has waited for already")
         return not post.complete
 
-    def take(self) -> Step:
-        """Do the next step; of a wait, take what has arrived."""
+    def run_step(self) -> Step:
+        """Check and apply the next step, and return it."""
         step = self.step
         assert step is not None
         self._check_access(step)
@@ -181,18 +209,18 @@ class Rank:
             case Add():
                 self._add(step)
             case Clear():
-                self._at(step.dst).clear()
+                self._content(step.dst).clear()
             case Finish():
                 self._finish(step)
             case Delta():
                 self._delta(step)
             case _:
-                self.fail("this is no step")
-        self.at += 1
+                self.fail("unknown step")
+        self.step_index += 1
         return step
 
     def check_end(self) -> None:
-        """Everything was waited for, and the outputs are what they must be."""
+        """Check the final state: no post is left, and every output holds each visible pair of its rows once."""
         for name, post in self.posts.items():
             if not post.waited:
                 self.fail(f"post {name} is never waited for")
@@ -202,21 +230,22 @@ class Rank:
                 self._check_saved(buffer.name, buffer.kind, content)
             if buffer.role != "output":
                 continue
-            known = (content.cells == self._expected(buffer.kind)) | (content.cells == ZERO)
-            if not known.all():
-                self.fail(f"output {buffer.name}: {int((~known).sum())} cells are not the rows they should be")
+            # ZERO is a valid result of a row that sees nothing; the counts below check that it should be.
+            right = (content.cells == self._expected_cells(buffer.kind)) | (content.cells == ZERO)
+            if not right.all():
+                self.fail(f"output {buffer.name}: {int((~right).sum())} cells do not hold the rows of this rank")
             if buffer.kind == "out" and not content.finished.all():
                 self.fail("output out is not the finished result")
             if self.problem.lse and content.without_lse.any():
-                self.fail("output out is without the LSE of some rows, and it is wanted")
+                self.fail("output out lacks the LSE of some rows, which the problem asks for")
             assert content.counts is not None
-            difference = content.counts - self._wanted(buffer.kind)
+            difference = content.counts - self._expected_counts(buffer.kind)
             if difference.any():
                 missing, extra = int((difference < 0).sum()), int((difference > 0).sum())
                 self.fail(f"output {buffer.name}: {missing} pairs are missing, {extra} are repeated or not visible")
 
     def saved(self) -> dict[str, Saved | None]:
-        """What is left for a backward."""
+        """Return the content of the buffers that the forward saves, by name; None for the caller's tensors."""
         buffers = self.program.buffer
         return {
             name: (buffers[name].kind, self.buffers[name]) if buffers[name].role == "saved" else None
@@ -224,25 +253,26 @@ class Rank:
         }
 
     def _check_saved(self, name: str, kind: str, content: Content) -> None:
-        """What a backward will find is all there, and results are what they must be."""
+        """A saved buffer must be written completely, and saved results must be final."""
         if (content.cells < 0).any():
-            self.fail(f"{name} is saved, and not all of it was written")
-        if kind == "out" and not self._complete(content):
-            self.fail(f"{name} is saved, and is not the finished result of its rows, with their LSE")
+            self.fail(f"{name} is saved before all of it is written")
+        if kind == "out" and not self._is_complete(content):
+            self.fail(f"{name} is saved, but is not the finished result of its rows with their LSE")
 
-    def _complete(self, content: Content) -> bool:
-        """Whether results are finished, and of all keys that their rows see."""
+    def _is_complete(self, content: Content) -> bool:
+        """Whether all of these results are final and include every key that their rows see."""
         assert content.counts is not None
-        wanted = self.truth.visible[:, content.cells // self.problem.heads]
+        wanted = self.visibility.visible[:, content.cells // self.problem.heads]
         return bool(content.finished.all() and not content.without_lse.any() and (content.counts == wanted).all())
 
     def _check_program(self) -> None:
+        """Check what can be checked without running: groups, names, roles, shapes and dtypes of buffers."""
         program, problem = self.program, self.problem
         if program.world != problem.world:
             self.fail(f"is written for {program.world} ranks, the problem has {problem.world}")
         for name, members in program.groups:
             if self.number not in members or list(members) != sorted(set(members)):
-                self.fail(f"group {name} does not hold this rank, or not its ranks once and in order")
+                self.fail(f"group {name} must list its ranks once, in order, and this rank among them")
         if len(program.group) != len(program.groups):
             self.fail("two groups have the same name")
         if len(program.buffer) != len(program.buffers):
@@ -250,7 +280,7 @@ class Rank:
         self._check_roles()
         for b in program.buffers:
             if b.kind not in KINDS or b.rows < 0 or b.heads < 1:
-                self.fail(f"{b.name} is of no known kind, or of no size")
+                self.fail(f"{b.name} has an unknown kind or an invalid shape")
             lengths = problem.k_lengths if b.kind in KEY_KINDS else problem.q_lengths
             heads = problem.kv_heads if b.kind in KEY_KINDS else problem.heads
             own = (b.kind, lengths[self.number], heads, "input", "")
@@ -261,12 +291,12 @@ class Rank:
                 if target is None or (target.role, target.kind) != ("output", b.kind) or b.dtype == "reduce":
                     self.fail(f"{b.name} cannot become {b.becomes}")
                 if (target.rows, target.heads) != (b.rows, b.heads):
-                    self.fail(f"{b.name} becomes {b.becomes} and has another shape")
+                    self.fail(f"{b.name} becomes {b.becomes} but has another shape")
                 if sum(other.becomes == b.becomes for other in program.buffers) > 1:
                     self.fail(f"two buffers become {b.becomes}")
 
     def _check_roles(self) -> None:
-        """The caller's buffers are there, and what is saved is saved once and found again."""
+        """Check that the caller's buffers fit the direction, and that saved buffers match between the passes."""
         program = self.program
         forward = program.direction == "forward"
         found = {b.name: b.role for b in program.buffers if b.role in ("input", "output")}
@@ -275,7 +305,7 @@ class Rank:
             wanted = {"q": "input", "kv": "input", "out": "output"}
         else:
             wanted = {"dout": "input", "dq": "output", "dkv": "output"}
-            wanted |= {name: "input" for name in SAVES if name in found and name in self.found}
+            wanted |= {name: "input" for name in SAVES if name in found and name in self.saved_inputs}
         if found != wanted:
             self.fail(f"the caller's buffers are {found}, expected {wanted}")
         if len(set(program.saves)) != len(program.saves):
@@ -286,217 +316,240 @@ class Rank:
         for name, b in saved.items():
             if b.kind not in SAVES or b.dtype != "input" or b.becomes:
                 self.fail(f"{name} cannot be saved: queries, keys and results are, in the input's dtype")
-            there = self.found.get(name)
+            there = self.saved_inputs.get(name)
             if not forward and (there is None or there[1].cells.shape != (b.rows, b.heads)):
-                self.fail(f"reads {name}, of which no forward saved so many rows and heads")
+                self.fail(f"reads {name}, which no forward saved with this number of rows and heads")
             if not forward and there is not None and there[0] != b.kind:
                 self.fail(f"reads {name} as {b.kind}, which the forward saved as {there[0]}")
 
-    def _expected(self, kind: str) -> Ints:
-        """(position, head) of a caller's cells."""
+    def _expected_cells(self, kind: str) -> Ints:
+        """Return the symbols of the caller's rows of this rank, [rows, heads]."""
         keys = kind in KEY_KINDS
         ranges = (self.problem.k if keys else self.problem.q)[self.number]
         heads = self.problem.kv_heads if keys else self.problem.heads
         return expand(ranges)[:, None] * heads + np.arange(heads)
 
-    def _wanted(self, kind: str) -> Counts:
-        """How often each pair must be counted: what the mask shows, once."""
+    def _expected_counts(self, kind: str) -> Counts:
+        """Return the counts that an output must end with: 1 for each visible pair; broadcasts over heads."""
         if kind in KEY_KINDS:
-            shown = self.truth.visible[:, :, expand(self.problem.k[self.number])]
+            shown = self.visibility.visible[:, :, expand(self.problem.k[self.number])]
             return shown.transpose(0, 2, 1)[:, :, None, None, :]
-        return self.truth.visible[:, expand(self.problem.q[self.number])][:, :, None, :]
+        return self.visibility.visible[:, expand(self.problem.q[self.number])][:, :, None, :]
 
-    def _new(self, kind: str, rows: int, heads: int) -> Content:
+    def _empty(self, kind: str, rows: int, heads: int) -> Content:
+        """Return the content of a new buffer: all cells UNDEFINED, all counts 0."""
         counts: Counts | None = None
         if kind in ("out", "dq"):
-            counts = np.zeros((self.truth.batch, rows, heads, self.truth.k_tokens), np.int16)
+            counts = np.zeros((self.visibility.batch, rows, heads, self.visibility.k_tokens), np.int16)
         elif kind == "dkv":
-            counts = np.zeros((self.truth.batch, rows, heads, self.group, self.truth.q_tokens), np.int16)
-        nothing = [np.zeros((rows, heads), np.bool_) for _ in range(2)]
-        return Content(np.full((rows, heads), UNDEFINED), counts, *nothing)
+            counts = np.zeros((self.visibility.batch, rows, heads, self.gqa_ratio, self.visibility.q_tokens), np.int16)
+        flags = [np.zeros((rows, heads), np.bool_) for _ in range(2)]
+        return Content(np.full((rows, heads), UNDEFINED), counts, *flags)
 
-    def _at(self, place: Slice) -> Content:
+    def _content(self, place: Slice) -> Content:
         return self.buffers[place.buffer].at(place)
 
     def _read(self, place: Slice) -> Content:
-        content = self._at(place)
+        """Return the content of a slice that a step reads; all of it must be initialized."""
+        content = self._content(place)
         if (content.cells == UNDEFINED).any():
             self.fail(f"{place} is read before it is written, or after it was finished")
         if content.without_lse.any() and not place.without_lse:
-            self.fail(f"{place} is read with its LSE or delta, which are not known")
+            self.fail(f"{place} is read with its LSE or delta, which were not computed")
         return content
 
     def _check_access(self, step: Step) -> None:
-        """What a step touches is there, is not on its way, and may be written."""
+        """Check every slice of a step: it exists, is not in flight, may be written, and overlaps no other one."""
         touched = list(slices(step))
         if isinstance(step, Finish):
-            touched[0] = step.src, "update"  # sink logits may join in place
+            touched[0] = step.src, "update"  # the engine may add sink logits in place
         for n, (place, how) in enumerate(touched):
             buffer = self.program.buffer.get(place.buffer)
             if buffer is None:
                 self.fail(f"there is no buffer {place.buffer}")
             if place.without_lse and not (isinstance(step, Copy | Post) and buffer.kind in LSE_KINDS):
-                self.fail(f"{place}: results and their gradients can be copied and sent bare, and nothing else")
+                self.fail(f"{place}: only copies and posts of out and dout may leave out the LSE or delta")
             for (begin, end), size in ((place.rows, buffer.rows), (place.heads, buffer.heads)):
                 if not 0 <= begin <= end <= size:
                     self.fail(f"{place} lies outside its buffer of {buffer.rows} rows and {buffer.heads} heads")
             if how != "read":
                 self._check_writable(step, place, how == "update")
             for moving, name, sent in self.in_flight.get(self.memory[place.buffer], ()):
+                # Reading a slice that is being sent is safe; any other access races with the transport.
                 if not (sent and how == "read") and place.overlaps(moving):
                     verb = "sends" if sent else "receives"
                     self.fail(f"{place} is touched while post {name} still {verb} {moving}")
             for other, other_how in touched[:n]:
                 if other.buffer == place.buffer and (how, other_how) != ("read", "read") and place.overlaps(other):
-                    self.fail(f"{place} is written and used otherwise by the same step")
+                    self.fail(f"{place} is written and also used by the same step")
 
     def _check_writable(self, step: Step, place: Slice, update: bool) -> None:
-        buffer, source = self.program.buffer[place.buffer], self.source.get(place.buffer)
+        """Check that a step may write here, whether or not scratch shares the memory of the output it becomes."""
+        buffer, source = self.program.buffer[place.buffer], self.scratch_of.get(place.buffer)
         if buffer.role == "input":
             self.fail(f"{place} is the caller's and may not be written")
         if buffer.role == "saved" and self.program.direction == "backward":
             self.fail(f"{place} was saved and may not be written")
         if isinstance(step, Post) and (buffer.role == "output" or buffer.becomes):
-            self.fail(f"{place} is, or may become, the caller's: messages arrive in scratch of their own")
+            self.fail(f"{place} is, or may become, the caller's memory: receive into a scratch buffer instead")
         if buffer.role == "output" and update:
-            self.fail(f"{place} is added to, where only results go")
+            self.fail(f"{place} is an output and cannot be added to")
         if source and not (isinstance(step, Copy | Finish) and step.src == replace(place, buffer=source)):
             self.fail(f"{place} may be the memory of {source}, and can only be written from the same place there")
-        if buffer.becomes and self.done[buffer.name][place.index].any():
+        if buffer.becomes and self.finalized[buffer.name][place.index].any():
             self.fail(f"{place} is written after it became {buffer.becomes}")
 
-    def _check_alike(self, src: Slice, dst: Slice) -> None:
+    def _check_same_shape(self, src: Slice, dst: Slice) -> None:
+        """Rows move between slices of one kind and shape, with their LSE or without."""
         kinds = [self.program.buffer[place.buffer].kind for place in (src, dst)]
         if kinds[0] != kinds[1] or src.shape != dst.shape or src.without_lse != dst.without_lse:
             self.fail("source and target differ in kind or shape")
 
-    def _become(self, src: Slice, dst: Slice) -> None:
-        """Scratch that became an output is done: to write there would change the output, where they are one."""
+    def _mark_finalized(self, src: Slice, dst: Slice) -> None:
+        """Mark scratch cells that have become an output: they may share memory, so they must not be written again."""
         if self.program.buffer[src.buffer].becomes == dst.buffer:
-            self.done[src.buffer][src.index] = True
+            self.finalized[src.buffer][src.index] = True
 
     def _copy(self, step: Copy) -> None:
-        self._check_alike(step.src, step.dst)
-        self._at(step.dst).put(self._read(step.src), step.src.without_lse)
-        self._become(step.src, step.dst)
+        self._check_same_shape(step.src, step.dst)
+        self._content(step.dst).put(self._read(step.src), step.src.without_lse)
+        self._mark_finalized(step.src, step.dst)
 
     def _add(self, step: Add) -> None:
-        self._check_alike(step.src, step.dst)
+        self._check_same_shape(step.src, step.dst)
         buffer, new, old = self.program.buffer[step.dst.buffer], self._read(step.src), self._read(step.dst)
         if buffer.kind not in ("dq", "dkv", "out") or buffer.dtype == "input" or (new.finished | old.finished).any():
-            self.fail("only gradients and partial results are added, in their dtype or that of reductions")
+            self.fail("only gradients and partial results are added, in the partial or the reduce dtype")
         if not ((new.cells == ZERO) | (old.cells == ZERO) | (old.cells == new.cells)).all():
-            self.fail("adds rows to other rows")
+            self.fail("adds rows of other positions or heads")
         assert new.counts is not None
         assert old.counts is not None
+        # Adding to a zero gives the cell its token; counts of two partial sums add up.
         old.cells[:] = np.where(old.cells == ZERO, new.cells, old.cells)
         old.counts += new.counts
 
     def _finish(self, step: Finish) -> None:
-        self._check_alike(step.src, step.dst)
+        self._check_same_shape(step.src, step.dst)
         content = self._read(step.src)
         source, target = (self.program.buffer[place.buffer] for place in (step.src, step.dst))
         if source.kind != "out" or (source.dtype, target.dtype) != ("partial", "input") or content.finished.any():
-            self.fail("finishes what is no partial result, or to where no result goes")
+            self.fail("finish must turn a partial result into one in the input's dtype")
         heads = np.arange(*step.heads)
         if (
             len(heads) != content.cells.shape[1]
             or not ((content.cells % self.problem.heads == heads) | (content.cells == ZERO)).all()
         ):
-            self.fail("its heads are not those that it names")
-        result = self._at(step.dst)
+            self.fail("its rows hold other heads than it names")
+        result = self._content(step.dst)
         result.put(content)
         result.finished[:] = True
-        content.cells[:] = UNDEFINED
-        self._become(step.src, step.dst)
+        content.cells[:] = UNDEFINED  # sink logits may have been added in place, so the partial result is spent
+        self._mark_finalized(step.src, step.dst)
 
     def _delta(self, step: Delta) -> None:
+        """Recompute delta = sum(dout * out) of rows that travelled without it, from the final results of these rows."""
         out, dout = self._read(step.out), self._read(replace(step.dout, without_lse=True))
         for place, kind in ((step.out, "out"), (step.dout, "dout")):
             buffer = self.program.buffer[place.buffer]
             if (buffer.kind, buffer.dtype) != (kind, "input"):
-                self.fail(f"takes {buffer.name} ({buffer.kind}, {buffer.dtype}) for {kind} in the input's dtype")
-        if not np.array_equal(out.cells, dout.cells) or not self._complete(out):
-            self.fail("takes other rows, or what is not their finished result, for the results of its rows")
+                self.fail(f"expected {kind} in the input's dtype, got {buffer.name} ({buffer.kind}, {buffer.dtype})")
+        if not np.array_equal(out.cells, dout.cells) or not self._is_complete(out):
+            self.fail("out is not the finished result of the rows of dout")
         if self.problem.lse:
-            self.fail("a gradient may come by way of the LSE, and only the caller's delta has it")
+            self.fail("delta cannot be recomputed: the LSE may have a gradient, which only the caller's delta holds")
         dout.without_lse[:] = False
 
     def _attend(self, step: Attend) -> None:
+        """Add the visible pairs of a step to the counts of its results, for every head alike."""
         q, _ = self._operands(step)
         buffer = self.program.buffer[step.out.buffer]
         if buffer.kind != "out" or buffer.dtype != ("input" if step.final else "partial"):
-            self.fail("a final result is in the input's dtype, any other in that of partial results")
+            self.fail("a final result is in the input's dtype, any other in the dtype of partial results")
         if step.carry and step.final:
-            self.fail("a final result carries on from nothing")
-        out = self._target(step.out, q.cells, step.carry)
+            self.fail("a final result cannot carry on from a partial one")
+        out = self._result_cells(step.out, q.cells, step.carry)
         if step.carry and out.finished.any():
             self.fail(f"carries on from {step.out}, which is finished")
         out.finished[:] = step.final
         assert out.counts is not None
-        out.counts[..., expand(step.k_positions)] += self._shown(step)[:, :, None, :]
+        out.counts[..., expand(step.k_positions)] += self._visible_pairs(step)[:, :, None, :]
 
     def _attend_grad(self, step: AttendGrad) -> None:
+        """Add the visible pairs of a step to the counts of dq, and of dk and dv for each query head of a GQA group."""
         q, kv = self._operands(step)
         for place, kind in ((step.out, "out"), (step.dout, "dout")):
             buffer = self.program.buffer[place.buffer]
             if (buffer.kind, buffer.dtype) != (kind, "input") or not np.array_equal(q.cells, self._read(place).cells):
-                self.fail("q and what is known of its rows are not the same rows")
-        if not self._complete(self._read(step.out)):
-            self.fail("what it takes for the results of its rows is not finished, or not of all keys that they see")
+                self.fail("q, out and dout are not the same rows")
+        if not self._is_complete(self._read(step.out)):
+            self.fail("out is not the finished result of its rows over all keys that they see")
         for place, kind, add in ((step.dq, "dq", step.add_dq), (step.dkv, "dkv", step.add_dkv)):
             buffer = self.program.buffer[place.buffer]
             if buffer.kind != kind or (add and buffer.dtype != "partial"):
                 self.fail(f"{place} cannot take these gradients: sums are kept in the dtype of partial results")
-        dq = self._target(step.dq, q.cells, step.add_dq)
-        dkv = self._target(step.dkv, kv.cells, step.add_dkv)
+        dq = self._result_cells(step.dq, q.cells, step.add_dq)
+        dkv = self._result_cells(step.dkv, kv.cells, step.add_dkv)
         assert dq.counts is not None
         assert dkv.counts is not None
-        shown, q_positions, k_positions = self._shown(step), expand(step.q_positions), expand(step.k_positions)
+        shown, q_positions, k_positions = self._visible_pairs(step), expand(step.q_positions), expand(step.k_positions)
         dq.counts[..., k_positions] += shown[:, :, None, :]
         per_key = q.cells.shape[1] // kv.cells.shape[1]
         for n, head in enumerate(range(*step.heads)):
-            dkv.counts[:, :, n // per_key, head % self.group][..., q_positions] += shown.transpose(0, 2, 1)
+            dkv.counts[:, :, n // per_key, head % self.gqa_ratio][..., q_positions] += shown.transpose(0, 2, 1)
 
     def _operands(self, step: Attend | AttendGrad) -> tuple[Content, Content]:
-        """The queries and keys of a step, after checking that they are what it says."""
+        """Return the queries and keys of a step, after checking that they are at the positions and heads it names.
+
+        Kernels mask by the named positions. If the rows stood elsewhere, the result would be silently wrong.
+        """
         problem = self.problem
         for place, kind in ((step.q, "q"), (step.kv, "kv")):
             buffer = self.program.buffer[place.buffer]
             if (buffer.kind, buffer.dtype) != (kind, "input"):
-                self.fail(f"takes {buffer.name} ({buffer.kind}, {buffer.dtype}) for {kind} in the input's dtype")
+                self.fail(f"expected {kind} in the input's dtype, got {buffer.name} ({buffer.kind}, {buffer.dtype})")
         q, kv = self._read(step.q), self._read(step.kv)
         q_positions, k_positions, heads = expand(step.q_positions), expand(step.k_positions), np.arange(*step.heads)
         if (len(q_positions), len(heads)) != q.cells.shape or len(k_positions) != len(kv.cells):
-            self.fail("names other rows or heads than it takes")
+            self.fail("names another number of positions or heads than its slices have")
         if not distinct(step.q_positions) or not distinct(step.k_positions):
             self.fail("names a position twice")
         if not np.array_equal(q.cells, q_positions[:, None] * problem.heads + heads):
             self.fail("its queries are not at the positions and heads that it names")
+        # Query heads are consecutive, so those of one key head must be consecutive, equally many, and of one GQA group.
         key_heads = kv.cells.shape[1]
         if not key_heads or len(heads) % key_heads:
             self.fail("its key heads do not divide its query heads")
-        serving = heads[:: len(heads) // key_heads] // self.group
-        if (heads // self.group != np.repeat(serving, len(heads) // key_heads)).any():
-            self.fail("its query heads of one key head are not of one group")
+        serving = heads[:: len(heads) // key_heads] // self.gqa_ratio
+        if (heads // self.gqa_ratio != np.repeat(serving, len(heads) // key_heads)).any():
+            self.fail("the query heads of one key head are in different GQA groups")
         if not np.array_equal(kv.cells, k_positions[:, None] * problem.kv_heads + serving):
             self.fail("its keys are not at the positions that it names, or their heads do not serve its queries")
         return q, kv
 
-    def _shown(self, step: Attend | AttendGrad) -> Counts:
-        """The pairs that a step computes, [batch, q rows, k rows]: those of its rows that the mask shows."""
+    def _visible_pairs(self, step: Attend | AttendGrad) -> Counts:
+        """Return the pairs that a step computes, [batch, q rows, k rows]: the visible pairs of its rows.
+
+        With `tables`, the tile tables that a kernel walks must hold exactly these pairs: `by_query` in a forward, and
+        also `by_key` in a backward.
+        """
         q, k = step.q_positions, step.k_positions
-        shown = self.truth.visible[:, expand(q)][:, :, expand(k)]
+        shown = self.visibility.visible[:, expand(q)][:, :, expand(k)]
         walked = (False,) if isinstance(step, Attend) else (False, True)
         if self.tables and not all(
             np.array_equal(table_pairs(self.problem.mask, q, k, by_key), shown) for by_key in walked
         ):
-            self.fail("the tables for its rows do not hold each pair that the mask shows once")
+            self.fail("the tile tables of its rows do not hold each visible pair once")
         return shown
 
-    def _target(self, place: Slice, cells: Ints, add: bool) -> Content:
-        """Where a step adds its pairs for these cells: what is there, or nothing yet."""
-        content = self._read(place) if add else self._at(place)
+    def _result_cells(self, place: Slice, cells: Ints, add: bool) -> Content:
+        """Return the cells in which a step accumulates: their present content, or zeros if the step overwrites.
+
+        Args:
+            place: The slice that the step writes.
+            cells: The symbols that the slice must have: those of the queries or keys of the step.
+            add: Whether the step adds to the slice.
+        """
+        content = self._read(place) if add else self._content(place)
         if content.cells.shape != cells.shape:
             self.fail(f"{place} does not have the shape of its source")
         if not add:
@@ -507,8 +560,9 @@ class Rank:
         return content
 
     def _post(self, step: Post) -> None:
+        """Start a post: copy what it sends, and mark all of its slices as in flight until the wait."""
         if step.name in self.posts:
-            self.fail(f"two posts are called {step.name}")
+            self.fail(f"two posts have the name {step.name}")
         members = self.program.group.get(step.group)
         if members is None:
             self.fail(f"there is no group {step.group}")
@@ -517,10 +571,10 @@ class Rank:
             if part.peer not in members:
                 self.fail(f"rank {part.peer} is not in group {step.group}")
         if not parts or not all(part.slice.cells for part in parts):
-            self.fail("moves nothing, or has parts that are empty")
+            self.fail("has no parts, or empty parts")
         for part in step.recvs:
             if part.slice.heads != (0, self.program.buffer[part.slice.buffer].heads):
-                self.fail(f"receives into some heads of {part.slice.buffer}: messages are whole rows")
+                self.fail(f"receives into some heads of {part.slice.buffer}: a message must cover all heads")
         self.posts[step.name] = Posted(self, step, [self._read(part.slice).copy() for part in step.sends])
         for part in step.sends:
             self.in_flight[self.memory[part.slice.buffer]].append((part.slice, step.name, True))
@@ -528,9 +582,10 @@ class Rank:
             self.in_flight[self.memory[part.slice.buffer]].append((part.slice, step.name, False))
 
     def _wait(self, step: Wait) -> None:
+        """End a post, which is complete: release its slices and store what has arrived."""
         post = self.posts[step.post]
         post.waited = True
         for memory in {self.memory[part.slice.buffer] for part in (*post.step.sends, *post.step.recvs)}:
             self.in_flight[memory] = [entry for entry in self.in_flight[memory] if entry[1] != step.post]
         for n, part in enumerate(post.step.recvs):
-            self._at(part.slice).put(post.arrived[n], part.slice.without_lse)
+            self._content(part.slice).put(post.arrived[n], part.slice.without_lse)
