@@ -156,15 +156,17 @@ def test_lengths_and_options() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (1, 2), (4, 0), (4, -2)])
 def test_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int) -> None:
     held = Layout.contiguous(4, 2).ranges
-    with pytest.raises(ValueError, match=f"Problem: {kv_heads} key heads do not divide {heads} query heads"):
+    with pytest.raises(
+        ValueError, match=rf"Problem\(heads={heads}, kv_heads={kv_heads}\): expected kv_heads to divide heads"
+    ):
         Problem(held, held, Mask.full(), heads, kv_heads)
 
 
 def test_sides_of_different_ranks_are_refused() -> None:
     held = Layout.contiguous(4, 2).ranges
-    with pytest.raises(ValueError, match="Problem: queries are held by 2 ranks, keys by 1"):
+    with pytest.raises(ValueError, match=r"Problem\(q, k\): 2 ranks of queries, 1 of keys"):
         Problem(held, held[:1], Mask.full())
-    with pytest.raises(ValueError, match="Problem: queries are held by 0 ranks, keys by 0"):
+    with pytest.raises(ValueError, match=r"Problem\(q, k\): 0 ranks of queries, 0 of keys"):
         Problem((), (), Mask.full())
 
 

@@ -165,7 +165,7 @@ def test_what_is_no_program_is_refused(text: str) -> None:
 
 def test_parts_that_no_program_has_are_refused() -> None:
     text = Program("one", "forward", 0, 1, (), (Wait("kv"),), ()).to_json().replace('"Wait"', '"Sleep"')
-    with pytest.raises(ValueError, match=r"Program\.from_json: 'Sleep' is no part of a program"):
+    with pytest.raises(ValueError, match=r"Program\.from_json\(text\): unknown type 'Sleep'"):
         Program.from_json(text)
 
 

@@ -92,7 +92,7 @@ def test_places_of_rows_that_are_not_there_are_refused(wanted: set[int], held: s
     if wanted <= held:
         places(of(wanted), within=of(held))
     else:
-        with pytest.raises(ValueError, match=r"rows \d+ to \d+ are not among"):
+        with pytest.raises(ValueError, match=r"rows \d+ to \d+ are not within"):
             places(of(wanted), within=of(held))
 
 

@@ -1,8 +1,13 @@
-"""Programs: what one rank does in one pass, as frozen steps on named buffers.
+"""Programs: the frozen steps of one rank in one pass (forward or backward), on named buffers.
 
-A schedule builds programs, the verifier proves them, the engine runs them, `plan` draws them; each of
-them reads only what is written here. Tiles are not part of a program: a step names the positions of
-its rows, and the tables are bound at call time.
+Schedules build programs, the verifier proves them, the engine runs them and `viz` draws them; all of them read only
+the classes here. Tiles are not part of a program: a step names the positions of its rows, and the engine binds the tile
+tables when it runs.
+
+    buffers   q, kv, out, ...     rows x heads of one kind; the caller's tensors, scratch, or saved for the backward
+    compute   Attend, AttendGrad, Finish, Delta
+    move      Post (start sends and receives), Wait (until they are complete)
+    rows      Copy, Add, Clear
 """
 
 from __future__ import annotations
@@ -14,10 +19,11 @@ from functools import cached_property
 from typing import Any, Literal
 
 Direction = Literal["forward", "backward"]
-#: "input" is that of q, k and v; "partial" float32 (float64 for float64); "reduce" what gradients travel in.
+#: "input" is the dtype of q, k and v; "partial" is float32 (float64 for float64 inputs); "reduce" is the dtype in which
+#: gradients travel between ranks.
 Dtype = Literal["input", "partial", "reduce"]
-#: Inputs and outputs are the caller's tensors; scratch comes from a pool; what is saved lives from a forward to its
-#: backward, which only reads it.
+#: "input" and "output" are the caller's tensors; "scratch" comes from a pool and ends with the pass; "saved" lives from
+#: a forward to its backward, which only reads it.
 Role = Literal["input", "output", "scratch", "saved"]
 Ranges = tuple[range, ...]
 Interval = tuple[int, int]
@@ -25,14 +31,15 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a buffer, `[batch, rows, heads, width]`; without a width `[batch, heads, rows]`."""
+    """One tensor of a buffer: `[batch, rows, heads, width]`, or `[batch, heads, rows]` if `width` is ""."""
 
     name: str
     width: Literal["dim", "value_dim", ""]
+    #: Whether it has the "partial" dtype in every buffer: the LSE and delta are never rounded to half precision.
     always_partial: bool = False
 
 
-#: What each kind of buffer holds for its rows.
+#: The tensors of each kind of buffer.
 KINDS: dict[str, tuple[Field, ...]] = {
     "q": (Field("q", "dim"),),
     "kv": (Field("k", "dim"), Field("v", "value_dim")),
@@ -41,22 +48,27 @@ KINDS: dict[str, tuple[Field, ...]] = {
     "dq": (Field("dq", "dim"),),
     "dkv": (Field("dk", "dim"), Field("dv", "value_dim")),
 }
-#: Those of which one number a row, the LSE or delta, may be left out.
+#: Kinds whose LSE or delta, one element per row and head, may be left out of a message.
 LSE_KINDS = frozenset({"out", "dout"})
-#: What a forward leaves for a backward where it keeps nothing but what every backward needs.
+#: The buffers that a forward saves if it saves no buffers of its own: all that any backward needs.
 SAVES = ("q", "kv", "out")
-#: The kinds whose heads are key heads; those of all others are query heads.
+#: Kinds whose heads are key heads; all other kinds have query heads.
 KEY_KINDS = frozenset({"kv", "dkv"})
 
 
 def fields_of(kind: str, without_lse: bool = False) -> tuple[Field, ...]:
-    """The fields of a kind; of bare rows, the first."""
+    """Return the fields of a kind.
+
+    Args:
+        kind: A key of `KINDS`.
+        without_lse: Leave out the LSE or delta.
+    """
     return KINDS[kind][:1] if without_lse else KINDS[kind]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers that turn rows and heads into bytes."""
+    """The sizes that turn rows and heads into bytes: batch, head dimensions, and bytes per element of each dtype."""
 
     batch: int = 1
     dim: int = 64
@@ -66,11 +78,17 @@ class Sizes:
     reduce_bytes: int = 4
 
     def width(self, field: Field) -> int:
-        """Elements of a field for one row and head."""
+        """Return the elements of a field for one row and head."""
         return {"dim": self.dim, "value_dim": self.value_dim, "": 1}[field.width]
 
     def row_bytes(self, kind: str, dtype: Dtype, without_lse: bool = False) -> int:
-        """Bytes of one row of one head, over the batch."""
+        """Return the bytes of one row of one head, over the batch.
+
+        Args:
+            kind: A key of `KINDS`.
+            dtype: The dtype of the buffer.
+            without_lse: Leave out the LSE or delta.
+        """
         each = {"input": self.input_bytes, "partial": self.partial_bytes, "reduce": self.reduce_bytes}
         return self.batch * sum(
             self.width(field) * each["partial" if field.always_partial else dtype]
@@ -80,10 +98,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Room for rows x heads of one kind.
+    """Memory for rows x heads of one kind. `Writer` declares buffers; the engine allocates them.
 
-    Scratch that `becomes` an output shares its memory where their dtypes agree, and copying it there is
-    then nothing.
+    Scratch that `becomes` an output shares the output's memory if their dtypes agree; copying it there is then free.
     """
 
     name: str
@@ -95,16 +112,15 @@ class Buffer:
     becomes: str = ""
 
     def bytes(self, sizes: Sizes) -> int:
-        """What it takes."""
+        """Return the bytes of the buffer."""
         return self.rows * self.heads * sizes.row_bytes(self.kind, self.dtype)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Some rows and heads of a buffer, counted within the buffer.
+    """Intervals of rows and heads of a buffer, counted within the buffer.
 
-    Rows `without_lse` are results without their LSE, or gradients of results without their delta. The rank that copies
-    or receives them does not know these values.
+    A slice `without_lse` leaves out the LSE of results, or the delta of their gradients; the target does not get them.
     """
 
     buffer: str
@@ -114,7 +130,7 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many rows and heads."""
+        """The number of rows and of heads."""
         return self.rows[1] - self.rows[0], self.heads[1] - self.heads[0]
 
     @property
@@ -124,11 +140,11 @@ class Slice:
 
     @property
     def index(self) -> tuple[slice, slice]:
-        """For arrays of rows and heads."""
+        """The index of these rows and heads in an array of [rows, heads]."""
         return slice(*self.rows), slice(*self.heads)
 
     def overlaps(self, other: Slice) -> bool:
-        """Whether the two share rows and heads; their buffers may be two names of one memory."""
+        """Whether the two slices share rows and heads. Buffers are not compared: two names may share one memory."""
         return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in ((self.rows, other.rows), (self.heads, other.heads)))
 
     def __str__(self) -> str:
@@ -138,11 +154,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention of query rows over key rows, into (out, lse).
+    """Attention of query rows over key rows, into (out, LSE).
 
-    `q_positions` and `k_positions` say where the rows stand in the sequence, `heads` which query heads
-    of the whole they are. With `carry` the result continues what `out` holds; without, it overwrites.
-    `final` makes it the result itself: in the input's dtype, with sink logits.
+    `q_positions` and `k_positions` are the positions of the rows in the sequence; `heads` are the query heads in the
+    numbering of the whole problem. With `carry`, the online softmax continues from what `out` holds; otherwise `out` is
+    overwritten. `final` writes the result itself: in the input's dtype, with sink logits.
     """
 
     q: Slice
@@ -161,9 +177,9 @@ class Attend:
 
 @dataclass(frozen=True)
 class AttendGrad:
-    """The gradients of the same: of the query rows and of the key rows, each overwritten or added to.
+    """The gradients of attention of query rows over key rows: dq and dkv, each overwritten or added to.
 
-    `out` holds the results of the query rows over all keys, `dout` the gradients of those.
+    `out` holds the final results of the query rows over all keys, `dout` the gradients of these results.
     """
 
     q: Slice
@@ -185,7 +201,7 @@ class AttendGrad:
 
 @dataclass(frozen=True)
 class Part:
-    """What goes to, or comes from, one other rank."""
+    """A slice that a post sends to, or receives from, one peer."""
 
     peer: int
     slice: Slice
@@ -193,11 +209,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Post:
-    """Begin to move. The parts between two ranks match in the order of their posts within a group.
+    """Start sends and receives. Parts between two ranks match in the order of their posts within a group.
 
-    All parts of a post move at once, and the posts of a group one after another. A `collective` says
-    that every rank of the group makes this post with equal parts: "all_gather" (each sends one slice to
-    all others) or "all_to_all"; a transport may then use one call for it.
+    All parts of a post move at once; the posts of a group move one after another. A `collective` says that every rank
+    of the group makes this post with equal parts: "all_gather" (each rank sends one slice to all others) or
+    "all_to_all". A transport may then use one collective call.
     """
 
     name: str
@@ -216,7 +232,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait until a post has moved all it sends and receives."""
+    """Wait until all sends and receives of a post are complete."""
 
     post: str
 
@@ -226,7 +242,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Copy:
-    """Overwrite with other rows of the same kind; dtypes may differ."""
+    """Copy rows to rows of the same kind; dtypes may differ."""
 
     src: Slice
     dst: Slice
@@ -237,7 +253,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Add:
-    """Add other rows of the same kind; dtypes may differ. Partial results are merged by their LSE."""
+    """Add rows to rows of the same kind; dtypes may differ. Partial results are merged by their LSE."""
 
     src: Slice
     dst: Slice
@@ -248,7 +264,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Clear:
-    """Set to nothing: 0, and an LSE of -inf."""
+    """Set rows to the empty sum: 0, with an LSE of -inf."""
 
     dst: Slice
 
@@ -258,7 +274,7 @@ class Clear:
 
 @dataclass(frozen=True)
 class Finish:
-    """Turn a partial (out, lse) into the result: sink logits join, and the dtype becomes the input's."""
+    """Turn a partial (out, LSE) into the result: add sink logits, and round to the input's dtype."""
 
     src: Slice
     dst: Slice
@@ -270,7 +286,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Delta:
-    """Complete gradients of results that came bare, where those results are."""
+    """Compute delta = sum(dout * out) for gradients that arrived without it, on the rank that holds the results."""
 
     out: Slice
     dout: Slice
@@ -287,11 +303,10 @@ STEPS: dict[str, type[Step]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in one pass. `name` is for people.
+    """The steps of one rank in one pass. `Writer.program` makes it; `name` is for people.
 
-    `groups` lists, by name, the ranks that this one shares a group with, itself included, in their
-    order. A forward `saves` these buffers; a backward finds them under the same names: the caller's, and
-    buffers of its own whose role is "saved".
+    `groups` lists, by name, the ranks of each group in order, this rank included. A forward `saves` buffers for its
+    backward, which finds them under the same names: the caller's tensors, and buffers whose role is "saved".
     """
 
     name: str
@@ -315,31 +330,35 @@ class Program:
 
     @cached_property
     def without_lse(self) -> frozenset[str]:
-        """The buffers of which rows are bare somewhere: of the caller's, the LSE is not made, and delta not read."""
+        """The buffers that some step uses without LSE or delta; the engine skips these fields of out and dout."""
         return frozenset(place.buffer for step in self.steps for place, _ in slices(step) if place.without_lse)
 
     def fields(self, part: Slice) -> tuple[Field, ...]:
-        """What a slice holds for each of its rows."""
+        """Return the fields that a slice holds for each of its rows."""
         return fields_of(self.buffer[part.buffer].kind, part.without_lse)
 
     def slice_bytes(self, part: Slice, sizes: Sizes) -> int:
-        """What a slice takes, and what moving it moves."""
+        """Return the bytes of a slice, which are also the bytes of a message that moves it."""
         buffer = self.buffer[part.buffer]
         return part.cells * sizes.row_bytes(buffer.kind, buffer.dtype, part.without_lse)
 
     def shares(self, buffer: Buffer, sizes: Sizes) -> bool:
-        """Whether scratch is the memory of the output that it becomes."""
+        """Whether a scratch buffer shares the memory of the output that it becomes."""
         if not buffer.becomes:
             return False
         output = self.buffer[buffer.becomes]
         return sizes.row_bytes(buffer.kind, buffer.dtype) == sizes.row_bytes(output.kind, output.dtype)
 
     def staged(self, post: Post, sizes: Sizes, pulled: bool = False) -> list[Slice]:
-        """The slices of a post that are sent by way of a packed copy.
+        """Return the slices of a post that are sent from a packed copy, each once for all of its peers.
 
-        Messages are rows of the whole batch and of all heads, one after another: scratch lies like that.
-        A caller's tensor does only with a batch of 1. One slice is packed once for all its peers. Where peers pull
-        messages out of our scratch, all that lies elsewhere is packed.
+        A message is contiguous rows of the whole batch and all heads. Scratch has this layout; a caller's tensor has it
+        only for a batch of 1. All other slices are packed first.
+
+        Args:
+            post: The post.
+            sizes: The sizes of this call.
+            pulled: Whether peers read messages out of our scratch, so that slices of other buffers are packed as well.
         """
         out: dict[Slice, None] = {}
         for part in post.sends:
@@ -352,7 +371,7 @@ class Program:
         return list(out)
 
     def received(self, sizes: Sizes) -> dict[int, int]:
-        """The bytes that come from each other rank."""
+        """Return the bytes that this rank receives from each other rank."""
         out: dict[int, int] = {}
         for step in self.steps:
             for part in step.recvs if isinstance(step, Post) else ():
@@ -361,17 +380,22 @@ class Program:
         return out
 
     def scratch_bytes(self, sizes: Sizes, pulled: bool = False) -> int:
-        """The scratch that a run holds: buffers, and packed copies of what is sent."""
+        """Return the bytes of scratch that a run holds: scratch buffers and packed messages.
+
+        Args:
+            sizes: The sizes of this call.
+            pulled: Whether peers read messages out of our scratch.
+        """
         held = sum(b.bytes(sizes) for b in self.buffers if b.role == "scratch" and not self.shares(b, sizes))
         posts = (step for step in self.steps if isinstance(step, Post))
         return held + sum(self.slice_bytes(part, sizes) for post in posts for part in self.staged(post, sizes, pulled))
 
     def saved_bytes(self, sizes: Sizes) -> int:
-        """What a forward leaves for its backward beyond the caller's tensors."""
+        """Return the bytes that a forward saves for its backward beyond the caller's tensors."""
         return sum(b.bytes(sizes) for b in self.buffers if b.role == "saved")
 
     def text(self) -> str:
-        """One line for each buffer and step.
+        """Return a listing with one line for each buffer and step.
 
         >>> print(Program("", "forward", 0, 1, (Buffer("q", "q", 4, 2, role="input"),), (Wait("kv"),), ()).text())
         forward of rank 0 of 1
@@ -389,12 +413,12 @@ class Program:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All of it, for `from_json`."""
+        """Return the program as JSON, for `from_json`."""
         return json.dumps(_encode(self))
 
     @staticmethod
     def from_json(text: str) -> Program:
-        """The program that `to_json` wrote.
+        """Return the program that `to_json` wrote; raise ValueError for other JSON.
 
         >>> program = Program("", "forward", 0, 1, (), (Wait("kv"),), (("mesh", (0,)),))
         >>> Program.from_json(program.to_json()) == program
@@ -402,7 +426,7 @@ class Program:
         """
         program = _decode(json.loads(text))
         if not isinstance(program, Program):
-            raise ValueError("Program.from_json: this is not a program that to_json wrote")
+            raise ValueError("Program.from_json(text): expected the JSON of a program, as to_json writes it")
         return program
 
 
@@ -431,13 +455,13 @@ def _decode(value: Any) -> Any:
         if kind == "range":
             return range(*content)
         if kind not in _CODED:
-            raise ValueError(f"Program.from_json: {kind!r} is no part of a program")
+            raise ValueError(f"Program.from_json(text): unknown type {kind!r}; expected JSON as to_json writes it")
         return _CODED[kind](**{name: _decode(item) for name, item in content.items()})
     return value
 
 
 def slices(step: Step) -> Iterator[tuple[Slice, Literal["read", "write", "update"]]]:
-    """What a step reads and writes at once; of a post, what it begins to."""
+    """Yield every slice of a step and how the step accesses it; for a post, until the wait."""
     match step:
         case Attend():
             yield step.q, "read"

@@ -1,6 +1,6 @@
-"""Sets of a rank's local rows, as sorted intervals that do not touch: what a move takes of a shard.
+"""Sets of local rows of a shard, as sorted intervals that do not touch: which rows a message or a buffer holds.
 
-A buffer that holds such a set holds its rows packed, in order. Nothing here knows of masks or moves.
+A buffer that holds such a set holds its rows packed, in order. Masks and communication are not known here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Rows = tuple[tuple[int, int], ...]
 
 
 def union(*sets: Iterable[tuple[int, int]]) -> Rows:
-    """The rows of any of the sets.
+    """Return the rows that are in any of the sets.
 
     >>> union([(0, 2), (5, 7)], [(2, 4)])
     ((0, 4), (5, 7))
@@ -32,12 +32,12 @@ def union(*sets: Iterable[tuple[int, int]]) -> Rows:
 
 
 def count(rows: Rows) -> int:
-    """How many rows there are."""
+    """Return the number of rows."""
     return sum(end - begin for begin, end in rows)
 
 
 def places(rows: Rows, within: Rows) -> Rows:
-    """Where these rows lie, packed, in a buffer that holds `within`: an interval for each of theirs.
+    """Return where `rows` lie in a buffer that holds `within` packed: one interval for each interval of `rows`.
 
     >>> places(((1, 2), (5, 7)), within=((0, 2), (5, 8)))
     ((1, 2), (2, 4))
@@ -51,12 +51,12 @@ def places(rows: Rows, within: Rows) -> Rows:
                 break
             before += last - first
         else:
-            raise ValueError(f"rows {begin} to {end} are not among {within}")
+            raise ValueError(f"places(rows): rows {begin} to {end} are not within {within}")
     return tuple(out)
 
 
 def positions(ranges: Sequence[range], rows: Rows) -> tuple[range, ...]:
-    """The positions of these rows of a shard that holds `ranges`, in order.
+    """Return the positions of some rows of a shard that holds `ranges`, in order.
 
     >>> positions((range(0, 4), range(10, 20, 2)), ((2, 6),))
     (range(2, 4), range(10, 14, 2))
@@ -73,7 +73,7 @@ def positions(ranges: Sequence[range], rows: Rows) -> tuple[range, ...]:
 
 
 def among(ranges: Sequence[range], intervals: Iterable[tuple[int, int]]) -> Rows:
-    """The rows of a shard that holds `ranges` whose positions lie in any of these intervals.
+    """Return the rows of a shard that holds `ranges` whose positions lie in any of some intervals.
 
     >>> among((range(0, 4), range(10, 20, 2)), [(3, 13)])
     ((3, 6),)
@@ -92,7 +92,7 @@ def among(ranges: Sequence[range], intervals: Iterable[tuple[int, int]]) -> Rows
 
 
 def common(a: Rows, b: Rows) -> Rows:
-    """The rows of both.
+    """Return the rows that are in both sets.
 
     >>> common(((0, 4), (6, 8)), ((2, 7),))
     ((2, 4), (6, 7))
@@ -106,7 +106,7 @@ def common(a: Rows, b: Rows) -> Rows:
 
 
 def without(a: Rows, b: Rows) -> Rows:
-    """The rows of the first that are not of the second.
+    """Return the rows of the first set that are not in the second.
 
     >>> without(((0, 4), (6, 8)), ((2, 7),))
     ((0, 2), (7, 8))

@@ -1,4 +1,4 @@
-"""Terms: a mask is a union of them, and tiles are made of them one by one."""
+"""Terms: every mask is a union of terms, and tiles are built from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Term:
-    """One conjunction: `lo <= j - i <= hi`, same document in each of `documents`, j among the first.
+    """One conjunction: `lo <= j - i <= hi`, the same document in each of `documents`, and j among the first keys.
 
     `first` counts from the start of the sequence, `first_in_document` from the start of the
     document in `documents[0]`.
