@@ -238,7 +238,7 @@ def test_impossible_sizes_are_refused(name: str) -> None:
 
 
 def test_balanced_needs_masks_that_fit() -> None:
-    with pytest.raises(ValueError, match=r"balanced\(masks\): expected a mask, or several"):
+    with pytest.raises(ValueError, match=r"balanced\(masks\): expected a mask, or a list of masks"):
         Layout.balanced([], 8, 2)
     with pytest.raises(ValueError, match="5 tokens in the documents, 8 in the sequence"):
         Layout.balanced([Mask.causal(), Mask.documents([2, 3])], 8, 2)
@@ -272,5 +272,5 @@ def test_sizes_are_integers(make: Callable[[Any, Any], Layout]) -> None:
 
 
 def test_balanced_takes_masks_only() -> None:
-    with pytest.raises(ValueError, match=r"balanced\(masks\): expected a mask, or several"):
+    with pytest.raises(ValueError, match=r"balanced\(masks\): expected a mask, or a list of masks"):
         Layout.balanced("causal", 8, 1)  # type: ignore[arg-type]

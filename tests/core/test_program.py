@@ -159,7 +159,7 @@ def test_steps_survive_json(step: Step, line: str) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"Wait": {"post": "kv"}}', "3", '"Program"'])
 def test_what_is_no_program_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"Program\.from_json: this is not|Expecting"):
+    with pytest.raises(ValueError, match=r"Program\.from_json\(text\): expected the JSON|Expecting"):
         Program.from_json(text)
 
 

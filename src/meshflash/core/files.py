@@ -1,6 +1,6 @@
-"""Files that commands write: check a path before the work, write a file whole or not at all.
+"""Output files: check a path before the work, and write a file atomically.
 
-Every error names the path and the reason. The operating system's own errors name no path where a disk is full.
+Every error names the path and the reason; the operating system's error for a full disk names no path.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-#: Bytes that a check writes and removes again, so that a full disk is found before the work.
+#: Bytes that `check_file` writes and removes, so that a full disk is noticed before the work.
 PROBE_BYTES = 1 << 16
 
 
 class OutputError(OSError):
-    """A path that cannot be written. The message names the path and the reason."""
+    """A path cannot be written. The message names the path and the reason."""
 
 
 @contextmanager
@@ -31,14 +31,14 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Raise OutputError unless `path` can be written now. Make its folders; leave no file that was not there."""
+    """Raise OutputError unless `path` can be written now. Create its folders; leave no new file behind."""
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            if path.is_file() or path.is_dir():  # opening a pipe would wait for its reader
-                with suppress(FileNotFoundError):  # another rank has removed its probe meanwhile
+            if path.is_file() or path.is_dir():  # not a pipe: opening one blocks until it has a reader
+                with suppress(FileNotFoundError):  # another rank may have removed its probe meanwhile
                     os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
             return
         try:
@@ -49,20 +49,24 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise OutputError unless files can be written to the folder `path` now. Make it."""
+    """Raise OutputError unless files can be written to the folder `path` now. Create the folder."""
     with naming(path):
         path.mkdir(parents=True, exist_ok=True)
         check_file(path / f".probe-{secrets.token_hex(4)}")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file and its folders at once or not at all; OutputError where that fails, and the old content stays.
+    """Write a file atomically, and create its folders. On failure raise OutputError and keep the old content.
 
-    What is not a regular file, such as a device or a pipe, is written in place.
+    A device or a pipe is written in place.
+
+    Args:
+        path: The file to write.
+        text: The new content.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        target = path.resolve()  # a link stays a link
+        target = path.resolve()  # replace the target of a symbolic link, not the link
         if target.exists() and not target.is_file():
             target.write_text(text, encoding="utf-8")
             return

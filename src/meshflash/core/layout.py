@@ -1,7 +1,7 @@
 """Layouts: which positions of a sequence each rank holds, as ranges with a step.
 
-Any length on any number of ranks: shards may differ in size or be empty, nothing has to divide
-anything. How data gets there is not said here.
+Any length on any number of ranks: shards may differ in size or be empty, and no size has to divide another. Moving data
+into a layout is not done here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from meshflash.core.lengths import Array, as_integer
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import visible_per_query
 
-#: `balanced` stops cutting finer once the busiest rank is this close to the mean.
+#: `balanced` stops refining once the load of the busiest rank over the mean load is at most this.
 BALANCE_GOAL = 1.01
-#: ... or once a rank holds this many ranges.
+#: ... or once a rank would hold more than this many ranges.
 MAX_RANGES_PER_RANK = 16
-#: ... or once pieces would be so short that one token more or less in each makes ranks unequal.
+#: ... or once pieces would have fewer tokens: one token more or less in each would unbalance the ranks.
 MIN_PIECE = 8
 
 
@@ -29,13 +29,17 @@ MIN_PIECE = 8
 class Layout:
     """Which positions of a sequence each rank holds, in the order of its local rows.
 
+    Args:
+        ranges: For each rank, its ranges of positions. All ranks together hold each position once.
+        name: The name of the layout, for people.
+
     >>> Layout.zigzag(10, 2).ranges
     ((range(0, 3), range(8, 10)), (range(3, 8),))
     """
 
     ranges: tuple[tuple[range, ...], ...]
     name: str = field(default="custom", compare=False)
-    #: there from the start: torch.compile reads it, and guards on it alone
+    #: computed at construction: torch.compile reads it, and guards on this field alone
     _text: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,15 +80,15 @@ class Layout:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many positions each rank holds."""
+        """The number of positions of each rank."""
         return tuple(sum(len(r) for r in held) for held in self.ranges)
 
     def positions(self, rank: int) -> Array:
-        """The positions of a rank's rows, in their local order."""
+        """Return the positions of a rank's rows, in local order."""
         return _expand(self.ranges[rank])
 
     def text(self) -> str:
-        """This layout as a short text, for `parse`.
+        """Return this layout as a short text, for `parse`.
 
         >>> Layout.zigzag(10, 2).text(), Layout(((range(1, 2),), (range(0, 1),))).text()
         ('zigzag 10 2', '[[[1, 2, 1]], [[0, 1, 1]]]')
@@ -93,7 +97,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """The layout that `text` wrote.
+        """Return the layout that `text` describes.
 
         >>> Layout.parse("striped 5 2") == Layout.striped(5, 2)
         True
@@ -107,7 +111,11 @@ class Layout:
 
     @staticmethod
     def contiguous(tokens: int, world: int) -> Layout:
-        """Each rank holds one run of the sequence.
+        """Each rank holds one contiguous range of the sequence.
+
+        Args:
+            tokens: The length of the sequence.
+            world: The number of ranks.
 
         >>> Layout.contiguous(5, 2).ranges
         ((range(0, 3),), (range(3, 5),))
@@ -118,7 +126,12 @@ class Layout:
 
     @staticmethod
     def zigzag(tokens: int, world: int) -> Layout:
-        """Rank r holds the r-th piece from the front and the r-th from the back: equal causal work."""
+        """Rank r holds the r-th piece from the front and the r-th from the back: equal work under a causal mask.
+
+        Args:
+            tokens: The length of the sequence.
+            world: The number of ranks.
+        """
         tokens, world = _sizes(tokens, world)
         n = 2 * world
         cuts = _even_cuts(tokens, n)
@@ -132,6 +145,10 @@ class Layout:
     def striped(tokens: int, world: int) -> Layout:
         """Rank r holds positions r, r + world, r + 2 * world, ...
 
+        Args:
+            tokens: The length of the sequence.
+            world: The number of ranks.
+
         >>> Layout.striped(5, 2).ranges
         ((range(0, 5, 2),), (range(1, 5, 2),))
         """
@@ -140,18 +157,22 @@ class Layout:
 
     @staticmethod
     def balanced(masks: Mask | Sequence[Mask], tokens: int, world: int) -> Layout:
-        """Ranks hold about as many tokens each, and about as much work under each of the masks.
+        """Balance tokens and work: ranks hold about equally many tokens, with equal work under each of the masks.
 
-        Give several masks where layers differ (window here, full there): each is balanced.
-        The sequence is cut into equal pieces, dealt out heaviest first, and cut finer until the
-        busiest rank is within 1% of the mean or a rank would hold more than 16 ranges.
+        The sequence is cut into equal pieces, dealt out heaviest first. Pieces get finer until the busiest rank
+        is within 1% of the mean, or a rank would hold more than 16 ranges.
+
+        Args:
+            masks: The mask, or several masks if the layers of a model differ; each of them is balanced.
+            tokens: The length of the sequence.
+            world: The number of ranks.
 
         >>> Layout.balanced(Mask.causal(), 1024, 4).lengths
         (256, 256, 256, 256)
         """
         masks = (masks,) if isinstance(masks, Mask) else tuple(masks)
         if not masks or not all(isinstance(mask, Mask) for mask in masks):
-            raise ValueError(f"balanced(masks): expected a mask, or several; got {masks!r}")
+            raise ValueError(f"balanced(masks): expected a mask, or a list of masks; got {masks!r}")
         tokens, world = _sizes(tokens, world)
         work = np.stack([visible_per_query(mask, tokens) for mask in masks]).astype(np.float64)
         best: Layout | None = None
@@ -172,7 +193,11 @@ _NAMED = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": L
 
 
 def positions(layout: Layout, rank: int) -> Array:
-    """The positions of the tokens that a rank holds, in local order: for RoPE, labels, masks.
+    """Return the positions of the tokens that a rank holds, in local order: for RoPE, labels and masks.
+
+    Args:
+        layout: The layout.
+        rank: The rank.
 
     >>> positions(Layout.striped(5, 2), 1).tolist()
     [1, 3]
@@ -183,7 +208,10 @@ def positions(layout: Layout, rank: int) -> Array:
 
 
 def _deal(work: npt.NDArray[np.float64], tokens: int, world: int, pieces: int) -> tuple[Layout, float]:
-    """Deal `world * pieces` equal pieces, heaviest first, to the least loaded rank with room."""
+    """Deal `world * pieces` equal pieces, heaviest first, to the least loaded rank that has fewer than `pieces`.
+
+    Return the layout, and the largest load of any rank under any mask, where 1 is the mean.
+    """
     n = world * pieces
     cuts = _even_cuts(tokens, n)
     sums = np.concatenate([np.zeros((len(work), 1)), np.cumsum(work, axis=1)], axis=1)
@@ -193,8 +221,8 @@ def _deal(work: npt.NDArray[np.float64], tokens: int, world: int, pieces: int) -
     load = np.zeros((world, len(work)))
     held: list[list[int]] = [[] for _ in range(world)]
     for piece in np.argsort(-weight.sum(axis=0), kind="stable"):
-        room = [rank for rank in range(world) if len(held[rank]) < pieces]
-        rank = min(room, key=lambda r: float((load[r] + weight[:, piece]).max()))
+        candidates = [rank for rank in range(world) if len(held[rank]) < pieces]
+        rank = min(candidates, key=lambda r: float((load[r] + weight[:, piece]).max()))
         held[rank].append(int(piece))
         load[rank] += weight[:, piece]
     layout = _layout("balanced", [[range(cuts[p], cuts[p + 1]) for p in sorted(h)] for h in held])
@@ -202,15 +230,15 @@ def _deal(work: npt.NDArray[np.float64], tokens: int, world: int, pieces: int) -
 
 
 def _layout(name: str, ranges: list[list[range]], tokens: int | None = None) -> Layout:
-    """With the number of tokens, name and sizes tell all of it."""
-    layout = Layout(tuple(tuple(_joined(held)) for held in ranges), name)
+    """Build a layout; with `tokens`, its name and sizes describe it completely, which keeps its text short."""
+    layout = Layout(tuple(tuple(_merge_neighbours(held)) for held in ranges), name)
     if tokens is not None:
         object.__setattr__(layout, "_text", f"{name} {tokens} {len(ranges)}")
     return layout
 
 
-def _joined(ranges: list[range]) -> list[range]:
-    """The ranges that hold anything, neighbouring runs as one."""
+def _merge_neighbours(ranges: list[range]) -> list[range]:
+    """Drop empty ranges, and merge neighbouring ranges of step 1."""
     out: list[range] = []
     for r in ranges:
         if out and out[-1].step == r.step == 1 and out[-1].stop == r.start:

@@ -1,6 +1,6 @@
 """Document lengths as users give them: lists, arrays or tensors, checked, and read only when they are needed.
 
-`name` is what an error calls them: the call and its argument.
+`name` is the call and the argument that an error message names, such as "documents(lengths)".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
 
-#: Stands for "no limit" in bands and intervals; a position stays below it, and a sum of two fits int32.
+#: "No limit" in bands and intervals. Positions stay below it, and the sum of two such values fits int32.
 UNBOUNDED = 2**30
 
 _NUMPY = (np.ndarray, np.generic)
@@ -20,19 +20,19 @@ _INTEGERS = (int, np.integer)
 
 
 def as_integer(value: Any, name: str) -> int:
-    """A Python integer, or ValueError with the name of the argument."""
+    """Return a Python integer, or raise ValueError with the name of the argument."""
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise ValueError(f"{name}: expected an integer, got {value!r}")
     return int(value)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether this is an array of some framework, which is not to be read before it is used."""
+    """Whether this is a tensor of some framework: reading it may copy from a device, so it is read late."""
     return hasattr(value, "shape") and hasattr(value, "device") and not isinstance(value, _NUMPY)
 
 
 def counts(lengths: Any) -> Any:
-    """How many documents there are, in each row where rows have their own; from the shape alone."""
+    """Return the number of documents, for each row if rows have their own; reads only the shape."""
     if hasattr(lengths, "shape"):
         return [lengths.shape[1]] * lengths.shape[0] if len(lengths.shape) == 2 else lengths.shape
     try:
@@ -43,7 +43,7 @@ def counts(lengths: Any) -> Any:
 
 
 def as_lengths(lengths: Any, name: str) -> Any:
-    """Lengths as a checked array, rows filled up with 0; a tensor as a copy, which no later change reaches."""
+    """Return lengths as a checked array, short rows padded by 0; a tensor is copied, so later writes do not matter."""
     if is_tensor(lengths):
         return lengths + 0
     try:
@@ -58,7 +58,7 @@ def as_lengths(lengths: Any, name: str) -> Any:
 
 
 def as_cumulative(cumulative: Any, name: str) -> Any:
-    """Cumulative lengths as a checked array; a tensor as a copy, which no later change reaches."""
+    """Return cumulative lengths as a checked array; a tensor is copied, so that later writes do not matter."""
     if is_tensor(cumulative):
         if len(cumulative.shape) != 1:
             raise ValueError(f"{name}: expected one dimension, got shape {list(cumulative.shape)}")
@@ -69,7 +69,7 @@ def as_cumulative(cumulative: Any, name: str) -> Any:
 
 
 def from_cumulative(cumulative: Any, name: str) -> Array:
-    """The lengths between cumulative ones; reads a tensor."""
+    """Return the lengths for cumulative lengths; reads a tensor."""
     host = _read(cumulative, name)
     if host.ndim != 1 or not len(host) or host[0] != 0:
         raise ValueError(f"{name}: expected [0, n1, n1 + n2, ...], got {host!r}")
@@ -77,7 +77,7 @@ def from_cumulative(cumulative: Any, name: str) -> Array:
 
 
 def on_host(lengths: Any, name: str) -> Array:
-    """Lengths as a checked array of int64; reads a tensor."""
+    """Return lengths as a checked int64 array on the host; reads a tensor."""
     array = _read(lengths, name)
     if array.size == 0:
         array = array.astype(np.int64)
@@ -91,7 +91,7 @@ def on_host(lengths: Any, name: str) -> Array:
 
 
 def starts(cuts: Array, positions: Array) -> Array:
-    """Where the document of each position begins; padding counts as a last document."""
+    """Return the first position of the document of each position; padding counts as a last document."""
     return cuts[np.searchsorted(cuts, positions, "right") - 1]
 
 
@@ -103,4 +103,4 @@ def _read(lengths: Any, name: str) -> npt.NDArray[Any]:
 
 
 def _not_lengths(name: str, lengths: Any) -> ValueError:
-    return ValueError(f"{name}: expected a list of integers, or a list of them for each row; got {lengths!r}")
+    return ValueError(f"{name}: expected a list of integers, or a list of integers for each row; got {lengths!r}")

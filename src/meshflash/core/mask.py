@@ -1,7 +1,7 @@
 """Masks: which keys a query may see, as an algebra over token positions.
 
-`Mask.visible(i, j)` is the definition; everything else (tiles, layouts, kernels) is derived from
-it or checked against it. A mask knows nothing of tensors, devices or how a sequence is split.
+`Mask.visible(i, j)` is the definition; everything else (tiles, layouts, kernels) is derived from it or checked against
+it. A mask knows nothing of tensors, devices or how a sequence is sharded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshflash.core.terms import Term
 
 BoolArray = npt.NDArray[np.bool_]
 
-#: What errors call the documents of queries and keys, given as lengths and given as cumulative lengths.
+#: The names that errors give to the lengths of queries and of keys; True: the caller gave cumulative lengths.
 _LENGTHS = {
     False: ("documents(lengths)", "documents(k_lengths)"),
     True: ("from_cu_seqlens(cu_seqlens)", "from_cu_seqlens(cu_seqlens_k)"),
@@ -38,7 +38,7 @@ _LENGTHS = {
 
 
 class Mask:
-    """Which keys a query may see. Build one from the primitives and combine with `&` and `|`.
+    """Which keys a query may see. Build masks with the static methods, and combine them with `&` and `|`.
 
     >>> prefix_lm = Mask.causal() | Mask.first(3)
     >>> prefix_lm.visible(0, 2), prefix_lm.visible(0, 3)
@@ -67,7 +67,11 @@ class Mask:
 
     @staticmethod
     def window(left: int | None, right: int | None) -> Mask:
-        """A query at i sees keys from i - left to i + right; None means no limit on that side.
+        """The query at i sees keys from i - left to i + right.
+
+        Args:
+            left: The number of keys before the query, or None for no limit.
+            right: The number of keys after the query, or None for no limit.
 
         >>> Mask.window(2, 0).visible(5, 3), Mask.window(2, 0).visible(5, 2)
         (True, False)
@@ -79,23 +83,29 @@ class Mask:
 
     @staticmethod
     def first(n: int, *, per_document: bool = False) -> Mask:
-        """Every query sees the first n keys, or with `per_document` the first n of its own document.
+        """Every query sees the first n keys.
+
+        Args:
+            n: The number of keys, at least 1.
+            per_document: Count the keys from the start of the query's own document instead of the sequence.
 
         >>> (Mask.documents([4, 4]) & Mask.first(1, per_document=True)).visible(6, [0, 4, 5]).tolist()
         [False, True, False]
         """
         if as_integer(n, "first(n)") < 1:
-            raise ValueError(f"first(n={n}): expected n >= 1, for n = 0 shows no key to anyone")
+            raise ValueError(f"first(n={n}): expected n >= 1; n = 0 would hide every key")
         return First(int(n), per_document)
 
     @staticmethod
     def documents(lengths: Any, *, k_lengths: Any = None, pad: bool = False) -> Mask:
-        """A query sees the keys of its own document, whatever their order.
+        """A query sees the keys of its own document, before it and after it.
 
-        `lengths` lists the documents in order: one list for all batch rows, or a list for each row.
-        They must add up to the sequence, unless `pad` says that what follows the last document is
-        padding, which sees nothing and is seen by nobody. `k_lengths` gives the keys documents of
-        their own (cross-attention): the n-th document of the queries sees the n-th of the keys.
+        Args:
+            lengths: The lengths of the documents in order: one list for all batch rows, or a list for each row. They
+                must add up to the sequence, unless `pad` is set.
+            k_lengths: The lengths of the documents of the keys, for cross-attention. The n-th document of the queries
+                sees the n-th document of the keys.
+            pad: Treat the tokens after the last document as padding, which sees nothing and is seen by no query.
 
         >>> Mask.documents([2, 3]).visible(1, [0, 1, 2]).tolist()
         [True, True, False]
@@ -118,8 +128,12 @@ class Mask:
     def from_cu_seqlens(cu_seqlens: Any, cu_seqlens_k: Any = None) -> Mask:
         """Documents from cumulative lengths `[0, n1, n1 + n2, ...]`, as variable-length kernels take them.
 
-        Takes a list, an array or a tensor. A tensor is not read before it is used, so this can stand
-        inside a compiled function; one that lies on a device costs a copy to the host there.
+        A tensor is read when the mask is first used, so this call may be inside a compiled function. A tensor on a
+        device then costs a copy to the host.
+
+        Args:
+            cu_seqlens: The cumulative lengths of the documents, as a list, an array or a tensor.
+            cu_seqlens_k: The cumulative lengths of the documents of the keys, for cross-attention.
 
         >>> Mask.from_cu_seqlens([0, 2, 5]) == Mask.documents([2, 3])
         True
@@ -138,7 +152,12 @@ class Mask:
         return _combine(Or, self, other)
 
     def visible(self, i: Any, j: Any, batch: int = 0) -> Any:
-        """Whether the query at position i sees the key at position j; arrays broadcast.
+        """Return whether the query at position i sees the key at position j; arrays broadcast.
+
+        Args:
+            i: The position of the query, an integer or an array.
+            j: The position of the key, an integer or an array.
+            batch: The batch row, for masks with documents for each row.
 
         >>> Mask.causal().visible([[0], [1]], [0, 1]).tolist()
         [[True, False], [True, True]]
@@ -150,17 +169,17 @@ class Mask:
 
     @cached_property
     def documents_nodes(self) -> tuple[Documents, ...]:
-        """The distinct sets of documents this mask speaks of, in the order of the expression."""
+        """The distinct `documents(...)` of this mask, in the order of the expression."""
         return tuple(dict.fromkeys(node for node in self._leaves() if isinstance(node, Documents)))
 
     @property
     def documents_node(self) -> Documents | None:
-        """The only set of documents, or None where there is none or more than one."""
+        """The only `documents(...)` of this mask, or None if there are none or several."""
         return self.documents_nodes[0] if len(self.documents_nodes) == 1 else None
 
     @cached_property
     def batch_rows(self) -> int | None:
-        """How many batch rows have documents of their own; None where one mask serves all rows."""
+        """The number of batch rows with documents of their own, or None if one mask serves all rows."""
         rows = {node.rows for node in self.documents_nodes if node.rows is not None}
         if len(rows) > 1:
             raise ValueError(f"documents(lengths): masks for {sorted(rows)} batch rows cannot be combined")
@@ -168,6 +187,12 @@ class Mask:
 
     def check(self, q_tokens: int, k_tokens: int, batch: int, q_offset: int = 0) -> None:
         """Raise ValueError unless this mask fits queries and keys of these lengths.
+
+        Args:
+            q_tokens: The number of queries.
+            k_tokens: The number of keys.
+            batch: The number of batch rows.
+            q_offset: The position of the first query.
 
         >>> Mask.documents([2, 3]).check(6, 6, batch=1)
         Traceback (most recent call last):
@@ -189,7 +214,10 @@ class Mask:
             documents.check_lengths(q_tokens, k_tokens, q_offset)
 
     def positions_in_document(self, tokens: int) -> Array:
-        """Each query's place in its own document, for RoPE: `[tokens]`, or `[rows, tokens]`.
+        """Return each token's index in its own document, for RoPE: `[tokens]`, or `[batch rows, tokens]`.
+
+        Args:
+            tokens: The length of the sequence.
 
         >>> Mask.documents([2, 3]).positions_in_document(5).tolist()
         [0, 1, 0, 1, 2]
@@ -206,7 +234,7 @@ class Mask:
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        """This mask as a union of terms: a band on j - i, within documents, among first keys."""
+        """This mask as a union of terms, without terms that another one contains."""
         found: list[Term] = []
         for term in self._terms(self.documents_node):
             if any(term.within(other) for other in found):
@@ -215,13 +243,13 @@ class Mask:
         return tuple(found)
 
     def pack(self) -> tuple[str, list[Any]]:
-        """This mask as a text and the arrays of document lengths that the text refers to."""
+        """Return this mask as a text, and the arrays of document lengths that the text refers to by index."""
         arrays: list[Any] = []
         return self._pack(arrays), arrays
 
     @staticmethod
     def unpack(text: str, arrays: Sequence[Any]) -> Mask:
-        """The mask that `pack` took apart.
+        """Return the mask that `pack` encoded.
 
         >>> mask = Mask.causal() & Mask.documents([2, 3])
         >>> Mask.unpack(*mask.pack()) == mask
@@ -230,7 +258,7 @@ class Mask:
         return _unpack(json.loads(text), arrays)
 
     def canonical(self) -> Mask:
-        """The same mask in one form, however it was written: parts sorted, documents by their lengths; reads tensors.
+        """Return an equal mask in canonical form: parts sorted, documents as lengths. Reads tensors.
 
         >>> (Mask.from_cu_seqlens([0, 2, 5]) & Mask.causal()).canonical() == Mask.causal() & Mask.documents([2, 0, 3])
         True
@@ -241,19 +269,19 @@ class Mask:
         raise NotImplementedError
 
     def _order(self) -> tuple[Any, ...]:
-        """What parts of a canonical mask are sorted by: the kind, then what it holds."""
+        """Return the sort key of a part of a canonical mask: its kind, then its contents."""
         raise NotImplementedError
 
     def _leaves(self) -> Iterator[Mask]:
         yield self
 
     def document_tokens(self) -> set[int]:
-        """How many tokens the queries' documents of a batch row have; reads tensors."""
+        """Return the total lengths of the queries' documents, over all batch rows. Reads tensors."""
         return {int(n) for node in self.documents_nodes for n in np.atleast_2d(node._q).sum(axis=1)}
 
     @property
     def has_documents(self) -> bool:
-        """Whether it reads lengths, which may lie on a device and change."""
+        """Whether this mask has document lengths, which may be a tensor on a device."""
         return any(isinstance(node, Documents) for node in self._leaves())
 
     def _terms(self, documents: Documents | None) -> list[Term]:
@@ -265,7 +293,7 @@ class Mask:
 
 @dataclass(frozen=True, repr=False)
 class Band(Mask):
-    """`lo <= j - i <= hi`, None where there is no limit."""
+    """`lo <= j - i <= hi`; None means no limit."""
 
     lo: int | None
     hi: int | None
@@ -297,7 +325,7 @@ class Band(Mask):
         return 0, self.lo is None, self.lo or 0, self.hi is None, self.hi or 0
 
     def __le__(self, other: Band) -> bool:
-        """Whether the other one shows all that this one shows."""
+        """Whether every pair of this band is a pair of the other."""
         left = other.lo is None or (self.lo is not None and other.lo <= self.lo)
         return left and (other.hi is None or (self.hi is not None and self.hi <= other.hi))
 
@@ -334,10 +362,10 @@ class First(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
-    """Same document on both sides. Lengths are `[documents]` or `[rows, documents]`; 0 means no document.
+    """Query and key are in the same document. Lengths are `[documents]` or `[batch rows, documents]`; 0 is allowed.
 
-    With `cumulative` they are the cuts between documents instead, `[documents + 1]`. Errors speak of what the caller
-    gave, lengths or cuts: `from_cuts` where it was cuts.
+    With `cumulative`, `lengths` and `k_lengths` are cumulative lengths, `[documents + 1]`. `from_cuts` remembers, after
+    `canonical`, that the caller gave cumulative lengths, so that errors name the argument that the caller used.
     """
 
     lengths: Any
@@ -355,7 +383,7 @@ class Documents(Mask):
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         q, k = self._q, self._k
-        if self.rows is None:  # documents without tokens make no difference
+        if self.rows is None:  # empty documents change nothing, so equal masks must not differ by them
             some = (q > 0) | (k > 0)
             q, k = q[some], k[some]
         return self.pad, self.k_lengths is None, q.shape, q.tobytes(), k.tobytes()
@@ -397,16 +425,16 @@ class Documents(Mask):
 
     @cached_property
     def rows(self) -> int | None:
-        """How many batch rows have documents of their own."""
+        """The number of batch rows with documents of their own, or None."""
         return int(self.lengths.shape[0]) if len(self.lengths.shape) == 2 else None
 
     def q_cuts(self, batch: int) -> Array:
-        """Where the documents of the queries begin, and where the last one ends."""
+        """Return the first position of each document of the queries, and the end of the last one."""
         cuts: Array = self._cuts[0][batch if self.rows is not None else 0]
         return cuts
 
     def k_cuts(self, batch: int) -> Array:
-        """The same for the keys."""
+        """Return the first position of each document of the keys, and the end of the last one."""
         cuts: Array = self._cuts[1][batch if self.rows is not None else 0]
         return cuts
 
@@ -432,7 +460,7 @@ class Documents(Mask):
         return from_cumulative(lengths, name) if self.cumulative else on_host(lengths, name)
 
     def check_side(self, side: int, tokens: int) -> None:
-        """Raise ValueError unless the documents of the queries (0) or keys (1) add up to this many tokens."""
+        """Raise ValueError unless the documents of the queries (side 0) or keys (side 1) add up to `tokens`."""
         totals = np.atleast_2d(self._k if side else self._q).sum(axis=1)
         wrong = totals > tokens if self.pad else totals != tokens
         if wrong.any():
@@ -462,7 +490,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True, repr=False)
 class _Combination(Mask):
-    """Several masks as one."""
+    """Several masks, combined by `ufunc`."""
 
     parts: tuple[Mask, ...]
     kind: ClassVar[str]
@@ -489,7 +517,7 @@ class _Combination(Mask):
 
 
 class And(_Combination):
-    """All of them."""
+    """The intersection of several masks."""
 
     kind = "and"
     ufunc = np.logical_and
@@ -505,7 +533,7 @@ class And(_Combination):
 
 
 class Or(_Combination):
-    """Any of them."""
+    """The union of several masks."""
 
     kind = "or"
     ufunc = np.logical_or
@@ -544,15 +572,19 @@ def _combine(kind: type[And] | type[Or], left: Mask, right: Mask) -> Mask:
 
 
 def _simplified(kind: type[_Combination], parts: Sequence[Mask], read: bool = False) -> Mask:
-    """A combination without parts that change nothing, in the order of the rest; a single part by itself.
+    """Return a combination without redundant parts, in order; a single part is returned by itself.
 
-    Documents stay: `first(..., per_document=True)` elsewhere may speak of them, and their lengths have to be checked.
-    Their tensors are compared only where they may be read.
+    Documents stay: a `first(..., per_document=True)` may refer to them, and their lengths must be checked.
+
+    Args:
+        kind: The class of the combination.
+        parts: The parts to combine.
+        read: Whether to compare documents, which reads their tensors.
     """
     kept: list[Mask] = []
     for part in parts:
         place = len(kept)
-        for n in range(len(kept) - 1, -1, -1):  # a wide band may take the place of several
+        for n in range(len(kept) - 1, -1, -1):  # one wide band may replace several
             merged = _merged(kind, kept[n], part, read)
             if merged is not None:
                 part, place = merged, n
@@ -565,7 +597,7 @@ def _simplified(kind: type[_Combination], parts: Sequence[Mask], read: bool = Fa
 
 
 def _merged(kind: type[_Combination], a: Mask, b: Mask, read: bool) -> Mask | None:
-    """Two parts as one, or None where both are needed."""
+    """Return one part that replaces two, or None if both are needed."""
     if a is b:
         return a
     if isinstance(a, Band) and isinstance(b, Band):

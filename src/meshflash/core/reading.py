@@ -1,6 +1,6 @@
-"""Reading files that somebody else may have written: bounded in memory, and every error names the file.
+"""Read untrusted files: memory is bounded, and every error names the file.
 
-JSON and TOML execute nothing, but a sparse file of a terabyte or a million brackets would end the process.
+JSON and TOML execute nothing, but a sparse file of a terabyte or a million nested brackets would end the process.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import stat
 from pathlib import Path
 from typing import Any
 
-#: Bytes that a file of JSON may have where its reader names no other limit.
+#: The default limit on the size of a JSON file, in bytes.
 MOST_BYTES = 1 << 28
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a file; ValueError, before they are read, where they are more than `most`."""
+    """Return the bytes of a file; raise ValueError if there are more than `most`, without reading them all."""
     with path.open("rb") as file:
-        data = bytearray()  # in blocks, as asking for `most` bytes at once would take them
-        while os.fstat(file.fileno()).st_size <= most and len(data) <= most:  # a pipe has no size
+        data = bytearray()  # in blocks: asking for `most` bytes at once would allocate them
+        while os.fstat(file.fileno()).st_size <= most and len(data) <= most:  # a pipe has no size, so count as well
             block = file.read(1 << 20)
             if not block:
                 return bytes(data)
@@ -28,7 +28,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
-    """Return the value of a JSON file; ValueError names a file that holds none, or is too large or too deep.
+    """Return the value of a JSON file; raise ValueError if it is not JSON, too large or nested too deeply.
 
     >>> read_json(Path("/dev/null"))
     Traceback (most recent call last):
@@ -44,7 +44,13 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
 
 
 def read_object(path: Path, expected: str, most: int = MOST_BYTES) -> dict[str, Any]:
-    """Return the object of a JSON file. ValueError names the file where it is something else than `expected`."""
+    """Return the object of a JSON file; raise ValueError if it holds another type.
+
+    Args:
+        path: The file.
+        expected: What the file should hold, for the error message.
+        most: The limit on its size, in bytes.
+    """
     try:
         found = read_json(path, most)
     except OSError as error:
@@ -57,7 +63,7 @@ def read_object(path: Path, expected: str, most: int = MOST_BYTES) -> dict[str, 
 
 
 def is_plain(name: Any) -> bool:
-    """Whether a name is that of something directly in a folder, and not a path.
+    """Whether a name is a plain file name: no path, and neither "." nor "..".
 
     >>> [is_plain(name) for name in ("a.bin", "..", "../a.bin", "/a.bin", "", 5)]
     [True, False, False, False, False, False]
@@ -66,9 +72,9 @@ def is_plain(name: Any) -> bool:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """Return a regular file of a folder by its plain name; ValueError for a path, a link out of it, or a device.
+    """Return the path of a regular file in a folder; raise ValueError for a path, a link out of it, or a device.
 
-    OSError where it is missing. Folders may themselves be links.
+    Raise OSError if the file is missing. The folder itself may be a link.
 
     >>> inside(Path("data"), "../secrets")
     Traceback (most recent call last):
@@ -80,6 +86,6 @@ def inside(folder: Path, name: Any) -> Path:
     if path.is_symlink() and path.resolve().parent != folder.resolve():
         raise ValueError(f"{path}: a link out of its folder; put the file itself there")
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe would wait for a writer
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe would block until it has a writer
         raise ValueError(f"{path}: a pipe or a device, not a file")
     return path

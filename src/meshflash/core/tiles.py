@@ -1,8 +1,17 @@
 """Tiles: a mask over given query and key rows, as the worklist that kernels walk.
 
-A worklist has two tables. `by_query` cuts the query rows into disjoint segments, each with an ordered
-list of key spans; `by_key` is the transpose, made from the mask in the same way and not from the
-first table. Work is O(documents x ranges), in numpy. No kernel and no schedule is known here.
+A worklist has two tables. `by_query` cuts the query rows into disjoint segments, each with an ordered list of key
+spans; `by_key` is the transpose, for gradients of keys. Both are built from the mask by the same code, with the roles
+of the two sides exchanged. Building takes O(documents x ranges), in numpy. Kernels and schedules are not known here.
+
+    keys ->      span 0 (full)   span 1 (band: lo <= j - i <= hi)
+    segment 0   [############]  [##.         ]
+    segment 1   [############]  [####.       ]
+
+How a table is built (`_build_row`): cut the rows where a term of the mask changes (`_cuts`, `_split`); for each segment
+take the interval of each term (`_intervals`); turn overlapping intervals into disjoint ones with one band each
+(`_sweep`); intersect them with the ranges of the other side (`_intersect`); drop spans that no pair falls into; merge
+neighbours.
 """
 
 from __future__ import annotations
@@ -21,12 +30,12 @@ from meshflash.core.mask import BoolArray, Mask
 from meshflash.core.terms import Term
 
 Int32 = npt.NDArray[np.int32]
-#: Rows, positions and indices: int64, or int32 where there are many.
+#: Rows, positions and indices: int64, or int32 after narrowing.
 Ints = npt.NDArray[np.signedinteger[Any]]
 
-#: Columns of `Table.segments`.
+#: The columns of `Table.segments`.
 SEGMENT = ("batch", "row", "rows", "position", "step")
-#: Columns of `Table.spans`.
+#: The columns of `Table.spans`.
 SPAN = ("row", "rows", "position", "step", "lo", "hi")
 
 
@@ -34,11 +43,11 @@ SPAN = ("row", "rows", "position", "step", "lo", "hi")
 class Table:
     """Disjoint segments of rows, each with an ordered list of spans of the other side, in CSR form.
 
-    `segments[s]` is (batch, row, rows, position, step): local rows `row .. row + rows`, at positions
-    `position + step * n`, of one batch row or of all (-1). `spans[indptr[s]:indptr[s + 1]]` are its
-    (row, rows, position, step, lo, hi): the tile shows the pairs with `lo <= j - i <= hi`, where i is
-    the query's position and j the key's in both tables. A side that cannot bind is +-UNBOUNDED. Where
-    neither binds, spans of several ranges may be fused, and positions then mean nothing.
+    `segments[s]` is (batch, row, rows, position, step): local rows `row .. row + rows` at positions
+    `position + step * n`, of one batch row or of all of them (-1). Its spans are `spans[indptr[s]:indptr[s + 1]]`,
+    each (row, rows, position, step, lo, hi): the tile has the pairs with `lo <= j - i <= hi`, where i is the position of
+    the query and j that of the key, in both tables. A limit that cannot exclude a pair of the tile is +-UNBOUNDED. If
+    both are, spans of several ranges may be merged; their `position` and `step` are then meaningless.
     """
 
     segments: Int32
@@ -51,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Query rows x key rows; where `causal`, row r of the rectangle sees its first r + 1 keys."""
+    """Query rows x key rows of one batch row (-1: all). If `causal`, row r sees the first r + 1 keys; else all keys."""
 
     batch: int
     q: slice
@@ -61,7 +70,7 @@ class Rectangle:
 
 @dataclass(frozen=True, eq=False)
 class Worklist:
-    """What one device has to compute: the pairs of these query and key rows that the mask shows.
+    """The tiles of one attention step: all visible pairs of given query and key rows. `worklist` makes and caches it.
 
     >>> work = worklist(Mask.causal(), (range(0, 4),), (range(0, 4),))
     >>> work.by_query.spans.tolist(), work.pairs
@@ -75,25 +84,25 @@ class Worklist:
 
     @cached_property
     def by_query(self) -> Table:
-        """Segments of query rows with spans of key rows: together they hold every query row once."""
+        """Segments of query rows with spans of key rows; every query row is in one segment."""
         return _build(self.mask, self.q_ranges, self.k_ranges, False, self.exact_positions)
 
     @cached_property
     def by_key(self) -> Table:
-        """Segments of key rows with spans of query rows: together they hold every key row once."""
+        """Segments of key rows with spans of query rows; every key row is in one segment."""
         return _build(self.mask, self.k_ranges, self.q_ranges, True, self.exact_positions)
 
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...] | None:
-        """The same pairs as plain rectangles, for kernels that know nothing of positions; None where there are none.
+        """The same pairs as full or causal rectangles, for kernels without positions, or None if impossible.
 
-        There are none where a band has a left limit, or where the steps of the two sides differ.
+        It is impossible if a band has a left limit, or if the steps of the two sides differ.
         """
         return _rectangles(self.by_query)
 
     @cached_property
     def disjoint(self) -> bool:
-        """Whether no query row and no key row takes part in two rectangles."""
+        """Whether rectangles exist, and no query row and no key row is in two of them."""
         if self.rectangles is None:
             return False
         for side in ("q", "k"):
@@ -104,7 +113,7 @@ class Worklist:
 
     @cached_property
     def pairs(self) -> int:
-        """How many (query, key) pairs are visible, for one head; summed over the mask's batch rows."""
+        """The number of visible (query, key) pairs of one head, summed over the mask's batch rows."""
         return int(sum(n.sum() for _, _, n in _span_counts(self.by_query)))
 
 
@@ -112,16 +121,24 @@ class Worklist:
 def worklist(
     mask: Mask, q_ranges: tuple[range, ...], k_ranges: tuple[range, ...], exact_positions: bool = False
 ) -> Worklist:
-    """The worklist of a mask over these rows; cached, so that the layers of a model share one.
+    """Return the worklist of a mask over some rows; cached, so that the layers of a model share one.
 
-    With `exact_positions` every span keeps true positions (ALiBi and dropout read them); without,
-    spans that are wholly visible are fused across ranges.
+    Args:
+        mask: The mask.
+        q_ranges: The positions of the query rows.
+        k_ranges: The positions of the key rows.
+        exact_positions: Keep true positions in every span, which ALiBi and dropout read. Otherwise fully visible spans
+            are merged across ranges.
     """
     return Worklist(mask, q_ranges, k_ranges, exact_positions)
 
 
 def visible_per_query(mask: Mask, tokens: int) -> Array:
-    """How many keys each query sees in a sequence of this length, summed over the mask's batch rows.
+    """Return the number of keys that each query sees, summed over the mask's batch rows.
+
+    Args:
+        mask: The mask.
+        tokens: The length of the sequence.
 
     >>> visible_per_query(Mask.causal(), 4).tolist()
     [1, 2, 3, 4]
@@ -135,10 +152,15 @@ def visible_per_query(mask: Mask, tokens: int) -> Array:
 
 
 def seen(mask: Mask, ranges: Sequence[range], by_key: bool = False) -> list[tuple[int, int]]:
-    """Which positions of keys these queries see, or with `by_key` which queries see these keys.
+    """Return the positions of keys that some queries see, as sorted disjoint intervals `[lo, hi)`.
 
-    Sorted intervals `[lo, hi)`, of any batch row. They may hold a few positions more, where queries that
-    lie apart look through a window narrower than the distance between them.
+    The result covers all batch rows. It may hold a few positions too many: between queries with a step, a window
+    narrower than the step leaves gaps, which are not cut out.
+
+    Args:
+        mask: The mask.
+        ranges: The positions of the queries, or of the keys.
+        by_key: Return the positions of queries that see some keys instead.
 
     >>> seen(Mask.causal() & (Mask.window(2, 0) | Mask.first(1)), [range(8, 12)])
     [(0, 1), (6, 12)]
@@ -162,7 +184,7 @@ def seen(mask: Mask, ranges: Sequence[range], by_key: bool = False) -> list[tupl
 
 
 def _span_counts(table: Table) -> list[tuple[int, int, Array]]:
-    """For each span of a by-query table: first row, rows, and how many keys each of them sees."""
+    """Return, for each span of a by-query table: the first row, the rows, and the number of keys that each row sees."""
     out = []
     for s in range(len(table)):
         _, row, rows, position, step = (int(x) for x in table.segments[s])
@@ -175,6 +197,7 @@ def _span_counts(table: Table) -> list[tuple[int, int, Array]]:
 
 
 def _rectangles(table: Table) -> tuple[Rectangle, ...] | None:
+    """Return the tiles of a by-query table as full and causal rectangles, or None if a tile is neither."""
     out = []
     for s, (batch, row, rows, position, step) in enumerate(table.segments.tolist()):
         for k_row, k_rows, k_position, k_step, lo, hi in table.spans[table.indptr[s] : table.indptr[s + 1]].tolist():
@@ -183,7 +206,8 @@ def _rectangles(table: Table) -> tuple[Rectangle, ...] | None:
                 continue
             if lo > -UNBOUNDED or step != k_step:
                 return None
-            # in rows: query r sees keys up to r + shift
+            # In rows instead of positions: query row r sees key rows up to r + shift. The keys before the diagonal are a
+            # full rectangle, the rest a causal one; queries before the diagonal see nothing.
             shift = (hi + position - k_position) // step
             q_row, whole = row + max(0, -shift), max(0, shift)
             if whole:
@@ -193,9 +217,10 @@ def _rectangles(table: Table) -> tuple[Rectangle, ...] | None:
 
 
 def _staircase(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Causal squares down a diagonal, with all that lies below them, as one causal square.
+    """Merge two causal squares on a diagonal and the full rectangle below the first into one causal square.
 
-    A rank's own rows are this under a causal mask, however many ranges they come from.
+    Under a causal mask, a rank's own rows form such a staircase, from however many ranges they come. Merging lets a
+    kernel take them in one call.
     """
     out: list[Rectangle] = []
     for r in rectangles:
@@ -204,10 +229,10 @@ def _staircase(rectangles: list[Rectangle]) -> list[Rectangle]:
             continue
         upper, below, lower = out[-3:]
         corner, step = (upper.q.stop, upper.k.start, upper.k.stop), (lower.q, lower.k.start)
-        fits = (below.q.start, below.k.start, below.k.stop) == corner and (below.q, below.k.stop) == step
+        adjacent = (below.q.start, below.k.start, below.k.stop) == corner and (below.q, below.k.stop) == step
         square = all(side.q.stop - side.q.start == side.k.stop - side.k.start for side in (upper, lower))
-        same = upper.batch == below.batch == lower.batch
-        if fits and square and same and upper.causal and lower.causal and not below.causal:
+        same_batch = upper.batch == below.batch == lower.batch
+        if adjacent and square and same_batch and upper.causal and lower.causal and not below.causal:
             q, k = slice(upper.q.start, lower.q.stop), slice(upper.k.start, lower.k.stop)
             out[-3:] = [Rectangle(upper.batch, q, k, True)]
     return out
@@ -215,7 +240,7 @@ def _staircase(rectangles: list[Rectangle]) -> list[Rectangle]:
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs of rows at affine positions: row, rows, first position, step; one entry each."""
+    """Runs of rows at affine positions, one array entry for each run: first row, rows, first position, step."""
 
     row: Ints
     rows: Ints
@@ -230,12 +255,12 @@ class _Runs:
         return _Runs(self.row[index], self.rows[index], self.position[index], self.step[index])
 
     def narrow(self) -> _Runs:
-        """The same in int32."""
+        """Return the runs in int32."""
         row, rows, position, step = (x.astype(np.int32) for x in (self.row, self.rows, self.position, self.step))
         return _Runs(row, rows, position, step)
 
     def part(self, begin: Ints, end: Ints) -> _Runs:
-        """The rows from begin to end of each run."""
+        """Return rows `begin .. end` of each run, counted within the run."""
         return _Runs(self.row + begin, end - begin, self.position + self.step * begin, self.step)
 
     @staticmethod
@@ -251,7 +276,7 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Spans:
-    """Spans of the column side with the segment they belong to and their band on `column - row`."""
+    """Spans of the column side, each with its segment and its band `lo <= column - row <= hi` on positions."""
 
     segment: Ints
     runs: _Runs
@@ -264,11 +289,16 @@ class _Spans:
         return _Spans(self.segment[index], self.runs.take(index), self.lo[index], self.hi[index])
 
     def in_order(self) -> _Spans:
-        """By segment, then by row."""
+        """Sort by segment, then by row."""
         return self.take(np.lexsort((self.runs.row, self.segment)))
 
-    def join(self, continued: bool) -> _Spans:
-        """Neighbours as one: those whose positions continue under the same band, or any wholly visible."""
+    def merge(self, continued: bool) -> _Spans:
+        """Merge neighbouring spans of a segment.
+
+        Args:
+            continued: Merge spans whose positions continue under the same band; otherwise merge fully visible spans,
+                whatever their positions.
+        """
         runs, lo, hi = self.runs, self.lo, self.hi
         joined = (self.segment[1:] == self.segment[:-1]) & (runs.row[1:] == runs.row[:-1] + runs.rows[:-1])
         joined &= (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
@@ -285,6 +315,7 @@ class _Spans:
 
 
 def _build(mask: Mask, row_ranges: Sequence[range], column_ranges: Sequence[range], by_key: bool, exact: bool) -> Table:
+    """Build a table; rows are queries and columns keys, or the reverse with `by_key`. Batch rows are concatenated."""
     for r in (*row_ranges, *column_ranges):
         if r.step < 1 or r.start < 0 or r.stop > UNBOUNDED:
             raise ValueError(f"worklist(ranges): {r} runs backwards, begins below 0 or ends beyond {UNBOUNDED}")
@@ -307,20 +338,22 @@ def _build(mask: Mask, row_ranges: Sequence[range], column_ranges: Sequence[rang
 
 
 def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs, by_key: bool, exact: bool) -> Table:
-    """The table of one batch row. Bands are kept on `column - row` until the end."""
+    """Build the table of one batch row. Bands are on `column - row` until the end, whichever side is the row."""
     segments = _split(rows, _cuts(terms, batch, by_key))
     lo, hi = _intervals(terms, batch, segments.position, by_key)
     bands = [(-t.hi, -t.lo) if by_key else (t.lo, t.hi) for t in terms]
     segment, lo, hi, band_lo, band_hi = _sweep(lo, hi, bands)
+    # A segment reaches no further than its first row's band on the left and its last row's band on the right.
     lo = np.maximum(lo, segments.position[segment] + band_lo)
     hi = np.minimum(hi, segments.last[segment] + band_hi + 1)
-    # from here on there may be documents x ranges of everything, and half the width is half the time
+    # From here on arrays may have documents x ranges entries; int32 halves the memory traffic.
     lo, hi, band_lo, band_hi = (np.clip(x, -UNBOUNDED, UNBOUNDED).astype(np.int32) for x in (lo, hi, band_lo, band_hi))
     segments = segments.narrow()
     which, runs = _intersect(columns.narrow(), lo, hi)
     spans = _Spans(segment[which], runs, band_lo[which], band_hi[which])
 
-    # the steps reach distances from `near` to `far`, `stride` apart: one of them must lie in the band
+    # Distances between columns and rows of a span run from `near` to `far` in steps of `stride`. Drop spans none of
+    # whose distances lie in the band: `reached` is the first distance that is at least the band's lower limit.
     near = runs.position - segments.last[spans.segment]
     far = runs.last - segments.position[spans.segment]
     reached = np.maximum(near, spans.lo)
@@ -332,14 +365,15 @@ def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs,
     spans = spans.take((runs.rows > 0) & (reached <= np.minimum(far, spans.hi)))
     if len(terms) > 1 or (np.diff(columns.row) < 0).any():
         spans = spans.in_order()
-    spans = spans.join(continued=True)
+    spans = spans.merge(continued=True)
 
+    # A limit that no pair of the span can exceed is dropped, so that kernels skip the comparison.
     near = spans.runs.position - segments.last[spans.segment]
     far = spans.runs.last - segments.position[spans.segment]
     spans.lo[spans.lo <= near] = -UNBOUNDED
     spans.hi[spans.hi >= far] = UNBOUNDED
     if not exact:
-        spans = spans.join(continued=False)
+        spans = spans.merge(continued=False)
     runs, band_lo, band_hi = spans.runs, spans.lo, spans.hi
     if by_key:
         band_lo, band_hi = -band_hi, -band_lo
@@ -352,7 +386,7 @@ def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs,
 
 
 def _cuts(terms: tuple[Term, ...], batch: int, by_key: bool) -> Ints:
-    """The positions of the row side where what a term shows can change."""
+    """Return the positions of the row side at which the interval of a term may change: a segment never crosses one."""
     cuts = [np.zeros(0, np.int64)]
     for term in terms:
         for documents in term.documents:
@@ -366,7 +400,7 @@ def _cuts(terms: tuple[Term, ...], batch: int, by_key: bool) -> Ints:
 
 
 def _split(runs: _Runs, cuts: Ints) -> _Runs:
-    """The runs, cut at these positions."""
+    """Cut runs at some positions."""
     first = np.searchsorted(cuts, runs.position, "right")
     pieces = np.searchsorted(cuts, runs.last, "right") - first + 1
     run, piece = expand(pieces)
@@ -379,7 +413,7 @@ def _split(runs: _Runs, cuts: Ints) -> _Runs:
 
 
 def _intervals(terms: tuple[Term, ...], batch: int, position: Ints, by_key: bool) -> tuple[Ints, Ints]:
-    """For each segment and term, the interval of the column side, its band aside: [segments, terms]."""
+    """Return lo and hi, [segments, terms]: the column interval of each segment and term, without the band."""
     lo = np.zeros((len(position), len(terms)), np.int64)
     hi = np.full_like(lo, UNBOUNDED)
     for t, term in enumerate(terms):
@@ -406,7 +440,11 @@ def _intervals(terms: tuple[Term, ...], batch: int, position: Ints, by_key: bool
 
 
 def _sweep(lo: Ints, hi: Ints, bands: list[tuple[int, int]]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Disjoint (segment, lo, hi, band_lo, band_hi) from the terms' overlapping intervals."""
+    """Turn the terms' overlapping intervals into disjoint (segment, lo, hi, band_lo, band_hi).
+
+    Between two neighbouring end points the set of active terms is constant. The union of their bands is one band, or a
+    few disjoint ones, so no pair is in two tiles.
+    """
     points = np.sort(np.concatenate([lo, hi], axis=1), axis=1)
     left, right = points[:, :-1], points[:, 1:]
     active = (lo[:, None, :] <= left[:, :, None]) & (right[:, :, None] <= hi[:, None, :])
@@ -425,7 +463,7 @@ def _sweep(lo: Ints, hi: Ints, bands: list[tuple[int, int]]) -> tuple[Ints, Ints
 
 
 def _union(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Intervals of integers as disjoint, non-touching intervals."""
+    """Merge closed intervals of integers that overlap or touch."""
     out: list[tuple[int, int]] = []
     for lo, hi in sorted(bands):
         if out and lo <= out[-1][1] + 1:
@@ -436,7 +474,7 @@ def _union(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _intersect(columns: _Runs, lo: Ints, hi: Ints) -> tuple[Ints, _Runs]:
-    """The rows of each run that lie in each interval [lo, hi): (which interval, rows); some have none."""
+    """Return (interval index, rows) for each run and interval [lo, hi) that may overlap; some results are empty."""
     first = np.searchsorted(np.maximum.accumulate(columns.last), lo, "left")
     count = np.searchsorted(columns.position, hi, "left") - first
     interval, nth = expand(np.maximum(count, 0))
@@ -447,12 +485,12 @@ def _intersect(columns: _Runs, lo: Ints, hi: Ints) -> tuple[Ints, _Runs]:
 
 
 def _row_at(runs: _Runs, position: Ints) -> Ints:
-    """The first row, counted from the run's own, at or after a position; may lie outside the run."""
+    """Return the first row at or after a position, counted from the start of the run; may lie outside of the run."""
     return -((runs.position - position) // runs.step)
 
 
 def _fuse_segments(table: Table) -> Table:
-    """Neighbouring segments that see the same spans, all of them wholly, as one."""
+    """Merge neighbouring segments that see the same spans, all of them fully."""
     segments, spans, indptr, counts = table.segments, table.spans, table.indptr, np.diff(table.indptr)
     if not len(spans):
         first = np.zeros((len(segments), 2), np.int32)
@@ -480,7 +518,7 @@ def _all_same(values: Ints) -> bool:
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:
-    """(owner, number within the owner) for `counts[owner]` items of each owner."""
+    """Return (owner, index within the owner) for `counts[owner]` items of each owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
