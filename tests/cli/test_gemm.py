@@ -111,7 +111,7 @@ def test_one_process_plays_all_ranks(tmp_path, collective):
     if collective == "all_scatter":
         assert "rank 2, tile 0: sent" in picture.read_text()
     else:  # its product is that of `matmul`
-        assert "no picture: no tile has a moment to draw; try --variant epilogue" in done.output
+        assert "no picture: no tile has an event to draw; try --variant epilogue" in done.output
         assert not picture.exists()
 
 

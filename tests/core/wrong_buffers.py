@@ -315,12 +315,12 @@ WRONG: list[Wrong] = [
             change(5, recvs=(Part(1, k("dkv.0")), Part(1, k("dkv.0")))),
             "is written and also used by the same step",
         ),
-        ("sent and received into", RING_B, change(5, recvs=(Part(1, k("dkv.1")),)), "is written and used otherwise"),
+        ("sent and received into", RING_B, change(5, recvs=(Part(1, k("dkv.1")),)), "is written and also used"),
         (
             "copied onto itself",
             RING_B,
             insert(5, Copy(k("dkv.1", (0, 2)), k("dkv.1", (1, 3)))),
-            "is written and used otherwise",
+            "is written and also used",
         ),
         (
             "received into some heads",
@@ -332,7 +332,7 @@ WRONG: list[Wrong] = [
             "received into an output",
             RING_B,
             insert(6, Post("x", (), (Part(1, k("dkv")),))),
-            "messages arrive in scratch",
+            "receive into a scratch buffer instead",
         ),
         (
             "received into what becomes an output",

@@ -157,8 +157,8 @@ def test_what_nobody_computes_is_seen() -> None:
     programs[1] = replace(programs[1], steps=programs[1].steps[:last] + programs[1].steps[last + 1 :])
     text = coverage_text(programs, problem)
     assert [row[:4] for row in read_text(text)[1][4:]] == [["?"] * 4] * 4
-    assert "nobody computes it" in text
-    assert "computed by nobody" in coverage_svg(programs, problem)
+    assert "no rank computes it" in text
+    assert "computed by no rank" in coverage_svg(programs, problem)
     assert "?" not in coverage_text(*made("ring", 8, 2))
 
 
@@ -337,5 +337,5 @@ def test_timeline_text_is_as_it_should_be() -> None:
         "       0       2 s     4 s     6 s   8 s",
         "",
         "measured: total 8 s, efficiency 62.5%, exposed comm 2 s (rank 0)",
-        "0-9a-z: attend step   .: waiting   <==: a move",
+        "0-9a-z: attend step   .: exposed comm   <==: communication",
     ]

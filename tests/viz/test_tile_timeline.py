@@ -44,5 +44,5 @@ def test_many_tiles_are_one_shape_of_each_kind():
 
 
 def test_nothing_to_draw_is_an_error():
-    with pytest.raises(ValueError, match="no tile has a moment"):
+    with pytest.raises(ValueError, match="no tile has an event"):
         picture({0: [[0, 0, 0]]}, "")

@@ -45,9 +45,9 @@ class Table:
 
     `segments[s]` is (batch, row, rows, position, step): local rows `row .. row + rows` at positions
     `position + step * n`, of one batch row or of all of them (-1). Its spans are `spans[indptr[s]:indptr[s + 1]]`,
-    each (row, rows, position, step, lo, hi): the tile has the pairs with `lo <= j - i <= hi`, where i is the position of
-    the query and j that of the key, in both tables. A limit that cannot exclude a pair of the tile is +-UNBOUNDED. If
-    both are, spans of several ranges may be merged; their `position` and `step` are then meaningless.
+    each (row, rows, position, step, lo, hi): the tile has the pairs with `lo <= j - i <= hi`, where i is the position
+    of the query and j that of the key, in both tables. A limit that cannot exclude a pair of the tile is +-UNBOUNDED.
+    If both are, spans of several ranges may be merged; their `position` and `step` are then meaningless.
     """
 
     segments: Int32
@@ -206,7 +206,7 @@ def _rectangles(table: Table) -> tuple[Rectangle, ...] | None:
                 continue
             if lo > -UNBOUNDED or step != k_step:
                 return None
-            # In rows instead of positions: query row r sees key rows up to r + shift. The keys before the diagonal are a
+            # In rows instead of positions: query row r sees key rows up to r + shift. Keys before the diagonal are a
             # full rectangle, the rest a causal one; queries before the diagonal see nothing.
             shift = (hi + position - k_position) // step
             q_row, whole = row + max(0, -shift), max(0, shift)

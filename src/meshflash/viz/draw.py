@@ -1,7 +1,6 @@
-"""Pictures of programs: who computes what, and when; in characters for a terminal, in SVG for a page.
+"""Pictures of programs, as text for a terminal and as SVG: coverage (which step computes what) and timelines (when).
 
-Two kinds, each in both forms: the coverage of the query x key square, and a timeline, simulated or measured.
-Both number a rank's attend steps in their order. How the SVG looks is in `svg`.
+Both number the attend steps of a rank in order. `svg` draws the SVG.
 """
 
 from __future__ import annotations
@@ -15,17 +14,22 @@ from meshflash.viz import shapes, svg
 from meshflash.viz.coverage import HIDDEN, MISSING, Grid, grids, head_sets, headline
 from meshflash.viz.timeline import Event, Timeline, in_words
 
-#: Numbers in one character each; what comes after is MORE.
+#: Step numbers and ranks as one character; larger ones are MORE.
 NUMBERS, MORE = digits + ascii_lowercase, "+"
-#: Panels for several sets of heads are at least so wide, and stand so far apart.
+#: The smallest width of a panel for one set of heads, and the gap between panels, in characters.
 MIN_PANEL, GAP = 12, 2
 
 
 def coverage_text(programs: Sequence[Program], problem: Problem, width: int = 48) -> str:
-    """The query x key square in characters: at which of its rank's attend steps each cell is computed.
+    """Return the query x key matrix as text: each cell is the index of the attend step that computes it.
 
-    A row stands for queries of the rank at its left, a column for keys of the rank above it. `width` is that
-    of the square; where steps take only some of the heads, there is a panel for each set of heads.
+    A row stands for queries of the rank at its left, a column for keys of the rank above it. If steps take only some of
+    the heads, there is a panel for each set of heads.
+
+    Args:
+        programs: One program for each rank.
+        problem: The problem that the programs solve.
+        width: The width of the matrix, in characters.
 
     >>> from meshflash.core.layout import Layout
     >>> from meshflash.core.mask import Mask
@@ -55,12 +59,17 @@ def coverage_text(programs: Sequence[Program], problem: Problem, width: int = 48
         legend.append(f"{MORE}: {len(NUMBERS)} or more")
     legend.append(".: nothing visible")
     if any((panel.rank == MISSING).any() for panel in panels):
-        legend.append("?: nobody computes it")
+        legend.append("?: no rank computes it")
     return "\n".join([*lines, "", "   ".join(legend)])
 
 
 def timeline_text(timeline: Timeline, width: int = 72) -> str:
-    """The timeline in characters: for each rank a line of attend steps, with dots where it waits, and one of moves."""
+    """Return a timeline as text: for each rank a line of attend steps, with dots while it waits, and a line of moves.
+
+    Args:
+        timeline: The timeline.
+        width: The width of the time axis, in characters.
+    """
     total, lines = timeline.total, [timeline.title, ""]
     margin = len(_label("", timeline.world)) - 1
     for rank in range(timeline.world):
@@ -78,21 +87,33 @@ def timeline_text(timeline: Timeline, width: int = 72) -> str:
         mark = in_words(total * n / 4)
         marks = marks.ljust(width * n // 4) + mark if n < 4 else marks.ljust(width + 1 - len(mark)) + mark
     lines += [" " * margin + "".join(axis), " " * margin + marks]
-    return "\n".join([*lines, "", timeline.summary, "0-9a-z: attend step   .: waiting   <==: a move"])
+    return "\n".join([*lines, "", timeline.summary, "0-9a-z: attend step   .: exposed comm   <==: communication"])
 
 
 def coverage_svg(programs: Sequence[Program], problem: Problem) -> str:
-    """The query x key square as an SVG file, coloured by the attend step that computes each cell."""
+    """Return the query x key matrix as an SVG file, coloured by the attend step that computes each cell.
+
+    Args:
+        programs: One program for each rank.
+        problem: The problem that the programs solve.
+    """
     return shapes.document(svg.coverage(programs, problem))
 
 
 def timeline_svg(timeline: Timeline) -> str:
-    """The timeline as an SVG file: for each rank a lane of attend steps and a thin one of moves."""
+    """Return a timeline as an SVG file: for each rank a lane of attend steps and a thin lane of communication."""
     return shapes.document(svg.timeline(timeline))
 
 
 def picture_svg(programs: Sequence[Program], problem: Problem, *timelines: Timeline, title: str = "") -> str:
-    """All in one SVG file, the coverage left and the timelines right."""
+    """Return one SVG file with the coverage on the left and the timelines on the right.
+
+    Args:
+        programs: One program for each rank.
+        problem: The problem that the programs solve.
+        timelines: The timelines to draw.
+        title: The title above the picture.
+    """
     drawings = [svg.coverage(programs, problem), *map(svg.timeline, timelines)]
     return shapes.document(shapes.beside(drawings, title))
 
@@ -102,14 +123,14 @@ def _character(n: int) -> str:
 
 
 def _label(text: str, world: int) -> str:
-    """What stands at the left of a line: 8 characters, but for very many ranks."""
+    """Return the label at the left of a line, 8 characters wide, or more for very many ranks."""
     return text.ljust(max(7, len(f"rank {world - 1}"))) + "|"
 
 
 def _panels(panels: list[Grid], columns: int, world: int) -> list[str]:
-    """Panels side by side; they have the same rows and columns."""
+    """Return the lines of panels side by side; all have the same rows and columns."""
     q, k = panels[0].q, panels[0].k
-    # characters are twice as high as wide: with room to spare, cells are about square
+    # Characters are twice as high as wide: if the width allows, a space after each cell makes cells about square.
     join = " " if len(k) * 2 <= columns else ""
     wide = max(len(k) * (1 + len(join)), MIN_PANEL) if len(panels) > 1 else columns
 
@@ -118,7 +139,7 @@ def _panels(panels: list[Grid], columns: int, world: int) -> list[str]:
 
     blank = _label("", world).replace("|", " ")
     out = []
-    if panels[0].heads != (0, max(panel.heads[1] for panel in panels)) or panels[0].abroad:
+    if panels[0].heads != (0, max(panel.heads[1] for panel in panels)) or panels[0].computed_elsewhere:
         out.append(line(blank, [panel.caption for panel in panels]))
     keys = join.join(map(_character, k.ranks.tolist()))
     out.append(line("keys of".ljust(len(blank)), [keys] * len(panels)))
@@ -136,7 +157,7 @@ def _column(seconds: float, total: float, width: int) -> int:
 
 
 def _bar(marks: list[tuple[str, Event]], total: float, width: int) -> list[str]:
-    """Events in characters: in each column what fills most of it."""
+    """Return events as characters: each column shows the event that fills most of it."""
     out, filled = [" "] * width, [0.0] * width
     marks = [(mark, event) for mark, event in marks if event.seconds]
     for mark, event in marks:
@@ -145,7 +166,7 @@ def _bar(marks: list[tuple[str, Event]], total: float, width: int) -> list[str]:
             share = (min(event.end, end) - max(event.begin, begin)) / (end - begin)
             if share > filled[column]:
                 filled[column], out[column] = share, mark
-    # what fills no column most is seen all the same, unless it would be in place of another's only one
+    # An event that fills no column most still gets one, unless it would replace the only column of another event.
     for mark, event in marks:
         column = _column((event.begin + event.end) / 2, total, width)
         if mark not in (*out, ".") and (out[column] in " ." or out.count(out[column]) > 1):

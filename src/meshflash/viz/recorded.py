@@ -1,4 +1,4 @@
-"""Timelines of real runs, from the files that MESHFLASH_TRACE leaves."""
+"""Measured timelines, from the files that ranks write under MESHFLASH_TRACE."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from meshflash.core.reading import read_object
 from meshflash.viz.timeline import Event, Timeline
 
-#: Bytes of one rank's trace.
+#: The limit on the size of one rank's trace, in bytes.
 TRACE_BYTES = 1 << 30
-#: What the files hold.
-EXPECTED = "what a rank wrote under MESHFLASH_TRACE"
+#: The expected content, for error messages.
+EXPECTED = "a trace that a rank wrote under MESHFLASH_TRACE"
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The events of all ranks that left a file in a folder; ValueError where there are none."""
+    """Return the events of all trace files in a folder; raise ValueError if there are none."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder; run with MESHFLASH_TRACE={folder}")
     files = sorted(folder.glob("trace-*.json"))
     if not files:
-        raise ValueError(f"{folder}: no trace-*.json there; run with MESHFLASH_TRACE={folder}")
+        raise ValueError(f"{folder}: no trace-*.json in this folder; run with MESHFLASH_TRACE={folder}")
     return [event for file in files for event in _events(file)]
 
 
@@ -33,7 +33,7 @@ def _events(file: Path) -> list[dict[str, Any]]:
 
 
 def calls(events: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    """The calls that were recorded, in order: the group, and which of its calls it is."""
+    """Return the recorded calls in order of time, each as (group, index of the call within the group)."""
     found: dict[tuple[str, int], float] = {}
     for event in events:
         if event["ph"] == "X":
@@ -43,7 +43,13 @@ def calls(events: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def timeline(events: list[dict[str, Any]], group: str, call: int) -> Timeline:
-    """One call on all ranks of a group. The clocks of machines are taken as they are."""
+    """Return the timeline of one call on all ranks of a group; clocks of different hosts are not aligned.
+
+    Args:
+        events: The events of all ranks, from `read`.
+        group: The name of the group.
+        call: The index of the call within the group.
+    """
     wanted = {"group": group, "call": call}
     own = [event for event in events if event["ph"] == "X" and wanted.items() <= event["args"].items()]
     first = min(event["ts"] for event in own)

@@ -1,6 +1,6 @@
-"""The little of SVG that the pictures need: shapes, text, and colours that hold on light and dark pages.
+"""SVG primitives: shapes, text, and colours that are readable on light and dark pages.
 
-A drawing is a text of elements with a size; `document` makes it a file of its own. No fonts, no scripts.
+A `Drawing` is SVG elements with a size; `document` turns it into a file. No fonts, no scripts.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil
 
-#: A sequence from the first attend step to the last; each is seen on white and on black.
+#: Colour stops from the first attend step to the last; each is visible on white and on black.
 STOPS = ((83, 86, 201), (47, 128, 205), (26, 160, 165), (78, 181, 105), (186, 190, 62), (240, 166, 60))
-#: Text and lines: 4.5 : 1 on white, 4 : 1 on the usual dark pages.
+#: The colour of text and lines: contrast 4.5 : 1 on white, 4 : 1 on the usual dark pages.
 INK = "#6e7781"
 ALARM = "#d1242f"
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Elements with their size."""
+    """SVG elements with their size in pixels."""
 
     width: float
     height: float
@@ -26,7 +26,7 @@ class Drawing:
 
 
 def document(drawing: Drawing) -> str:
-    """A file that holds a drawing, with some room around it."""
+    """Return an SVG file with a drawing and a margin around it."""
     margin = 12
     width, height = drawing.width + 2 * margin, drawing.height + 2 * margin
     return (
@@ -37,24 +37,30 @@ def document(drawing: Drawing) -> str:
 
 
 def beside(drawings: list[Drawing], title: str = "", gap: float = 28) -> Drawing:
-    """Drawings from left to right, with a title above them."""
+    """Place drawings side by side, with a title above them.
+
+    Args:
+        drawings: The drawings, from left to right.
+        title: The title, if any.
+        gap: The space between two drawings, in pixels.
+    """
     body, x, y = [], 0.0, 0.0
     if title:
         body.append(text(0, 14, title, font_size=15, font_weight="bold"))
         y = 28.0
     for drawing in drawings:
-        body.append(moved(drawing, x, y))
+        body.append(translate(drawing, x, y))
         x += drawing.width + gap
     return Drawing(x - gap, y + max(drawing.height for drawing in drawings), "\n".join(body))
 
 
-def moved(drawing: Drawing, x: float, y: float) -> str:
-    """A drawing at another place."""
+def translate(drawing: Drawing, x: float, y: float) -> str:
+    """Return a drawing, moved to (x, y)."""
     return f'<g transform="translate({x:.6g} {y:.6g})">\n{drawing.body}\n</g>'
 
 
 def colour(n: int, count: int) -> str:
-    """The colour of the n-th of so many.
+    """Return the colour of the n-th of `count` attend steps.
 
     >>> colour(0, 4), colour(3, 4)
     ('#5356c9', '#f0a63c')
@@ -66,7 +72,7 @@ def colour(n: int, count: int) -> str:
 
 
 def ink_on(background: str) -> str:
-    """Black or white, whichever is read better on a colour.
+    """Return black or white, whichever is more readable on a colour.
 
     >>> ink_on("#5356c9"), ink_on("#f0a63c")
     ('#fff', '#111')
@@ -76,23 +82,23 @@ def ink_on(background: str) -> str:
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", **attributes: str | float) -> str:
-    """A line of text; `y` is its baseline."""
-    return f'<text x="{x:.6g}" y="{y:.6g}"{_listed(text_anchor=anchor, **attributes)}>{escape(content)}</text>'
+    """Return a line of text; `y` is its baseline."""
+    return f'<text x="{x:.6g}" y="{y:.6g}"{_attributes(text_anchor=anchor, **attributes)}>{escape(content)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, title: str = "", **attributes: str | float) -> str:
-    """A rectangle; the title is seen where the pointer rests on it."""
-    shape = f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"{_listed(**attributes)}'
+    """Return a rectangle; its title is shown when the pointer rests on it."""
+    shape = f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"{_attributes(**attributes)}'
     return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
 
 
 def path(strokes: str, title: str, **attributes: str | float) -> str:
-    """Strokes, as the commands of a path."""
-    return f'<path d="{strokes}"{_listed(**attributes)}><title>{escape(title)}</title></path>'
+    """Return a path; `strokes` are its commands."""
+    return f'<path d="{strokes}"{_attributes(**attributes)}><title>{escape(title)}</title></path>'
 
 
 def legend(count: int, width: float) -> Drawing:
-    """The colours of the attend steps in their order."""
+    """Return a legend: the colours of the attend steps, in order."""
     left, each = 124.0, min(18.0, (width - 124) / max(count, 1))
     every = ceil(18 / each)
     body = [text(0, 11, "attend step of a rank")]
@@ -104,5 +110,5 @@ def legend(count: int, width: float) -> Drawing:
     return Drawing(width, 14, "\n".join(body))
 
 
-def _listed(**attributes: str | float) -> str:
+def _attributes(**attributes: str | float) -> str:
     return "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items() if value != "")

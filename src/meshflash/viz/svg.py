@@ -1,6 +1,6 @@
-"""The pictures of `draw` in SVG: the coverage of the query x key square, and the timeline.
+"""The pictures of `draw` as SVG: coverage of the query x key matrix, and timelines.
 
-Of many ranks there are more steps than anyone would point at; then all that look alike are one shape.
+With many ranks, all shapes of one colour become one path: thousands of separate elements would slow a browser down.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from meshflash.viz.coverage import HIDDEN, MISSING, Grid, Side, attends, grids, 
 from meshflash.viz.shapes import Drawing
 from meshflash.viz.timeline import Event, Timeline, in_words
 
-#: The square of a coverage: its size, and the most cells on a side; fewer where ranks take turns in them, to be seen.
+#: A coverage picture: its size in pixels, the most cells on a side, and the most cells if ranks share cells (striped
+#: layouts), where each cell must be large enough to be seen.
 SQUARE, CELLS, SHARED = 384, 128, 40
-#: The timeline: its width; how high a rank's two lanes and the gap below are, for as many as MANY ranks and for more.
+#: A timeline, in pixels: its width; the heights of a rank's compute lane, link lane and gap, for up to MANY ranks and
+#: for more.
 SPAN, LANES, NARROW_LANES, MANY = 560, (16, 6, 10), (5, 3, 3), 16
-#: Up to so many shapes of a kind each have a title of their own.
+#: The most shapes of a kind that each get a title of their own.
 TITLED = 1000
 
 
 def coverage(programs: Sequence[Program], problem: Problem) -> Drawing:
-    """A square for each set of heads, with one legend."""
+    """Draw the coverage: one square for each set of heads, and a legend.
+
+    Args:
+        programs: One program for each rank.
+        problem: The problem that the programs solve.
+    """
     count = len(head_sets(programs, problem))
     abreast = next(n for n in range(1, count + 1) if n * n >= count)
     cells, size = max(8, CELLS // abreast), SQUARE / abreast
@@ -36,16 +43,16 @@ def coverage(programs: Sequence[Program], problem: Problem) -> Drawing:
     title = headline(programs, problem)
     body, right, bottom = [shapes.text(0, 11, title)], 0.0, 0.0
     for n, grid in enumerate(squares):
-        drawing = _square(grid, programs, most, size, count > 1 or grid.abroad)
+        drawing = _square(grid, programs, most, size, count > 1 or grid.computed_elsewhere)
         x, y = n % abreast * (drawing.width + 12), 24 + n // abreast * (drawing.height + 12)
-        body.append(shapes.moved(drawing, x, y))
+        body.append(shapes.translate(drawing, x, y))
         right, bottom = max(right, x + drawing.width), max(bottom, y + drawing.height)
-    body.append(shapes.moved(shapes.legend(most, right), 0, bottom + 12))
+    body.append(shapes.translate(shapes.legend(most, right), 0, bottom + 12))
     return Drawing(max(right, 5.6 * len(title)), bottom + 26, "\n".join(body))
 
 
 def timeline(timeline: Timeline) -> Drawing:
-    """Two lanes for each rank, a time axis, figures and a legend."""
+    """Draw a timeline: a compute lane and a link lane for each rank, a time axis, a summary and a legend."""
     left, top, total = 52.0, 28.0, timeline.total
     lane, link, gap = LANES if timeline.world <= MANY else NARROW_LANES
     pitch = lane + link + gap
@@ -67,16 +74,18 @@ def timeline(timeline: Timeline) -> Drawing:
                 bars.append(_bar(event, total, y + lane / 2 - 1, 2, "wait", shapes.INK, 0.6))
         for event in timeline.of(rank, "move"):
             bars.append(_bar(event, total, y + lane + 2, link, "move", shapes.INK, 0.8))
-    drawn = _joined(bars) if len(bars) > TITLED else _apart(bars)
-    body.append(shapes.moved(Drawing(SPAN, bottom - top, drawn), left, 0))
+    drawn = _merged_bars(bars) if len(bars) > TITLED else _titled_bars(bars)
+    body.append(shapes.translate(Drawing(SPAN, bottom - top, drawn), left, 0))
     body.append(shapes.text(0, bottom + 36, timeline.summary))
-    body.append(shapes.moved(shapes.legend(most, SPAN), 0, bottom + 48))
-    body.append(shapes.text(0, bottom + 80, "grey bars: what moves; grey lines: a rank waits for it"))
+    body.append(shapes.translate(shapes.legend(most, SPAN), 0, bottom + 48))
+    body.append(
+        shapes.text(0, bottom + 80, "grey bars: communication; grey lines: exposed communication")
+    )
     return Drawing(left + SPAN + 24, bottom + 84, "\n".join(body))
 
 
 def _square(grid: Grid, programs: Sequence[Program], most: int, size: float, captioned: bool) -> Drawing:
-    """One square with its axes: queries down, keys across, and who holds them."""
+    """Draw one square with its axes: queries down, keys across, and the ranks that hold them."""
     left, top = 56.0, 44.0 if captioned else 28.0
     body = [shapes.text(left, 11, grid.caption)] if captioned else []
     body.append(shapes.box(left, top, size, size, fill_opacity=0.1))
@@ -109,7 +118,12 @@ def _square(grid: Grid, programs: Sequence[Program], most: int, size: float, cap
 
 
 def _strokes(grid: Grid, by_rank: bool) -> dict[tuple[int, int], str]:
-    """The cells of each (rank, attend step), in cells: a stroke for each run in a row; -1 for all ranks together."""
+    """Return path commands for each (rank, attend step), in units of cells: a stroke for each run in a row.
+
+    Args:
+        grid: The grid.
+        by_rank: Separate the ranks; otherwise rank -1 stands for all of them.
+    """
     runs: dict[tuple[int, int], list[str]] = {}
     at: dict[tuple[int, int], tuple[int, int]] = {}
     for row, (ranks, numbers) in enumerate(zip(grid.rank.tolist(), grid.number.tolist(), strict=True)):
@@ -119,7 +133,7 @@ def _strokes(grid: Grid, by_rank: bool) -> dict[tuple[int, int], str]:
             length = len(list(run))
             if who[1] != HIDDEN:
                 before, last = at.get(who, (-1, 0))
-                # relative within a row: half the size where ranks take turns
+                # relative moves within a row halve the file for striped layouts
                 move = f"m{column - last} 0" if before == row else f"M{column} {row}"
                 runs.setdefault(who, []).append(f"{move}h{length}")
                 at[who] = (row, column + length)
@@ -129,7 +143,7 @@ def _strokes(grid: Grid, by_rank: bool) -> dict[tuple[int, int], str]:
 
 def _cell_title(programs: Sequence[Program], rank: int, number: int) -> str:
     if number == MISSING:
-        return "visible, computed by nobody"
+        return "visible, computed by no rank"
     if rank < 0:
         return f"attend {number}"
     place, step = attends(programs[rank])[number]
@@ -138,7 +152,7 @@ def _cell_title(programs: Sequence[Program], rank: int, number: int) -> str:
 
 
 def _holders(side: Side, size: float, x: float, y: float, down: bool) -> list[str]:
-    """A strip that shows which rank holds what, each in its grey, with numbers where there is room."""
+    """Draw a strip of the ranks that hold the positions, each in its own grey, with numbers where they fit."""
     strip: list[str] = []
     numbers: list[str] = []
     at = 0.0
@@ -157,7 +171,7 @@ def _holders(side: Side, size: float, x: float, y: float, down: bool) -> list[st
 
 @dataclass(frozen=True)
 class _Bar:
-    """An event as it is drawn."""
+    """An event as a bar: position and size in pixels."""
 
     x: float
     y: float
@@ -178,13 +192,13 @@ def _bar(
         f"rank {event.rank}, {what} (step {event.step}), "
         f"{in_words(event.begin)} to {in_words(event.end)}: {event.label}"
     )
-    # what takes next to no time is still seen; the gap parts neighbours
+    # very short events stay visible; the gap separates neighbours
     width = max(event.seconds * scale - 0.5, 1.0)
     return _Bar(event.begin * scale, y, width, height, what, fill, opacity, mark, title)
 
 
-def _apart(bars: list[_Bar]) -> str:
-    """Bars with a title each, and numbers where there is room."""
+def _titled_bars(bars: list[_Bar]) -> str:
+    """Draw each bar with a title, and with its number if it fits."""
     out = []
     for bar in bars:
         area = (bar.x, bar.y, bar.width, bar.height)
@@ -196,8 +210,8 @@ def _apart(bars: list[_Bar]) -> str:
     return "\n".join(out)
 
 
-def _joined(bars: list[_Bar]) -> str:
-    """All bars that look alike as one shape."""
+def _merged_bars(bars: list[_Bar]) -> str:
+    """Draw all bars of one look as one path."""
     alike: dict[tuple[str, str, float, float], list[str]] = {}
     for bar in bars:
         stroke = f"M{bar.x:.2f} {bar.y + bar.height / 2:g}h{bar.width:.2f}"

@@ -1,8 +1,16 @@
-"""Simulates programs: when each rank attends, what moves meanwhile, and where it has to wait.
+"""Timelines, and a discrete-event simulation of programs: when ranks compute, communicate and wait.
 
-A model and no measurement: attention takes time by its visible pairs, a move by its bytes, and all other
-steps none; or steps take what they took in a real run, and only moves are modelled. Posts of a group move one
-after another; those of different groups do not slow each other.
+    rank 0   [ attend 0 ][ attend 1 ]....[ attend 2 ]      .... = exposed communication: a Wait that takes time
+      link   <== hop 1 ==><===== hop 2 ======>
+
+The model (no measurement): attention takes `visible pairs / pairs_per_second`; a post takes `latency + bytes /
+bytes_per_second`; all other steps take no time. Alternatively the durations of compute steps come from a real run, and
+only communication is modelled.
+
+How: each rank has a clock. `_Rank.advance` runs its steps up to the first Wait whose post has no known end. A post
+starts when it is issued, the previous post of its group has completed, and the same holds for every peer's matching
+post (`_Move.ready`). As soon as all of these times are known, `_Move.resolve` fixes its start and end, which lets ranks
+advance. `simulate` alternates the two until nothing is left. Posts of different groups do not slow each other.
 """
 
 from __future__ import annotations
@@ -18,16 +26,22 @@ from meshflash.core.program import Attend, AttendGrad, Part, Post, Program, Size
 from meshflash.core.tiles import worklist
 
 Kind = Literal["attend", "move", "other"]
-#: Where a timeline's figures come from. Every title and summary says it.
+#: Where the times of a timeline come from; titles and summaries state it.
 Source = Literal["simulated", "measured"]
 
-#: A backward does five products of matrices for each pair, a forward two.
+#: Time of a backward over that of a forward, for the same pairs: a backward does five GEMMs, a forward two.
 BACKWARD_COST = 2.5
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast ranks are: pairs of one (query, key) and head; bytes over each rank's link; seconds to begin a post."""
+    """The speed of a rank in the model.
+
+    Args:
+        pairs_per_second: The (query, key) pairs of one head that a rank computes in a second of a forward.
+        bytes_per_second: The bandwidth of a rank's link, for each direction.
+        latency: The seconds that a post takes besides its bytes.
+    """
 
     pairs_per_second: float
     bytes_per_second: float
@@ -42,7 +56,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank does from `begin` to `end`: a step of its program. A wait is an "other" that takes time."""
+    """One step of a rank, from `begin` to `end` in seconds. A Wait is an "other" event that takes time."""
 
     rank: int
     kind: Kind
@@ -53,15 +67,16 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """The duration in seconds."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of all ranks, those of a rank in the order of its steps; a move is the event of its post.
+    """The events of all ranks; the events of a rank are in the order of its steps. A "move" is the event of a post.
 
-    `source` says whether they are of a simulation or of a real run, and `assumes` what a simulation goes by.
+    `simulate` makes simulated timelines, `recorded.timeline` measured ones: `source` tells which. `assumes` describes
+    the rates of a simulation.
     """
 
     name: str
@@ -72,24 +87,24 @@ class Timeline:
 
     @cached_property
     def total(self) -> float:
-        """Seconds until the last rank is done."""
+        """The seconds until the last rank is done."""
         return max((event.end for event in self.events), default=0.0)
 
     @property
     def efficiency(self) -> float:
-        """The share of the time in which ranks compute, on average."""
+        """The fraction of the time in which ranks compute, on average."""
         return sum(map(self.busy, range(self.world))) / self.world / self.total if self.total else 1.0
 
     def of(self, rank: int, kind: Kind) -> list[Event]:
-        """The events of one kind of a rank. The n-th "attend" is its attend step n."""
+        """Return the events of one kind of a rank. The n-th "attend" is its attend step n."""
         return self._sorted[rank, kind]
 
     def busy(self, rank: int) -> float:
-        """Seconds in which a rank computes."""
+        """Return the seconds in which a rank computes."""
         return sum(event.seconds for event in self.of(rank, "attend"))
 
     def exposed(self, rank: int) -> float:
-        """Seconds in which a rank waits for what moves."""
+        """Return the seconds of exposed communication of a rank: it waits and computes nothing."""
         return sum(event.seconds for event in self.of(rank, "other"))
 
     @cached_property
@@ -102,13 +117,13 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """What it is of, and whether it is simulated or measured."""
+        """The schedule, the number of ranks, and whether times are simulated or measured."""
         assumes = f" ({self.assumes})" if self.assumes else ""
         return f"{self.name} on {self.world} rank{'' if self.world == 1 else 's'}, {self.source}{assumes}"
 
     @property
     def summary(self) -> str:
-        """Its figures in a line, labelled simulated or measured."""
+        """Total time, efficiency and exposed communication in one line, labelled simulated or measured."""
         worst = max(range(self.world), key=self.exposed, default=0)
         exposed = self.exposed(worst)
         where = f" (rank {worst})" if exposed else ""
@@ -119,7 +134,7 @@ class Timeline:
 
 
 def in_words(seconds: float) -> str:
-    """A time in a unit that suits it.
+    """Format a time in a suitable unit.
 
     >>> in_words(0.00125), in_words(2.5e-7), in_words(0)
     ('1.25 ms', '250 ns', '0')
@@ -138,13 +153,19 @@ def simulate(
     seconds: Sequence[Sequence[float]] | None = None,
     assumes: str = "",
 ) -> Timeline:
-    """Run the programs of all ranks, in their order, against a clock. `seconds` of each rank's steps may be known.
+    """Simulate the programs of all ranks.
 
-    `assumes` says in words where the rates come from; the timeline's title shows it.
+    A post starts when it and all matching posts of its peers are issued and the earlier posts of their groups are
+    complete. It takes the latency, plus the time of the bytes it receives or sends, whichever are more. Messages of a
+    rank to itself take no time.
 
-    A post moves once it is made, all earlier ones of its group are complete, and the posts that it
-    exchanges parts with are as far. It then takes the latency, and the time of all it receives or of all it
-    sends, whichever is longer; what a rank sends to itself takes none.
+    Args:
+        programs: One program for each rank, in rank order.
+        problem: The problem that the programs solve.
+        sizes: The sizes that turn rows into bytes.
+        rates: The speed of compute and communication.
+        seconds: For each rank, the measured seconds of each of its steps. They replace the model of compute.
+        assumes: A description of where the rates come from; the timeline's title shows it.
 
     >>> from meshflash.core.mask import Mask
     >>> from meshflash.schedules.registry import build
@@ -163,12 +184,12 @@ def simulate(
             issued = rank.advance()
             progress |= issued is not None
             waiting += issued or ()
-        still = [move for move in waiting if not move.settle()]
+        still = [move for move in waiting if not move.resolve()]
         progress |= len(still) < len(waiting)
         waiting = still
     stuck = [f"rank {n} at step {rank.at}" for n, rank in enumerate(ranks) if rank.at < len(rank.program.steps)]
     if stuck or waiting:
-        raise ValueError(f"simulate(programs): they never end ({', '.join(stuck)}); verify_programs says why")
+        raise ValueError(f"simulate(programs): deadlock ({', '.join(stuck)}); verify_programs says why")
     events = [event for rank in ranks for event in sorted(rank.all_events(), key=lambda event: event.step)]
     name = " ".join(dict.fromkeys(f"{program.name} {program.direction}" for program in programs))
     return Timeline(name, len(programs), tuple(events), "simulated", assumes)
@@ -176,30 +197,33 @@ def simulate(
 
 @dataclass(eq=False)
 class _Move:
-    """A post: when it was made, when it moves, and the posts it meets."""
+    """A post in the simulation: its bytes and duration, and the times at which it is issued, starts and ends."""
 
     rank: int
     step: int
     post: Post
-    received: int
-    sent: int
+    recv_bytes: int
+    sent_bytes: int
     seconds: float
-    before: _Move | None
-    meets: list[_Move] = field(default_factory=list)
+    #: the previous post of the same rank and group, which must complete first
+    previous: _Move | None
+    #: the posts of peers that it exchanges parts with
+    peers: list[_Move] = field(default_factory=list)
+    #: None until known
     issued: float | None = None
     begin: float = 0.0
     complete: float | None = None
 
     @property
     def ready(self) -> float | None:
-        """From when on this side could move."""
-        if self.issued is None or self.before is None:
+        """The time from which this side could start, or None while unknown."""
+        if self.issued is None or self.previous is None:
             return self.issued
-        return None if self.before.complete is None else max(self.issued, self.before.complete)
+        return None if self.previous.complete is None else max(self.issued, self.previous.complete)
 
-    def settle(self) -> bool:
-        """Know when it moves, if all sides are known to be ready. Whether that is known."""
-        sides = [move.ready for move in (self, *self.meets)]
+    def resolve(self) -> bool:
+        """Fix start and end if all sides are known to be ready; return whether they are."""
+        sides = [move.ready for move in (self, *self.peers)]
         known = [side for side in sides if side is not None]
         if len(known) < len(sides):
             return False
@@ -209,7 +233,7 @@ class _Move:
 
 
 class _Rank:
-    """One rank: its program, how far it is, and its clock."""
+    """One rank of the simulation: its program, the index of the next step, and its clock in seconds."""
 
     def __init__(
         self, program: Program, problem: Problem, sizes: Sizes, rates: Rates, took: Sequence[float] | None = None
@@ -221,14 +245,15 @@ class _Rank:
         last: dict[str, _Move] = {}
         for n, step in enumerate(program.steps):
             if isinstance(step, Post):
-                received, sent = (self._bytes(side) for side in (step.recvs, step.sends))
-                alone = all(part.peer == program.rank for part in (*step.sends, *step.recvs))
-                seconds = 0.0 if alone else rates.latency + max(received, sent) / rates.bytes_per_second
-                move = _Move(program.rank, n, step, received, sent, seconds, last.get(step.group))
+                recv_bytes, sent_bytes = (self._bytes(side) for side in (step.recvs, step.sends))
+                only_itself = all(part.peer == program.rank for part in (*step.sends, *step.recvs))
+                transfer = max(recv_bytes, sent_bytes) / rates.bytes_per_second  # links are full duplex
+                seconds = 0.0 if only_itself else rates.latency + transfer
+                move = _Move(program.rank, n, step, recv_bytes, sent_bytes, seconds, last.get(step.group))
                 self.moves[step.name] = last[step.group] = move
 
     def advance(self) -> list[_Move] | None:
-        """Do steps up to the first wait that cannot end yet: the posts made on the way; None if there is no step."""
+        """Run steps up to the first Wait whose end is unknown. Return the posts issued, or None if no step ran."""
         issued, begin = [], self.at
         for step in self.program.steps[begin:]:
             start = self.clock
@@ -249,20 +274,20 @@ class _Rank:
                 if isinstance(step, Attend | AttendGrad):
                     kind = "attend"
                 else:
-                    start = self.clock  # what a copy takes is no wait
-            self._note(kind, start, self.clock, str(step), self.at)
+                    start = self.clock  # the time of a copy must not count as exposed communication
+            self._record(kind, start, self.clock, str(step), self.at)
             self.at += 1
         return issued if self.at > begin else None
 
     def all_events(self) -> list[Event]:
-        """Those of the steps, and those of the moves."""
+        """Return the events of all steps and of all moves."""
         for move in self.moves.values():
             assert move.complete is not None
-            label = f"{move.post.name}: {move.received:,} bytes in, {move.sent:,} out"
-            self._note("move", move.begin, move.complete, label, move.step)
+            label = f"{move.post.name}: {move.recv_bytes:,} bytes in, {move.sent_bytes:,} out"
+            self._record("move", move.begin, move.complete, label, move.step)
         return self.events
 
-    def _note(self, kind: Kind, begin: float, end: float, label: str, step: int) -> None:
+    def _record(self, kind: Kind, begin: float, end: float, label: str, step: int) -> None:
         self.events.append(Event(self.program.rank, kind, begin, end, label, step))
 
     def _bytes(self, side: tuple[Part, ...]) -> int:
@@ -270,13 +295,13 @@ class _Rank:
         return sum(self.program.slice_bytes(part, self.sizes) for part in others)
 
     def _seconds(self, step: Step) -> float:
-        """How long the next step, which is no wait, takes."""
+        """Return the duration of the next step, which is not a Wait."""
         if self.took is not None:
             return self.took[self.at]
         return self._pairs(step) / self.rates.pairs_per_second if isinstance(step, Attend | AttendGrad) else 0.0
 
     def _pairs(self, step: Attend | AttendGrad) -> float:
-        """What a step computes, in pairs of one head and batch row of a forward."""
+        """Return the work of a step, in pairs of one head and batch row of a forward."""
         mask = self.problem.mask
         pairs = worklist(mask, step.q_positions, step.k_positions).pairs * (step.heads[1] - step.heads[0])
         batch = self.sizes.batch if mask.batch_rows is None else 1
@@ -284,7 +309,7 @@ class _Rank:
 
 
 def _match(ranks: list[_Rank]) -> None:
-    """Let posts know whom they meet: parts between two ranks match in the order of their posts within a group."""
+    """Link each post with the posts of its peers: parts between two ranks match in the order of their posts."""
     sends: dict[tuple[str, int, int], list[_Move]] = defaultdict(list)
     recvs: dict[tuple[str, int, int], list[_Move]] = defaultdict(list)
     for rank in ranks:
@@ -302,5 +327,5 @@ def _match(ranks: list[_Rank]) -> None:
             )
         for one, other in zip(sends[pair], recvs[pair], strict=True):
             if one is not other:
-                one.meets.append(other)
-                other.meets.append(one)
+                one.peers.append(other)
+                other.peers.append(one)
