@@ -249,13 +249,13 @@ def moved(
     from benchmarks import bytes_moved as bench
     from meshflash.bench.cases import Case
     from meshflash.bench.report import report
-    from meshflash.schedules.registry import over_lines
+    from meshflash.schedules.registry import schedule_variants
 
     found = recorder("bytes", output, update)
     with explained():
         for kv_heads in (32, 8):
             for mask in ("full", "causal", "window-4096"):
                 case = Case(tokens, 1, 32, kv_heads, 128, mask, "bfloat16")
-                found.add(bench.run(case, tuple(schedule) or over_lines(world), world))
+                found.add(bench.run(case, tuple(schedule) or schedule_variants(world), world))
     typer.echo(tables.bytes_markdown(found.rows))
     report(Console(), [], found)

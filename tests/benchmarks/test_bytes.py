@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from benchmarks import bytes_moved as bench
 from commands import app
 from meshflash.bench.cases import Case
-from meshflash.schedules.registry import names, over_lines
+from meshflash.schedules.registry import names, schedule_variants
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window-64"])
@@ -31,7 +31,7 @@ def test_the_command(tmp_path):
     result = CliRunner().invoke(app, ["benchmarks", "bytes", "-n", "2", "--tokens", "64", "--output", str(path)])
     assert result.exit_code == 0, result.output
     assert "| 32/8 | window-4096 | `zigzag` |" in result.output
-    assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * 3 * len(over_lines(2))
+    assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * 3 * len(schedule_variants(2))
 
 
 def test_a_schedule_that_is_not_there(tmp_path):

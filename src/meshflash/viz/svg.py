@@ -78,9 +78,7 @@ def timeline(timeline: Timeline) -> Drawing:
     body.append(shapes.translate(Drawing(SPAN, bottom - top, drawn), left, 0))
     body.append(shapes.text(0, bottom + 36, timeline.summary))
     body.append(shapes.translate(shapes.legend(most, SPAN), 0, bottom + 48))
-    body.append(
-        shapes.text(0, bottom + 80, "grey bars: communication; grey lines: exposed communication")
-    )
+    body.append(shapes.text(0, bottom + 80, "grey bars: communication; grey lines: exposed communication"))
     return Drawing(left + SPAN + 24, bottom + 84, "\n".join(body))
 
 
