@@ -1,4 +1,4 @@
-"""The calls that every kernel is tried with: masks, shapes and features, small and ragged."""
+"""Cases for every kernel: masks, shapes and features, with small and odd sizes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CASES = {
     ),
 }
 
-#: One of each kind of program.
+#: At least one schedule of each family.
 SCHEDULES = (
     "ring",
     "zigzag",

@@ -1,4 +1,4 @@
-"""A whole world in threads of one process: programs run over a `Hub`, without autograd and without groups."""
+"""A world of ranks as threads of one process: programs run over a loopback `Hub`, without autograd or groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshflash.kernels.contract import Grads, accumulator_dtype, new_outputs
 
 
 def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout: float = 30.0) -> list[Any]:
-    """`function(rank, transport)` on every rank, each in a thread; their results, by rank."""
+    """Run `function(rank, transport)` for every rank in a thread of its own; return the results in rank order."""
     hub = Hub(world, timeout)
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
@@ -31,7 +31,7 @@ def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout
             errors.append(error)
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # of each of them
+    torch.set_num_threads(1)  # each rank is a thread already
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:
         thread.start()
@@ -44,7 +44,7 @@ def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout
 
 
 def prepare(item: Item, rank: int) -> Prepared:
-    """What the engine prepares for a rank of an item."""
+    """Return the engine's prepared programs of one rank of an item."""
     case = item.case
     setting = Setting(
         batch=case.batch,
@@ -61,7 +61,7 @@ def prepare(item: Item, rank: int) -> Prepared:
 
 
 def upstream(item: Item, out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor | None]:
-    """The gradients that the oracle sends back, of a rank's rows."""
+    """Return the oracle's gradients of out and lse for the rows of one rank."""
     case, rows = item.case, torch.from_numpy(item.q.positions(rank))
     generator = torch.Generator().manual_seed(7)
     shape = (case.batch, case.tokens, case.heads, case.value_dim or case.dim)
@@ -73,7 +73,7 @@ def upstream(item: Item, out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, T
 def run_rank(
     item: Item, leaves: dict[str, Tensor], rank: int, transport: Transport, times: int = 1
 ) -> dict[str, Tensor]:
-    """A rank's results, forward and backward, into tensors of NaN."""
+    """Run forward and backward of one rank into tensors filled with NaN, so that a row that is not written shows."""
     case, local = item.case, {name: x.detach() for name, x in shards(item, leaves, rank).items()}
     q, k, v = local["q"], local["k"], local["v"]
     features, prepared = case.features(local), prepare(item, rank)
@@ -96,6 +96,6 @@ def run_rank(
 
 
 def run_item(item: Item, leaves: dict[str, Tensor] | None = None, times: int = 1) -> dict[str, Tensor]:
-    """The whole result of an item, by as many threads as it has ranks."""
+    """Run an item with one thread for each rank, and return the reassembled results."""
     given = item.case.inputs(item.dtype) if leaves is None else leaves
     return whole(item, in_threads(item.world, lambda rank, hub: run_rank(item, given, rank, hub, times)))

@@ -1,7 +1,7 @@
-"""A campaign of cases at random over several worlds: what is left to do, ranks that are started again, and a record.
+"""A fuzzing campaign over several world sizes: it runs the remaining cases, restarts ranks, and keeps a record.
 
-The record is one small file, replaced as a whole every few seconds, from which an interrupted campaign goes on: the
-numbers of the cases that are done, and counts of what became of them. Misses alone are kept one by one.
+The record is one small file, replaced atomically every few seconds, from which an interrupted campaign continues. It
+has the numbers of finished cases and counts of their outcomes; only failures ("misses") are kept one by one.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from meshflash.runtime.world import World
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: Of the record; another one is not gone on with.
+#: The version of the record's format; a campaign does not continue another one.
 FORMAT = 1
-#: Seconds that a case may take on any rank, start of the machine's other work included.
+#: The default time limit of a case on any rank, in seconds; generous, as the machine may be busy.
 LIMIT = 60.0
-#: Cases after which ranks are started anew, all worlds together.
+#: The number of cases of all worlds after which ranks are restarted.
 ROUND = 1500
 #: Seconds between two writes of the record.
 WRITE_EVERY = 5.0
-#: Letters of a message that are kept: the end of a traceback says most.
+#: Characters kept of a message, from its end: the end of a traceback says most.
 KEPT = 3000
 OUTCOMES = ("right", "refused", "missed")
-#: What of a record's header must be the same for a campaign to go on: counts of two programs are no counts.
+#: Fields of the header that must be unchanged to continue: counts of different programs must not be mixed.
 SAME = ("machine", "versions", "commit")
 
 
 class RecordError(ValueError):
-    """A record that this campaign cannot go on with; the message says why, and what to do."""
+    """A campaign cannot continue this record; the message says why, and what to do."""
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Numbers as text, in spans.
+    """Return numbers as a text of spans.
 
     >>> spans([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'
@@ -60,7 +60,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def numbers_of(text: str) -> list[int]:
-    """The numbers of a text of spans, in its order.
+    """Return the numbers of a text of spans, in its order.
 
     >>> numbers_of("5,0-2")
     [5, 0, 1, 2]
@@ -77,7 +77,7 @@ def numbers_of(text: str) -> list[int]:
 
 @dataclass
 class Record:
-    """What became of the cases so far."""
+    """The outcomes of all cases so far. `go_on` reads one from a file."""
 
     settings: Settings
     header: dict[str, Any] = field(default_factory=dict)
@@ -89,11 +89,11 @@ class Record:
     dimensions: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     largest_error: dict[str, Any] = field(default_factory=dict)
     misses: list[dict[str, Any]] = field(default_factory=list)
-    #: The first case of the ranks that run now.
+    #: The first case that the current processes ran.
     started_at: int = 0
 
     def add(self, verdict: Judged) -> None:
-        """Count a case, once."""
+        """Count the outcome of a case; a case counts once."""
         if verdict.number in self.done:
             return
         self.done.add(verdict.number)
@@ -114,17 +114,17 @@ class Record:
                 "message": verdict.message,
                 "rerun": self.settings.rerun(str(verdict.number)),
             }
-            if verdict.number != self.started_at:  # what ranks had done before may matter
+            if verdict.number != self.started_at:  # an earlier case of these processes may be the cause
                 miss["rerun with those before"] = self.settings.rerun(f"{self.started_at}-{verdict.number}")
             self.misses.append(miss)
 
     @property
     def refused_share(self) -> float:
-        """The share of calls that were refused: refusals check little."""
+        """The fraction of calls that were refused; a high value means that little was checked."""
         return self.calls["refused"] / max(1, sum(self.calls.values()))
 
     def write(self, path: Path) -> None:
-        """Replace the file as a whole: whoever is killed leaves the last one or this one."""
+        """Replace the file atomically: a killed process leaves either the previous record or this one."""
         sorted_dimensions = {name: dict(sorted(values.items())) for name, values in sorted(self.dimensions.items())}
         said = {
             "format": FORMAT,
@@ -148,7 +148,13 @@ class Record:
 
 
 def go_on(path: Path, settings: Settings, header: dict[str, Any]) -> Record:
-    """The record of a file, to go on with; RecordError where it is of another campaign, or no record at all."""
+    """Return the record of a file to continue; raise RecordError if it belongs to another campaign or is no record.
+
+    Args:
+        path: The file.
+        settings: The settings of this campaign.
+        header: Machine, versions and commit of this process.
+    """
     remedy = "give another --output, or --fresh to begin anew"
     try:
         said = json.loads(path.read_text())
@@ -173,7 +179,14 @@ def go_on(path: Path, settings: Settings, header: dict[str, Any]) -> Record:
 
 
 class Campaign:
-    """Cases that run over ranks of this machine, and their record, written to `path` where there is one."""
+    """A campaign: runs cases and keeps their record.
+
+    Args:
+        record: The record to continue.
+        path: The file to write the record to, if any.
+        say: A function that receives progress messages.
+        limit: The time limit of a case, in seconds.
+    """
 
     def __init__(self, record: Record, path: Path | None, say: Callable[[str], None], limit: float = LIMIT) -> None:
         self.record, self.settings, self.path, self.limit = record, record.settings, path, limit
@@ -183,7 +196,7 @@ class Campaign:
         self._clock = self._written = self._start = time.monotonic()
 
     def run(self, numbers: Sequence[int]) -> None:
-        """Run the cases that are not done yet; a case that fails or hangs is missed, and the others go on."""
+        """Run the cases that are not done on processes of this machine; a case that fails or hangs counts as missed."""
         self._total = len(set(numbers) | self.record.done)
         todo = [number for number in numbers if number not in self.record.done]
         try:
@@ -196,12 +209,12 @@ class Campaign:
             self._write()
 
     def run_here(self, numbers: Sequence[int], here: World) -> None:
-        """The same as a rank of the default process group, whose ranks all call it; rank 0 keeps the record.
+        """Run cases as one rank of the default process group; all ranks call this, and rank 0 keeps the record.
 
-        A case that fails or hangs ends the job there.
+        A case that fails or hangs ends the job.
         """
         todo = [[number for number in numbers if number not in self.record.done]]
-        dist.broadcast_object_list(todo, 0)  # what is done stands in the record of rank 0
+        dist.broadcast_object_list(todo, 0)  # only rank 0 has the record, and so the list of finished cases
         self._total = len(set(numbers) | self.record.done)
         try:
             with tempfile.TemporaryDirectory(prefix="meshflash-fuzz-") as folder:
@@ -211,7 +224,7 @@ class Campaign:
             self._write()
 
     def _take(self, told: Any) -> None:
-        """Take what a rank tells into the record."""
+        """Add a message of a rank to the record, and report progress."""
         if isinstance(told, Judged):
             self.record.add(told)
             done, counts = len(self.record.done), self.record.outcomes
@@ -224,7 +237,7 @@ class Campaign:
                 self._write()
 
     def _over_ranks(self, world: int, numbers: Sequence[int]) -> None:
-        """Run cases in fresh ranks, as far as they come: the one that ends them is missed."""
+        """Run cases in new processes until all are done or a case ends the processes; that case counts as missed."""
         self.record.started_at = numbers[0]
         begun: list[int] = []
         failures: list[Failed] = []
@@ -239,7 +252,7 @@ class Campaign:
         with tempfile.TemporaryDirectory(prefix="meshflash-fuzz-") as folder:
             try:
                 arguments = (self.settings, list(numbers), self.limit, folder)
-                # a rank that waits in vain for another says so before its case is too late
+                # a rank that waits for a lost peer must raise before the time limit of the case ends the process
                 wait = os.environ.get("MESHFLASH_TIMEOUT") or str(max(1.0, self.limit / 2))
                 with variables(MESHFLASH_TIMEOUT=wait):
                     run_ranks(
@@ -247,12 +260,12 @@ class Campaign:
                     )
             except RankError as error:
                 if not begun:
-                    raise  # ranks do not even start
+                    raise  # the processes did not start
                 number = failures[0].number if failures else max(begun, key=list(numbers).index)
                 self._miss(number, failures, str(error), Path(folder))
 
     def _miss(self, number: int, failures: Sequence[Failed], error: str, folder: Path) -> None:
-        """Count a case as missed that did not come to a verdict."""
+        """Count a case without a verdict as missed."""
         if failures:
             first = failures[0]
             message = f"rank {first.rank} raised: {first.message[-KEPT:]}"
@@ -274,7 +287,7 @@ class Campaign:
 
 
 def _innermost(stack: str, frames: int = 8) -> str:
-    """A stack as far as its innermost frames of each thread."""
+    """Return the innermost frames of each thread of a stack dump."""
     out, seen = [], 0
     for line in stack.splitlines():
         seen = 0 if "Thread" in line else seen + 1

@@ -1,6 +1,6 @@
-"""A small job whose answer is known: a batch split over ranks, attention on each device, and sums of what comes out.
+"""A small job with a known answer: a batch is split over ranks, each runs attention, and the outputs are summed.
 
-Every rank makes its own inputs by a formula, so the sums do not depend on a generator, a dtype of indices or a machine.
+Inputs come from a formula, so the checksums do not depend on a random generator or a machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank did."""
+    """The result of one rank."""
 
     rank: int
     device: str
@@ -34,7 +34,7 @@ class Part:
 
 
 def share(batch: int, world: int, rank: int) -> tuple[int, int]:
-    """How many rows of a batch a rank has, and which is its first; the first ranks have what remains.
+    """Return the number of batch rows of a rank, and its first row; the first ranks take the remainder.
 
     >>> [share(10, 4, rank) for rank in range(4)]
     [(3, 0), (3, 3), (2, 6), (2, 8)]
@@ -44,7 +44,15 @@ def share(batch: int, world: int, rank: int) -> tuple[int, int]:
 
 
 def inputs(rank: int, batch: int, tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, k and v of a rank, with one head."""
+    """Return q, k and v of a rank, with one head, in float32.
+
+    Args:
+        rank: The rank, which enters the formula.
+        batch: The number of batch rows of this rank.
+        tokens: The number of tokens.
+        dim: The head dimension.
+        device: The device of the tensors.
+    """
     b, t, d = (torch.arange(n, dtype=torch.float32, device=device) for n in (batch, tokens, dim))
     x = 0.01 * (rank + 1) + 0.001 * b[:, None, None] + 0.0001 * t[None, :, None] + 0.00001 * d[None, None, :]
     x = x[:, :, None, :]
@@ -52,7 +60,14 @@ def inputs(rank: int, batch: int, tokens: int, dim: int, device: torch.device) -
 
 
 def run(world: World, batch: int, tokens: int, dim: int) -> list[Part] | None:
-    """Every rank's part, on rank 0; None on the others."""
+    """Run the job on this rank; return the results of all ranks on rank 0, and None on the others.
+
+    Args:
+        world: This rank.
+        batch: The number of batch rows of all ranks together.
+        tokens: The number of tokens.
+        dim: The head dimension.
+    """
     local, start = share(batch, world.world_size, world.rank)
     q, k, v = inputs(world.rank, local, tokens, dim, world.device)
     total, ms = 0.0, 0.0
@@ -70,7 +85,7 @@ def run(world: World, batch: int, tokens: int, dim: int) -> list[Part] | None:
 
 
 def timed(function: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
-    """What a function returns, and the milliseconds that the device takes for it."""
+    """Return the result of a function, and its milliseconds on the device."""
     if device.type == devices.CPU:
         begin = time.perf_counter()
         out = function()
@@ -85,7 +100,7 @@ def timed(function: Callable[[], Tensor], device: torch.device) -> tuple[Tensor,
 
 
 def report(parts: list[Part], world: World, batch: int, tokens: int, dim: int) -> str:
-    """The lines that the job prints."""
+    """Return the report that the job prints."""
     kind = world.device.type
     rule = "=" * 53
     lines = [

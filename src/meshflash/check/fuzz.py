@@ -1,7 +1,8 @@
-"""Cases at random, each derived from a seed and its number alone, so that any of them can be run again by itself.
+"""Random cases, each derived only from a seed and its number, so that any of them can be run again by itself.
 
-A case is a few calls and the order of their forwards and backwards. Besides what the suite varies (schedule, layout,
-mask, features, dtype) it varies strides, what needs gradients, autograd's mode, groups, repeated calls and threads.
+A case is a few calls and the order of their forwards and backwards. Besides the dimensions of the suite (schedule,
+layout, mask, features, dtype) it varies strides, required gradients, autograd modes, groups, repeated calls and
+threads. The order of draws is part of the format: changing it changes every case.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from meshflash.core.layout import Layout
 from meshflash.planning import over_two_axes
 from meshflash.schedules.registry import parse, schedule_variants
 
-#: Worlds that a campaign spreads its cases over, unless one is given.
+#: The default world sizes of a campaign.
 WORLDS = (2, 3, 4)
-#: Whether cases of several threads run in threads by default; without, the same calls run one after another.
+#: Whether cases with several threads run them concurrently by default; otherwise their calls run one after another.
 THREADS = True
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-#: Masks whose document lengths say nothing of the number of keys.
+#: Masks that fit any number of keys, because they have no document lengths.
 ANY_KEYS = ("full", "causal", "window", "both sides", "prefix", "sink tokens")
 
-#: What a step of a case does with a call: its forward, its backward, or one backward of all calls that are left.
+#: The action of a step: the forward or backward of one call, or one backward through all remaining calls.
 Does = Literal["forward", "backward", "backward of all"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What cases are derived from, besides their number."""
+    """The settings from which cases are derived, together with their number."""
 
     seed: int = 0
     worlds: tuple[int, ...] = WORLDS
@@ -45,11 +46,11 @@ class Settings:
     threads: bool = THREADS
 
     def world(self, number: int) -> int:
-        """The ranks of a case."""
+        """Return the world size of a case."""
         return self.worlds[number % len(self.worlds)]
 
     def rerun(self, numbers: str) -> str:
-        """The command that runs cases again, given as `--case` takes them."""
+        """Return the command that runs some cases again; `numbers` is in the format of `--case`."""
         words = ["meshflash check", f"--case {numbers}", f"--seed {self.seed}"]
         if self.worlds != WORLDS:
             words.append(f"-n {self.worlds[0]}")
@@ -62,11 +63,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Group:
-    """Which ranks make a call, and what they pass as `mesh`.
+    """The ranks of a call, and the kind of their argument `mesh`.
 
-    `kind` is "world" (the default group), "mesh" (a DeviceMesh of `shape`), "group" (a process group that is kept for
-    later cases; `copy` tells several of the same ranks apart), "new group" (one for this case alone), or "none" for
-    `flash_attention` on one rank.
+    `kind` is "world" (the default group), "mesh" (a DeviceMesh of `shape`), "group" (a process group that later cases
+    reuse; `copy` distinguishes groups of the same ranks), "new group" (created for this case), or "none" for
+    `flash_attention` on a single device.
     """
 
     kind: Literal["world", "mesh", "group", "new group", "none"]
@@ -77,7 +78,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a case. Calls of the same thread come after one another; `names` are those of a report."""
+    """One call of a case. Calls of one thread run in order; `names` are its values of the varied dimensions."""
 
     item: Item
     group: Group
@@ -88,7 +89,7 @@ class Call:
 
 @dataclass(frozen=True)
 class FuzzCase:
-    """A case: its calls, and the steps that every rank takes as far as it is in their groups."""
+    """A case: its calls, and the steps that every rank runs for the calls of its groups. `derive` makes it."""
 
     number: int
     world: int
@@ -98,19 +99,19 @@ class FuzzCase:
 
     @property
     def threads(self) -> int:
-        """How many threads make the calls of a rank."""
+        """The number of threads of a rank."""
         return len({call.thread for call in self.calls})
 
     @property
     def dimensions(self) -> dict[str, tuple[str, ...]]:
-        """What the case is of each varied dimension, for counts: the values of all its calls, each once."""
+        """For each varied dimension, the distinct values of all calls, for the counts of a record."""
         out: dict[str, set[str]] = {}
         for name, value in [*self.names, *(pair for call in self.calls for pair in call.names)]:
             out.setdefault(name, set()).add(value)
         return {name: tuple(sorted(values)) for name, values in out.items()}
 
     def describe(self) -> list[str]:
-        """The case in words, a line for each call and one for the order."""
+        """Return a description: one line for the case, one for each call, and one for the order."""
         lines = [f"case {self.number}: {', '.join(f'{name} {value}' for name, value in self.names)}"]
         for n, call in enumerate(self.calls):
             case, ranks = call.item.case, ", ".join(map(str, call.group.ranks))
@@ -121,7 +122,12 @@ class FuzzCase:
 
 
 def derive(settings: Settings, number: int) -> FuzzCase:
-    """The case of this number; the same on every rank and machine."""
+    """Return the case of a number; it is the same on every rank and machine.
+
+    Args:
+        settings: The settings of the campaign.
+        number: The number of the case.
+    """
     draw = random.Random(f"{settings.seed}/{number}")
     world = settings.world(number)
     pattern = _pick(draw, {"single": 40, "repeated": 18, "mixed": 24, "threads": 12, "local threads": 6})
@@ -173,7 +179,7 @@ def _calls(
     calls: list[Call] = []
     if pattern == "local threads":
         kinds = [_call(draw, settings, groups[0], 0, small=True) for _ in range(3)]
-        for thread in range(4):  # threads share kinds of calls, which is where they meet in caches
+        for thread in range(4):  # threads make equal kinds of calls, so that they contend for the same cache entries
             calls += [_again(draw, draw.choice(kinds), thread) for _ in range(3)]
     else:
         rounds = {"single": 1, "repeated": draw.randint(2, 3), "mixed": draw.randint(2, 3), "threads": 2}[pattern]
@@ -210,7 +216,7 @@ def _steps(draw: random.Random, calls: int, together: bool) -> tuple[list[tuple[
 
 
 def _again(draw: random.Random, call: Call, thread: int) -> Call:
-    """The same kind of call with other values, and sometimes other pairs dropped, or watched otherwise by autograd."""
+    """Return the same kind of call with other values, and sometimes another dropout seed or autograd mode."""
     item = replace(call.item, values=draw.randrange(1, 1 << 30))
     if item.case.dropout and draw.random() < 0.5:
         item = replace(item, case=replace(item.case, dropout_seed=draw.randrange(1 << 30)))
@@ -224,7 +230,7 @@ def _mode(draw: random.Random) -> Mode:
 
 
 def _call(draw: random.Random, settings: Settings, group: Group, thread: int, small: bool) -> Call:
-    """One call on a group, whatever else the case does."""
+    """Return one random call on a group."""
     world = len(group.ranks)
     long = draw.randint(8, 64) if small else draw.randint(64, 150)
     tokens = draw.choice((1, 2, 3, 5, 7, draw.randint(8, 64), draw.randint(8, 64), long))
@@ -279,17 +285,17 @@ def _call(draw: random.Random, settings: Settings, group: Group, thread: int, sm
 
 
 def _layout(draw: random.Random, tokens: int, world: int) -> tuple[str, Layout]:
-    """A layout by its name; some are of ranges that were dealt out at random."""
+    """Return a random layout and its name; some have random ranges ("scattered")."""
     name = draw.choice(list(LAYOUTS))
     if world == 1:
-        return "contiguous", Layout.contiguous(tokens, 1)  # others are refused there
+        return "contiguous", Layout.contiguous(tokens, 1)  # attention on a single device refuses other layouts
     if draw.random() < 0.2:
         return "scattered", _scattered(draw, tokens, world)
     return name, LAYOUTS[name](tokens, world)
 
 
 def _strides(draw: random.Random) -> tuple[tuple[tuple[str, Strides], ...], tuple[tuple[str, int], ...]]:
-    """How q, k, v and dout lie in memory, and along which axes the values of those repeat that are expanded."""
+    """Return the memory layouts of q, k, v and dout, and the axes on which values of expanded tensors repeat."""
     names = ("q", "k", "v", "dout")
     kinds: tuple[Strides, ...] = ("contiguous", "contiguous", "transposed", "sliced", "stepped", "expanded")
     strides = {name: draw.choice(kinds) for name in names}
@@ -303,7 +309,7 @@ def _strides(draw: random.Random) -> tuple[tuple[tuple[str, Strides], ...], tupl
 
 
 def _frozen(draw: random.Random, case: Case) -> tuple[str, ...]:
-    """The leaves that need no gradient, on all ranks alike."""
+    """Return the leaves that need no gradient, the same on all ranks."""
     if draw.random() < 0.65:
         return ()
     names = ("q", "k", "v", *(("sink_logits",) if case.sinks else ()))
@@ -311,7 +317,7 @@ def _frozen(draw: random.Random, case: Case) -> tuple[str, ...]:
 
 
 def _schedule(draw: random.Random, settings: Settings, group: Group) -> tuple[str, str]:
-    """A schedule with all its options, and what the call names it where that is another text."""
+    """Return a schedule with all its options, and the text that the call passes if it differs."""
     world = len(group.ranks)
     chosen = draw.choice(settings.schedules or schedule_variants(world))
     if len(group.shape) == 2:
@@ -321,12 +327,12 @@ def _schedule(draw: random.Random, settings: Settings, group: Group) -> tuple[st
         requested = f"{parse(chosen)[0].name}({', '.join(f'{key}={value}' for key, value in varied.items())})"
         return over_two_axes(requested, group.shape[1]), requested
     if not settings.schedules and draw.random() < 0.08:
-        return "allgather", "auto"  # cases are small: keys are gathered
+        return "allgather", "auto"  # auto gathers keys in cases as small as these
     return _varied(draw, chosen, world), ""
 
 
 def _varied(draw: random.Random, schedule: str, world: int) -> str:
-    """A schedule with some options, where it was given without: numbers up to the ranks, names of other schedules."""
+    """Return a schedule with random values for its options, unless it was given with options."""
     found, _ = parse(schedule)
     if "(" in schedule and found.name != "hybrid":
         return schedule
@@ -345,7 +351,7 @@ def _varied(draw: random.Random, schedule: str, world: int) -> str:
 
 
 def _scattered(draw: random.Random, tokens: int, world: int) -> Layout:
-    """Runs of tokens, dealt out to ranks at random; some ranks may get none."""
+    """Return a layout of random ranges, dealt out to ranks at random; some ranks may get none."""
     cuts = sorted({0, tokens, *(draw.randint(0, tokens) for _ in range(2 * world))})
     held: list[list[range]] = [[] for _ in range(world)]
     for begin, end in pairwise(cuts):

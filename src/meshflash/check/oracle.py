@@ -1,4 +1,4 @@
-"""The float64 oracle and FlashAttention's tolerance rule, for whatever compares numbers."""
+"""The float64 oracle and FlashAttention's tolerance rule, for every comparison of results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from meshflash.kernels.contract import Features, Rows, accumulator_dtype
 from meshflash.kernels.reference import dense_attention
 from meshflash.kernels.tiled import Tiled
 
-#: Units in the last place of the accumulator by which delta, and the dP that it is taken from, may be off together.
+#: Allowed error of delta and dP together, in units in the last place (ulp) of the accumulator.
 DELTA_UNITS = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: shapes, mask and features."""
+    """One call of attention: shapes, mask and features. Tests and `fuzz` make cases."""
 
     mask: Mask = field(default_factory=Mask.full)
     batch: int = 2
@@ -37,11 +37,17 @@ class Case:
     q_offset: int = 0
     lse_gradient: bool = False
     dropout_seed: int = 1234
-    #: Tensors (q, k, v or dout) whose values repeat along an axis, as (name, axis), so that they may be expanded.
+    #: (name, axis) of tensors (q, k, v or dout) whose values repeat along an axis, so that stride 0 is possible there.
     repeated: tuple[tuple[str, int], ...] = ()
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
-        """Fresh leaves: q, k, v and what else takes gradients."""
+        """Return fresh leaves: q, k, v and all other inputs that take gradients.
+
+        Args:
+            dtype: The dtype of the leaves.
+            device: The device of the leaves.
+            seed: The seed of their values.
+        """
         generator = torch.Generator().manual_seed(seed)
         k_tokens = self.tokens if self.k_tokens is None else self.k_tokens
         kv_heads = self.kv_heads or self.heads
@@ -56,17 +62,22 @@ class Case:
         return {name: x.to(device, dtype).requires_grad_() for name, x in leaves.items()}
 
     def repeat(self, name: str, x: Tensor) -> Tensor:
-        """Repeat the first values of a tensor along the axes of which `repeated` says so."""
+        """Repeat the first values of a tensor along its axes in `repeated`."""
         for axis in (axis for other, axis in self.repeated if other == name and x.numel()):
             x = x.narrow(axis, 0, 1).expand_as(x)
         return x.contiguous()
 
     def slopes(self, device: str = "cpu") -> Tensor | None:
-        """ALiBi slopes, one for each head."""
+        """Return the ALiBi slopes, one for each head, or None."""
         return torch.linspace(0.1, 0.6, self.heads, device=device) if self.alibi else None
 
     def run(self, leaves: dict[str, Tensor], kernel: str = "auto") -> tuple[Tensor, Tensor]:
-        """(out, lse) by meshflash."""
+        """Return (out, lse) of `flash_attention`.
+
+        Args:
+            leaves: The inputs, from `inputs`.
+            kernel: The kernel to use.
+        """
         return flash_attention(
             leaves["q"],
             leaves["k"],
@@ -84,7 +95,7 @@ class Case:
         )
 
     def features(self, leaves: dict[str, Tensor]) -> Features:
-        """The same, as a kernel takes them."""
+        """Return the features of this case in the form that kernels take."""
         q, slopes = leaves["q"], self.slopes(leaves["q"].device.type)
         return Features(
             scale=self.dim**-0.5 if self.scale is None else self.scale,
@@ -96,13 +107,19 @@ class Case:
         )
 
     def dense(self, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(out, lse), plainly written, in the dtype of the leaves."""
+        """Return (out, lse) of dense attention from the mask's definition, in the dtype of the leaves."""
         q, k, v = leaves["q"], leaves["k"], leaves["v"]
         return dense_attention(q, k, v, self.mask, self.features(leaves), self.q_offset)
 
 
 def upstream(out: Tensor, lse: Tensor, case: Case | None = None) -> tuple[Tensor, Tensor]:
-    """The gradients of out and lse that every comparison starts from."""
+    """Return fixed gradients of out and lse, from which every comparison starts.
+
+    Args:
+        out: A tensor of the shape, dtype and device of the output.
+        lse: A tensor of the shape, dtype and device of the LSE.
+        case: The case, whose `repeated` axes of dout apply.
+    """
     generator = torch.Generator().manual_seed(7)
     dout = torch.randn(out.shape, generator=generator)
     if case is not None:
@@ -111,7 +128,13 @@ def upstream(out: Tensor, lse: Tensor, case: Case | None = None) -> tuple[Tensor
 
 
 def gradients(outputs: tuple[Tensor, Tensor], leaves: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
-    """Output, LSE and every gradient, by name, for fixed upstream gradients."""
+    """Return output, LSE and every gradient by name, for fixed upstream gradients.
+
+    Args:
+        outputs: The output and the LSE of a call.
+        leaves: The inputs of the call that take gradients.
+        case: The case.
+    """
     out, lse = outputs
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     dout, dlse = upstream(out, lse, case)
@@ -125,13 +148,13 @@ def gradients(outputs: tuple[Tensor, Tensor], leaves: dict[str, Tensor], case: C
 
 
 def as_dtype(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same numbers as leaves of another dtype."""
+    """Return the same values as leaves of another dtype."""
     return {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
 
 
 @dataclass(frozen=True)
 class Error:
-    """How far a result is from the oracle's, and how far it may be."""
+    """The largest error of a result against the oracle, and the largest that is allowed."""
 
     error: float
     allowed: float
@@ -144,18 +167,26 @@ def check(
     units: int = 8,
     shares: dict[str, float] | None = None,
 ) -> dict[str, Error]:
-    """Hold outputs and gradients to the tolerance rule against the oracle in float64; AssertionError where they fail.
+    """Compare outputs and gradients with the float64 oracle; raise AssertionError if an error exceeds the tolerance.
 
-    An error may be twice that of plain PyTorch in the same dtype (thrice with softcap or sinks), plus
-    twice the rounding of the values themselves (of the largest where few of them happen to need none),
-    plus some units in the last place of the accumulator at the size of the largest value, at least 1: a
-    gradient that is truly 0 is a difference of rounded numbers here, and exactly 0 in plain PyTorch. In
-    float64 the oracle rounds too: 1e-12 there. Empty rows must
-    be exactly 0 and -inf. Where that is not enough, a gradient may also be off by what the error of the output,
-    which was judged before it, makes of delta: FlashAttention takes delta of the rounded output, plain PyTorch
-    does not, and it shows where a row sees next to nothing. The same holds for the rounding of delta itself, a sum of
-    products in the accumulator: it is all there is of dS where a row sees one key. `shares` says, by name, what the
-    rounding of the ranks' shares of a sum may add.
+    The tolerance is the sum of
+
+    - twice the error of plain PyTorch in the same dtype (three times with softcap or sinks);
+    - twice the rounding of the values themselves, or half an ulp of the largest value if that is more;
+    - `units` ulp of the accumulator at the largest value, at least 1. A gradient that is truly 0 is a difference of
+      rounded values here, but exactly 0 in plain PyTorch. In float64 the oracle rounds too, so this term is 1e-12;
+    - for dq, dk and dsink_logits, if the above is exceeded, the effect of the output's error on delta (`_by_delta`).
+      FlashAttention computes delta from the rounded output, plain PyTorch does not. This matters for rows that see very
+      few keys, where the rounding of delta may be all there is of dS.
+
+    Empty rows must be exactly 0, with an LSE of -inf.
+
+    Args:
+        got: The results to check, by name.
+        case: The case.
+        leaves: The inputs of the call.
+        units: The allowed ulp of the accumulator.
+        shares: By name, the extra error from rounding each rank's share of a sum.
     """
     dtype = leaves["q"].dtype
     exact = as_dtype(leaves, torch.float64)
@@ -167,13 +198,13 @@ def check(
     errors = {}
     for name, value in got.items():
         reference = want[name]
-        _hold(value.shape == reference.shape, f"{name}: shape {list(value.shape)}, expected {list(reference.shape)}")
-        _hold(not value.isnan().any(), f"{name} has NaN")
+        _require(value.shape == reference.shape, f"{name}: shape {list(value.shape)}, expected {list(reference.shape)}")
+        _require(not value.isnan().any(), f"{name} has NaN")
         empty = reference == -torch.inf
-        _hold(torch.equal(value == -torch.inf, empty), f"{name}: -inf elsewhere than expected")
+        _require(torch.equal(value == -torch.inf, empty), f"{name}: -inf in other places than expected")
         if name == "out":
-            dead = (want["lse"] == -torch.inf).transpose(1, 2)
-            _hold(bool((value[dead] == 0).all()), "rows that see no key must be 0")
+            empty_rows = (want["lse"] == -torch.inf).transpose(1, 2)
+            _require(bool((value[empty_rows] == 0).all()), "rows that see no key must be 0")
         error = _max_error(value, reference)
         rounded = reference.to(value.dtype)
         rounding = 2 * _max_error(rounded + 0.3 - 0.3, rounded.double())
@@ -182,13 +213,16 @@ def check(
         allowed += (shares or {}).get(name, 0.0)
         if error > allowed and name in ("dq", "dk", "dsink_logits"):
             allowed += _by_delta(got["out"], want, case, exact)[name]
-        _hold(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}")
+        _require(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}")
         errors[name] = Error(error, allowed)
     return errors
 
 
 def _by_delta(out: Tensor, want: dict[str, Tensor], case: Case, exact: dict[str, Tensor]) -> dict[str, float]:
-    """The largest change of each gradient that this output, and rounding, make by delta; gradients are linear in it."""
+    """Return how much the error of this output, and the rounding of delta, change each gradient through delta.
+
+    Gradients are linear in delta, so a backward with the error of delta in place of delta gives the change.
+    """
     dout, _ = upstream(want["out"], want["lse"], case)
     rounding = DELTA_UNITS * torch.finfo(accumulator_dtype(out.dtype)).eps
     off = ((out.double() - want["out"]) * dout).sum(-1)
@@ -203,10 +237,10 @@ def _by_delta(out: Tensor, want: dict[str, Tensor], case: Case, exact: dict[str,
     return {name: 1.1 * float(change.abs().max()) for name, change in found.items() if change is not None}
 
 
-def _hold(true: bool, otherwise: str) -> None:
-    """An assertion that `python -O` keeps."""
-    if not true:
-        raise AssertionError(otherwise)
+def _require(condition: bool, message: str) -> None:
+    """Raise AssertionError unless the condition holds, also under `python -O`."""
+    if not condition:
+        raise AssertionError(message)
 
 
 def _largest(reference: Tensor) -> float:

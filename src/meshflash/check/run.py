@@ -1,4 +1,4 @@
-"""Run checks over ranks of this machine, and judge what comes back."""
+"""Run checks on several ranks, and compare their results with the oracle."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from meshflash.runtime.devices import take_device
 from meshflash.runtime.processes import Tell, run_ranks
 from meshflash.runtime.world import World
 
-#: Of the accumulator, in the last place: a gradient that is truly 0 is a difference of sums in other orders here.
+#: The allowed ulp of the accumulator: a gradient that is truly 0 is here a difference of sums in different orders.
 UNITS = 16
 dist: Any = _distributed  # torch does not declare all that it exports here
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a check.
+    """The outcome of a check: "right", "refused" or "missed" (wrong).
 
-    `worst` is the result with the largest share of the error that it may have; bytes are a rank's, on average. A
-    refusal is an answer, too: a combination that is refused with a reason is not silently wrong.
+    `worst` is the result with the largest error relative to the allowed one. Bytes are the mean over ranks. A refusal
+    is a valid outcome: a combination that raises an error with a reason is not silently wrong.
     """
 
     schedule: str
@@ -46,19 +46,31 @@ class Verdict:
 
 
 def run(checks: Sequence[Check], world: int, listen: Tell | None = None) -> list[Verdict]:
-    """The verdict of each check; all of them run in the same processes of this machine, joined by gloo."""
+    """Run checks on processes of this machine, joined by gloo, and return the verdict of each.
+
+    Args:
+        checks: The checks to run, in order, all in the same processes.
+        world: The number of ranks.
+        listen: A function that receives progress messages.
+    """
     results = run_ranks(world, _run, list(checks), timeout=3600.0, listen=listen)
     verdicts: list[Verdict] = results[0]
     return verdicts
 
 
 def run_here(checks: Sequence[Check], here: World, listen: Tell) -> list[Verdict]:
-    """The same as a rank of the default process group; rank 0 has the verdicts."""
+    """Run checks as one rank of the default process group; only rank 0 returns verdicts.
+
+    Args:
+        checks: The checks to run, the same on all ranks.
+        here: This rank.
+        listen: A function that receives progress messages.
+    """
     return _run(here.rank, here.world_size, listen, list(checks), here.local_rank)
 
 
 def _run(rank: int, world: int, tell: Tell, checks: list[Check], local_rank: int | None = None) -> list[Verdict]:
-    """One rank's part of each check; rank 0 judges."""
+    """Run each check as one rank; rank 0 gathers the results and judges them."""
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch, on CPUs without bfloat16
     out = []
     for n, each in enumerate(checks):

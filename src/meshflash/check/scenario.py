@@ -1,7 +1,7 @@
-"""What a rank does with cases at random: their steps in their order, in threads where a case has several.
+"""Run random cases on one rank: the steps of each case in order, in threads if a case has several.
 
-Ranks take turns at judging, so that one compares results with the oracle while the others go on. A rank that takes
-longer for a case than it may ends itself, with the stacks of its threads in a file.
+Ranks take turns as the judge, so that one compares results with the oracle while the others continue. A rank that
+exceeds the time limit of a case writes the stacks of its threads to a file and exits.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from meshflash.comm.handshake import DisagreementError
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.processes import Tell
 
-#: What became of one call on one rank: its results, or why it was refused.
+#: The outcome of one call on one rank: its results, or the message of a refusal.
 Part = Result | str
 dist: Any = _distributed  # torch does not declare all that it exports here
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A rank begins with a case."""
+    """Message: a rank starts a case."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A rank left a case by an error that is no refusal."""
+    """Message: a case raised an error on a rank that is not a refusal."""
 
     number: int
     rank: int
@@ -51,10 +51,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Judged:
-    """What became of a case: "right", "refused" or "missed", and of its calls.
+    """Message: the outcome of a case and the counts of its calls by outcome: "right", "refused" or "missed".
 
-    `share` is the largest error of all its results, as a share of the error that it may have. `refusals` are the
-    messages of refused calls.
+    `share` is the largest error of its results over the allowed one. `refusals` are the messages of refused calls.
     """
 
     number: int
@@ -69,16 +68,16 @@ class Judged:
 
 @dataclass
 class Groups:
-    """The process groups and meshes of this rank, made when they are first needed and kept."""
+    """The process groups and meshes of this rank, created on first use and kept."""
 
     rank: int
     made: dict[Any, Any] = field(default_factory=dict)
 
     def make(self, group: Group, device: str) -> None:
-        """Make a group that is not there yet; all ranks of the world come to it, in the same order.
+        """Create a group if it does not exist. All ranks of the world call this in the same order.
 
-        Not by local synchronization: torch names such a group by its ranks, and one that is made again after it was
-        destroyed finds what the first one left in the store.
+        Local synchronization is not used: torch names such a group by its ranks, so a group that is created again after
+        it was destroyed would find the keys of the first one in the store.
         """
         if group.kind in ("none", "world") or group in self.made:
             return
@@ -89,7 +88,7 @@ class Groups:
             self.made[group] = dist.new_group(list(group.ranks))
 
     def of(self, group: Group) -> tuple[int, Any, Any]:
-        """(rank in it, process group, what to pass as `mesh`) of a group that this rank is in."""
+        """Return (rank within the group, process group, argument `mesh`) of a group of this rank."""
         place = group.ranks.index(self.rank)
         if group.kind == "none":
             return place, None, None
@@ -101,16 +100,16 @@ class Groups:
         return place, found, found
 
     def leave(self, group: Group) -> None:
-        """Destroy a group that was for one case alone."""
+        """Destroy a group that was created for one case."""
         if group.kind == "new group" and (found := self.made.pop(group, None)) and self.rank in group.ranks:
             dist.destroy_process_group(found)
 
 
 def run_cases_apart(rank: int, world: int, tell: Tell, *args: Any) -> None:
-    """`run_cases` over a TCP store, which is what jobs have.
+    """Run `run_cases` over a TCP store, as real jobs do.
 
-    Ranks of this machine meet over a file, to which the threads of a rank have ways of their own. The threads of a job
-    share one connection to its store, and may keep each other from it.
+    Local ranks rendezvous through a file store, which serves each thread separately. The threads of a real job share
+    one connection to the TCP store and may block each other; this variant covers that.
     """
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if rank == 0 else None
     port = [store.port if store else 0]
@@ -131,13 +130,21 @@ def run_cases(
     folder: str,
     local_rank: int | None = None,
 ) -> None:
-    """One rank's part of these cases; tells when it begins one, and what becomes of those that it judges.
+    """Run cases as one rank; report each start, and the outcome of each case that this rank judges.
 
-    With a local rank it is a rank of a job that others started: then rank 0 alone judges.
+    Args:
+        rank: This rank.
+        world: The number of ranks.
+        tell: A function that receives `Begun`, `Failed` and `Judged`.
+        settings: The settings that cases are derived from.
+        numbers: The numbers of the cases, in order.
+        limit: The time limit of a case, in seconds.
+        folder: The folder for stacks of ranks that exceed the limit.
+        local_rank: The local rank in a job that a launcher started; rank 0 is then the only judge.
     """
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch, on CPUs without bfloat16
     if threading.current_thread() is threading.main_thread() and local_rank is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever is interrupted ends its ranks
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the interrupt and ends its ranks
     groups = Groups(rank)
     with (Path(folder) / f"rank{rank}.txt").open("w") as stacks:
         for turn, number in enumerate(numbers):
@@ -159,18 +166,25 @@ def run_cases(
 
 
 def take_part(rank: int, case: FuzzCase, groups: Groups, threads: bool) -> dict[int, Part]:
-    """A rank's parts of the calls that it takes part in, by the number of the call."""
+    """Run a case on this rank, and return the outcome of each call that it takes part in, by the call's index.
+
+    Args:
+        rank: This rank.
+        case: The case.
+        groups: The process groups of this rank.
+        threads: Whether to run threads concurrently; otherwise their calls run one after another.
+    """
     mine = {n: call for n, call in enumerate(case.calls) if rank in call.group.ranks}
-    alone = case.threads == 1 or not threads
+    single_threaded = case.threads == 1 or not threads
     together = any(does == "backward of all" for does, _ in case.steps)
     runs: dict[int, Run] = {}
     for call in case.calls:
         groups.make(call.group, call.item.device)
     for n, call in mine.items():
         place, group, mesh = groups.of(call.group)
-        runs[n] = Run(place, group, call.item, mesh, count=alone)
+        runs[n] = Run(place, group, call.item, mesh, count=single_threaded)
     refused: dict[int, str] = {}
-    if alone:
+    if single_threaded:
         _take_steps(case.steps, mine, runs, refused)
     else:
         _in_threads(case, mine, runs, refused)
@@ -188,7 +202,7 @@ def take_part(rank: int, case: FuzzCase, groups: Groups, threads: bool) -> dict[
 def _take_steps(
     steps: Sequence[tuple[Does, int]], mine: dict[int, Call], runs: dict[int, Run], refused: dict[int, str]
 ) -> None:
-    """Take the steps of calls in which this rank takes part. A refusal is noted, and its call left out from there."""
+    """Run the steps of this rank's calls. A refusal is recorded, and later steps of that call are skipped."""
     for does, n in steps:
         if does == "backward of all":
             _backward_of_all([run for m, run in runs.items() if m not in refused])
@@ -200,27 +214,27 @@ def _take_steps(
             try:
                 runs[n].forward(mine[n].mode)
             except DisagreementError:
-                raise  # all ranks derive the same case
+                raise  # a bug: all ranks derive the same case, so they cannot disagree
             except ValueError as error:
                 refused[n] = str(error) or type(error).__name__
 
 
 def _backward_of_all(runs: Sequence[Run]) -> None:
-    """One backward through the graphs of all calls."""
+    """Run one backward through the graphs of all calls."""
     outputs, gradients, leaves = [], [], []
-    watched = [run for run in runs if run.leaves]
-    for run in watched:
+    with_gradients = [run for run in runs if run.leaves]
+    for run in with_gradients:
         own = run.upstream()
         outputs += own[0]
         gradients += own[1]
         leaves += list(run.leaves.values())
-    found = list(torch.autograd.grad(outputs, leaves, gradients)) if watched else []
-    for run in watched:
-        run.keep([found.pop(0) for _ in run.leaves])
+    found = list(torch.autograd.grad(outputs, leaves, gradients)) if with_gradients else []
+    for run in with_gradients:
+        run.store_gradients([found.pop(0) for _ in run.leaves])
 
 
 def _in_threads(case: FuzzCase, mine: dict[int, Call], runs: dict[int, Run], refused: dict[int, str]) -> None:
-    """The same, with a thread for each of the case's; the first error of any of them is raised here."""
+    """Run the steps in the threads of the case; raise the first error of any thread."""
     errors: list[BaseException] = []
 
     def work(thread: int) -> None:
@@ -233,7 +247,8 @@ def _in_threads(case: FuzzCase, mine: dict[int, Call], runs: dict[int, Run], ref
     workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in sorted({c.thread for c in mine.values()})]
     for worker in workers:
         worker.start()
-    while any(worker.is_alive() for worker in workers) and not errors:  # one that failed is not waited for
+    # After an error, do not wait for the other threads: they may hang.
+    while any(worker.is_alive() for worker in workers) and not errors:
         for worker in workers:
             worker.join(0.02)
     if errors:
@@ -241,20 +256,25 @@ def _in_threads(case: FuzzCase, mine: dict[int, Call], runs: dict[int, Run], ref
 
 
 def judged(case: FuzzCase, parts: Sequence[dict[int, Part]]) -> Judged:
-    """Hold every call of a case to the oracle and to the verifier's count of bytes."""
+    """Compare every call of a case with the oracle and with the verifier's count of bytes.
+
+    Args:
+        case: The case.
+        parts: For each rank, the outcomes of its calls by index.
+    """
     counts = {"right": 0, "refused": 0, "missed": 0}
     messages, refusals = [], []
     share, worst = 0.0, ""
     for n, call in enumerate(case.calls):
         own = [parts[rank][n] for rank in call.group.ranks]
-        said = [part for part in own if isinstance(part, str)]
-        if len(said) == len(own):
+        refused_by = [part for part in own if isinstance(part, str)]
+        if len(refused_by) == len(own):
             counts["refused"] += 1
-            refusals.append(said[0])
+            refusals.append(refused_by[0])
             continue
         try:
-            if said:
-                raise AssertionError(f"refused by some ranks alone: {said[0]}")
+            if refused_by:
+                raise AssertionError(f"refused by some ranks only: {refused_by[0]}")
             found = _judge_call(call, [part for part in own if not isinstance(part, str)])
         except (AssertionError, ValueError) as error:
             counts["missed"] += 1
@@ -269,7 +289,7 @@ def judged(case: FuzzCase, parts: Sequence[dict[int, Part]]) -> Judged:
 
 
 def _judge_call(call: Call, parts: Sequence[Result]) -> tuple[float, str]:
-    """The largest error of a call as a share of what it may be, and whose; AssertionError where one is larger."""
+    """Return the largest error of a call over the allowed one, and its name; raise AssertionError if it is exceeded."""
     item = call.item
     results = [part[0] for part in parts]
     expected = {"out", *(("lse",) if item.lse else ())}
@@ -285,7 +305,7 @@ def _judge_call(call: Call, parts: Sequence[Result]) -> tuple[float, str]:
 
 
 def kind_of(refusal: str) -> str:
-    """A refusal without its numbers, to count those of a kind.
+    """Return the message of a refusal without its digits, to count refusals by kind.
 
     >>> kind_of("heads=6 over 4 ranks: not a multiple")
     'heads=# over # ranks: not a multiple'

@@ -1,4 +1,4 @@
-"""Cases spread over ranks: what a worker does with one, and the whole put together again for the oracle."""
+"""Sharded cases: run one call on one rank, and reassemble the results of all ranks for the oracle."""
 
 from __future__ import annotations
 
@@ -21,22 +21,37 @@ from meshflash.engine.mesh import Plan
 from meshflash.kernels.contract import accumulator_dtype
 from meshflash.schedules.registry import default_layout, parse, verified
 
-WHOLE = ("q", "k", "v")
+#: Inputs that are sharded by position; all others are replicated.
+SHARDED = ("q", "k", "v")
 
-#: How a tensor lies in memory: in order; heads before tokens; as columns of wider rows; as every other column; or
-#: with a stride of 0 along the axes on which its values repeat.
+#: The memory layout of a tensor: contiguous; heads before tokens; columns of wider rows; every other column; or
+#: stride 0 along the axes on which its values repeat.
 Strides = Literal["contiguous", "transposed", "sliced", "stepped", "expanded"]
-#: How autograd watches a call.
+#: The autograd mode of a call.
 Mode = Literal["grad", "no_grad", "inference_mode"]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One case with the schedule and layouts that spread it; the schedule's own layout by default.
+    """A case with the schedule, the layouts and the memory layout that it runs with.
 
-    `strides` says how q, k, v and dout lie in memory, by name; `frozen` names the leaves that need no gradient.
-    `values` is the seed of the inputs. `requested` is the schedule as the call names it where that is another text,
-    as over a DeviceMesh of two dimensions, which adds the inner axis. `packed` drops the axis of a batch of 1.
+    Args:
+        case: The case.
+        schedule: The schedule that must run.
+        world: The number of ranks.
+        dtype: The dtype of the inputs.
+        layout: The layout of the queries; the schedule's default layout if None.
+        k_layout: The layout of the keys; that of the queries if None.
+        reduce_dtype: The dtype in which gradients travel.
+        kernel: The kernel.
+        device: The device type.
+        transport: The transport.
+        strides: The memory layout of q, k, v and dout, by name.
+        frozen: The names of the leaves that need no gradient.
+        values: The seed of the inputs.
+        requested: The schedule that the call passes, if it is another text: over a DeviceMesh of two dimensions, the
+            call adds the inner dimension itself.
+        packed: Whether to drop the axis of a batch of 1.
     """
 
     case: Case
@@ -57,15 +72,17 @@ class Item:
 
     @property
     def lse(self) -> bool:
-        """Whether the call asks for the LSE; where that changes what moves, only cases that need it do."""
+        """Whether the call asks for the LSE. If that changes what moves, only cases that need it ask."""
         return self.case.lse_gradient or self.case.sinks or not parse(self.schedule)[0].saves_buffers
 
     @property
     def q(self) -> Layout:
+        """The layout of the queries."""
         return self.layout or default_layout(self.schedule)(self.case.tokens, self.world)
 
     @property
     def k(self) -> Layout:
+        """The layout of the keys."""
         tokens = self.case.tokens if self.case.k_tokens is None else self.case.k_tokens
         if self.k_layout is None and self.case.k_tokens is None:
             return self.q
@@ -73,7 +90,12 @@ class Item:
 
 
 def restride(x: Tensor, how: Strides, repeated: tuple[int, ...] = ()) -> Tensor:
-    """Return a copy of `[batch, tokens, heads, dim]` that lies in memory as `how` says; no autograd history.
+    """Return a detached copy of `[batch, tokens, heads, dim]` with another memory layout.
+
+    Args:
+        x: The tensor.
+        how: The memory layout.
+        repeated: The axes on which the values of `x` repeat, for "expanded".
 
     >>> restride(torch.zeros(2, 5, 3, 4), "transposed").stride()
     (60, 4, 20, 1)
@@ -83,7 +105,7 @@ def restride(x: Tensor, how: Strides, repeated: tuple[int, ...] = ()) -> Tensor:
         return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
     if how == "sliced":
         wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), torch.nan, dtype=x.dtype, device=x.device)
-        wide[..., 1:-2] = x  # what lies around the values is NaN: nobody may read it
+        wide[..., 1:-2] = x  # NaN around the values: a kernel that reads it gives NaN
         return wide[..., 1:-2]
     if how == "stepped":
         wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype, device=x.device)
@@ -98,17 +120,23 @@ def restride(x: Tensor, how: Strides, repeated: tuple[int, ...] = ()) -> Tensor:
 
 
 def _laid_out(item: Item, name: str, x: Tensor) -> Tensor:
-    """A copy of a rank's tensor with the strides that the item gives it."""
+    """Return a copy of a rank's tensor with the memory layout that the item gives it."""
     how: Strides = dict(item.strides).get(name, "contiguous")
     return restride(x, how, tuple(axis for other, axis in item.case.repeated if other == name))
 
 
 def shards(item: Item, leaves: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """A rank's own leaves."""
+    """Return the leaves of one rank: its shards of q, k and v, and copies of the other inputs.
+
+    Args:
+        item: The item.
+        leaves: The leaves of the whole case.
+        rank: The rank.
+    """
     out = {}
     for name, x in leaves.items():
         part = x.detach()
-        if name in WHOLE:
+        if name in SHARDED:
             rows = torch.from_numpy((item.q if name == "q" else item.k).positions(rank))
             part = part[:, rows.to(part.device)]
         out[name] = _laid_out(item, name, part).requires_grad_(name not in item.frozen)
@@ -117,21 +145,28 @@ def shards(item: Item, leaves: dict[str, Tensor], rank: int) -> dict[str, Tensor
 
 @dataclass(frozen=True)
 class Moved:
-    """What one rank received from each, and the scratch that it held, in one pass; None where peers read it."""
+    """The bytes that a rank received from each peer in one pass, and its peak scratch.
+
+    `scratch_bytes` is None if peers read messages from it, as scratch then also holds packed messages.
+    """
 
     received: dict[int, int]
     scratch_bytes: int | None
 
 
-#: Output, LSE and every gradient of one rank, and what each pass moved.
+#: Output, LSE and every gradient of one rank by name, and the traffic of each pass.
 Result = tuple[dict[str, Tensor], dict[Direction, Moved]]
 
 
 class Run:
-    """One call on one rank: the forward now, and the backward when the caller says so.
+    """One call on one rank, with its forward and its backward as separate steps.
 
-    `rank` is that of the call's group; `mesh` is what the call is given, where that is not the group itself. Without
-    a group it is `flash_attention`. Bytes are counted unless other calls run in other threads meanwhile.
+    Args:
+        rank: The rank within the group.
+        group: The process group; None runs `flash_attention`.
+        item: The item to run.
+        mesh: The argument `mesh` of the call, if it is not the group itself.
+        count: Whether to count bytes and scratch. Calls in other threads would spoil the counts.
     """
 
     def __init__(self, rank: int, group: Any, item: Item, mesh: Any = None, count: bool = True) -> None:
@@ -144,21 +179,21 @@ class Run:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """The leaves that take gradients; none after a forward that autograd did not watch."""
+        """The leaves that take gradients; none after a forward without autograd."""
         watched = self._made["out"].requires_grad
         return {name: x for name, x in self.local.items() if x.requires_grad} if watched else {}
 
     @property
     def result(self) -> Result:
-        """What there is to compare, on the host."""
+        """The results on the host, and the traffic."""
         made = {name: x.detach().cpu() for name, x in {**self._made, **self._grads}.items()}
         return made, self.moved
 
     def forward(self, mode: Mode = "grad") -> None:
-        """Make the call."""
+        """Run the forward."""
         item, case = self.item, self.item.case
-        self._clear()
-        q, k, v = (self.local[name].squeeze(0) if item.packed else self.local[name] for name in WHOLE)
+        self._reset_counters()
+        q, k, v = (self.local[name].squeeze(0) if item.packed else self.local[name] for name in SHARDED)
         options: dict[str, Any] = dict(
             mask=case.mask,
             scale=case.scale,
@@ -180,16 +215,16 @@ class Run:
                 reduce_dtype=item.reduce_dtype,
                 transport=item.transport,
             )
-        watch = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[mode]
-        with watch():
+        context = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[mode]
+        with context():
             made = (flash_attention if self.group is None else attention)(q, k, v, **options)
             if item.packed:
                 made = tuple(x.unsqueeze(0) for x in made) if item.lse else made.unsqueeze(0)
         self._made = dict(zip(("out", "lse"), made if item.lse else (made,), strict=False))
-        self._note("forward")
+        self._record_traffic("forward")
 
     def upstream(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What a backward starts from: the outputs and their gradients."""
+        """Return the outputs, and the gradients from which a backward starts."""
         item, case, out = self.item, self.item.case, self._made["out"]
         rows = torch.from_numpy(item.q.positions(self.rank))
         like = out.new_empty(0, device="cpu")
@@ -204,42 +239,42 @@ class Run:
         return outputs, gradients
 
     def backward(self) -> None:
-        """Take the gradients of the leaves, if there are any."""
+        """Run the backward, if any leaf takes a gradient."""
         leaves = self.leaves
         if not leaves:
             return
-        self._clear()
+        self._reset_counters()
         outputs, gradients = self.upstream()
-        self.keep(torch.autograd.grad(outputs, list(leaves.values()), gradients))
-        self._note("backward")
+        self.store_gradients(torch.autograd.grad(outputs, list(leaves.values()), gradients))
+        self._record_traffic("backward")
 
-    def keep(self, gradients: Sequence[Tensor]) -> None:
-        """Take these for the gradients of the leaves."""
+    def store_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Store the gradients of the leaves, in their order."""
         self._grads = {f"d{name}": x for name, x in zip(self.leaves, gradients, strict=True)}
 
-    def _clear(self) -> None:
+    def _reset_counters(self) -> None:
         if self._counts:
-            self._mover.counters.clear()
+            self._transport.counters.clear()
             pool(self.local["q"].device).usage.peak = 0
 
-    def _note(self, direction: Direction) -> None:
-        """Note what moved since the last time."""
+    def _record_traffic(self, direction: Direction) -> None:
+        """Record the traffic since the counters were reset."""
         if not self._counts:
             return
-        mover, usage = self._mover, pool(self.local["q"].device).usage
+        transport, usage = self._transport, pool(self.local["q"].device).usage
         received: Counter[int] = Counter()
-        for (_, peer), n in mover.counters.received.items():
+        for (_, peer), n in transport.counters.received.items():
             received[peer] += n
-        self.moved[direction] = Moved(dict(received), None if mover.reads_peers else usage.peak)
+        self.moved[direction] = Moved(dict(received), None if transport.reads_peers else usage.peak)
         assert usage.live == 0
 
     @property
-    def _mover(self) -> Transport:
+    def _transport(self) -> Transport:
         return group_context(self.group.group_name).transport(self.local["q"].device, self.item.transport)
 
 
 def run_item(rank: int, group: Any, item: Item) -> Result:
-    """A rank's part of one case."""
+    """Run one item on one rank, forward and backward."""
     run = Run(rank, group, item)
     run.forward()
     run.backward()
@@ -247,12 +282,17 @@ def run_item(rank: int, group: Any, item: Item) -> Result:
 
 
 def run_items(rank: int, world: int, group: Any, items: list[Item]) -> list[Result]:
-    """For a pool of workers."""
+    """Run items one after another on one rank; the signature is that of a job of a worker pool."""
     return [run_item(rank, group, item) for item in items]
 
 
 def check_moved(item: Item, moved: list[dict[Direction, Moved]]) -> None:
-    """What ranks received and held is what the verifier says of the programs that they ran."""
+    """Raise AssertionError unless traffic and scratch of all ranks equal the verifier's count.
+
+    Args:
+        item: The item that the ranks ran.
+        moved: The traffic of each rank, by direction.
+    """
     case, partial = item.case, accumulator_dtype(item.dtype)
     if item.world == 1 or not case.batch:
         return
@@ -271,26 +311,31 @@ def check_moved(item: Item, moved: list[dict[Direction, Moved]]) -> None:
             raise AssertionError(f"{direction}: ranks held other scratch than the verifier counted")
 
 
-def _summed(name: str) -> bool:
-    """Whether ranks have shares of it, as of the gradient of a weight."""
-    return name.removeprefix("d") not in (*WHOLE, "out", "lse")
+def _is_partial_sum(name: str) -> bool:
+    """Whether each rank holds a share of a sum, as of the gradient of a weight."""
+    return name.removeprefix("d") not in (*SHARDED, "out", "lse")
 
 
 def share_rounding(parts: list[dict[str, Tensor]]) -> dict[str, float]:
-    """How far off the sum of rounded shares may be, by name: shares that cancel are rounded at their own size."""
+    """Return, by name, the error of a sum of rounded shares: shares that cancel are rounded at their own magnitude."""
     return {
         name: sum(float(part[name].abs().max()) * torch.finfo(part[name].dtype).eps for part in parts)
         for name in parts[0]
-        if _summed(name)
+        if _is_partial_sum(name)
     }
 
 
 def whole(item: Item, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The ranks' results as those of one device; shares of weights are summed."""
+    """Reassemble the results of all ranks into those of a single device; shares of sums are added.
+
+    Args:
+        item: The item that the ranks ran.
+        parts: The results of each rank, by name.
+    """
     out = {}
     for name in parts[0]:
         pieces = [part[name] for part in parts]
-        if _summed(name):
+        if _is_partial_sum(name):
             out[name] = torch.stack(pieces).to(torch.float64).sum(0).to(pieces[0].dtype)
             continue
         layout = item.k if name in ("dk", "dv") else item.q

@@ -1,4 +1,4 @@
-"""What is checked: schedules, layouts, mask families and features with each other. Cases at random: `fuzz`."""
+"""The deterministic suite: all combinations of schedules, layouts, mask families and features. Random cases: `fuzz`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.schedules.registry import default_layout
 
-#: As many tokens as no number of ranks divides.
+#: A prime, so that shards are uneven on any number of ranks.
 TOKENS = 37
 CAUSAL = Mask.causal()
 
-#: Mask families, for a number of tokens.
+#: Mask families, as functions of the number of tokens.
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda n: Mask.full(),
     "causal": lambda n: CAUSAL,
@@ -55,7 +55,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Check:
-    """An item, and what it is called in a report."""
+    """An item, and its names in a report."""
 
     layout: str
     mask: str
@@ -66,17 +66,22 @@ class Check:
 def everything(
     schedules: Sequence[str], world: int, quick: bool = False, device: str = "cpu", transport: str = "auto"
 ) -> list[Check]:
-    """Each schedule on each layout with each mask family and feature; dtypes by turns.
+    """Return the checks of some schedules: every layout, mask family and feature; dtypes alternate.
 
-    Quickly: on the schedule's own layout, with some masks, features by turns.
+    Args:
+        schedules: The schedules to check.
+        world: The number of ranks.
+        quick: Take only each schedule's default layout and some masks, with features in rotation.
+        device: The device type.
+        transport: The transport.
     """
     out = []
     for schedule in schedules:
         own = default_layout(schedule)(TOKENS, world).name
         if quick:
             features = list(FEATURES)
-            turns = product([own], QUICK_MASKS, range(2))
-            cells = [(layout, mask, features[n % len(features)]) for n, (layout, mask, _) in enumerate(turns)]
+            cases = product([own], QUICK_MASKS, range(2))
+            cells = [(layout, mask, features[n % len(features)]) for n, (layout, mask, _) in enumerate(cases)]
         else:
             cells = list(product(LAYOUTS, MASKS, FEATURES))
         for n, (layout, mask, feature) in enumerate(cells):
