@@ -1,4 +1,4 @@
-"""`meshflash check`: what it checks, that it misses what is wrong, and that it says so."""
+"""`meshflash check`: the suite, its verdicts on wrong results, and the command."""
 
 import json
 from dataclasses import replace
@@ -13,14 +13,14 @@ from meshflash.cli import app
 from meshflash.schedules.registry import names
 
 
-def test_everything_is_everything():
+def test_suite_has_every_combination():
     checks = suite.everything(("ring", "ringx4"), 3)
     cells = {(each.item.schedule, each.layout, each.mask, each.features) for each in checks}
     assert len(cells) == len(checks) == 2 * len(suite.LAYOUTS) * len(suite.MASKS) * len(suite.FEATURES)
     assert {each.item.dtype for each in checks} == set(suite.DTYPES)
 
 
-def test_quickly_every_schedule_meets_several_masks_and_features():
+def test_quick_suite_has_several_masks_and_features_for_every_schedule():
     checks = suite.everything(names(), 2, quick=True)
     for name in names():
         own = [each for each in checks if each.item.schedule == name]
@@ -30,12 +30,12 @@ def test_quickly_every_schedule_meets_several_masks_and_features():
 
 @pytest.fixture
 def one(pool):
-    """A check, and its parts as two ranks made them."""
+    """A check, and the results of two ranks."""
     each = next(c for c in suite.everything(("zigzag",), 2, quick=True) if (c.mask, c.features) == ("causal", "mqa"))
     return each, [parts[0] for parts in pool.run(2, run_items, [each.item])]
 
 
-def test_what_is_right_is_right(one):
+def test_correct_results_count_as_right(one):
     verdict = run._judge(*one)
     assert verdict.outcome == "right"
     assert 0 < verdict.error <= verdict.allowed
@@ -44,7 +44,7 @@ def test_what_is_right_is_right(one):
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
-def test_wrong_numbers_are_missed(one, name):
+def test_wrong_values_count_as_missed(one, name):
     each, (first, (results, moved)) = one
     wrong = results | {name: results[name] * 1.01}
     verdict = run._judge(each, [first, (wrong, moved)])
@@ -52,7 +52,7 @@ def test_wrong_numbers_are_missed(one, name):
     assert verdict.message.startswith(name)
 
 
-def test_nan_and_other_bytes_and_refusals_of_some_are_missed(one):
+def test_nan_wrong_bytes_and_partial_refusals_count_as_missed(one):
     each, (first, (results, moved)) = one
     spoiled = results | {"dv": torch.full_like(results["dv"], torch.nan)}
     assert "NaN" in run._judge(each, [first, (spoiled, moved)]).message
@@ -65,7 +65,7 @@ def test_nan_and_other_bytes_and_refusals_of_some_are_missed(one):
     assert (refused.outcome, refused.message) == ("refused", "not here")
 
 
-def test_the_command(tmp_path):
+def test_command_writes_a_report(tmp_path):
     report = tmp_path / "report.json"
     options = ["check", "-n", "2", "--quick", "--schedule", "ringx1", "--schedule", "zigzag"]
     result = CliRunner().invoke(app, [*options, "--output", str(report)])
@@ -75,7 +75,7 @@ def test_the_command(tmp_path):
     assert [row["outcome"] for row in rows] == ["right"] * 16
 
 
-def test_the_command_ends_with_1_where_something_is_missed(monkeypatch):
+def test_command_exits_with_1_if_a_check_is_missed(monkeypatch):
     def missed(checks, world, listen):
         return [run.Verdict("ring", world, "zigzag", "causal", "plain", 37, "float32", "missed", message="dq: wrong")]
 
@@ -89,7 +89,7 @@ def test_the_command_ends_with_1_where_something_is_missed(monkeypatch):
     ("options", "word"),
     [(["--schedule", "spiral"], "spiral"), (["--device", "abacus"], "abacus"), (["--transport", "pigeon"], "pigeon")],
 )
-def test_what_is_not_there(options, word):
+def test_command_refuses_unknown_names(options, word):
     result = CliRunner().invoke(app, ["check", *options])
     assert result.exit_code == 2
     assert word in result.output

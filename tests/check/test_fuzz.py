@@ -1,4 +1,4 @@
-"""`meshflash check --fuzz`: cases go by seed and number, wrong results are missed, and a campaign goes on."""
+"""`meshflash check --fuzz`: reproducible cases, verdicts on wrong results, and campaigns that continue."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from meshflash.runtime.processes import RankError
 HEADER = {"machine": {"cores": 2}, "versions": {"meshflash": "1"}, "commit": "abc"}
 
 
-def test_a_case_depends_on_its_seed_and_number_alone():
+def test_case_depends_only_on_its_seed_and_number():
     settings = Settings(seed=5)
     cases = {number: derive(settings, number) for number in range(30)}
     for number in reversed(cases):
@@ -64,13 +64,13 @@ def test_calls_of_a_case_fit_their_groups():
             assert held == list(range(call.item.case.tokens))
         forwards = [n for does, n in case.steps if does == "forward"]
         assert forwards == list(range(len(case.calls)))
-        if dict(case.names)["pattern"] == "threads":  # a group is driven by one thread at a time
+        if dict(case.names)["pattern"] == "threads":  # one thread at a time uses a group
             by_thread = [{c.group for c in case.calls if c.thread == thread} for thread in (0, 1)]
             assert not by_thread[0] & by_thread[1]
 
 
 @pytest.mark.parametrize("how", ["contiguous", "transposed", "sliced", "stepped", "expanded"])
-def test_strides_change_no_value(how):
+def test_restride_keeps_values(how):
     x = torch.randn(2, 5, 3, 4)
     x[1] = x[0]
     y = restride(x, how, (0,))
@@ -79,8 +79,8 @@ def test_strides_change_no_value(how):
     assert (y.stride(0) == 0) == (how == "expanded")
 
 
-def test_a_gradient_that_is_truly_0_may_be_off_by_the_rounding_of_delta():
-    # a row that sees one key: dS is dP - delta, two roundings of the same number
+def test_tolerance_covers_the_rounding_of_delta_for_zero_gradients():
+    # a row that sees one key: dS is dP - delta, two roundings of the same value
     case = Case(batch=3, tokens=1, heads=6, kv_heads=2, scale=0.4, softcap=3.0)
     leaves = case.inputs(torch.float32, seed=824267725)
     got = gradients(case.run(leaves), leaves, case)
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_truly_0_may_be_off_by_the_rounding_of_delta():
         check(got | {"dq": got["dq"] + 1e-5}, case, leaves, units=16)
 
 
-def test_rerun_commands_name_all_that_a_case_is_derived_from():
+def test_rerun_command_has_all_settings_of_a_case():
     assert Settings(seed=3).rerun("7") == "meshflash check --case 7 --seed 3"
     other = Settings(3, (2,), ("ring", "hybrid(inner=2)"), "cuda", "symmetric", not fuzz.THREADS)
     assert other.rerun("7") == (
@@ -100,7 +100,7 @@ def test_rerun_commands_name_all_that_a_case_is_derived_from():
 
 
 def parts_of_cases(rank, world, group, settings, numbers):
-    """A rank's parts of some cases."""
+    """Return the outcomes of some cases on one rank."""
     told: list[object] = []
     groups = scenario.Groups(rank)
     for number in numbers:
@@ -114,13 +114,13 @@ SMALL = Settings(seed=4, worlds=(2,), schedules=("zigzag",))
 
 @pytest.fixture(scope="module")
 def some(pool):
-    """Cases of several calls with their parts, as two ranks made them."""
+    """Cases of several calls, with the outcomes of two ranks."""
     numbers = [n for n in range(60) if len(derive(SMALL, n).calls) > 1][:6]
     told = pool.run(2, parts_of_cases, SMALL, numbers)
     return [(derive(SMALL, n), [rank[i] for rank in told]) for i, n in enumerate(numbers)]
 
 
-def test_what_is_right_is_right(some):
+def test_correct_results_count_as_right(some):
     for case, parts in some:
         verdict = scenario.judged(case, parts)
         assert (verdict.outcome, verdict.message) == ("right", "")
@@ -128,7 +128,7 @@ def test_what_is_right_is_right(some):
         assert 0 < verdict.share <= 1
 
 
-def test_wrong_results_of_any_call_are_missed(some):
+def test_wrong_results_of_any_call_count_as_missed(some):
     found = 0
     for case, parts in some[:4]:
         for n, call in list(enumerate(case.calls))[-1:]:
@@ -146,9 +146,9 @@ def test_wrong_results_of_any_call_are_missed(some):
     assert found >= 8
 
 
-def test_results_of_the_call_before_missing_gradients_and_refusals_of_some_are_missed(some):
+def test_stale_results_missing_gradients_and_partial_refusals_count_as_missed(some):
     case, parts = next((case, parts) for case, parts in some if dict(case.names)["pattern"] == "repeated")
-    stale = [part | {1: part[0]} for part in parts]  # as a cache would that holds the first values
+    stale = [part | {1: part[0]} for part in parts]  # as if a cache returned the first values
     if case.calls[1].group == case.calls[0].group:
         assert scenario.judged(case, stale).outcome == "missed"
     rank = case.calls[0].group.ranks[0]
@@ -167,7 +167,7 @@ def verdict(number, outcome="right", message="", refusals=()):
 
 
 def fake_ranks(monkeypatch, behave):
-    """Have `run_ranks` only tell; `behave(number)` gives what is told of a case, or raises."""
+    """Replace `run_ranks` by a stub that sends messages; `behave(number)` returns the message of a case, or raises."""
     started = []
 
     def run_ranks(world, function, settings, numbers, limit, folder, timeout, listen):
@@ -180,7 +180,7 @@ def fake_ranks(monkeypatch, behave):
     return started
 
 
-def test_a_campaign_goes_on_where_it_stopped(monkeypatch, tmp_path):
+def test_campaign_continues_where_it_stopped(monkeypatch, tmp_path):
     path, settings = tmp_path / "record.json", Settings(seed=9)
 
     def interrupted(number):
@@ -192,7 +192,7 @@ def test_a_campaign_goes_on_where_it_stopped(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         Campaign(Record(settings, HEADER), path, lambda text: None).run(range(12))
     before = go_on(path, settings, HEADER)
-    assert before.done == {0, 3, 6, 9, 1, 4}  # those of two ranks, and of three as far as they came
+    assert before.done == {0, 3, 6, 9, 1, 4}  # all cases of two ranks, and the first ones of three
     started = fake_ranks(monkeypatch, lambda n: verdict(n, "refused", refusals=(f"heads={n} of 4: no",)))
     Campaign(before, path, lambda text: None).run(range(12))
     assert started == [(3, [7, 10]), (4, [2, 5, 8, 11])]
@@ -207,7 +207,7 @@ def test_a_campaign_goes_on_where_it_stopped(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["hangs", "raises"])
-def test_a_case_that_ends_its_ranks_is_missed_and_the_others_go_on(monkeypatch, how):
+def test_case_that_ends_its_ranks_is_missed_and_the_campaign_continues(monkeypatch, how):
     def behave(number):
         if number == 4 and how == "hangs":
             raise RankError("rank 1 died with exit code 1")
@@ -239,7 +239,7 @@ def test_a_case_that_ends_its_ranks_is_missed_and_the_others_go_on(monkeypatch, 
     assert miss["rerun with those before"] == "meshflash check --case 0-4 --seed 9 -n 3"
 
 
-def test_ranks_that_do_not_start_are_an_error(monkeypatch):
+def test_processes_that_do_not_start_raise(monkeypatch):
     def run_ranks(*args, **kwargs):
         raise RankError("rank 0 died with exit code 9")
 
@@ -266,7 +266,7 @@ def test_records_of_other_campaigns_are_refused(tmp_path):
         go_on(path, Settings(seed=1), HEADER)
 
 
-def test_the_command_refuses_what_it_cannot_do(tmp_path, monkeypatch):
+def test_command_refuses_invalid_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "other.json"
     other.write_text("[]")
@@ -280,7 +280,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, monkeypatch):
 
 
 def with_a_wrong_kernel(rank, world, group, settings, numbers, limit, folder):
-    """What a rank tells of cases while its kernel for CPUs makes dK a little too large."""
+    """Return the messages of a rank whose CPU kernel makes dK slightly too large."""
     told: list[object] = []
     right = Tiled.backward
 
@@ -298,7 +298,7 @@ def with_a_wrong_kernel(rank, world, group, settings, numbers, limit, folder):
     return told
 
 
-def test_a_wrong_kernel_is_found_and_its_cases_are_named(pool, monkeypatch, tmp_path):
+def test_fuzzing_finds_a_wrong_kernel_and_names_its_cases(pool, monkeypatch, tmp_path):
     def run_ranks(world, function, settings, numbers, limit, folder, timeout, listen):
         for told in pool.run(world, with_a_wrong_kernel, settings, numbers, limit, folder):
             for each in told:
@@ -330,7 +330,7 @@ def heed_interrupts():
 
 
 def run_command(folder, *options):
-    """Start `meshflash check`; Ctrl-C reaches it even where the tests run in the background, which ignore it."""
+    """Start `meshflash check` so that Ctrl-C reaches it, even if the tests run in the background and ignore it."""
     return subprocess.Popen(
         [sys.executable, "-m", "meshflash", "check", *options],
         cwd=folder,
@@ -346,7 +346,7 @@ def done_in(path):
 
 
 @pytest.mark.slow
-def test_a_campaign_that_is_interrupted_and_killed_goes_on_to_its_end(tmp_path):
+def test_interrupted_and_killed_campaign_continues_to_its_end(tmp_path):
     path = tmp_path / "fuzz-seed3.json"
     options = ("--fuzz", "300", "--seed", "3")
     for stop in (signal.SIGINT, signal.SIGKILL):

@@ -1,6 +1,6 @@
-"""Edits that make one thing of a program wrong, for tests of the verifier.
+"""Edits that make a program wrong in one place, for tests of the verifier.
 
-The programs are those of two ranks with 3 tokens each that see everything; 4 heads over 2 key heads.
+The programs are for two ranks with 3 tokens each under a full mask, with 4 query heads and 2 key heads.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ def without_lse(name: str, rows: tuple[int, int], heads: tuple[int, int]) -> Sli
 
 
 def put(n: int, *steps: Step) -> Edit:
-    """Other steps for the n-th."""
+    """Replace the n-th step."""
     return lambda p: replace(p, steps=(*p.steps[:n], *steps, *p.steps[n + 1 :]))
 
 
 def insert(n: int, *steps: Step) -> Edit:
-    """More steps before the n-th."""
+    """Insert steps before the n-th."""
     return lambda p: replace(p, steps=(*p.steps[:n], *steps, *p.steps[n:]))
 
 
 def change(n: int, **changes: Any) -> Edit:
-    """The n-th step, with some of it changed."""
+    """Change fields of the n-th step."""
     return lambda p: put(n, replace(p.steps[n], **changes))(p)
 
 
 def buffer(name: str, **changes: Any) -> Edit:
-    """A buffer with some of it changed."""
+    """Change fields of a buffer."""
     return lambda p: replace(p, buffers=tuple(replace(b, **changes) if b.name == name else b for b in p.buffers))
 
 
-def room(*buffers: Buffer) -> Edit:
-    """More buffers."""
+def extra_buffers(*buffers: Buffer) -> Edit:
+    """Add buffers."""
     return lambda p: replace(p, buffers=(*p.buffers, *buffers))
 
 
@@ -90,7 +90,7 @@ EXTRA_OUT = Buffer("more", "out", 3, 4, "partial")
 
 
 class Wrong(NamedTuple):
-    """What is wrong, with which program, how it comes about on which ranks, and what is said of it."""
+    """A wrong program: its name, the right program, the edit, the expected error, and the ranks that are edited."""
 
     name: str
     made: Made

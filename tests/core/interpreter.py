@@ -1,9 +1,9 @@
-"""Runs programs on numbers: all ranks at once, in float64, in the harshest ways that the rules allow.
+"""A numeric interpreter: runs the programs of all ranks at once, in float64, under the harshest rules allowed.
 
-It shares nothing with the verifier: a program is right here if its results are those of dense attention,
-with slopes and sink logits that differ by head. What is not written yet is NaN, and so are an LSE and a delta that
-did not come with their rows; where the LSE is wanted, a gradient comes by way of it. Messages leave and arrive
-either at once or at the last moment; scratch is or is not the memory of the output that it becomes.
+It shares no code with the verifier. A program is right here if its results equal dense attention, with ALiBi slopes
+and sink logits that differ by head. Memory that is not written is NaN, and so are an LSE and a delta that did not
+travel with their rows. If the caller wants the LSE, it also has a gradient. Messages leave and arrive either at once or as late as
+possible; scratch shares the memory of the output that it becomes, or does not.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def positions(ranges: Ranges) -> npt.NDArray[np.int64]:
     return np.array([p for r in ranges for p in r], dtype=np.int64)
 
 
-class Numbers:
-    """Inputs of the whole sequence, and what dense attention makes of them."""
+class DenseProblem:
+    """Random inputs of the whole sequence, and the results and gradients of dense attention."""
 
     def __init__(self, problem: Problem, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -95,7 +95,7 @@ class Numbers:
         }
 
     def of(self, kind: str, rank: int) -> Fields:
-        """What a rank holds of a kind."""
+        """Return the rows of one rank of a kind."""
         lengths = self.problem.k_lengths if kind in ("kv", "dkv") else self.problem.q_lengths
         begin = sum(lengths[:rank])
         return {name: x[:, begin : begin + lengths[rank]] for name, x in self.whole[kind].items()}
@@ -116,7 +116,7 @@ class Numbers:
         return out, np.log(total) + top
 
     def finish(self, partial: tuple[Floats, Floats], heads: tuple[int, int]) -> tuple[Floats, Floats]:
-        """Sink logits join: a weight in the denominator, and no value."""
+        """Add sink logits: a weight in the denominator without a value."""
         out, lse = partial
         sinks = self.sinks[slice(*heads)]
         return merge((out, lse), (np.zeros_like(out), np.broadcast_to(sinks, lse.shape)))
@@ -151,7 +151,7 @@ def _fold(x: Floats, like: Floats) -> Floats:
 
 @dataclass(eq=False)
 class Sent:
-    """A post: its parts with their numbers in the channels between ranks, and what has left already."""
+    """A post in flight: its parts with their sequence numbers between two ranks, and the messages that have left."""
 
     step: Post
     rank: int
@@ -163,25 +163,27 @@ class Sent:
 
 
 class Run:
-    """One run of all ranks. `late` and `shared` are the two ways in which runs differ."""
+    """One run of all ranks. `late` delays messages; `shared` lets scratch share the memory of its output."""
 
     def __init__(
-        self, programs: Sequence[Program], numbers: Numbers, late: bool, shared: bool, after: Run | None = None
+        self, programs: Sequence[Program], dense: DenseProblem, late: bool, shared: bool, after: Run | None = None
     ) -> None:
-        self.programs, self.numbers, self.late = programs, numbers, late
+        self.programs, self.dense, self.late = programs, dense, late
         self.at = [0] * len(programs)
         self.memory: list[dict[str, Fields]] = []
         for program in programs:
             held: dict[str, Fields] = {}
             for b in program.buffers:
                 if b.role == "input":
-                    held[b.name] = {name: x.copy() for name, x in numbers.of(b.kind, program.rank).items()}
-                    if b.name == "dout" and "dout" in program.without_lse:  # nobody makes a delta that is not read
+                    held[b.name] = {name: x.copy() for name, x in dense.of(b.kind, program.rank).items()}
+                    if (
+                        b.name == "dout" and "dout" in program.without_lse
+                    ):  # the engine computes no delta that no step reads
                         held[b.name]["delta"][:] = np.nan
                 elif b.role == "saved" and program.direction == "backward":
                     held[b.name] = self._saved(after, program.rank, b)
                 else:
-                    shape = (numbers.batch, b.rows, b.heads)
+                    shape = (dense.batch, b.rows, b.heads)
                     held[b.name] = {f.name: np.full((*shape, *WIDTHS[f.width]), np.nan) for f in KINDS[b.kind]}
             for b in program.buffers:
                 if b.becomes and shared:
@@ -193,7 +195,7 @@ class Run:
         self.ends: dict[Any, Sent] = {}
 
     def check(self) -> None:
-        """Run to the end; raise BrokenError unless all is right."""
+        """Run to the end; raise BrokenError unless all results are right."""
         for _ in self._turns():
             pass
         for rank, program in enumerate(self.programs):
@@ -203,8 +205,8 @@ class Run:
             for b in program.buffers:
                 if b.role in ("scratch", "saved"):
                     continue
-                without_lse = b.name in program.without_lse and not self.numbers.problem.lse
-                for name, want in list(self.numbers.of(b.kind, rank).items())[: 1 if without_lse else 2]:
+                without_lse = b.name in program.without_lse and not self.dense.problem.lse
+                for name, want in list(self.dense.of(b.kind, rank).items())[: 1 if without_lse else 2]:
                     got = self.memory[rank][b.name][name]
                     if got.shape != want.shape or not np.allclose(got, want, rtol=1e-9, atol=1e-9):
                         raise BrokenError(f"{b.role} {name} of rank {rank} is wrong")
@@ -215,7 +217,7 @@ class Run:
 
     @staticmethod
     def _saved(after: Run | None, rank: int, b: Buffer) -> Fields:
-        """What the forward left under this name."""
+        """Return the buffer that the forward saved under this name."""
         if after is None or b.name not in after.programs[rank].saves:
             raise BrokenError(f"no forward saved {b.name}")
         found = after.memory[rank][b.name]
@@ -225,7 +227,7 @@ class Run:
         return {name: x.copy() for name, x in found.items()}
 
     def _turns(self) -> Iterator[None]:
-        """Take steps until all ranks are at their ends.
+        """Run steps until all ranks are at their ends.
 
         Late: every rank goes on to its next wait, then one of the waits ends. Early: a rank that has posted
         lets all others post first.
@@ -262,7 +264,7 @@ class Run:
         return isinstance(step, Wait) and self._post_of(rank, step).complete
 
     def _unread(self, rank: int) -> int:
-        """How many messages this wait would take from memory whose owner has not waited yet."""
+        """Return the number of messages that this wait would read from memory whose owner has not waited yet."""
         post = self._post_of(rank, self._step(rank))
         return sum(key not in self.ends["send", key].left for key, _ in post.recvs)
 
@@ -292,9 +294,9 @@ class Run:
                     x[:] = -np.inf if name == "lse" else 0
             case Finish():
                 src = self._get(rank, step.src)
-                if "lse" not in src or len(self.numbers.sinks[slice(*step.heads)]) != src["lse"].shape[2]:
+                if "lse" not in src or len(self.dense.sinks[slice(*step.heads)]) != src["lse"].shape[2]:
                     raise BrokenError("sink logits for other heads")
-                src["out"][:], src["lse"][:] = self.numbers.finish((src["out"], src["lse"]), step.heads)
+                src["out"][:], src["lse"][:] = self.dense.finish((src["out"], src["lse"]), step.heads)
                 self._put(rank, step.dst, "out", src)
             case Delta():
                 out, dout = self._get(rank, step.out), self._get(rank, step.dout)
@@ -307,7 +309,7 @@ class Run:
         return self.programs[rank].buffer[place.buffer].kind
 
     def _get(self, rank: int, place: Slice) -> Fields:
-        """Views of some cells."""
+        """Return views of some cells."""
         buffer = self.programs[rank].buffer.get(place.buffer)
         if buffer is None:
             raise BrokenError(f"no buffer {place.buffer}")
@@ -330,21 +332,21 @@ class Run:
         if "q" not in q or "k" not in kv:
             raise BrokenError("no queries, or no keys")
         sizes = sum(map(len, step.q_positions)), sum(map(len, step.k_positions))
-        heads = len(self.numbers.slopes[slice(*step.heads)])
+        heads = len(self.dense.slopes[slice(*step.heads)])
         if (*sizes, heads) != (q["q"].shape[1], kv["k"].shape[1], q["q"].shape[2]) or step.heads[0] < 0:
             raise BrokenError("rows and positions differ")
         return q["q"], kv["k"], kv["v"]
 
     def _attend(self, rank: int, step: Attend) -> None:
         q, k, v = self._operands(rank, step)
-        result = self.numbers.attend(q, k, v, step.q_positions, step.k_positions, step.heads)
+        result = self.dense.attend(q, k, v, step.q_positions, step.k_positions, step.heads)
         if step.carry:
             old = self._get(rank, step.out)
             if "lse" not in old or old["lse"].shape != result[1].shape:
                 raise BrokenError("carries on from another shape")
             result = merge((old["out"], old["lse"]), result)
         if step.final:
-            result = self.numbers.finish(result, step.heads)
+            result = self.dense.finish(result, step.heads)
         self._put(rank, step.out, "out", {"out": result[0], "lse": result[1]})
 
     def _attend_grad(self, rank: int, step: AttendGrad) -> None:
@@ -352,7 +354,7 @@ class Run:
         rows = self._get(rank, step.out) | self._get(rank, step.dout)
         if any(name not in rows or rows[name].shape != q.shape[:3] for name in ("lse", "delta")):
             raise BrokenError("other rows")
-        dq, dk, dv = self.numbers.attend_grad(q, k, v, rows, step.q_positions, step.k_positions, step.heads)
+        dq, dk, dv = self.dense.attend_grad(q, k, v, rows, step.q_positions, step.k_positions, step.heads)
         results: list[tuple[Slice, str, Fields, bool]] = [
             (step.dq, "dq", {"dq": dq}, step.add_dq),
             (step.dkv, "dkv", {"dk": dk, "dv": dv}, step.add_dkv),
@@ -388,7 +390,7 @@ class Run:
         self._complete()
 
     def _complete(self) -> None:
-        """Posts that are the first of their queue and meet only such posts, or complete ones, are complete."""
+        """Complete the posts at the head of their queue whose peers are at the head of theirs, or complete."""
         changed = True
         while changed:
             changed = False
@@ -428,20 +430,20 @@ class Run:
             self._arrive(post)
 
 
-def ran(programs: Sequence[Program], numbers: Numbers) -> Run:
-    """A forward that is right, for what it saved."""
-    run = Run(programs, numbers, late=False, shared=False)
+def ran(programs: Sequence[Program], dense: DenseProblem) -> Run:
+    """Run a correct forward, for its saved buffers."""
+    run = Run(programs, dense, late=False, shared=False)
     with np.errstate(all="ignore"):
         run.check()
     return run
 
 
-def fault(programs: Sequence[Program], numbers: Numbers, after: Run | None = None) -> str:
-    """What goes wrong in any way of running these programs; empty if nothing does."""
+def fault(programs: Sequence[Program], dense: DenseProblem, after: Run | None = None) -> str:
+    """Return the first error in any way of running these programs, or ""."""
     with np.errstate(all="ignore"):
         for late, shared in product((True, False), repeat=2):
             try:
-                Run(programs, numbers, late, shared, after).check()
+                Run(programs, dense, late, shared, after).check()
             except BrokenError as error:
                 return f"{'late' if late else 'early'}, {'shared' if shared else 'apart'}: {error}"
     return ""

@@ -1,4 +1,4 @@
-"""Files that commands write: checked before the work, whole or not at all, with errors that name path and reason."""
+"""Output files: checked before the work, written atomically, with errors that name the path and the reason."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from meshflash.core.reading import read_object
 
 
 @contextmanager
-def full_disk(room: int = 0) -> Iterator[None]:
-    """Let no file of this process grow beyond `room` bytes: writing fails as on a full disk."""
+def full_disk(most: int = 0) -> Iterator[None]:
+    """Let no file of this process grow beyond `most` bytes: writing fails as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_check_leaves_files_as_they_were(tmp_path: Path) -> None:
+def test_check_file_leaves_existing_files_unchanged(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("kept")
     check_file(tmp_path / "old")
     check_file(tmp_path / "folder" / "new")
@@ -36,23 +36,23 @@ def test_a_check_leaves_files_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", [check_file, check_folder])
-@pytest.mark.parametrize("where", ["below a file", "/proc", "in no room"])
-def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, check: object, where: str) -> None:
+@pytest.mark.parametrize("where", ["below a file", "/proc", "disk full"])
+def test_error_names_the_path_that_cannot_be_written(tmp_path: Path, check: object, where: str) -> None:
     (tmp_path / "file").touch()
-    path = {"below a file": tmp_path / "file" / "x", "/proc": Path("/proc/x/y"), "in no room": tmp_path / "x"}[where]
-    with full_disk(0 if where == "in no room" else resource.RLIM_INFINITY), pytest.raises(OutputError) as caught:
+    path = {"below a file": tmp_path / "file" / "x", "/proc": Path("/proc/x/y"), "disk full": tmp_path / "x"}[where]
+    with full_disk(0 if where == "disk full" else resource.RLIM_INFINITY), pytest.raises(OutputError) as caught:
         check(path)  # type: ignore[operator]
     assert str(path) in str(caught.value)
     assert "cannot be written (" in str(caught.value)
     assert not path.is_file()
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_check_file_refuses_a_folder(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="Is a directory"):
         check_file(tmp_path)
 
 
-def test_what_was_there_stays_where_the_disk_is_full(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "record"
     write_whole(path, "first")
     with full_disk(1000), pytest.raises(OutputError, match=f"^{path}: it cannot be written "):
@@ -64,7 +64,7 @@ def test_what_was_there_stays_where_the_disk_is_full(tmp_path: Path) -> None:
     assert Path("/dev/full").is_char_device()
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_write_whole_keeps_symbolic_links(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     write_whole(tmp_path / "link", "text")
     assert (tmp_path / "link").is_symlink()
@@ -75,7 +75,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     ("content", "message"),
     [(None, "No such file"), (b'{"rows": [', "not JSON"), (b"\xff", "not JSON"), (b"[1]", "a list")],
 )
-def test_json_that_is_something_else_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_error_names_json_of_another_type(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "x.json"
     if content is not None:
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Layouts: every position held once, at any length on any number of ranks, and the work even."""
+"""Layouts: every position is held once, at any length on any number of ranks, and work is balanced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 
 
 def even(tokens: int, pieces: int) -> list[list[int]]:
-    """The positions from 0, in pieces of equal size; the first ones take what is left over."""
+    """Cut positions from 0 into pieces of equal size; the first pieces take the remainder."""
     rest, out = list(range(tokens)), []
     for n in range(pieces):
         size = tokens // pieces + (n < tokens % pieces)
@@ -34,7 +34,7 @@ def even(tokens: int, pieces: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_position_is_held_once(name: str) -> None:
+def test_layouts_hold_each_position_once(name: str) -> None:
     for tokens in range(41):
         for world in range(1, 10):
             layout = LAYOUTS[name](tokens, world)
@@ -51,7 +51,7 @@ def test_each_position_is_held_once(name: str) -> None:
                 assert all(len(r) for r in layout.ranges[rank])
 
 
-def test_contiguous_zigzag_and_striped_as_defined() -> None:
+def test_contiguous_zigzag_and_striped_match_their_definitions() -> None:
     for tokens in range(41):
         for world in range(1, 10):
             runs, pieces = even(tokens, world), even(tokens, 2 * world)
@@ -70,7 +70,7 @@ def test_contiguous_zigzag_and_striped_as_defined() -> None:
             assert max(zigzag.lengths) - min(zigzag.lengths) <= 1
 
 
-def test_neighbouring_runs_are_one_range() -> None:
+def test_neighbouring_ranges_are_merged() -> None:
     assert Layout.zigzag(8, 1).ranges == ((range(8),),)
     assert Layout.zigzag(16, 4).ranges[3] == (range(6, 10),)
     assert Layout.balanced(Mask.full(), 16, 1).ranges == ((range(16),),)
@@ -84,7 +84,7 @@ def test_a_rank_may_be_empty() -> None:
 
 
 def loads(layout: Layout, mask: Mask) -> npt.NDArray[np.float64]:
-    """Visible pairs of each rank over the mean, counted query by query."""
+    """Return the visible pairs of each rank over the mean, counted query by query."""
     j = np.arange(layout.tokens)
     rows = range(mask.batch_rows or 1)
     work = np.zeros(layout.world)
@@ -124,7 +124,7 @@ def test_balanced_ranks_have_equal_tokens_and_work(name: str) -> None:
 @pytest.mark.parametrize(
     "names", [("causal", "window"), ("causal", "full", "documents"), ("causal documents", "sinks", "causal")]
 )
-def test_balanced_for_several_masks_at_once(names: tuple[str, ...]) -> None:
+def test_balanced_balances_several_masks_at_once(names: tuple[str, ...]) -> None:
     masks = [MASKS[name] for name in names]
     layout = Layout.balanced(masks, TOKENS, WORLD)
     assert layout == Layout.balanced(tuple(masks), TOKENS, WORLD)
@@ -133,13 +133,13 @@ def test_balanced_for_several_masks_at_once(names: tuple[str, ...]) -> None:
         assert loads(layout, mask).max() <= 1.05
 
 
-def test_balanced_is_no_finer_than_it_needs_to_be() -> None:
+def test_balanced_stops_refining_at_the_goal() -> None:
     assert Layout.balanced(Mask.full(), 4096, 8).ranges == Layout.contiguous(4096, 8).ranges
     for tokens in (4096, 4100):
         assert max(map(len, Layout.balanced(Mask.causal(), tokens, 8).ranges)) == 2
 
 
-def test_balanced_shares_out_tokens_that_have_no_work() -> None:
+def test_balanced_distributes_tokens_without_work() -> None:
     layout = Layout.balanced(Mask.documents([1024], pad=True) & Mask.causal(), TOKENS, WORLD)
     assert max(layout.lengths) - min(layout.lengths) <= 1
 
@@ -150,7 +150,7 @@ def test_balanced_ranks_hold_their_positions_in_order() -> None:
             assert list(ranges) == sorted(ranges, key=lambda r: r.start)
 
 
-def test_balanced_beats_what_it_replaces() -> None:
+def test_balanced_has_less_imbalance_than_contiguous_and_zigzag() -> None:
     mask = MASKS["causal documents"]
     balanced = loads(Layout.balanced(mask, TOKENS, WORLD), mask).max()
     for other in (Layout.contiguous, Layout.zigzag):
@@ -159,12 +159,12 @@ def test_balanced_beats_what_it_replaces() -> None:
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(0, 300))
 @settings(max_examples=60, deadline=None)
-def test_balanced_tokens_differ_by_a_token_a_piece(tokens: int, world: int, left: int) -> None:
+def test_balanced_token_counts_differ_by_at_most_one_per_piece(tokens: int, world: int, left: int) -> None:
     layout = Layout.balanced([Mask.window(left, 0), Mask.causal()], tokens, world)
     assert max(layout.lengths) - min(layout.lengths) <= MAX_RANGES_PER_RANK
 
 
-def test_layouts_are_keys() -> None:
+def test_layouts_are_hashable() -> None:
     for make in LAYOUTS.values():
         assert make(20, 3) == make(20, 3)
         assert hash(make(20, 3)) == hash(make(20, 3))
@@ -182,7 +182,7 @@ def test_sizes_may_be_numpy_integers() -> None:
         assert make(size(20), size(3)) == make(20, 3)
 
 
-def test_a_layout_made_by_hand() -> None:
+def test_layout_from_user_ranges() -> None:
     layout = Layout(((range(8, 10), range(0, 8, 2)), (), (range(1, 8, 2),)))
     assert (layout.tokens, layout.world, layout.lengths) == (10, 3, (6, 0, 4))
     assert layout.name == "custom"
@@ -206,23 +206,23 @@ def test_a_layout_made_by_hand() -> None:
         (((range(0, 6, 2),), (range(3, 6, 2),)), r"once; position 1 is missing"),
     ],
 )
-def test_what_is_not_a_layout_is_refused(ranges: tuple[tuple[range, ...], ...], message: str) -> None:
+def test_invalid_layouts_are_refused(ranges: tuple[tuple[range, ...], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(ranges)
 
 
-def test_the_position_that_is_held_twice_is_named() -> None:
+def test_error_names_the_position_that_is_held_twice() -> None:
     with pytest.raises(ValueError, match="position 2 is held twice"):
         Layout(((range(3),), (range(2, 4),)))
 
 
 @pytest.mark.parametrize("ranges", [(range(4), range(4, 8)), ((0, 1), (2, 3)), range(4)], ids=str)
-def test_ranks_that_hold_no_tuple_of_ranges_are_refused(ranges: Any) -> None:
+def test_layout_refuses_ranks_without_a_list_of_ranges(ranges: Any) -> None:
     with pytest.raises(ValueError, match=r"Layout\(ranges\)"):
         Layout(ranges)
 
 
-def test_lists_of_ranges_are_as_good_as_tuples() -> None:
+def test_layout_accepts_lists_of_ranges() -> None:
     lists: Any = [[range(4)], []]
     assert hash(Layout(lists)) == hash(Layout(((range(4),), ())))
     assert Layout(lists) == Layout(((range(4),), ()))
@@ -237,7 +237,7 @@ def test_impossible_sizes_are_refused(name: str) -> None:
             LAYOUTS[name](8, world)
 
 
-def test_balanced_needs_masks_that_fit() -> None:
+def test_balanced_refuses_masks_of_another_length() -> None:
     with pytest.raises(ValueError, match=r"balanced\(masks\): expected a mask, or a list of masks"):
         Layout.balanced([], 8, 2)
     with pytest.raises(ValueError, match="5 tokens in the documents, 8 in the sequence"):
@@ -247,18 +247,18 @@ def test_balanced_needs_masks_that_fit() -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 100])
-def test_positions_of_a_rank_that_is_not_there(rank: int) -> None:
+def test_positions_refuses_ranks_outside_the_layout(rank: int) -> None:
     with pytest.raises(ValueError, match=rf"positions\(rank={rank}\): expected a rank from 0 to 1"):
         positions(Layout.contiguous(8, 2), rank)
 
 
-def test_balanced_keeps_token_counts_even_where_most_is_padding() -> None:
+def test_balanced_keeps_token_counts_even_with_much_padding() -> None:
     mask = Mask.documents([10], pad=True) & Mask.causal()
     lengths = Layout.balanced(mask, 100, 8).lengths
     assert max(lengths) - min(lengths) <= 2
 
 
-def test_a_name_does_not_make_another_layout() -> None:
+def test_layouts_with_different_names_are_equal() -> None:
     assert Layout.contiguous(8, 1) == Layout.zigzag(8, 1)
     assert hash(Layout.contiguous(8, 1)) == hash(Layout.zigzag(8, 1))
 

@@ -1,4 +1,4 @@
-"""Masks and what they combine to, against their definition; documents are in `test_mask_documents.py`."""
+"""Masks and their combinations against the definition; documents are in `test_mask_documents.py`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def problems(draw: st.DrawFn) -> tuple[Expression, int, int, list[DocumentSet]]:
 
 @given(problems())
 @settings(max_examples=250, deadline=None)
-def test_any_expression_follows_the_definition(
+def test_visible_of_random_expressions_matches_the_definition(
     problem: tuple[Expression, int, int, list[DocumentSet]],
 ) -> None:
     e, q_tokens, k_tokens, sets = problem
@@ -84,7 +84,7 @@ def test_any_expression_follows_the_definition(
 
 @given(problems())
 @settings(max_examples=150, deadline=None)
-def test_terms_are_a_union_of_bands_within_documents(
+def test_terms_cover_the_same_pairs_as_visible(
     problem: tuple[Expression, int, int, list[DocumentSet]],
 ) -> None:
     e, q_tokens, k_tokens, sets = problem
@@ -121,7 +121,7 @@ PRIMITIVES: list[tuple[Callable[[], Mask], Expression, str]] = [
 
 
 @pytest.mark.parametrize(("make", "e", "text"), PRIMITIVES, ids=[p[2] for p in PRIMITIVES])
-def test_primitives(make: Callable[[], Mask], e: Expression, text: str) -> None:
+def test_primitives_match_their_definitions(make: Callable[[], Mask], e: Expression, text: str) -> None:
     mask = make()
     assert_same(mask, e, 12, 9, [])
     assert repr(mask) == text
@@ -131,7 +131,7 @@ def test_primitives(make: Callable[[], Mask], e: Expression, text: str) -> None:
     mask.check(12, 9, batch=5)
 
 
-def test_the_masks_people_use() -> None:
+def test_common_masks_match_their_definitions() -> None:
     prefix_lm = Mask.causal() | Mask.first(3)
     assert_same(prefix_lm, ("or", ("causal",), ("first", 3)), 8, 8, [])
     sinks = Mask.causal() & (Mask.window(2, 0) | Mask.first(1))
@@ -158,7 +158,7 @@ def test_visible_takes_positions_of_any_integer_type(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint8, np.uint32])
-def test_numpy_integers_are_integers(dtype: Any) -> None:
+def test_primitives_accept_numpy_integers(dtype: Any) -> None:
     assert Mask.window(dtype(3), dtype(2)) == Mask.window(3, 2)
     assert hash(Mask.window(dtype(3), dtype(2))) == hash(Mask.window(3, 2))
     assert repr(Mask.window(dtype(3), dtype(2))) == "window(3, 2)"
@@ -169,7 +169,7 @@ def test_numpy_integers_are_integers(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("huge", [2**30, 2**31, sys.maxsize, 2**63, 2**70])
-def test_a_huge_limit_is_no_limit(huge: int) -> None:
+def test_huge_limits_do_not_overflow(huge: int) -> None:
     p = np.arange(4)
     assert Mask.window(huge, huge).visible(p[:, None], p).all()
     assert Mask.first(huge).visible(p[:, None], p).all()
@@ -210,21 +210,21 @@ SAME: list[tuple[Callable[[], Mask], Callable[[], Mask]]] = [
 
 
 @pytest.mark.parametrize(("written", "meant"), SAME, ids=[repr(meant()) for _, meant in SAME])
-def test_parts_that_change_nothing_are_left_out(written: Callable[[], Mask], meant: Callable[[], Mask]) -> None:
+def test_redundant_parts_are_removed(written: Callable[[], Mask], meant: Callable[[], Mask]) -> None:
     assert written() == meant()
     assert hash(written()) == hash(meant())
     assert repr(written()) == repr(meant())
     assert written().pack()[0] == meant().pack()[0]
 
 
-def test_the_same_documents_twice_are_one() -> None:
+def test_equal_documents_are_merged() -> None:
     documents = Mask.documents([2, 3])
     assert documents & documents is documents
     assert documents | documents is documents
     assert documents & Mask.causal() & documents == documents & Mask.causal()
 
 
-def test_documents_stay_in_an_expression_for_what_speaks_of_them() -> None:
+def test_documents_stay_in_an_expression_for_first_per_document() -> None:
     mask = (Mask.full() | Mask.documents([2, 3])) & Mask.first(1, per_document=True)
     mask.check(5, 5, batch=1)
     assert mask.visible(4, [0, 2, 3]).tolist() == [False, True, False]
@@ -234,7 +234,7 @@ def test_documents_stay_in_an_expression_for_what_speaks_of_them() -> None:
 
 @given(problems(), st.randoms())
 @settings(max_examples=150, deadline=None)
-def test_the_canonical_mask_is_the_same_however_it_was_written(
+def test_canonical_is_equal_for_equivalent_expressions(
     problem: tuple[Expression, int, int, list[DocumentSet]], random: Any
 ) -> None:
     def shuffled(e: Expression) -> Expression:
@@ -252,7 +252,7 @@ def test_the_canonical_mask_is_the_same_however_it_was_written(
     assert all(np.array_equal(a, b) for a, b in zip(mask.pack()[1], other.pack()[1], strict=True))
 
 
-def test_canonical_documents_keep_the_words_of_the_caller() -> None:
+def test_errors_of_canonical_documents_name_the_callers_argument() -> None:
     mask = (Mask.from_cu_seqlens([0, 2, 2, 5]) & Mask.causal()).canonical()
     other = (Mask.causal() & Mask.documents([2, 3])).canonical()
     assert mask == other
@@ -262,7 +262,7 @@ def test_canonical_documents_keep_the_words_of_the_caller() -> None:
         mask.check(6, 6, batch=1)
 
 
-def test_equal_masks_are_one_key() -> None:
+def test_equal_masks_have_equal_hashes() -> None:
     def masks() -> list[Mask]:
         return [
             Mask.full(),
@@ -291,7 +291,7 @@ def test_equal_masks_are_one_key() -> None:
     assert Mask.documents([2, 3]) != other
 
 
-def test_terms_absorb_what_they_contain() -> None:
+def test_terms_drop_those_that_another_term_contains() -> None:
     documents = Mask.documents([2, 3])
     assert Mask.full().terms == (Term(),)
     assert Mask.causal().terms == (Term(hi=0),)
@@ -346,13 +346,13 @@ int8: Any = np.int8
         (lambda: Mask.unpack('["moon"]', []), r"not a mask: \['moon'\]"),
     ],
 )
-def test_what_cannot_be_a_mask_is_refused(make: Callable[[], Mask], message: str) -> None:
+def test_invalid_masks_are_refused(make: Callable[[], Mask], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("other", [3, None, "causal", [True], np.array([True])])
-def test_a_mask_combines_with_a_mask_only(other: Any) -> None:
+def test_masks_combine_only_with_masks(other: Any) -> None:
     name = type(other).__name__
     with pytest.raises(TypeError, match=f"a mask combines with a mask, not with {name}"):
         Mask.causal() & other
@@ -362,6 +362,6 @@ def test_a_mask_combines_with_a_mask_only(other: Any) -> None:
         other & Mask.causal()
 
 
-def test_a_mask_is_neither_true_nor_false() -> None:
+def test_mask_has_no_truth_value() -> None:
     with pytest.raises(TypeError, match=r"combine masks with & and \|"):
         Mask.causal() and Mask.first(3)

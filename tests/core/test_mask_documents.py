@@ -1,4 +1,4 @@
-"""Masks of documents, their lengths as lists, arrays and tensors, and what does not fit a sequence or a batch."""
+"""Document masks: lengths as lists, arrays and tensors, and errors for lengths that do not fit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_repr_of_documents() -> None:
     assert repr(own) == "documents(2 lengths) & first(1, per_document=True)"
 
 
-def test_documents_without_tokens_make_no_difference() -> None:
+def test_empty_documents_do_not_change_equality() -> None:
     assert Mask.documents([0, 2, 0, 3]) == Mask.documents([2, 3, 0])
     assert hash(Mask.documents([0, 2, 0, 3])) == hash(Mask.documents([2, 3, 0]))
     assert Mask.documents([2, 0], k_lengths=[3, 0]) == Mask.documents([2], k_lengths=[3])
@@ -82,7 +82,7 @@ def test_keys_with_documents_of_their_own_fit_other_lengths() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint32])
-def test_equality_looks_through_the_type_of_the_lengths(dtype: Any) -> None:
+def test_equality_ignores_the_type_of_the_lengths(dtype: Any) -> None:
     lengths = np.array([2, 3], dtype=dtype)
     assert Mask.documents(lengths) == Mask.documents([2, 3]) == Mask.documents((2, 3))
     assert Mask.documents(n for n in lengths) == Mask.documents([2, 3])
@@ -90,7 +90,7 @@ def test_equality_looks_through_the_type_of_the_lengths(dtype: Any) -> None:
     assert Mask.documents([lengths, lengths]) == Mask.documents([[2, 3], [2, 3]])
 
 
-def test_a_mask_does_not_follow_changes_to_what_it_was_made_from() -> None:
+def test_mask_copies_the_lengths_it_is_given() -> None:
     lengths, cuts = np.array([2, 3]), np.array([0, 2, 5])
     a, b = Mask.documents(lengths), Mask.from_cu_seqlens(cuts)
     lengths[:] = cuts[1:] = 9
@@ -98,7 +98,7 @@ def test_a_mask_does_not_follow_changes_to_what_it_was_made_from() -> None:
 
 
 class Tensor:
-    """What a mask may ask of a framework's tensor, counting how often it is read."""
+    """A stand-in for a framework's tensor that counts how often it is read."""
 
     device = "somewhere"
 
@@ -163,16 +163,16 @@ def test_from_cu_seqlens_makes_documents() -> None:
     assert Mask.from_cu_seqlens([0, 2, 5], [0, 4, 6]) == Mask.documents([2, 3], k_lengths=[4, 2])
 
 
-def test_a_tensor_makes_the_same_documents_as_a_list() -> None:
+def test_tensor_and_list_of_cumulative_lengths_are_equal() -> None:
     assert Mask.from_cu_seqlens(Tensor([0, 2, 5])) == Mask.from_cu_seqlens([0, 2, 5])
 
 
-def test_cumulative_lengths_of_queries_and_keys_may_be_of_two_kinds() -> None:
+def test_cumulative_lengths_of_queries_and_keys_may_have_different_types() -> None:
     mask = Mask.from_cu_seqlens(Tensor([0, 2, 5]), [0, 4, 6])
     assert_same(mask, ("documents", 0), 5, 6, [DocumentSet([2, 3], [4, 2])])
 
 
-def test_a_tensor_is_read_once_and_not_before_it_is_used() -> None:
+def test_tensor_is_read_once_and_on_first_use() -> None:
     cuts = Tensor([0, 2, 5])
     mask = Mask.causal() & Mask.from_cu_seqlens(cuts)
     assert repr(mask).startswith("causal & documents(")
@@ -223,13 +223,13 @@ def test_positions_in_document_follow_the_definition(data: st.DataObject, tokens
         ([[[5]]], r"documents\(lengths\): expected a list of integers"),
     ],
 )
-def test_a_tensor_that_cannot_be_lengths_is_refused_when_used(lengths: Any, message: str) -> None:
+def test_invalid_tensor_of_lengths_is_refused_on_first_use(lengths: Any, message: str) -> None:
     mask = Mask.documents(Tensor(lengths))
     with pytest.raises(ValueError, match=message):
         mask.check(5, 5, batch=1)
 
 
-def test_a_decreasing_tensor_of_cumulative_lengths_is_refused_when_used() -> None:
+def test_decreasing_tensor_of_cumulative_lengths_is_refused_on_first_use() -> None:
     mask = Mask.from_cu_seqlens(Tensor([0, 5, 3]))
     with pytest.raises(ValueError, match="lengths must be >= 0, got -2"):
         mask.check(3, 3, batch=1)
@@ -258,7 +258,7 @@ def test_unsigned_cumulative_lengths_may_not_decrease(dtype: Any) -> None:
     [5, None, np.int64(5), np.array(5), [[1, 2], 3]],
     ids=["number", "None", "numpy number", "array of no dimension", "mixed"],
 )
-def test_what_is_no_list_of_lengths_is_refused(lengths: Any) -> None:
+def test_invalid_lengths_are_refused(lengths: Any) -> None:
     with pytest.raises(ValueError, match=r"documents\(lengths\): expected a list"):
         Mask.documents(lengths)
 
@@ -355,13 +355,13 @@ def test_first_per_document_needs_one_set_of_documents() -> None:
     twice.check(5, 5, batch=1)
 
 
-def test_positions_in_two_sets_of_documents_mean_nothing() -> None:
+def test_positions_in_document_refuses_two_sets_of_documents() -> None:
     with pytest.raises(ValueError, match="the mask holds more than one documents"):
         (Mask.documents([2, 3]) & Mask.documents([1, 4])).positions_in_document(5)
 
 
 @pytest.mark.parametrize("batch", [-1, 2])
-def test_a_batch_row_that_is_not_there(batch: int) -> None:
+def test_visible_refuses_batch_rows_out_of_range(batch: int) -> None:
     with pytest.raises(ValueError, match=rf"visible\(batch={batch}\): expected a row from 0 to 1"):
         Mask.documents([[2, 3], [5]]).visible(0, 0, batch=batch)
 

@@ -1,4 +1,4 @@
-"""Programs that are broken in one place: what goes wrong on numbers, the verifier must refuse."""
+"""Mutation tests of the verifier: it must refuse every mutated program that computes wrong values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.interpreter import Numbers, fault, ran
+from core.interpreter import DenseProblem, fault, ran
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
@@ -37,8 +37,8 @@ CAUSAL = Mask.causal()
 #: schedule, tokens, ranks, mask, query heads, key heads
 CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
     "ring, causal": ("ring", 11, 3, CAUSAL, 4, 2),
-    "ring, window: gradients go straight home": ("ring", 13, 4, CAUSAL & Mask.window(1, 0), 4, 2),
-    "ring, window both ways: two lanes": ("ring", 14, 4, Mask.window(3, 3), 2, 1),
+    "ring, window: gradients go straight to the owner": ("ring", 13, 4, CAUSAL & Mask.window(1, 0), 4, 2),
+    "ring, two-sided window: both directions": ("ring", 14, 4, Mask.window(3, 3), 2, 1),
     "ring, documents of batch rows": ("ring", 10, 3, CAUSAL & Mask.documents([[4, 6], [10]]), 2, 2),
     "ring, a rank without tokens": ("ring", 2, 3, Mask.full(), 2, 1),
     "zigzag, causal": ("zigzag", 16, 3, CAUSAL, 4, 2),
@@ -51,8 +51,8 @@ CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
     "allgather, even, in chunks: collectives": ("allgather(chunks=2)", 12, 3, Mask.full(), 4, 2),
     "allgather, in chunks, head by head": ("allgather(head_stride=1, chunks=2)", 13, 3, CAUSAL, 4, 2),
     "allgather, documents, head by head": ("allgather(head_stride=1)", 12, 3, Mask.documents([5, 7]), 6, 3),
-    "ringx1, queries go round": ("ringx1", 9, 3, Mask.full(), 2, 2),
-    "ringx2, keys go round in the backward": ("ringx2", 11, 4, CAUSAL, 4, 1),
+    "ringx1, broadcast of queries": ("ringx1", 9, 3, Mask.full(), 2, 2),
+    "ringx2, backward broadcasts keys": ("ringx2", 11, 4, CAUSAL, 4, 1),
     "ringx3, causal": ("ringx3", 12, 3, CAUSAL, 2, 1),
     "ringx4, causal": ("ringx4", 13, 3, CAUSAL, 4, 2),
     "ringx4, window": ("ringx4", 13, 4, Mask.window(2, 1), 2, 1),
@@ -62,47 +62,49 @@ CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
     "ulysses, in rounds": ("ulysses(rounds=2)", 9, 2, CAUSAL & Mask.window(2, 0), 6, 3),
     "double ring, causal": ("double_ring(inner=2)", 13, 4, CAUSAL, 4, 2),
     "double ring, window": ("double_ring(inner=2)", 15, 6, Mask.window(3, 2), 2, 1),
-    "ulysses, bare rows": ("ulysses", 9, 3, CAUSAL, 6, 2),
-    "ulysses, bare rows in rounds": ("ulysses(rounds=2)", 9, 2, Mask.full(), 6, 3),
-    "hybrid, bare rows": ("hybrid(inner=2)", 11, 4, CAUSAL, 4, 2),
+    "ulysses, without LSE": ("ulysses", 9, 3, CAUSAL, 6, 2),
+    "ulysses, without LSE, in rounds": ("ulysses(rounds=2)", 9, 2, Mask.full(), 6, 3),
+    "hybrid, without LSE": ("hybrid(inner=2)", 11, 4, CAUSAL, 4, 2),
     "hybrid, 2 x 2": ("hybrid(inner=2)", 13, 4, CAUSAL, 2, 2),
     "hybrid, 2 x 3, turned": ("hybrid(inner=3, ring=ring, turned=True)", 13, 6, CAUSAL, 3, 3),
-    "hybrid, queries go round": ("hybrid(inner=2, ring=ringx1)", 11, 4, Mask.full(), 4, 1),
+    "hybrid, broadcast of queries": ("hybrid(inner=2, ring=ringx1)", 11, 4, Mask.full(), 4, 1),
     "allgather, padding": ("allgather", 9, 2, CAUSAL & Mask.documents([2, 4], pad=True), 2, 1),
 }
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @cache
-def made(case: str) -> tuple[Problem, Numbers, dict[Direction, list[Program]]]:
+def made(case: str) -> tuple[Problem, DenseProblem, dict[Direction, list[Program]]]:
     schedule, tokens, world, mask, heads, kv_heads = CASES[case]
     layout: Layout = default_layout(schedule)(tokens, world)
-    problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads, lse="bare" not in case)
+    problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads, lse="without LSE" not in case)
     programs = {d: [build(schedule, problem, rank, d) for rank in range(world)] for d in DIRECTIONS}
-    return problem, Numbers(problem), programs
+    return problem, DenseProblem(problem), programs
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("case", CASES)
-def test_programs_that_are_right_agree_with_dense_attention(case: str, direction: Direction) -> None:
-    problem, numbers, programs = made(case)
+def test_unmutated_programs_match_dense_attention(case: str, direction: Direction) -> None:
+    problem, dense, programs = made(case)
     both = [programs["forward"], programs["backward"]]
-    after = ran(both[0], numbers) if direction == "backward" else None
-    assert fault(programs[direction], numbers, after) == ""
+    after = ran(both[0], dense) if direction == "backward" else None
+    assert fault(programs[direction], dense, after) == ""
     assert not refused(both, problem)
 
 
-def test_the_cases_are_what_they_are_called() -> None:
+def test_case_names_describe_the_programs() -> None:
     def posts(case: str, direction: Direction) -> list[Post]:
         return [s for program in made(case)[2][direction] for s in program.steps if isinstance(s, Post)]
 
     assert {p.collective for p in posts("allgather, even: collectives", "backward")} == {"all_gather", "all_to_all"}
     assert {p.collective for p in posts("allgather, uneven", "backward")} == {""}
-    assert any(p.name.startswith("dkv-1") for p in posts("ring, window: gradients go straight home", "backward"))
-    assert {p.name[:4] for p in posts("ring, window both ways: two lanes", "forward")} == {"kv+1", "kv-1"}
+    assert any(
+        p.name.startswith("dkv-1") for p in posts("ring, window: gradients go straight to the owner", "backward")
+    )
+    assert {p.name[:4] for p in posts("ring, two-sided window: both directions", "forward")} == {"kv+1", "kv-1"}
     assert any(p.name == "dkv 1" for p in posts("zigzag, causal", "backward"))
-    assert {p.name[0] for p in posts("ringx1, queries go round", "backward")} == {"q", "d"}
-    assert {p.name[0] for p in posts("ringx2, keys go round in the backward", "backward")} == {"k", "d"}
+    assert {p.name[0] for p in posts("ringx1, broadcast of queries", "backward")} == {"q", "d"}
+    assert {p.name[0] for p in posts("ringx2, backward broadcasts keys", "backward")} == {"k", "d"}
 
 
 def with_steps(program: Program, steps: list[Step]) -> Program:
@@ -114,7 +116,7 @@ def with_step(program: Program, n: int, step: Step) -> Program:
 
 
 def places(step: Any) -> Iterator[tuple[Slice, Callable[[Slice], Step]]]:
-    """The slices of a step, each with how to exchange it for another."""
+    """Yield the slices of a step, each with a function that replaces it."""
 
     def whole(name: str) -> Callable[[Slice], Step]:
         return lambda new: replace(step, **{name: new})
@@ -216,7 +218,7 @@ def other_rows(rng: random.Random, program: Program) -> Program | None:
 
 
 def other_rows_throughout(rng: random.Random, program: Program) -> Program | None:
-    """All slices of a step move together, so that their shapes still agree."""
+    """Shift all slices of a step together, so that their shapes still agree."""
     found = pick(rng, program)
     if found is None:
         return None
@@ -265,7 +267,7 @@ def other_positions(rng: random.Random, program: Program) -> Program | None:
 
 
 def another_buffer(rng: random.Random, program: Program) -> Program | None:
-    """One step, or every step from some point on, takes another buffer of the same kind."""
+    """Let one step, or every step from some point on, use another buffer of the same kind."""
     kinds = [
         (b.name, c.name) for b in program.buffers for c in program.buffers if b.kind == c.kind and b.name != c.name
     ]
@@ -336,8 +338,8 @@ def another_form(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, found[0], replace(found[1], collective=form))
 
 
-def another_bareness(rng: random.Random, program: Program) -> Program | None:
-    """Results travel without their LSE, or with it: in one place, or in all of a step."""
+def toggled_lse(rng: random.Random, program: Program) -> Program | None:
+    """Toggle `without_lse` of one slice, or of all slices of a step."""
     found = pick(rng, program, Copy, Post)
     if found is None:
         return None
@@ -358,7 +360,7 @@ def copy_for_add(rng: random.Random, program: Program) -> Program | None:
 
 
 def another_becomes(rng: random.Random, program: Program) -> Program | None:
-    """Scratch that is said to become an output, or to be of its own."""
+    """Let scratch become an output, or stop becoming one."""
     outputs = {b.kind: b.name for b in program.buffers if b.role == "output"}
     able = [n for n, b in enumerate(program.buffers) if b.role == "scratch" and b.kind in outputs]
     if not able:
@@ -370,7 +372,7 @@ def another_becomes(rng: random.Random, program: Program) -> Program | None:
 
 
 def cleared(rng: random.Random, program: Program) -> Program | None:
-    """Some rows are set to nothing at some point."""
+    """Clear some rows at some point."""
     able = [b for b in program.buffers if b.role != "input" and b.rows]
     if not able:
         return None
@@ -401,14 +403,14 @@ MUTATORS: dict[str, Callable[[random.Random, Program], Program | None]] = {
     "copy for add": copy_for_add,
     "becomes": another_becomes,
     "cleared": cleared,
-    "bareness": another_bareness,
+    "bareness": toggled_lse,
     "delta moved": moved_step(Delta),
 }
 MUTANTS_EACH = 34
 
 
 def mutants(name: str, count: int) -> Iterator[tuple[str, Direction, int, Program]]:
-    """Mutants of programs picked at random: their case, direction and rank."""
+    """Yield mutants of random programs, with their case, direction and rank."""
     rng = random.Random(f"mutants of {name}")
     seen: set[tuple[str, Program]] = set()
     for _ in range(50 * count):
@@ -423,7 +425,7 @@ def mutants(name: str, count: int) -> Iterator[tuple[str, Direction, int, Progra
 
 
 def refused(passes: list[list[Program]], problem: Problem) -> bool:
-    """Whether a forward, or a backward after it, is."""
+    """Whether the verifier refuses a forward, or a backward after it."""
     report = None
     try:
         for programs in passes:
@@ -433,25 +435,25 @@ def refused(passes: list[list[Program]], problem: Problem) -> bool:
     return False
 
 
-def goes_wrong(passes: list[list[Program]], numbers: Numbers) -> str:
-    """What goes wrong in a forward, or in a backward after it."""
-    wrong = fault(passes[0], numbers)
-    return wrong or (fault(passes[1], numbers, ran(passes[0], numbers)) if len(passes) > 1 else "")
+def goes_wrong(passes: list[list[Program]], dense: DenseProblem) -> str:
+    """Return the error of a forward, or of a backward after it, or ""."""
+    wrong = fault(passes[0], dense)
+    return wrong or (fault(passes[1], dense, ran(passes[0], dense)) if len(passes) > 1 else "")
 
 
 @pytest.mark.parametrize("name", MUTATORS)
-def test_programs_that_go_wrong_are_refused(name: str) -> None:
+def test_verifier_refuses_every_mutation_that_changes_results(name: str) -> None:
     effective, live = 0, []
     for case, direction, rank, mutant in mutants(name, MUTANTS_EACH):
-        problem, numbers, programs = made(case)
+        problem, dense, programs = made(case)
         changed = [*programs[direction]]
         changed[rank] = mutant
         passes = [changed] if direction == "forward" else [programs["forward"], changed]
-        if direction == "forward" and mutant.saves != SAVES:  # what a backward finds may be wrong
+        if direction == "forward" and mutant.saves != SAVES:  # the backward may read a wrong saved buffer
             passes.append(programs["backward"])
-        wrong = goes_wrong(passes, numbers)
+        wrong = goes_wrong(passes, dense)
         effective += bool(wrong)
         if wrong and not refused(passes, problem):
             live.append(f"{case}, {direction} of rank {rank} ({wrong}):\n{mutant.text()}")
-    assert effective >= MUTANTS_EACH // 4, "hardly any of these changes does harm"
+    assert effective >= MUTANTS_EACH // 4, "hardly any of these mutations changes a result"
     assert not live, "\n\n".join(live)

@@ -1,4 +1,4 @@
-"""What a rank needs of another, against the matrix of `Mask.visible`."""
+"""`Problem.needs` and query rows against the matrix of `Mask.visible`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lengths(draw: Any, tokens: int) -> list[int]:
 
 @st.composite
 def masks(draw: Any, tokens: int) -> Mask:
-    """Causal, windows, documents (also of batch rows, also padded) and first keys, and what they combine to."""
+    """Causal, windows, documents (also per batch row, also padded), first keys, and combinations of them."""
     window = st.builds(Mask.window, st.integers(0, tokens), st.integers(0, tokens))
     documents = st.one_of(
         st.builds(Mask.documents, lengths(tokens)),
@@ -79,7 +79,7 @@ def problems(draw: Any, layouts: list[str]) -> Problem:
 
 @given(problems(list(LAYOUTS)))
 @settings(max_examples=150, deadline=None)
-def test_needs_hold_every_key_that_is_seen(problem: Problem) -> None:
+def test_needs_hold_every_visible_key(problem: Problem) -> None:
     for c, held in enumerate(problem.k):
         for d, queries in enumerate(problem.q):
             wanted = np.flatnonzero(shown(problem.mask, queries, held).any(axis=0))
@@ -88,7 +88,7 @@ def test_needs_hold_every_key_that_is_seen(problem: Problem) -> None:
 
 @given(problems(list(STEP_ONE)))
 @settings(max_examples=150, deadline=None)
-def test_needs_hold_nothing_else_where_ranks_hold_runs(problem: Problem) -> None:
+def test_needs_are_minimal_on_contiguous_ranges(problem: Problem) -> None:
     for c, held in enumerate(problem.k):
         for d, queries in enumerate(problem.q):
             wanted = np.flatnonzero(shown(problem.mask, queries, held).any(axis=0))
@@ -97,7 +97,7 @@ def test_needs_hold_nothing_else_where_ranks_hold_runs(problem: Problem) -> None
 
 @given(problems(list(STEP_ONE)))
 @settings(max_examples=100, deadline=None)
-def test_q_rows_run_from_the_first_that_sees_a_key_to_the_last(problem: Problem) -> None:
+def test_q_rows_span_the_first_to_the_last_query_that_sees_a_key(problem: Problem) -> None:
     for rank, queries in enumerate(problem.q):
         for keys in problem.k:
             rows = np.flatnonzero(shown(problem.mask, queries, keys).any(axis=1))
@@ -107,7 +107,7 @@ def test_q_rows_run_from_the_first_that_sees_a_key_to_the_last(problem: Problem)
 
 @given(problems(list(LAYOUTS)))
 @settings(max_examples=100, deadline=None)
-def test_q_rows_leave_nobody_out(problem: Problem) -> None:
+def test_q_rows_hold_every_query_that_sees_a_key(problem: Problem) -> None:
     for rank, queries in enumerate(problem.q):
         for keys in problem.k:
             begin, end = problem.q_rows(rank, keys)
@@ -117,7 +117,7 @@ def test_q_rows_leave_nobody_out(problem: Problem) -> None:
 
 @given(problems(list(STEP_ONE)), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_seen_are_sorted_intervals_of_what_is_seen(problem: Problem, by_key: bool) -> None:
+def test_seen_returns_sorted_intervals_of_visible_positions(problem: Problem, by_key: bool) -> None:
     tokens = sum(problem.q_lengths)
     for ranges in problem.q:
         intervals = seen(problem.mask, ranges, by_key)
@@ -154,7 +154,7 @@ def test_lengths_and_options() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (1, 2), (4, 0), (4, -2)])
-def test_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int) -> None:
+def test_problem_refuses_key_heads_that_do_not_divide(heads: int, kv_heads: int) -> None:
     held = Layout.contiguous(4, 2).ranges
     with pytest.raises(
         ValueError, match=rf"Problem\(heads={heads}, kv_heads={kv_heads}\): expected kv_heads to divide heads"
@@ -162,7 +162,7 @@ def test_heads_that_do_not_divide_are_refused(heads: int, kv_heads: int) -> None
         Problem(held, held, Mask.full(), heads, kv_heads)
 
 
-def test_sides_of_different_ranks_are_refused() -> None:
+def test_problem_refuses_different_numbers_of_ranks_for_q_and_k() -> None:
     held = Layout.contiguous(4, 2).ranges
     with pytest.raises(ValueError, match=r"Problem\(q, k\): 2 ranks of queries, 1 of keys"):
         Problem(held, held[:1], Mask.full())
@@ -170,7 +170,7 @@ def test_sides_of_different_ranks_are_refused() -> None:
         Problem((), (), Mask.full())
 
 
-def test_a_window_narrower_than_the_stripes_is_apart_leaves_ranks_alone() -> None:
+def test_window_narrower_than_the_stripe_needs_no_other_rank() -> None:
     layout = Layout.striped(64, 8)
     needs = Problem(layout.ranges, layout.ranges, Mask.causal() & Mask.window(2, 0)).needs
     for c, row in enumerate(needs):

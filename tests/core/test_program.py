@@ -1,4 +1,4 @@
-"""Programs as data: what they say, how they travel, and the bytes that they count."""
+"""Programs as data: text, JSON, and byte counts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def place(name: str, rows: tuple[int, int] = (0, 4), heads: tuple[int, int] = (0
 
 A, B, C, D, E, F = (place(name) for name in "abcdef")
 AT = (range(0, 8, 2),)
-#: A step of every kind, with its line and what it touches.
+#: A step of every type, with its text and the slices that it accesses.
 EXAMPLES: list[tuple[Step, str, list[tuple[str, str]]]] = [
     (
         Attend(A, B, C, AT, AT, (0, 2)),
@@ -103,17 +103,17 @@ EXAMPLES: list[tuple[Step, str, list[tuple[str, str]]]] = [
 ]
 
 
-def test_there_is_an_example_of_every_step() -> None:
+def test_examples_cover_every_step_type() -> None:
     assert {type(step) for step, _, _ in EXAMPLES} == set(STEPS.values())
 
 
 @pytest.mark.parametrize(("step", "line", "touched"), EXAMPLES, ids=lambda x: str(x) if isinstance(x, Step) else "")
-def test_steps_say_what_they_do(step: Step, line: str, touched: list[tuple[str, str]]) -> None:
+def test_steps_have_readable_text(step: Step, line: str, touched: list[tuple[str, str]]) -> None:
     assert str(step) == line
     assert [(touch.buffer, how) for touch, how in slices(step)] == touched
 
 
-def test_the_text_of_a_program() -> None:
+def test_text_lists_buffers_and_steps() -> None:
     layout = Layout.contiguous(6, 2)
     problem = Problem(layout.ranges, layout.ranges, Mask.causal(), 2, 1)
     assert build("ring", problem, 1, "forward").text() == (
@@ -132,13 +132,13 @@ def test_the_text_of_a_program() -> None:
     )
 
 
-def test_a_program_without_a_name_has_a_title_all_the_same() -> None:
+def test_text_of_a_program_without_a_name_has_a_title() -> None:
     assert Program("", "backward", 1, 3, (), (), ()).text() == "backward of rank 1 of 3"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_programs_survive_json(schedule: str, world: int) -> None:
+def test_programs_round_trip_through_json(schedule: str, world: int) -> None:
     layout = default_layout(schedule)(13, world)
     for mask, direction in product(MASKS.values(), DIRECTIONS):
         problem = Problem(layout.ranges, layout.ranges, mask, 4, 2)
@@ -152,24 +152,24 @@ def test_programs_survive_json(schedule: str, world: int) -> None:
 
 
 @pytest.mark.parametrize(("step", "line"), [(step, line) for step, line, _ in EXAMPLES], ids=str)
-def test_steps_survive_json(step: Step, line: str) -> None:
+def test_steps_round_trip_through_json(step: Step, line: str) -> None:
     program = Program("one", "forward", 0, 1, (), (step,), (("mesh", (0,)),), ("q",))
     assert Program.from_json(program.to_json()).steps == (step,)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"Wait": {"post": "kv"}}', "3", '"Program"'])
-def test_what_is_no_program_is_refused(text: str) -> None:
+def test_from_json_refuses_other_json(text: str) -> None:
     with pytest.raises(ValueError, match=r"Program\.from_json\(text\): expected the JSON|Expecting"):
         Program.from_json(text)
 
 
-def test_parts_that_no_program_has_are_refused() -> None:
+def test_from_json_refuses_unknown_types() -> None:
     text = Program("one", "forward", 0, 1, (), (Wait("kv"),), ()).to_json().replace('"Wait"', '"Sleep"')
     with pytest.raises(ValueError, match=r"Program\.from_json\(text\): unknown type 'Sleep'"):
         Program.from_json(text)
 
 
-def test_json_is_plain() -> None:
+def test_json_has_only_plain_values() -> None:
     step = Attend(A, B, C, AT, AT, (0, 2))
     coded = json.loads(Program("one", "forward", 0, 1, (), (step,), ()).to_json())
     assert coded["Program"]["steps"][0]["Attend"]["q_positions"] == [{"range": [0, 8, 2]}]
@@ -230,7 +230,7 @@ def test_scratch_shares_the_memory_of_its_output_where_the_bytes_agree() -> None
         assert not program.shares(program.buffer[name], SIZES)
 
 
-def test_scratch_bytes_are_those_of_buffers_that_are_not_the_callers() -> None:
+def test_scratch_bytes_exclude_the_callers_memory() -> None:
     program = small()
     room = 6 * 2 * SIZES.row_bytes("kv", "input")
     rows = 4 * 2 * SIZES.row_bytes("dout", "input")
@@ -240,7 +240,7 @@ def test_scratch_bytes_are_those_of_buffers_that_are_not_the_callers() -> None:
     assert program.saved_bytes(SIZES) == 4 * 2 * SIZES.row_bytes("q", "input")
 
 
-def test_copies_of_what_is_sent_count_as_scratch_once_for_all_peers() -> None:
+def test_packed_messages_count_as_scratch_once_for_all_peers() -> None:
     some = place("kv", (0, 3), (0, 1))
     post = Post("kv 1", (Part(0, some), Part(1, some)), ())
     assert small(post).staged(post, SIZES) == [some]
@@ -251,22 +251,24 @@ def test_copies_of_what_is_sent_count_as_scratch_once_for_all_peers() -> None:
     ("buffer", "heads", "batch", "packed"),
     [
         ("kv", (0, 2), 1, False),
-        ("kv", (0, 2), 2, True),  # the rows of a batch lie apart
-        ("kv", (0, 1), 1, True),  # so do some heads of a row
+        ("kv", (0, 2), 2, True),  # rows of a batch are not contiguous
+        ("kv", (0, 1), 1, True),  # neither are some heads of a row
         ("room", (0, 2), 2, False),
         ("room", (1, 2), 1, True),
-        ("dout", (0, 2), 1, True),  # an LSE lies head by head
+        ("dout", (0, 2), 1, True),  # the LSE is stored head by head
         ("dout.room", (0, 2), 2, False),
         ("dkv.sum", (0, 2), 2, False),
     ],
 )
-def test_what_does_not_lie_row_by_row_is_packed(buffer: str, heads: tuple[int, int], batch: int, packed: bool) -> None:
+def test_slices_that_are_not_contiguous_rows_are_packed(
+    buffer: str, heads: tuple[int, int], batch: int, packed: bool
+) -> None:
     sent = place(buffer, (0, 4), heads)
     post = Post("one", (Part(1, sent),), (Part(1, place("room")),))
     assert small(post).staged(post, replace(SIZES, batch=batch)) == ([sent] if packed else [])
 
 
-def test_scratch_that_is_the_callers_memory_is_packed_like_it() -> None:
+def test_scratch_that_shares_the_callers_memory_is_packed() -> None:
     post = Post("one", (Part(1, place("dkv.sum")),), ())
     assert small(post).staged(post, replace(SIZES, input_bytes=4)) == [place("dkv.sum")]
     assert small(post).staged(post, replace(SIZES, input_bytes=4, batch=1)) == []

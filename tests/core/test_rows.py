@@ -1,4 +1,4 @@
-"""Sets of rows against Python's sets and lists."""
+"""Row sets against Python's sets and lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshflash.core.rows import Rows, among, common, count, places, positions, u
 SIZE = 24
 ANY = st.sets(st.integers(0, SIZE - 1))
 INTERVALS = st.lists(st.tuples(st.integers(-3, SIZE + 3), st.integers(-3, SIZE + 3)), max_size=6)
-#: Ranges as a shard holds them: in any order, with any steps.
+#: Ranges of a shard: in any order, with any steps.
 SHARD = st.lists(
     st.builds(
         lambda start, n, step: range(start, start + n * step, step),
@@ -26,7 +26,7 @@ SHARD = st.lists(
 
 
 def of(numbers: set[int]) -> Rows:
-    """A set as rows, made in the plainest way."""
+    """Return a Python set as rows, in the simplest way."""
     out: list[tuple[int, int]] = []
     for n in sorted(numbers):
         if out and out[-1][1] == n:
@@ -88,7 +88,7 @@ def test_places_are_indices_into_a_packed_buffer(wanted: set[int], more: set[int
 
 @settings(deadline=None)
 @given(ANY, ANY)
-def test_places_of_rows_that_are_not_there_are_refused(wanted: set[int], held: set[int]) -> None:
+def test_places_refuses_rows_that_are_not_held(wanted: set[int], held: set[int]) -> None:
     if wanted <= held:
         places(of(wanted), within=of(held))
     else:
@@ -107,6 +107,8 @@ def test_positions_of_rows_in_their_order(ranges: list[range], wanted: set[int])
 
 @settings(deadline=None)
 @given(SHARD, INTERVALS)
-def test_among_are_the_rows_whose_positions_lie_inside(ranges: list[range], intervals: list[tuple[int, int]]) -> None:
+def test_among_returns_the_rows_whose_positions_lie_inside(
+    ranges: list[range], intervals: list[tuple[int, int]]
+) -> None:
     flat = [p for r in ranges for p in r]
     assert among(ranges, intervals) == of({n for n, p in enumerate(flat) if any(a <= p < b for a, b in intervals)})

@@ -28,14 +28,14 @@ def expand(ranges: Ranges) -> Counts:
 
 
 def truth(mask: Mask, q: Ranges, k: Ranges) -> Counts:
-    """What is visible, as [batch, query rows, key rows] of 0 and 1."""
+    """Return the visible pairs as [batch, query rows, key rows] of 0 and 1."""
     i, j = expand(q), expand(k)
     rows = [mask.visible(i[:, None], j[None, :], batch=b) for b in range(mask.batch_rows or 1)]
     return np.stack(rows).astype(np.int64)
 
 
 def entries(table: Table) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
-    """The segments of a table, each with its spans, with their columns named."""
+    """Yield the segments of a table with their spans, with named columns."""
     return [
         (
             dict(zip(SEGMENT, segment, strict=True)),
@@ -53,7 +53,7 @@ def affine(entry: dict[str, int]) -> Counts:
 
 
 def tile(segment: dict[str, int], span: dict[str, int], by_key: bool) -> npt.NDArray[np.bool_]:
-    """Which pairs a tile shows: [query rows, key rows]."""
+    """Return the visible pairs of a tile, [query rows, key rows]."""
     q, k = (span, segment) if by_key else (segment, span)
     distance = affine(k)[None, :] - affine(q)[:, None]
     shown = np.ones(distance.shape, np.bool_)
@@ -69,7 +69,7 @@ def rows_of(entry: dict[str, int]) -> slice:
 
 
 def paint(table: Table, shape: Sequence[int], by_key: bool) -> Counts:
-    """How often a table computes each pair: [batch, query rows, key rows]."""
+    """Return how often a table computes each pair, [batch, query rows, key rows]."""
     out = np.zeros(shape, np.int64)
     for segment, spans in entries(table):
         batch = slice(None) if segment["batch"] < 0 else segment["batch"]
@@ -80,7 +80,7 @@ def paint(table: Table, shape: Sequence[int], by_key: bool) -> Counts:
 
 
 def check_form(table: Table, own: Counts, other: Counts, batches: int | None, exact: bool, by_key: bool) -> None:
-    """What a kernel may take for granted about a table, whatever the mask."""
+    """Check the invariants of a table that kernels rely on."""
     for array in (table.segments, table.indptr, table.spans):
         assert array.dtype == np.int32
         assert array.flags.c_contiguous
@@ -141,7 +141,7 @@ def check_rectangles(work: Worklist, want: Counts) -> None:
 
 
 def check(mask: Mask, q: Ranges, k: Ranges) -> None:
-    """Everything that holds for the worklist of any mask over any rows."""
+    """Check all invariants of the worklist of any mask over any rows."""
     i, j, want = expand(q), expand(k), truth(mask, q, k)
     for exact in (False, True):
         work = Worklist(mask, q, k, exact)
@@ -179,7 +179,7 @@ def documents(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int) -> Mask:
 
 @st.composite
 def masks(draw: st.DrawFn, q_tokens: int, k_tokens: int) -> Mask:
-    """An expression of depth up to 3 over all the primitives."""
+    """Draw an expression of depth up to 3 over all primitives."""
     rows = draw(st.integers(1, 3))
     sets = draw(st.lists(documents(q_tokens, k_tokens, rows), min_size=1, max_size=2))
     limit = st.none() | st.integers(0, 4) | st.integers(0, 50)
@@ -261,13 +261,13 @@ def problems(draw: st.DrawFn) -> Problem:
 @example(Problem(Mask.causal(), (range(4),), ()))
 @example(Problem(Mask.causal(), (), (range(4),)))
 @example(Problem(Mask.documents([]), (range(4),), (range(4),)))
-def test_every_visible_pair_exactly_once(problem: Problem) -> None:
+def test_tables_hold_every_visible_pair_exactly_once(problem: Problem) -> None:
     check(problem.mask, problem.q, problem.k)
 
 
 @given(st.integers(0, 48).flatmap(lambda n: st.tuples(st.just(n), masks(n, n))))
 @settings(max_examples=150, deadline=None)
-def test_visible_per_query_is_the_sum_of_each_row(case: tuple[int, Mask]) -> None:
+def test_visible_per_query_counts_the_visible_keys_of_each_query(case: tuple[int, Mask]) -> None:
     tokens, mask = case
     whole = (range(tokens),)
     assert visible_per_query(mask, tokens).tolist() == truth(mask, whole, whole).sum(axis=(0, 2)).tolist()
@@ -308,7 +308,7 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_ranks_together_cover_the_matrix(mask: str, layout: str) -> None:
+def test_worklists_of_all_ranks_cover_the_whole_matrix(mask: str, layout: str) -> None:
     tokens, world = 45, 4
     m, held = MASKS[mask](tokens), LAYOUTS[layout](tokens, world).ranges
     pairs = 0
@@ -320,7 +320,7 @@ def test_ranks_together_cover_the_matrix(mask: str, layout: str) -> None:
     assert pairs == worklist(m, whole, whole).pairs == truth(m, whole, whole).sum()
 
 
-def test_cross_attention_with_lengths_of_their_own() -> None:
+def test_cross_attention_with_separate_document_lengths() -> None:
     mask = Mask.documents([[7, 0, 13], [20, 0, 0]], k_lengths=[[0, 3, 30], [33, 0, 0]])
     for q in Layout.zigzag(20, 3).ranges:
         for k in Layout.striped(33, 2).ranges:
@@ -328,7 +328,7 @@ def test_cross_attention_with_lengths_of_their_own() -> None:
             check(mask & Mask.causal(), q, k)
 
 
-def test_worklists_are_cached_by_what_they_hold() -> None:
+def test_worklists_are_cached_by_value() -> None:
     def make(exact: bool) -> Worklist:
         mask = Mask.causal() & Mask.documents([100, 28])
         return worklist(mask, Layout.zigzag(128, 4).ranges[1], Layout.zigzag(128, 4).ranges[2], exact)
@@ -369,7 +369,7 @@ def test_zigzag_shows_everything_to_the_back_half_of_an_earlier_rank() -> None:
     assert [(r.q, r.k, r.causal) for r in work.rectangles] == [(slice(8, 16), slice(0, 16), False)]
 
 
-def test_exact_positions_are_never_fused() -> None:
+def test_exact_positions_prevent_merging() -> None:
     held = Layout.zigzag(64, 4).ranges
     work = worklist(Mask.causal(), held[1], held[2], exact_positions=True)
     assert work.by_query.spans.tolist() == [
@@ -381,7 +381,7 @@ def test_exact_positions_are_never_fused() -> None:
     assert whole.by_query.spans[:, :2].tolist() == [[0, 32]]
 
 
-def test_a_causal_block_of_its_own() -> None:
+def test_causal_mask_on_own_rows_is_one_causal_rectangle() -> None:
     own = (range(32, 48),)
     work = worklist(Mask.causal(), own, own)
     assert work.by_query.segments.tolist() == [[-1, 0, 16, 32, 1]]
@@ -392,7 +392,7 @@ def test_a_causal_block_of_its_own() -> None:
     assert work.disjoint
 
 
-def test_own_rows_are_one_causal_square_however_many_ranges_they_come_from() -> None:
+def test_own_rows_of_several_ranges_are_one_causal_square() -> None:
     for held in (Layout.zigzag(64, 4).ranges[1], (range(3), range(9, 16), range(20, 22), range(30, 40))):
         work = worklist(Mask.causal(), held, held)
         rows = sum(map(len, held))
@@ -401,14 +401,14 @@ def test_own_rows_are_one_causal_square_however_many_ranges_they_come_from() -> 
         assert work.disjoint
 
 
-def test_squares_that_do_not_make_a_staircase_stay_apart() -> None:
+def test_squares_that_form_no_staircase_are_not_merged() -> None:
     documents = Mask.causal() & Mask.documents([8, 8])
     work = worklist(documents, (range(16),), (range(16),))
     assert work.rectangles is not None
     assert [(r.q.start, r.k.start, r.causal) for r in work.rectangles] == [(0, 0, True), (8, 8, True)]
 
 
-def test_neighbouring_ranks_are_one_span() -> None:
+def test_fully_visible_neighbouring_ranges_are_one_span() -> None:
     held = Layout.contiguous(64, 4).ranges
     work = worklist(Mask.causal(), held[3], held[0] + held[1] + held[2] + held[3], exact_positions=True)
     assert work.by_query.spans.tolist() == [[0, 64, 0, 1, -UNBOUNDED, 0]]
@@ -459,7 +459,7 @@ def test_a_striped_window_that_reaches_a_stripe_has_a_span() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("own_sinks", [False, True])
 def test_tables_stay_small(layout: str, own_sinks: bool) -> None:
-    """A rank against everyone's keys: O(documents x ranges), and far less where runs are whole."""
+    """Tables of one rank against all keys have O(documents x ranges) entries, and far fewer for contiguous ranges."""
     tokens, world, count = 65536, 64, 256
     rng = np.random.default_rng(0)
     cuts = np.sort(rng.choice(np.arange(1, tokens), count - 1, replace=False))
@@ -470,7 +470,7 @@ def test_tables_stay_small(layout: str, own_sinks: bool) -> None:
     q, k = held[20], tuple(r for ranges in held for r in ranges)
     work = Worklist(mask, q, k, False)
     met = len(np.unique(np.searchsorted(cuts, expand(q), "right")))
-    # a document meets one or two runs of keys, but a stripe of every rank
+    # a document overlaps one or two contiguous ranges of keys, but one stripe of every rank
     runs = len(k) if layout == "striped" else 2
     for table in (work.by_query, work.by_key):
         assert len(table.spans) <= (1 + own_sinks) * (met + len(q)) * runs
@@ -482,7 +482,7 @@ def test_tables_stay_small(layout: str, own_sinks: bool) -> None:
     "huge",
     [2**30 - 1, 2**30, 2**31, 2**62, sys.maxsize, 2**63, 2**70],
 )
-def test_a_huge_limit_is_no_limit(huge: int) -> None:
+def test_huge_limits_do_not_overflow(huge: int) -> None:
     q, k = (range(2, 6),), (range(0, 8, 2),)
     for mask in (
         Mask.window(huge, 0),
@@ -507,7 +507,7 @@ def test_limits_may_be_numpy_integers(dtype: Any) -> None:
 
 
 def staircase(count: int) -> Mask:
-    """A union of `count` terms, none within another."""
+    """Return a union of `count` terms, none of which contains another."""
     mask = Mask.window(0, 0) & Mask.first(2 * count)
     for n in range(1, count):
         mask = mask | (Mask.window(n, 0) & Mask.first(2 * count - n))

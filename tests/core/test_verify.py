@@ -1,4 +1,4 @@
-"""The verifier passes every program of ours, whatever the world, mask, layout and heads, and counts its bytes."""
+"""The verifier accepts all schedules on any world size, mask, layout and heads, and counts their bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshflash.core.verify import verify_programs
 from meshflash.schedules.registry import build, default_layout, verified
 
 CAUSAL = Mask.causal()
-#: For a sequence of n tokens.
+#: Masks as functions of the number of tokens.
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda n: Mask.full(),
     "causal": lambda n: CAUSAL,
@@ -33,7 +33,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
         CAUSAL & Mask.documents([n // 6, n - n // 6]) & (Mask.window(6, 0) | Mask.first(2, per_document=True))
     ),
 }
-#: Up to here every mask at every world; beyond, each world has some masks, and each mask some worlds.
+#: Up to this world size every mask is tested; beyond, each world size has some masks, and each mask some world sizes.
 ALL_MASKS_UP_TO = 4
 TABLES_UP_TO = 5
 
@@ -51,7 +51,7 @@ def check_both(schedule: str, problem: Problem, tables: bool = True) -> None:
 
 
 def held_at_home(schedule: str, tokens: int, world: int) -> tuple[Ranges, ...]:
-    """The layout that a schedule is at home on."""
+    """Return the default layout of a schedule."""
     return default_layout(schedule)(tokens, world).ranges
 
 
@@ -64,32 +64,32 @@ def solves(schedule: str, world: int, names: list[str]) -> None:
 
 @pytest.mark.parametrize("world", range(1, 17))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_solves_masks_at_every_world(schedule: str, world: int) -> None:
+def test_every_schedule_verifies_on_every_world_size(schedule: str, world: int) -> None:
     solves(schedule, world, masks_of(schedule, world))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", range(ALL_MASKS_UP_TO + 1, 17))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_solves_every_other_mask_too(schedule: str, world: int) -> None:
+def test_every_schedule_verifies_on_the_remaining_masks(schedule: str, world: int) -> None:
     solves(schedule, world, [name for name in MASKS if name not in masks_of(schedule, world)])
 
 
-def test_every_mask_meets_every_schedule_at_large_worlds() -> None:
+def test_every_schedule_verifies_on_large_worlds() -> None:
     for schedule in SCHEDULES:
         met = [name for world in range(ALL_MASKS_UP_TO + 1, 17) for name in masks_of(schedule, world)]
         assert all(met.count(name) >= 2 for name in MASKS)
 
 
 @pytest.mark.parametrize(("schedule", "mask"), list(zip(SCHEDULES, MASKS, strict=False)))
-def test_tables_are_right_at_a_large_world(schedule: str, mask: str) -> None:
+def test_tile_tables_verify_on_a_large_world(schedule: str, mask: str) -> None:
     held = held_at_home(schedule, 61, 11)
     check_both(schedule, Problem(held, held, MASKS[mask](61), 2, 1))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 5, 11])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lengths_that_divide_nothing(schedule: str, tokens: int) -> None:
+def test_lengths_that_no_world_size_divides(schedule: str, tokens: int) -> None:
     for world, mask in product((3, 7), ("full", "causal", "two-sided window", "documents both ways", "padding")):
         held = held_at_home(schedule, tokens, world)
         check_both(schedule, Problem(held, held, MASKS[mask](tokens), 2, 1))
@@ -97,7 +97,7 @@ def test_lengths_that_divide_nothing(schedule: str, tokens: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (3, 3), (6, 2), (6, 3)])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "allgather(head_stride=2)"])
-def test_any_groups_of_heads(schedule: str, heads: int, kv_heads: int) -> None:
+def test_any_gqa_ratio(schedule: str, heads: int, kv_heads: int) -> None:
     for world, mask in product((2, 3), ("full", "causal", "documents of batch rows")):
         held = held_at_home(schedule, 12, world)
         check_both(schedule, Problem(held, held, MASKS[mask](12), heads, kv_heads))
@@ -123,7 +123,7 @@ def test_cross_attention(schedule: str, mask: str) -> None:
 
 
 def shuffled(tokens: int, world: int, seed: int) -> tuple[Ranges, ...]:
-    """Runs and stripes of any size, with any rank, in any order."""
+    """Draw contiguous and strided ranges of any size, on any rank, in any order."""
     rng = random.Random(seed)
     pieces, begin = [], 0
     while begin < tokens:
@@ -150,7 +150,7 @@ CUSTOM: dict[str, Callable[[int, int], tuple[Ranges, ...]]] = {
 
 
 def some_masks(first: int) -> list[str]:
-    """Every third, so that three in a row have all of them."""
+    """Return every third mask, so that three consecutive world sizes have all of them."""
     return [*MASKS][first % 3 :: 3]
 
 
@@ -183,7 +183,7 @@ def test_queries_and_keys_of_different_layouts(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_queries_that_begin_later_than_keys(schedule: str) -> None:
-    """As in decoding: queries from position 20 on, keys from 0 on."""
+    """As in decoding: queries start at position 20, keys at 0."""
     for world, mask in product((1, 2, 3), (Mask.full(), CAUSAL, CAUSAL & Mask.window(5, 0), Mask.documents([13, 16]))):
         q = tuple(
             tuple(range(r.start + 20, r.stop + 20, r.step) for r in held) for held in held_at_home(schedule, 9, world)

@@ -1,4 +1,4 @@
-"""The verifier refuses each way in which a program can be wrong, and each of its checks refuses one of them."""
+"""The verifier refuses wrong programs, and each of its checks is exercised by one of them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def with_edit(wrong: Wrong) -> list[Program]:
 
 
 def prove(programs: list[Program], made: Made) -> Report:
-    """What is made of programs, after the forward if they are of a backward."""
+    """Verify programs; a backward after its forward."""
     schedule, direction, problem = made
     after = verify_programs(programs_of(schedule, "forward", problem), problem) if direction == "backward" else None
     return verify_programs(programs, problem, after=after)
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=[wrong.name for wrong in WRONG])
-def test_what_is_wrong_is_refused(wrong: Wrong) -> None:
+def test_verifier_refuses_wrong_programs(wrong: Wrong) -> None:
     prove(programs_of(*wrong.made), wrong.made)
     with pytest.raises(VerificationError, match=wrong.message):
         prove(with_edit(wrong), wrong.made)
 
 
-def test_every_check_refuses_one_of_them() -> None:
-    """A new check of the verifier wants a new row in one of the tables."""
+def test_every_check_of_the_verifier_is_exercised() -> None:
+    """A new check of the verifier needs a new row in `wrong_buffers` or `wrong_steps`."""
     files = {str(module.__file__): Path(str(module.__file__)).read_text().splitlines() for module in (symbols, verify)}
     checks = {
         (file, n)

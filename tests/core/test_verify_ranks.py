@@ -1,4 +1,4 @@
-"""The verifier on programs of all ranks together: they fit the problem, each other and the forward before them."""
+"""The verifier on all ranks together: programs must match the problem, each other, and the forward before them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.edits import HELD, OTHER, PROBLEM, both, change, insert, k, programs_of, room
+from core.edits import HELD, OTHER, PROBLEM, both, change, extra_buffers, insert, k, programs_of
 from meshflash.core import symbols
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
@@ -24,7 +24,7 @@ def refused(programs: list[Program], problem: Problem, message: str) -> None:
         verify_programs(programs, problem)
 
 
-def test_a_backward_comes_after_a_forward_of_the_same_problem() -> None:
+def test_backward_refuses_the_forward_of_another_problem() -> None:
     report = verify_programs(programs_of("ulysses", "forward"), PROBLEM)
     held = Layout.contiguous(6, 3).ranges
     wider, causal = Problem(held, held, Mask.full(), 4, 2), replace(PROBLEM, mask=Mask.causal())
@@ -35,13 +35,13 @@ def test_a_backward_comes_after_a_forward_of_the_same_problem() -> None:
         verify_programs(programs, causal, after=report)
 
 
-def test_one_program_for_each_rank_in_order() -> None:
+def test_programs_must_be_one_per_rank_in_order() -> None:
     programs = programs_of("ring", "forward")
     for wrong in (programs[::-1], programs[:1], [*programs, programs[1]], [programs[0], programs[0]]):
         refused(wrong, PROBLEM, "expected one for each of 2 ranks in rank order")
 
 
-def test_all_programs_are_of_one_pass() -> None:
+def test_programs_must_have_one_direction() -> None:
     refused([build("ring", PROBLEM, 0, "forward"), build("ring", PROBLEM, 1, "backward")], PROBLEM, "some are backward")
 
 
@@ -51,7 +51,7 @@ def test_programs_of_another_problem_are_refused() -> None:
     refused(programs_of("ring", "forward"), replace(PROBLEM, kv_heads=1), "shape and dtype of the problem")
 
 
-def test_programs_for_a_narrower_mask_do_too_little() -> None:
+def test_programs_of_a_narrower_mask_miss_pairs() -> None:
     narrow = replace(PROBLEM, mask=Mask.window(1, 0))
     programs = [build("ring", narrow, rank, "forward") for rank in range(2)]
     verify_programs(programs, narrow)
@@ -65,14 +65,14 @@ def test_problems_that_hold_a_position_twice_are_refused() -> None:
     refused(programs_of("ring", "forward"), replace(PROBLEM, k=twice), "hold a position of the keys twice")
 
 
-def test_collectives_in_another_order_exchange_their_contents() -> None:
+def test_collectives_in_another_order_are_refused() -> None:
     first, second = programs_of("allgather(head_stride=1)", "forward")
     a, b, *rest = first.steps
     refused([replace(first, steps=(b, a, *rest)), second], PROBLEM, "their heads do not serve its queries")
 
 
 def exchange_apart(p: Program, receive_first: bool, group_of_sender: Callable[[int], str]) -> Program:
-    """One more exchange at the end of the first hop, sent and received in posts of their own."""
+    """Add an exchange after the first hop, with separate posts to send and to receive."""
     peer = 1 - p.rank
     out = Post("out", (Part(peer, k("kv")),), (), group_of_sender(p.rank))
     into = Post("in", (), (Part(peer, k("kv+1.1")),), group_of_sender(peer))
@@ -81,7 +81,7 @@ def exchange_apart(p: Program, receive_first: bool, group_of_sender: Callable[[i
     return insert(4, *posts, *(Wait(post.name) for post in posts))(p)
 
 
-def test_posts_of_a_group_move_one_after_another() -> None:
+def test_posts_of_a_group_complete_in_order() -> None:
     def exchanges(first: bool, second: bool, group_of_sender: Callable[[int], str]) -> list[Program]:
         pairs = zip(programs_of("ring", "forward"), (first, second), strict=True)
         return [exchange_apart(p, receive_first, group_of_sender) for p, receive_first in pairs]
@@ -93,12 +93,12 @@ def test_posts_of_a_group_move_one_after_another() -> None:
 
 
 def test_messages_between_collectives_are_allowed() -> None:
-    """Ranks agree on the order of collectives; a message that only some ranks exchange may come in between."""
+    """Ranks agree on the order of collectives; messages of only some ranks may come in between."""
     held = Layout.contiguous(6, 3).ranges
     problem = Problem(held, held, Mask.full())
     gathering = [build("allgather", problem, rank, "forward") for rank in range(3)]
     rows = Slice("kv", (0, 2), (0, 1))
-    room_of_two = room(Buffer("more", "kv", 2, 1))
+    room_of_two = extra_buffers(Buffer("more", "kv", 2, 1))
     sends, recvs = Post("x", (Part(1, rows),), ()), Post("x", (), (Part(0, replace(rows, buffer="more")),))
     first = insert(0, sends, Wait("x"))(gathering[0])
     verify_programs([first, both(room_of_two, insert(0, recvs, Wait("x")))(gathering[1]), gathering[2]], problem)
@@ -106,7 +106,7 @@ def test_messages_between_collectives_are_allowed() -> None:
     refused([first, last, gathering[2]], problem, "post kv 0 cannot be one all_gather")
 
 
-def test_tables_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tile_tables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def table(mask: Mask, q: Ranges, k: Ranges, by_key: bool) -> Any:
         return np.full((1, 3, 3), 1 + by_key, np.int16)
 

@@ -1,6 +1,6 @@
-"""What can be wrong with a program as a whole, with its buffers and with the places that its steps touch.
+"""Programs that are wrong as a whole, in their buffers, or in the slices that their steps access.
 
-Each row is a `Wrong`. What its steps compute and send is in `wrong_steps.py`.
+Each row is a `Wrong`. Wrong computation and communication is in `wrong_steps.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from core.edits import (
     both,
     buffer,
     change,
+    extra_buffers,
     insert,
     k,
     program,
     put,
-    room,
     s,
     without_lse,
 )
@@ -62,10 +62,10 @@ WRONG: list[Wrong] = [
             program(groups=(("mesh", (0, 1)), ("x", (0, 7)))),
             "group x: rank 7 does not list",
         ),
-        ("a buffer twice", RING_F, room(Buffer("kv+1.1", "kv", 3, 2)), "two buffers have the same name"),
-        ("an unknown kind", RING_F, room(Buffer("x", "x", 3, 2)), "x has an unknown kind or an invalid shape"),
-        ("no heads", RING_F, room(Buffer("x", "kv", 3, 0)), "x has an unknown kind or an invalid shape"),
-        ("an output more", RING_F, room(Buffer("o", "out", 3, 4, role="output")), "the caller's buffers are"),
+        ("a buffer twice", RING_F, extra_buffers(Buffer("kv+1.1", "kv", 3, 2)), "two buffers have the same name"),
+        ("an unknown kind", RING_F, extra_buffers(Buffer("x", "x", 3, 2)), "x has an unknown kind or an invalid shape"),
+        ("no heads", RING_F, extra_buffers(Buffer("x", "kv", 3, 0)), "x has an unknown kind or an invalid shape"),
+        ("an output more", RING_F, extra_buffers(Buffer("o", "out", 3, 4, role="output")), "the caller's buffers are"),
         ("an input that is scratch", RING_F, buffer("q", role="scratch"), "the caller's buffers are"),
         (
             "an input of another dtype",
@@ -81,14 +81,16 @@ WRONG: list[Wrong] = [
         (
             "saved and never written",
             HEADS_F,
-            both(room(Buffer("x", "q", 3, 4, role="saved")), program(saves=("out", "q:0", "kv:0", "out:0", "x"))),
+            both(
+                extra_buffers(Buffer("x", "q", 3, 4, role="saved")), program(saves=("out", "q:0", "kv:0", "out:0", "x"))
+            ),
             "x is saved before all of it is written",
         ),
         (
             "half a result saved",
             HEADS_F,
             both(
-                room(Buffer("x", "out", 6, 2, role="saved"), Buffer("y", "out", 6, 2, "partial")),
+                extra_buffers(Buffer("x", "out", 6, 2, role="saved"), Buffer("y", "out", 6, 2, "partial")),
                 program(saves=("out", "q:0", "kv:0", "out:0", "x")),
                 insert(5, HALF),
                 insert(6, Copy(s("y", (0, 6), (0, 2)), s("x", (0, 6), (0, 2)))),
@@ -98,7 +100,10 @@ WRONG: list[Wrong] = [
         (
             "gradients saved",
             HEADS_F,
-            both(room(Buffer("x", "dq", 3, 4, role="saved")), program(saves=("out", "q:0", "kv:0", "out:0", "x"))),
+            both(
+                extra_buffers(Buffer("x", "dq", 3, 4, role="saved")),
+                program(saves=("out", "q:0", "kv:0", "out:0", "x")),
+            ),
             "x cannot be saved",
         ),
         (
@@ -123,13 +128,18 @@ WRONG: list[Wrong] = [
             "a result of some keys for that of all",
             RING_B,
             both(
-                room(Buffer("x", "out", 3, 4)),
+                extra_buffers(Buffer("x", "out", 3, 4)),
                 insert(0, Attend(s("q"), k("kv"), s("x"), OWN, OWN, (0, 4), final=True)),
                 change(2, out=s("x")),
             ),
             "out is not the finished result of its rows",
         ),
-        ("q, which was not saved", HEADS_B, room(Buffer("q", "q", 3, 4, role="input")), "the caller's buffers are"),
+        (
+            "q, which was not saved",
+            HEADS_B,
+            extra_buffers(Buffer("q", "q", 3, 4, role="input")),
+            "the caller's buffers are",
+        ),
         # results without their LSE, gradients without their delta
         (
             "an LSE that is wanted and does not come",
@@ -142,7 +152,7 @@ WRONG: list[Wrong] = [
             "a result that is saved without its LSE",
             BARE_F,
             both(
-                room(Buffer("x", "out", 6, 2, role="saved")),
+                extra_buffers(Buffer("x", "out", 6, 2, role="saved")),
                 program(saves=("out", "q:0", "kv:0", "out:0", "x")),
                 insert(5, Copy(without_lse("out:0", (0, 6), (0, 2)), without_lse("x", (0, 6), (0, 2)))),
             ),
@@ -155,7 +165,7 @@ WRONG: list[Wrong] = [
             "only copies and posts of out and dout may",
         ),
         (
-            "bare queries",
+            "queries without LSE",
             BARE_F,
             put(0, Copy(without_lse("q", (0, 3), (0, 2)), without_lse("q:0", (0, 3), (0, 2)))),
             "only copies and posts of out and dout may",
@@ -167,7 +177,7 @@ WRONG: list[Wrong] = [
             "source and target differ in kind or shape",
         ),
         (
-            "sent bare and received whole",
+            "sent without LSE and received with it",
             BARE_F,
             change(5, sends=(Part(1, s("out:0", (3, 6), (0, 2))),)),
             "shape, kind or dtype differ",
@@ -210,7 +220,7 @@ WRONG: list[Wrong] = [
         (
             "two that become one",
             RING_B,
-            room(Buffer("dq.more", "dq", 3, 4, "partial", becomes="dq")),
+            extra_buffers(Buffer("dq.more", "dq", 3, 4, "partial", becomes="dq")),
             "two buffers become dq",
         ),
         ("written after it became", RING_F, insert(5, Clear(s("out.sum"))), "is written after it became out"),
@@ -234,13 +244,16 @@ WRONG: list[Wrong] = [
         (
             "read after it was finished",
             RING_F,
-            both(room(EXTRA_OUT), insert(5, Copy(s("out.sum"), s("more")))),
+            both(extra_buffers(EXTRA_OUT), insert(5, Copy(s("out.sum"), s("more")))),
             "after it was",
         ),
         (
             "an output written from elsewhere",
             RING_B,
-            both(room(Buffer("dq.more", "dq", 3, 4)), insert(8, Clear(s("dq.more")), Copy(s("dq.more"), s("dq")))),
+            both(
+                extra_buffers(Buffer("dq.more", "dq", 3, 4)),
+                insert(8, Clear(s("dq.more")), Copy(s("dq.more"), s("dq"))),
+            ),
             "may be the memory of dq.sum",
         ),
         (

@@ -1,6 +1,6 @@
-"""What can be wrong with what a program's steps compute and send, and with what is left at the end.
+"""Programs that compute or send the wrong rows, or end in a wrong state.
 
-Each row is a `Wrong`. Buffers and the places that steps touch are in `wrong_buffers.py`.
+Each row is a `Wrong`. Wrong buffers and slices are in `wrong_buffers.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from core.edits import (
     both,
     buffer,
     change,
+    extra_buffers,
     insert,
     k,
     put,
-    room,
     s,
 )
 from meshflash.core.program import Add, Attend, AttendGrad, Buffer, Clear, Copy, Finish, Part, Post, Wait
@@ -37,13 +37,13 @@ WRONG: list[Wrong] = [
         (
             "a finished result added",
             RING_F,
-            both(room(EXTRA_OUT), insert(6, Copy(s("out"), s("more")), Add(s("out"), s("more")))),
+            both(extra_buffers(EXTRA_OUT), insert(6, Copy(s("out"), s("more")), Add(s("out"), s("more")))),
             "only gradients and partial results are added",
         ),
         (
             "sums in the input's dtype",
             RING_B,
-            both(room(Buffer("x", "dkv", 3, 2)), insert(4, Clear(k("x")), Add(k("dkv.part"), k("x")))),
+            both(extra_buffers(Buffer("x", "dkv", 3, 2)), insert(4, Clear(k("x")), Add(k("dkv.part"), k("x")))),
             "only gradients and partial results are added, in the partial or the reduce dtype",
         ),
         (
@@ -62,7 +62,7 @@ WRONG: list[Wrong] = [
         (
             "finished to a partial result",
             RING_F,
-            both(room(EXTRA_OUT), put(4, Finish(s("out.sum"), s("more"), (0, 4)))),
+            both(extra_buffers(EXTRA_OUT), put(4, Finish(s("out.sum"), s("more"), (0, 4)))),
             "finish must turn a partial result into one in the input's dtype",
         ),
         (
@@ -97,7 +97,7 @@ WRONG: list[Wrong] = [
             "final and carried in scratch",
             RING_F,
             both(
-                room(Buffer("x", "out", 3, 4)),
+                extra_buffers(Buffer("x", "out", 3, 4)),
                 insert(1, Clear(s("x")), Attend(s("q"), k("kv"), s("x"), OWN, OWN, (0, 4), True, True)),
             ),
             "a final result cannot carry on from a partial one",
@@ -106,7 +106,7 @@ WRONG: list[Wrong] = [
             "carried on from what is finished",
             RING_F,
             both(
-                room(EXTRA_OUT, Buffer("x", "out", 3, 4)),
+                extra_buffers(EXTRA_OUT, Buffer("x", "out", 3, 4)),
                 insert(1, Attend(s("q"), k("kv"), s("x"), OWN, OWN, (0, 4), final=True), Copy(s("x"), s("more"))),
                 insert(3, Attend(s("q"), k("kv"), s("more"), OWN, OWN, (0, 4), carry=True)),
             ),
@@ -135,7 +135,9 @@ WRONG: list[Wrong] = [
         (
             "keys of another dtype",
             RING_F,
-            both(room(Buffer("x", "kv", 3, 2, "reduce")), insert(1, Copy(k("kv"), k("x"))), change(2, kv=k("x"))),
+            both(
+                extra_buffers(Buffer("x", "kv", 3, 2, "reduce")), insert(1, Copy(k("kv"), k("x"))), change(2, kv=k("x"))
+            ),
             r"expected kv in the input's dtype, got x \(kv, reduce\)",
         ),
         (
@@ -330,7 +332,7 @@ WRONG: list[Wrong] = [
             "an all_to_all of some heads",
             GATHER_B,
             both(
-                room(Buffer("wide", "dkv", 6, 3, "reduce")),
+                extra_buffers(Buffer("wide", "dkv", 6, 3, "reduce")),
                 insert(3, Clear(k("wide", (0, 6), (0, 3)))),
                 change(4, sends=tuple(Part(n, k("wide", (3 * n, 3 * n + 3))) for n in range(2))),
             ),
@@ -360,8 +362,8 @@ WRONG: list[Wrong] = [
             "queries that stand twice, so that keys get twice the gradient",
             RING_B,
             both(
-                room(*(Buffer(f"{kind}2", kind, 6, 4) for kind in ("q", "out", "dout"))),
-                room(Buffer("dq2", "dq", 6, 4, "partial")),
+                extra_buffers(*(Buffer(f"{kind}2", kind, 6, 4) for kind in ("q", "out", "dout"))),
+                extra_buffers(Buffer("dq2", "dq", 6, 4, "partial")),
                 insert(
                     1,
                     *(Copy(s(name), s(f"{name}2", (n, n + 3))) for name in ("q", "out", "dout") for n in (0, 3)),

@@ -1,4 +1,4 @@
-"""Pictures: every cell is what a search through all steps finds there, and nothing else is drawn."""
+"""Pictures: every cell equals the result of a search through all steps, and nothing else is drawn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshflash.viz.timeline import Event, Rates, Timeline, simulate
 CAUSAL = Mask.causal()
 SCHEDULES = ("ring", "zigzag", "striped", "allgather(head_stride=1)")
 RATES = Rates(1e6, 1e9, 1e-5)
-#: A rank and the number of its attend step; None where nothing is visible.
+#: A rank and the index of its attend step, or None if nothing is visible.
 Owner = tuple[int, int] | None
 
 MASKS = {
@@ -53,7 +53,7 @@ def holder(problem: Problem, i: int) -> int:
 
 
 def searched(programs: list[Program], problem: Problem, head: int) -> list[list[Owner]]:
-    """Pair by pair: which rank computes it, and at which of its attend steps."""
+    """Return, for each pair, the rank and the attend step that compute it."""
     tokens, mask = sum(problem.q_lengths), problem.mask
     i, j = np.arange(tokens)[:, None], np.arange(tokens)[None, :]
     seen = np.any([mask.visible(i, j, batch) for batch in range(mask.batch_rows or 1)], axis=0)
@@ -71,7 +71,7 @@ def searched(programs: list[Program], problem: Problem, head: int) -> list[list[
 
 
 def read_text(text: str) -> tuple[list[int], list[list[str]]]:
-    """The ranks at the left, and the rows of characters, of a text with one panel abreast."""
+    """Return the ranks at the left and the rows of characters of a text with one panel per row."""
     ranks, rows = [], []
     for line in text.splitlines():
         if match := re.fullmatch(r"rank (\d+) *\|(.*)", line):
@@ -87,7 +87,7 @@ def shown(cell: Owner) -> str:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("tokens", "world"), [(9, 3), (11, 4), (7, 1), (3, 5), (1, 2)])
-def test_text_of_short_sequences_is_exact(schedule: str, mask: str, tokens: int, world: int) -> None:
+def test_coverage_text_of_short_sequences_is_exact(schedule: str, mask: str, tokens: int, world: int) -> None:
     programs, problem = made(schedule, tokens, world, MASKS[mask](tokens))
     ranks, rows = read_text(coverage_text(programs, problem))
     assert ranks == [holder(problem, i) for i in range(tokens)]
@@ -98,7 +98,7 @@ def test_text_of_short_sequences_is_exact(schedule: str, mask: str, tokens: int,
 
 @pytest.mark.parametrize("schedule", ["ring", "zigzag", "striped"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_text_of_longer_sequences_is_true_of_every_cell(schedule: str, mask: str) -> None:
+def test_coverage_text_of_long_sequences_is_right_in_every_cell(schedule: str, mask: str) -> None:
     tokens, world, width = 61, 4, 24
     programs, problem = made(schedule, tokens, world, MASKS[mask](tokens))
     pairs = searched(programs, problem, 0)
@@ -122,12 +122,12 @@ def test_text_of_longer_sequences_is_true_of_every_cell(schedule: str, mask: str
             assert character in {shown(cell) for cell in cells}
             if len(mine) <= 4 and len(keys) <= 4:
                 assert (character == ".") == (cells == {None})
-    # stripes are finer than these cells, and yet all ranks and steps have their share
+    # stripes are finer than these cells, and still all ranks and steps appear
     assert set(ranks) == set(range(world))
     assert {shown(cell) for line in pairs for cell in line} == {character for row in rows for character in row}
 
 
-def test_text_fits_a_terminal() -> None:
+def test_coverage_text_fits_a_terminal() -> None:
     for schedule in SCHEDULES:
         for world in (1, 4, 12):
             programs, problem = made(schedule, 16_384, world, CAUSAL & Mask.window(3000, 0))
@@ -138,7 +138,7 @@ def test_text_fits_a_terminal() -> None:
                 assert text.splitlines()[0].startswith(f"{schedule.split('(')[0]} forward on {world} rank")
 
 
-def test_many_sets_of_heads_have_panels_below_each_other() -> None:
+def test_many_sets_of_heads_wrap_into_several_rows_of_panels() -> None:
     layout = default_layout("ring")(64, 2)
     problem = Problem(layout.ranges, layout.ranges, CAUSAL, heads=5, kv_heads=5)
     programs = [build("allgather(head_stride=1)", problem, rank, "forward") for rank in range(2)]
@@ -151,7 +151,7 @@ def test_many_sets_of_heads_have_panels_below_each_other() -> None:
     assert {character for row in read_text(text)[1] for character in row} == set("01234.")
 
 
-def test_what_nobody_computes_is_seen() -> None:
+def test_visible_pairs_that_no_rank_computes_are_marked() -> None:
     programs, problem = made("ring", 8, 2)
     last = max(n for n, step in enumerate(programs[1].steps) if isinstance(step, Attend))
     programs[1] = replace(programs[1], steps=programs[1].steps[:last] + programs[1].steps[last + 1 :])
@@ -162,7 +162,7 @@ def test_what_nobody_computes_is_seen() -> None:
     assert "?" not in coverage_text(*made("ring", 8, 2))
 
 
-def test_heads_that_other_ranks_compute() -> None:
+def test_captions_name_the_ranks_that_compute_heads_of_others() -> None:
     place = Slice("q", (0, 0), (0, 0))
     whole, halves = (range(8),), ((range(4),), (range(4, 8),))
     problem = Problem(halves, halves, CAUSAL, heads=2)
@@ -180,7 +180,7 @@ def test_heads_that_other_ranks_compute() -> None:
 
 
 def read_paths(picture: str) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Titles and cells (row, column) of the strokes, square by square."""
+    """Return the titles and cells (row, column) of the strokes, for each square."""
     for path in elements(picture, "path"):
         row = column = 0
         cells = []
@@ -227,7 +227,7 @@ def test_svg_of_short_sequences_is_exact(schedule: str, mask: str, tokens: int, 
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_svg_of_long_sequences_is_small_and_whole(schedule: str) -> None:
+def test_svg_of_long_sequences_is_small_and_complete(schedule: str) -> None:
     for mask in (CAUSAL, Mask.full()):
         programs, problem = made(schedule, 1 << 20, 8, mask)
         picture = coverage_svg(programs, problem)
@@ -238,7 +238,7 @@ def test_svg_of_long_sequences_is_small_and_whole(schedule: str) -> None:
             assert all(row >= column for _, cells in read_paths(picture) for row, column in cells)
 
 
-def test_svg_of_many_ranks_joins_what_looks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_svg_of_many_ranks_merges_shapes_of_one_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     programs, problem = made("zigzag", 1 << 14, 17)
     timeline = simulate(programs, problem, Sizes(), Rates(1e12, 1e9))
     apart = picture_svg(programs, problem, timeline)
@@ -258,7 +258,7 @@ def test_svg_of_many_ranks_joins_what_looks_alike(monkeypatch: pytest.MonkeyPatc
     assert titles == {f"attend {n}" for n in range(17)} | {"move", "wait"}
 
 
-def test_svg_stands_alone() -> None:
+def test_svg_is_self_contained() -> None:
     programs, problem = made("zigzag", 64, 4, CAUSAL & Mask.documents([40, 24]))
     timeline = simulate(programs, problem, Sizes(), RATES)
     both = picture_svg(programs, problem, timeline, title="Tom & Jerry <1>")
@@ -304,7 +304,7 @@ def test_every_event_is_in_the_timeline(schedule: str, tokens: int, world: int, 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12), st.integers(30, 72))
-def test_bars_are_where_the_time_is(lengths: list[float], width: int) -> None:
+def test_bars_are_proportional_to_time(lengths: list[float], width: int) -> None:
     events, now = [], 0.0
     for n, seconds in enumerate(lengths):
         events.append(Event(0, "attend", now, now + seconds, "", n))
@@ -318,7 +318,7 @@ def test_bars_are_where_the_time_is(lengths: list[float], width: int) -> None:
         assert abs(bar.count(NUMBERS[n]) - seconds / now * width) <= 2
 
 
-def test_timeline_text_is_as_it_should_be() -> None:
+def test_timeline_text_is_exact() -> None:
     events = (
         Event(0, "attend", 0.0, 2.0, "", 1),
         Event(0, "move", 0.0, 4.0, "", 0),

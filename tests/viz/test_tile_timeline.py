@@ -1,4 +1,4 @@
-"""The picture of a fused product's tiles."""
+"""The tile timeline of a fused GEMM."""
 
 import re
 from xml.etree import ElementTree
@@ -11,7 +11,7 @@ from meshflash.viz.tile_timeline import COLOURS, picture
 TIMES = {0: [[1000, 2000, 5000], [3000, 3500, 0]], 1: [[2000, 2500, 0], [0, 0, 0]]}
 
 
-def test_each_moment_of_a_tile_is_a_mark_on_one_axis():
+def test_each_event_of_a_tile_is_a_mark_on_one_axis():
     drawn = picture(TIMES, "a & b", "a note")
     ElementTree.fromstring(drawn)
     titles = re.findall(r"<title>(.*?)</title>", drawn)
@@ -26,16 +26,16 @@ def test_each_moment_of_a_tile_is_a_mark_on_one_axis():
     ]
     assert "a &amp; b" in drawn
     assert "a note" in drawn
-    assert ">4 us</text>" in drawn  # where the axis ends
+    assert ">4 us</text>" in drawn  # the end of the axis
 
 
-def test_the_legend_has_what_is_there():
+def test_legend_lists_only_recorded_events():
     sent_only = {rank: [[a, b, 0] for a, b, _ in tiles] for rank, tiles in TIMES.items()}
     assert ">received</text>" in picture(TIMES, "")
     assert ">received</text>" not in picture(sent_only, "")
 
 
-def test_many_tiles_are_one_shape_of_each_kind():
+def test_many_tiles_are_one_shape_per_event():
     many = {rank: [[n + 1, n + 2, n + 3] for n in range(TITLED)] for rank in range(2)}
     drawn = picture(many, "many")
     ElementTree.fromstring(drawn)
@@ -43,6 +43,6 @@ def test_many_tiles_are_one_shape_of_each_kind():
     assert drawn.count("M") == 2 * len(COLOURS) * TITLED
 
 
-def test_nothing_to_draw_is_an_error():
+def test_times_without_events_are_refused():
     with pytest.raises(ValueError, match="no tile has an event"):
         picture({0: [[0, 0, 0]]}, "")

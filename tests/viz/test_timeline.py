@@ -1,4 +1,4 @@
-"""Timelines: steps in order, posts that meet, and the totals that arithmetic says."""
+"""Simulated timelines: the order of steps, matching of posts, and total times."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def attend(n: int) -> Attend:
 
 
 def post(name: str, to: dict[int, int], back: dict[int, int], group: str = "mesh") -> Post:
-    """So many rows to and from these ranks; a row is one byte."""
+    """Return a post with some rows to and from some ranks; a row is one byte."""
     sends, recvs = (tuple(Part(peer, row(n)) for peer, n in side.items()) for side in (to, back))
     return Post(name, sends, recvs, group)
 
@@ -73,11 +73,11 @@ def times(timeline: Timeline, rank: int) -> dict[int, Interval]:
     return {event.step: (int(event.begin), int(event.end)) for event in timeline.events if event.rank == rank}
 
 
-def test_a_move_begins_when_both_sides_have_come_to_it() -> None:
+def test_communication_starts_when_both_sides_have_posted() -> None:
     there: list[Step] = [post("a", {1: 4}, {1: 6}), attend(3), Wait("a"), attend(1)]
     back: list[Step] = [attend(10), post("a", {0: 6}, {0: 4}), Wait("a")]
     timeline = by_hand(there, back, rates=Rates(1.0, 1.0, latency=2.0))
-    # from 10 on, for the latency and the larger of 4 and 6 bytes
+    # starts at 10, takes the latency and the larger of 4 and 6 bytes
     assert times(timeline, 0) == {0: (10, 18), 1: (0, 3), 2: (3, 18), 3: (18, 19)}
     assert times(timeline, 1) == {0: (0, 10), 1: (10, 18), 2: (10, 18)}
     assert timeline.total == 19
@@ -87,7 +87,7 @@ def test_a_move_begins_when_both_sides_have_come_to_it() -> None:
     assert timeline.events[0] == Event(0, "move", 10, 18, "a: 6 bytes in, 4 out", 0)
 
 
-def test_posts_of_a_group_move_one_after_another_and_those_of_others_beside_them() -> None:
+def test_posts_of_one_group_are_serial_and_of_different_groups_parallel() -> None:
     one: list[Step] = [
         post("a", {1: 5}, {}),
         post("b", {1: 5}, {}),
@@ -101,8 +101,8 @@ def test_posts_of_a_group_move_one_after_another_and_those_of_others_beside_them
     assert timeline.exposed(0) == 10
 
 
-def test_parts_meet_in_the_order_of_their_posts() -> None:
-    # the two parts of one post meet two posts, and the second of these comes late
+def test_parts_match_in_the_order_of_their_posts() -> None:
+    # the two parts of one post match two posts, and the second of these is late
     one: list[Step] = [post("both", {1: 2}, {1: 1}), Wait("both")]
     other: list[Step] = [post("in", {}, {0: 2}), attend(20), post("out", {0: 1}, {}), Wait("in"), Wait("out")]
     timeline = by_hand(one, other)
@@ -111,14 +111,14 @@ def test_parts_meet_in_the_order_of_their_posts() -> None:
     assert times(timeline, 1)[2] == (20, 21)
 
 
-def test_what_stays_at_home_takes_no_time() -> None:
+def test_messages_of_a_rank_to_itself_take_no_time() -> None:
     timeline = by_hand([post("a", {0: 50}, {0: 50}), Wait("a"), attend(1)], rates=Rates(1.0, 1.0, latency=5.0))
     assert timeline.total == 1
     more = by_hand([post("a", {0: 50, 1: 2}, {0: 50}), Wait("a")], [post("a", {}, {0: 2}), Wait("a")])
     assert more.total == 2
 
 
-def test_programs_that_do_not_fit_are_refused() -> None:
+def test_simulate_refuses_programs_that_do_not_match() -> None:
     with pytest.raises(ValueError, match="deadlock"):
         by_hand(
             [post("a", {}, {1: 1}), Wait("a"), post("b", {1: 1}, {})],
@@ -133,7 +133,7 @@ def test_programs_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("mask", "batch"), [(CAUSAL, 3), (CAUSAL & Mask.documents([[8, 32], [40], [20, 20]]), 3)])
-def test_one_rank_takes_as_long_as_its_pairs(schedule: str, mask: Mask, batch: int) -> None:
+def test_single_device_takes_time_in_proportion_to_its_pairs(schedule: str, mask: Mask, batch: int) -> None:
     whole = (range(40),)
     pairs = worklist(mask, whole, whole).pairs * 4 * (1 if mask.batch_rows else batch)
     costs: dict[Direction, float] = {"forward": 1.0, "backward": 2.5}
@@ -154,7 +154,7 @@ def test_one_rank_takes_as_long_as_its_pairs(schedule: str, mask: Mask, batch: i
     direction=st.sampled_from(["forward", "backward"]),
     rates=st.builds(Rates, st.floats(1.0, 1e6), st.floats(1.0, 1e6), st.floats(0.0, 10.0)),
 )
-def test_what_holds_of_every_timeline(
+def test_invariants_of_simulated_timelines(
     schedule: str, tokens: int, world: int, mask: Mask, direction: Direction, rates: Rates
 ) -> None:
     programs, problem = made(schedule, tokens, world, mask, direction)
@@ -184,18 +184,18 @@ def test_what_holds_of_every_timeline(
             assert event.end <= waits[made_post.name]
 
 
-def test_zigzag_is_even_and_ring_is_not() -> None:
+def test_causal_zigzag_is_balanced_and_causal_ring_is_not() -> None:
     world, tokens = 4, 4096
     even, uneven = (simulate(*made(name, tokens, world), Sizes(), FREE) for name in ("zigzag", "ring"))
     assert even.efficiency > 0.95
     busy = [uneven.busy(rank) for rank in range(world)]
-    # of a causal square in W bands the last holds 2 W - 1 times the pairs of the first
+    # in a causal matrix of W bands, the last band has 2 W - 1 times the pairs of the first
     assert busy[-1] / busy[0] == pytest.approx(2 * world - 1, rel=0.01)
     assert uneven.efficiency == pytest.approx(world / (2 * world - 1), rel=0.01)
     assert uneven.total > 1.7 * even.total
 
 
-def test_slow_links_make_the_total() -> None:
+def test_total_time_on_slow_links_is_the_communication_time() -> None:
     programs, problem = made("ring", 64, 4, Mask.full())
     sizes = Sizes(batch=2, dim=32, value_dim=16, input_bytes=4)
     timeline = simulate(programs, problem, sizes, Rates(1e9, 1.0))
@@ -216,8 +216,8 @@ def test_ranks_without_tokens_are_done_at_once() -> None:
     assert (nothing.total, nothing.efficiency) == (0.0, 1.0)
 
 
-def test_steps_may_take_what_they_took():
-    """What a copy or a pack takes delays what follows, and is no wait; a wait takes what the move leaves of it."""
+def test_measured_step_times_replace_the_model():
+    """Copies delay later steps but are not exposed communication; a wait lasts until the communication ends."""
     problem = Problem(((range(4),), (range(4, 8),)), ((range(4),), (range(4, 8),)), Mask.full())
     programs = [build("ring", problem, rank, "forward") for rank in range(2)]
     kinds = [type(step).__name__ for step in programs[0].steps]
@@ -225,7 +225,7 @@ def test_steps_may_take_what_they_took():
     took = [[1.0, 4.0, 99.0, 8.0, 2.0], [3.0, 4.0, 99.0, 8.0, 2.0]]
     sizes = Sizes(dim=1, value_dim=1, input_bytes=1)
     timeline = simulate(programs, problem, sizes, Rates(1.0, 1.0, 0.5), took)
-    moved = 3.0 + 0.5 + 8.0  # both are ready, the latency, and 8 bytes at 1 a second
+    moved = 3.0 + 0.5 + 8.0  # both ready, latency, 8 bytes at 1 byte per second
     assert [timeline.exposed(rank) for rank in range(2)] == [moved - 5.0, moved - 7.0]
     assert timeline.total == moved + 8.0 + 2.0
     assert timeline.busy(0) == 12.0
