@@ -2,8 +2,8 @@
 
 It shares no code with the verifier. A program is right here if its results equal dense attention, with ALiBi slopes
 and sink logits that differ by head. Memory that is not written is NaN, and so are an LSE and a delta that did not
-travel with their rows. If the caller wants the LSE, it also has a gradient. Messages leave and arrive either at once or as late as
-possible; scratch shares the memory of the output that it becomes, or does not.
+travel with their rows. If the caller wants the LSE, it also has a gradient. Messages leave and arrive either at once or
+as late as possible; scratch shares the memory of the output that it becomes, or does not.
 """
 
 from __future__ import annotations

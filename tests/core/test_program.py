@@ -215,8 +215,8 @@ def small(*steps: Step) -> Program:
         Buffer("dout", "dout", 4, 2, role="input"),
         Buffer("dkv", "dkv", 4, 2, role="output"),
         Buffer("dkv.sum", "dkv", 4, 2, "partial", becomes="dkv"),
-        Buffer("room", "kv", 6, 2),
-        Buffer("dout.room", "dout", 4, 2),
+        Buffer("kv.recv", "kv", 6, 2),
+        Buffer("dout.recv", "dout", 4, 2),
         Buffer("kept", "q", 4, 2, role="saved"),
     )
     return Program("", "backward", 0, 2, buffers, steps, (("mesh", (0, 1)),))
@@ -226,17 +226,17 @@ def test_scratch_shares_the_memory_of_its_output_where_the_bytes_agree() -> None
     program = small()
     assert not program.shares(program.buffer["dkv.sum"], SIZES)
     assert program.shares(program.buffer["dkv.sum"], replace(SIZES, input_bytes=4))
-    for name in ("room", "dkv", "kv"):
+    for name in ("kv.recv", "dkv", "kv"):
         assert not program.shares(program.buffer[name], SIZES)
 
 
 def test_scratch_bytes_exclude_the_callers_memory() -> None:
     program = small()
-    room = 6 * 2 * SIZES.row_bytes("kv", "input")
+    recv_bytes = 6 * 2 * SIZES.row_bytes("kv", "input")
     rows = 4 * 2 * SIZES.row_bytes("dout", "input")
-    assert program.scratch_bytes(SIZES) == room + rows + 4 * 2 * SIZES.row_bytes("dkv", "partial")
+    assert program.scratch_bytes(SIZES) == recv_bytes + rows + 4 * 2 * SIZES.row_bytes("dkv", "partial")
     alike = replace(SIZES, input_bytes=4)
-    assert program.scratch_bytes(alike) == 2 * room + 4 * 2 * alike.row_bytes("dout", "input")
+    assert program.scratch_bytes(alike) == 2 * recv_bytes + 4 * 2 * alike.row_bytes("dout", "input")
     assert program.saved_bytes(SIZES) == 4 * 2 * SIZES.row_bytes("q", "input")
 
 
@@ -253,10 +253,10 @@ def test_packed_messages_count_as_scratch_once_for_all_peers() -> None:
         ("kv", (0, 2), 1, False),
         ("kv", (0, 2), 2, True),  # rows of a batch are not contiguous
         ("kv", (0, 1), 1, True),  # neither are some heads of a row
-        ("room", (0, 2), 2, False),
-        ("room", (1, 2), 1, True),
+        ("kv.recv", (0, 2), 2, False),
+        ("kv.recv", (1, 2), 1, True),
         ("dout", (0, 2), 1, True),  # the LSE is stored head by head
-        ("dout.room", (0, 2), 2, False),
+        ("dout.recv", (0, 2), 2, False),
         ("dkv.sum", (0, 2), 2, False),
     ],
 )
@@ -264,7 +264,7 @@ def test_slices_that_are_not_contiguous_rows_are_packed(
     buffer: str, heads: tuple[int, int], batch: int, packed: bool
 ) -> None:
     sent = place(buffer, (0, 4), heads)
-    post = Post("one", (Part(1, sent),), (Part(1, place("room")),))
+    post = Post("one", (Part(1, sent),), (Part(1, place("kv.recv")),))
     assert small(post).staged(post, replace(SIZES, batch=batch)) == ([sent] if packed else [])
 
 
@@ -276,5 +276,5 @@ def test_scratch_that_shares_the_callers_memory_is_packed() -> None:
 
 def test_buffers_and_groups_by_name() -> None:
     program = small()
-    assert program.buffer["room"].rows == 6
+    assert program.buffer["kv.recv"].rows == 6
     assert program.group == {"mesh": (0, 1)}

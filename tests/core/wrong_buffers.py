@@ -6,8 +6,6 @@ Each row is a `Wrong`. Wrong computation and communication is in `wrong_steps.py
 from __future__ import annotations
 
 from core.edits import (
-    BARE_B,
-    BARE_F,
     EXTRA_OUT,
     GATHER_B,
     HEADS_B,
@@ -15,6 +13,8 @@ from core.edits import (
     OWN,
     RING_B,
     RING_F,
+    WITHOUT_LSE_B,
+    WITHOUT_LSE_F,
     Wrong,
     both,
     buffer,
@@ -147,10 +147,10 @@ WRONG: list[Wrong] = [
             put(7, Copy(without_lse("out:0", (0, 3), (0, 2)), without_lse("out", (0, 3), (0, 2)))),
             "output out lacks the LSE of some rows, which the problem asks for",
         ),
-        ("a delta that nobody makes", BARE_B, put(3), "read with its LSE or delta, which were not computed"),
+        ("a delta that no step computes", WITHOUT_LSE_B, put(3), "read with its LSE or delta, which were not computed"),
         (
             "a result that is saved without its LSE",
-            BARE_F,
+            WITHOUT_LSE_F,
             both(
                 extra_buffers(Buffer("x", "out", 6, 2, role="saved")),
                 program(saves=("out", "q:0", "kv:0", "out:0", "x")),
@@ -160,37 +160,37 @@ WRONG: list[Wrong] = [
         ),
         (
             "an attention without LSE",
-            BARE_F,
+            WITHOUT_LSE_F,
             change(4, out=without_lse("out:0", (0, 6), (0, 2))),
             "only copies and posts of out and dout may",
         ),
         (
             "queries without LSE",
-            BARE_F,
+            WITHOUT_LSE_F,
             put(0, Copy(without_lse("q", (0, 3), (0, 2)), without_lse("q:0", (0, 3), (0, 2)))),
             "only copies and posts of out and dout may",
         ),
         (
             "an LSE from nowhere",
-            BARE_F,
+            WITHOUT_LSE_F,
             change(8, dst=s("out", (0, 3), (2, 4))),
             "source and target differ in kind or shape",
         ),
         (
             "sent without LSE and received with it",
-            BARE_F,
+            WITHOUT_LSE_F,
             change(5, sends=(Part(1, s("out:0", (3, 6), (0, 2))),)),
             "shape, kind or dtype differ",
         ),
         (
             "a delta of keys",
-            BARE_B,
+            WITHOUT_LSE_B,
             change(3, out=s("q:0", (0, 6), (0, 2))),
             r"expected out in the input's dtype, got q:0 \(q, input\)",
         ),
         (
             "a delta of other rows",
-            BARE_B,
+            WITHOUT_LSE_B,
             change(3, out=s("out:0", (0, 3), (0, 2)), dout=s("dout2.0", (3, 6), (0, 2))),
             "out is not the finished result of the rows of dout",
         ),
@@ -317,7 +317,7 @@ WRONG: list[Wrong] = [
         ),
         ("read while it arrives", RING_B, insert(6, Copy(k("dkv.0", (0, 1)), k("dkv.part", (0, 1)))), "still receives"),
         (
-            "received into twice at once",
+            "two receives into one slice",
             RING_B,
             insert(6, Post("x", (), (Part(1, k("dkv.0", (1, 3))),))),
             "is touched while post dkv 1 still receives",

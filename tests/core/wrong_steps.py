@@ -103,7 +103,7 @@ WRONG: list[Wrong] = [
             "a final result cannot carry on from a partial one",
         ),
         (
-            "carried on from what is finished",
+            "carried on from a finished result",
             RING_F,
             both(
                 extra_buffers(EXTRA_OUT, Buffer("x", "out", 3, 4)),
@@ -119,7 +119,7 @@ WRONG: list[Wrong] = [
             "q, out and dout are not the same",
         ),
         (
-            "q for what is known of it",
+            "q in place of out",
             RING_B,
             change(1, out=s("q")),
             "q, out and dout are not the same rows",
@@ -275,7 +275,7 @@ WRONG: list[Wrong] = [
             lambda p: change(0, sends=p.steps[0].sends[::-1])(p),
             "post kv 0 cannot be one all_gather: the ranks or their parts differ",
         ),
-        # what is left at the end
+        # the state at the end
         ("an output without rows", RING_B, put(9), "output dkv: 6 cells do not hold the rows of this rank"),
         (
             "an output that is not finished",
@@ -352,7 +352,7 @@ WRONG: list[Wrong] = [
             BOTH,
         ),
         (
-            "a post that nobody waits for",
+            "a post without a wait",
             RING_F,
             lambda p: insert(5, Post("x", (Part(1 - p.rank, k("kv")),), (Part(1 - p.rank, k("kv+1.1")),)))(p),
             "forward of rank 0: post x is never waited for",

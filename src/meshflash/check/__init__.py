@@ -1,1 +1,1 @@
-"""Is it right on this machine? Every schedule, layout, mask and feature over ranks, against the oracle in float64."""
+"""Correctness checks on this machine: schedules, layouts, masks and features over ranks, against a float64 oracle."""

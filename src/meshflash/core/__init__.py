@@ -1,1 +1,1 @@
-"""The pure room: masks, layouts and tiles as data. Standard library and numpy only."""
+"""The pure layer: masks, layouts, tiles, programs and their verifier as data. Standard library and numpy only."""

@@ -1,1 +1,1 @@
-"""Schedules: pure functions from a problem to programs. One file for a family; none is known outside."""
+"""Schedules: pure functions from a problem to programs. One module for each family; no other package names one."""

@@ -5,7 +5,7 @@
                                 rank 2   [K2 n]--+
 
     forward     post gather 0 | post gather 1, attend piece 0 | post gather 2, attend piece 1 | ...
-    backward    the same, and after each piece post the shares of dK and dV to their owners, who sum them up
+    backward    the same, and after each piece post the shares of dK and dV to their owners, which sum them up
 
 A piece is `head_stride` key heads (0: all of them) of one of `chunks` chunks of each rank's keys. Smaller pieces take
 less memory and more steps. With one chunk each head is attended in one step, and its result needs no merge.

@@ -264,7 +264,7 @@ class _GradientRoute:
             before = self._collected(owner, Clock(at.node, at.turn - 1)) if at.turn else ()
             needed, held = problem.needs[owner][w.rank], self.keys.held(at)
             share = w.scratch("dkv.part", "dkv", rows.count(held), "partial")
-            # Rows with an earlier contribution are added; rows that nobody had before us are copied.
+            # Rows with an earlier contribution are added; rows without one are copied.
             for kind, these in ((Add, rows.common(needed, before)), (Copy, rows.without(needed, before))):
                 w.append_each(kind, zip(pieces(share, held, these), pieces(total, collected, these), strict=True))
         then = Clock(at.node, at.turn + 1)

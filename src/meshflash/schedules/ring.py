@@ -214,7 +214,7 @@ class _RingReturn:
         before, after = (rows_accumulated(problem, direction)[owner][h] for h in (hop - 1, hop))
         w.wait(f"dkv {hop - 1}")
         total = self._sum_buffer(hop, after)
-        # Rows that an earlier rank has contributed to are added; rows that nobody had before us are copied.
+        # Rows that an earlier rank has contributed to are added; the other rows are copied.
         for kind, these in ((Add, rows.common(needed, before)), (Copy, rows.without(needed, before))):
             w.append_each(kind, zip(pieces(share, held, these), pieces(total, after, these), strict=True))
         next_owner = direction.owner(w.rank, hop + 1, world)

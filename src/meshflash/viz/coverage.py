@@ -114,16 +114,18 @@ def _grid(programs: Sequence[Program], heads: Interval, q: Side, k: Side, shown:
         for n, (_, step) in enumerate(attends(program))
         if step.heads[0] <= heads[0] < step.heads[1]
     ]
-    who, which = np.full(shown.shape, MISSING), np.full(shown.shape, MISSING)
+    computing_rank, attend_step = np.full(shown.shape, MISSING), np.full(shown.shape, MISSING)
     # Steps on a rank's own queries take precedence; the other steps fill the cells that are left.
     for own_queries in (True, False):
         for rank, n, queries, keys in steps:
             place = np.ix_(queries & ((holders == rank) == own_queries), keys)
-            free = who[place] == MISSING
-            who[place] = np.where(free, rank, who[place])
-            which[place] = np.where(free, n, which[place])
-    most = _most_frequent(_by_cell(who * (len(steps) + 2) + which, q, k), _by_cell(shown, q, k))
-    ranks, numbers = (np.take_along_axis(_by_cell(each, q, k), most, axis=2)[..., 0] for each in (who, which))
+            free = computing_rank[place] == MISSING
+            computing_rank[place] = np.where(free, rank, computing_rank[place])
+            attend_step[place] = np.where(free, n, attend_step[place])
+    most = _most_frequent(_by_cell(computing_rank * (len(steps) + 2) + attend_step, q, k), _by_cell(shown, q, k))
+    ranks, numbers = (
+        np.take_along_axis(_by_cell(each, q, k), most, axis=2)[..., 0] for each in (computing_rank, attend_step)
+    )
     hidden = ~_by_cell(shown, q, k).any(axis=2)
     return Grid(heads, q, k, np.where(hidden, HIDDEN, ranks), np.where(hidden, HIDDEN, numbers))
 

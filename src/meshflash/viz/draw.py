@@ -47,12 +47,12 @@ def coverage_text(programs: Sequence[Program], problem: Problem, width: int = 48
     <BLANKLINE>
     0-1: the attend step of the rank   .: nothing visible
     """
-    abreast = max(1, min(len(head_sets(programs, problem)), (width + GAP) // (MIN_PANEL + GAP)))
-    columns = max(1, (width + GAP) // abreast - GAP)
+    panels_per_row = max(1, min(len(head_sets(programs, problem)), (width + GAP) // (MIN_PANEL + GAP)))
+    columns = max(1, (width + GAP) // panels_per_row - GAP)
     panels = grids(programs, problem, max(1, columns // 2), columns)
     lines = [headline(programs, problem)]
-    for first in range(0, len(panels), abreast):
-        lines += ["", *_panels(panels[first : first + abreast], columns, problem.world)]
+    for first in range(0, len(panels), panels_per_row):
+        lines += ["", *_panels(panels[first : first + panels_per_row], columns, problem.world)]
     last = max(int(panel.number.max(initial=0)) for panel in panels)
     legend = [f"{f'0-{_character(min(last, len(NUMBERS) - 1))}' if last else '0'}: the attend step of the rank"]
     if max(last, problem.world - 1) >= len(NUMBERS):
@@ -147,7 +147,7 @@ def _panels(panels: list[Grid], columns: int, world: int) -> list[str]:
         cells = []
         for panel in panels:
             row = zip(panel.rank[n].tolist(), panel.number[n].tolist(), strict=True)
-            cells.append(join.join({HIDDEN: ".", MISSING: "?"}.get(who, _character(step)) for who, step in row))
+            cells.append(join.join({HIDDEN: ".", MISSING: "?"}.get(rank, _character(step)) for rank, step in row))
         out.append(line(_label(f"rank {rank}", world), cells))
     return out
 

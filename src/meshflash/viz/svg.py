@@ -34,8 +34,8 @@ def coverage(programs: Sequence[Program], problem: Problem) -> Drawing:
         problem: The problem that the programs solve.
     """
     count = len(head_sets(programs, problem))
-    abreast = next(n for n in range(1, count + 1) if n * n >= count)
-    cells, size = max(8, CELLS // abreast), SQUARE / abreast
+    columns = next(n for n in range(1, count + 1) if n * n >= count)
+    cells, size = max(8, CELLS // columns), SQUARE / columns
     squares = grids(programs, problem, cells, cells)
     if squares[0].q.shared:
         squares = grids(programs, problem, cells * SHARED // CELLS, cells * SHARED // CELLS)
@@ -44,7 +44,7 @@ def coverage(programs: Sequence[Program], problem: Problem) -> Drawing:
     body, right, bottom = [shapes.text(0, 11, title)], 0.0, 0.0
     for n, grid in enumerate(squares):
         drawing = _square(grid, programs, most, size, count > 1 or grid.computed_elsewhere)
-        x, y = n % abreast * (drawing.width + 12), 24 + n // abreast * (drawing.height + 12)
+        x, y = n % columns * (drawing.width + 12), 24 + n // columns * (drawing.height + 12)
         body.append(shapes.translate(drawing, x, y))
         right, bottom = max(right, x + drawing.width), max(bottom, y + drawing.height)
     body.append(shapes.translate(shapes.legend(most, right), 0, bottom + 12))
@@ -127,16 +127,16 @@ def _strokes(grid: Grid, by_rank: bool) -> dict[tuple[int, int], str]:
     for row, (ranks, numbers) in enumerate(zip(grid.rank.tolist(), grid.number.tolist(), strict=True)):
         column = 0
         owners = zip(ranks if by_rank else [-1] * len(ranks), numbers, strict=True)
-        for who, run in groupby(owners):
+        for key, run in groupby(owners):
             length = len(list(run))
-            if who[1] != HIDDEN:
-                before, last = at.get(who, (-1, 0))
+            if key[1] != HIDDEN:
+                before, last = at.get(key, (-1, 0))
                 # relative moves within a row halve the file for striped layouts
                 move = f"m{column - last} 0" if before == row else f"M{column} {row}"
-                runs.setdefault(who, []).append(f"{move}h{length}")
-                at[who] = (row, column + length)
+                runs.setdefault(key, []).append(f"{move}h{length}")
+                at[key] = (row, column + length)
             column += length
-    return {who: "".join(strokes) for who, strokes in sorted(runs.items())}
+    return {key: "".join(strokes) for key, strokes in sorted(runs.items())}
 
 
 def _cell_title(programs: Sequence[Program], rank: int, number: int) -> str:
