@@ -165,10 +165,10 @@ def step(
     dim: Annotated[
         int | None, typer.Option(min=1, help="Dim, if not the preset's; 4 times as many hidden units.")
     ] = None,
-    recompute: Annotated[str | None, typer.Option(help="full or selective: what a backward computes again.")] = None,
+    activation_checkpointing: Annotated[str | None, typer.Option(help="full or selective.")] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Keep weights and optimizer on the host.")] = False,
     offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Keep on the host what recompute keeps for the backward.")
+        bool, typer.Option("--offload-activations", help="Keep what activation checkpointing saves on the host.")
     ] = False,
     tiles: Annotated[int, typer.Option(min=1, help="Slices of tokens that MLPs are computed in.")] = 1,
     plain: Annotated[bool, typer.Option("--plain", help="Time the bare model too, in turns.")] = False,
@@ -194,7 +194,18 @@ def step(
         found = recorder(f"step-{device}", output, update)
         dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
         setup = bench.Setup(
-            preset, tokens, layers, dim, "full", recompute, offload, dtype, device, kernel, offload_activations, tiles
+            preset,
+            tokens,
+            layers,
+            dim,
+            "full",
+            activation_checkpointing,
+            offload,
+            dtype,
+            device,
+            kernel,
+            offload_activations,
+            tiles,
         )
         row = bench.run(setup, rounds, plain, parts, say=status.update)
         found.add([row])

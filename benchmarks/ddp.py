@@ -25,7 +25,7 @@ from meshflash.bench.cases import on_cpu
 from meshflash.bench.timing import synchronize
 from meshflash.kernels import registry
 from meshflash.parallel import init_mesh
-from meshflash.parallel.mesh import summed
+from meshflash.parallel.mesh import reduce_mesh
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import mps, variables
 from meshflash.runtime.processes import Tell, run_ranks
@@ -106,7 +106,7 @@ def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, list
             tokens_per_second=case.batch * case.tokens / ms[number, part] * 1e3,
             loss=each[0].loss,
             backend=each[0].backend,
-            gradient_bytes=4 * case.config.weights,
+            gradient_bytes=4 * case.config.num_parameters,
             forward_ran=each[0].forward_ran,
             backward_ran=each[0].backward_ran,
         )
@@ -134,7 +134,7 @@ def train(rank: int, world: int, tell: Tell, case: Training, rounds: int, name: 
     device = take_device(case.device, rank)
     mesh = init_mesh(device=device.type)
     trainer = Trainer(case, mesh, device)
-    backend = "" if world == 1 else summed(mesh).get_group()._get_backend(torch.device(device.type)).name()
+    backend = "" if world == 1 else reduce_mesh(mesh).get_group()._get_backend(torch.device(device.type)).name()
     ms, loss, forward_ran, backward_ran = [], 0.0, "", ""
     for n in range(-WARM_UP, rounds):
         say(f"{name}: warming up" if n < 0 else f"{name}: step {n + 1} of {rounds}")

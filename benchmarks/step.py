@@ -21,8 +21,8 @@ from meshflash.bench.timing import interleaved, synchronize, watched
 from meshflash.core.mask import Mask
 from meshflash.kernels import registry
 from meshflash.models.gpt import GPT, PRESETS, GPTConfig
-from meshflash.models.layers import frequencies, rotate, rotations
-from meshflash.parallel import accumulate, clip_grad_norm, cross_entropy_sum, init_mesh, parallelize, spread_batch
+from meshflash.models.layers import apply_rotary, rotary_cos_sin, rotary_frequencies
+from meshflash.parallel import accumulate, clip_grad_norm, cross_entropy_sum, init_mesh, parallelize, shard_batch
 from meshflash.runtime.devices import take_device
 
 Call = Callable[[], Any]
@@ -42,7 +42,7 @@ class Setup:
     layers: int | None = None
     dim: int | None = None
     mode: str | None = "full"
-    recompute: str | None = None
+    activation_checkpointing: str | None = None
     offload: bool = False
     dtype: str = "float32"
     device: str = "cpu"
@@ -121,7 +121,7 @@ def run(
             model,
             mesh,
             mode=mode,
-            recompute=setup.recompute,
+            activation_checkpointing=setup.activation_checkpointing,
             compute_dtype=dtype,
             offload=offload,
             offload_activations=setup.offload_activations,
@@ -130,7 +130,7 @@ def run(
         model.to_empty(device="cpu" if offload else device)
         model.init_weights()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        batch = spread_batch(tokens, mesh)
+        batch = shard_batch(tokens, mesh)
 
         def step(batch: Mapping[str, Any] = batch) -> Tensor:
             told = accumulate(model, [batch], mesh)
@@ -143,7 +143,7 @@ def run(
 
     step = trainer(setup.mode, setup.offload)
     say("first step")
-    step(spread_batch(tokens[:, :FIRST], mesh))
+    step(shard_batch(tokens[:, :FIRST], mesh))
     synchronize(device)
     say("watching memory")
     begin = time.perf_counter()
@@ -166,7 +166,7 @@ def run(
     total = sum(part.times * part.ms for part in found) if parts else None
     return Step(
         setup, ran.names("forward"), ran.names("backward"),
-        config.weights, ms["step"], ms.get("plain"), total, None if total is None else total / ms["step"],
+        config.num_parameters, ms["step"], ms.get("plain"), total, None if total is None else total / ms["step"],
         config.flops(setup.tokens) / ms["step"] / 1e9, peak, loss, tuple(found),
     )  # fmt: skip
 
@@ -189,7 +189,7 @@ def _parts(
     assert config.head_dim is not None
     t, e, d, dtype = setup.tokens, config.dim, config.head_dim, setup.compute_dtype
     q, k, h = config.heads * d, config.kv_heads * d, config.hidden
-    forwards = config.layers * (1 if setup.recompute is None else 2)
+    forwards = config.layers * (1 if setup.activation_checkpointing is None else 2)
     parts: list[Part] = []
 
     def new(*shape: int) -> Tensor:
@@ -225,13 +225,13 @@ def _parts(
         inputs = [new(1, tokens, inside), new(outside, inside)]
         timed(f"linear {inside} to {outside}{some}", functional.linear, inputs, ahead, back)
     attend = partial(flash_attention, mask=Mask.causal(), kernel=setup.kernel)
-    again = forwards if setup.recompute == "full" else config.layers
+    again = forwards if setup.activation_checkpointing == "full" else config.layers
     heads = [new(1, t, n, d) for n in (config.heads, config.kv_heads, config.kv_heads)]
     timed("attention", attend, heads, again, config.layers)
     norm = partial(_norm, eps=config.norm_eps)
     timed("RMSNorm", norm, [new(1, t, e), new(e)], 2 * forwards + 1, 2 * config.layers + 1)
     wide = torch.promote_types(dtype, torch.float32)
-    cos, sin = rotations(torch.arange(t, device=device), frequencies(d, config.theta, config.scaling), wide)
+    cos, sin = rotary_cos_sin(torch.arange(t, device=device), rotary_frequencies(d, config.theta, config.scaling), wide)
     turn = partial(_turned, cos=cos, sin=sin)
     timed("rotary, queries", turn, [new(1, t, config.heads, d)], forwards, config.layers)
     timed("rotary, keys", turn, [new(1, t, config.kv_heads, d)], forwards, config.layers)
@@ -261,7 +261,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotate(x, cos, sin).to(x.dtype)
+    return apply_rotary(x, cos, sin).to(x.dtype)
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshflash.bench import record
 from meshflash.bench.cases import on_cpu, pick_dtype
 from meshflash.models.gpt import GPT, GPTConfig
-from meshflash.parallel import accumulate, parallelize, spread_batch
-from meshflash.parallel.mesh import DATA, place, size
+from meshflash.parallel import accumulate, parallelize, shard_batch
+from meshflash.parallel.mesh import DATA_AXES, mesh_rank, size
 from meshflash.parallel.weights import parameters
 
 #: How far losses of the same step may be apart, relative: sums are taken in another order, and steps follow from them.
@@ -56,7 +56,7 @@ class Training:
     def words(self) -> str:
         """The model in words."""
         sizes = f"GPT, layers {self.layers}, dim {self.dim}, heads {self.heads}, words {self.vocabulary:,}"
-        return f"{sizes}, {self.config.weights:,} weights, {self.dtype}, on {self.device}"
+        return f"{sizes}, {self.config.num_parameters:,} weights, {self.dtype}, on {self.device}"
 
 
 def training(small: Training, large: Training, device: str, dtype: str | None, **sizes: int | None) -> Training:
@@ -82,8 +82,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(parameters(self.model), lr=RATE, fused=True)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(case.vocabulary, (case.batch, case.tokens), generator=generator)
-        own = tokens.tensor_split(size(mesh, DATA))[place(mesh, DATA)]
-        self.mesh, self.batch = mesh, spread_batch(own.to(device), mesh)
+        own = tokens.tensor_split(size(mesh, DATA_AXES))[mesh_rank(mesh, DATA_AXES)]
+        self.mesh, self.batch = mesh, shard_batch(own.to(device), mesh)
 
     def step(self) -> Tensor:
         """Forward, backward and the optimizer's step; the loss of one device."""

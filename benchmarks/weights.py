@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from meshflash.bench.tables import NO_MEMORY
 from meshflash.models.gpt import GPT, GPTConfig, tiny
-from meshflash.parallel import accumulate, init_mesh, replicate, shard, sharded_optimizer, spread_batch
+from meshflash.parallel import accumulate, init_mesh, replicate, shard, shard_batch, sharded_optimizer
 from meshflash.parallel.weights import parameters
 from meshflash.runtime.processes import run_ranks
 
@@ -120,7 +120,7 @@ def train(rank: int, world: int, _: Any, config: GPTConfig = SMALL) -> dict[str,
     mesh = init_mesh(device="cpu")
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(config.vocabulary, (1, TOKENS), generator=generator)
-    batch = spread_batch(tokens, mesh)
+    batch = shard_batch(tokens, mesh)
     found = {}
     for method in METHODS:
         model, optimizer = lay(GPT(config), method, mesh)

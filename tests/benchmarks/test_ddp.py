@@ -70,7 +70,7 @@ def test_bench_ddp_writes_a_record_and_shows_it_again(tmp_path, monkeypatch, poo
     assert two["tokens_per_second"] == pytest.approx(4 * 16 / two["ms"] * 1e3)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert (two["threads"], two["share"], two["of_whole"]) == (1, None, None)
-    assert two["gradient_bytes"] == 4 * SMALL.config.weights
+    assert two["gradient_bytes"] == 4 * SMALL.config.num_parameters
     assert plot.stat().st_size > 1000
     assert "each rank has 1 thread" in " ".join(result.output.split())
     again = invoke("benchmarks ddp", "--from", output)
@@ -139,4 +139,4 @@ def test_sizes_for_a_gpu():
     """Gradients of 50 to 80 MB, which gloo sums while a part of a GPU computes."""
     case = training.training(ddp.SMALL, ddp.LARGE, "cuda", None, batch=64, dim=None)
     assert (case.batch, case.dim, case.dtype) == (64, 512, "bfloat16")
-    assert 50e6 < 4 * case.config.weights < 80e6
+    assert 50e6 < 4 * case.config.num_parameters < 80e6

@@ -67,7 +67,7 @@ def test_every_layer_keeps_its_scores():
 
 def test_peaks_count_weights_and_the_state_of_adamw():
     rows = model.run(replace(SMALL, vocabulary=8192, layers=1), rounds=1)
-    weights = 4 * replace(SMALL, vocabulary=8192, layers=1).config.weights
+    weights = 4 * replace(SMALL, vocabulary=8192, layers=1).config.num_parameters
     for row in rows:
         assert row.peak_bytes is not None
         assert 4 * weights < row.peak_bytes < 6 * weights  # and gradients

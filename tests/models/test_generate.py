@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshflash.models.cache import Cache, choose
 from meshflash.models.generate import generate
 from meshflash.models.gpt import GPT, tiny
+from meshflash.models.kv_cache import KVCache, sample_token
 from meshflash.parallel import init_mesh, parallelize
 
 SIZES = tiny(vocabulary=37, dim=32, heads=4, kv_heads=2, hidden=48)
@@ -72,7 +72,7 @@ def ends(rank, world, group):
     stopped = [int(x) for x in generate(model, prompt(4, 1), mesh, tokens=6, stop=first[1])]
     with pytest.raises(ValueError, match="prompt: expected"):
         next(generate(model, prompt(4)[:, :0], mesh))
-    cache = Cache(1)
+    cache = KVCache(1)
     model(prompt(4), cache=cache)
     cache.gather(None, None)
     model(prompt(1), cache=cache)
@@ -92,7 +92,7 @@ def test_draws_follow_the_probabilities():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20000, -1)
     generator = torch.Generator().manual_seed(0)
     for top_k, top_p, kept in ((None, None, 4), (2, None, 2), (None, 0.9, 3), (3, 0.6, 1)):
-        drawn = choose(logits, 1.0, top_k, top_p, generator)
+        drawn = sample_token(logits, 1.0, top_k, top_p, generator)
         p = logits[0].softmax(-1) * (torch.arange(4) < kept)
         want = p / p.sum()
         got = torch.bincount(drawn, minlength=4) / len(drawn)

@@ -25,7 +25,7 @@ from meshflash.models.huggingface import (
     save_pretrained,
     write_config,
 )
-from meshflash.models.layers import RopeScaling
+from meshflash.models.gpt_config import RopeScaling
 from meshflash.parallel import init_mesh, next_tokens, parallelize
 
 #: Not divided evenly by any mesh: 61 tokens, 20 dims.

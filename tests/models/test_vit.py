@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from meshflash import Layout, unshard
-from meshflash.models.patches import grid_of, patchify, spread_images, unpatchify
+from meshflash.models.patches import grid_of, patchify, shard_images, unpatchify
 from meshflash.models.vit import PRESETS, ViT, tiny
-from meshflash.parallel import accumulate, blank, count_tokens, init_mesh, parallelize
-from meshflash.parallel.mesh import DATA, place, size
+from meshflash.parallel import accumulate, blank_batch, count_tokens, init_mesh, parallelize
+from meshflash.parallel.mesh import DATA_AXES, mesh_rank, size
 
 #: Batch, height, width and patch: 5 x 7 patches; 1 x 2, fewer than ranks; patches that are not square.
 SIZES: dict[str, tuple[int, int, int, Any]] = {
@@ -108,9 +108,11 @@ def wanted():
 def own_batch(sizes, head, mesh, layout):
     """This rank's part of the sample, whose images are dealt out to the data ranks."""
     batch, height, width, patch = SIZES[sizes]
-    data = {name: x[place(mesh, DATA) :: size(mesh, DATA)] for name, x in sample(batch, height, width).items()}
+    data = {
+        name: x[mesh_rank(mesh, DATA_AXES) :: size(mesh, DATA_AXES)] for name, x in sample(batch, height, width).items()
+    }
     given = dict(labels=data["classes"]) if head == "classes" else dict(targets=data["pixels"])
-    return spread_images(data["images"], mesh, patch=patch, layout=layout, **given)
+    return shard_images(data["images"], mesh, patch=patch, layout=layout, **given)
 
 
 def check(found, model, want, case):
@@ -149,14 +151,14 @@ def other_ways(rank, world, group, wanted):
     mesh = init_mesh(dp=1, cp=2, device="cpu")
     layout = Layout(((range(3, 14, 2), range(20, 28)), (range(3), range(4, 14, 2), range(14, 20), range(28, 30))))
     for head in HEADS:
-        for recompute, how in ((None, layout), ("full", "zigzag"), ("selective", "balanced")):
-            model = parallelize(model_of("oblong", head), mesh, recompute=recompute)
+        for activation_checkpointing, how in ((None, layout), ("full", "zigzag"), ("selective", "balanced")):
+            model = parallelize(model_of("oblong", head), mesh, activation_checkpointing=activation_checkpointing)
             mine = own_batch("oblong", head, mesh, how)
             found = accumulate(model, [mine], mesh)
-            check(found, model, wanted["oblong", head], (head, recompute))
+            check(found, model, wanted["oblong", head], (head, activation_checkpointing))
         # a second micro-batch of which nothing counts changes nothing; sums over ranks are one device's
         model.zero_grad()
-        check(accumulate(model, [blank(mine), mine], mesh), model, wanted["oblong", head], head)
+        check(accumulate(model, [blank_batch(mine), mine], mesh), model, wanted["oblong", head], head)
         total = model(**mine).detach()
         torch.distributed.all_reduce(total)
         loss, count, _ = wanted["oblong", head]
@@ -172,7 +174,7 @@ def other_ways(rank, world, group, wanted):
     check(found, classes, (loss, 2 * count, grads), "whole images")
     whole = own_batch("oblong", "pixels", mesh, layout) | dict(patches=data["images"])
     check(accumulate(pixels, [whole], mesh), pixels, wanted["oblong", "pixels"], "whole images")
-    with pytest.raises(ValueError, match=r"of whole images each rank of cp would count all pixels"):
+    with pytest.raises(ValueError, match=r"with whole images each rank of cp would count all pixels"):
         pixels(data["images"], labels=torch.zeros_like(data["pixels"]), targets=data["pixels"])
 
     # weights are gathered and computed with in half precision, losses are not
@@ -187,7 +189,7 @@ def other_ways(rank, world, group, wanted):
 
     # what the model says without labels
     plainly = [plain(model_of("oblong", head), data["images"], (5, 3)) for head in HEADS]
-    mine = spread_images(data["images"], mesh, patch=(5, 3), layout=layout)
+    mine = shard_images(data["images"], mesh, patch=(5, 3), layout=layout)
     assert (classes(**mine) - plainly[0]).abs().max() < 1e-9
     assert (unshard(pixels(**mine), layout, mesh["cp"]) - plainly[1]).abs().max() < 1e-9
 
@@ -199,7 +201,7 @@ def other_ways(rank, world, group, wanted):
         with pytest.raises(ValueError, match=message):
             classes(**arguments)
     with pytest.raises(ValueError, match=r"layout='spiral': expected a Layout, or one of"):
-        spread_images(data["images"], mesh, patch=8, layout="spiral")
+        shard_images(data["images"], mesh, patch=8, layout="spiral")
 
 
 def test_layouts_recomputation_and_whole_images(pool, wanted):
@@ -285,16 +287,16 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "no targets": (lambda: ViT(PIXELS)(**PATCHES, labels=VALUES), r"give targets="),
     "labels of patches": (
         lambda: ViT(PIXELS)(**PATCHES, labels=VALUES[..., 0], targets=VALUES),
-        r"labels: expected \[2, 12, 64\], as the head has values; got \[2, 12\]",
+        r"labels: expected \[2, 12, 64\], the head's output; got \[2, 12\]",
     ),
     "tp": (lambda: ViT(tiny()).tensor_plan(3), r"tp=3: it does not divide the 4 heads"),
     "hidden": (lambda: ViT(tiny(hidden=129)).tensor_plan(2), r"tp=2: it does not divide the 129 hidden units"),
     "both": (
-        lambda: spread_images(IMAGES, NO_MESH, patch=8, labels=VALUES, targets=IMAGES),
+        lambda: shard_images(IMAGES, NO_MESH, patch=8, labels=VALUES, targets=IMAGES),
         r"labels are of classes, targets of pixels; give one",
     ),
     "other pixels": (
-        lambda: spread_images(IMAGES, NO_MESH, patch=8, targets=IMAGES[..., :30]),
+        lambda: shard_images(IMAGES, NO_MESH, patch=8, targets=IMAGES[..., :30]),
         r"targets: expected pixels like images of \[2, 3, 20, 31\]; got \[2, 3, 20, 30\]",
     ),
 }

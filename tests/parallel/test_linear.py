@@ -28,9 +28,9 @@ from meshflash.parallel import (
     init_mesh,
     next_tokens,
     parallelize,
-    spread_batch,
+    shard_batch,
 )
-from meshflash.parallel.linear_styles import own_styles
+from meshflash.parallel.linear_styles import replace_linear_styles
 from meshflash.train.checkpoint import Checkpoints
 
 ALLOWED = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -52,7 +52,7 @@ class Case:
     variant: str = ""
 
     @property
-    def form(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         gather = dict(gather_output=True) if self.gather else {}
         return dict(sequence_parallel=self.sequence, uneven=self.uneven, **gather)
 
@@ -70,10 +70,10 @@ class Case:
         """The layer with the weights of a plain one."""
         if self.styled:
             made: Any = nn.Sequential(copy.deepcopy(plain))
-            style = (ColumnParallel if self.kind == "column" else RowParallel)(ranks=ranks, **self.form)
+            style = (ColumnParallel if self.kind == "column" else RowParallel)(ranks=ranks, **self.options)
             return parallelize_module(made, mesh, {"0": style})
         cls = ColumnParallelLinear if self.kind == "column" else RowParallelLinear
-        layer: Any = cls(*self.features, self.bias, ranks=ranks, dtype=self.dtype, **self.form)
+        layer: Any = cls(*self.features, self.bias, ranks=ranks, dtype=self.dtype, **self.options)
         made = nn.Sequential(layer)
         with torch.no_grad():
             for name, value in plain.named_parameters():
@@ -136,10 +136,10 @@ def layers() -> list[Case]:
         Case("row", sequence=True),
     ]
     found = []
-    for n, form in enumerate(forms):
-        found.append(replace(form, styled=bool(n % 2)))
-        found.append(replace(form, styled=not n % 2, bias=False, dtype=torch.float32))
-        odd = replace(form, features=(7, 5), rows=(3, 7), uneven=form.sequence)  # 5 on 4 ranks: one has none
+    for n, options in enumerate(forms):
+        found.append(replace(options, styled=bool(n % 2)))
+        found.append(replace(options, styled=not n % 2, bias=False, dtype=torch.float32))
+        odd = replace(options, features=(7, 5), rows=(3, 7), uneven=options.sequence)  # 5 on 4 ranks: one has none
         found.append(replace(odd, styled=True))
         found.append(replace(odd, rows=(3,), dtype=torch.float32))  # a rank of 4 has no tokens
         found.append(replace(odd, features=(5, 7), rows=(2, 1, 6), dtype=torch.bfloat16))
@@ -169,16 +169,16 @@ def mlps(rank, world, group):
     mesh = init_mesh(tp=world, device="cpu")["tp"]
     found: dict[str, Any] = {}
     forms: Any = {"same": {}, "sequence": dict(sequence_parallel=True, uneven=True)}
-    for name, form in forms.items():
+    for name, options in forms.items():
         torch.manual_seed(0)
         plain = MLP(5, 9).double()
-        plan: Any = {"up": ColumnParallel(**form), "down": RowParallel(**form)}
+        plan: Any = {"up": ColumnParallel(**options), "down": RowParallel(**options)}
         mlp: Any = parallelize_module(copy.deepcopy(plain), mesh, plan)
         assert mlp.up.ranks is mlp.down.ranks
         x, g = torch.randn(2, 7, 5).double(), torch.randn(2, 7, 5).double()
         want = plain(x)
         want.backward(g)
-        rows = (lambda y: y.split(split(7, world), 1)[rank]) if form else (lambda y: y)
+        rows = (lambda y: y.split(split(7, world), 1)[rank]) if options else (lambda y: y)
         got = copy.deepcopy(mlp)(rows(x))
         mlp(rows(x)).backward(rows(g))
         found[name] = [far(got.detach(), rows(want.detach()))]
@@ -240,7 +240,7 @@ def refusals(rank, world, group):
 
 def test_refusals(pool):
     want = (
-        "2 ranks do not divide 3 tokens; say uneven=True", "expected a plain tensor [..., tokens, 2]",
+        "2 ranks do not divide 3 tokens; set uneven=True", "expected a plain tensor [..., tokens, 2]",
         "got a tensor of [2]; a rank has those input features", "ranks disagree in rows: rank 0 has 2",
         "write b.to(a.dtype)", "take one", "uneven=True is for sequence_parallel=True", "mesh of 4 dimensions",
         "needs a heap", "precision 'half'", "expected an nn.Linear to divide; got Embedding",
@@ -271,7 +271,7 @@ def test_products_go_by_a_heap_where_one_is_given(pool):
         pytest.skip("kernels are interpreted on CPUs")
     variants = ("epilogue", "producer_consumer", "bulk", "epilogue", "producer_consumer")
     forms = [layers()[n] for n in range(1, 25, 5)]
-    cases = [replace(form, variant=variant, bias=True) for form, variant in zip(forms, variants, strict=True)]
+    cases = [replace(options, variant=variant, bias=True) for options, variant in zip(forms, variants, strict=True)]
     cases += [replace(case, features=(7, 5), rows=(3,), uneven=True) for case in (cases[2], cases[4])]
     for rank in pool.run(2, by_heap, [*cases, replace(cases[0], dtype=torch.float64)]):
         for case, errors, plans in rank:
@@ -287,21 +287,21 @@ def config():
 def learn(model: Any, mesh: Any) -> list[Any]:
     """Losses and norms of two steps of two micro-batches, the first gradients, and the last weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    numbers: list[float] = []
+    metrics: list[float] = []
     grads: dict[str, Any] = {}
     for step in range(2):
         ids = torch.randint(61, (2, 3, 19), generator=torch.Generator().manual_seed(step))
         if mesh is None:
             batches: Any = [dict(tokens=x, labels=next_tokens(x)) for x in ids]
         else:
-            batches = [spread_batch(x, mesh) for x in ids]
+            batches = [shard_batch(x, mesh) for x in ids]
         told = accumulate(model, batches, mesh)
-        numbers += [float(told.loss), float(gradient_norm(model))]
+        metrics += [float(told.loss), float(gradient_norm(model))]
         grads = grads or {name: whole(p.grad).clone() for name, p in model.named_parameters()}
         clip_grad_norm(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return [numbers, grads, {name: whole(p.detach()) for name, p in model.named_parameters()}]
+    return [metrics, grads, {name: whole(p.detach()) for name, p in model.named_parameters()}]
 
 
 def train_gpt(rank, world, group, ways):
@@ -327,8 +327,8 @@ def train_gpt(rank, world, group, ways):
 @pytest.mark.parametrize(
     ("world", "ways"),
     [
-        (2, [(dict(tp=2), {}), (dict(tp=2), dict(recompute="full"))]),
-        (4, [(dict(tp=2, cp=2), dict(recompute="selective")), (dict(tp=2, fsdp=2), {})]),
+        (2, [(dict(tp=2), {}), (dict(tp=2), dict(activation_checkpointing="full"))]),
+        (4, [(dict(tp=2, cp=2), dict(activation_checkpointing="selective")), (dict(tp=2, fsdp=2), {})]),
     ],
     ids=["2", "4"],
 )
@@ -344,17 +344,19 @@ class Counting(TensorRanks):
 
     calls = 0
 
-    def product(self, *args: Any, **kwargs: Any) -> Any:
+    def distributed_gemm(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        return super().product(*args, **kwargs)
+        return super().distributed_gemm(*args, **kwargs)
 
 
 def count_products(rank, world, group):
     found = []
-    for recompute in (None, "full"):
+    for activation_checkpointing in (None, "full"):
         mesh = init_mesh(tp=2, device="cpu")
         ranks = Counting(mesh["tp"])
-        model: Any = parallelize(GPT(config()), mesh, tp_linear=ranks, recompute=recompute)
+        model: Any = parallelize(
+            GPT(config()), mesh, tp_linear=ranks, activation_checkpointing=activation_checkpointing
+        )
         ids = torch.randint(61, (1, 9), generator=torch.Generator().manual_seed(0))
         model(ids, labels=next_tokens(ids)).backward()
         found.append(ranks.calls / len(model.layers))
@@ -373,7 +375,7 @@ def exchange_checkpoints(rank, world, group, folder):
     """What is saved with one kind of layers goes on with the other: two steps, the second after a load."""
     mesh = init_mesh(tp=2, device="cpu")
     kinds: dict[str, dict[str, Any]] = {"torch": {}, "ours": {"tp_linear": TensorRanks(mesh["tp"])}}
-    batches = [spread_batch(ids, mesh) for ids in torch.randint(61, (2, 3, 19), generator=torch.manual_seed(0))]
+    batches = [shard_batch(ids, mesh) for ids in torch.randint(61, (2, 3, 19), generator=torch.manual_seed(0))]
 
     def made(kind):
         model = parallelize(GPT(config()), mesh, **kinds[kind])
@@ -412,9 +414,9 @@ def test_styles_of_a_plan_that_say_something_else_stay():
 
     ranks: Any = Ranks()
     plan: Any = GPT(tiny()).tensor_plan(2) | {"x": ColwiseParallel(use_local_output=False)}
-    got = own_styles(plan, ranks)
+    got = replace_linear_styles(plan, ranks)
     assert got["embed_tokens"] is plan["embed_tokens"]
     assert got["x"] is plan["x"]
-    kinds = {name: type(style) for name, style in own_styles(ViT(tiny_vit()).tensor_plan(2), ranks).items()}
+    kinds = {name: type(style) for name, style in replace_linear_styles(ViT(tiny_vit()).tensor_plan(2), ranks).items()}
     assert set(kinds.values()) == {ColumnParallel, RowParallel}
     assert type(got["layers.*.mlp.down_proj"]) is RowParallel

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from meshflash import Mask
-from meshflash.parallel import IGNORED, accumulate, count_tokens, cross_entropy_sum, gradient_scale, next_tokens
+from meshflash.parallel import IGNORE_INDEX, accumulate, count_tokens, cross_entropy_sum, gradient_scale, next_tokens
 
 
 def plain(hidden, weight, labels):
@@ -23,7 +23,7 @@ def case(rows=13, vocabulary=11, dtype=torch.float64):
         torch.randn(n, 6, generator=generator, dtype=torch.float64).mul(3).to(dtype) for n in (rows, vocabulary)
     )
     labels = torch.randint(vocabulary, (rows,), generator=generator)
-    labels[::4] = IGNORED
+    labels[::4] = IGNORE_INDEX
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
@@ -46,7 +46,7 @@ def test_large_logits_do_not_overflow():
 @pytest.mark.parametrize("rows", [0, 3])
 def test_no_label_no_loss(rows):
     hidden, weight, _ = case(rows)
-    loss = cross_entropy_sum(hidden, weight, torch.full((rows,), IGNORED))
+    loss = cross_entropy_sum(hidden, weight, torch.full((rows,), IGNORE_INDEX))
     assert float(loss.detach()) == 0.0
     grads = torch.autograd.grad(loss, (hidden, weight))
     assert all(not g.any() for g in grads)
@@ -96,11 +96,11 @@ def test_a_vocabulary_cut_over_ranks(pool, vocabulary):
 
 def test_labels_are_those_of_the_next_token_of_a_document():
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
-    assert next_tokens(tokens).tolist() == [[2, 3, 4, 5, 6, IGNORED]]
+    assert next_tokens(tokens).tolist() == [[2, 3, 4, 5, 6, IGNORE_INDEX]]
     mask = Mask.causal() & Mask.documents([1, 3, 2])
-    assert next_tokens(tokens, mask).tolist() == [[IGNORED, 3, 4, IGNORED, 6, IGNORED]]
+    assert next_tokens(tokens, mask).tolist() == [[IGNORE_INDEX, 3, 4, IGNORE_INDEX, 6, IGNORE_INDEX]]
     rows = Mask.documents([[2, 4], [6]])
-    want = [[2, IGNORED, 4, 5, 6, IGNORED], [2, 3, 4, 5, 6, IGNORED]]
+    want = [[2, IGNORE_INDEX, 4, 5, 6, IGNORE_INDEX], [2, 3, 4, 5, 6, IGNORE_INDEX]]
     assert next_tokens(tokens.expand(2, -1), rows).tolist() == want
 
 
@@ -111,14 +111,14 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient():
             self.weight = nn.Parameter(torch.ones(()))
 
         def forward(self, labels: Any) -> Any:
-            return (labels != IGNORED).sum() * self.weight
+            return (labels != IGNORE_INDEX).sum() * self.weight
 
     model = Model()
-    told = accumulate(model, [dict(labels=torch.full((4,), IGNORED))])
+    told = accumulate(model, [dict(labels=torch.full((4,), IGNORE_INDEX))])
     assert float(told.loss) == 0.0
     assert model.weight.grad is not None
     assert float(model.weight.grad) == 0.0
-    assert float(gradient_scale(count_tokens(torch.full((3,), IGNORED)))) == 0.0
+    assert float(gradient_scale(count_tokens(torch.full((3,), IGNORE_INDEX)))) == 0.0
 
 
 def test_labels_of_another_shape_are_refused():

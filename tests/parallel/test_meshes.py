@@ -18,10 +18,10 @@ from meshflash.parallel import (
     init_mesh,
     next_tokens,
     parallelize,
+    shard_batch,
     sharded_optimizer,
-    spread_batch,
 )
-from meshflash.parallel.mesh import DATA, place, size
+from meshflash.parallel.mesh import DATA_AXES, mesh_rank, size
 
 STEPS = 2
 OPTIMIZER: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1, eps=1e-3)
@@ -49,11 +49,11 @@ def own(batches, mesh, layout):
     """This rank's part: rows divided unevenly, and the last micro-batch on the first data rank alone."""
     found = []
     for n, (ids, labels, mask) in enumerate(batches):
-        rows = torch.arange(len(ids)).tensor_split(size(mesh, DATA))[place(mesh, DATA)]
+        rows = torch.arange(len(ids)).tensor_split(size(mesh, DATA_AXES))[mesh_rank(mesh, DATA_AXES)]
         if n == len(batches) - 1 and n:
-            rows = torch.arange(len(ids) if place(mesh, DATA) == 0 else 0)
+            rows = torch.arange(len(ids) if mesh_rank(mesh, DATA_AXES) == 0 else 0)
         if len(rows):
-            found.append(spread_batch(ids[rows], mesh, labels=labels[rows], mask=mask, layout=layout))
+            found.append(shard_batch(ids[rows], mesh, labels=labels[rows], mask=mask, layout=layout))
     return found
 
 
@@ -92,7 +92,11 @@ def compare(rank, world, group, shapes):
             dp, fsdp, cp, tp = shape
             mesh = init_mesh(dp, fsdp, cp, tp, order=options.get("order", "cp-tp-dp"), device="cpu")
             loss, tokens, grads, norm, weights = known[tied, micro]
-            laid = {name: options[name] for name in ("mode", "recompute", "schedule", "wrap") if name in options}
+            laid = {
+                name: options[name]
+                for name in ("mode", "activation_checkpointing", "schedule", "wrap")
+                if name in options
+            }
             model = parallelize(GPT(config(tied)), mesh, **laid)
             kind: Any = sharded_optimizer if options.get("zero") else lambda m, o, _, **k: o(m.parameters(), **k)
             optimizer = kind(model, torch.optim.AdamW, mesh, **OPTIMIZER)
@@ -119,11 +123,11 @@ def meshes(world):
     shapes = [s for s in itertools.product((1, 2, 3, 4), repeat=4) if s[0] * s[1] * s[2] * s[3] == world and s[3] != 3]
     ways: Any = itertools.cycle(
         (
-            dict(schedule="zigzag", recompute="selective"),
+            dict(schedule="zigzag", activation_checkpointing="selective"),
             dict(schedule="ulysses", layout="contiguous", zero=True),
             dict(schedule="allgather", layout="striped", order="tp-cp-dp"),
-            dict(recompute="full", layout="balanced", wrap="model", zero=True),
-            dict(order="dp-cp-tp", recompute="full"),
+            dict(activation_checkpointing="full", layout="balanced", wrap="model", zero=True),
+            dict(order="dp-cp-tp", activation_checkpointing="full"),
         )
     )
     found: list[Any] = []
@@ -159,7 +163,7 @@ def test_every_mesh_has_the_loss_gradients_and_steps_of_one_process(pool, world,
 
 
 def test_a_rank_alone_is_the_same(pool):
-    ways: Any = [dict(), dict(mode="full"), dict(mode="full", recompute="selective", zero=True)]
+    ways: Any = [dict(), dict(mode="full"), dict(mode="full", activation_checkpointing="selective", zero=True)]
     (rows,) = pool.run(1, compare, [((1, 1, 1, 1), True, 3, way) for way in ways])
     for *what, errors in rows:
         assert max(errors) < 1e-9, (what, errors)

@@ -17,9 +17,9 @@ from meshflash.parallel import (
     init_mesh,
     next_tokens,
     parallelize,
-    spread_batch,
+    shard_batch,
 )
-from meshflash.parallel.mesh import DATA, place, size
+from meshflash.parallel.mesh import DATA_AXES, mesh_rank, size
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import missing, mps
 from meshflash.runtime.processes import run_ranks
@@ -48,9 +48,9 @@ def share(rank, world, tell, axes):
     take_device("cuda", rank)
     loss, grads = reference()
     mesh = init_mesh(**axes, device="cuda")
-    model: Any = parallelize(GPT(SIZES).cuda(), mesh, schedule="zigzag", recompute="selective")
-    rows = torch.arange(4).tensor_split(size(mesh, DATA))[place(mesh, DATA)]
-    told = accumulate(model, [spread_batch(tokens()[rows.cuda()], mesh)], mesh)
+    model: Any = parallelize(GPT(SIZES).cuda(), mesh, schedule="zigzag", activation_checkpointing="selective")
+    rows = torch.arange(4).tensor_split(size(mesh, DATA_AXES))[mesh_rank(mesh, DATA_AXES)]
+    told = accumulate(model, [shard_batch(tokens()[rows.cuda()], mesh)], mesh)
     errors = [float((p.grad - grads[name.removeprefix("module.")]).abs().max()) for name, p in model.named_parameters()]
     try:
         parallelize(GPT(SIZES).cuda(), mesh, mode="full")
@@ -66,7 +66,7 @@ def test_ranks_that_share_a_gpu(axes):
         for loss, error, said in run_ranks(2, share, axes):
             assert loss < 1e-5
             assert error < 1e-5
-            assert "by gloo, by which shards cannot travel" in said
+            assert "is gloo, which cannot gather shards" in said
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -74,13 +74,18 @@ def test_shards_of_a_gpu_alone(offload):
     loss, grads = reference()
     mesh = init_mesh(device="cuda")
     model: Any = parallelize(
-        GPT(SIZES), mesh, mode="full", compute_dtype=torch.bfloat16, offload=offload, recompute="selective"
+        GPT(SIZES),
+        mesh,
+        mode="full",
+        compute_dtype=torch.bfloat16,
+        offload=offload,
+        activation_checkpointing="selective",
     )
     model.to("cpu" if offload else "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = []
     for step in range(5):
-        told = accumulate(model, [spread_batch(tokens(), mesh)], mesh)
+        told = accumulate(model, [shard_batch(tokens(), mesh)], mesh)
         losses.append(float(told.loss))
         if step == 0:
             assert {p.grad.device.type for p in model.parameters()} == {"cpu" if offload else "cuda"}

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 from meshflash import Layout, Mask, attention, flash_attention, init, shard, shutdown
 from meshflash.models.gpt import GPT, tiny
 from meshflash.parallel import (
-    IGNORED,
+    IGNORE_INDEX,
     ContextParallel,
     MeshAttention,
     MeshSampler,
     accumulate,
+    apply_activation_checkpointing,
     clip_grad_norm,
     cross_entropy_sum,
     gradient_norm,
@@ -27,14 +28,13 @@ from meshflash.parallel import (
     micro_batches,
     next_tokens,
     parallelize,
-    recompute,
     replicate,
+    shard_batch,
     sharded_optimizer,
-    spread_batch,
     synchronized,
 )
 from meshflash.parallel import shard as shard_weights
-from meshflash.parallel.mesh import SUMMED, fold, place, size, summed
+from meshflash.parallel.mesh import REDUCE_AXES, flatten_axes, mesh_rank, reduce_mesh, size
 from meshflash.parallel.weights import parameters
 
 
@@ -44,8 +44,12 @@ def orders(rank, world, group):
         mesh = init_mesh(1, 1, 2, 2, order=order, device="cpu")
         found[order] = mesh["cp"].mesh.tolist(), mesh["tp"].mesh.tolist()
     mesh = init_mesh(2, 1, 2, 1, device="cpu")
-    found["places"] = place(mesh, ("dp", "fsdp")), place(mesh, SUMMED), sorted(summed(mesh).mesh.tolist())
-    assert fold(mesh, "dp", "fsdp-cp", "tp") is fold(mesh, "dp", "fsdp-cp", "tp")
+    found["places"] = (
+        mesh_rank(mesh, ("dp", "fsdp")),
+        mesh_rank(mesh, REDUCE_AXES),
+        sorted(reduce_mesh(mesh).mesh.tolist()),
+    )
+    assert flatten_axes(mesh, "dp", "fsdp-cp", "tp") is flatten_axes(mesh, "dp", "fsdp-cp", "tp")
     return found
 
 
@@ -66,7 +70,7 @@ def refusals(rank, world, group):
         lambda: init_mesh(cp=3, device="cpu"),
         lambda: init_mesh(cp=0, device="cpu"),
         lambda: init_mesh(order="cp-dp", device="cpu"),
-        lambda: summed(mesh["cp"]),
+        lambda: reduce_mesh(mesh["cp"]),
         lambda: shard_weights(GPT(tiny()), mesh, "half"),
         lambda: shard_weights(GPT(tiny()), mesh, wrap="layers"),
         lambda: parallelize(nn.Linear(2, 2), init_mesh(tp=2, device="cpu")),
@@ -76,8 +80,8 @@ def refusals(rank, world, group):
         lambda: parallelize(GPT(tiny()), init_mesh(dp=2, device="cpu"), schedule="rings"),
         lambda: replicate(GPT(tiny()).to("meta"), mesh),
         lambda: parallelize(GPT(tiny()), mesh)(**own),
-        lambda: recompute(GPT(tiny()), "some"),
-        lambda: spread_batch(own["tokens"], mesh, layout="spiral"),
+        lambda: apply_activation_checkpointing(GPT(tiny()), "some"),
+        lambda: shard_batch(own["tokens"], mesh, layout="spiral"),
         lambda: accumulate(nn.Linear(2, 2), [own] if rank else [], mesh),
         lambda: GPT(tiny())(**own, layout=Layout.zigzag(6, 2)),
         lambda: MeshSampler(1, init_mesh(device="cpu")),
@@ -96,10 +100,10 @@ def test_refusals(pool):
     want = (
         "cp 3 x tp 1 is 3 ranks, and the job has 2", "cp=0; expected at least 1", "expected the axes dp, cp and tp",
         "expected one of init_mesh", "mode='half': expected one of full, grad_op, hybrid", 'expected "blocks", "model"',
-        "Linear has no method tensor_plan", "tp=2: it does not divide the 1 key heads", "33 hidden units",
+        "Linear has no method tensor_plan", "tp=2: it does not divide the 1 KV heads", "33 hidden units",
         "Linear has no meshflash.parallel.MeshAttention", "schedule='rings': expected one of auto",
         "weights are on the meta device", "layout: say which tokens",
-        "recompute='some': expected one of full, selective",
+        "activation_checkpointing='some': expected one of full, selective",
         "layout='spiral': expected a Layout, or one of zigzag", "a rank has no batch", "this module has no mesh",
         "1 samples for 2 data ranks",
     )  # fmt: skip
@@ -117,7 +121,7 @@ class Numbers(nn.Module):
         self.weight = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
 
     def forward(self, index: Any, labels: Any) -> Any:
-        return self.weight[index].where(labels != IGNORED, 0.0).sum()
+        return self.weight[index].where(labels != IGNORE_INDEX, 0.0).sum()
 
 
 def loads(rank, world, group, samples, batch, number):
@@ -269,7 +273,7 @@ def nests(rank, world, group):
         plain.load_state_dict(model.state_dict())
         plain(x).backward()
         mesh = init_mesh(fsdp=2, device="cpu")
-        laid: Any = shard_weights(recompute(model, kind), mesh)
+        laid: Any = shard_weights(apply_activation_checkpointing(model, kind), mesh)
         (laid(x.chunk(2)[rank]) * 2).backward()
         pairs = zip(laid.parameters(), plain.parameters(), strict=True)
         found.append(max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs))
@@ -284,7 +288,7 @@ def test_blocks_within_blocks_and_weights_that_they_share(pool):
 def test_alone_there_is_a_mesh_too():
     mesh = init_mesh(device="cpu")
     assert mesh.mesh_dim_names == ("dp", "fsdp", "cp", "tp")
-    assert size(mesh, SUMMED) == 1
+    assert size(mesh, REDUCE_AXES) == 1
     assert init().world_size == 1
     shutdown()
     assert not torch.distributed.is_initialized()
@@ -353,7 +357,7 @@ class DroppedBlock(nn.Module):
 def test_what_is_computed_again_drops_the_same(kind):
     x = torch.randn(1, 9, 8)
     plain = Dropped()
-    again = recompute(copy.deepcopy(plain), kind)
+    again = apply_activation_checkpointing(copy.deepcopy(plain), kind)
     grads = []
     for model in (plain, again):
         torch.manual_seed(3)
@@ -363,12 +367,12 @@ def test_what_is_computed_again_drops_the_same(kind):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("how", ["recompute", "autocast"])
+@pytest.mark.parametrize("how", ["activation_checkpointing", "autocast"])
 def test_a_copy_computes_with_its_own_weights(how):
     ids = torch.randint(256, (1, 12), generator=torch.Generator().manual_seed(0))
     model: Any = GPT(tiny())
-    if how == "recompute":
-        recompute(model)
+    if how == "activation_checkpointing":
+        apply_activation_checkpointing(model)
     else:
         model = replicate(model, init_mesh(device="cpu"), compute_dtype=torch.bfloat16)
         shutdown()
@@ -385,9 +389,9 @@ def test_a_copy_computes_with_its_own_weights(how):
 def test_padding_and_words_that_are_not_there_do_not_count():
     ids = torch.arange(16)[None]
     labels = next_tokens(ids, Mask.causal() & Mask.documents([5, 6], pad=True))
-    assert labels.tolist() == [[1, 2, 3, 4, IGNORED, 6, 7, 8, 9, 10, *[IGNORED] * 6]]
+    assert labels.tolist() == [[1, 2, 3, 4, IGNORE_INDEX, 6, 7, 8, 9, 10, *[IGNORE_INDEX] * 6]]
     rows = next_tokens(ids.expand(2, -1), Mask.documents([[5, 6], [16, 0]], pad=True))
-    assert (rows != IGNORED).sum(1).tolist() == [9, 15]
+    assert (rows != IGNORE_INDEX).sum(1).tolist() == [9, 15]
     hidden, weight = torch.randn(3, 4), torch.randn(5, 4)
     for wrong in (-1, 5, 999):
         with pytest.raises(RuntimeError, match="labels: expected 0 to 4"):
@@ -411,7 +415,7 @@ def more_refusals(rank, world, group):
         lambda: parallelize(GPT(tiny()), init_mesh(device="cpu"), reduce_dtype=torch.float32),
         lambda: parallelize(GPT(tiny(vocabulary=1)), init_mesh(tp=2, device="cpu")),
         lambda: shard_weights(GPT(tiny()), mesh, offload=True),
-        lambda: recompute(nn.Linear(2, 2)),
+        lambda: apply_activation_checkpointing(nn.Linear(2, 2)),
         lambda: clip_grad_norm(small, -1.0),
     ):
         try:
@@ -424,9 +428,9 @@ def more_refusals(rank, world, group):
 
 def test_more_refusals(pool):
     want = (
-        "the embedding and the head are read outside", "lies on a mesh already", "reduce_dtype: replicas sum",
-        "a rank would have none of the 1 words", "weights are in the host's memory already", "Linear has no blocks",
-        "most=-1.0; expected more than 0",
+        "the embedding and the head are read outside", "is parallelized already", "reduce_dtype: DDP reduces",
+        "a rank would have none of the 1 rows of the vocabulary", "weights are in host memory already", "Linear has no blocks",
+        "max_norm=-1.0; expected more than 0",
     )  # fmt: skip
     for norm, said in pool.run(2, more_refusals):
         assert norm == 1.0

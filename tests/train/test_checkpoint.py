@@ -19,8 +19,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from meshflash.models.gpt import GPT, tiny
-from meshflash.parallel import accumulate, init_mesh, parallelize, spread_batch
-from meshflash.parallel.mesh import DATA, place, size, summed
+from meshflash.parallel import accumulate, init_mesh, parallelize, shard_batch
+from meshflash.parallel.mesh import DATA_AXES, mesh_rank, reduce_mesh, size
 from meshflash.train import checkpoint_files
 from meshflash.train.checkpoint import Checkpoints
 from train import crash
@@ -51,7 +51,7 @@ def built(name: str, seed: int) -> Any:
         {"params": [p for p in weights if p.ndim == 1], "weight_decay": 0.0},
     ]
     if name == "zero":
-        group = summed(mesh).get_group()
+        group = reduce_mesh(mesh).get_group()
         zero = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, process_group=group, lr=1e-2)
         return mesh, model, zero
     return mesh, model, torch.optim.AdamW(groups, lr=1e-2)
@@ -62,9 +62,9 @@ def train(mesh: Any, model: nn.Module, optimizer: Any, first: int, last: int) ->
     found = []
     for step in range(first, last):
         tokens = torch.randint(61, (4, 24), generator=torch.Generator().manual_seed(step))
-        rows = torch.arange(4).tensor_split(size(mesh, DATA))[place(mesh, DATA)]
+        rows = torch.arange(4).tensor_split(size(mesh, DATA_AXES))[mesh_rank(mesh, DATA_AXES)]
         optimizer.zero_grad()
-        found.append(float(accumulate(model, [spread_batch(tokens[rows], mesh)], mesh).loss).hex())
+        found.append(float(accumulate(model, [shard_batch(tokens[rows], mesh)], mesh).loss).hex())
         optimizer.step()
         for group in optimizer.param_groups:
             group["lr"] *= 0.9

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from meshflash.cli import app
 from meshflash.train.checkpoint import Checkpoints
 from meshflash.train.loop import CHECKPOINTS
-from meshflash.train.report import LINES, Report, read_lines
+from meshflash.train.report import METRICS_FILE, Report, read_metrics
 from train import victims
 
 STEPS, SAVE = 20, 3
@@ -62,7 +62,7 @@ def command(folder: Path, mesh: str) -> list[str]:
 
 def told(folder: Path) -> list[tuple[int, float]]:
     """Steps and losses, all that were ever written, by a run and those that went on with it."""
-    lines = (folder / LINES).read_text().splitlines() if (folder / LINES).exists() else []
+    lines = (folder / METRICS_FILE).read_text().splitlines() if (folder / METRICS_FILE).exists() else []
     return [(row["step"], row["loss"]) for row in map(json.loads, lines) if "loss" in row]
 
 
@@ -94,7 +94,7 @@ def is_the_same_run(folder: Path, undisturbed: Path, steps: int = STEPS) -> None
     assert list(want) == list(range(1, steps + 1))
     assert dict(told(folder)).keys() == want.keys()
     assert [(step, loss) for step, loss in told(folder) if loss != want[step]] == []
-    valid = [[row["valid_loss"] for row in read_lines(of) if "valid_loss" in row] for of in (folder, undisturbed)]
+    valid = [[row["valid_loss"] for row in read_metrics(of) if "valid_loss" in row] for of in (folder, undisturbed)]
     assert valid[0] == valid[1]
     assert tensors(folder, steps) == tensors(undisturbed, steps)
 
@@ -139,11 +139,11 @@ def undisturbed(tmp_path_factory: Any) -> dict[str, Path]:
 
 
 def test_the_lines_of_all_meshes_have_the_same_losses(undisturbed):
-    one = read_lines(undisturbed["one"])
+    one = read_metrics(undisturbed["one"])
     assert [row["step"] for row in one if "loss" in row] == list(range(1, STEPS + 1))
     assert [row["step"] for row in one if "valid_loss" in row] == [STEPS // 2, STEPS]
     for mesh in ("cp", "dp-cp"):
-        rows = read_lines(undisturbed[mesh])
+        rows = read_metrics(undisturbed[mesh])
         for name in ("step", "loss", "valid_loss", "norm", "lr"):
             want = [row[name] for row in one if name in row]
             assert [row[name] for row in rows if name in row] == pytest.approx(want, rel=2e-5), (mesh, name)
@@ -295,7 +295,7 @@ def test_tensorboard_has_the_numbers_where_it_is_installed(undisturbed):
     )
     events.Reload()
     found = {(name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)}
-    rows = [(row["step"], name, value) for row in read_lines(undisturbed["cp"]) for name, value in row.items()]
+    rows = [(row["step"], name, value) for row in read_metrics(undisturbed["cp"]) for name, value in row.items()]
     want = {(name, step): value for step, name, value in rows if name not in ("step", "time") and value is not None}
     assert {name for name, _ in want} >= {"loss", "valid_loss", "accuracy", "norm", "lr", "tokens_per_second"}
     assert found == pytest.approx(want, rel=1e-6)
@@ -309,9 +309,9 @@ def reported(folder: Path) -> list[dict[str, Any]]:
             report.numbers(step, loss=float(step + first), mfu=None)
         report.close()
         if first == 1:
-            with (folder / LINES).open("a") as file:
+            with (folder / METRICS_FILE).open("a") as file:
                 file.write('{"step": 4, "lo')  # it was killed here
-    return read_lines(folder)
+    return read_metrics(folder)
 
 
 def test_tensorboard_is_told_numbers_alone_and_where_a_run_goes_on(tmp_path, monkeypatch):
@@ -346,4 +346,4 @@ def test_without_tensorboard_there_are_the_lines(tmp_path, monkeypatch):
         *((1, 2.0, None), (2, 3.0, None)),
         *((3, 6.0, None), (4, 7.0, None)),  # those after the restart, the first of them too
     ]
-    assert [path.name for path in tmp_path.iterdir()] == [LINES]
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]

@@ -313,7 +313,7 @@ def test_lines_of_text_that_are_deep_or_too_long_are_refused(tmp_path, monkeypat
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n{"text": ' + DEEP + "\n")
     assert "line 2" in refused(path, lambda path: list(texts.batches([path])))
-    monkeypatch.setattr(texts, "LINE", 100)
+    monkeypatch.setattr(texts, "MAX_LINE_CHARS", 100)
     path.write_text('{"text": "fine"}\n\n{"text": "' + "a" * 200 + '"}\n')
     assert "line 3: more than 100 characters" in refused(path, lambda path: list(texts.batches([path])))
 

@@ -20,7 +20,7 @@ from meshflash import shutdown
 from meshflash.cli import app
 from meshflash.train import config as configs
 from meshflash.train import loop
-from meshflash.train.report import LINES, Report, read_lines
+from meshflash.train.report import METRICS_FILE, Report, read_metrics
 
 
 def small(kind="gpt", **tables: dict[str, Any]):
@@ -67,7 +67,7 @@ def test_losses_do_not_depend_on_the_mesh(pool, kind):
     assert step == len(want) == 6
     assert set(valid) == {"valid_loss", "accuracy"}
     for mesh in MESHES if kind == "gpt" else MESHES[1:4]:
-        more = {"recompute": "selective"} if "cp" in mesh else {}
+        more = {"activation_checkpointing": "selective"} if "cp" in mesh else {}
         layout = {"layout": "contiguous"} if kind == "vit" else {}
         for losses, told, _ in pool.run(ranks_of(mesh), runs, small(kind, mesh={**mesh, **layout}, memory=more), None):
             assert losses == pytest.approx(want, rel=2e-5)
@@ -83,7 +83,7 @@ def test_a_run_goes_on_where_it_was(pool, tmp_path):
     (rest, _, step), _ = pool.run(2, runs, whole, str(tmp_path / "parts"))
     assert step == 9
     assert first + rest == want  # to the last bit
-    rows = read_lines(tmp_path / "parts")
+    rows = read_metrics(tmp_path / "parts")
     assert [row["step"] for row in rows if "loss" in row] == [2, 4, 6, 8]
     assert [row["loss"] for row in rows if "loss" in row] == [want[n - 1] for n in (2, 4, 6, 8)]
 
@@ -142,12 +142,14 @@ def test_numbers_that_a_full_disk_does_not_take_do_not_end_a_run(tmp_path, caplo
     monkeypatch.setattr(logging.getLogger("meshflash"), "propagate", True)
     report = Report(tmp_path, 3, 0, first=True, quiet=True)
     report.numbers(1, loss=1.0)
-    (tmp_path / LINES).rename(tmp_path / "kept")
-    (tmp_path / LINES).symlink_to("/dev/full")
+    (tmp_path / METRICS_FILE).rename(tmp_path / "kept")
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     report.numbers(2, loss=2.0)
     report.numbers(3, loss=3.0)
     # a handler that another test left on the logger records the line once more
-    assert set(caplog.messages) == {f"{tmp_path / LINES}: No space left on device; the numbers of step 2 are lost"}
+    assert set(caplog.messages) == {
+        f"{tmp_path / METRICS_FILE}: No space left on device; the numbers of step 2 are lost"
+    }
 
 
 def test_a_process_alone_begins_anew_once_for_a_launch(tmp_path, monkeypatch):

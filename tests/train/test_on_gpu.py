@@ -11,8 +11,8 @@ from meshflash import shutdown
 from meshflash.train import config as configs
 from meshflash.train import loop
 from meshflash.train.checkpoint import Checkpoints
-from meshflash.train.longest import longest
-from meshflash.train.report import read_lines
+from meshflash.train.max_tokens import find_max_tokens
+from meshflash.train.report import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def config(**run):
     return replace(sizes, run=replace(sizes.run, **({"steps": 12, "log": 4, "evaluate": 6, "save": 4} | run)))
 
 
-@pytest.mark.parametrize("memory", [{}, {"recompute": "full", "offload_activations": True, "tiles": 3}])
+@pytest.mark.parametrize("memory", [{}, {"activation_checkpointing": "full", "offload_activations": True, "tiles": 3}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_losses_are_those_of_a_cpu_and_a_run_goes_on(tmp_path, dtype, memory, monkeypatch):
     whole = config(dtype=dtype, deterministic=True)
@@ -44,7 +44,7 @@ def test_losses_are_those_of_a_cpu_and_a_run_goes_on(tmp_path, dtype, memory, mo
     assert rest.valid == want.valid
     pairs = zip(rest.model.parameters(), want.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    rows = [row for row in read_lines(tmp_path / "whole") if "mfu" in row]
+    rows = [row for row in read_metrics(tmp_path / "whole") if "mfu" in row]
     assert rows
     assert all(0 < row["memory"] < 1 and row["tokens_per_second"] > 0 for row in rows)
     shutdown()
@@ -58,14 +58,14 @@ def test_losses_are_those_of_a_cpu_and_a_run_goes_on(tmp_path, dtype, memory, mo
 
 
 def test_the_longest_sequence_is_bounded_by_memory(monkeypatch):
-    found = configs.change(config(), {"model": {"layers": 3}, "memory": {"recompute": "full"}})
+    found = configs.change(config(), {"model": {"layers": 3}, "memory": {"activation_checkpointing": "full"}})
     torch.cuda.empty_cache()
     limit = 256 << 20
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
-    monkeypatch.setattr("meshflash.train.longest._room", lambda _: limit)
+    monkeypatch.setattr("meshflash.train.max_tokens._room", lambda _: limit)
     said: list[str] = []
     try:
-        fits = longest(found, said.append)
+        fits = find_max_tokens(found, said.append)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert fits.tokens >= 8192

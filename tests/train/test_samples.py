@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from meshflash.models import vit
-from meshflash.parallel.loss import IGNORED
+from meshflash.parallel.loss import IGNORE_INDEX
 from meshflash.train.images import ImageArrays, ImageFolder, SyntheticImages
-from meshflash.train.order import Order, draws
+from meshflash.train.order import Order, random_words
 from meshflash.train.synthetic import Copy, Needle, accuracy
 from train.sources import all_of
 
@@ -58,7 +58,7 @@ def test_epochs_and_seeds_have_other_orders():
 
 
 def test_order_is_that_of_earlier_versions():
-    assert draws(1, 2, 2).tolist() == [5705853004827290377, 6584680345644299050]
+    assert random_words(1, 2, 2).tolist() == [5705853004827290377, 6584680345644299050]
     assert Order(6, 6, seed=7).of(0) == [4, 1, 3, 2, 5, 0]
 
 
@@ -99,9 +99,9 @@ def test_copy(tokens: int):
         assert len(ids) == len(labels) == tokens
         assert sample.documents == (tokens,)
         assert all(ids[n] == ids[n - half] for n in range(half, tokens))
-        wanted = [ids[n - half + 1] if n >= half and n - half + 1 < half else IGNORED for n in range(tokens)]
+        wanted = [ids[n - half + 1] if n >= half and n - half + 1 < half else IGNORE_INDEX for n in range(tokens)]
         assert labels == wanted
-        assert any(label != IGNORED for label in labels)
+        assert any(label != IGNORE_INDEX for label in labels)
     assert len({tuple(sample.tokens.tolist()) for sample in all_of(Copy(64, 5, samples=20))}) == 20
 
 
@@ -111,7 +111,7 @@ def test_needle(tokens: int, vocabulary: int, pairs: int):
     for sample in all_of(Needle(tokens, vocabulary, seed=2, samples=30, pairs=pairs)):
         ids, labels = sample.tokens.tolist(), sample.labels.tolist()
         assert max(ids) < vocabulary
-        assert labels[:-1] == [IGNORED] * (tokens - 1)
+        assert labels[:-1] == [IGNORE_INDEX] * (tokens - 1)
         found = {ids[n]: ids[n + 1] for n in range(tokens // 2) if ids[n] < keys}
         assert len(found) == pairs
         assert all(keys <= value < 2 * keys for value in found.values())
@@ -161,10 +161,10 @@ def test_tasks_refuse(call, message):
 
 
 def test_accuracy_counts_labels_only():
-    labels = torch.tensor([[2, IGNORED, 0], [1, 1, IGNORED]])
+    labels = torch.tensor([[2, IGNORE_INDEX, 0], [1, 1, IGNORE_INDEX]])
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 1], [1, 1, 1]]), 3).float()
     assert [int(x) for x in accuracy(logits, labels)] == [3, 4]
-    assert [int(x) for x in accuracy(logits, torch.full_like(labels, IGNORED))] == [0, 0]
+    assert [int(x) for x in accuracy(logits, torch.full_like(labels, IGNORE_INDEX))] == [0, 0]
 
 
 # Images

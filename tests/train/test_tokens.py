@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from meshflash.cli import app
-from meshflash.parallel.loss import IGNORED
+from meshflash.parallel.loss import IGNORE_INDEX
 from meshflash.train import texts
 from meshflash.train.tokenizer import ByteTokenizer, FolderTokenizer
 from meshflash.train.tokens import Packed, TokenFile, write_tokens
@@ -82,7 +82,7 @@ def test_folders_are_read_by_name_without_hidden_files(tmp_path: Path):
 
 
 def test_long_texts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(texts, "PIECE", 5)
+    monkeypatch.setattr(texts, "CHUNK_CHARS", 5)
     sizes: list[int] = []
     done: list[int] = []
 
@@ -114,12 +114,12 @@ def test_windows_are_those_of_a_plain_derivation(tmp_path_factory, contents, end
     (folder / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in contents))
     file = write_tokens([folder / "in.jsonl"], folder / "out", tokenizer)
     stream = [
-        (number, token, document[n + 1] if n + 1 < len(document) else IGNORED)
+        (number, token, document[n + 1] if n + 1 < len(document) else IGNORE_INDEX)
         for number, document in enumerate(documents)
         for n, token in enumerate(document)
     ]
     for tokens in (1, 2, 3, 8, 31, len(stream)) if stream else ():
-        filled = stream + [(-1, 0, IGNORED)] * (-len(stream) % tokens)
+        filled = stream + [(-1, 0, IGNORE_INDEX)] * (-len(stream) % tokens)
         windows = [filled[at : at + tokens] for at in range(0, len(filled), tokens)]
         source = Packed(file, tokens)
         assert (len(source), source.tokens, source.vocabulary) == (len(windows), tokens, 257)
@@ -195,7 +195,7 @@ def test_a_changed_byte_is_found(written: TokenFile, name: str):
 
 
 def test_a_write_that_ends_early_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(texts, "PIECE", 5)
+    monkeypatch.setattr(texts, "CHUNK_CHARS", 5)
     paths = _files(tmp_path, ["a\nb\n" * 20])
 
     def stop(done: int) -> None:
@@ -306,7 +306,7 @@ def test_pieces_of_a_long_text_have_its_tokens(tokenizer_folder, tmp_path, monke
     )  # two line breaks are one token at the end of a text, not before a word
     whole = tokenizer.encode(long)
     assert len(tokenizer.encode("\n\n")) == 1
-    monkeypatch.setattr(texts, "PIECE", piece)
+    monkeypatch.setattr(texts, "CHUNK_CHARS", piece)
     file = write_tokens(_files(tmp_path, [long]), tmp_path / "out", tokenizer)
     if piece == 1:  # there is no line to cut at: other tokens, the same text
         assert file.document(0).tolist() != [0, *whole, 1]

@@ -62,7 +62,7 @@ def _write(inputs: list[Path], output: Path, tokenizer: Path | None) -> None:
 
 
 def _show(folder: Path, number: int, tokens: int, verify: bool) -> None:
-    from meshflash.parallel.loss import IGNORED
+    from meshflash.parallel.loss import IGNORE_INDEX
     from meshflash.train.tokens import Packed, TokenFile
 
     file = TokenFile(folder)
@@ -77,7 +77,7 @@ def _show(folder: Path, number: int, tokens: int, verify: bool) -> None:
         return
     source, using = Packed(file, tokens), file.tokenizer()
     found = source[number]
-    labels = int((found.labels != IGNORED).sum())
+    labels = int((found.labels != IGNORE_INDEX).sum())
     typer.echo(f"\nsample {number} of {len(source):,}: {tokens:,} tokens, {labels:,} with a label")
     at = 0
     for length in found.documents:

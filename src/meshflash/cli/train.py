@@ -77,10 +77,10 @@ def command(
     with init() as here:
         try:
             if find_max_tokens:
-                from meshflash.train.longest import longest
+                from meshflash.train.max_tokens import find_max_tokens
 
                 say = typer.echo if here.rank == 0 else lambda _: None
-                found = longest(built, say)
+                found = find_max_tokens(built, say)
                 say(f"{found.tokens:,} tokens fit")
                 return
             trained = loop.train(built, output, resume=not fresh, from_step=from_step)

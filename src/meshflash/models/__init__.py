@@ -1,1 +1,1 @@
-"""Models that run on any mesh, layout and schedule."""
+"""GPT and ViT models that run on any mesh, layout and schedule."""

@@ -1,4 +1,4 @@
-"""Text from a GPT: the prompt is read over the mesh, then token after token is chosen."""
+"""Autoregressive generation with a GPT: prefill over the mesh, then one token at a time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import distributed as _distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.core.mask import Mask
-from meshflash.models.cache import Cache, choose
+from meshflash.models.kv_cache import KVCache, sample_token
 from meshflash.parallel.mesh import size
-from meshflash.parallel.step import named_layout
+from meshflash.parallel.step import resolve_layout
 from meshflash.sharding import shard
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -33,35 +33,35 @@ def generate(
     stop: int | None = None,
     layout: str = "zigzag",
 ) -> Iterator[Tensor]:
-    """The next `tokens` ids of each row of `[batch, tokens]` ids, one `[batch]` at a time; all ranks yield the same.
+    """Yield the next token ids of each prompt, one `[batch]` at a time; all ranks yield the same.
 
     Args:
-        model: a GPT as `parallelize` laid it on the mesh.
-        prompt: whole, the same on all ranks.
-        mesh: its ranks of cp share the prompt.
-        tokens: how many at most.
-        temperature: 0 takes the likeliest; else one is drawn, the more evenly the higher.
-        top_k: of so many likeliest only.
-        top_p: of the likeliest that have so much of the probability together.
-        seed: of what is drawn.
-        stop: ends when all rows have had this id.
-        layout: how the prompt is spread.
+        model: A GPT of `parallelize` on the mesh.
+        prompt: The prompts, `[batch, tokens]`, whole and the same on all ranks.
+        mesh: A mesh of `init_mesh`; its ranks of cp share the prompt.
+        tokens: The most tokens to generate.
+        temperature: The softmax temperature; 0 takes the most likely token.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Sample from the smallest set of most likely tokens with at least this probability.
+        seed: The seed of sampling.
+        stop: The id that ends a row; generation ends when all rows have had it.
+        layout: The layout of the prompt over cp.
     """
     if prompt.ndim != 2 or not prompt.shape[1]:
         raise ValueError(f"prompt: expected [batch, tokens] of at least one token; got {list(prompt.shape)}")
     ranks, length = size(mesh, "cp"), prompt.shape[1]
-    spread = named_layout(layout, Mask.causal(), length, ranks)
+    sharded = resolve_layout(layout, Mask.causal(), length, ranks)
     here = mesh.get_local_rank("cp")
-    owner = next(rank for rank in range(ranks) if length - 1 in spread.positions(rank))
-    at = [int((spread.positions(here) == length - 1).argmax())] if here == owner else []
-    cache, generator = Cache(tokens), torch.Generator().manual_seed(seed)
-    logits = model(shard(prompt, spread, mesh["cp"]), layout=spread, at=at, cache=cache)
-    cache.gather(spread, mesh["cp"])
-    logits = _from(logits, owner, prompt, mesh)
+    owner = next(rank for rank in range(ranks) if length - 1 in sharded.positions(rank))
+    at = [int((sharded.positions(here) == length - 1).argmax())] if here == owner else []
+    cache, generator = KVCache(tokens), torch.Generator().manual_seed(seed)
+    logits = model(shard(prompt, sharded, mesh["cp"]), layout=sharded, at=at, cache=cache)
+    cache.gather(sharded, mesh["cp"])
+    logits = _broadcast_logits(logits, owner, prompt, mesh)
     ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     for n in range(tokens):
-        chosen = choose(logits, temperature, top_k, top_p, generator)
-        dist.broadcast(chosen, 0)  # ranks round otherwise in the last digit
+        chosen = sample_token(logits, temperature, top_k, top_p, generator)
+        dist.broadcast(chosen, 0)  # logits may differ between ranks in the last bits, and ties break differently
         yield chosen
         if stop is not None:
             ended |= chosen == stop
@@ -72,8 +72,8 @@ def generate(
             cache.advance(1)
 
 
-def _from(logits: Tensor, owner: int, prompt: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The logits of the last token on all ranks of cp, from the one that has it."""
+def _broadcast_logits(logits: Tensor, owner: int, prompt: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the logits of the last token on all ranks of cp; `owner` is the rank that has computed them."""
     if size(mesh, "cp") == 1:
         return logits[:, 0]
     found = logits[:, 0].contiguous() if logits.shape[1] else logits.new_empty(len(prompt), logits.shape[-1])

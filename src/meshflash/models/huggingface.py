@@ -1,7 +1,7 @@
-"""Llama models of Hugging Face as `GPT`, and back: config.json, and weights in one or more safetensors files.
+"""Read and write Hugging Face's Llama checkpoints as `GPT`: config.json and safetensors files.
 
-A model may lie on a mesh: each rank reads the parts of weights that it keeps, and what is written is the same on any
-mesh. Tokenizers, other architectures and quantized weights have no part here.
+The model may be sharded over a mesh: each rank reads its own shards, and the files written are the same on any mesh.
+Tokenizers, other architectures and quantized weights are not supported.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshflash.core.reading import is_plain, read_bytes
-from meshflash.models.gpt import GPT, GPTConfig
-from meshflash.models.layers import RopeScaling, own_part
+from meshflash.models.gpt import GPT
+from meshflash.models.gpt_config import GPTConfig, RopeScaling
+from meshflash.models.layers import local_slices
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -30,8 +31,8 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 ARCHITECTURE = "LlamaForCausalLM"
 HEAD = "lm_head.weight"
 
-#: What Llama may have and GPT has not: fields of config.json, and what they have to say.
-_ONLY: dict[str, Any] = {
+#: Fields of config.json for options that GPT lacks, with the only value that GPT supports.
+_REQUIRED: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
@@ -39,15 +40,19 @@ _ONLY: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-#: Sizes that weights have no trace of: with others the same weights are another model.
-_MEANING = ("heads", "kv_heads", "head_dim", "norm_eps")
+#: Sizes that the shapes of the weights do not reveal; with other values the same weights are a different model.
+_HIDDEN_SIZES = ("heads", "kv_heads", "head_dim", "norm_eps")
 _DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-#: The same as safetensors names them.
-_STORED = ("F64", "F32", "F16", "BF16")
+#: The same dtypes by their names in safetensors.
+_STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def read_config(folder: str | Path) -> GPTConfig:
-    """The sizes that a folder's config.json says; ValueError with the field's name where GPT cannot do what it says."""
+    """Return the sizes of a folder's config.json; raise ValueError with the field's name if GPT does not support it.
+
+    Args:
+        folder: A folder with config.json.
+    """
     return _gpt_config(_json(Path(folder) / CONFIG), Path(folder) / CONFIG)
 
 
@@ -58,16 +63,16 @@ def write_config(
     dtype: torch.dtype = torch.float32,
     fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write config.json, in words that all versions of transformers read.
+    """Write config.json in a form that all versions of transformers read.
 
     Args:
-        config: of the model.
-        folder: where the file goes; it has to be there.
-        dtype: of the weights beside it.
-        fields: more of them, such as `bos_token_id`. Ids of tokens are null unless they are given here.
+        config: The sizes of the model.
+        folder: An existing folder.
+        dtype: The dtype of the weights beside it.
+        fields: Further fields, such as `bos_token_id`. Token ids are null unless given here.
     """
     scaling = config.scaling
-    said: dict[str, Any] = {
+    derived: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "vocab_size": config.vocabulary,
@@ -90,29 +95,29 @@ def write_config(
         },
         "tie_word_embeddings": config.tied,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **{name: _ONLY[name] for name in ("attention_bias", "mlp_bias", "hidden_act", "attention_dropout")},
+        **{name: _REQUIRED[name] for name in ("attention_bias", "mlp_bias", "hidden_act", "attention_dropout")},
     }
-    if taken := sorted(said.keys() & (fields or {}).keys()):
+    if taken := sorted(derived.keys() & (fields or {}).keys()):
         raise ValueError(f"fields: {_some(taken)} follow from the model; leave them out")
     more = {"bos_token_id": None, "eos_token_id": None} | dict(fields or {})
-    (Path(folder) / CONFIG).write_text(json.dumps(said | more, indent=2) + "\n")
+    (Path(folder) / CONFIG).write_text(json.dumps(derived | more, indent=2) + "\n")
 
 
 def read_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> GPT:
-    """The model of a folder, on one device.
+    """Return the model of a folder on a single device.
 
-    Where one device cannot hold it: build `GPT(read_config(folder))` under `torch.device("meta")`, `parallelize` it,
-    `to_empty(device=...)` and `load_pretrained`.
+    If one device cannot hold it, build `GPT(read_config(folder))` under `torch.device("meta")`, then call
+    `parallelize`, `to_empty(device=...)` and `load_pretrained`.
 
     Args:
-        folder: with config.json and safetensors.
-        dtype: of its weights; by default what config.json says, and float32 where it says nothing.
-        device: where they go.
+        folder: A folder with config.json and safetensors files.
+        dtype: The dtype of the weights; by default that of config.json, or float32 if it names none.
+        device: The device of the weights.
     """
     file = Path(folder) / CONFIG
     given = _json(file)
     config, dtype = _gpt_config(given, file), _dtype(given, file) if dtype is None else dtype
-    with ExitStack() as files:  # what config.json says is compared before memory is taken by it
+    with ExitStack() as files:  # check config.json against the files before allocating what it claims
         stored = _stored(Path(folder), files)
         if config.layers > len(stored):
             raise ValueError(f"{file}: num_hidden_layers={config.layers}, and its files hold {len(stored)} tensors")
@@ -126,29 +131,28 @@ def read_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, dev
 
 @torch.no_grad()
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Fill a model's weights from a folder; each rank reads the parts that it keeps.
+    """Load a model's weights from a folder; each rank reads its own shards.
 
-    What does not fit is found before any weight is changed: tensors that are missing, unexpected or of another shape,
-    and sizes that differ. Positions (`theta`, `scaling`, `tokens`) may differ: so models are trained on for longer
-    sequences.
+    All tensors and sizes are checked before any weight changes. `theta`, `scaling` and `tokens` may differ, so that a
+    model can be trained further on longer sequences.
 
     Args:
-        model: a GPT as it is, in DDP, laid on a mesh by `parallelize`, or compiled. Not on the meta device any more.
-        folder: with config.json and safetensors.
+        model: A GPT: plain, in DDP, of `parallelize`, or compiled; not on the meta device.
+        folder: A folder with config.json and safetensors files.
     """
     core, folder = _core(model), Path(folder)
     weights, config = _weights(core), read_config(folder)
     with ExitStack() as files:
         stored = _fitting(core, config, _stored(folder, files))
         _check(weights, stored, folder)
-        for size in _MEANING:
+        for size in _HIDDEN_SIZES:
             theirs, ours = getattr(config, size), getattr(core.config, size)
             if theirs != ours:
                 raise ValueError(f"{folder}: {size} is {theirs} there and {ours} in the model; use read_config")
         for name, weight in weights.items():
             part = weight.to_local() if isinstance(weight, DTensor) else weight
             if part.numel():
-                part.copy_(stored[name][own_part(weight)])
+                part.copy_(stored[name][local_slices(weight)])
 
 
 @torch.no_grad()
@@ -160,37 +164,37 @@ def save_pretrained(
     max_gb: float = 5.0,
     fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write config.json and weights as transformers does. All ranks call it, rank 0 writes.
+    """Write config.json and weights as transformers does. All ranks call it, and rank 0 writes.
 
-    The folder is there with all that belongs in it, or not at all. Weights are gathered one at a time; rank 0 holds
-    those of one file in its host's memory.
+    The folder appears complete or not at all. Weights are gathered one at a time; rank 0 holds one file's weights in
+    host memory.
 
     Args:
-        model: see `load_pretrained`.
-        folder: a new one, or an empty one.
-        dtype: what weights are written in; by default as they are.
-        max_gb: how many 10^9 bytes of weights a file has at most; a larger weight has a file of its own.
-        fields: more fields of config.json, see `write_config`.
+        model: A GPT, as for `load_pretrained`.
+        folder: A new or an empty folder.
+        dtype: The dtype of the written weights; by default their own.
+        max_gb: The most gigabytes (10^9 bytes) of weights in a file; a larger weight gets a file of its own.
+        fields: Further fields of config.json, see `write_config`.
     """
     core, folder = _core(model), Path(folder).resolve()
     weights, write = _weights(core), _safetensors().torch.save_file
-    said = dtype or next(iter(weights.values())).dtype
-    if str(said).removeprefix("torch.") not in _DTYPES:
-        raise ValueError(f"dtype={said}: expected one of {', '.join(_DTYPES)}")
+    stored_dtype = dtype or next(iter(weights.values())).dtype
+    if str(stored_dtype).removeprefix("torch.") not in _DTYPES:
+        raise ValueError(f"dtype={stored_dtype}: expected one of {', '.join(_DTYPES)}")
     sizes = {name: weight.numel() * (dtype or weight.dtype).itemsize for name, weight in weights.items()}
-    files = _divided(sizes, max_gb)
+    files = _assign_files(sizes, max_gb)
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
         _on_first(_begin, draft, folder)
-        _on_first(write_config, core.config, draft, dtype=said, fields=fields)
+        _on_first(write_config, core.config, draft, dtype=stored_dtype, fields=fields)
         for file, names in files.items():
-            wholes = {}
+            gathered = {}
             for name in names:
-                whole = _whole(weights[name], dtype)
+                full = _gather_weight(weights[name], dtype)
                 if _is_first():
-                    wholes[name] = whole.cpu().contiguous()
-            _on_first(write, wholes, draft / file, {"format": "pt"})
-            _on_first(shutil.copymode, draft / CONFIG, draft / file)  # safetensors lets only the owner read
+                    gathered[name] = full.cpu().contiguous()
+            _on_first(write, gathered, draft / file, {"format": "pt"})
+            _on_first(shutil.copymode, draft / CONFIG, draft / file)  # safetensors writes with mode 0600
         if len(files) > 1:
             total = {"total_size": sum(sizes.values())}
             placed = {name: file for file, names in files.items() for name in names}
@@ -215,12 +219,12 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _gpt_config(given: Mapping[str, Any], file: Path) -> GPTConfig:
-    """From the fields of LlamaConfig, with its defaults for all but sizes."""
+    """Return the sizes from the fields of a LlamaConfig, with transformers' defaults for all but sizes."""
     if given.get("model_type") != "llama" or ARCHITECTURE not in (given.get("architectures") or [ARCHITECTURE]):
         kind = f"model_type={given.get('model_type')!r}, architectures={given.get('architectures')!r}"
         raise ValueError(f"{file}: {kind}; expected 'llama' and {ARCHITECTURE}")
     theta, scaling = _rope(given, file)
-    for name, value in _ONLY.items():
+    for name, value in _REQUIRED.items():
         if given.get(name) not in (None, value):
             raise ValueError(f"{file}: {name}={given[name]!r}; GPT has only {name}={value!r}")
     sizes = [
@@ -245,18 +249,20 @@ def _gpt_config(given: Mapping[str, Any], file: Path) -> GPTConfig:
 
 
 def _rope(given: Mapping[str, Any], file: Path) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling: `rope_theta` and `rope_scaling` up to transformers 4, `rope_parameters` from 5 on."""
-    said = given.get("rope_scaling") or given.get("rope_parameters") or {}
-    kind = said.get("rope_type", said.get("type", "default"))
-    if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in said.values()):
-        raise ValueError(f"{file}: rope_type={kind!r} ({said}); GPT has 'default' and 'llama3', the same in all layers")
-    if said.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(f"{file}: partial_rotary_factor={said['partial_rotary_factor']}; GPT turns all dims of a head")
-    theta = float(said.get("rope_theta") or given.get("rope_theta") or 10_000.0)
+    """Return theta and scaling: from `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{file}: rope_type={kind!r} ({rope}); GPT has 'default' and 'llama3', the same in all layers")
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(
+            f"{file}: partial_rotary_factor={rope['partial_rotary_factor']}; GPT rotates all dims of a head"
+        )
+    theta = float(rope.get("rope_theta") or given.get("rope_theta") or 10_000.0)
     if kind == "default":
         return theta, None
-    factor, low, high = (float(_field(said, name, file)) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    tokens = said.get("original_max_position_embeddings") or _field(given, "max_position_embeddings", file)
+    factor, low, high = (float(_field(rope, name, file)) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    tokens = rope.get("original_max_position_embeddings") or _field(given, "max_position_embeddings", file)
     return theta, RopeScaling(factor, low, high, int(tokens))
 
 
@@ -271,7 +277,7 @@ def _dtype(given: Mapping[str, Any], file: Path) -> torch.dtype:
     name = str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(
-            f"{file}: dtype={name!r}; expected one of {', '.join(_DTYPES)}, or say dtype= to read_pretrained"
+            f"{file}: dtype={name!r}; expected one of {', '.join(_DTYPES)}, or pass dtype= to read_pretrained"
         )
     return _DTYPES[name]
 
@@ -285,7 +291,7 @@ def _safetensors() -> Any:
 
 
 def _core(model: nn.Module) -> GPT:
-    """The GPT within what wraps it, its weights as their ranks keep them."""
+    """Return the GPT inside DDP or torch.compile, with its weights sharded again."""
     core: Any = model
     while not isinstance(core, GPT):
         core = getattr(core, "_orig_mod", None) or getattr(core, "module", None)
@@ -293,12 +299,12 @@ def _core(model: nn.Module) -> GPT:
             raise ValueError(f"model: expected a meshflash.models.gpt.GPT, or one in DDP; got {type(model).__name__}")
     for module in core.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # a forward may have left whole weights in their place
+            module.reshard()  # a forward without a backward leaves weights gathered
     return core
 
 
 def _weights(core: GPT) -> dict[str, nn.Parameter]:
-    """The model's weights by their names in files; shared ones once."""
+    """Return the model's weights by their names in files; a shared weight appears once."""
     if absent := [name for name, weight in core.named_parameters() if weight.is_meta]:
         raise ValueError(f"model: {_some(absent)} on the meta device; call to_empty(device=...) before")
     return _named(core)
@@ -310,12 +316,12 @@ def _named(core: GPT) -> dict[str, nn.Parameter]:
 
 
 def _fitting(core: GPT, config: GPTConfig, stored: dict[str, Any]) -> dict[str, Any]:
-    """Without the head where it is the embedding: some write the shared weights twice."""
+    """Drop the head if it is tied to the embedding: some tools write the shared weight twice."""
     return {name: x for name, x in stored.items() if name != HEAD or not (config.tied and core.config.tied)}
 
 
 def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """All tensors of a folder, of which nothing is read yet."""
+    """Return lazy slices of all tensors of a folder; no values are read yet."""
     opened = _safetensors()
     names: Iterable[str] = [WEIGHTS]
     if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
@@ -329,20 +335,20 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
             tensors = files.enter_context(opened.safe_open(file, "pt"))
         except (opened.SafetensorError, OSError) as error:
             raise ValueError(f"{file}: not a whole file of safetensors ({error}); copy it again") from None
-        found |= {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118 it is no mapping
+        found |= {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118 it is not a mapping
     return {key: value for key, value in found.items() if not key.endswith("rotary_emb.inv_freq")}  # of old versions
 
 
 def _listed(file: Path) -> list[str]:
-    """The files of weights that an index names: plain names, which may be links, as in the hub's cache."""
+    """Return the weight files of an index: plain names, which may be symlinks, as in the hub's cache."""
     named = _json(file).get("weight_map", {})
     if not isinstance(named, dict) or not all(map(is_plain, named.values())):
-        raise ValueError(f"{file}: weight_map must say for each tensor a file of this folder, by its plain name")
+        raise ValueError(f"{file}: weight_map must map each tensor to the plain name of a file in this folder")
     return sorted(set(named.values()))
 
 
 def _check(weights: Mapping[str, Tensor], stored: Mapping[str, Any], folder: Path) -> None:
-    """ValueError that names all tensors which do not fit."""
+    """Raise a ValueError that names all tensors which do not fit the model."""
     problems = {
         "missing": [name for name in weights if name not in stored],
         "unexpected": [name for name in stored if name not in weights],
@@ -352,44 +358,46 @@ def _check(weights: Mapping[str, Tensor], stored: Mapping[str, Any], folder: Pat
             if name in stored and stored[name].get_shape() != list(weight.shape)
         ],
         "of a dtype that GPT cannot read": [
-            f"{name} ({tensor.get_dtype()})" for name, tensor in stored.items() if tensor.get_dtype() not in _STORED
+            f"{name} ({tensor.get_dtype()})"
+            for name, tensor in stored.items()
+            if tensor.get_dtype() not in _STORED_DTYPES
         ],
     }
-    said = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
-    if said:
-        raise ValueError(f"{folder}: its tensors do not fit the model: {said}. GPT(read_config(folder)) has its sizes")
+    found = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    if found:
+        raise ValueError(f"{folder}: its tensors do not fit the model: {found}. GPT(read_config(folder)) has its sizes")
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _whole(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A weight out of its parts, on every rank."""
-    part = weight.detach() if dtype is None else weight.detach().to(dtype)
-    if not isinstance(part, DTensor):
-        return part
-    placed: Any = part.to(part.device_mesh.device_type)  # what is offloaded cannot travel from the host
-    whole: Tensor = placed.full_tensor()
-    return whole
+def _gather_weight(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the full weight on every rank."""
+    local = weight.detach() if dtype is None else weight.detach().to(dtype)
+    if not isinstance(local, DTensor):
+        return local
+    placed: Any = local.to(local.device_mesh.device_type)  # NCCL cannot gather offloaded shards from the host
+    full: Tensor = placed.full_tensor()
+    return full
 
 
-def _divided(sizes: Mapping[str, int], max_gb: float) -> dict[str, list[str]]:
-    """Which tensors go into which file, in order.
+def _assign_files(sizes: Mapping[str, int], max_gb: float) -> dict[str, list[str]]:
+    """Return the tensors of each file, in order.
 
-    >>> _divided({"a": 3, "b": 4, "c": 9, "d": 1}, 8e-9)
+    >>> _assign_files({"a": 3, "b": 4, "c": 9, "d": 1}, 8e-9)
     {'model-00001-of-00003.safetensors': ['a', 'b'], 'model-00002-of-00003.safetensors': ['c'], ...}
     """
     if not max_gb > 0:
         raise ValueError(f"max_gb={max_gb}: expected more than 0")
     parts: list[list[str]] = []
-    room = 0.0
+    free_bytes = 0.0
     for name, size in sizes.items():
-        if not parts or size > room:
+        if not parts or size > free_bytes:
             parts.append([])
-            room = max_gb * 1e9
+            free_bytes = max_gb * 1e9
         parts[-1].append(name)
-        room -= size
+        free_bytes -= size
     if len(parts) == 1:
         return {WEIGHTS: parts[0]}
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
@@ -406,7 +414,7 @@ def _is_first() -> bool:
 
 
 def _on_first(do: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Rank 0 does it; where it fails every rank raises, so that none waits for it in the next gathering."""
+    """Call a function on rank 0; if it fails every rank raises, so that none hangs in the next collective."""
     failed: Exception | None = None
     if _is_first():
         try:
@@ -414,9 +422,9 @@ def _on_first(do: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         except Exception as error:
             failed = error
     if dist.is_initialized() and dist.get_world_size() > 1:
-        said = [None if failed is None else f"{type(failed).__name__}: {failed}"]
-        dist.broadcast_object_list(said, src=0)
-        if failed is None and said[0] is not None:
-            raise RuntimeError(f"save_pretrained: rank 0 could not write: {said[0]}")
+        reason = [None if failed is None else f"{type(failed).__name__}: {failed}"]
+        dist.broadcast_object_list(reason, src=0)
+        if failed is None and reason[0] is not None:
+            raise RuntimeError(f"save_pretrained: rank 0 could not write: {reason[0]}")
     if failed is not None:
         raise failed

@@ -1,4 +1,4 @@
-"""Images as patches, which are a ViT's tokens, and back; and how ranks that share an image get theirs."""
+"""Split images into patches (the tokens of a ViT) and back, and shard the patches over ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from torch.nn import functional
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.parallel.loss import IGNORED
+from meshflash.models.vit_config import Patch, pair
+from meshflash.parallel.loss import IGNORE_INDEX
 from meshflash.parallel.mesh import size as ranks_of
-from meshflash.parallel.step import named_layout
+from meshflash.parallel.step import resolve_layout
 from meshflash.sharding import shard
-
-Patch = int | tuple[int, int]
 
 
 def patchify(images: Tensor, patch: Patch, fill: float = 0.0) -> Tensor:
-    """Patches of images, row by row: `[batch, patches, channels * patch height * patch width]`.
+    """Return the patches of images, row by row: `[batch, patches, channels * patch height * patch width]`.
 
-    Images that patches do not divide are filled up on the right and below.
+    Images that the patch size does not divide are padded on the right and at the bottom.
+
+    Args:
+        images: The images, `[batch, channels, height, width]`.
+        patch: The size of a patch: one number, or (height, width).
+        fill: The value of padding.
 
     >>> patchify(torch.arange(6.0).reshape(1, 1, 2, 3), 2).tolist()
     [[[0.0, 1.0, 3.0, 4.0], [2.0, 0.0, 5.0, 0.0]]]
@@ -36,7 +40,12 @@ def patchify(images: Tensor, patch: Patch, fill: float = 0.0) -> Tensor:
 
 
 def unpatchify(patches: Tensor, patch: Patch, size: tuple[int, int]) -> Tensor:
-    """Images of `size` (height, width) from all their patches, without what `patchify` filled up.
+    """Return images from all their patches, without the padding of `patchify`.
+
+    Args:
+        patches: The patches, `[batch, patches, values]`.
+        patch: The size of a patch: one number, or (height, width).
+        size: Height and width of the images.
 
     >>> images = torch.randn(2, 3, 5, 7)
     >>> torch.equal(unpatchify(patchify(images, 4), 4, (5, 7)), images)
@@ -53,7 +62,7 @@ def unpatchify(patches: Tensor, patch: Patch, size: tuple[int, int]) -> Tensor:
 
 
 def grid_of(images: Tensor, patch: Patch) -> tuple[int, int]:
-    """How many rows and columns of patches images have.
+    """Return the number of rows and columns of patches in images.
 
     >>> grid_of(torch.empty(1, 3, 37, 53), (8, 16))
     (5, 4)
@@ -64,7 +73,7 @@ def grid_of(images: Tensor, patch: Patch) -> tuple[int, int]:
     return -(-images.shape[2] // height), -(-images.shape[3] // width)
 
 
-def spread_images(
+def shard_images(
     images: Tensor,
     mesh: DeviceMesh,
     *,
@@ -73,34 +82,29 @@ def spread_images(
     labels: Tensor | None = None,
     targets: Tensor | None = None,
 ) -> dict[str, Any]:
-    """What a ViT is called with on this rank, from whole images that all ranks of cp have.
+    """Return the arguments of a ViT on this rank: its shard of the patches of whole images.
+
+    All ranks of cp pass the same images.
 
     Args:
-        images: `[batch, channels, height, width]`, this data rank's samples.
-        mesh: of `init_mesh`.
-        patch: the model's.
-        layout: which patches each rank of cp gets, or the name of one: "contiguous", "striped", "zigzag", "balanced".
-        labels: of classes `[batch]`: they count on the first rank of cp, and are ignored on the others.
-        targets: of pixels `[batch, outputs, height, width]`; those of NaN do not count, nor does what fills up patches.
+        images: The samples of this data rank, `[batch, channels, height, width]`.
+        mesh: A mesh of `init_mesh`.
+        patch: The patch size of the model.
+        layout: Which patches each rank of cp gets: a `Layout`, or "contiguous", "striped", "zigzag" or "balanced".
+        labels: Classes, `[batch]`. They stay on the first rank of cp and are ignored on the others, so that each counts
+            once.
+        targets: Values of pixels, `[batch, outputs, height, width]`. NaN and padding are ignored.
     """
     if labels is not None and targets is not None:
-        raise ValueError("spread_images: labels are of classes, targets of pixels; give one of them")
+        raise ValueError("shard_images: labels are of classes, targets of pixels; give one of them")
     if targets is not None and (len(targets), targets.shape[2:]) != (len(images), images.shape[2:]):
         raise ValueError(f"targets: expected pixels like images of {list(images.shape)}; got {list(targets.shape)}")
     whole = patchify(images, patch)
-    layout = named_layout(layout, Mask.full(), whole.shape[1], ranks_of(mesh, "cp"))
+    layout = resolve_layout(layout, Mask.full(), whole.shape[1], ranks_of(mesh, "cp"))
     found = {"patches": shard(whole, layout, mesh["cp"]), "layout": layout, "grid": grid_of(images, patch)}
     if labels is not None:
-        found["labels"] = labels if mesh.get_local_rank("cp") == 0 else torch.full_like(labels, IGNORED)
+        found["labels"] = labels if mesh.get_local_rank("cp") == 0 else torch.full_like(labels, IGNORE_INDEX)
     if targets is not None:
         values = shard(patchify(targets, patch, float("nan")), layout, mesh["cp"])
-        found |= {"targets": values, "labels": values.isnan().to(torch.int8) * IGNORED}
+        found |= {"targets": values, "labels": values.isnan().to(torch.int8) * IGNORE_INDEX}
     return found
-
-
-def pair(patch: Patch) -> tuple[int, int]:
-    """Height and width of a patch."""
-    height, width = (patch, patch) if isinstance(patch, int) else patch
-    if height < 1 or width < 1:
-        raise ValueError(f"patch={patch}: expected a size, or (height, width), of at least 1")
-    return height, width

@@ -1,11 +1,10 @@
-"""A Vision Transformer for images of any size on any mesh: patches are tokens, and every patch sees every other.
+"""A Vision Transformer for images of any size on any mesh: patches are tokens with full attention.
 
 Shapes in names: B batch, T patches of this rank, P values of a patch, E dim of the model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,62 +17,26 @@ from torch.nn import functional
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine.group_context import group_context
-from meshflash.models.layers import Attention, Context, check_division, frequencies, init_weights, sharing_ranks
-from meshflash.models.patches import Patch, grid_of, pair, patchify
-from meshflash.parallel.loss import IGNORED
-from meshflash.parallel.tiles import TiledMLP, tiled_mlp
+from meshflash.models.layers import (
+    Attention,
+    Context,
+    check_divisible,
+    init_weights,
+    rotary_frequencies,
+    sequence_group,
+)
+from meshflash.models.patches import grid_of, patchify
+from meshflash.models.vit_config import HEADS, PRESETS, ViTConfig, pair, tiny, vit_2_6b, vit_base
+from meshflash.parallel.loss import IGNORE_INDEX
+from meshflash.parallel.tiled_mlp import TiledMLP, tiled_mlp
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: What the model says: one class for an image, or values for each of its pixels.
-HEADS = ("classes", "pixels")
-
-
-@dataclass(frozen=True)
-class ViTConfig:
-    """Sizes of a ViT. `outputs` is the number of classes, or of channels that each pixel gets."""
-
-    patch: Patch = 8
-    channels: int = 3
-    layers: int = 2
-    dim: int = 64
-    heads: int = 4
-    hidden: int = 128
-    head: str = "classes"
-    outputs: int = 10
-    theta: float = 10_000.0
-    norm_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "patch", pair(self.patch))
-        if self.dim % self.heads:
-            raise ValueError(f"dim={self.dim}: {self.heads} heads do not divide it; take a dim that they divide")
-        if self.dim % 4:
-            raise ValueError(f"dim={self.dim}: rows and columns get sines and cosines each; take a multiple of 4")
-        if self.head not in HEADS:
-            raise ValueError(f"head={self.head!r}: expected one of {', '.join(HEADS)}")
-
-
-def tiny(**changes: Any) -> ViTConfig:
-    """A model for tests and demos."""
-    return replace(ViTConfig(), **changes)
-
-
-def vit_base(**changes: Any) -> ViTConfig:
-    """ViT-B/16, of 86 million weights."""
-    return replace(ViTConfig(16, 3, 12, 768, 12, 3072, outputs=1000), **changes)
-
-
-def vit_2_6b(**changes: Any) -> ViTConfig:
-    """2.6 billion weights, for small patches of large images; its 16 heads of 128 can be shared by 2 to 16 ranks."""
-    return replace(ViTConfig(4, 3, 52, 2048, 16, 8192, outputs=1000), **changes)
-
-
-PRESETS = {"tiny": tiny, "base": vit_base, "2.6b": vit_2_6b}
+__all__ = ["HEADS", "MLP", "PRESETS", "Block", "ViT", "ViTConfig", "tiny", "vit_2_6b", "vit_base"]
 
 
 class MLP(TiledMLP):
-    """Two projections with a GELU between them."""
+    """A plain MLP: `down(gelu(up(x)))`."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -88,7 +51,7 @@ class MLP(TiledMLP):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each on a norm of what it adds to."""
+    """A pre-norm Transformer block: attention, then the MLP."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -104,11 +67,15 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """An encoder over patches, with sines and cosines of rows and columns as positions.
+    """An encoder over patches with sinusoidal embeddings of rows and columns.
 
-    `head="classes"` pools the mean of all patches, on whatever ranks they are; `head="pixels"` gives each patch values
-    of its own. Where one rank cannot hold the model: build it under `torch.device("meta")`, `parallelize` it,
-    `to_empty(device=...)` and `init_weights()`.
+    `head="classes"` pools the mean of all patches over all ranks; `head="pixels"` returns values for each patch. If one
+    rank cannot hold the model, build it under `torch.device("meta")`, then call `parallelize`, `to_empty(device=...)`
+    and `init_weights()`.
+
+    Args:
+        config: The sizes of the model.
+        seed: The seed of the initial weights.
 
     >>> images = torch.randn(2, 3, 37, 53)
     >>> ViT(tiny())(images).shape
@@ -117,7 +84,7 @@ class ViT(nn.Module):
     torch.Size([2, 35, 64])
     """
 
-    #: Patches are cast here; targets are not.
+    #: Tells `shard` that the model casts its inputs itself: patches to the compute dtype, targets not.
     casts_inputs = True
 
     def __init__(self, config: ViTConfig, seed: int = 0) -> None:
@@ -142,25 +109,26 @@ class ViT(nn.Module):
         layout: Layout | None = None,
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Logits `[batch, classes]`, or values `[batch, patches, outputs * patch]`; with labels the *sum* of losses.
+        """Return logits `[batch, classes]`, or values `[batch, patches, outputs * patch]`.
 
-        The sum is of this rank's labels. Gradients are added over the ranks of cp as over those of dp, so what counts
-        must be on one of them. For pixels that is so of itself. Logits of an image are the same on all ranks of cp, so
-        its label is on the first and `IGNORED` on the others, as `spread_images` has it: the losses of all ranks add up
-        to one device's and `count_tokens` counts each image once. (The mean of `accumulate` is the same if all of them
-        have the label, for loss and count grow alike.) The pooled mean sends to each rank the gradients of all.
+        With labels, return the *sum* of their losses instead.
+
+        The sum covers the labels of this rank. Gradients are reduced over cp as over dp, so each label must count on
+        one rank of cp only. Pixels are sharded, so each is on one rank. The logits of an image are the same on all ranks of
+        cp, so its label goes to the first rank, and the others get IGNORE_INDEX, as `shard_images` does. The losses of
+        all ranks then add up to the loss of a single device. The backward of the pooled mean sums the gradients of all
+        ranks.
 
         Args:
-            patches: this rank's, `[batch, patches, channels * patch]`, or whole images `[batch, channels, height,
-                width]`, of which it takes its own.
-            labels: of classes `[batch]`. Of pixels any integers in the shape of the targets: what is not `IGNORED`
-                counts, so that a mean is over values, not over patches.
-            targets: of pixels what they should be, as patches of this rank, or whole images where cp is 1; where labels
-                say `IGNORED` anything, NaN too. The loss is the squared error.
-            mask: over the whole sequence of patches, row by row; all see all by default.
-            layout: which patches of the sequence these are, where ranks share it; of whole images contiguous ones by
-                default.
-            grid: rows and columns of patches; whole images say it themselves.
+            patches: The patches of this rank, `[batch, patches, channels * patch]`, or whole images `[batch, channels,
+                height, width]`, of which each rank takes its own patches.
+            labels: Classes, `[batch]`. For pixels: integers in the shape of the targets, where IGNORE_INDEX marks
+                values without a loss.
+            targets: The wanted values of pixels, as patches of this rank, or as whole images where cp is 1. The loss is
+                the squared error. Ignored values may be anything, even NaN.
+            mask: The mask over the whole sequence of patches in row order; full by default.
+            layout: Which patches each rank holds; for whole images contiguous by default.
+            grid: The rows and columns of patches; required unless whole images are given.
         """
         if self.config.head == "classes" and targets is not None:
             raise ValueError('targets: they are of pixels; build the model with head="pixels", or give labels')
@@ -168,7 +136,7 @@ class ViT(nn.Module):
         if patches.ndim == 4:
             patches = patchify(patches, self.config.patch)[:, own]
         x_BTE = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
-        x_BTE = x_BTE + _places(own, grid, self.config.dim, self.config.theta, x_BTE.dtype)
+        x_BTE = x_BTE + _position_embeddings(own, grid, self.config.dim, self.config.theta, x_BTE.dtype)
         context = Context(Mask.full() if mask is None else mask, layout)
         for block in self.layers:
             x_BTE = block(x_BTE, context)
@@ -179,28 +147,37 @@ class ViT(nn.Module):
         if labels is None:
             return out_BTP
         if targets is None:
-            raise ValueError('head="pixels": labels only say which values count; give targets=, what they should be')
-        return self._pixels(out_BTP, *(self._taken(x, own) for x in (labels, targets)))
+            raise ValueError('head="pixels": labels only say which values count; give targets=, the wanted values')
+        return self._pixels(out_BTP, *(self._as_patches(x, own) for x in (labels, targets)))
 
     def init_weights(self, seed: int = 0) -> None:
-        """Draw all weights, the same on any mesh."""
-        deep = 0.02 / (2 * self.config.layers) ** 0.5
+        """Initialize all weights; the values are the same on any mesh.
 
-        def spread(name: str, shape: torch.Size) -> float | None:
+        Standard deviation 0.02; projections into the residual stream are scaled by 1 / sqrt(2 layers), as in GPT-2.
+        """
+        residual_std = 0.02 / (2 * self.config.layers) ** 0.5
+
+        def std(name: str, shape: torch.Size) -> float | None:
             if name.endswith("bias"):
                 return 0.0
             if len(shape) == 1:
                 return None
-            if name == "patch_embed.weight":  # its inputs are as many as a patch has values, few or thousands
+            if name == "patch_embed.weight":  # 1 / sqrt(fan in): a patch has few or thousands of values
                 return float(shape[1] ** -0.5)
-            return deep if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            return residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
 
-        init_weights(self, seed, spread)
+        init_weights(self, seed, std)
 
     def tensor_plan(self, tp: int) -> dict[str, ParallelStyle]:
-        """How torch divides the model over `tp` ranks: heads and hidden units; embedding and head are on all."""
-        check_division("heads", self.config.heads, tp)
-        check_division("hidden units", self.config.hidden, tp)
+        """Return the plan for `parallelize_module` over `tp` ranks: heads and hidden units are sharded.
+
+        The embedding and the head are replicated.
+
+        Args:
+            tp: The number of tensor-parallel ranks.
+        """
+        check_divisible("heads", self.config.heads, tp)
+        check_divisible("hidden units", self.config.hidden, tp)
         plan: dict[str, ParallelStyle] = {}
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"):
             plan[f"layers.*.{name}"] = ColwiseParallel()
@@ -211,8 +188,8 @@ class ViT(nn.Module):
     def _own(
         self, x: Tensor, grid: tuple[int, int] | None, layout: Layout | None
     ) -> tuple[Tensor, tuple[int, int], Layout | None]:
-        """Where this rank's patches are in the sequence, of which grid, and in which layout."""
-        _, rank, world = sharing_ranks(self)
+        """Return (indices of this rank's patches in the sequence, grid of patches, layout)."""
+        _, rank, world = sequence_group(self)
         if x.ndim == 4:
             grid = grid_of(x, self.config.patch)
             layout = layout or Layout.contiguous(grid[0] * grid[1], world)
@@ -222,9 +199,9 @@ class ViT(nn.Module):
                 f"got {list(x.shape)}"
             )
         if grid is None:
-            raise ValueError("patches: give grid=(rows, columns) with them; spread_images does")
+            raise ValueError("patches: give grid=(rows, columns) with them; shard_images does")
         if layout is None and world > 1:
-            raise ValueError(f"patches: give the layout= by which {world} ranks share them; spread_images does")
+            raise ValueError(f"patches: give the layout= by which {world} ranks share them; shard_images does")
         layout = layout or Layout.contiguous(grid[0] * grid[1], 1)
         if (layout.tokens, layout.world) != (grid[0] * grid[1], world):
             raise ValueError(
@@ -236,63 +213,63 @@ class ViT(nn.Module):
         own = torch.from_numpy(np.ascontiguousarray(layout.positions(rank))).to(x.device)
         return own, grid, layout
 
-    def _taken(self, x: Tensor, own: Tensor) -> Tensor:
-        """Patches of whole images, where one rank has all of them; patches as they are."""
+    def _as_patches(self, x: Tensor, own: Tensor) -> Tensor:
+        """Return labels or targets as patches; whole images are accepted only where one rank has all patches."""
         if x.ndim != 4:
             return x
-        if sharing_ranks(self)[2] > 1:
+        if sequence_group(self)[2] > 1:
             raise ValueError(
-                "labels, targets: of whole images each rank of cp would count all pixels; give this rank's patches of "
-                "them, as spread_images does"
+                "labels, targets: with whole images each rank of cp would count all pixels; give this rank's patches "
+                "of them, as shard_images does"
             )
-        return patchify(x, self.config.patch, IGNORED)[:, own]
+        return patchify(x, self.config.patch, IGNORE_INDEX)[:, own]
 
     def _classes(self, x_BTE: Tensor, labels: Tensor | None, tokens: int) -> Tensor:
-        name, _, world = sharing_ranks(self)
+        name, _, world = sequence_group(self)
         wide = torch.promote_types(x_BTE.dtype, torch.float32)
         sums_BE = x_BTE.sum(1, dtype=wide)
         if world > 1:
-            sums_BE = _Sum.apply(sums_BE, name)
+            sums_BE = _AllReduceSum.apply(sums_BE, name)
         logits: Tensor = self.head((sums_BE / tokens).to(x_BTE.dtype))
         if labels is None:
             return logits
         if labels.shape != logits.shape[:1]:
             raise ValueError(f"labels: expected one class for each of {len(logits)} images; got {list(labels.shape)}")
-        return functional.cross_entropy(logits.to(wide), labels, ignore_index=IGNORED, reduction="sum")
+        return functional.cross_entropy(logits.to(wide), labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
     def _pixels(self, out_BTP: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
         for name, x in (("labels", labels), ("targets", targets)):
             if x.shape != out_BTP.shape:
-                raise ValueError(f"{name}: expected {list(out_BTP.shape)}, as the head has values; got {list(x.shape)}")
+                raise ValueError(f"{name}: expected {list(out_BTP.shape)}, the head's output; got {list(x.shape)}")
         wide = torch.promote_types(out_BTP.dtype, torch.float32)
-        # chosen before it is squared: the gradient of what does not count is 0, not NaN
-        return (out_BTP.to(wide) - targets.to(wide)).where(labels != IGNORED, 0.0).square().sum()
+        # mask before squaring: the gradient of an ignored NaN would be NaN otherwise
+        return (out_BTP.to(wide) - targets.to(wide)).where(labels != IGNORE_INDEX, 0.0).square().sum()
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over ranks, on each of them; its gradient is the sum of what all ranks' losses say of it."""
+class _AllReduceSum(torch.autograd.Function):
+    """An all-reduce whose backward is an all-reduce too: every rank's loss depends on the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.name = name
-        return _summed(x, name)
+        return _all_reduce(x, name)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.name), None
+        return _all_reduce(grad, ctx.name), None
 
 
-def _summed(x: Tensor, name: str) -> Tensor:
+def _all_reduce(x: Tensor, name: str) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group_context(name).group)
     return x
 
 
-def _places(own: Tensor, grid: tuple[int, int], dim: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """Sines and cosines of the row and the column of patches: `[patches, dim]`, each angle computed in float64."""
-    turning = frequencies(dim // 2, theta).to(own.device)
-    sides = []
-    for number, place in zip(grid, (own // grid[1], own % grid[1]), strict=True):
-        angles = torch.arange(number, device=own.device).double()[:, None] * turning
-        sides.append(torch.cat((angles.sin(), angles.cos()), dim=-1).to(dtype)[place])
-    return torch.cat(sides, dim=-1)
+def _position_embeddings(own: Tensor, grid: tuple[int, int], dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Return sinusoidal embeddings of the row and the column of patches, `[patches, dim]`; angles are in float64."""
+    frequencies = rotary_frequencies(dim // 2, theta).to(own.device)
+    halves = []
+    for length, index in zip(grid, (own // grid[1], own % grid[1]), strict=True):
+        angles = torch.arange(length, device=own.device).double()[:, None] * frequencies
+        halves.append(torch.cat((angles.sin(), angles.cos()), dim=-1).to(dtype)[index])
+    return torch.cat(halves, dim=-1)

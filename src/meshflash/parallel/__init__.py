@@ -1,20 +1,20 @@
-"""Models on a mesh of ranks: data, sharded, context and tensor parallelism out of torch's own parts."""
+"""Train models on a mesh of ranks: data, sharded data, context and tensor parallelism composed from torch's parts."""
 
+from meshflash.parallel.activation_checkpointing import apply_activation_checkpointing
 from meshflash.parallel.context import ContextParallel, MeshAttention
 from meshflash.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from meshflash.parallel.linear_styles import ColumnParallel, RowParallel
-from meshflash.parallel.loss import IGNORED, count_tokens, cross_entropy_sum, gradient_scale, next_tokens
+from meshflash.parallel.loss import IGNORE_INDEX, count_tokens, cross_entropy_sum, gradient_scale, next_tokens
 from meshflash.parallel.mesh import init_mesh
 from meshflash.parallel.optimizer import clip_grad_norm, gradient_norm, sharded_optimizer
-from meshflash.parallel.recompute import recompute
 from meshflash.parallel.sampler import MeshSampler
-from meshflash.parallel.step import Accumulated, accumulate, blank, micro_batches, spread_batch
+from meshflash.parallel.step import Accumulated, accumulate, blank_batch, micro_batches, shard_batch
 from meshflash.parallel.tensor_ranks import TensorRanks
-from meshflash.parallel.tiles import tile_mlp
+from meshflash.parallel.tiled_mlp import tile_mlp
 from meshflash.parallel.weights import parallelize, replicate, shard, synchronized
 
 __all__ = [
-    "IGNORED",
+    "IGNORE_INDEX",
     "Accumulated",
     "ColumnParallel",
     "ColumnParallelLinear",
@@ -25,7 +25,8 @@ __all__ = [
     "RowParallelLinear",
     "TensorRanks",
     "accumulate",
-    "blank",
+    "apply_activation_checkpointing",
+    "blank_batch",
     "clip_grad_norm",
     "count_tokens",
     "cross_entropy_sum",
@@ -35,11 +36,10 @@ __all__ = [
     "micro_batches",
     "next_tokens",
     "parallelize",
-    "recompute",
     "replicate",
     "shard",
+    "shard_batch",
     "sharded_optimizer",
-    "spread_batch",
     "synchronized",
     "tile_mlp",
 ]

@@ -1,4 +1,4 @@
-"""Context parallelism: attention modules that work over the ranks that share a sequence."""
+"""Context parallelism: attention modules over the ranks that share a sequence."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.groups import SharesGroup
 
-#: What only a call over ranks takes.
-_OVER_RANKS = ("reduce_dtype", "transport", "verify", "return_plan", "k_layout")
+#: Options that only `attention` over several ranks takes; a call on a single device drops them.
+_MESH_ONLY = ("reduce_dtype", "transport", "verify", "return_plan", "k_layout")
 
 
 class MeshAttention(SharesGroup, nn.Module):
-    """`meshflash.attention` as a module: what is the same in every call is said once. It has no weights.
+    """`meshflash.attention` as a module without weights that holds the options shared by all calls.
 
-    Until `mesh=` or `ContextParallel` gives it ranks that share a sequence, it attends on this device alone, whatever
-    process groups there are. A deep copy works over the same ranks.
+    Without a mesh (from `mesh=` or `ContextParallel`) it attends on this device alone, whatever process groups exist.
+    A deep copy works over the same ranks.
+
+    Args:
+        mesh: The ranks that share a sequence: a 1D mesh, or a 2D mesh for hybrid schedules.
+        mask: The default mask.
+        schedule: The schedule of attention over the mesh.
+        options: Further options of `meshflash.attention`: `scale`, `softcap`, `dropout`, `kernel`, `deterministic`, ...
 
     >>> import torch
     >>> q = k = v = torch.randn(1, 5, 2, 8)
@@ -30,14 +36,22 @@ class MeshAttention(SharesGroup, nn.Module):
     """
 
     def __init__(self, *, mesh: Any = None, mask: Mask | None = None, schedule: str = "auto", **options: Any) -> None:
-        """Options are those of `meshflash.attention`: `scale`, `softcap`, `dropout`, `kernel`, `deterministic`, ..."""
         super().__init__()
         self.mesh, self.mask, self.schedule, self.options = mesh, mask, schedule, options
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, layout: Layout | None = None, **options: Any
     ) -> Any:
-        """Attention of this rank's tokens; a mask of the call goes before the module's own."""
+        """Return the attention output of this rank's tokens.
+
+        Args:
+            q: The queries of this rank, `[batch, tokens, heads, dim]`.
+            k: The keys of this rank, `[batch, tokens, kv heads, dim]`.
+            v: The values of this rank, `[batch, tokens, kv heads, dim]`.
+            mask: The mask of this call; it replaces the module's own.
+            layout: Which tokens of the sequence each rank holds.
+            options: Options of this call; they override the module's own.
+        """
         given = self.options | options | {"mask": self.mask if mask is None else mask}
         if self.mesh is not None:
             return attention(q, k, v, mesh=self.mesh, layout=layout, schedule=self.schedule, **given)
@@ -46,9 +60,9 @@ class MeshAttention(SharesGroup, nn.Module):
                 f"MeshAttention: the layout is for {layout.world} ranks, and this module has no mesh; give it one by "
                 "mesh=, by ContextParallel, or by meshflash.parallel.parallelize"
                 if layout.world > 1
-                else "MeshAttention: on one rank tokens are in order; the layout has them in another"
+                else "MeshAttention: on a single device tokens must be in order; pass the tokens in order, or no layout"
             )
-        return flash_attention(q, k, v, **{name: value for name, value in given.items() if name not in _OVER_RANKS})
+        return flash_attention(q, k, v, **{name: value for name, value in given.items() if name not in _MESH_ONLY})
 
     def extra_repr(self) -> str:
         ranks = 1 if self.mesh is None else self.mesh.size()
@@ -56,10 +70,12 @@ class MeshAttention(SharesGroup, nn.Module):
 
 
 class ContextParallel(ParallelStyle):
-    """A style for torch's `parallelize_module`: every `MeshAttention` within a module works over the mesh.
+    """A style for torch's `parallelize_module` that gives every `MeshAttention` of a module the mesh.
 
-    The module is then called with this rank's tokens, and with the `layout` that says which those are. A mesh of two
-    dimensions, or `schedule`, says which schedule; by default each module keeps its own.
+    Call the module with this rank's tokens, and with the `layout` that says which tokens these are.
+
+    Args:
+        schedule: The schedule for all attention modules; by default each module keeps its own.
     """
 
     def __init__(self, schedule: str | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The loss of one device on any mesh: a sum over tokens, divided by how many tokens all ranks count together.
+"""A loss that matches a single device on any mesh: a sum over tokens divided by the global number of labels.
 
-A mean on each rank, averaged over ranks, weighs tokens by how many others their rank happened to have. So losses here
-are sums, and their number is counted before: over ranks, and over the micro-batches of an accumulation.
+Averaging per-rank means would weigh a token by how many other tokens its rank has. So losses here are sums, and labels
+are counted beforehand, over all ranks and all micro-batches of a gradient accumulation.
 """
 
 from __future__ import annotations
@@ -17,36 +17,40 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshflash.core.mask import Mask
-from meshflash.parallel.mesh import summed
+from meshflash.parallel.mesh import reduce_mesh
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: The label of a token that does not count.
-IGNORED = -100
-#: How many logits are held at most, unless a number of tokens is given.
-LOGITS = 1 << 27
+#: The label of a token without a loss; the value of torch's `ignore_index`.
+IGNORE_INDEX = -100
+#: The most logits that exist at a time unless `tokens` is given: 2^27 elements are 512 MiB in float32.
+MAX_LOGITS = 1 << 27
 
 
 def next_tokens(tokens: Tensor, mask: Mask | None = None) -> Tensor:
-    """Labels for predicting the next token, of whole sequences, before they are spread over ranks.
+    """Return next-token labels of whole sequences; call it before the sequences are sharded.
 
-    The last token has none, nor has the last one of each document.
+    The last token of the sequence, and of each document, gets IGNORE_INDEX.
+
+    Args:
+        tokens: Token ids, `[..., tokens]`.
+        mask: The attention mask, whose documents end labels.
 
     >>> next_tokens(torch.tensor([[5, 6, 7, 8, 9]]), Mask.documents([2, 3])).tolist()
     [[6, -100, 8, 9, -100]]
     """
-    labels = torch.full_like(tokens, IGNORED)
+    labels = torch.full_like(tokens, IGNORE_INDEX)
     labels[..., :-1] = tokens[..., 1:]
     if mask is not None and mask.documents_nodes:
         places = torch.from_numpy(mask.positions_in_document(tokens.shape[-1])).to(tokens.device)
         ends = torch.zeros_like(places, dtype=torch.bool)
         ends[..., :-1] = places[..., 1:] == 0
-        labels = labels.masked_fill(ends | _padding(mask, tokens), IGNORED)
+        labels = labels.masked_fill(ends | _padding(mask, tokens), IGNORE_INDEX)
     return labels
 
 
 def _padding(mask: Mask, tokens: Tensor) -> Tensor:
-    """Which tokens are behind the last document: `[tokens]`, or `[rows, tokens]`."""
+    """Return whether each token is padding behind the last document: `[tokens]`, or `[rows, tokens]`."""
     node = mask.documents_node
     assert node is not None
     lengths = [int(node.q_cuts(row)[-1]) for row in range(node.rows or 1)]
@@ -55,7 +59,11 @@ def _padding(mask: Mask, tokens: Tensor) -> Tensor:
 
 
 def count_tokens(labels: Tensor | Iterable[Tensor], mesh: DeviceMesh | None = None) -> Tensor:
-    """How many labels count, on all ranks of a mesh together: of one micro-batch, or of all that a step accumulates.
+    """Count the labels that are not ignored, over all ranks of a mesh.
+
+    Args:
+        labels: The labels of one micro-batch, or of all micro-batches of a step.
+        mesh: A mesh of `init_mesh`; None counts this rank only.
 
     >>> int(count_tokens([torch.tensor([1, -100]), torch.tensor([3, 4])]))
     3
@@ -64,42 +72,47 @@ def count_tokens(labels: Tensor | Iterable[Tensor], mesh: DeviceMesh | None = No
     device = parts[0].device if parts else torch.device(mesh.device_type if mesh is not None else "cpu")
     count = torch.zeros((), dtype=torch.int64, device=device)
     for part in parts:
-        count += (part != IGNORED).sum()
-    return total(count, mesh)
+        count += (part != IGNORE_INDEX).sum()
+    return reduce_sum(count, mesh)
 
 
-def total(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The sum of a number over the ranks with other samples or other tokens; those of `tp` have the same."""
-    if mesh is not None and summed(mesh).size() > 1:
+def reduce_sum(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Sum a tensor over the ranks with different samples or tokens; ranks along `tp` hold the same value."""
+    if mesh is not None and reduce_mesh(mesh).size() > 1:
         x = x.clone()
-        dist.all_reduce(x, group=summed(mesh).get_group())
+        dist.all_reduce(x, group=reduce_mesh(mesh).get_group())
     return x
 
 
 def gradient_scale(count: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-    """What a rank's sum of losses is multiplied by, so that gradients are those of the mean over all `count` tokens.
+    """Return the factor for a rank's loss sum that makes gradients those of the mean over all `count` tokens.
 
-    DDP and `fully_shard` average gradients over ranks: the factor holds their number. Where no token counts it is 0.
+    DDP and `fully_shard` average gradients over ranks, so the factor contains the number of ranks. It is 0 if no token
+    counts.
+
+    Args:
+        count: The global number of labels, from `count_tokens`.
+        mesh: A mesh of `init_mesh`; None is a single device.
     """
-    ranks = 1 if mesh is None else summed(mesh).size()
+    ranks = 1 if mesh is None else reduce_mesh(mesh).size()
     return torch.where(count > 0, ranks / count.clamp(min=1).double(), 0.0)
 
 
 def cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, tokens: int | None = None, group: Any = None
 ) -> Tensor:
-    """The sum over labels of the cross-entropy of `hidden @ weight.T`, without ever holding all logits.
+    """Return the summed cross-entropy of `hidden @ weight.T` without materializing all logits.
 
-    Logits of some tokens at a time are made, and turned into gradients at once, in the precision of the inputs with
-    sums in float32 or more; so it is exact, and its backward only scales what the forward kept: the gradients of
+    The forward computes the logits of a tile of tokens and turns them into gradients at once. GEMMs run in the dtype of
+    the inputs and accumulate in float32 or wider. The result is exact. The backward only scales the saved gradients of
     `hidden` and `weight`.
 
     Args:
-        hidden: `[..., dim]`.
-        weight: `[vocabulary, dim]`; a DTensor that is cut over its rows is worked on where it lies.
-        labels: `[...]`; those of `IGNORED` do not count.
-        tokens: how many at a time; by default as many as make 134 million logits.
-        group: the ranks that the rows of a plain weight are spread over, in order.
+        hidden: The final hidden states, `[..., dim]`.
+        weight: The weight of the head, `[vocabulary, dim]`. A DTensor sharded over its rows stays sharded.
+        labels: The labels, `[...]`; IGNORE_INDEX marks tokens without a loss.
+        tokens: The number of tokens in a tile; by default as many as make 134 million logits.
+        group: The process group over which the rows of a plain weight are sharded, in rank order.
 
     >>> hidden, weight = torch.randn(2, 3, 4), torch.randn(7, 4)
     >>> labels = torch.tensor([[0, 6, -100], [1, 2, 3]])
@@ -109,7 +122,7 @@ def cross_entropy_sum(
     True
     """
     if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels: expected {list(hidden.shape[:-1])}, as hidden has tokens; got {list(labels.shape)}")
+        raise ValueError(f"labels: expected {list(hidden.shape[:-1])}, the tokens of hidden; got {list(labels.shape)}")
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens={tokens}: expected at least 1")
     words, ranks, first = len(weight), 1, 0
@@ -121,9 +134,10 @@ def cross_entropy_sum(
         words, ranks, first = sum(rows), len(rows), sum(rows[: dist.get_rank(group)])
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()
-    known = (labels == IGNORED) | ((labels >= 0) & (labels < words))
-    torch._assert_async(known.all(), f"labels: expected 0 to {words - 1}, or {IGNORED} for what does not count")
-    tokens = tokens or max(1, LOGITS // max(1, -(-words // ranks)))  # the same on all ranks
+    known = (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < words))
+    torch._assert_async(known.all(), f"labels: expected 0 to {words - 1}, or {IGNORE_INDEX} to ignore a token")
+    # every rank must use the same tile, since the tiles contain collectives
+    tokens = tokens or max(1, MAX_LOGITS // max(1, -(-words // ranks)))
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _CrossEntropy.apply(
@@ -133,7 +147,7 @@ def cross_entropy_sum(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss and, at once, its gradients; rows of the weight may be spread over ranks of a group."""
+    """The loss and its gradients in one forward pass; the vocabulary may be sharded over the ranks of a group."""
 
     @staticmethod
     def forward(
@@ -164,29 +178,33 @@ class _CrossEntropy(torch.autograd.Function):
         for begin in range(0, len(hidden), tokens):
             rows = slice(begin, begin + tokens)
             x, label = hidden[rows], labels[rows]
-            logits = wide_product(x, weight.T, sums)
-            counts = label != IGNORED
+            logits = wide_gemm(x, weight.T, sums)
+            counts = label != IGNORE_INDEX
             mine = label - first
             here = counts & (mine >= 0) & (mine < len(weight))
             mine = mine.where(here, 0)
-            top = logits.amax(-1) if len(weight) else logits.new_full((len(x),), float("-inf"))
-            _reduce(top, group, "MAX")
-            logits.sub_(top[:, None])
-            target = logits.gather(1, mine[:, None])[:, 0].where(here, 0.0) if len(weight) else torch.zeros_like(top)
+            row_max = logits.amax(-1) if len(weight) else logits.new_full((len(x),), float("-inf"))
+            _reduce(row_max, group, "MAX")
+            logits.sub_(row_max[:, None])
+            # the logit of the label is nonzero on the one rank that has its row, so a sum finds it
+            target = (
+                logits.gather(1, mine[:, None])[:, 0].where(here, 0.0) if len(weight) else torch.zeros_like(row_max)
+            )
             p = logits.exp_()
-            both = torch.stack((p.sum(-1), target))
+            both = torch.stack((p.sum(-1), target))  # one all-reduce for both
             _reduce(both, group)
-            loss += (both[0].log() - both[1]).where(counts, 0.0).sum()
+            row_sum, target = both
+            loss += (row_sum.log() - target).where(counts, 0.0).sum()
             if not (want_hidden or want_weight):
                 continue
-            p.div_(both[0][:, None])
+            p.div_(row_sum[:, None])  # softmax; d_logits = softmax - one_hot(label)
             if len(weight):
                 p.scatter_add_(1, mine[:, None], -here.to(sums)[:, None])
             d_logits = p.mul_(counts[:, None]).to(weight.dtype)
             if d_hidden is not None:
                 d_hidden[rows] = d_logits @ weight
             if d_weight is not None:
-                d_weight += wide_product(d_logits.T, x, sums)
+                d_weight += wide_gemm(d_logits.T, x, sums)
         if d_hidden is not None:
             _reduce(d_hidden, group)
         ctx.save_for_backward(d_hidden, d_weight)
@@ -199,8 +217,8 @@ class _CrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
-def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product whose sums, and result, are of a wider dtype."""
+def wide_gemm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b, accumulated and returned in a wider dtype."""
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda:
@@ -214,18 +232,18 @@ def _reduce(x: Tensor, group: Any, operation: str = "SUM") -> None:
 
 
 def _local(weight: DTensor) -> tuple[Tensor, Any, int, int]:
-    """A weight's own rows, the group that has the others, how many are before them, and the number of ranks."""
+    """Return (local rows, group of the other shards, index of the first local row, number of ranks) of a weight."""
     check_gathered(weight)
     (placement,) = weight.placements
     if not isinstance(placement, Shard) or placement.dim != 0:
         return weight.full_tensor(), None, 0, 1
     mesh = weight.device_mesh
-    step = -(-weight.shape[0] // mesh.size())  # as torch.chunk cuts
+    step = -(-weight.shape[0] // mesh.size())  # rows of a shard, as torch.chunk splits
     return weight.to_local(), mesh.get_group(), min(weight.shape[0], step * mesh.get_local_rank()), mesh.size()
 
 
 def check_gathered(weight: DTensor) -> None:
-    """ValueError for a weight in parts on ranks with other samples: it is read without a call of its module."""
+    """Raise ValueError for a weight that FSDP shards: it is read outside of its module, so nothing gathers it."""
     if weight.device_mesh.mesh_dim_names != ("tp",):
         raise ValueError(
             "wrap: the weights of the embedding and the head are read outside of their modules; leave both to the rest "

@@ -1,7 +1,8 @@
-"""The ranks of a job as a mesh of four named axes, and the groups of them that share something.
+"""The DeviceMesh of a job: four named axes over all ranks.
 
-Ranks of `dp` and `fsdp` have other samples; over those of `fsdp` weights are spread. `cp` has other tokens of the same
-samples, `tp` other heads and hidden units of the same tokens. A weight's gradient is a sum over all axes but `tp`.
+Ranks along `dp` and `fsdp` process different samples; `fsdp` also shards the weights. Ranks along `cp` hold different
+tokens of the same samples, and ranks along `tp` different heads and hidden units of the same tokens. The gradient of a
+weight is summed over all axes but `tp`.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from meshflash.runtime.devices import BACKENDS, GLOO, kind_here
 dist: Any = _distributed  # torch does not declare all that it exports here
 
 AXES = ("dp", "fsdp", "cp", "tp")
-#: Axes with other samples.
-DATA = ("dp", "fsdp")
-#: Axes whose ranks add their gradients.
-SUMMED = ("dp", "fsdp", "cp")
+#: Axes along which ranks process different samples.
+DATA_AXES = ("dp", "fsdp")
+#: Axes over which gradients are reduced.
+REDUCE_AXES = ("dp", "fsdp", "cp")
 
 
 def init_mesh(
     dp: int = -1, fsdp: int = 1, cp: int = 1, tp: int = 1, order: str = "cp-tp-dp", device: str | None = None
 ) -> DeviceMesh:
-    """A DeviceMesh with the axes dp, fsdp, cp and tp over all ranks; starts the job where nobody did.
+    """Return a DeviceMesh with the axes dp, fsdp, cp and tp over all ranks; start the job if nothing has.
 
     Args:
-        dp: ranks with other samples that keep all weights; -1 takes what the others leave.
-        fsdp: ranks with other samples that each keep a part of the weights.
-        cp: ranks that share a sequence.
-        tp: ranks that share heads and hidden units.
-        order: which ranks are neighbours, the fastest axis first: "cp-tp-dp" puts the ranks of a sequence side by
-            side. fsdp is beside dp where it is not named.
-        device: the kind of device; by default the one that this machine has.
+        dp: The data-parallel size: ranks with different samples and all weights. -1 takes all remaining ranks.
+        fsdp: The sharded data-parallel size: ranks with different samples, each with a shard of the weights.
+        cp: The context-parallel size: ranks that share a sequence.
+        tp: The tensor-parallel size: ranks that share heads and hidden units.
+        order: The order of the axes, fastest first. "cp-tp-dp" makes the ranks of a sequence neighbours. fsdp goes
+            next to dp unless it is named.
+        device: The device type; by default the type that this machine has.
 
     >>> init_mesh().mesh_dim_names
     ('dp', 'fsdp', 'cp', 'tp')
@@ -53,24 +54,28 @@ def init_mesh(
     if dp == -1:
         sizes["dp"] = max(1, world // (fsdp * cp * tp))
     if math.prod(sizes.values()) != world:
-        asked = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"init_mesh: {asked} is {math.prod(sizes.values())} ranks, and the job has {world}")
+        requested = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(f"init_mesh: {requested} is {math.prod(sizes.values())} ranks, and the job has {world}")
     slowest_first = _order(order)[::-1]
     ranks = torch.arange(world, device="cpu").reshape([sizes[name] for name in slowest_first])
     ranks = ranks.permute([slowest_first.index(name) for name in AXES])
     return DeviceMesh(device or kind_here(), ranks, mesh_dim_names=AXES)
 
 
-def fold(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """The same ranks with neighbouring axes joined: `fold(mesh, "dp", "fsdp-cp", "tp")`. Made once for a mesh.
+def flatten_axes(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """Return the same ranks with adjacent axes flattened, as in `flatten_axes(mesh, "dp", "fsdp-cp", "tp")`.
 
-    An axis "one" has one rank. What lays weights on ranks takes one such mesh for sums, shards and tensor parallelism:
-    torch composes those of one mesh only. All ranks call it.
+    Weights need a single mesh for replication, sharding and tensor parallelism, because torch composes placements of
+    one mesh only. The result is cached on the mesh. All ranks must call it, since it makes process groups.
+
+    Args:
+        mesh: A mesh of `init_mesh`.
+        axes: The new axes in order. "a-b" flattens two adjacent axes, and "one" adds an axis of size 1.
     """
     check_mesh(mesh)
     if [name for part in axes if part != "one" for name in part.split("-")] != list(AXES):
-        raise ValueError(f"fold: expected the axes {', '.join(AXES)} in this order; got {', '.join(axes)}")
-    made = vars(mesh).setdefault("_meshflash_folded", {})
+        raise ValueError(f"flatten_axes: expected the axes {', '.join(AXES)} in this order; got {', '.join(axes)}")
+    made = vars(mesh).setdefault("_meshflash_flattened", {})
     if axes not in made:
         shape = [1 if part == "one" else size(mesh, part.split("-")) for part in axes]
         made[axes] = DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape), mesh_dim_names=axes)
@@ -78,20 +83,20 @@ def fold(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     return found
 
 
-def summed(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that add their gradients: those with other samples or other tokens."""
-    return fold(mesh, "-".join(SUMMED), "tp")["-".join(SUMMED)]
+def reduce_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1D mesh over which gradients are reduced: all ranks with different samples or tokens."""
+    return flatten_axes(mesh, "-".join(REDUCE_AXES), "tp")["-".join(REDUCE_AXES)]
 
 
 def size(mesh: DeviceMesh, names: str | Sequence[str]) -> int:
-    """How many ranks the named axes have together."""
+    """Return the product of the sizes of the named axes."""
     names = (names,) if isinstance(names, str) else tuple(names)
     check_mesh(mesh)
     return math.prod(int(mesh.size(AXES.index(name))) for name in names)
 
 
-def place(mesh: DeviceMesh, names: Sequence[str]) -> int:
-    """This rank's number among the ranks that differ in the named axes; the last one runs fastest."""
+def mesh_rank(mesh: DeviceMesh, names: Sequence[str]) -> int:
+    """Return this rank's index along the named axes, flattened with the last axis fastest."""
     check_mesh(mesh)
     found = 0
     for name in names:
@@ -100,14 +105,14 @@ def place(mesh: DeviceMesh, names: Sequence[str]) -> int:
 
 
 def check_mesh(mesh: Any) -> None:
-    """ValueError unless it is a mesh of `init_mesh`."""
+    """Raise ValueError unless the mesh is one of `init_mesh`."""
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != AXES:
         given = getattr(mesh, "mesh_dim_names", None) or type(mesh).__name__
         raise ValueError(f"mesh: expected one of init_mesh, with the axes {', '.join(AXES)}; got {given}")
 
 
 def _start() -> int:
-    """How many ranks the job has; one alone gets a process group too, for torch's own parts ask for one."""
+    """Return the world size. A single process gets a process group too, since torch's parallel modules need one."""
     if not dist.is_initialized():
         init()
     if not dist.is_initialized():
@@ -118,7 +123,7 @@ def _start() -> int:
 
 
 def _order(text: str) -> list[str]:
-    """All axes, the fastest first.
+    """Return all four axes of an `order` text, fastest first.
 
     >>> _order("cp-tp-dp")
     ['cp', 'tp', 'fsdp', 'dp']

@@ -1,8 +1,9 @@
-"""What a backward will need, in the host's memory meanwhile: copied off and brought back beside what is computed.
+"""Offload saved activations to pinned host memory, with copies that overlap compute.
 
-Tensors of one block's call belong together. They are copied off while the block computes, and their memory on the
-device is free when the next block begins. The backward of a block brings back those of the block before it. Nothing
-makes the host wait for the device: streams wait for each other, in an order that frees memory as early as it can be.
+All tensors that one call of a block saves form a unit, `BlockActivations`. Device-to-host copies run while the block
+computes, and the device memory is free when the next block begins. The backward of a block prefetches the activations
+of the block before it. The host never waits for the device: streams wait for events, in an order that frees memory as
+early as possible.
 """
 
 from __future__ import annotations
@@ -26,185 +27,189 @@ from meshflash.engine.op import PLAIN
 from meshflash.runtime.devices import CPU
 from meshflash.runtime.oom import free_bytes
 
-#: Bytes of a tensor that is worth a copy.
-SMALLEST = 1024
-#: Bytes of the host's memory that are left to others.
-RESERVE = 2 << 30
-#: The most bytes of one piece of the host's memory: torch pins powers of two, and larger ones would waste up to half.
-PIECE = 256 << 20
+#: Bytes: smaller tensors stay on the device, since a copy costs more than the memory is worth.
+MIN_OFFLOAD_BYTES = 1024
+#: Bytes of host memory that offloading leaves free for other users of the host.
+HOST_RESERVE_BYTES = 2 << 30
+#: Bytes of the largest single host buffer. torch pins powers of two, so larger buffers would waste up to half.
+CHUNK_BYTES = 256 << 20
 
 
 @dataclass
 class Usage:
-    """Bytes that wait on the host now and at most, how often memory was allocated there, and tensors brought back.
+    """Counters of an `OffloadStore`, for tests and reports.
 
-    `ahead` counts those of them that were on their way before their block's backward began.
+    `live_bytes` are on the host now and `peak_bytes` at most. `num_allocations` counts new host buffers. `num_fetched`
+    counts tensors copied back, and `num_prefetched` those whose copy began before the backward of their block.
     """
 
-    live: int = 0
-    peak: int = 0
-    allocations: int = 0
-    brought: int = 0
-    ahead: int = 0
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    num_allocations: int = 0
+    num_fetched: int = 0
+    num_prefetched: int = 0
 
 
-class AtOnce:
-    """Streams of a device that has none: what is given is done when it returns."""
+class SynchronousStreams:
+    """Streams of a device without streams (the CPU): every operation is complete when it returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def current(self) -> Any:
-        """None: there is one order of things."""
+        """Return None: there is a single order of operations."""
 
     def new(self) -> Any:
-        """The same."""
+        """Return None, as `current`."""
 
     def mark(self, stream: Any) -> Any:
-        """Nothing is left to wait for."""
+        """Return None: all work is complete, so no event is needed."""
 
     def after(self, stream: Any, event: Any) -> None:
-        """It has come."""
+        """Return at once: every event has completed."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Where work goes anyway."""
+        """Return a context that changes nothing."""
         return nullcontext()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, now."""
+        """Copy synchronously."""
         target.copy_(source)
 
     def use(self, tensor: Tensor, stream: Any) -> None:
-        """It is not used later than now."""
+        """Return at once: no stream uses the tensor after this call."""
 
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Plain memory."""
+        """Return pageable memory; nothing reads it asynchronously."""
         return torch.empty(count, dtype=dtype)
 
 
 def _device_streams(device: torch.device) -> Any:
-    return AtOnce(device) if device.type == CPU else DeviceStreams(device)
+    return SynchronousStreams(device) if device.type == CPU else DeviceStreams(device)
 
 
-#: Makes the streams of a device; tests put others in its place.
+#: Makes the streams of a device; tests replace it.
 make_streams: MakeStreams = _device_streams
 
 
-class Kept:
-    """A tensor whose values are on the host, or on their way there."""
+class OffloadedTensor:
+    """A tensor whose values are on the host or on their way there; made by `OffloadStore.offload`."""
 
-    #: Of the last copy to or from the host's memory.
+    #: The event of the last copy to or from the host buffers.
     _last: Any = None
+    #: The device tensor until its memory is released.
     _source: Tensor | None = None
-    _here: Tensor | None = None
+    #: The device tensor that a fetch fills, until `value` hands it out.
+    _fetched: Tensor | None = None
     _host: Sequence[Tensor] = ()
 
-    def __init__(self, store: Store, tensor: Tensor) -> None:
-        self._store, self._home = store, store.streams.current()
+    def __init__(self, store: OffloadStore, tensor: Tensor) -> None:
+        self._store, self._stream = store, store.streams.current()
         self.origin = TensorWeakRef(tensor)
         source = tensor.detach()
         like = torch.empty_like(source, device="meta")
-        if like.stride() != source.stride():  # with gaps, or the same memory twice: packed by whoever made it
+        if like.stride() != source.stride():  # gaps or overlapping memory: pack it on the stream that made it
             source = torch.empty_like(source).copy_(source)
         self._shape, self._stride, self._dtype = like.shape, like.stride(), like.dtype
         self.bytes, self.version = source.nbytes, tensor._version
-        self._changes = source._version
-        self._host, before = store.take(self.bytes)
-        self._last = store.copy(store.out, self._home, self._pairs(source, out=True), before)
+        self._source_version = source._version
+        self._host, before = store.allocate(self.bytes)
+        self._last = store.copy(store.out, self._stream, self._pairs(source, out=True), before)
         self._source = source
 
-    def let_go(self) -> None:
-        """Free its memory on the device: whoever gets it next comes after the copy."""
+    def release_device_memory(self) -> None:
+        """Drop the device tensor. Its stream first waits for the copy, so the memory's next user comes after it."""
         if self._source is None:
             return
-        if self._source._version != self._changes:
+        if self._source._version != self._source_version:
             raise RuntimeError(
                 "offload: a block's input was changed in place after the block had read it; change a copy of it"
             )
-        self._store.streams.after(self._home, self._last)
+        self._store.streams.after(self._stream, self._last)
         self._source = None
 
     def fetch(self) -> bool:
-        """Begin to bring it back, unless it is here or on its way; whether that was to be done."""
-        if self._source is not None or self._here is not None:
+        """Start the host-to-device copy; return whether one was needed."""
+        if self._source is not None or self._fetched is not None:
             return False
         store = self._store
-        self._home = store.streams.current()
-        self._here = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=store.device)
-        self._last = store.copy(store.back, self._home, self._pairs(self._here, out=False), [self._last])
-        store.usage.brought += 1
+        self._stream = store.streams.current()
+        self._fetched = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=store.device)
+        self._last = store.copy(store.back, self._stream, self._pairs(self._fetched, out=False), [self._last])
+        store.usage.num_fetched += 1
         return True
 
     def value(self) -> Tensor:
-        """The tensor on its device, for what the caller's stream does next."""
+        """Return the tensor on its device, ready for the next operation of the caller's stream."""
         if self._source is not None:
             return self._source.detach()
         self.fetch()
-        assert self._here is not None
-        streams, home = self._store.streams, self._home
-        for stream in (home, streams.current()):
-            streams.after(stream, self._last)
-        if streams.current() != home:
-            streams.use(self._here, streams.current())
-        here, self._here = self._here, None
-        return here
+        assert self._fetched is not None
+        streams, stream = self._store.streams, self._stream
+        for waiting in (stream, streams.current()):
+            streams.after(waiting, self._last)
+        if streams.current() != stream:
+            streams.use(self._fetched, streams.current())
+        fetched, self._fetched = self._fetched, None
+        return fetched
 
     def _pairs(self, tensor: Tensor, out: bool) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) of the bytes of a tensor without gaps and their pieces on the host."""
+        """Return (target, source) pairs between the bytes of a gap-free tensor and the host buffers."""
         flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        found = [(room[: len(part)], part) for room, part in zip(self._host, flat.split(PIECE), strict=True)]
-        return found if out else [(part, room) for room, part in found]
+        found = [(buffer[: len(part)], part) for buffer, part in zip(self._host, flat.split(CHUNK_BYTES), strict=True)]
+        return found if out else [(part, buffer) for buffer, part in found]
 
     def __del__(self) -> None:
         if not self._host or sys.is_finalizing():
             return
-        if self._source is not None or self._here is not None:  # memory that a copy may still read or write
-            self._store.streams.after(self._home, self._last)
-        self._store.give_back(self._host, self.bytes, self._last)
+        if self._source is not None or self._fetched is not None:  # a copy may still read or write this memory
+            self._store.streams.after(self._stream, self._last)
+        self._store.free(self._host, self.bytes, self._last)
 
 
-class Call:
-    """The tensors of one call of a block."""
+class BlockActivations:
+    """The tensors that one call of a block saves; made by `OffloadStore.begin_block`."""
 
-    def __init__(self, store: Store, before: Call | None) -> None:
+    def __init__(self, store: OffloadStore, previous: BlockActivations | None) -> None:
         self.store = store
-        self._kept: list[Kept] = []
-        self._before = None if before is None else weakref.ref(before)
-        self._begun = False
+        self._tensors: list[OffloadedTensor] = []
+        self._previous = None if previous is None else weakref.ref(previous)
+        self._backward_started = False
 
-    def keep(self, x: Any) -> Any:
-        """What stands for a value until the backward: a tensor of the store's device goes to the host."""
-        if type(x) not in PLAIN or x.device != self.store.device or x.nbytes < SMALLEST or x.layout != torch.strided:
+    def offload(self, x: Any) -> Any:
+        """Offload a plain tensor on the store's device and return its handle; return anything else unchanged."""
+        plain = type(x) in PLAIN and x.device == self.store.device and x.layout == torch.strided
+        if not plain or x.nbytes < MIN_OFFLOAD_BYTES:
             return x
         with self.store.lock, torch.no_grad():
-            kept = self.store.keep(x)
-            self._kept.append(kept)
-        return kept
+            handle = self.store.offload(x)
+            self._tensors.append(handle)
+        return handle
 
-    def recall(self, x: Any) -> Any:
-        """The value that something stands for. The first asked of a call begins to bring those of the call before."""
-        if not isinstance(x, Kept):
+    def load(self, x: Any) -> Any:
+        """Return the tensor of a handle. The first load also prefetches the previous block's activations."""
+        if not isinstance(x, OffloadedTensor):
             return x
         with self.store.lock, torch.no_grad():
-            if not self._begun:
-                self._begun = True
+            if not self._backward_started:
+                self._backward_started = True
                 self.fetch()
-                before = None if self._before is None else self._before()
-                self.store.usage.ahead += 0 if before is None else before.fetch()
+                previous = None if self._previous is None else self._previous()
+                self.store.usage.num_prefetched += 0 if previous is None else previous.fetch()
             return x.value()
 
     def fetch(self) -> int:
-        """Begin to bring all of it back; how many tensors that are."""
-        return sum(kept.fetch() for kept in self._kept)
+        """Start copying all tensors back; return how many copies were started."""
+        return sum(tensor.fetch() for tensor in self._tensors)
 
-    def let_go(self) -> None:
-        """Free the memory of all of it on the device."""
-        for kept in self._kept:
-            kept.let_go()
+    def release_device_memory(self) -> None:
+        """Drop the device copies of all tensors."""
+        for tensor in self._tensors:
+            tensor.release_device_memory()
 
 
-class Store:
-    """What blocks keep of one device's tensors, the streams that move it, and memory of the host to use again."""
+class OffloadStore:
+    """The offloaded tensors of one device, its copy streams, and a free list of host buffers; see `offload_store`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -212,31 +217,36 @@ class Store:
         self.lock = threading.RLock()
         self.streams: Streams = make_streams(device)
         self.out, self.back = self.streams.new(), self.streams.new()
-        self._known: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
-        self._latest: weakref.ref[Call] | None = None
+        #: By the id of the original tensor: a tensor that two blocks save is offloaded once.
+        self._known: weakref.WeakValueDictionary[int, OffloadedTensor] = weakref.WeakValueDictionary()
+        self._latest: weakref.ref[BlockActivations] | None = None
+        #: Free host buffers by size in bytes, each with the event after which it may be overwritten.
         self._free: defaultdict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
 
-    def call(self) -> Call:
-        """One more call of a block. What the one before it kept leaves the device now."""
+    def begin_block(self) -> BlockActivations:
+        """Return a new unit for a block's call, and release the device memory of the call before it."""
         with self.lock:
             latest = None if self._latest is None else self._latest()
             if latest is not None:
-                latest.let_go()
-            made = Call(self, latest)
+                latest.release_device_memory()
+            made = BlockActivations(self, latest)
             self._latest = weakref.ref(made)
         return made
 
-    def keep(self, tensor: Tensor) -> Kept:
-        """A tensor on the host, once for all that keep it."""
+    def offload(self, tensor: Tensor) -> OffloadedTensor:
+        """Return the handle of a tensor; an unchanged tensor that is offloaded already keeps its handle."""
         found = self._known.get(id(tensor))
         if found is None or found.origin() is not tensor or found.version != tensor._version:
-            found = self._known[id(tensor)] = Kept(self, tensor)
+            found = self._known[id(tensor)] = OffloadedTensor(self, tensor)
         return found
 
-    def copy(self, stream: Any, home: Any, pairs: Iterable[tuple[Tensor, Tensor]], before: Iterable[Any]) -> Any:
-        """Copy on a stream, behind what `home` has to do and other events; the event behind the copies."""
+    def copy(self, stream: Any, after: Any, pairs: Iterable[tuple[Tensor, Tensor]], before: Iterable[Any]) -> Any:
+        """Copy (target, source) pairs on a stream and return the event behind them.
+
+        The copies wait for all work given to the stream `after` so far, and for the events `before`.
+        """
         streams = self.streams
-        streams.after(stream, streams.mark(home))
+        streams.after(stream, streams.mark(after))
         for event in before:
             if event is not None:
                 streams.after(stream, event)
@@ -245,32 +255,33 @@ class Store:
                 streams.copy(target, source)
         return streams.mark(stream)
 
-    def take(self, size: int) -> tuple[list[Tensor], list[Any]]:
-        """Memory of the host in pieces, and the events that what they held before is done with.
+    def allocate(self, size: int) -> tuple[list[Tensor], list[Any]]:
+        """Return host buffers for `size` bytes, and the events after which they may be overwritten.
 
-        Sizes are powers of two, and the same for most: other lengths find memory to use again.
+        Buffers are chunks of CHUNK_BYTES and one power of two for the rest, which tensors of other
+        lengths can reuse.
         """
-        rooms = [PIECE] * (size // PIECE)
-        if rest := size % PIECE:
-            rooms.append(1 << (rest - 1).bit_length())
-        pieces: list[Tensor] = []
+        sizes = [CHUNK_BYTES] * (size // CHUNK_BYTES)
+        if rest := size % CHUNK_BYTES:
+            sizes.append(1 << (rest - 1).bit_length())
+        buffers: list[Tensor] = []
         events: list[Any] = []
         try:
-            for room in rooms:
-                piece, event = self._free[room].pop() if self._free[room] else (self._pin(room), None)
-                pieces.append(piece)
+            for each in sizes:
+                buffer, event = self._free[each].pop() if self._free[each] else (self._pin(each), None)
+                buffers.append(buffer)
                 events.append(event)
         except BaseException:
-            for piece, event in zip(pieces, events, strict=True):
-                self._free[piece.nbytes].append((piece, event))
+            for buffer, event in zip(buffers, events, strict=True):
+                self._free[buffer.nbytes].append((buffer, event))
             raise
-        self.usage.live += size
-        self.usage.peak = max(self.usage.peak, self.usage.live)
-        return pieces, events
+        self.usage.live_bytes += size
+        self.usage.peak_bytes = max(self.usage.peak_bytes, self.usage.live_bytes)
+        return buffers, events
 
-    def _pin(self, room: int) -> Tensor:
-        """New memory of the host. Where it would run out, the system would end the process without a word."""
-        needed = room + (RESERVE if room == PIECE else room)
+    def _pin(self, size: int) -> Tensor:
+        """Return a new pinned buffer. Check free memory first: the kernel's OOM killer gives no error message."""
+        needed = size + (HOST_RESERVE_BYTES if size == CHUNK_BYTES else size)
         free = free_bytes()
         if free is not None and free < needed:
             self.clear()
@@ -278,37 +289,37 @@ class Store:
             free = free_bytes()
         if free is not None and free < needed:
             raise torch.OutOfMemoryError(
-                f"offload: {room / 2**30:.1f} GiB more of the host's memory are needed for what backwards will need, "
+                f"offload: {size / 2**30:.1f} GiB more of the host's memory are needed for offloaded activations, "
                 f"and {free / 2**30:.1f} GiB are free; take shorter sequences, more ranks, or no offload_activations"
             )
-        self.usage.allocations += 1
-        return self.streams.pinned(room, torch.uint8)
+        self.usage.num_allocations += 1
+        return self.streams.pinned(size, torch.uint8)
 
-    def give_back(self, host: Sequence[Tensor], size: int, event: Any) -> None:
-        """For the next that needs some; an event says when copies from and to it are done."""
+    def free(self, host: Sequence[Tensor], size: int, event: Any) -> None:
+        """Put host buffers on the free list; the event says when copies from and to them are complete."""
         with self.lock:
-            self.usage.live -= size
-            for piece in host:
-                self._free[piece.nbytes].append((piece, event))
+            self.usage.live_bytes -= size
+            for buffer in host:
+                self._free[buffer.nbytes].append((buffer, event))
 
     def clear(self) -> None:
-        """Free what nothing waits in."""
+        """Free all host buffers that hold no tensor."""
         self._free.clear()
 
 
-_stores: dict[torch.device, Store] = {}
+_stores: dict[torch.device, OffloadStore] = {}
 
 
-def store_of(device: torch.device) -> Store:
-    """The store of a device."""
+def offload_store(device: torch.device) -> OffloadStore:
+    """Return the store of a device, made on first use."""
     found = _stores.get(device)
     if found is None:
-        found = _stores.setdefault(device, Store(device))
+        found = _stores.setdefault(device, OffloadStore(device))
     return found
 
 
 def release() -> None:
-    """Free the host's memory that nothing waits in; `shutdown` calls it."""
+    """Free all unused host buffers of all devices; `shutdown` calls it."""
     for store in _stores.values():
         store.clear()
     _stores.clear()
@@ -316,7 +327,7 @@ def release() -> None:
 
 
 def _empty_cache() -> None:
-    """Give the system what torch keeps of pinned memory."""
+    """Return torch's cached pinned memory to the system."""
     empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None and torch.accelerator.is_available():
         empty()

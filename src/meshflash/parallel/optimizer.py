@@ -1,4 +1,4 @@
-"""Optimizers whose state is spread over ranks, and norms of gradients over a mesh."""
+"""Optimizers with sharded state, and gradient norms over a mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshflash.parallel.mesh import summed
+from meshflash.parallel.mesh import reduce_mesh
 from meshflash.parallel.weights import parameters
 
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -28,11 +28,17 @@ def sharded_optimizer(
     groups: list[dict[str, Any]] | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """An optimizer of which each rank keeps and computes a part (ZeRO-1), for a model that `replicate` laid out.
+    """Return an optimizer whose state is sharded over ranks (ZeRO-1), for a model of `replicate`.
 
-    Each weight is updated by one rank and sent to the others; one that several modules share counts once, a frozen one
-    not at all. Where `shard` spread the weights their optimizer is spread already: it is then a plain one. `groups` are
-    weights with options of their own, as optimizers take them; by default all that learn.
+    One rank updates each weight and broadcasts it. A weight that several modules share counts once, and a frozen weight
+    is left out. The optimizer of a model of `shard` is sharded already: the result is then a plain optimizer.
+
+    Args:
+        model: The model whose weights learn.
+        optimizer: The optimizer class, as `torch.optim.AdamW`.
+        mesh: A mesh of `init_mesh`.
+        groups: Parameter groups as optimizers take them; by default one group of all weights that learn.
+        options: Arguments of the optimizer, as `lr`.
 
     >>> from meshflash import shutdown
     >>> from meshflash.parallel.mesh import init_mesh
@@ -41,7 +47,7 @@ def sharded_optimizer(
     >>> shutdown()
     """
     learning = list(parameters(model))
-    ranks, weights = summed(mesh), learning if groups is None else groups
+    ranks, weights = reduce_mesh(mesh), learning if groups is None else groups
     if ranks.size() == 1 or any(isinstance(p, DTensor) for p in learning):
         return optimizer(weights, **options)
     return ZeroRedundancyOptimizer(weights, optimizer, process_group=ranks.get_group(), **options)
@@ -49,7 +55,11 @@ def sharded_optimizer(
 
 @torch.no_grad()
 def gradient_norm(weights: nn.Module | Iterable[nn.Parameter] | Tensor, norm: float = 2.0) -> Tensor:
-    """The norm of all gradients as one device would have it, wherever their parts lie. All ranks call it.
+    """Return the norm of all gradients over the mesh, as a single device would compute it. All ranks must call it.
+
+    Args:
+        weights: A model, its parameters, or one parameter; gradients may be DTensors on any mesh.
+        norm: The order of the norm; `math.inf` is the largest absolute value.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> layer.weight.grad = torch.full((1, 1), -3.0)
@@ -63,11 +73,11 @@ def gradient_norm(weights: nn.Module | Iterable[nn.Parameter] | Tensor, norm: fl
     powers: dict[tuple[Any, ...], Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=device))
     for grad in grads:
         groups: tuple[Any, ...] = ()
-        if isinstance(grad, DTensor):  # its parts are on ranks of those axes that it is cut along
+        if isinstance(grad, DTensor):  # reduce over the axes along which it is sharded
             cut = [n for n, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
             groups = tuple(grad.device_mesh.get_group(n) for n in cut)
             grad = grad.to_local()
-        if not grad.numel():  # a rank's part may be empty; its ranks wait for it all the same
+        if not grad.numel():  # an empty shard still takes part in the all-reduce
             grad = grad.new_zeros(1)
         found = torch.linalg.vector_norm(grad, norm, dtype=torch.promote_types(grad.dtype, torch.float32)).double()
         if math.isinf(norm):
@@ -83,13 +93,19 @@ def gradient_norm(weights: nn.Module | Iterable[nn.Parameter] | Tensor, norm: fl
 
 
 @torch.no_grad()
-def clip_grad_norm(weights: nn.Module | Iterable[nn.Parameter] | Tensor, most: float, norm: float = 2.0) -> Tensor:
-    """Scale gradients down where their norm over the mesh is more than `most`. Returns that norm. All ranks call it."""
-    if not most > 0:
-        raise ValueError(f"clip_grad_norm: most={most}; expected more than 0")
+def clip_grad_norm(weights: nn.Module | Iterable[nn.Parameter] | Tensor, max_norm: float, norm: float = 2.0) -> Tensor:
+    """Scale gradients down to a norm of at most `max_norm` over the mesh; return the norm before. All ranks call it.
+
+    Args:
+        weights: A model, its parameters, or one parameter.
+        max_norm: The largest norm that the gradients keep.
+        norm: The order of the norm.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"clip_grad_norm: max_norm={max_norm}; expected more than 0")
     weights = list(_all(weights))
     found = gradient_norm(weights, norm)
-    scale = (most / (found + 1e-6)).clamp(max=1.0)
+    scale = (max_norm / (found + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
     for p in weights:
         if p.grad is not None:
             grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad

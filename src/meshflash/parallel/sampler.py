@@ -1,4 +1,4 @@
-"""Which samples a rank has: for users' own DataLoaders."""
+"""A sampler for a user's own DataLoader: the samples of this rank on a mesh."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Sampler
 
-from meshflash.parallel.mesh import DATA, place, size
+from meshflash.parallel.mesh import DATA_AXES, mesh_rank, size
 
 
 class MeshSampler(Sampler[int]):
-    """Indices of this rank's samples: other ones on each rank of the data axes, the same on those of cp and tp.
+    """Yield the sample indices of this rank: different on each data rank, the same on all ranks of cp and tp.
 
-    Each sample is there once: where ranks do not divide their number, some have one sample more.
-    `meshflash.parallel.micro_batches` lets the others wait with blank batches. The order depends on the seed and the
-    epoch (`set_epoch`) alone: taken in turns over the ranks, it is the same on any mesh.
+    Every sample appears exactly once per epoch. If the number of data ranks does not divide the number of samples, some
+    ranks have one sample more; `meshflash.parallel.micro_batches` pads the others with blank batches. The order depends
+    on the seed and the epoch only, so it is the same on any mesh.
+
+    Args:
+        data: The dataset, or the number of its samples.
+        mesh: A mesh of `init_mesh`.
+        shuffle: Whether to permute the samples in each epoch.
+        seed: The seed of the permutation.
 
     >>> from meshflash import shutdown
     >>> from meshflash.parallel.mesh import init_mesh
@@ -26,22 +32,25 @@ class MeshSampler(Sampler[int]):
     """
 
     def __init__(self, data: Sized | int, mesh: DeviceMesh, *, shuffle: bool = True, seed: int = 0) -> None:
-        self.samples = data if isinstance(data, int) else len(data)
-        self.place, self.ranks = place(mesh, DATA), size(mesh, DATA)
+        self.num_samples = data if isinstance(data, int) else len(data)
+        self.data_rank, self.num_data_ranks = mesh_rank(mesh, DATA_AXES), size(mesh, DATA_AXES)
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
-        if self.samples < self.ranks:
-            raise ValueError(f"MeshSampler: {self.samples} samples for {self.ranks} data ranks; each needs one")
+        if self.num_samples < self.num_data_ranks:
+            raise ValueError(
+                f"MeshSampler: {self.num_samples} samples for {self.num_data_ranks} data ranks; each rank needs one"
+            )
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is of; every one has an order of its own."""
+        """Set the epoch of the next iteration; each epoch has its own permutation."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.arange(self.samples)
+        order = torch.arange(self.num_samples)
         if self.shuffle:
+            # the prime keeps (seed, epoch) pairs apart for up to a million epochs
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-            order = torch.randperm(self.samples, generator=generator)
-        return iter(order[self.place :: self.ranks].tolist())
+            order = torch.randperm(self.num_samples, generator=generator)
+        return iter(order[self.data_rank :: self.num_data_ranks].tolist())
 
     def __len__(self) -> int:
-        return len(range(self.place, self.samples, self.ranks))
+        return len(range(self.data_rank, self.num_samples, self.num_data_ranks))

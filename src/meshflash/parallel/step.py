@@ -1,4 +1,4 @@
-"""One optimizer step's gradients from several micro-batches, and the micro-batches of each step."""
+"""Gradient accumulation over micro-batches, and the micro-batches of each optimizer step."""
 
 from __future__ import annotations
 
@@ -13,35 +13,44 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.parallel.loss import IGNORED, count_tokens, gradient_scale, next_tokens, total
-from meshflash.parallel.mesh import size, summed
+from meshflash.parallel.loss import IGNORE_INDEX, count_tokens, gradient_scale, next_tokens, reduce_sum
+from meshflash.parallel.mesh import reduce_mesh, size
 from meshflash.parallel.weights import synchronized
 from meshflash.sharding import shard
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: Layouts by name.
+#: The layouts that can be given by name.
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 
-#: What a model is called with: its keyword arguments, `labels` among them.
+#: The keyword arguments of a call of the model, `labels` among them.
 Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Accumulated:
-    """The loss that one device would have had, a mean over tokens; how many tokens counted; and this rank's own sum."""
+    """The losses of a step; `accumulate` makes it.
+
+    `loss` is the mean over the labels of all ranks, as a single device would compute it. `tokens` is the number of
+    those labels. `local_sum` is the sum of this rank's losses.
+    """
 
     loss: Tensor
     tokens: Tensor
-    own: Tensor
+    local_sum: Tensor
 
 
 def accumulate(model: nn.Module, batches: Sequence[Batch], mesh: DeviceMesh | None = None) -> Accumulated:
-    """Forward and backward of a step's micro-batches: gradients of the mean over all their tokens, on all ranks.
+    """Run forward and backward of a step's micro-batches; gradients are those of the mean loss over all labels.
 
-    The model is called with each batch as keyword arguments and returns the *sum* of the losses of this rank's labels,
-    as those of `meshflash.models` do. Whatever ranks and micro-batches have (other lengths, ignored labels, fewer
-    micro-batches), each token that counts weighs the same. Gradients travel once, with the last micro-batch.
+    Every label weighs the same, whatever the lengths, ignored labels and micro-batches of each rank. Gradients are
+    reduced once, in the backward of the last micro-batch.
+
+    Args:
+        model: The model. It is called with each batch as keyword arguments and must return the *sum* of the losses of
+            this rank's labels, as the models of `meshflash.models` do.
+        batches: The micro-batches of this rank.
+        mesh: A mesh of `init_mesh`; None is a single device.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -56,7 +65,7 @@ def accumulate(model: nn.Module, batches: Sequence[Batch], mesh: DeviceMesh | No
     >>> float(accumulate(model, [one, other]).loss), float(model.weight.grad)
     (3.0, 3.0)
     """
-    batches = even_batches(batches, mesh)
+    batches = pad_micro_batches(batches, mesh)
     count = count_tokens((batch["labels"] for batch in batches), mesh)
     scale = gradient_scale(count, mesh)
     lost: Tensor | None = None
@@ -66,10 +75,10 @@ def accumulate(model: nn.Module, batches: Sequence[Batch], mesh: DeviceMesh | No
             (loss * scale).backward()
         lost = loss.detach().double() if lost is None else lost + loss.detach()
     assert lost is not None
-    return Accumulated(total(lost, mesh) / count.clamp(min=1), count, lost)
+    return Accumulated(reduce_sum(lost, mesh) / count.clamp(min=1), count, lost)
 
 
-def spread_batch(
+def shard_batch(
     tokens: Tensor,
     mesh: DeviceMesh,
     *,
@@ -77,24 +86,26 @@ def spread_batch(
     mask: Mask | None = None,
     layout: Layout | str = "zigzag",
 ) -> dict[str, Any]:
-    """What a model of `meshflash.models` is called with on this rank, from whole sequences that all ranks of cp have.
+    """Return the arguments of a model of `meshflash.models` on this rank: its shard of whole sequences.
+
+    All ranks of cp pass the same sequences.
 
     Args:
-        tokens: `[batch, tokens]`, this data rank's samples.
-        mesh: of `init_mesh`.
-        labels: of each token the next one, made before anything is spread; by default `next_tokens`.
-        mask: over the whole sequence; causal by default.
-        layout: which tokens each rank of cp gets, or the name of one: "zigzag", "striped", "contiguous", "balanced".
+        tokens: The samples of this data rank, `[batch, tokens]`.
+        mesh: A mesh of `init_mesh`.
+        labels: The label of each token, for the whole sequences; by default `next_tokens`.
+        mask: The mask over the whole sequence; causal by default.
+        layout: Which tokens each rank of cp gets: a `Layout`, or "zigzag", "striped", "contiguous" or "balanced".
     """
     mask = Mask.causal() if mask is None else mask
     labels = next_tokens(tokens, mask) if labels is None else labels
-    layout = named_layout(layout, mask, tokens.shape[1], size(mesh, "cp"))
-    own = {name: shard(x, layout, mesh["cp"]) for name, x in (("tokens", tokens), ("labels", labels))}
-    return {**own, "mask": mask, "layout": layout}
+    layout = resolve_layout(layout, mask, tokens.shape[1], size(mesh, "cp"))
+    local = {name: shard(x, layout, mesh["cp"]) for name, x in (("tokens", tokens), ("labels", labels))}
+    return {**local, "mask": mask, "layout": layout}
 
 
-def named_layout(layout: Layout | str, mask: Mask, tokens: int, ranks: int) -> Layout:
-    """A layout by its name.
+def resolve_layout(layout: Layout | str, mask: Mask, tokens: int, ranks: int) -> Layout:
+    """Return a layout, given as such or by its name.
 
     >>> named_layout("zigzag", Mask.causal(), 8, 2).name
     'zigzag'
@@ -110,10 +121,14 @@ def named_layout(layout: Layout | str, mask: Mask, tokens: int, ranks: int) -> L
 
 
 def micro_batches(loader: Iterable[Batch], number: int = 1, mesh: DeviceMesh | None = None) -> Iterator[list[Batch]]:
-    """The micro-batches of each step, `number` of them; the last step takes what is left.
+    """Yield the micro-batches of each step; the last step takes the remaining ones.
 
-    Ranks whose samples end before those of others go on with blank batches, whose labels do not count: all ranks have
-    the same number of steps.
+    A rank whose loader ends early continues with blank batches, so that all ranks take the same number of steps.
+
+    Args:
+        loader: The micro-batches of this rank.
+        number: The number of micro-batches in a step.
+        mesh: A mesh of `init_mesh`; None is a single device.
 
     >>> [len(group) for group in micro_batches([dict(labels=torch.ones(1)) for _ in range(5)], 2)]
     [2, 2, 1]
@@ -123,36 +138,41 @@ def micro_batches(loader: Iterable[Batch], number: int = 1, mesh: DeviceMesh | N
     source, last = iter(loader), None
     while True:
         group = [batch for _, batch in zip(range(number), source, strict=False)]
-        if not _most(len(group), mesh):
+        if not _max_over_ranks(len(group), mesh):
             return
         if group:
             last = group[-1]
         elif last is not None:
-            group = [blank(last)]
+            group = [blank_batch(last)]
         yield group
 
 
-def blank(batch: Batch) -> Batch:
-    """A batch of the same shape of which no label counts.
+def blank_batch(batch: Batch) -> Batch:
+    """Return a batch of the same shape in which all labels are ignored.
 
     >>> blank(dict(tokens=torch.tensor([1, 2]), labels=torch.tensor([2, 3])))["labels"].tolist()
     [-100, -100]
     """
-    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+    return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
 
 
-def even_batches(batches: Sequence[Batch], mesh: DeviceMesh | None) -> list[Batch]:
-    """As many micro-batches on all ranks, by blank ones: else some would wait in collectives for the others."""
-    most = _most(len(batches), mesh)
-    if _most(int(not batches), mesh):  # asked of all ranks, so that all raise
-        raise ValueError("accumulate: a rank has no batch; give each at least one, blank(...) where its samples ended")
-    return [*batches, *[blank(batches[-1])] * (most - len(batches))]
+def pad_micro_batches(batches: Sequence[Batch], mesh: DeviceMesh | None) -> list[Batch]:
+    """Return the micro-batches, padded with blank ones to the same number on all ranks.
+
+    Without padding, ranks with more micro-batches would hang in collectives that the others never call.
+    """
+    most = _max_over_ranks(len(batches), mesh)
+    if _max_over_ranks(int(not batches), mesh):  # a collective, so that all ranks raise
+        raise ValueError(
+            "accumulate: a rank has no batch; give each at least one, blank_batch(...) where its samples ended"
+        )
+    return [*batches, *[blank_batch(batches[-1])] * (most - len(batches))]
 
 
-def _most(number: int, mesh: DeviceMesh | None) -> int:
-    """The largest of all ranks' numbers."""
-    if mesh is None or summed(mesh).size() == 1:
+def _max_over_ranks(number: int, mesh: DeviceMesh | None) -> int:
+    """Return the maximum of a number over all ranks with different samples or tokens."""
+    if mesh is None or reduce_mesh(mesh).size() == 1:
         return number
     largest = torch.tensor(number, device=mesh.device_type)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=summed(mesh).get_group())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=reduce_mesh(mesh).get_group())
     return int(largest)

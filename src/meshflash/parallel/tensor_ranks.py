@@ -1,7 +1,7 @@
-"""Ranks that share the features of linear layers: who they are, and the products that they make together.
+"""The ranks of a tensor-parallel axis, and the distributed GEMMs that they compute together.
 
-A product is made once for its sizes, by all ranks together, and called by every layer that has such sizes. The layers
-are in `linear.py`.
+A distributed GEMM is built once for each problem size, by all ranks together, and shared by all layers of that size.
+The layers are in `linear.py`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from meshflash.kernels.contract import HALF
 if TYPE_CHECKING:  # a heap needs Triton, a process group does not
     from meshflash.comm.heap.contract import Heap
 
-#: What kernels of a heap compute with.
-CARRIED = (torch.float32, *HALF)
+#: The dtypes of the kernels that communicate over a symmetric heap; other dtypes use the process group.
+HEAP_DTYPES = (torch.float32, *HALF)
 
 
 class TensorRanks:
-    """The ranks of a tensor-parallel axis, with or without a heap. Leaving a `with` block gives the heap's parts back.
+    """The ranks of a tensor-parallel axis, with or without a symmetric heap.
+
+    As a context manager it frees its heap memory on exit.
 
     Args:
-        over: a mesh of one dimension, or a process group; None is the default group.
-        heap: of `open_heap` over the same ranks: products of float32, bfloat16 and float16 then go by it.
-        variant: on the heap, see `FusedGemm`.
-        precision: of float32 on GPUs: "ieee" or "tf32".
-        reduce_dtype: in which sums of one rank travel; float32 or more by default.
+        over: A 1D mesh or a process group; None is the default group.
+        heap: A heap of `open_heap` over the same ranks. GEMMs in float32, bfloat16 and float16 then communicate over
+            it; others use the process group.
+        variant: The kernel variant on the heap, see `FusedGemm`.
+        precision: The precision of float32 GEMMs on GPUs: "ieee" or "tf32".
+        reduce_dtype: The dtype in which partial sums travel; float32 or wider by default.
 
     >>> from meshflash.parallel import init_mesh
     >>> TensorRanks(init_mesh()["tp"]).world
@@ -70,78 +73,85 @@ class TensorRanks:
                 f"{self.world} of the group; open it over the same ranks, one process each"
             )
         self.heap, self.variant, self.precision, self.reduce_dtype = heap, variant, precision, reduce_dtype
-        self._made: dict[Any, FusedGemm] = {}
+        self._gemms: dict[Any, FusedGemm] = {}
         self._agreed: set[Any] = set()
 
     def __deepcopy__(self, _: Any) -> TensorRanks:
         return self  # copies of a layer are on the same ranks
 
     def mesh(self, kind: str) -> DeviceMesh:
-        """These ranks as a mesh of a kind of device."""
+        """Return these ranks as a mesh of a device type."""
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(self.group, kind)
         return self._mesh
 
     def check_same(self, mesh: DeviceMesh) -> None:
-        """ValueError unless these are the ranks of a mesh, in its order."""
+        """Raise ValueError unless these are the ranks of a mesh, in its order."""
         here, there = dist.get_process_group_ranks(self.group), mesh.mesh.flatten().tolist()
         if here != there:
             raise ValueError(
-                f"ranks: layers lie on the ranks {there}, and these are {here}; make them of the same axis"
+                f"ranks: the layers are on the ranks {there}, and these are {here}; make them of the same axis"
             )
 
-    def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A product of this rank alone."""
+    def gemm(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return a @ b + bias, computed on this rank alone."""
         return matmul(a, b, bias=bias, precision=self.precision)
 
-    def product(
+    def distributed_gemm(
         self, collective: str, a: Tensor, b: Tensor, m: int, n: int, k: int, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """A product of all ranks, see `FusedGemm`, whose sizes those are."""
+        """Return the result of a GEMM fused with a collective; `FusedGemm` explains `collective` and the sizes."""
         found: Tensor = self._fused(collective, a.dtype, m, n, k, sizes)(a, b)
         return found
 
-    def gather_product(
+    def all_gather_gemm(
         self, rows: Tensor, b: Tensor, sizes: Sequence[int], columns: int, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The rows of all ranks times b, and those rows, unless they were read where they lie.
+        """Return the gathered rows of all ranks times b, and the gathered rows if they were materialized, else None.
 
-        `columns` are those of b on all ranks together. The rows stay until the next product.
+        The gathered rows are valid until the next GEMM.
+
+        Args:
+            rows: The rows of this rank.
+            b: The weight shard of this rank.
+            sizes: The number of rows of each rank.
+            columns: The columns of b on all ranks together.
+            bias: Added to each output row.
         """
         n = b.shape[1]
-        if self._carries(rows.dtype) and columns == n * self.world:  # kernels' tiles are the same on all ranks
+        if self._uses_heap(rows.dtype) and columns == n * self.world:  # the kernel needs equal tiles on all ranks
             gemm = self._fused("ag_gemm", rows.dtype, sum(sizes), n, rows.shape[1], sizes)
             y = gemm(rows, b)
             return y if bias is None else y.add_(bias), None if gemm.plan.variant == "epilogue" else gemm.gathered()
         gathered = self.gather(rows, sizes)
-        return self.multiply(gathered, b, bias), gathered
+        return self.gemm(gathered, b, bias), gathered
 
     def gather(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The rows of all ranks, by the process group."""
+        """Return the rows of all ranks, gathered over the process group."""
         self._agree("gather", rows.dtype, sum(sizes), 0, rows.shape[1], tuple(sizes))
         return gather_rows(rows, tuple(sizes), self.group)
 
-    def add(self, x: Tensor) -> Tensor:
-        """The sum of all ranks, in place."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum a tensor over all ranks in place, and return it."""
         dist.all_reduce(x, group=self.group)
         return x
 
-    def numbers(self, own: int, device: torch.device) -> tuple[int, ...]:
-        """What each rank says. On GPUs the host waits for it."""
-        said = torch.zeros(self.world, dtype=torch.int64, device=device)
-        said[self.rank] = own
-        return tuple(int(n) for n in self.add(said).tolist())
+    def all_gather_ints(self, own: int, device: torch.device) -> tuple[int, ...]:
+        """Return the number of each rank. On GPUs the host waits for the device."""
+        gathered = torch.zeros(self.world, dtype=torch.int64, device=device)
+        gathered[self.rank] = own
+        return tuple(int(n) for n in self.all_reduce(gathered).tolist())
 
     @property
     def plans(self) -> tuple[str, ...]:
-        """How each product that was made is computed, and why so."""
-        return tuple(str(gemm.plan) for gemm in self._made.values())
+        """Return a description of each distributed GEMM built so far: its variant and why it was chosen."""
+        return tuple(str(gemm.plan) for gemm in self._gemms.values())
 
     def free(self) -> None:
-        """Give what products took of the heap back. All ranks do so together."""
-        for gemm in self._made.values():
+        """Free the heap memory of all distributed GEMMs. All ranks must call it together."""
+        for gemm in self._gemms.values():
             gemm.free()
-        self._made.clear()
+        self._gemms.clear()
         if self.heap is not None:
             self.heap.barrier()
 
@@ -154,18 +164,18 @@ class TensorRanks:
         if error is None:
             self.free()
 
-    def _carries(self, dtype: torch.dtype) -> bool:
-        return self.heap is not None and dtype in CARRIED
+    def _uses_heap(self, dtype: torch.dtype) -> bool:
+        return self.heap is not None and dtype in HEAP_DTYPES
 
     def _fused(
         self, collective: str, dtype: torch.dtype, m: int, n: int, k: int, sizes: Sequence[int] | None
     ) -> FusedGemm:
         key = (collective, dtype, m, n, k, None if sizes is None else tuple(sizes))
-        heap = self.heap if self._carries(dtype) else None
+        heap = self.heap if self._uses_heap(dtype) else None
         if heap is None:
             self._agree(*key)
-        if key not in self._made:
-            self._made[key] = FusedGemm(
+        if key not in self._gemms:
+            self._gemms[key] = FusedGemm(
                 heap or self.group,
                 *(collective, m, n, k, dtype),
                 sizes=sizes,
@@ -173,10 +183,10 @@ class TensorRanks:
                 precision=self.precision,
                 reduce_dtype=self.reduce_dtype,
             )
-        return self._made[key]
+        return self._gemms[key]
 
     def _agree(self, *key: Any) -> None:
-        """Compare the sizes of a product with those of all ranks, once for new ones; a heap does so itself."""
+        """Check that all ranks call a GEMM of the same sizes, once for each new key; a heap checks by itself."""
         if self.world > 1 and (key not in self._agreed or checks_always()):
             names = ("collective", "dtype", "rows", "columns", "features", "sizes")
             group_context(self.group.group_name).agree(

@@ -1,7 +1,7 @@
-"""How a model lies on a mesh: weights kept by every rank, or spread over them; heads and hidden units divided.
+"""Parallelize a model over a mesh: replicated or sharded weights, tensor parallelism, context parallelism.
 
-All of it is torch's own: DistributedDataParallel, `fully_shard`, tensor-parallel styles. What is here composes them in
-the order that they need, over the right ranks: gradients are summed over the data axes and the context axis.
+The parts are torch's own: DistributedDataParallel, `fully_shard`, tensor-parallel styles. This module composes them in
+the required order over the right axes. Gradients are reduced over the data axes and the context axis.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from meshflash.parallel.blocks import own_blocks
+from meshflash.parallel.activation_checkpointing import apply_activation_checkpointing
+from meshflash.parallel.blocks import unshared_blocks
 from meshflash.parallel.context import ContextParallel
-from meshflash.parallel.linear_styles import own_styles
-from meshflash.parallel.mesh import check_mesh, fold, size, summed
-from meshflash.parallel.overlay import Overlay, lay_over
-from meshflash.parallel.recompute import recompute as recompute_blocks
+from meshflash.parallel.forward_wrapper import ForwardWrapper, wrap_forward
+from meshflash.parallel.linear_styles import replace_linear_styles
+from meshflash.parallel.mesh import check_mesh, flatten_axes, reduce_mesh, size
 from meshflash.parallel.tensor_ranks import TensorRanks
-from meshflash.parallel.tiles import tile_mlp
+from meshflash.parallel.tiled_mlp import tile_mlp
 from meshflash.runtime.devices import CPU, GLOO
 from meshflash.runtime.log import log
 from meshflash.schedules.registry import parse
 
-#: How weights are spread: what "full" keeps after a forward it would gather again for the backward.
+#: How `shard` shards weights; its docstring explains each mode.
 MODES = ("full", "grad_op", "hybrid")
 
-#: Replicas by the same code: shards over one rank. Where heads are divided DDP cannot sum their gradients.
+#: Replicated weights through `fully_shard` with shards over one rank, because DDP cannot reduce DTensors of `tp`.
 REPLICATED = "replicated"
 
 Wrap = str | Callable[[nn.Module], bool]
@@ -49,61 +49,63 @@ def parallelize(
     reduce_dtype: torch.dtype | None = None,
     offload: bool = False,
     schedule: str | None = None,
-    recompute: str | None = None,
+    activation_checkpointing: str | None = None,
     offload_activations: bool = False,
     tiles: int = 1,
     bucket_mb: float = 25.0,
     tp_linear: TensorRanks | None = None,
 ) -> nn.Module:
-    """Lay a model on a mesh: tensor parallel, context parallel, recomputation, and replicas or shards of the weights.
+    """Parallelize a model over a mesh: tensor, context and (sharded) data parallelism, and memory savings.
 
-    Every rank has the same model, or the same one on the meta device. The result is called like the model, with this
+    Every rank passes the same model, or the same model on the meta device. Call the result like the model, with this
     rank's samples and tokens.
 
     Args:
-        model: with a method `tensor_plan(tp)`, as those of `meshflash.models`, where `tp` is more than 1, and with
-            `MeshAttention` in it where `cp` is.
-        mesh: of `init_mesh`.
-        mode: how weights are spread, see `shard`. By default "hybrid" where the mesh has both dp and fsdp, "full"
-            where it has fsdp alone, and none, which is `replicate`, where it has neither.
-        wrap: which modules are gathered one at a time, see `shard`.
-        compute_dtype: what weights are computed with; masters, gradients and optimizer keep their own.
-        reduce_dtype: what gradients are summed in; that of the masters by default.
-        offload: keep shards in the host's memory.
-        schedule: of the attention over `cp`.
-        recompute: "full" keeps the input of each block only, "selective" its attention too; see `recompute`.
-        offload_activations: keep that in the host's memory, copied beside what is computed.
-        tiles: slices of tokens that MLPs are computed in, see `tile_mlp`.
-        bucket_mb: megabytes of gradients that replicas sum at a time.
-        tp_linear: `TensorRanks(mesh["tp"])`, with a heap or without: divide linear layers by `ColumnParallel` and
-            `RowParallel` where the model's plan has torch's styles for them, which are the default.
+        model: The model. For `tp` > 1 it needs a method `tensor_plan(tp)`, as the models of `meshflash.models` have.
+            For `cp` > 1 it needs `MeshAttention` modules.
+        mesh: A mesh of `init_mesh`.
+        mode: How weights are sharded, see `shard`. The default is "hybrid" on a mesh with dp and fsdp, "full" with fsdp
+            alone, and otherwise no sharding, which is `replicate`.
+        wrap: Which modules are gathered one at a time, see `shard`.
+        compute_dtype: The dtype of compute; master weights, gradients and optimizer state keep theirs.
+        reduce_dtype: The dtype of gradient reductions; that of the master weights by default.
+        offload: Whether weight shards stay in host memory.
+        schedule: The schedule of attention over `cp`.
+        activation_checkpointing: "full" saves only the input of each block, "selective" also its attention output; see
+            `apply_activation_checkpointing`. None saves all activations.
+        offload_activations: Whether checkpointed activations move to host memory, with copies that overlap compute.
+        tiles: The number of slices of tokens in which MLPs are computed, see `tile_mlp`.
+        bucket_mb: The size of DDP's gradient buckets in megabytes.
+        tp_linear: `TensorRanks(mesh["tp"])`, with or without a heap. Linear layers then use `ColumnParallel` and
+            `RowParallel` instead of torch's styles of the model's plan.
     """
     check_mesh(mesh)
-    if schedule not in (None, "auto"):  # though it may be that nothing moves
+    if schedule not in (None, "auto"):  # refuse a wrong name even where cp is 1
         parse(schedule)
     if tp_linear is not None and tiles != 1:
-        raise ValueError("tp_linear: an MLP in tiles multiplies by itself; leave out tiles= or tp_linear=")
+        raise ValueError("tp_linear: a tiled MLP has its own GEMMs; leave out tiles= or tp_linear=")
     if isinstance(model, DistributedDataParallel | FSDPModule):
-        raise ValueError(f"parallelize: {type(model).__name__} lies on a mesh already")
+        raise ValueError(f"parallelize: {type(model).__name__} is parallelized already; pass the plain model")
     if mode is None and size(mesh, "fsdp") > 1:
         mode = "hybrid" if size(mesh, "dp") > 1 else "full"
-    spread = mode is not None or offload or size(mesh, "tp") > 1
+    use_fsdp = mode is not None or offload or size(mesh, "tp") > 1
     _check_options(model, mode, wrap)
-    if reduce_dtype is not None and not spread:
-        raise ValueError("reduce_dtype: replicas sum gradients in their own dtype; say mode= to spread the weights")
+    if reduce_dtype is not None and not use_fsdp:
+        raise ValueError("reduce_dtype: DDP reduces gradients in their own dtype; set mode= to shard the weights")
     if size(mesh, "tp") > 1:
-        _divide(model, _whole(mesh, mode or REPLICATED), tp_linear)
+        _apply_tensor_parallel(model, _weights_mesh(mesh, mode or REPLICATED), tp_linear)
     if size(mesh, "cp") > 1:
         ContextParallel(schedule)._apply(model, mesh["cp"])
     if tiles != 1:
         tile_mlp(model, tiles)
-    if recompute is not None:
-        recompute_blocks(model, recompute, offload_activations)
+    if activation_checkpointing is not None:
+        apply_activation_checkpointing(model, activation_checkpointing, offload_activations)
     elif offload_activations:
         raise ValueError(
-            'offload_activations: it moves what blocks keep for their backward; say recompute="full" or "selective" too'
+            "offload_activations: it offloads checkpointed activations; set "
+            'activation_checkpointing="full" or "selective" too'
         )
-    if spread:
+    if use_fsdp:
         return shard(
             model,
             mesh,
@@ -119,21 +121,27 @@ def parallelize(
 def replicate(
     model: nn.Module, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None, bucket_mb: float = 25.0
 ) -> nn.Module:
-    """Every rank keeps all weights; gradients are averaged over the data and context axes by DDP.
+    """Replicate all weights on every rank; DDP averages gradients over the data and context axes.
 
-    A rank alone gets the model itself. Gradients that a step accumulates travel once if `synchronized` is asked; frozen
-    weights have none. All ranks begin with rank 0's weights.
+    All ranks start with the weights of rank 0. A single rank gets the model itself. With `synchronized` the
+    gradients of accumulated micro-batches are reduced once.
+
+    Args:
+        model: The model, not on the meta device.
+        mesh: A mesh of `init_mesh`.
+        compute_dtype: The dtype of autocast around the forward; None is no autocast.
+        bucket_mb: The size of DDP's gradient buckets in megabytes.
     """
     if compute_dtype is not None:
-        lay_over(model, _Autocast, _autocast=(mesh.device_type, compute_dtype))
-    ranks = summed(mesh)
+        wrap_forward(model, _Autocast, _autocast=(mesh.device_type, compute_dtype))
+    ranks = reduce_mesh(mesh)
     if ranks.size() == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
-            "replicate: weights are on the meta device; call to_empty and init_weights before, or spread them"
+            "replicate: weights are on the meta device; call to_empty and init_weights before, or shard them"
         )
-    return _Replicas(
+    return _StableBucketDDP(
         model,
         process_group=ranks.get_group(),
         bucket_cap_mb=bucket_mb,
@@ -141,21 +149,21 @@ def replicate(
     )
 
 
-class _Replicas(DistributedDataParallel):
-    """DDP whose buckets keep their first layout, so that a resumed run sums gradients in the same order.
+class _StableBucketDDP(DistributedDataParallel):
+    """DDP whose bucket layout never changes, so that a resumed run reduces gradients in the same order.
 
-    DDP lays its buckets out anew after the first backward. Where in a bucket a gradient lies decides in which order
-    three or more ranks add it: the first step after a resume would round otherwise than the same step of a run that
-    never stopped. The layout here is that of the backward from the start: the last weights first. Both methods of the
-    reducer are torch's own and private (2.11 to 2.13 have them); without them a warning says what is lost.
+    DDP rebuilds its buckets after the first backward. The position of a gradient in a bucket decides in which order
+    three or more ranks add it, so the first step after a resume would round differently than an uninterrupted run. Here
+    the buckets have their final layout, last weights first, from the start. The two reducer methods are private to
+    torch (2.11 to 2.13 have them); without them a warning is logged.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if not hasattr(self.reducer, "_push_all_rebuilt_params"):
-            log.warning("this torch lays DDP's buckets out anew: a resumed run may differ in the last bits")
+            log.warning("this torch rebuilds DDP's buckets: a resumed run may differ in the last bits")
             return
-        self.reducer._push_all_rebuilt_params()  # as if their gradients had come in this order
+        self.reducer._push_all_rebuilt_params()  # as if gradients had arrived in this order
         self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> Any:
@@ -173,41 +181,41 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     offload: bool = False,
 ) -> nn.Module:
-    """Spread weights, gradients and what the optimizer keeps over the data and context axes, by `fully_shard`.
+    """Shard weights, gradients and optimizer state over the data and context axes with `fully_shard` (FSDP2, ZeRO-3).
 
-    A rank alone, without another dtype to compute in and without offload, has nothing to spread.
+    A single rank without `compute_dtype` and without offload gets the model itself.
 
     Args:
-        model: is changed in place, and returned.
-        mesh: of `init_mesh`.
-        mode: "full" spreads over dp, fsdp and cp and frees gathered weights after the forward; "grad_op" keeps them for
-            the backward; "hybrid" spreads over fsdp and cp, and keeps a copy for each rank of dp.
-        wrap: what is gathered at a time: each of the model's "blocks" (entries of its ModuleLists that share no weight
-            with the rest) and the rest, the whole "model", or those modules that a function says.
-        compute_dtype: what weights are gathered and computed in; the masters stay as they are. A call's own tensors
-            are cast to it too, unless the model says `casts_inputs = True`.
-        reduce_dtype: what gradients are summed in; by default that of the masters.
-        offload: keep shards and the optimizer's state in the host's memory; slower, see the docs.
+        model: The model; it is changed in place and returned.
+        mesh: A mesh of `init_mesh`.
+        mode: "full" shards over dp, fsdp and cp, and frees gathered weights after the forward. "grad_op" keeps them
+            until the backward. "hybrid" shards over fsdp and cp, and replicates over dp.
+        wrap: The unit of gathering. "blocks" gathers each block (an entry of a ModuleList that shares no weight with
+            the rest) and the rest, "model" the whole model, and a function those modules for which it returns True.
+        compute_dtype: The dtype in which weights are gathered and computed; master weights keep theirs. Inputs of the
+            model are cast to it too, unless the model sets `casts_inputs = True`.
+        reduce_dtype: The dtype of gradient reductions; by default that of the master weights.
+        offload: Whether shards and optimizer state stay in host memory; slower, see the docs.
     """
     _check_options(model, None if mode == REPLICATED else mode, wrap)
     if offload and mesh.device_type == CPU:
-        raise ValueError("offload: weights are in the host's memory already, for the mesh is of CPUs")
-    whole = _whole(mesh, mode)
-    if whole.size() == 1 and compute_dtype is None and not offload:
+        raise ValueError("offload: weights are in host memory already on a CPU mesh; leave out offload=")
+    weights_mesh = _weights_mesh(mesh, mode)
+    if weights_mesh.size() == 1 and compute_dtype is None and not offload:
         return model
-    _check_backend(whole)
+    _check_backend(weights_mesh)
     masters = {p.dtype for p in model.parameters() if p.requires_grad}
     if reduce_dtype is None and compute_dtype is not None and len(masters) == 1:
         (reduce_dtype,) = masters
-    # torch would cast what modules pass to each other too, the angles of rotary positions among it
+    # cast_forward_inputs would also cast tensors between modules, such as the cos and sin of rotary positions
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = dict(
-        mesh=whole[(whole.mesh_dim_names or ())[:-1]],
+        mesh=weights_mesh[(weights_mesh.mesh_dim_names or ())[:-1]],  # all axes but tp
         reshard_after_forward=mode in ("full", "hybrid"),
         mp_policy=policy,
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
     )
-    for module in _wrapped(model, wrap):
+    for module in _modules_to_shard(model, wrap):
         fully_shard(module, **options)
     fully_shard(model, **options)
     if compute_dtype is not None and not getattr(model, "casts_inputs", False):
@@ -217,7 +225,12 @@ def shard(
 
 @contextmanager
 def synchronized(model: nn.Module, last: bool = True) -> Iterator[None]:
-    """Around a forward and backward: gradients travel only in the last one of an accumulation."""
+    """Reduce gradients in the backward inside this context only if it is the last micro-batch of an accumulation.
+
+    Args:
+        model: A model of `parallelize`, `replicate` or `shard`; any other model is left alone.
+        last: Whether this is the last micro-batch of the step.
+    """
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():
             yield
@@ -233,15 +246,15 @@ def synchronized(model: nn.Module, last: bool = True) -> Iterator[None]:
 
 
 def parameters(model: nn.Module) -> Iterable[nn.Parameter]:
-    """The weights that learn, each once however many modules share it; of spread ones this rank's parts."""
+    """Return the weights that require gradients, each once even if modules share it; sharded weights as DTensors."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.reshard()  # a forward without a backward may have left them gathered
+            part.reshard()  # a forward without a backward leaves weights gathered
     return (p for p in model.parameters() if p.requires_grad)
 
 
-class _Autocast(Overlay):
-    """A forward under autocast."""
+class _Autocast(ForwardWrapper):
+    """Run the forward under autocast."""
 
     _autocast: tuple[str, torch.dtype]
 
@@ -252,14 +265,14 @@ class _Autocast(Overlay):
 
 
 def _check_options(model: nn.Module, mode: str | None, wrap: Wrap) -> None:
-    """ValueError for a mode or a wrap that is not known, on however many ranks."""
+    """Raise ValueError for an unknown mode or wrap, on any number of ranks."""
     if mode not in (None, *MODES):
         raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
-    _wrapped(model, wrap)
+    _modules_to_shard(model, wrap)
 
 
 def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A call's own tensors in the dtype that the weights are computed in."""
+    """Cast the floating-point inputs of the model to the compute dtype."""
 
     def cast(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -267,44 +280,44 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
     return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
 
 
-def _whole(mesh: DeviceMesh, mode: str | None) -> DeviceMesh:
-    """The axes that a model lies on: of replicas, of shards, and of heads and hidden units."""
+def _weights_mesh(mesh: DeviceMesh, mode: str | None) -> DeviceMesh:
+    """Return the mesh of the weights: the axes of replicas (if any), of shards, and of tensor parallelism."""
     if mode == "hybrid":
-        return fold(mesh, "dp", "fsdp-cp", "tp")
+        return flatten_axes(mesh, "dp", "fsdp-cp", "tp")
     if mode == REPLICATED:
-        return fold(mesh, "dp-fsdp-cp", "one", "tp")
-    return fold(mesh, "dp-fsdp-cp", "tp")
+        return flatten_axes(mesh, "dp-fsdp-cp", "one", "tp")
+    return flatten_axes(mesh, "dp-fsdp-cp", "tp")
 
 
-def _check_backend(whole: DeviceMesh) -> None:
-    """ValueError where shards would be gathered by gloo from a device's memory: it ends the process."""
-    kind = torch.device(whole.device_type)
-    if kind.type != CPU and whole.size() > 1 and GLOO in whole.get_group(0)._get_backend(kind).name().lower():
+def _check_backend(mesh: DeviceMesh) -> None:
+    """Raise ValueError if gloo would gather shards from device memory, which aborts the process."""
+    kind = torch.device(mesh.device_type)
+    if kind.type != CPU and mesh.size() > 1 and GLOO in mesh.get_group(0)._get_backend(kind).name().lower():
         raise ValueError(
-            f"mesh: its ranks move tensors of {kind.type} by gloo, by which shards cannot travel; give each rank a "
+            f"mesh: its backend for {kind.type} is gloo, which cannot gather shards; give each rank a "
             "device of its own, or keep all weights on each (mode None, tp 1)"
         )
 
 
-def _divide(model: nn.Module, whole: DeviceMesh, linear: TensorRanks | None) -> None:
-    """Divide heads and hidden units over `tp`, on the very mesh that the weights are then spread over."""
-    _check_backend(whole)
-    plan, ranks = getattr(model, "tensor_plan", None), whole["tp"].size()
+def _apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, linear: TensorRanks | None) -> None:
+    """Shard heads and hidden units over `tp`, on the same mesh object that the weights are then sharded over."""
+    _check_backend(mesh)
+    plan, ranks = getattr(model, "tensor_plan", None), mesh["tp"].size()
     if plan is None:
         raise ValueError(
             f"tp={ranks}: {type(model).__name__} has no method tensor_plan(tp) that returns a plan for "
             "torch.distributed.tensor.parallel.parallelize_module"
         )
-    styles = plan(ranks) if linear is None else own_styles(plan(ranks), linear)
-    parallelize_module(model, whole["tp"], styles)
+    styles = plan(ranks) if linear is None else replace_linear_styles(plan(ranks), linear)
+    parallelize_module(model, mesh["tp"], styles)
 
 
-def _wrapped(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
-    """The modules that are gathered one at a time, inner ones first."""
+def _modules_to_shard(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
+    """Return the modules that are gathered one at a time, inner modules first."""
     if callable(wrap):
         return [module for module in list(model.modules())[:0:-1] if wrap(module)]
     if wrap == "model":
         return []
     if wrap != "blocks":
         raise ValueError(f'wrap={wrap!r}: expected "blocks", "model" or a function of a module')
-    return own_blocks(model)
+    return unshared_blocks(model)

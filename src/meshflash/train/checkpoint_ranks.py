@@ -83,8 +83,8 @@ class Ranks:
                 said = self._round(results[0] if results else _WORKING)
                 if all(text != _WORKING for text in said):
                     return [_value(rank, json.loads(text)) for rank, text in enumerate(said)]
-                longest = min(LONGEST, timeout() / 4)
-                pause = min(longest, max(SHORTEST, PART * (time.monotonic() - begin)))
+                find_max_tokens = min(LONGEST, timeout() / 4)
+                pause = min(find_max_tokens, max(SHORTEST, PART * (time.monotonic() - begin)))
 
     def _round(self, text: bytes) -> list[bytes]:
         """One word of each rank, of whatever length."""

@@ -26,7 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshflash.models.layers import own_part
+from meshflash.models.layers import local_slices
 from meshflash.train.checkpoint_files import DTYPES, INDEX, NAMES, CheckpointError, TensorFile
 
 Optimizer = torch.optim.Optimizer
@@ -46,7 +46,7 @@ class Part:
         local = x.detach()
         if isinstance(local, DTensor):
             local = local.to_local()
-        return Part(local, tuple(int(rows.start) for rows in own_part(x)), tuple(x.shape))
+        return Part(local, tuple(int(rows.start) for rows in local_slices(x)), tuple(x.shape))
 
     def outline(self) -> list[Any]:
         """All but the values, for other ranks."""

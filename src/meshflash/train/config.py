@@ -14,9 +14,10 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from meshflash.core.reading import read_bytes
-from meshflash.models import gpt, vit
-from meshflash.models.gpt import GPTConfig
-from meshflash.models.vit import ViTConfig
+from meshflash.models import gpt_config as gpt
+from meshflash.models import vit_config as vit
+from meshflash.models.gpt_config import GPTConfig
+from meshflash.models.vit_config import ViTConfig
 
 #: What weights are computed in; the masters are float32.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -77,7 +78,7 @@ class Optimizer:
 class Memory:
     """What saves memory, each exact: see `meshflash.parallel.parallelize`."""
 
-    recompute: str | None = None
+    activation_checkpointing: str | None = None
     offload_activations: bool = False
     offload_weights: bool = False
     tiles: int = 1
@@ -153,7 +154,7 @@ def llama3_2_1b() -> Config:
         gpt.llama3_2_1b(),
         Mesh(cp=8, mode="full", schedule="zigzag"),
         Data("data", tokens=131_072, batch=16, micro=1),
-        memory=Memory(recompute="selective"),
+        memory=Memory(activation_checkpointing="selective"),
         run=Run(dtype="bfloat16", save=500, save_minutes=20.0),
     )
 
@@ -164,7 +165,7 @@ def llama3_8b() -> Config:
         gpt.llama3_8b(),
         Mesh(mode="full"),
         Data("data", tokens=8192, batch=256, micro=1),
-        memory=Memory(recompute="selective"),
+        memory=Memory(activation_checkpointing="selective"),
         run=Run(dtype="bfloat16", save=500, save_minutes=20.0),
     )
 
@@ -175,7 +176,7 @@ def llama3_8b_1m() -> Config:
         gpt.llama3_8b_1m(),
         Mesh(cp=64, mode="full", schedule="zigzag"),
         Data("data", tokens=1_048_576, batch=4, micro=1),
-        memory=Memory(recompute="selective", offload_activations=True, tiles=16),
+        memory=Memory(activation_checkpointing="selective", offload_activations=True, tiles=16),
         run=Run(dtype="bfloat16", save=100, save_minutes=20.0),
     )
 
@@ -207,7 +208,7 @@ def vit_2_6b() -> Config:
         vit.vit_2_6b(),
         Mesh(cp=8, mode="full", schedule="ring", layout="contiguous"),
         Data("data", batch=8, micro=1, height=2048, width=2048),
-        memory=Memory(recompute="selective"),
+        memory=Memory(activation_checkpointing="selective"),
         run=Run(dtype="bfloat16", save=200, save_minutes=20.0),
     )
 
@@ -255,8 +256,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def assignments(texts: list[str]) -> dict[str, Any]:
     """Changes from `path=value` texts.
 
-    >>> assignments(["mesh.cp=4", "data.source=copy", "memory.recompute=none"])
-    {'mesh': {'cp': 4}, 'data': {'source': 'copy'}, 'memory': {'recompute': None}}
+    >>> assignments(["mesh.cp=4", "data.source=copy", "memory.activation_checkpointing=none"])
+    {'mesh': {'cp': 4}, 'data': {'source': 'copy'}, 'memory': {'activation_checkpointing': None}}
     """
     found: dict[str, Any] = {}
     for text in texts:

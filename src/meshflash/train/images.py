@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from meshflash.train.order import draws
-from meshflash.train.tokens import check_number
+from meshflash.train.order import random_words
+from meshflash.train.tokens import check_sample_index
 
 #: What an ImageFolder takes for images.
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -76,7 +76,7 @@ class ImageFolder:
         return len(self.files)
 
     def __getitem__(self, number: int) -> ImageSample:
-        check_number(number, len(self))
+        check_sample_index(number, len(self))
         path, label = self.files[number]
         return ImageSample(torch.from_numpy(read_image(path, self.size)), label)
 
@@ -115,7 +115,7 @@ class ImageArrays:
         return len(self.images)
 
     def __getitem__(self, number: int) -> ImageSample:
-        check_number(number, len(self))
+        check_sample_index(number, len(self))
         image = np.array(self.images[number], dtype=np.float32)
         if self.images.dtype == np.uint8:
             image /= 255.0
@@ -166,23 +166,23 @@ class SyntheticImages:
                 raise ValueError(f"SyntheticImages: {name}={value}; expected at least {low}")
         self.size, self.classes, self.seed, self.samples = (height, width), classes, seed, samples
         self.channels, self.spot, self.dense = channels, spot, dense
-        signs = draws(0, 2**64 - 1, classes * channels * spot**2)
+        signs = random_words(0, 2**64 - 1, classes * channels * spot**2)
         self._signs = _values(signs, (classes, channels, spot, spot), 1.0)
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, number: int) -> ImageSample:
-        check_number(number, self.samples)
+        check_sample_index(number, self.samples)
         (height, width), spot = self.size, self.spot
         if self.dense:
             shape = (self.channels, -(-height // spot), -(-width // spot))
-            blocks = _values(draws(self.seed, number, math.prod(shape)), shape, 1.0)
+            blocks = _values(random_words(self.seed, number, math.prod(shape)), shape, 1.0)
             image = blocks.repeat(spot, axis=1).repeat(spot, axis=2)[:, :height, :width]
             far = np.roll(image, -(height // 2), axis=1)[np.arange(self.classes) % self.channels]
             return ImageSample(_tensor(image), None, _tensor(far))
         shape = (self.channels, height, width)
-        words = draws(self.seed, number, 2 + math.prod(shape))
+        words = random_words(self.seed, number, 2 + math.prod(shape))
         one, other = (int(word) % self.classes for word in words[:2])
         image = _values(words[2:], shape, 0.1)
         image[:, :spot, :spot], image[:, -spot:, -spot:] = self._signs[one], self._signs[other]

@@ -17,7 +17,7 @@ from meshflash.job import init
 from meshflash.models.generate import generate
 from meshflash.models.gpt import GPTConfig
 from meshflash.models.huggingface import load_pretrained, read_config
-from meshflash.models.patches import spread_images, unpatchify
+from meshflash.models.patches import shard_images, unpatchify
 from meshflash.parallel import init_mesh
 from meshflash.runtime.devices import current
 from meshflash.sharding import unshard
@@ -68,7 +68,7 @@ def images(checkpoint: Path, source: Path, output: Path, axes: Mapping[str, Any]
     number = 0
     for name, image in _images(source, (config.data.height, config.data.width)):
         whole = image[None].to(current())
-        batch = spread_images(whole, mesh, patch=config.model.patch, layout=config.mesh.layout)
+        batch = shard_images(whole, mesh, patch=config.model.patch, layout=config.mesh.layout)
         out = model(**batch)
         number += 1
         if dense:

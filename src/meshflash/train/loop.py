@@ -18,20 +18,20 @@ from torch import distributed as _distributed
 from meshflash.core.mask import Mask
 from meshflash.job import init
 from meshflash.models.gpt import GPT, GPTConfig
-from meshflash.models.patches import spread_images
+from meshflash.models.patches import shard_images
 from meshflash.models.vit import ViT
 from meshflash.parallel import (
     accumulate,
-    blank,
+    blank_batch,
     clip_grad_norm,
     init_mesh,
     parallelize,
+    shard_batch,
     sharded_optimizer,
-    spread_batch,
 )
-from meshflash.parallel.loss import count_tokens, total
-from meshflash.parallel.mesh import DATA, place, size, summed
-from meshflash.parallel.step import even_batches
+from meshflash.parallel.loss import count_tokens, reduce_sum
+from meshflash.parallel.mesh import DATA_AXES, mesh_rank, reduce_mesh, size
+from meshflash.parallel.step import pad_micro_batches
 from meshflash.runtime.devices import CPU, current, peak_memory
 from meshflash.runtime.launchers import agent
 from meshflash.runtime.liveness import naming_lost_ranks
@@ -40,7 +40,7 @@ from meshflash.train.checkpoint_files import complete
 from meshflash.train.config import Config, Optimizer, Run, as_dict, from_dict
 from meshflash.train.images import ImageSample
 from meshflash.train.order import Order, divide
-from meshflash.train.report import EVENTS, LINES, Report, share_of_peak
+from meshflash.train.report import EVENTS_FOLDER, METRICS_FILE, Report, model_flops_utilization
 from meshflash.train.sources import Source, embedded, open_source, scored
 from meshflash.train.synthetic import accuracy
 
@@ -56,7 +56,7 @@ class TrainingError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainResult:
     """What a run ended with: its last step, the losses of the steps that this process saw, and the last evaluation."""
 
     step: int
@@ -72,7 +72,7 @@ def train(
     resume: bool = True,
     from_step: int | None = None,
     quiet: bool = False,
-) -> Trained:
+) -> TrainResult:
     """Train as the configuration says. With a folder numbers and checkpoints go there, and a run goes on where it was.
 
     Every rank calls it. Batches, their order and the losses do not depend on the mesh.
@@ -90,16 +90,16 @@ def train(
     problem = None
     if folder is not None and here.rank == 0:
         try:
-            _clear_way(folder, resume, from_step)
+            _set_aside_previous_run(folder, resume, from_step)
         except (ValueError, OSError) as error:
             problem = str(error)
-    if problem := _first_says(problem):
+    if problem := _broadcast_from_rank0(problem):
         raise ValueError(problem)
-    with _repeatable(config.run.deterministic), naming_lost_ranks():
+    with _deterministic(config.run.deterministic), naming_lost_ranks():
         return _train(config, folder, here.rank == 0, quiet)
 
 
-def _clear_way(folder: Path, resume: bool, from_step: int | None) -> None:
+def _set_aside_previous_run(folder: Path, resume: bool, from_step: int | None) -> None:
     """Put aside what this run does not go on from: all of it, or the checkpoints behind a step; once for a launch."""
     asked = "fresh" if not resume else None if from_step is None else f"from {from_step}"
     if asked is None:
@@ -120,7 +120,7 @@ def _clear_way(folder: Path, resume: bool, from_step: int | None) -> None:
         number += 1
     aside = folder / f"before-{number}"
     if from_step is None:
-        going = [folder / name for name in (CHECKPOINTS, LINES, EVENTS)]
+        going = [folder / name for name in (CHECKPOINTS, METRICS_FILE, EVENTS_FOLDER)]
     else:
         going = [path for step, path in kept.items() if step > from_step]
     for path in going:
@@ -133,7 +133,7 @@ def _clear_way(folder: Path, resume: bool, from_step: int | None) -> None:
 
 
 @contextmanager
-def _repeatable(wanted: bool) -> Iterator[None]:
+def _deterministic(wanted: bool) -> Iterator[None]:
     """Kernels that give the same bits each time, where that is asked."""
     if not wanted:
         yield
@@ -147,7 +147,7 @@ def _repeatable(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _train(config: Config, folder: Path | None, first: bool, quiet: bool) -> Trained:
+def _train(config: Config, folder: Path | None, first: bool, quiet: bool) -> TrainResult:
     mesh = init_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp, config.mesh.order)
     device = current()
     source = open_source(config, config.data.source, config.data.samples, config.data.seed)
@@ -156,7 +156,7 @@ def _train(config: Config, folder: Path | None, first: bool, quiet: bool) -> Tra
     model, learner = build(config, mesh, device)
     kept = None if folder is None else Checkpoints(folder / CHECKPOINTS, keep=config.run.keep, mesh=mesh)
     start = 0
-    latest = None if kept is None else _first_says(kept.latest())
+    latest = None if kept is None else _broadcast_from_rank0(kept.latest())
     if kept is not None and latest is not None:
         state = kept.load(model, learner, latest)
         if from_dict(state["config"]).model != config.model:
@@ -177,12 +177,12 @@ def _train(config: Config, folder: Path | None, first: bool, quiet: bool) -> Tra
             batches = _batches(config, source, order.of(step - 1), mesh, device)
             made = accumulate(model, batches, mesh)
             norm = clip_grad_norm(model, config.optimizer.clip)
-            _check(step, made.loss, made.own, norm, mesh)
+            _check(step, made.loss, made.local_sum, norm, mesh)
             learner.step()
             learner.zero_grad()
             losses.append(float(made.loss))
             if config.run.compare and step % config.run.compare == 0:
-                compare_replicas(step, model, mesh, config)
+                check_replicas(step, model, mesh, config)
             if config.run.log and step % config.run.log == 0:
                 seconds = (time.perf_counter() - begin) / (step - since)
                 begin, since = time.perf_counter(), step
@@ -199,7 +199,7 @@ def _train(config: Config, folder: Path | None, first: bool, quiet: bool) -> Tra
             kept.wait()
     finally:
         report.close()
-    return Trained(step, losses, told, model)
+    return TrainResult(step, losses, told, model)
 
 
 def _report(folder: Path | None, steps: int, start: int, first: bool, quiet: bool) -> Report:
@@ -209,7 +209,7 @@ def _report(folder: Path | None, steps: int, start: int, first: bool, quiet: boo
         report = Report(folder, steps, start, first=first, quiet=quiet)
     except OSError as error:
         problem = f"{error}; free some space, or give another --output"
-    if problem := _first_says(problem):
+    if problem := _broadcast_from_rank0(problem):
         raise ValueError(problem)
     return report
 
@@ -229,7 +229,7 @@ def build_model(config: Config, mesh: Any, device: torch.device) -> Any:
         mode=config.mesh.mode,
         compute_dtype=getattr(torch, config.run.dtype) if half else None,
         schedule=config.mesh.schedule,
-        recompute=memory.recompute,
+        activation_checkpointing=memory.activation_checkpointing,
         offload=memory.offload_weights,
         offload_activations=memory.offload_activations,
         tiles=memory.tiles,
@@ -270,7 +270,7 @@ def evaluate(config: Config, model: nn.Module, source: Source, mesh: Any, device
     lost = torch.zeros(3, dtype=torch.float64, device=device)
     for begin in range(0, len(source), config.data.batch):
         numbers = list(range(begin, min(begin + config.data.batch, len(source))))
-        for batch in even_batches(_batches(config, source, numbers, mesh, device), mesh):
+        for batch in pad_micro_batches(_batches(config, source, numbers, mesh, device), mesh):
             labels = batch["labels"]
             lost[0] += model(**batch).double()
             if counted:
@@ -278,14 +278,14 @@ def evaluate(config: Config, model: nn.Module, source: Source, mesh: Any, device
                 lost[1] += accuracy(logits, labels)[0]
             lost[2] += count_tokens(labels)
     model.train()
-    lost = total(lost, mesh)
+    lost = reduce_sum(lost, mesh)
     found = {"valid_loss": float(lost[0] / lost[2].clamp(min=1))}
     if counted:
         found["accuracy"] = float(lost[1] / lost[2].clamp(min=1))
     return found
 
 
-def compare_replicas(step: int, model: nn.Module, mesh: Any, config: Config) -> None:
+def check_replicas(step: int, model: nn.Module, mesh: Any, config: Config) -> None:
     """TrainingError where ranks that keep the same weights have others."""
     parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     group = _replicas(mesh, config)
@@ -306,7 +306,7 @@ def _replicas(mesh: Any, config: Config) -> Any:
     """The ranks that keep the same parts of the weights; None where there is one."""
     sharded = config.mesh.mode is not None or config.mesh.fsdp > 1
     if not sharded:
-        found = summed(mesh)
+        found = reduce_mesh(mesh)
     elif size(mesh, "dp") > 1 and config.mesh.mode in (None, "hybrid"):
         found = mesh["dp"]
     else:
@@ -336,9 +336,9 @@ def _batches(
     config: Config, source: Source, samples: list[int], mesh: Any, device: torch.device
 ) -> list[dict[str, Any]]:
     """This rank's micro-batches of all ranks' samples; a rank without any has a blank one."""
-    numbers = divide(samples, place(mesh, DATA), size(mesh, DATA), config.data.micro)
+    numbers = divide(samples, mesh_rank(mesh, DATA_AXES), size(mesh, DATA_AXES), config.data.micro)
     if not numbers:
-        return [dict(blank(_batch(config, [source[samples[0]]], mesh, device)))]
+        return [dict(blank_batch(_batch(config, [source[samples[0]]], mesh, device)))]
     return [_batch(config, [source[n] for n in rows], mesh, device) for rows in numbers]
 
 
@@ -350,22 +350,24 @@ def _batch(config: Config, samples: list[Any], mesh: Any, device: torch.device) 
             more["targets"] = torch.stack([sample.target for sample in samples]).to(device)
         else:
             more["labels"] = torch.tensor([sample.label for sample in samples], device=device)
-        return spread_images(images, mesh, patch=config.model.patch, layout=config.mesh.layout, **more)  # type: ignore[union-attr]
+        return shard_images(images, mesh, patch=config.model.patch, layout=config.mesh.layout, **more)  # type: ignore[union-attr]
     tokens, labels = (torch.stack([getattr(s, name) for s in samples]).to(device) for name in ("tokens", "labels"))
     mask = Mask.causal()
     if any(len(sample.documents) > 1 for sample in samples):
         mask = mask & Mask.documents([list(sample.documents) for sample in samples])
-    return spread_batch(tokens, mesh, labels=labels, mask=mask, layout=config.mesh.layout)
+    return shard_batch(tokens, mesh, labels=labels, mask=mask, layout=config.mesh.layout)
 
 
 def _due(run: Run, step: int, since: float) -> bool:
     """Whether to save: after so many steps, or so many minutes by rank 0's clock."""
     if run.save and step % run.save == 0:
         return True
-    return bool(run.save_minutes) and bool(_first_says(time.perf_counter() - since >= 60.0 * run.save_minutes))
+    return bool(run.save_minutes) and bool(
+        _broadcast_from_rank0(time.perf_counter() - since >= 60.0 * run.save_minutes)
+    )
 
 
-def _first_says(value: Any) -> Any:
+def _broadcast_from_rank0(value: Any) -> Any:
     """Rank 0's value: what a shared file system shows may come to ranks at other times."""
     found = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -410,5 +412,5 @@ def _numbers(
         flops = config.model.flops(config.data.tokens) * config.data.batch
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         name = torch.get_device_module(device).get_device_name(device) if device.type != CPU else CPU
-        found["mfu"] = share_of_peak(flops / seconds / ranks / 1e12, name)
+        found["mfu"] = model_flops_utilization(flops / seconds / ranks / 1e12, name)
     return found

@@ -11,7 +11,7 @@ import numpy.typing as npt
 _WORD = 2**64
 
 
-def draws(seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
+def random_words(seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
     """`count` random words of 64 bits that depend on the seed and a number: Philox with both as its key.
 
     >>> [int(x) % 100 for x in draws(0, 5, 3)] == [int(x) % 100 for x in draws(0, 5, 4)[:3]]
@@ -42,7 +42,7 @@ class Order:
             raise ValueError(f"samples={samples}: expected at least 1; the source is empty")
         if batch < 1:
             raise ValueError(f"batch={batch}: expected at least 1")
-        draws(seed, 0, 0)  # a seed that cannot be is told here, not at the first step
+        random_words(seed, 0, 0)  # a seed that cannot be is told here, not at the first step
         self.samples, self.batch, self.seed, self.shuffle = samples, batch, seed, shuffle
         self._epochs: dict[int, npt.NDArray[np.uint64]] = {}
 
@@ -78,7 +78,7 @@ class Order:
         """
         if epoch not in self._epochs:
             low = np.uint64((1 << (self.samples - 1).bit_length()) - 1)
-            words = draws(self.seed, epoch, self.samples) & ~low
+            words = random_words(self.seed, epoch, self.samples) & ~low
             words |= np.arange(self.samples, dtype=np.uint64)
             words.sort()
             before = {e: kept for e, kept in self._epochs.items() if e == epoch - 1}  # a batch may need two

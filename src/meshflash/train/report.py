@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meshflash.core.files import check_folder
 from meshflash.runtime.log import log
 
-LINES = "metrics.jsonl"
-EVENTS = "tensorboard"
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FOLDER = "tensorboard"
 
 #: Dense bfloat16 TFLOP/s of devices by a part of their name, for the share that a run reaches.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "MI250": 191.5, "MI300": 1307.0, "B200": 2250.0}
@@ -33,7 +33,7 @@ class Report:
             return
         if folder is not None:
             check_folder(folder)
-            _end_line(folder / LINES)
+            _end_line(folder / METRICS_FILE)
             self._events = _events(folder, start)
         if not quiet:
             self._progress = Progress(
@@ -47,11 +47,13 @@ class Report:
         """Numbers after a step."""
         if self.folder is not None:
             try:
-                with (self.folder / LINES).open("a") as file:
+                with (self.folder / METRICS_FILE).open("a") as file:
                     file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
             except OSError as error:  # a run is worth more than its numbers, and a save tells all ranks
                 if not self._warned:
-                    log.warning("%s: %s; the numbers of step %d are lost", self.folder / LINES, error.strerror, step)
+                    log.warning(
+                        "%s: %s; the numbers of step %d are lost", self.folder / METRICS_FILE, error.strerror, step
+                    )
                 self._warned = True
         if self._events is not None:
             for name, value in values.items():
@@ -73,7 +75,7 @@ class Report:
             self._events.close()
 
 
-def share_of_peak(tflops: float, device: str) -> float | None:
+def model_flops_utilization(tflops: float, device: str) -> float | None:
     """How much of its device's peak a run reaches; None where the peak is not known.
 
     >>> share_of_peak(494.5, "NVIDIA H200")
@@ -83,10 +85,10 @@ def share_of_peak(tflops: float, device: str) -> float | None:
     return None if peak is None else tflops / peak
 
 
-def read_lines(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The numbers of a run, step by step; after a restart the later ones count."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    for line in (folder / LINES).read_text().splitlines():
+    for line in (folder / METRICS_FILE).read_text().splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -123,4 +125,4 @@ def _events(folder: Path, start: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder / EVENTS), purge_step=start + 1)
+    return SummaryWriter(str(folder / EVENTS_FOLDER), purge_step=start + 1)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshflash.parallel.loss import IGNORED
-from meshflash.train.order import draws
-from meshflash.train.tokens import Sample, check_number
+from meshflash.parallel.loss import IGNORE_INDEX
+from meshflash.train.order import random_words
+from meshflash.train.tokens import Sample, check_sample_index
 
 
 class Copy:
@@ -32,11 +32,11 @@ class Copy:
         return self.samples
 
     def __getitem__(self, number: int) -> Sample:
-        check_number(number, self.samples)
+        check_sample_index(number, self.samples)
         half = -(-self.tokens // 2)
-        once = draws(self.seed, number, half) % np.uint64(self.vocabulary)
+        once = random_words(self.seed, number, half) % np.uint64(self.vocabulary)
         both = torch.from_numpy(np.tile(once.astype(np.int64), 2))
-        labels = torch.full((self.tokens,), IGNORED)
+        labels = torch.full((self.tokens,), IGNORE_INDEX)
         answers = both[half + 1 : self.tokens + 1]
         labels[half : half + len(answers)] = answers
         return Sample(both[: self.tokens].clone(), labels, (self.tokens,))
@@ -67,16 +67,16 @@ class Needle:
         return self.samples
 
     def __getitem__(self, number: int) -> Sample:
-        check_number(number, self.samples)
+        check_sample_index(number, self.samples)
         slots = self.tokens // 4
-        words = draws(self.seed, number, self.tokens + slots + self.keys + self.pairs)
+        words = random_words(self.seed, number, self.tokens + slots + self.keys + self.pairs)
         filler, where, which, what = np.split(words, np.cumsum([self.tokens, slots, self.keys]))
         ids = (filler % np.uint64(self.vocabulary - 2 * self.keys)).astype(np.int64) + 2 * self.keys
         places = 2 * np.argsort(where, kind="stable")[: self.pairs]
         keys = np.argsort(which, kind="stable")[: self.pairs]
         values = (what % np.uint64(self.keys)).astype(np.int64) + self.keys
         ids[places], ids[places + 1], ids[-1] = keys, values, keys[0]
-        labels = torch.full((self.tokens,), IGNORED)
+        labels = torch.full((self.tokens,), IGNORE_INDEX)
         labels[-1] = int(values[0])
         return Sample(torch.from_numpy(ids), labels, (self.tokens,))
 
@@ -87,7 +87,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     >>> accuracy(torch.eye(3), torch.tensor([0, 2, -100]))
     (tensor(1), tensor(2))
     """
-    counts = labels != IGNORED
+    counts = labels != IGNORE_INDEX
     return ((logits.argmax(-1) == labels) & counts).sum(), counts.sum()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TextIO
 
 #: Characters that are encoded at a time; a longer document is cut at a line.
-PIECE = 1 << 20
+CHUNK_CHARS = 1 << 20
 #: Characters of a line of a .jsonl file, which is read as a whole.
-LINE = 1 << 28
+MAX_LINE_CHARS = 1 << 28
 
 #: A text, whether its document ends with it, and how many bytes of all files are read by then.
 Piece = tuple[str, bool, int]
@@ -36,13 +36,13 @@ def input_files(paths: Iterable[Path | str]) -> list[Path]:
 def batches(files: Sequence[Path]) -> Iterator[list[Piece]]:
     """Pieces of all files, in lists of about PIECE characters, which a tokenizer may encode side by side."""
     batch: list[Piece] = []
-    room = PIECE
+    room = CHUNK_CHARS
     for piece in _pieces(files):
         batch.append(piece)
         room -= len(piece[0]) + 1
         if room <= 0:
             yield batch
-            batch, room = [], PIECE
+            batch, room = [], CHUNK_CHARS
     if batch:
         yield batch
 
@@ -64,11 +64,12 @@ def _pieces(files: Sequence[Path]) -> Iterator[Piece]:
 def _lines(path: Path, stream: TextIO) -> Iterator[io.StringIO]:
     """The text of each line of a .jsonl file."""
     number = 0
-    while line := stream.readline(LINE + 1):
+    while line := stream.readline(MAX_LINE_CHARS + 1):
         number += 1
-        if len(line) > LINE:
+        if len(line) > MAX_LINE_CHARS:
             raise ValueError(
-                f"{path}, line {number}: more than {LINE:,} characters; cut the document, or write it as a text"
+                f"{path}, line {number}: more than {MAX_LINE_CHARS:,} characters; split the document, or store "
+                "it as a text file"
             )
         if not line.strip():
             continue
@@ -83,9 +84,9 @@ def _lines(path: Path, stream: TextIO) -> Iterator[io.StringIO]:
 def _cut(stream: TextIO) -> Iterator[tuple[str, bool]]:
     """A document in pieces of at most a few PIECE characters, and whether each is the last."""
     kept = ""
-    while more := stream.read(PIECE):
+    while more := stream.read(CHUNK_CHARS):
         kept += more
-        if len(kept) > PIECE:
+        if len(kept) > CHUNK_CHARS:
             at = _line_end(kept)
             yield kept[:at], False
             kept = kept[at:]

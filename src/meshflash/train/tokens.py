@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshflash.core.reading import inside, read_json
-from meshflash.parallel.loss import IGNORED
+from meshflash.parallel.loss import IGNORE_INDEX
 from meshflash.train.texts import batches, input_files
 from meshflash.train.tokenizer import ByteTokenizer, FolderTokenizer, Tokenizer
 
@@ -95,7 +95,7 @@ class Packed:
         return -(-len(self.file.ids) // self.tokens)
 
     def __getitem__(self, number: int) -> Sample:
-        check_number(number, len(self))
+        check_sample_index(number, len(self))
         begin = number * self.tokens
         ids = np.zeros(self.tokens + 1, np.int64)
         read = self.file.ids[begin : begin + self.tokens + 1]  # one more: the last label
@@ -106,14 +106,14 @@ class Packed:
         last = np.searchsorted(self.file.ends, end, side="left")
         ends = np.array(self.file.ends[first : last + 1])
         labels = ids[1:].copy()
-        labels[ends[ends <= end] - begin - 1] = IGNORED
-        labels[held:] = IGNORED
+        labels[ends[ends <= end] - begin - 1] = IGNORE_INDEX
+        labels[held:] = IGNORE_INDEX
         lengths = np.diff(np.minimum(ends, end), prepend=begin)
         documents = [*lengths[lengths > 0].tolist(), *([self.tokens - held] if held < self.tokens else [])]
         return Sample(torch.from_numpy(ids[:-1]), torch.from_numpy(labels), tuple(documents))
 
 
-def check_number(number: int, samples: int) -> None:
+def check_sample_index(number: int, samples: int) -> None:
     """IndexError for a sample that is not there; so a source ends where it is iterated."""
     if not 0 <= number < samples:
         raise IndexError(f"sample {number}: there are {samples}")

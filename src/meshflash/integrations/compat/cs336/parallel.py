@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshflash.parallel import init_mesh
-from meshflash.parallel.blocks import own_blocks, weight_uses
+from meshflash.parallel.blocks import count_weight_uses, unshared_blocks
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -87,7 +87,7 @@ class FullySharded(nn.Module):
             if sent.data_ptr() != x.data_ptr():
                 x.detach().copy_(sent)
         norms = [part for part in module.modules() if _is_norm(part)]
-        elsewhere = weight_uses(part for part in module.modules() if not _is_norm(part))
+        elsewhere = count_weight_uses(part for part in module.modules() if not _is_norm(part))
         whole = {p for part in norms for p in part.parameters() if id(p) not in elsewhere}
         for p in whole:
             if p.requires_grad:
@@ -103,7 +103,7 @@ class FullySharded(nn.Module):
             ignored_params=whole,
             reshard_after_forward=True,
         )
-        for part in (*own_blocks(module), module):
+        for part in (*unshared_blocks(module), module):
             fully_shard(part, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

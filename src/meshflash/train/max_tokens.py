@@ -18,8 +18,8 @@ import torch
 from meshflash.core.mask import Mask
 from meshflash.job import init
 from meshflash.models.gpt import GPTConfig
-from meshflash.parallel import accumulate, clip_grad_norm, init_mesh, spread_batch
-from meshflash.parallel.offload import RESERVE, release, store_of
+from meshflash.parallel import accumulate, clip_grad_norm, init_mesh, shard_batch
+from meshflash.parallel.offload import HOST_RESERVE_BYTES, offload_store, release
 from meshflash.runtime.devices import CPU, current, peak_memory
 from meshflash.runtime.oom import attempt, free_bytes
 from meshflash.train.config import Config
@@ -40,7 +40,7 @@ COMPARED = 1 << 17
 
 
 @dataclass(frozen=True)
-class Longest:
+class MaxTokens:
     """How many tokens fit, 0 where not even the least do; the bytes that they take on the device and on the host."""
 
     tokens: int
@@ -48,7 +48,7 @@ class Longest:
     host_bytes: int = 0
 
 
-def longest(config: Config, say: Callable[[str], None] = lambda _: None, most: int = 1 << 24) -> Longest:
+def find_max_tokens(config: Config, say: Callable[[str], None] = lambda _: None, most: int = 1 << 24) -> MaxTokens:
     """The longest causal sequence on one device, to six in a hundred.
 
     Lengths grow by four up to `COMPARED`; then memory as a line of length says where to look. On one device: a rank of
@@ -61,7 +61,7 @@ def longest(config: Config, say: Callable[[str], None] = lambda _: None, most: i
     device = current()
     most = min(most, MOST_ON_CPU) if device.type == CPU else most
     rooms = _room(device), _host_room()
-    fits: dict[int, Longest] = {}
+    fits: dict[int, MaxTokens] = {}
     trial: _Trial | None = None
     fails, tokens, near = 0, STEP, False
     while tokens:
@@ -79,7 +79,7 @@ def longest(config: Config, say: Callable[[str], None] = lambda _: None, most: i
             on_host = f", {found.host_bytes / 2**30:.1f} GiB on the host" if found.host_bytes else ""
             say(f"{tokens:>12,} tokens: {found.device_bytes / 2**30:.1f} GiB{on_host}, {seconds:.0f} s")
         tokens = _next({n: (own.device_bytes, own.host_bytes) for n, own in fits.items()}, fails, most, rooms)
-    return fits[max(fits)] if fits else Longest(0)
+    return fits[max(fits)] if fits else MaxTokens(0)
 
 
 def _next(fits: Mapping[int, tuple[int, int]], fails: int, most: int, rooms: tuple[int | None, int | None]) -> int:
@@ -126,7 +126,7 @@ def _room(device: torch.device) -> int | None:
 def _host_room() -> int | None:
     """Bytes of the host that offloaded activations may take."""
     free = free_bytes()
-    return None if free is None else free - RESERVE
+    return None if free is None else free - HOST_RESERVE_BYTES
 
 
 class _Trial:
@@ -144,7 +144,7 @@ class _Trial:
         self.all_near = all_near
         self._step(STEP)
 
-    def step(self, tokens: int) -> Longest:
+    def step(self, tokens: int) -> MaxTokens:
         """What a step takes."""
         if tokens > COMPARED:
             return self._step(tokens)
@@ -155,17 +155,17 @@ class _Trial:
         self.all_near = found.device_bytes <= near.device_bytes
         return found
 
-    def _step(self, tokens: int) -> Longest:
+    def _step(self, tokens: int) -> MaxTokens:
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.device)
         if self.device.type != CPU:
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
-        usage = store_of(self.device).usage
-        usage.peak = usage.live
-        accumulate(self.model, [spread_batch(ids, self.mesh)], self.mesh)
+        usage = offload_store(self.device).usage
+        usage.peak_bytes = usage.live_bytes
+        accumulate(self.model, [shard_batch(ids, self.mesh)], self.mesh)
         clip_grad_norm(self.model, 1.0)
         self.learner.step()
         self.learner.zero_grad()
-        return Longest(tokens, peak_memory(self.device), usage.peak)
+        return MaxTokens(tokens, peak_memory(self.device), usage.peak_bytes)
 
     def _near(self, inside: bool, _: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if inside or self.all_near:
