@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshflash.models import huggingface
 from meshflash.models.gpt import GPT, PRESETS, GPTConfig, tiny
+from meshflash.models.gpt_config import RopeScaling
 from meshflash.models.huggingface import (
     WEIGHTS,
     load_pretrained,
@@ -25,7 +26,6 @@ from meshflash.models.huggingface import (
     save_pretrained,
     write_config,
 )
-from meshflash.models.gpt_config import RopeScaling
 from meshflash.parallel import init_mesh, next_tokens, parallelize
 
 #: Not divided evenly by any mesh: 61 tokens, 20 dims.

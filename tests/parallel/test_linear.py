@@ -204,7 +204,7 @@ def test_a_users_model_is_divided_by_styles(pool):
     for found in pool.run(2, mlps):
         for name in ("same", "sequence", "compiled"):
             assert max(found[name]) < 1e-12, (name, found[name])
-        assert "products that are made on first use" in found["whole graph"]
+        assert "GEMMs that are built on first use" in found["whole graph"]
         assert found["autocast"] == (torch.bfloat16, torch.float32)
 
 

@@ -102,7 +102,7 @@ def test_refusals(pool):
         "expected one of init_mesh", "mode='half': expected one of full, grad_op, hybrid", 'expected "blocks", "model"',
         "Linear has no method tensor_plan", "tp=2: it does not divide the 1 KV heads", "33 hidden units",
         "Linear has no meshflash.parallel.MeshAttention", "schedule='rings': expected one of auto",
-        "weights are on the meta device", "layout: say which tokens",
+        "weights are on the meta device", "ranks share the sequence; give layout=",
         "activation_checkpointing='some': expected one of full, selective",
         "layout='spiral': expected a Layout, or one of zigzag", "a rank has no batch", "this module has no mesh",
         "1 samples for 2 data ranks",
@@ -429,8 +429,8 @@ def more_refusals(rank, world, group):
 def test_more_refusals(pool):
     want = (
         "the embedding and the head are read outside", "is parallelized already", "reduce_dtype: DDP reduces",
-        "a rank would have none of the 1 rows of the vocabulary", "weights are in host memory already", "Linear has no blocks",
-        "max_norm=-1.0; expected more than 0",
+        "a rank would have none of the 1 rows of the vocabulary", "weights are in host memory already",
+        "Linear has no blocks", "max_norm=-1.0; expected more than 0",
     )  # fmt: skip
     for norm, said in pool.run(2, more_refusals):
         assert norm == 1.0

@@ -195,7 +195,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_same_run(undisturbed, kille
     after = before + SAVE
     assert latest(folder) == after
     assert [path.name[:13] for path in (folder / CHECKPOINTS).glob("*.partial-*")] == [f"step-{after + SAVE:08d}"]
-    assert f"going on from step {after}" in start(folder, "cp").ends()
+    assert f"resuming from step {after}" in start(folder, "cp").ends()
     is_the_same_run(folder, undisturbed["cp"])
     assert list((folder / CHECKPOINTS).glob("*.*")) == []  # what was left over is swept
 
@@ -306,7 +306,7 @@ def reported(folder: Path) -> list[dict[str, Any]]:
     for first, last in ((1, 3), (3, 4)):
         report = Report(folder, 4, first - 1, first=True, quiet=True)
         for step in range(first, last + 1):
-            report.numbers(step, loss=float(step + first), mfu=None)
+            report.log_metrics(step, loss=float(step + first), mfu=None)
         report.close()
         if first == 1:
             with (folder / METRICS_FILE).open("a") as file:

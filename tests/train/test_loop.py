@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,7 +110,7 @@ def chosen(rank, world, group, config, folder):
     assert (folder / "before-1" / "checkpoints" / "step-00000004").is_dir()
     with pytest.raises(ValueError, match="the steps there are: 2, 4"):
         loop.train(config, folder, from_step=3, quiet=True)
-    with pytest.raises(ValueError, match="from_step: it is one of the checkpoints"):
+    with pytest.raises(ValueError, match="from_step: it names a checkpoint to resume from"):
         loop.train(config, folder, from_step=2, resume=False, quiet=True)
     short = replace(config, run=replace(config.run, steps=1, save=0, save_minutes=1e-9))
     for number in (2, 3):
@@ -141,14 +142,14 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(pool, tmp_path):
 def test_numbers_that_a_full_disk_does_not_take_do_not_end_a_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("meshflash"), "propagate", True)
     report = Report(tmp_path, 3, 0, first=True, quiet=True)
-    report.numbers(1, loss=1.0)
+    report.log_metrics(1, loss=1.0)
     (tmp_path / METRICS_FILE).rename(tmp_path / "kept")
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
-    report.numbers(2, loss=2.0)
-    report.numbers(3, loss=3.0)
+    report.log_metrics(2, loss=2.0)
+    report.log_metrics(3, loss=3.0)
     # a handler that another test left on the logger records the line once more
     assert set(caplog.messages) == {
-        f"{tmp_path / METRICS_FILE}: No space left on device; the numbers of step 2 are lost"
+        f"{tmp_path / METRICS_FILE}: No space left on device; the metrics of step 2 are lost"
     }
 
 
@@ -215,7 +216,7 @@ def test_a_run_goes_on_on_another_mesh(pool, ended, tmp_path, mesh):
 
 def breaks(rank, world, group, what):
     config = small(run={"steps": 4, "evaluate": 0})
-    check, built = loop._check, loop.build
+    check, built = loop._check_finite, loop.build
     if what == "nan":
 
         def broken(step, loss, own, norm, mesh):
@@ -224,7 +225,7 @@ def breaks(rank, world, group, what):
                 loss = loss * float("nan")
             check(step, loss, own, norm, mesh)
 
-        loop._check = broken
+        loop._check_finite = broken
     elif what == "apart":
 
         def other(*args):
@@ -240,7 +241,7 @@ def breaks(rank, world, group, what):
     except loop.TrainingError as error:
         return str(error)
     finally:
-        loop._check, loop.build = check, built
+        loop._check_finite, loop.build = check, built
     return ""
 
 
@@ -248,7 +249,7 @@ def breaks(rank, world, group, what):
     ("what", "said"),
     [
         ("nan", "step 3: loss nan, .*the loss of rank 1 is nan"),
-        ("apart", "step 2: rank 1 has other weights than rank 0"),
+        ("apart", "step 2: the weights of rank 1 differ from rank 0"),
     ],
 )
 def test_a_run_that_cannot_go_on_says_step_and_rank(pool, what, said):
@@ -257,7 +258,7 @@ def test_a_run_that_cannot_go_on_says_step_and_rank(pool, what, said):
 
 
 def diverges(rank, world, group):
-    with pytest.raises(loop.TrainingError, match=r"step \d: loss .*, norm of the gradients nan"):
+    with pytest.raises(loop.TrainingError, match=r"step \d: loss .*, gradient norm nan"):
         loop.train(small(optimizer={"lr": 1e30, "clip": 1e30, "warmup": 1}), None, quiet=True)
 
 
@@ -300,4 +301,4 @@ def test_the_command_says_what_is_wrong():
         assert result.exit_code == 2
         assert said in " ".join(result.output.replace("│", " ").split())
     shown = CliRunner().invoke(app, ["train", "gpt", "--show", "--cp", "4"])
-    assert json.loads(shown.output)["mesh"]["cp"] == 4
+    assert tomllib.loads(shown.output)["mesh"]["cp"] == 4

@@ -62,7 +62,7 @@ def test_the_longest_sequence_is_bounded_by_memory(monkeypatch):
     torch.cuda.empty_cache()
     limit = 256 << 20
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
-    monkeypatch.setattr("meshflash.train.max_tokens._room", lambda _: limit)
+    monkeypatch.setattr("meshflash.train.max_tokens._device_bytes", lambda _: limit)
     said: list[str] = []
     try:
         fits = find_max_tokens(found, said.append)

@@ -28,14 +28,14 @@ from train.sources import all_of
 def test_order_has_each_sample_once_an_epoch_on_any_ranks(samples, batch, seed, micro, shuffle):
     order = Order(samples, batch, seed, shuffle)
     steps = -(-3 * samples // batch)
-    taken = [order.of(step) for step in range(steps)]
+    taken = [order.step_samples(step) for step in range(steps)]
     assert all(len(step) == batch for step in taken)
     flat = list(chain(*taken))
     for epoch in range(3):
         assert sorted(flat[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
     for ranks in (1, 2, 3, 4):
         for step in range(min(steps, 3)):
-            parts = [order.mine(step, place, ranks, micro) for place in range(ranks)]
+            parts = [order.rank_samples(step, place, ranks, micro) for place in range(ranks)]
             rows = [list(chain(*part)) for part in parts]
             assert list(chain(*rows)) == taken[step]
             assert all(1 <= len(group) <= micro for part in parts for group in part)
@@ -46,29 +46,29 @@ def test_order_has_each_sample_once_an_epoch_on_any_ranks(samples, batch, seed, 
 
 def test_order_goes_on_at_any_step_and_backwards():
     order = Order(7, 3, seed=5)
-    taken = [order.of(step) for step in range(30)]
-    assert all(Order(7, 3, seed=5).of(step) == taken[step] for step in (29, 3, 17, 0))
-    assert [order.of(step) for step in reversed(range(30))] == taken[::-1]
+    taken = [order.step_samples(step) for step in range(30)]
+    assert all(Order(7, 3, seed=5).step_samples(step) == taken[step] for step in (29, 3, 17, 0))
+    assert [order.step_samples(step) for step in reversed(range(30))] == taken[::-1]
 
 
 def test_epochs_and_seeds_have_other_orders():
-    epochs = [tuple(Order(50, 50, seed).of(epoch)) for seed in (0, 1) for epoch in (0, 1, 2)]
+    epochs = [tuple(Order(50, 50, seed).step_samples(epoch)) for seed in (0, 1) for epoch in (0, 1, 2)]
     assert len(set(epochs)) == 6
-    assert Order(50, 50, shuffle=False).of(3) == list(range(50))
+    assert Order(50, 50, shuffle=False).step_samples(3) == list(range(50))
 
 
 def test_order_is_that_of_earlier_versions():
     assert random_words(1, 2, 2).tolist() == [5705853004827290377, 6584680345644299050]
-    assert Order(6, 6, seed=7).of(0) == [4, 1, 3, 2, 5, 0]
+    assert Order(6, 6, seed=7).step_samples(0) == [4, 1, 3, 2, 5, 0]
 
 
 def test_order_places_are_even_over_many_epochs():
-    first = np.array([Order(4, 4, 0).of(epoch)[0] for epoch in range(400)])
+    first = np.array([Order(4, 4, 0).step_samples(epoch)[0] for epoch in range(400)])
     assert (np.bincount(first, minlength=4) > 60).all()  # 100 each, and 4.6 deviations
 
 
 def test_a_rank_without_samples_has_no_micro_batch():
-    assert [Order(9, 2, shuffle=False).mine(0, place, 3, 4) for place in range(3)] == [[[0]], [[1]], []]
+    assert [Order(9, 2, shuffle=False).rank_samples(0, place, 3, 4) for place in range(3)] == [[[0]], [[1]], []]
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_a_rank_without_samples_has_no_micro_batch():
         (lambda: Order(0, 1), "samples=0"),
         (lambda: Order(1, 0), "batch=0"),
         (lambda: Order(1, 1, -1), "seed=-1"),
-        (lambda: Order(1, 1).of(-1), "step=-1"),
-        (lambda: Order(1, 1).mine(0, 2, 2, 1), "place=2"),
-        (lambda: Order(1, 1).mine(0, 0, 1, 0), "micro=0"),
+        (lambda: Order(1, 1).step_samples(-1), "step=-1"),
+        (lambda: Order(1, 1).rank_samples(0, 2, 2, 1), "data_rank=2"),
+        (lambda: Order(1, 1).rank_samples(0, 0, 1, 0), "micro=0"),
     ],
 )
 def test_order_refuses(call, message):

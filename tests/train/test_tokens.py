@@ -343,7 +343,7 @@ def test_the_command_writes_and_shows(tmp_path: Path, tokenizer_folder: Path):
     assert "sample 1 of 3: 30 tokens" in done.output
     assert "日" in done.output
     last = run(app, ["data", "--show", str(tmp_path / "out"), "--tokens", "40", "--sample", "2"]).output
-    assert last.endswith("[30 tokens of filling]\n")
+    assert last.endswith("[30 tokens of padding]\n")
     done = run(app, ["data", *paths, "--output", str(tmp_path / "bpe"), "--tokenizer", str(tokenizer_folder)])
     assert done.exit_code == 0, done.output
     assert "日本語" in run(app, ["data", "--show", str(tmp_path / "bpe")]).output

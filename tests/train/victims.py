@@ -124,15 +124,15 @@ def die_once(rank: str, at: int, marker: Path) -> None:
     """Kill this process after a step if it is this rank, unless the marker says that it has been done."""
     from meshflash.train.report import Report
 
-    numbers = Report.numbers
+    log_metrics = Report.log_metrics
 
     def last(self: Report, step: int, **values: Any) -> None:
-        numbers(self, step, **values)
+        log_metrics(self, step, **values)
         if step == at and os.environ["RANK"] == rank and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Report.numbers = last  # type: ignore[method-assign]
+    Report.log_metrics = last  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

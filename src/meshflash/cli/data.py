@@ -1,4 +1,4 @@
-"""`meshflash data`: texts into a token file to train on, and what is in one."""
+"""`meshflash data`: write a token file from texts, or show one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import typer
 def command(
     inputs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="INPUT...", help='Texts in UTF-8, .jsonl files with a "text" in each line, or folders.'),
+        typer.Argument(metavar="INPUT...", help='UTF-8 texts, .jsonl files with a "text" in each line, or folders.'),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="The folder to make.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The folder to write.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A folder with a tokenizer.json of Hugging Face; bytes by default.")
+        Path | None, typer.Option(help="A folder with a Hugging Face tokenizer.json; bytes by default.")
     ] = None,
-    show: Annotated[Path | None, typer.Option(help="Show what is in this token file, and write nothing.")] = None,
-    sample: Annotated[int, typer.Option(min=0, help="With --show: which sample.")] = 0,
-    tokens: Annotated[int, typer.Option(min=1, help="With --show: tokens of a sample.")] = 256,
-    verify: Annotated[bool, typer.Option("--verify", help="With --show: check that no byte has changed.")] = False,
+    show: Annotated[Path | None, typer.Option(help="Show the content of this token file, and write nothing.")] = None,
+    sample: Annotated[int, typer.Option(min=0, help="With --show: the index of the sample.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="With --show: the tokens of a sample.")] = 256,
+    verify: Annotated[bool, typer.Option("--verify", help="With --show: check all digests.")] = False,
 ) -> None:
     """Write a token file from texts of any size, or show one."""
     try:
@@ -56,7 +56,7 @@ def _write(inputs: list[Path], output: Path, tokenizer: Path | None) -> None:
         except OSError as error:
             if error.filename is not None:
                 raise
-            raise OutputError(f"{output}: it cannot be written ({error.strerror})") from error  # a full disk
+            raise OutputError(f"{output}: it cannot be written ({error.strerror})") from error  # such as a full disk
     typer.echo(f"{len(written.ends):,} documents, {len(written.ids):,} tokens from {read:,} bytes")
     typer.echo(f"written: {output}")
 
@@ -79,9 +79,9 @@ def _show(folder: Path, number: int, tokens: int, verify: bool) -> None:
     found = source[number]
     labels = int((found.labels != IGNORE_INDEX).sum())
     typer.echo(f"\nsample {number} of {len(source):,}: {tokens:,} tokens, {labels:,} with a label")
-    at = 0
+    begin = 0
     for length in found.documents:
-        held = min(length, len(file.ids) - number * tokens - at)  # behind the last document is filling
-        text = using.decode(found.tokens[at : at + held].tolist()) if held > 0 else None
-        typer.echo(f"\n[{length:,} tokens{'' if text is not None else ' of filling'}]" + (f"\n{text}" if text else ""))
-        at += length
+        held = min(length, len(file.ids) - number * tokens - begin)  # behind the last document is padding
+        text = using.decode(found.tokens[begin : begin + held].tolist()) if held > 0 else None
+        typer.echo(f"\n[{length:,} tokens{'' if text is not None else ' of padding'}]" + (f"\n{text}" if text else ""))
+        begin += length

@@ -1,4 +1,4 @@
-"""`meshflash generate`: text from a trained GPT, the prompt read over the mesh."""
+"""`meshflash generate`: generate text with a trained GPT; ranks share the prompt."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from meshflash.cli.ranks import Nproc, rerun
 
 
 def command(
-    prompt: Annotated[str, typer.Argument(help="What the text begins with; @FILE reads it from a file.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; @FILE reads it from a file.")],
     checkpoint: Annotated[
         Path,
-        typer.Option(exists=True, file_okay=False, help="A folder of `meshflash train`, or of Hugging Face's Llama."),
+        typer.Option(exists=True, file_okay=False, help="A folder of `meshflash train`, or of a Hugging Face Llama."),
     ],
-    tokens: Annotated[int, typer.Option(min=1, help="How many to generate at most.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among so much probability.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Softmax temperature; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: probability of the nucleus.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     tokenizer: Annotated[Path | None, typer.Option(help="A folder with tokenizer.json; bytes by default.")] = None,
-    cp: Annotated[int, typer.Option(min=1, help="Ranks that share the prompt.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks that share heads and hidden units.")] = 1,
-    fsdp: Annotated[int, typer.Option(min=1, help="Ranks that weights are spread over.")] = 1,
-    order: Annotated[str, typer.Option(help="Which ranks are neighbours.")] = "cp-tp-dp",
+    cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks, which share the prompt.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks, which share heads and hidden units.")] = 1,
+    fsdp: Annotated[int, typer.Option(min=1, help="Ranks that weights are sharded over.")] = 1,
+    order: Annotated[str, typer.Option(help="Order of the mesh axes, fastest first.")] = "cp-tp-dp",
     nproc: Nproc = 1,
 ) -> None:
-    """Go on with a text. Ranks share the prompt; each keeps all of its keys and values after it."""
+    """Continue a text. Ranks share the prompt; afterwards each holds the whole KV cache."""
     rerun(nproc)
     from meshflash.job import init
     from meshflash.train import inference

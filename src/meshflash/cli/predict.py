@@ -1,4 +1,4 @@
-"""`meshflash predict`: labels or maps of images by a trained ViT."""
+"""`meshflash predict`: labels or dense predictions of images with a trained ViT."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from meshflash.cli.ranks import Nproc, rerun
 
 
 def command(
-    images: Annotated[Path, typer.Argument(help="A folder of images, or an array as `meshflash train` takes it.")],
+    images: Annotated[Path, typer.Argument(help="A folder of images, or an array file, as for `meshflash train`.")],
     checkpoint: Annotated[Path, typer.Option(exists=True, file_okay=False, help="A folder of `meshflash train vit`.")],
-    output: Annotated[Path, typer.Option(help="JSON lines of labels, or a folder of .npy maps.")],
-    preset: Annotated[str | None, typer.Option(help="Refuse a checkpoint of another preset's sizes.")] = None,
-    cp: Annotated[int, typer.Option(min=1, help="Ranks that share an image.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks that share heads and hidden units.")] = 1,
-    order: Annotated[str, typer.Option(help="Which ranks are neighbours.")] = "cp-tp-dp",
+    output: Annotated[Path, typer.Option(help="File of JSON lines for labels, or folder of .npy files.")],
+    preset: Annotated[str | None, typer.Option(help="Refuse a checkpoint with other sizes than this preset.")] = None,
+    cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks, which share an image.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks, which share heads and hidden units.")] = 1,
+    order: Annotated[str, typer.Option(help="Order of the mesh axes, fastest first.")] = "cp-tp-dp",
     nproc: Nproc = 1,
 ) -> None:
-    """Label images, or map them, by a model that was trained: any number of ranks, whatever it was trained on."""
-    writable_folder(output.parent)  # whether it is a file or a folder depends on the model
+    """Predict labels of images, or values of their pixels, on any number of ranks."""
+    writable_folder(output.parent)  # the model decides whether it is a file or a folder
     rerun(nproc)
     from meshflash.job import init
     from meshflash.train import inference

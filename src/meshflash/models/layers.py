@@ -44,7 +44,7 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None = Non
         theta: The base of the frequencies.
         scaling: How frequencies are scaled for long sequences.
 
-    >>> frequencies(4, 10000.0).tolist()
+    >>> rotary_frequencies(4, 10000.0).tolist()
     [1.0, 0.01]
     """
     found = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)

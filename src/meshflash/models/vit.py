@@ -114,10 +114,10 @@ class ViT(nn.Module):
         With labels, return the *sum* of their losses instead.
 
         The sum covers the labels of this rank. Gradients are reduced over cp as over dp, so each label must count on
-        one rank of cp only. Pixels are sharded, so each is on one rank. The logits of an image are the same on all ranks of
-        cp, so its label goes to the first rank, and the others get IGNORE_INDEX, as `shard_images` does. The losses of
-        all ranks then add up to the loss of a single device. The backward of the pooled mean sums the gradients of all
-        ranks.
+        one rank of cp only. Pixels are sharded, so each is on one rank. The logits of an image are the same on all
+        ranks of cp, so its label goes to the first rank, and the others get IGNORE_INDEX, as `shard_images` does. The
+        losses of all ranks then add up to the loss of a single device. The backward of the pooled mean sums the
+        gradients of all ranks.
 
         Args:
             patches: The patches of this rank, `[batch, patches, channels * patch]`, or whole images `[batch, channels,

@@ -107,7 +107,7 @@ def shard_batch(
 def resolve_layout(layout: Layout | str, mask: Mask, tokens: int, ranks: int) -> Layout:
     """Return a layout, given as such or by its name.
 
-    >>> named_layout("zigzag", Mask.causal(), 8, 2).name
+    >>> resolve_layout("zigzag", Mask.causal(), 8, 2).name
     'zigzag'
     """
     if isinstance(layout, Layout):
@@ -150,7 +150,7 @@ def micro_batches(loader: Iterable[Batch], number: int = 1, mesh: DeviceMesh | N
 def blank_batch(batch: Batch) -> Batch:
     """Return a batch of the same shape in which all labels are ignored.
 
-    >>> blank(dict(tokens=torch.tensor([1, 2]), labels=torch.tensor([2, 3])))["labels"].tolist()
+    >>> blank_batch(dict(tokens=torch.tensor([1, 2]), labels=torch.tensor([2, 3])))["labels"].tolist()
     [-100, -100]
     """
     return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}

@@ -1,8 +1,8 @@
-"""Checkpoints of a model and its optimizer on any mesh: saved in the background, complete or not there at all.
+"""Asynchronous, atomic checkpoints of a model and its optimizer on any mesh.
 
-Ranks copy what they write to the host's memory and go on. A thread of each writes it and tells the others over a group
-of their own; the first one gives the checkpoint its name once all have written. What the files are is in
-`checkpoint_files.py`, what they hold in `checkpoint_tensors.py`.
+Each rank copies its shards to host memory and continues. A thread of each rank writes them and reports to the others
+over a gloo group of its own; rank 0 renames the checkpoint to its final name once all ranks have written. The file
+format is in `checkpoint_files.py`, the content in `checkpoint_tensors.py`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,15 @@ __all__ = ["CheckpointError", "Checkpoints"]
 
 
 class Checkpoints:
-    """The checkpoints of a run in a folder that all its ranks see; one run at a time saves there, any number may load.
+    """The checkpoints of a run, in a folder that all its ranks share; one run at a time may save, any number may load.
 
-    `save`, `load` and `wait` are called by all ranks alike. Call `wait` before the job ends, to hear of what failed.
+    All ranks must call `save`, `load` and `wait` together. Call `wait` before the job ends, or a failed save goes
+    unnoticed.
+
+    Args:
+        folder: The folder of the checkpoints.
+        keep: The number of newest checkpoints that stay.
+        mesh: The ranks that save together; all ranks of the job by default.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -62,29 +68,37 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, mesh: DeviceMesh | None = None) -> None:
-        """How many of the newest to keep, and which ranks save together; all of the job by default."""
         if keep < 1:
             raise ValueError(f"keep={keep}: expected at least 1, the newest")
         self.folder, self.keep = Path(folder), keep
         self._ranks = Ranks(mesh)
         self._thread: threading.Thread | None = None
         self._failure = ""
+        #: The write plan of the last save: (digest of the outline, tensors that this rank writes, index of all).
         self._planned: tuple[str, list[str], dict[str, Any]] = ("", [], {})
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, whether or not their files are still whole: see `check`."""
+        """Return the steps of all complete checkpoints; their files may be damaged since, see `check`."""
         return list(complete(self.folder))
 
     def latest(self) -> int | None:
-        """The last complete checkpoint's step, or None where there is none."""
+        """Return the step of the latest complete checkpoint, or None."""
         return max(self.steps(), default=None)
 
     def check(self, step: int) -> None:
-        """CheckpointError unless every byte of a checkpoint is as it was written. One rank may call it alone."""
+        """Raise CheckpointError unless every byte of a checkpoint is intact. A single rank may call it.
+
+        Args:
+            step: The step of the checkpoint.
+        """
         check_checkpoint(self._path(step), step)
 
     def state(self, step: int | None = None) -> dict[str, Any]:
-        """What was saved beside the weights, of the latest checkpoint by default."""
+        """Return the `state` that was saved beside the weights.
+
+        Args:
+            step: The step of the checkpoint; the latest by default.
+        """
         step = self.latest() if step is None else step
         if step is None:
             raise CheckpointError(f"{self.folder}: no checkpoint in it; save one, or give the folder that has them")
@@ -92,7 +106,7 @@ class Checkpoints:
         return found
 
     def wait(self) -> None:
-        """Until what is being saved is on the disk; CheckpointError on all ranks where it did not get there."""
+        """Wait until the current save is on disk; raise CheckpointError on all ranks if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -109,16 +123,17 @@ class Checkpoints:
         *,
         wait: bool = False,
     ) -> None:
-        """Save what a run needs to go on; returns when all is copied, and the weights may change again.
+        """Save a checkpoint; return when all tensors are copied to the host, so that the weights may change again.
 
-        Waits for a save before it, and raises its error. A checkpoint of the same step is replaced.
+        It first waits for the previous save and raises its error. A checkpoint of the same step is replaced.
 
         Args:
-            step: names the checkpoint.
-            model: plain, or as `meshflash.parallel.parallelize` lays it on a mesh.
-            optimizer: of its weights: any whose state is numbers and tensors of the weights' shapes; or None.
-            state: what else there is to remember, of what JSON has; that of the first rank is saved.
-            wait: return when it is on the disk.
+            step: The step that names the checkpoint.
+            model: The model, plain or of `meshflash.parallel.parallelize`.
+            optimizer: The optimizer of its weights, or None. Its state must be numbers, or tensors of the weights'
+                shapes.
+            state: Further values that JSON can hold; those of rank 0 are saved.
+            wait: Whether to return only when the checkpoint is on disk.
         """
         self.wait()
         problem: Exception | None = None
@@ -128,20 +143,20 @@ class Checkpoints:
                 raise ValueError(f"step={step!r}: expected 0 or more")
             content = collect(model, optimizer)
             outline = {name: part.outline() for name, part in content.parts.items()}
-            kept = json.loads(json.dumps({"state": dict(state), "groups": content.groups}))
-        except Exception as error:  # told to all, so that none waits for this rank
+            saved = json.loads(json.dumps({"state": dict(state), "groups": content.groups}))
+        except Exception as error:  # reported to all ranks below, so that none hangs
             problem = error
         key = hashlib.sha256(json.dumps(outline).encode()).hexdigest()
-        told = self._ranks.exchange(
+        infos = self._ranks.exchange(
             {"step": repr(step), "error": _reason(problem), "known": key == self._planned[0], "token": uuid.uuid4().hex}
         )
         if problem is not None:
             raise problem
-        if failed := _errors([rank["error"] for rank in told]):
+        if failed := _join_errors([rank["error"] for rank in infos]):
             raise CheckpointError(f"step {step} was not saved: {failed}")
-        if len({rank["step"] for rank in told}) > 1:
-            raise CheckpointError(f"save: ranks are at the steps {', '.join(rank['step'] for rank in told)}")
-        if not all(rank["known"] for rank in told):
+        if len({rank["step"] for rank in infos}) > 1:
+            raise CheckpointError(f"save: ranks are at the steps {', '.join(rank['step'] for rank in infos)}")
+        if not all(rank["known"] for rank in infos):  # the layout has changed: plan again
             names, tensors = plan_write(self._ranks.exchange(outline))
             self._planned = key, names[self._ranks.rank], tensors
         _, mine, tensors = self._planned
@@ -150,11 +165,11 @@ class Checkpoints:
             for name in mine:
                 local = content.parts[name].local
                 copies[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        except Exception as error:  # no memory: others must hear of it where they wait
+        except Exception as error:  # out of host memory: the writer thread reports it to the other ranks
             problem = error
-        index = kept | {"tensors": tensors}
+        index = saved | {"tensors": tensors}
         self._thread = threading.Thread(
-            target=self._write, args=(step, told[0]["token"], copies, content.values, index, problem)
+            target=self._write, args=(step, infos[0]["token"], copies, content.values, index, problem)
         )
         self._thread.start()
         if wait:
@@ -163,14 +178,14 @@ class Checkpoints:
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step: int | None = None
     ) -> dict[str, Any]:
-        """Bring a model and its optimizer to where they were saved, bit by bit, on this mesh or another one.
+        """Load a model and its optimizer bitwise, on this or another mesh, and return the saved `state`.
 
-        All files are checked and read before anything changes. Returns the `state` of that save.
+        All files are checked and read before anything changes.
 
         Args:
-            model: laid out as it will be trained; its weights have memory.
-            optimizer: of its weights; None leaves the saved one's state where it is.
-            step: which checkpoint; the latest by default.
+            model: The model, parallelized as it will be trained; not on the meta device.
+            optimizer: The optimizer of its weights; None ignores the saved optimizer state.
+            step: The step of the checkpoint; the latest by default.
         """
         self.wait()
         step = self._ranks.exchange(self.latest() if step is None else step)[0]
@@ -196,7 +211,7 @@ class Checkpoints:
         return found
 
     def _path(self, step: int) -> Path:
-        """Where a checkpoint is."""
+        """Return the folder of a checkpoint."""
         found = complete(self.folder)
         if step not in found:
             there = ", ".join(map(str, found)) or "none"
@@ -212,7 +227,7 @@ class Checkpoints:
         index: dict[str, Any],
         problem: Exception | None,
     ) -> None:
-        """In the background: this rank's files, and on the first rank the rest when all have written theirs."""
+        """Write this rank's file in the background; rank 0 completes the checkpoint when all ranks have written."""
         partial, rank = self.folder / partial_name(step, token), self._ranks.rank
 
         def write() -> dict[str, Any]:
@@ -220,7 +235,7 @@ class Checkpoints:
             try:
                 if problem is not None:
                     raise problem
-                if rank == 0:  # before anything is written: it may be what fills the disk
+                if rank == 0:  # first, since leftovers may be what fills the disk
                     with contextlib.suppress(OSError):
                         sweep(self.folder, token)
                 partial.mkdir(parents=True, exist_ok=True)
@@ -233,9 +248,9 @@ class Checkpoints:
             return report
 
         def finish() -> str:
-            outcome = _errors([said["error"] for said in reports])
+            outcome = _join_errors([report["error"] for report in reports])
             if rank == 0:
-                outcome = outcome or self._finish(step, token, reports, index)
+                outcome = outcome or self._complete(step, token, reports, index)
                 if outcome:
                     shutil.rmtree(partial, ignore_errors=True)
             return outcome
@@ -243,31 +258,31 @@ class Checkpoints:
         try:
             reports = self._ranks.gather(write)
             outcome = self._ranks.gather(finish)[0]
-        except Exception as error:  # a rank is gone; what is left is swept by the next save
+        except Exception as error:  # a rank is lost; the next save sweeps the partial folder
             outcome = str(error)
         if outcome:
             last = self.latest()
-            left = "there is no other yet" if last is None else f"step {last} is complete, and the latest"
+            left = "there is no checkpoint yet" if last is None else f"step {last} is complete, and the latest"
             self._failure = f"step {step} was not saved in {self.folder}: {outcome}; {left}"
 
-    def _finish(self, step: int, token: str, reports: list[dict[str, Any]], index: dict[str, Any]) -> str:
-        """The first rank's part, when all have written: why it failed, or nothing."""
+    def _complete(self, step: int, token: str, reports: list[dict[str, Any]], index: dict[str, Any]) -> str:
+        """Write index and manifest and rename the folder, on rank 0; return the error, or an empty text."""
         partial = self.folder / partial_name(step, token)
         try:
-            files = {name: digest for said in reports for name, digest in said["files"].items()}
-            values = {name: value for said in reports for name, value in said["values"].items()}
+            files = {name: digest for report in reports for name, digest in report["files"].items()}
+            values = {name: value for report in reports for name, value in report["values"].items()}
             files[INDEX] = write_json(partial / INDEX, index | {"values": values})
             commit(partial, self.folder, step, token, files)
         except Exception as error:
             return f"rank 0: {_reason(error)}"
-        with contextlib.suppress(OSError):  # it is saved; what could not be removed is tried again next time
+        with contextlib.suppress(OSError):  # the save is complete; the next one tries again to remove old checkpoints
             prune(self.folder, step, self.keep, token)
         return ""
 
     def _together(self, work: Callable[[], Any], step: int | None = None) -> Any:
-        """Do a part of a load on all ranks. Where it fails on any, all raise: it, and which other checkpoint is whole.
+        """Run a stage of a load on all ranks; if it fails on any, all ranks raise the same error.
 
-        Without a step the files are not to blame, and no other checkpoint is looked for.
+        With a step the error names an older checkpoint that passes its checks. Without one the files are not at fault.
         """
         results: list[Any] = []
         problems: list[Exception] = []
@@ -280,19 +295,19 @@ class Checkpoints:
                 return _reason(error)
             return ""
 
-        errors = _errors(self._ranks.gather(attempt))
+        errors = _join_errors(self._ranks.gather(attempt))
         if not errors:
             return results[0]
         advice = ""
         if step is not None:
-            other = self._ranks.gather(lambda: self._whole_before(step) if self._ranks.rank == 0 else None)[0]
+            other = self._ranks.gather(lambda: self._intact_before(step) if self._ranks.rank == 0 else None)[0]
             advice = "; no older checkpoint passes its checks"
             if other is not None:
                 advice = f"; step {other} passes its checks: give step={other}, or --from-step {other}"
         raise CheckpointError(errors + advice) from (problems[0] if problems else None)
 
-    def _whole_before(self, step: int) -> int | None:
-        """The newest older checkpoint that is as it was written."""
+    def _intact_before(self, step: int) -> int | None:
+        """Return the newest older checkpoint that passes its checks."""
         for older in reversed([found for found in self.steps() if found < step]):
             try:
                 self.check(older)
@@ -308,14 +323,14 @@ def _reason(error: Exception | None) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def _errors(said: list[str]) -> str:
-    """What ranks say, the same words once.
+def _join_errors(errors: list[str]) -> str:
+    """Return the errors of all ranks as one text; ranks with the same error share it.
 
-    >>> _errors(["", "no space", "no space"])
+    >>> _join_errors(["", "no space", "no space"])
     'rank 1, 2: no space'
     """
     ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(errors):
         if text:
             ranks.setdefault(text, []).append(str(rank))
     return "; ".join(f"rank {', '.join(numbers)}: {text}" for text, numbers in ranks.items())

@@ -1,7 +1,7 @@
-"""Checkpoints as folders: tensors in safetensors files, all else in JSON, and a manifest with every file's digest.
+"""Checkpoints as folders: tensors in safetensors files, the rest in JSON, and a manifest with the digest of every file.
 
-A folder gets its name by one rename, when all in it is on the disk; what has another name was never finished. Nothing
-is pickled. Ranks and models are not known here.
+One rename gives a folder its final name when all its files are on disk; any other name is an incomplete checkpoint.
+Nothing is pickled. This module knows nothing of ranks and models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshflash.core.reading import inside, is_plain, read_bytes
 FORMAT, VERSION = "meshflash checkpoint", 1
 MANIFEST, INDEX = "manifest.json", "index.json"
 
-#: dtypes by the names that safetensors has for them.
+#: dtypes by their names in safetensors.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -41,23 +41,24 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: What a file is: {"bytes": its size, "sha256": its digest}.
+#: The size and digest of a file: {"bytes": ..., "sha256": ...}.
 Digest = dict[str, Any]
 
 _FOLDER = re.compile(r"step-(\d{8,})(\.replaced-\w+)?")
-_BLOCK = 1 << 22
-#: Bytes of a safetensors file's header, as the library of that name limits them.
+#: Bytes that are read at a time to compute a digest.
+_BLOCK_BYTES = 1 << 22
+#: The most bytes of the header of a safetensors file; the limit of the safetensors library.
 HEADER_BYTES = 100_000_000
-#: Bytes of a manifest or an index; a line of the index for each part of a tensor is about 100.
+#: The most bytes of a manifest or an index; an index has about 100 for each shard of a tensor.
 _JSON_BYTES = 1 << 30
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that was not saved, or cannot be loaded: which file, why, and what to do instead."""
+    """A checkpoint was not saved or cannot be loaded; the message names the file, the reason and the remedy."""
 
 
 def folder_name(step: int) -> str:
-    """The name of a complete checkpoint.
+    """Return the folder name of a complete checkpoint.
 
     >>> folder_name(123)
     'step-00000123'
@@ -66,23 +67,23 @@ def folder_name(step: int) -> str:
 
 
 def partial_name(step: int, token: str) -> str:
-    """The name of one that is being written, or removed."""
+    """Return the folder name of a checkpoint that is being written or removed."""
     return f"{folder_name(step)}.partial-{token}"
 
 
 def complete(root: Path) -> dict[int, Path]:
-    """The folders of complete checkpoints by their steps, in order."""
+    """Return the folders of complete checkpoints by step, in order."""
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         match = _FOLDER.fullmatch(path.name)
-        # one put aside counts where its successor did not come: see commit
+        # a ".replaced" folder counts if its successor never got the name, see commit
         if match and (int(match[1]) not in found) and path.is_dir():
             found[int(match[1])] = path
     return dict(sorted(found.items()))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
-    """Contiguous tensors of the host's memory as a safetensors file, on the disk when this returns."""
+    """Write contiguous host tensors as a safetensors file, with fsync; return its digest."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -95,17 +96,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
 
 
 def write_json(path: Path, value: Any) -> Digest:
-    """A value as JSON, on the disk when this returns."""
+    """Write a value as JSON, with fsync; return the digest of the file."""
     return _write(path, [json.dumps(value, indent=1).encode()])
 
 
 def commit(partial: Path, root: Path, step: int, token: str, files: Mapping[str, Digest]) -> None:
-    """Make a checkpoint of a folder whose files are all on the disk: write its manifest, then give it its name."""
+    """Complete a checkpoint whose files are all on disk: write the manifest, then rename the folder."""
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "torch": torch.__version__, "files": dict(files)}
     write_json(partial / MANIFEST, manifest | {"sha256": _manifest_digest(manifest)})
     sync_folder(partial)
     target, aside = root / folder_name(step), root / f"{folder_name(step)}.replaced-{token}"
-    if target.exists():  # a folder cannot be renamed onto another one; until the next line the old one counts
+    if target.exists():  # a non-empty folder cannot be replaced by a rename; between the renames `aside` counts
         target.rename(aside)
     partial.rename(target)
     sync_folder(root)
@@ -114,7 +115,7 @@ def commit(partial: Path, root: Path, step: int, token: str, files: Mapping[str,
 
 
 def prune(root: Path, step: int, keep: int, token: str) -> None:
-    """Remove checkpoints before this step, but for the newest ones. Later ones are of another run: they stay."""
+    """Remove all but the newest checkpoints up to this step. Later ones belong to another run and stay."""
     for old in [found for found in complete(root) if found < step][::-1][keep - 1 :]:
         for path in [*sorted(root.glob(f"{folder_name(old)}.replaced-*")), root / folder_name(old)]:
             if path.exists():
@@ -122,7 +123,7 @@ def prune(root: Path, step: int, keep: int, token: str) -> None:
 
 
 def sweep(root: Path, token: str) -> None:
-    """Remove what was left of saves that never ended, but for the one with this token."""
+    """Remove leftovers of interrupted saves, except those of the save with this token."""
     for path in sorted(root.glob("step-*.*-*")):
         name, _, rest = path.name.partition(".")
         if path.name.endswith(token) or not _FOLDER.fullmatch(name):
@@ -134,14 +135,14 @@ def sweep(root: Path, token: str) -> None:
 
 
 def discard(path: Path, step: int, token: str) -> None:
-    """Remove a checkpoint, so that at no time a part of it passes for one."""
+    """Remove a checkpoint; a rename first makes sure that a partly removed one never looks complete."""
     gone = path.with_name(partial_name(step, f"removed-{path.suffix.removeprefix('.')}-{token}"))
     path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flush the directory entries of a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -150,7 +151,7 @@ def sync_folder(path: Path) -> None:
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Digest]:
-    """The files of a checkpoint and their digests; CheckpointError where another version, or nobody here, wrote it."""
+    """Return the files of a checkpoint with their digests; raise CheckpointError for another version or format."""
     path = _inside(folder, MANIFEST)
     found = _read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -169,7 +170,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Digest]:
 
 
 def check_files(folder: Path, files: Mapping[str, Digest], names: Iterable[str]) -> None:
-    """CheckpointError unless the named files are, byte by byte, what was written."""
+    """Raise CheckpointError unless the named files have the sizes and digests of the manifest."""
     for name in names:
         try:
             want = int(files[name]["bytes"]), str(files[name]["sha256"])
@@ -178,19 +179,19 @@ def check_files(folder: Path, files: Mapping[str, Digest], names: Iterable[str])
         try:
             _check_file(_inside(folder, name), *want)
         except CheckpointError:
-            _check_manifest(folder, name)  # which of the two has changed?
+            _check_manifest(folder, name)  # blame the manifest if it is the damaged one
             raise
 
 
 def _check_file(path: Path, num_bytes: int, sha256: str) -> None:
-    """CheckpointError unless a file has this size and digest."""
+    """Raise CheckpointError unless a file has this size and digest."""
     try:
         size = path.stat().st_size
         if size != num_bytes:
             raise CheckpointError(f"{path}: it has {size} bytes, and {num_bytes} were written; it is cut or changed")
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            while block := file.read(_BLOCK):
+            while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
     except OSError as error:
         raise CheckpointError(f"{path}: {_why(error)}") from None
@@ -199,7 +200,7 @@ def _check_file(path: Path, num_bytes: int, sha256: str) -> None:
 
 
 def _check_manifest(folder: Path, name: str) -> None:
-    """CheckpointError where the manifest itself has changed: then what it says of a file is not evidence against it."""
+    """Raise CheckpointError if the manifest itself has changed, and so proves nothing about the file."""
     path = folder / MANIFEST
     found = _read_json(path)
     own = found.pop("sha256", None)  # checkpoints of earlier versions have none
@@ -208,12 +209,12 @@ def _check_manifest(folder: Path, name: str) -> None:
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of all that a manifest says, however it is spaced."""
+    """Return the digest of a manifest's content, independent of its whitespace."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What is not in the tensors' own files."""
+    """Return the index: where each tensor is, the optimizer's options, and the saved state."""
     found = _read_json(_inside(folder, INDEX))
     if not isinstance(found, dict) or not {"tensors", "state", "groups", "values"} <= found.keys():
         raise CheckpointError(f"{folder / INDEX}: not an index of tensors")
@@ -221,7 +222,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, index: Mapping[str, Any], files: Mapping[str, Digest]) -> None:
-    """CheckpointError where the index claims more bytes than its files have: memory is taken by what it claims."""
+    """Raise CheckpointError if the index claims more bytes than its files have: loading allocates what it claims."""
     try:
         claimed = sum(prod(one["shape"]) * DTYPES[one["dtype"]].itemsize for one in index["tensors"].values())
         sizes = [size for one in index["tensors"].values() for size in one["shape"]]
@@ -234,14 +235,17 @@ def check_sizes(folder: Path, index: Mapping[str, Any], files: Mapping[str, Dige
 
 
 def check_checkpoint(folder: Path, step: int) -> None:
-    """CheckpointError unless all of a checkpoint is as it was written."""
+    """Raise CheckpointError unless all files of a checkpoint are intact."""
     files = read_manifest(folder, step)
     check_files(folder, files, files)
     read_index(folder)
 
 
 class TensorFile:
-    """Rows of tensors out of a safetensors file. It is read, not mapped: a file that is cut meanwhile is an error."""
+    """Reads rows of tensors from a safetensors file.
+
+    It reads instead of mapping: a mapped file that is truncated meanwhile would kill the process with SIGBUS.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -258,13 +262,13 @@ class TensorFile:
             raise CheckpointError(f"{path}: not a file of safetensors") from None
 
     def rows(self, name: str, dtype: torch.dtype, shape: torch.Size, first: int, last: int) -> Tensor:
-        """Rows from `first` to before `last` of a tensor that must be of this dtype and shape."""
+        """Return the rows from `first` up to `last` of a tensor that must have this dtype and shape."""
         try:
-            said = self.header[name]
-            begin, end = said["data_offsets"]
+            entry = self.header[name]
+            begin, end = entry["data_offsets"]
             fits = end - begin == prod(shape) * dtype.itemsize
-            fits = fits and 0 <= begin <= end <= self.size - self.begin  # memory is taken by what it says
-            if not fits or DTYPES[said["dtype"]] != dtype or list(shape) != said["shape"]:
+            fits = fits and 0 <= begin <= end <= self.size - self.begin  # checked before the buffer is allocated
+            if not fits or DTYPES[entry["dtype"]] != dtype or list(shape) != entry["shape"]:
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{self.path}: {name} is not in it as the index says") from None
@@ -309,7 +313,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file of a checkpoint, which is no path and no link that leads elsewhere."""
+    """Return the path of a checkpoint's file; refuse names and links that lead out of the folder."""
     try:
         return inside(folder, name)
     except OSError as error:

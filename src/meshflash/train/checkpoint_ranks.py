@@ -1,7 +1,7 @@
-"""What the ranks of a checkpoint tell each other, as JSON, over a gloo group that nothing else uses.
+"""Exchange of JSON values between the ranks of a checkpoint, over a gloo group that nothing else uses.
 
-A rank may write or read for hours, so no timeout can bound that. Instead each rank that still works says so, round
-after round: a rank that is killed or stopped says nothing, and is named within MESHFLASH_TIMEOUT.
+A rank may write or read for hours, so no timeout can bound a save. Instead each working rank sends a heartbeat in every
+round: a rank that is killed or stopped sends none, and is named within MESHFLASH_TIMEOUT seconds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from meshflash.runtime.store import start_thread
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: Seconds between two rounds at the start of some work, and at most; in between, this part of the time it has taken.
-SHORTEST, LONGEST, PART = 0.01, 4.0, 0.1
-#: What a rank says that has no result yet.
+#: Seconds between two heartbeats: at least, and at most; in between, this share of the time that the work has taken.
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS, PAUSE_SHARE = 0.01, 4.0, 0.1
+#: The message of a rank that has no result yet: a heartbeat.
 _WORKING = b""
 
 
@@ -37,7 +37,7 @@ def _value(rank: int, answer: dict[str, Any]) -> Any:
 
 
 class Ranks:
-    """The ranks that save and load together; their group is made with the first word."""
+    """The ranks that save and load together; the process group is made on first use."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self._group: Any = None
@@ -52,14 +52,14 @@ class Ranks:
             self.rank, self.world = members.index(dist.get_rank()), len(members)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return what each rank says, in order. All come to it at about the same time."""
+        """Return the value of each rank, in order. All ranks must call it at about the same time."""
         return self.gather(lambda: value) if self.world > 1 else [value]
 
     def gather(self, work: Callable[[], Any]) -> list[Any]:
-        """Do some work, which must not raise, and return what each rank's came to, in order.
+        """Run `work` on every rank and return the results, in order; an exception on one rank raises on all.
 
-        Ranks may take as long as they like, and each other one as much longer. LostRankError names one that has ended
-        or stopped.
+        The work may take any time, and different times on each rank. LostRankError names a rank that has ended or
+        stopped.
         """
         if self.world == 1:
             return [work()]
@@ -69,25 +69,25 @@ class Ranks:
         def worker() -> None:
             try:
                 text = json.dumps({"value": work()})
-            except BaseException as error:  # the others wait for a word of this rank
+            except BaseException as error:  # the other ranks wait for a result of this one
                 text = json.dumps({"error": one_line(error)})
             results.append(text.encode())
             done.set()
 
         begin = time.monotonic()
-        pause = SHORTEST
+        pause = MIN_PAUSE_SECONDS
         start_thread(worker, "meshflash checkpoint")
         with naming_lost_ranks():
             while True:
                 done.wait(pause)
-                said = self._round(results[0] if results else _WORKING)
-                if all(text != _WORKING for text in said):
-                    return [_value(rank, json.loads(text)) for rank, text in enumerate(said)]
-                find_max_tokens = min(LONGEST, timeout() / 4)
-                pause = min(find_max_tokens, max(SHORTEST, PART * (time.monotonic() - begin)))
+                messages = self._round(results[0] if results else _WORKING)
+                if all(text != _WORKING for text in messages):
+                    return [_value(rank, json.loads(text)) for rank, text in enumerate(messages)]
+                longest = min(MAX_PAUSE_SECONDS, timeout() / 4)
+                pause = min(longest, max(MIN_PAUSE_SECONDS, PAUSE_SHARE * (time.monotonic() - begin)))
 
     def _round(self, text: bytes) -> list[bytes]:
-        """One word of each rank, of whatever length."""
+        """Exchange one message of any length with each rank: first the lengths, then the messages."""
         if self._group is None:
             local = self._members is not None
             limit = timedelta(seconds=timeout())
@@ -96,10 +96,10 @@ class Ranks:
         self._swap(torch.tensor([len(text)], device="cpu"), sizes)
         texts = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
         self._swap(torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0), texts)
-        return [bytes(said.numpy()) for said in texts]
+        return [bytes(text.numpy()) for text in texts]
 
     def _swap(self, mine: Tensor, theirs: list[Tensor]) -> None:
-        """Send a tensor to every other rank, and receive one of each; empty ones do not travel."""
+        """Send a tensor to every other rank and receive one from each; empty tensors are not sent."""
         theirs[self.rank] = mine
         peers = [peer for peer in range(self.world) if peer != self.rank]
         works: list[tuple[int, Any]] = []
@@ -115,7 +115,7 @@ class Ranks:
             for peer, work in works:  # noqa: B007 - the error names it
                 work.wait(limit)
         except RuntimeError as error:
-            # only the first one counts: gloo ends all pending messages of a group when one of them times out
+            # only the first error names the lost rank: gloo fails all pending messages when one times out
             reason = str(error).strip().splitlines()[0]
             lost = int(dist.get_global_rank(self._group, peer))
             raise LostRankError(

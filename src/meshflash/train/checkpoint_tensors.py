@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a model and its optimizer: this rank's parts of tensors, and what is said in JSON.
+"""The content of a checkpoint: this rank's shards of a model and its optimizer, and the values stored as JSON.
 
-Names are those of one process, whatever wraps the model; where a part lies in its tensor is told with it, so that any
-other mesh finds what it needs. Who writes what, and who reads what, is planned by torch.distributed.checkpoint.
+Tensors have the names of a single process, whatever wraps the model. Each shard is stored with its offsets in the full
+tensor, so that any other mesh can load it. torch.distributed.checkpoint plans which rank writes and reads which shard.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Optimizer = torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a tensor: its values, where they begin in the whole, and the whole's shape."""
+    """A rank's shard of a tensor: its values, its offsets in the full tensor, and the full shape."""
 
     local: Tensor
     offsets: tuple[int, ...]
@@ -42,20 +42,20 @@ class Part:
 
     @staticmethod
     def of(x: Tensor) -> Part:
-        """This rank's part of a tensor, or of a DTensor, as it lies."""
+        """Return this rank's shard of a tensor or DTensor, without a copy."""
         local = x.detach()
         if isinstance(local, DTensor):
             local = local.to_local()
         return Part(local, tuple(int(rows.start) for rows in local_slices(x)), tuple(x.shape))
 
     def outline(self) -> list[Any]:
-        """All but the values, for other ranks."""
+        """Return all but the values, to send to other ranks."""
         return [list(self.offsets), list(self.local.shape), list(self.shape), NAMES[self.local.dtype]]
 
 
 @dataclass(frozen=True)
 class Content:
-    """A checkpoint's content on one rank: parts of tensors; values of the optimizer that are none; its groups."""
+    """A checkpoint's content on one rank: shards, optimizer values that are not tensors, and parameter groups."""
 
     parts: dict[str, Part]
     values: dict[str, Any]
@@ -63,7 +63,7 @@ class Content:
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
-    """What this rank has. Nothing is copied yet."""
+    """Return the content of this rank; tensors are not copied yet."""
     named = weights(model)
     parts = {f"model/{name}": Part.of(x) for name, x in named.items()}
     values: dict[str, Any] = {}
@@ -77,19 +77,19 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
                 continue
             if isinstance(weight, DTensor) and value.ndim and value.shape != weight.shape:
                 raise ValueError(
-                    f"{name}: {list(value.shape)} for a weight {list(weight.shape)} that is spread over ranks; another "
-                    "mesh could not have it: take an optimizer that keeps numbers, or tensors of the weight's shape"
+                    f"{name}: {list(value.shape)} for a weight {list(weight.shape)} that is sharded; another mesh "
+                    "could not load it: take an optimizer whose state is numbers, or tensors of the weight's shape"
                 )
             parts[name] = Part.of(value)
     for name, part in parts.items():
         if part.local.dtype not in NAMES:
             raise ValueError(f"{name}: {part.local.dtype} cannot be saved; expected one of {', '.join(DTYPES)}")
-    # ranks with less than one row have a part of nothing
+    # a rank with no row of a sharded tensor has an empty shard, which is not stored
     return Content({name: p for name, p in parts.items() if p.local.numel() or not _volume(p.shape)}, values, groups)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and buffers by the names they have in one process, shared ones once, by their first name."""
+    """Return weights and buffers by their names in a single process; a shared one appears once, by its first name."""
     unwrapped: Any = model
     while isinstance(unwrapped, DistributedDataParallel) or hasattr(unwrapped, "_orig_mod"):
         unwrapped = unwrapped.module if isinstance(unwrapped, DistributedDataParallel) else unwrapped._orig_mod
@@ -104,9 +104,12 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plan_write(outlines: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], dict[str, Any]]:
-    """From all ranks' outlines: the tensors whose parts each rank writes, and the index of all. The same on each rank.
+    """Return (names of the tensors that each rank writes, index of all tensors); the same on every rank.
 
-    What several ranks have is written by one of them, so that all have about as much to write.
+    One rank writes a shard that several ranks hold, chosen so that all ranks write about as much.
+
+    Args:
+        outlines: The outlines of each rank's shards, by tensor name.
     """
     plans = [SavePlan([_item(name, *outline) for name, outline in parts.items()]) for parts in outlines]
     plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
@@ -121,14 +124,14 @@ def plan_write(outlines: Sequence[Mapping[str, Any]]) -> tuple[list[list[str]], 
 
 
 def file_name(rank: int) -> str:
-    """The file of a rank's tensors."""
+    """Return the name of a rank's tensor file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def wanted(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, Any], folder: Path) -> dict[str, Part]:
-    """What this rank needs, with room for it in the host's memory; CheckpointError where the checkpoint has others."""
+    """Return the shards that this rank needs, with empty host buffers; raise CheckpointError if they do not match."""
     named, stored = weights(model), index["tensors"]
-    found: dict[str, Part] = {f"model/{name}": _room(x) for name, x in named.items()}
+    found: dict[str, Part] = {f"model/{name}": _empty_part(x) for name, x in named.items()}
     there = {name for name in stored if name.startswith("model/")}
     wrong = [
         f"{what} {_few(names)}"
@@ -136,13 +139,13 @@ def wanted(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, An
         if names
     ]
     if optimizer is not None:
-        wrong += _other_groups(_groups(optimizer, {id(x): name for name, x in named.items()}), index["groups"])
-        for name, weight, _ in _kept(optimizer, named, stored):
+        wrong += _compare_groups(_groups(optimizer, {id(x): name for name, x in named.items()}), index["groups"])
+        for name, weight, _ in _saved_state(optimizer, named, stored):
             shape = stored[name]["shape"]
             like = weight if list(weight.shape) == shape else torch.empty(shape, device="meta")
             if shape and like is not weight and isinstance(weight, DTensor):
-                wrong.append(f"{name} is {shape} in it, and its weight {list(weight.shape)} is spread over ranks")
-            found[name] = _room(like, DTYPES[stored[name]["dtype"]])
+                wrong.append(f"{name} is {shape} in it, and its weight {list(weight.shape)} is sharded")
+            found[name] = _empty_part(like, DTYPES[stored[name]["dtype"]])
     for name in found.keys() & stored.keys():
         have, need = stored[name], found[name]
         if have["shape"] != list(need.shape):
@@ -155,7 +158,7 @@ def wanted(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, An
 
 
 def read_parts(folder: Path, stored: Mapping[str, Any], files: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
-    """Fill the room of parts from the files that hold them, however they were cut when they were written."""
+    """Fill the buffers of shards from the files, however the tensors were sharded when they were saved."""
     opened: dict[str, TensorFile] = {}
     try:
         for name, part in parts.items():
@@ -169,7 +172,7 @@ def read_parts(folder: Path, stored: Mapping[str, Any], files: Mapping[str, Any]
             for item in create_read_items_for_chunk_list(name, saved, [_chunk(part.offsets, part.local.shape)]):
                 assert item.storage_index.index is not None
                 chunk = chunks[item.storage_index.index]
-                if chunk["file"] not in files:  # then nobody compared its digest
+                if chunk["file"] not in files:  # its digest was never checked
                     raise CheckpointError(f"{folder / INDEX}: {chunk['file']} is not in the manifest")
                 if chunk["file"] not in opened:
                     opened[chunk["file"]] = TensorFile(folder / chunk["file"])
@@ -190,7 +193,7 @@ def read_parts(folder: Path, stored: Mapping[str, Any], files: Mapping[str, Any]
 
 @torch.no_grad()
 def restore(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
-    """Put what was read into the model and the optimizer."""
+    """Copy the shards that were read into the model and the optimizer."""
     named = weights(model)
     for name, weight in named.items():
         Part.of(weight).local.copy_(parts[f"model/{name}"].local)
@@ -200,16 +203,16 @@ def restore(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, A
     by_name = {frozenset(group["params"]): group["options"] for group in index["groups"]}
     for both in zip(inner.param_groups, _groups(optimizer, {id(x): n for n, x in named.items()}), strict=True):
         _set_options(both[0], by_name[frozenset(both[1]["params"])])
-    if inner is not optimizer:  # ZeRO has the groups twice
+    if inner is not optimizer:  # ZeroRedundancyOptimizer holds the groups twice
         for own, outer in zip(inner.param_groups, optimizer.param_groups, strict=True):
             outer.update({key: value for key, value in own.items() if key != "params"})
     on_device = {id(p): g.get("capturable") or g.get("fused") for g in inner.param_groups for p in g["params"]}
     for group in inner.param_groups:
         for weight in group["params"]:
             inner.state.pop(weight, None)
-    for name, weight, key in _kept(optimizer, named, index["tensors"]):
+    for name, weight, key in _saved_state(optimizer, named, index["tensors"]):
         local = parts[name].local
-        if key != "step" or on_device[id(weight)]:  # where torch's own load_state_dict would have it
+        if key != "step" or on_device[id(weight)]:  # the same device as torch's load_state_dict chooses
             local = local.to(weight.device)
         value: Tensor = local
         if isinstance(weight, DTensor) and local.ndim:
@@ -222,12 +225,14 @@ def restore(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, A
                 stride=weight.stride(),
             )
         inner.state[weight][key] = value
-    for name, weight, key in _kept(optimizer, named, index["values"]):
+    for name, weight, key in _saved_state(optimizer, named, index["values"]):
         inner.state[weight][key] = _decode(index["values"][name])
 
 
-def _kept(optimizer: Optimizer, named: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
-    """(name, weight, key) of what was saved for the weights that this rank's optimizer updates."""
+def _saved_state(
+    optimizer: Optimizer, named: Mapping[str, Tensor], stored: Mapping[str, Any]
+) -> list[tuple[str, Any, str]]:
+    """Return (name, weight, key) of the saved state of the weights that this rank's optimizer updates."""
     names = {id(x): name for name, x in named.items()}
     mine = {names.get(id(p)): p for group in _inner(optimizer).param_groups for p in group["params"]}
     found = []
@@ -239,12 +244,12 @@ def _kept(optimizer: Optimizer, named: Mapping[str, Tensor], stored: Mapping[str
 
 
 def _inner(optimizer: Optimizer) -> Any:
-    """The optimizer of this rank's weights, where each rank has one for some of them."""
+    """Return the local optimizer of this rank's weights inside a ZeroRedundancyOptimizer."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """The optimizer's groups, weights by their names."""
+    """Return the optimizer's parameter groups, with weights by name."""
     found = []
     for n, group in enumerate(optimizer.param_groups):
         if any(id(p) not in names for p in group["params"]):
@@ -254,8 +259,8 @@ def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, An
     return found
 
 
-def _other_groups(own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[str]:
-    """What to say of groups that have other weights than the saved ones."""
+def _compare_groups(own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[str]:
+    """Return an error for each parameter group whose weights differ from all saved groups."""
     if not saved:
         return ["it has no optimizer; load with optimizer None"]
     known = {frozenset(group["params"]) for group in saved}
@@ -275,7 +280,7 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _encode(value: Any, name: str) -> Any:
-    """A value of an optimizer as JSON can have it, and as it can be had back."""
+    """Encode an optimizer's value as JSON, so that `_decode` restores its type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor) and value.ndim == 0 and value.dtype in NAMES:
@@ -294,8 +299,8 @@ def _decode(value: Any) -> Any:
     return (tuple if kind == "tuple" else list)(map(_decode, values))
 
 
-def _room(x: Tensor, dtype: torch.dtype | None = None) -> Part:
-    """Room in the host's memory for a part of a tensor that lies as this one does."""
+def _empty_part(x: Tensor, dtype: torch.dtype | None = None) -> Part:
+    """Return an empty host buffer for this rank's shard of a tensor that is sharded like x."""
     part = Part.of(x)
     return Part(torch.empty(part.local.shape, dtype=dtype or x.dtype, device="cpu"), part.offsets, part.shape)
 
@@ -314,6 +319,6 @@ def _volume(shape: Sequence[int]) -> int:
 
 
 def _few(names: Any, most: int = 8) -> str:
-    """Names in order, the first of them where they are many."""
+    """Return sorted names, shortened to the first `most`."""
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,11 +1,12 @@
-"""What a training run is, as nested frozen dataclasses; presets are functions that return a whole one.
+"""The configuration of a training run: nested frozen dataclasses, and presets as functions that return a whole one.
 
-Any field can be changed by TOML or on the command line, by its path: `mesh.cp=4`, `model.layers=2`.
+TOML or the command line can change any field by its path: `mesh.cp=4`, `model.layers=2`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -19,15 +20,30 @@ from meshflash.models import vit_config as vit
 from meshflash.models.gpt_config import GPTConfig
 from meshflash.models.vit_config import ViTConfig
 
-#: What weights are computed in; the masters are float32.
+#: The dtypes of compute; master weights are float32.
 DTYPES = ("float32", "bfloat16", "float16")
-#: Bytes of a TOML file, and dots in a line of it: tomllib takes a minute over a key of 32,000 dots.
+#: The most bytes of a TOML file, and dots in a line of it: tomllib takes a minute over a key of 32,000 dots.
 TOML_BYTES, TOML_DOTS = 1 << 18, 256
+#: The value None, which TOML lacks.
+NONE = "none"
+#: Fields of earlier versions, by (table, name): checkpoints of those versions hold them.
+RENAMED = {("memory", "recompute"): "activation_checkpointing"}
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks share what, see `meshflash.parallel.init_mesh` and `parallelize`; and how they attend."""
+    """The mesh and attention over it; see `meshflash.parallel.init_mesh` and `parallelize`.
+
+    Attributes:
+        dp: The data-parallel size; -1 takes all remaining ranks.
+        fsdp: The sharded data-parallel size.
+        cp: The context-parallel size.
+        tp: The tensor-parallel size.
+        order: The order of the axes, fastest first.
+        mode: How weights are sharded: "full", "grad_op", "hybrid", or None for the default of the mesh.
+        schedule: The schedule of attention over cp.
+        layout: Which tokens each rank of cp holds.
+    """
 
     dp: int = -1
     fsdp: int = 1
@@ -41,10 +57,19 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Data:
-    """What is learnt: the name of an embedded task, or a folder that `meshflash data` wrote; and how much at a time.
+    """The training data and the batch size.
 
-    `batch` samples make a step over all ranks, in micro-batches of `micro` on each. `valid` is what is evaluated, by
-    default other samples of an embedded task, and nothing of a folder.
+    Attributes:
+        source: A synthetic task ("copy", "needle" or "images"), or a path, as `meshflash data` wrote it.
+        tokens: The tokens of a sample.
+        batch: The samples of a step over all ranks.
+        micro: The samples of a micro-batch on each rank.
+        samples: The number of samples of a synthetic task.
+        seed: The seed of the data and of their order.
+        valid: The validation data. By default other samples of a synthetic task, and nothing for a path.
+        valid_samples: The number of validation samples of a synthetic task.
+        height: The height of images in pixels.
+        width: The width of images in pixels.
     """
 
     source: str = "copy"
@@ -61,7 +86,19 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW with a warm-up and a cosine down to `final` of the rate; matrices alone decay."""
+    """AdamW with a linear warmup and a cosine decay; only matrices have weight decay.
+
+    Attributes:
+        lr: The peak learning rate.
+        final: The final learning rate as a share of the peak.
+        warmup: The steps of the warmup.
+        weight_decay: The weight decay of matrices.
+        beta1: The decay of the first moment.
+        beta2: The decay of the second moment.
+        eps: The epsilon of AdamW.
+        clip: The largest norm of the gradients.
+        sharded: Whether the optimizer state of replicated weights is sharded (ZeRO-1).
+    """
 
     lr: float = 3e-4
     final: float = 0.1
@@ -76,7 +113,14 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Memory:
-    """What saves memory, each exact: see `meshflash.parallel.parallelize`."""
+    """Options that save memory without changing results; see `meshflash.parallel.parallelize`.
+
+    Attributes:
+        activation_checkpointing: "full", "selective" or None.
+        offload_activations: Whether checkpointed activations move to the host.
+        offload_weights: Whether weight shards and optimizer state stay on the host.
+        tiles: The number of slices of tokens in which MLPs are computed.
+    """
 
     activation_checkpointing: str | None = None
     offload_activations: bool = False
@@ -86,11 +130,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class Run:
-    """How long, how precise, and what is written how often; 0 is never. Weights begin as `seed` says.
+    """The length and precision of a run, and the intervals of its outputs; an interval of 0 is never.
 
-    Checkpoints are saved every `save` steps, and when `save_minutes` have gone by since the last.
-
-    `deterministic` lets GPUs add in one order, a bit slower: a run that goes on then has the same bits.
+    Attributes:
+        steps: The last step.
+        dtype: The dtype of compute.
+        seed: The seed of the initial weights.
+        log: The steps between metrics.
+        evaluate: The steps between evaluations.
+        save: The steps between checkpoints.
+        save_minutes: The minutes between checkpoints.
+        keep: The number of newest checkpoints that stay.
+        compare: The steps between comparisons of replicated weights across ranks.
+        deterministic: Whether GPU kernels are deterministic; slower, but a resumed run is then bitwise equal.
     """
 
     steps: int = 1000
@@ -114,7 +166,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Config:
-    """All of a run."""
+    """The whole configuration of a run; presets and `change` make it."""
 
     model: GPTConfig | ViTConfig
     mesh: Mesh = field(default_factory=Mesh)
@@ -125,12 +177,12 @@ class Config:
 
     @property
     def kind(self) -> str:
-        """Which model: gpt or vit."""
+        """Return the kind of model: gpt or vit."""
         return "gpt" if isinstance(self.model, GPTConfig) else "vit"
 
 
 def gpt_tiny() -> Config:
-    """The copy task on a tiny GPT: learnt in seconds on a CPU, and only if attention crosses ranks."""
+    """Return the copy task on a tiny GPT: learned in seconds on a CPU, and only if attention crosses ranks."""
     return Config(
         gpt.tiny(vocabulary=32, dim=64, layers=2, heads=4, kv_heads=2, hidden=128, theta=1000.0),
         data=Data("copy", tokens=64, batch=32, micro=32),
@@ -140,7 +192,7 @@ def gpt_tiny() -> Config:
 
 
 def gpt_125m() -> Config:
-    """125 million weights, 2,048 tokens."""
+    """Return 125 million parameters at 2,048 tokens."""
     return Config(
         gpt.gpt_125m(),
         data=Data("data", tokens=2048, batch=256, micro=8),
@@ -149,7 +201,7 @@ def gpt_125m() -> Config:
 
 
 def llama3_2_1b() -> Config:
-    """Llama 3.2 1B at 131,072 tokens: weights spread over all ranks, sequences over 8."""
+    """Return Llama 3.2 1B at 131,072 tokens: weights sharded over all ranks, sequences over 8."""
     return Config(
         gpt.llama3_2_1b(),
         Mesh(cp=8, mode="full", schedule="zigzag"),
@@ -160,7 +212,7 @@ def llama3_2_1b() -> Config:
 
 
 def llama3_8b() -> Config:
-    """Llama 3 8B at 8,192 tokens: weights spread over all ranks."""
+    """Return Llama 3 8B at 8,192 tokens: weights sharded over all ranks."""
     return Config(
         gpt.llama3_8b(),
         Mesh(mode="full"),
@@ -171,7 +223,7 @@ def llama3_8b() -> Config:
 
 
 def llama3_8b_1m() -> Config:
-    """Llama 3 8B at a million tokens: sequences over 64 ranks, activations on the host."""
+    """Return Llama 3 8B at a million tokens: sequences sharded over 64 ranks, activations on the host."""
     return Config(
         gpt.llama3_8b_1m(),
         Mesh(cp=64, mode="full", schedule="zigzag"),
@@ -182,7 +234,7 @@ def llama3_8b_1m() -> Config:
 
 
 def vit_tiny() -> Config:
-    """An embedded set of images on a tiny ViT: the class depends on patches that lie far apart."""
+    """Return synthetic images on a tiny ViT: the class depends on two patches far apart."""
     return Config(
         vit.tiny(),
         Mesh(layout="contiguous"),
@@ -193,7 +245,7 @@ def vit_tiny() -> Config:
 
 
 def vit_base() -> Config:
-    """86 million weights, 224 x 224."""
+    """Return ViT-B/16: 86 million parameters at 224 x 224 pixels."""
     return Config(
         vit.vit_base(),
         Mesh(layout="contiguous"),
@@ -203,7 +255,7 @@ def vit_base() -> Config:
 
 
 def vit_2_6b() -> Config:
-    """2.6 billion weights at 262,144 patches: images of 2,048 x 2,048 over 8 ranks."""
+    """Return 2.6 billion parameters at 262,144 patches: images of 2,048 x 2,048 sharded over 8 ranks."""
     return Config(
         vit.vit_2_6b(),
         Mesh(cp=8, mode="full", schedule="ring", layout="contiguous"),
@@ -226,7 +278,11 @@ PRESETS: dict[str, dict[str, Callable[[], Config]]] = {
 
 
 def preset(kind: str, name: str) -> Config:
-    """A preset's configuration.
+    """Return the configuration of a preset.
+
+    Args:
+        kind: The kind of model: gpt or vit.
+        name: The name of the preset.
 
     >>> preset("gpt", "tiny").data.source
     'copy'
@@ -239,7 +295,11 @@ def preset(kind: str, name: str) -> Config:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The changes that a TOML file says, by tables."""
+    """Return the changes of a TOML file, by tables.
+
+    Args:
+        path: The file, as `to_toml` or a user wrote it.
+    """
     try:
         data = read_bytes(path, TOML_BYTES)
         if max((line.count(b".") for line in data.splitlines()), default=0) > TOML_DOTS:
@@ -249,12 +309,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: there is no such file") from None
     except RecursionError:
         raise ValueError(f"{path}: not TOML: it is nested too deeply") from None
-    except ValueError as error:  # tomllib's own; numbers of too many digits; what is not UTF-8
+    except ValueError as error:  # tomllib's own errors, numbers with too many digits, invalid UTF-8
         raise ValueError(f"{path}: not TOML: {error}") from None
 
 
 def assignments(texts: list[str]) -> dict[str, Any]:
-    """Changes from `path=value` texts.
+    """Return the changes of `path=value` texts, as `--set` takes them.
 
     >>> assignments(["mesh.cp=4", "data.source=copy", "memory.activation_checkpointing=none"])
     {'mesh': {'cp': 4}, 'data': {'source': 'copy'}, 'memory': {'activation_checkpointing': None}}
@@ -273,7 +333,14 @@ def assignments(texts: list[str]) -> dict[str, Any]:
 
 
 def change(config: Any, changes: Mapping[str, Any], path: str = "") -> Any:
-    """The same with other values of named fields; ValueError names one that is not there or is of another type.
+    """Return a configuration with other values of some fields.
+
+    Raises ValueError with the path of a field that does not exist or has another type.
+
+    Args:
+        config: The configuration, or a table of it.
+        changes: New values by field, nested by table.
+        path: The path of the table, for errors.
 
     >>> change(preset("gpt", "tiny"), {"mesh": {"cp": 2}}).mesh.cp
     2
@@ -293,29 +360,61 @@ def change(config: Any, changes: Mapping[str, Any], path: str = "") -> Any:
         else:
             new[name] = _fit(value, types[name], where)
     if "head_dim" in names and new.keys() & {"dim", "heads"}:
-        new.setdefault("head_dim", None)  # follows from them
+        new.setdefault("head_dim", None)  # derived from the new sizes
     return replace(config, **new)
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """A configuration as JSON takes it, with its kind."""
+    """Return a configuration as JSON takes it, with its kind."""
     return {"kind": config.kind, **asdict(config)}
 
 
 def from_dict(given: Mapping[str, Any]) -> Config:
-    """What `as_dict` made, back.
+    """Return the configuration of a dict that `as_dict` made; field names of earlier versions are accepted.
 
     >>> from_dict(as_dict(preset("vit", "tiny"))) == preset("vit", "tiny")
     True
     """
     parts = dict(given)
     base = preset(parts.pop("kind"), "tiny")
+    for (table, old), new in RENAMED.items():
+        if old in parts.get(table, {}):
+            parts[table] = {new if name == old else name: value for name, value in parts[table].items()}
     found: Config = change(base, parts)
     return found
 
 
+def to_toml(config: Config) -> str:
+    """Return a configuration as TOML with all its fields and its kind, as `--config` takes it.
+
+    >>> to_toml(preset("gpt", "tiny")).splitlines()[:4]
+    ['kind = "gpt"', '', '[model]', 'vocabulary = 32']
+    """
+    return "\n".join(_toml_lines(as_dict(config), "")) + "\n"
+
+
+def _toml_lines(table: Mapping[str, Any], path: str) -> list[str]:
+    """Return the lines of a table: its values first, since TOML gives all lines behind a header to that header."""
+    lines = [f"{name} = {_toml_value(value)}" for name, value in table.items() if not isinstance(value, Mapping)]
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{path}{name}]", *_toml_lines(value, f"{path}{name}.")]
+    return lines
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    # a JSON string is a TOML string, but for the one control character that JSON leaves as it is
+    return json.dumps(NONE if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _made(kind: Any, where: str) -> Any:
-    """A new table of a field that has none."""
+    """Return a new table for a field that is None."""
     for option in get_args(kind):
         if dataclasses.is_dataclass(option):
             return option()  # type: ignore[operator]
@@ -323,11 +422,11 @@ def _made(kind: Any, where: str) -> Any:
 
 
 def _fit(value: Any, kind: Any, where: str) -> Any:
-    """A value of a field's type."""
+    """Return a value converted to the type of its field, or raise ValueError."""
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    for option in options:
+    for option in sorted(options, key=lambda option: option is not NoneType):  # "none" is None before it is a text
         plain = get_origin(option) or option
-        if option is NoneType and value is None:
+        if option is NoneType and value in (None, NONE):
             return None
         if plain is tuple and isinstance(value, list | tuple):
             return tuple(value)
@@ -340,8 +439,8 @@ def _fit(value: Any, kind: Any, where: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """A value as TOML reads it, else a text; none is None."""
-    if text in ("none", "None", ""):
+    """Return a value as TOML reads it, else the text itself; "none" is None."""
+    if text in (NONE, "None", ""):
         return None
     try:
         return tomllib.loads(f"x = {text}")["x"]

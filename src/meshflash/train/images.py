@@ -1,4 +1,4 @@
-"""Images as samples: folders of them, arrays in files, and an embedded set that needs attention over ranks."""
+"""Image datasets: folders of images, arrays in files, and synthetic images that need attention across ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch import Tensor
 from meshflash.train.order import random_words
 from meshflash.train.tokens import check_sample_index
 
-#: What an ImageFolder takes for images.
+#: The file suffixes of images in an ImageFolder.
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-#: The same as Pillow names them. It goes by a file's first bytes, and runs Ghostscript for one that is PostScript.
+#: The same formats by Pillow's names. Pillow identifies files by content and would run Ghostscript on PostScript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-#: Bytes that a compressed array may take; where it takes more, they may be so many times those of the file.
+#: A compressed array may expand to this many bytes; beyond that, to this many times its compressed size.
 EXPANDED_BYTES, EXPANSION = 1 << 28, 200
 
 _HEADERS: dict[tuple[int, int], Any] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-#: What numpy and zipfile raise for files that are cut, forged, encrypted or compressed in ways they do not know.
+#: What numpy and zipfile raise for files that are truncated, forged, encrypted or compressed by unknown methods.
 _BROKEN = (
     *(OSError, ValueError, KeyError, TypeError, OverflowError, EOFError, RuntimeError, SyntaxError),
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError),
@@ -38,7 +38,7 @@ _BROKEN = (
 
 @dataclass(frozen=True)
 class ImageSample:
-    """An image `[channels, height, width]` in float32, and its class, or a value for each pixel."""
+    """An image `[channels, height, width]` in float32, with its class, or with target values for each pixel."""
 
     image: Tensor
     label: int | None = None
@@ -46,17 +46,17 @@ class ImageSample:
 
 
 class ImageFolder:
-    """A folder with a folder of images for each class; values are 0 to 1, in three channels.
+    """A folder with a subfolder of images for each class; values are 0 to 1, in three channels.
 
     Args:
-        folder: its subfolders, by name, are the classes, whose images may lie deeper.
-        size: (height, width) that images are scaled to, or one number for both; by default each keeps its own.
+        folder: The folder. Its subfolders, sorted by name, are the classes; images may be nested deeper.
+        size: The (height, width) that images are scaled to, or one number for both; by default each keeps its own.
     """
 
     channels = 3
 
     def __init__(self, folder: Path | str, size: int | tuple[int, int] | None = None) -> None:
-        _pillow()  # told here, not at the first sample
+        _pillow()  # raises here if it is missing, not at the first sample
         folder = Path(folder)
         if not folder.is_dir():
             raise ValueError(f"{folder}: no such folder")
@@ -84,10 +84,12 @@ class ImageFolder:
 class ImageArrays:
     """Arrays `images` `[samples, channels, height, width]` with `labels` `[samples]` or `targets` like images.
 
-    They are mapped, not read: of a .npz as `numpy.savez` writes it, or of an images.npy with labels.npy or targets.npy
-    beside it. Only a .npz that was compressed is read as a whole. Images of bytes become 0 to 1; all other values, and
-    targets, stay as they are. A missing axis of channels is one channel. `unlabeled` images are to be judged, and need
-    neither labels nor targets.
+    Arrays are memory-mapped; only a compressed .npz is read as a whole. uint8 images are scaled to 0 to 1; all other
+    values, and targets, stay as they are. Images without a channel axis have one channel.
+
+    Args:
+        path: A .npz of `numpy.savez`, or an images.npy with labels.npy or targets.npy beside it.
+        unlabeled: Whether labels and targets may be missing, as for prediction.
     """
 
     def __init__(self, path: Path | str, unlabeled: bool = False) -> None:
@@ -125,21 +127,21 @@ class ImageArrays:
 
 
 class SyntheticImages:
-    """Images that no rank can judge by its own patches; made from the seed and their number alone.
+    """Synthetic images that no rank can classify from its own patches; each depends on the seed and its index only.
 
-    The top left and the bottom right corner each show one of `classes` signs, and the sum of their numbers, modulo
-    `classes`, is the class: neither corner alone says anything of it, nor does any sum of what each says. With `dense`
-    an image is of random blocks, and the value wanted of each pixel is the one half the height below, around the edge.
+    The top left and the bottom right corner each show one of `classes` patterns. The class is the sum of their indices
+    modulo `classes`, so neither corner alone tells anything of it, nor does a sum of features of both. With `dense` an
+    image consists of random blocks, and the target of a pixel is the value half the height below, wrapping around.
 
     Args:
-        height: of all images.
-        width: of all images.
-        classes: how many; with `dense` the channels of targets.
-        seed: of all samples; signs are the same for all seeds.
-        samples: how many there are.
-        channels: of images.
-        spot: height and width of signs and blocks; best no more than a patch.
-        dense: pixels instead of classes.
+        height: The height of all images in pixels.
+        width: The width of all images in pixels.
+        classes: The number of classes; with `dense` the channels of targets.
+        seed: The seed of all samples; the patterns are the same for all seeds.
+        samples: The number of samples.
+        channels: The channels of images.
+        spot: The height and width of patterns and blocks; best no more than a patch.
+        dense: Whether targets are pixels instead of classes.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class SyntheticImages:
 
 
 def _values(words: npt.NDArray[np.uint64], shape: tuple[int, ...], most: float) -> npt.NDArray[np.float64]:
-    """Random words as values from -most to most."""
+    """Return random words as values from -most to most."""
     return ((words >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0).reshape(shape) * most
 
 
@@ -208,7 +210,7 @@ def _pillow() -> Any:
 
 
 def read_image(path: Path, size: tuple[int, int] | None) -> npt.NDArray[np.float32]:
-    """An image file as `[3, height, width]` of 0 to 1, scaled to a size where one is given."""
+    """Return an image file as `[3, height, width]` with values 0 to 1, scaled to a size if one is given."""
     pillow = _pillow()
     try:
         with pillow.Image.open(path, formats=FORMATS) as opened:
@@ -216,7 +218,12 @@ def read_image(path: Path, size: tuple[int, int] | None) -> npt.NDArray[np.float
             if opened.mode[0] in "IF":
                 raise ValueError(f"of {opened.mode}, more than 8 bits; put such images into an array, see ImageArrays")
             image = pillow.ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, SyntaxError, ValueError, pillow.Image.DecompressionBombError) as error:  # some are SyntaxErrors
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        pillow.Image.DecompressionBombError,
+    ) as error:  # Pillow raises SyntaxError for some
         raise ValueError(f"{path}: not an image that can be read ({error})") from error
     if size is not None and image.size != size[::-1]:
         image = image.resize(size[::-1], pillow.Image.Resampling.BILINEAR)
@@ -224,15 +231,15 @@ def read_image(path: Path, size: tuple[int, int] | None) -> npt.NDArray[np.float
 
 
 def _check_pixels(size: tuple[int, int], most: int | None) -> None:
-    """ValueError for what Pillow only warns of: a small file whose pixels fill the memory."""
+    """Raise ValueError for a decompression bomb, of which Pillow only warns: a small file with very many pixels."""
     if most is not None and math.prod(size) > most:
         raise ValueError(
-            f"{size[0]} x {size[1]} pixels; where they are meant, set PIL.Image.MAX_IMAGE_PIXELS, now {most}"
+            f"{size[0]} x {size[1]} pixels; if that is intended, set PIL.Image.MAX_IMAGE_PIXELS, now {most}"
         )
 
 
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of a .npz, or those beside an images.npy, by name."""
+    """Return the arrays of a .npz, or of an images.npy and the files beside it, by name."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
@@ -247,7 +254,7 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _member(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> npt.NDArray[Any]:
-    """An array of a .npz, mapped where it is not compressed, which numpy itself does not do."""
+    """Return an array of a .npz, memory-mapped if it is not compressed; numpy itself does not map a .npz."""
     with archive.open(entry) as stream:
         shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(stream)](stream)
         skipped = stream.tell()
@@ -258,18 +265,18 @@ def _member(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> npt
     if entry.compress_type != zipfile.ZIP_STORED:
         return _expanded(archive, entry)
     with path.open("rb") as file:
-        file.seek(entry.header_offset + 26)  # the lengths of the name and of what stands behind it
+        file.seek(entry.header_offset + 26)  # the lengths of the file name and the extra field
         name, more = np.frombuffer(file.read(4), "<u2").tolist()
     offset = entry.header_offset + 30 + name + more + skipped
     return np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
 
 
 def _expanded(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> npt.NDArray[Any]:
-    """A compressed array, read as a whole; ValueError where a small file would take much memory."""
+    """Return a compressed array, read as a whole; raise ValueError for a zip bomb."""
     if entry.file_size > EXPANDED_BYTES and entry.file_size > EXPANSION * entry.compress_size:
         raise ValueError(
             f"{entry.filename} expands to {entry.file_size:,} bytes, over {EXPANSION} times its size: a zip bomb; "
-            "write it with numpy.savez where it is meant"
+            "write it with numpy.savez if that is intended"
         )
     with archive.open(entry) as stream:
         read: npt.NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)

@@ -1,4 +1,4 @@
-"""Trained models at work: text from a GPT, labels or maps of images from a ViT, on any mesh."""
+"""Inference with trained models on any mesh: text from a GPT, labels or dense predictions from a ViT."""
 
 from __future__ import annotations
 
@@ -33,30 +33,47 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 def text(
     checkpoint: Path, prompt: str, tokenizer: Path | None, axes: Mapping[str, Any], **options: Any
 ) -> Iterator[str]:
-    """What a GPT goes on with, piece by piece; `options` are those of `generate`. All ranks yield the same."""
+    """Yield the text that a GPT generates, piece by piece; all ranks yield the same.
+
+    Args:
+        checkpoint: A folder of `meshflash train`, or of a Hugging Face Llama.
+        prompt: The text to continue.
+        tokenizer: A folder with tokenizer.json; None is bytes.
+        axes: The sizes of the mesh axes fsdp, cp and tp, and their order.
+        options: Options of `meshflash.models.generate.generate`.
+    """
     config, mesh, model = _load(checkpoint, axes, "gpt")
     words: Tokenizer = ByteTokenizer() if tokenizer is None else FolderTokenizer(tokenizer)
     if words.vocabulary > config.model.vocabulary:
         raise ValueError(
-            f"tokenizer: {words.vocabulary:,} ids do not fit the model's {config.model.vocabulary:,}; give its own"
+            f"tokenizer: {words.vocabulary:,} ids do not fit the model's {config.model.vocabulary:,}; give the "
+            "tokenizer that the model was trained with"
         )
     ids = [*words.begin, *words.encode(prompt)]
     stop = words.end[0] if words.end else None
-    made: list[int] = []
-    said = ""
+    generated: list[int] = []
+    yielded = ""
     for chosen in generate(model, torch.tensor([ids], device=current()), mesh, stop=stop, **options):
         if stop is not None and int(chosen) == stop:
             return
-        made.append(int(chosen))
-        whole = words.decode(made)
-        if not whole.endswith("\ufffd"):  # a character may take several tokens
-            yield whole[len(said) :]
-            said = whole
+        generated.append(int(chosen))
+        decoded = words.decode(generated)
+        if not decoded.endswith("\ufffd"):  # wait for the other tokens of an incomplete character
+            yield decoded[len(yielded) :]
+            yielded = decoded
 
 
 @torch.no_grad()
 def images(checkpoint: Path, source: Path, output: Path, axes: Mapping[str, Any], preset: str | None = None) -> int:
-    """Label all images of a folder or array into JSON lines, or map them into .npy files; how many there were."""
+    """Write the labels of images as JSON lines, or their dense predictions as .npy files; return their number.
+
+    Args:
+        checkpoint: A folder of `meshflash train vit`.
+        source: A folder of images, or an array file.
+        output: The file of JSON lines, or the folder of .npy files.
+        axes: The sizes of the mesh axes cp and tp, and their order.
+        preset: The preset that the model must have; None accepts any.
+    """
     config, mesh, model = _load(checkpoint, axes, "vit")
     if preset is not None and configs.preset("vit", preset).model != config.model:
         raise ValueError(f"{checkpoint}: its model is not of the preset {preset}")
@@ -86,7 +103,7 @@ def images(checkpoint: Path, source: Path, output: Path, axes: Mapping[str, Any]
 
 
 def _images(source: Path, size: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and images: of a folder all that lie in it, however deep, or of an array one after another."""
+    """Yield (name, image) of all images nested in a folder, or of an array file."""
     if source.is_dir():
         files = sorted(path for path in source.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
         if not files:
@@ -101,25 +118,25 @@ def _images(source: Path, size: tuple[int, int]) -> Iterator[tuple[str, torch.Te
 
 
 def _load(checkpoint: Path, axes: Mapping[str, Any], kind: str) -> tuple[Any, Any, Any]:
-    """(config, mesh, model) of a folder that `train` wrote, or of Hugging Face's, on a mesh of its own."""
+    """Return (config, mesh, model) of a folder of `meshflash train` or of Hugging Face."""
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={checkpoint}: there is no such folder; give one that `meshflash train` wrote")
     mesh = init_mesh(1, axes.get("fsdp", 1), axes["cp"], axes["tp"], axes["order"])
-    theirs = (checkpoint / "config.json").is_file()
-    if theirs:
+    is_huggingface = (checkpoint / "config.json").is_file()
+    if is_huggingface:
         if kind != "gpt":
-            raise ValueError(f"{checkpoint}: a Llama of Hugging Face; expected a folder of `meshflash train vit`")
+            raise ValueError(f"{checkpoint}: a Hugging Face Llama; expected a folder of `meshflash train vit`")
         config = replace(configs.preset("gpt", "tiny"), model=read_config(checkpoint))
     else:
-        kept = Checkpoints(checkpoint / CHECKPOINTS, mesh=mesh)
-        config = configs.from_dict(kept.state()["config"])
+        checkpoints = Checkpoints(checkpoint / CHECKPOINTS, mesh=mesh)
+        config = configs.from_dict(checkpoints.state()["config"])
     if isinstance(config.model, GPTConfig) != (kind == "gpt"):
         raise ValueError(f"{checkpoint}: it holds a {config.kind}, expected a {kind}")
     fields = {name: axes[name] for name in ("cp", "tp", "order")} | {"dp": 1, "fsdp": axes.get("fsdp", 1), "mode": None}
     config = replace(config, mesh=replace(config.mesh, **fields), memory=configs.Memory())
     model = build_model(config, mesh, current())
-    if theirs:
+    if is_huggingface:
         load_pretrained(model, checkpoint)
     else:
-        kept.load(model)
+        checkpoints.load(model)
     return config, mesh, model.eval()

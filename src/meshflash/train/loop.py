@@ -1,4 +1,4 @@
-"""The training loop: one device's losses and weights on any mesh, from the first step or from a checkpoint."""
+"""The training loop: losses and weights match a single device on any mesh, from step 1 or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ from meshflash.train.checkpoint_files import complete
 from meshflash.train.config import Config, Optimizer, Run, as_dict, from_dict
 from meshflash.train.images import ImageSample
 from meshflash.train.order import Order, divide
-from meshflash.train.report import EVENTS_FOLDER, METRICS_FILE, Report, model_flops_utilization
-from meshflash.train.sources import Source, embedded, open_source, scored
+from meshflash.train.report import EVENTS_FOLDER, METRICS_FILE, ProgressLine, Report, model_flops_utilization
+from meshflash.train.sources import Source, has_accuracy, is_synthetic, open_source
 from meshflash.train.synthetic import accuracy
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
 CHECKPOINTS = "checkpoints"
-#: Says for which launch of torchrun's what an earlier run left was put aside.
+#: The file that records the torchrun launch for which files of earlier runs were set aside.
 LAUNCH = "launch"
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on: a loss that is no number, or ranks that went apart; the message says step and rank."""
+    """A run that cannot continue: a non-finite loss, or replicas that diverged. The message names step and ranks."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run ended with: its last step, the losses of the steps that this process saw, and the last evaluation."""
+    """The result of `train`: the last step, the losses of this process's steps, the last evaluation and the model."""
 
     step: int
     losses: list[float]
@@ -72,21 +72,23 @@ def train(
     resume: bool = True,
     from_step: int | None = None,
     quiet: bool = False,
+    progress: ProgressLine | None = None,
 ) -> TrainResult:
-    """Train as the configuration says. With a folder numbers and checkpoints go there, and a run goes on where it was.
+    """Train a model and return the result. Every rank calls it.
 
-    Every rank calls it. Batches, their order and the losses do not depend on the mesh.
+    Batches, their order and the losses do not depend on the mesh.
 
     Args:
-        config: all of the run.
-        folder: that all ranks see.
-        resume: go on from the checkpoints there; otherwise they are put aside, in a folder beside them.
-        from_step: go on from this one, not the latest.
-        quiet: without a progress line.
+        config: The configuration of the run.
+        folder: The folder of metrics and checkpoints, on a file system that all ranks share; None writes nothing.
+        resume: Whether to resume from the checkpoints in the folder; otherwise they are set aside in a folder beside.
+        from_step: The step of the checkpoint to resume from; by default the latest.
+        quiet: Whether to show no progress.
+        progress: A progress line of rank 0 that is shown already; the run closes it.
     """
     here = init()
     if from_step is not None and (folder is None or not resume):
-        raise ValueError("from_step: it is one of the checkpoints of a folder that a run goes on from")
+        raise ValueError("from_step: it names a checkpoint to resume from; give folder=, and resume=True")
     problem = None
     if folder is not None and here.rank == 0:
         try:
@@ -95,20 +97,30 @@ def train(
             problem = str(error)
     if problem := _broadcast_from_rank0(problem):
         raise ValueError(problem)
-    with _deterministic(config.run.deterministic), naming_lost_ranks():
-        return _train(config, folder, here.rank == 0, quiet)
+    first = here.rank == 0
+    if first and not quiet and progress is None:
+        progress = ProgressLine(config.run.steps)
+    try:
+        with _deterministic(config.run.deterministic), naming_lost_ranks():
+            return _train(config, folder, first, quiet, progress)
+    finally:
+        if progress is not None:
+            progress.close()
 
 
 def _set_aside_previous_run(folder: Path, resume: bool, from_step: int | None) -> None:
-    """Put aside what this run does not go on from: all of it, or the checkpoints behind a step; once for a launch."""
-    asked = "fresh" if not resume else None if from_step is None else f"from {from_step}"
-    if asked is None:
+    """Move away the files that this run does not resume from: all, or the checkpoints behind a step.
+
+    This happens once for each launch of torchrun: ranks that it restarts must resume from the new checkpoints.
+    """
+    request = "fresh" if not resume else None if from_step is None else f"from {from_step}"
+    if request is None:
         return
     launch = agent()
-    words = f"{asked} {launch}"
+    words = f"{request} {launch}"
     mark = folder / LAUNCH
     if launch and mark.exists() and mark.read_text() == words:
-        return  # torchrun has started the ranks again: now they go on
+        return  # torchrun has restarted the ranks: resume
     if from_step is not None and not folder.is_dir():
         raise ValueError(f"from_step={from_step}: the folder {folder} does not exist; give one that a run wrote")
     kept = complete(folder / CHECKPOINTS)
@@ -134,12 +146,12 @@ def _set_aside_previous_run(folder: Path, resume: bool, from_step: int | None) -
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Kernels that give the same bits each time, where that is asked."""
+    """Use deterministic kernels inside this context if `wanted`."""
     if not wanted:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -147,66 +159,77 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _train(config: Config, folder: Path | None, first: bool, quiet: bool) -> TrainResult:
+def _train(config: Config, folder: Path | None, first: bool, quiet: bool, progress: ProgressLine | None) -> TrainResult:
+    def show(stage: str) -> None:
+        if progress is not None:
+            progress.update(0, stage)
+
     mesh = init_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp, config.mesh.order)
     device = current()
+    show("opening data")
     source = open_source(config, config.data.source, config.data.samples, config.data.seed)
     valid = _valid(config)
     order = Order(len(source), config.data.batch, config.data.seed)
-    model, learner = build(config, mesh, device)
-    kept = None if folder is None else Checkpoints(folder / CHECKPOINTS, keep=config.run.keep, mesh=mesh)
+    show("building the model")
+    model, optimizer = build(config, mesh, device)
+    checkpoints = None if folder is None else Checkpoints(folder / CHECKPOINTS, keep=config.run.keep, mesh=mesh)
     start = 0
-    latest = None if kept is None else _broadcast_from_rank0(kept.latest())
-    if kept is not None and latest is not None:
-        state = kept.load(model, learner, latest)
+    latest = None if checkpoints is None else _broadcast_from_rank0(checkpoints.latest())
+    if checkpoints is not None and latest is not None:
+        show("loading a checkpoint")
+        state = checkpoints.load(model, optimizer, latest)
         if from_dict(state["config"]).model != config.model:
             raise ValueError(f"{folder}: its model has other sizes; give another --output, or --fresh")
         start = int(state["step"])
-    report = _report(folder, config.run.steps, start, first, quiet)
-    told: dict[str, float] = {}
+    show("training")
+    report = _open_report(folder, config.run.steps, start, first, quiet, progress)
+    valid_metrics: dict[str, float] = {}
     losses: list[float] = []
     step = start
     try:
         if start:
-            report.say(f"going on from step {start}")
+            report.say(f"resuming from step {start}")
         begin, since = time.perf_counter(), start
         saved, saved_at = start, begin
         for step in range(start + 1, config.run.steps + 1):
-            for group in learner.param_groups:
-                group["lr"] = rate(config.optimizer, step, config.run.steps)
-            batches = _batches(config, source, order.of(step - 1), mesh, device)
-            made = accumulate(model, batches, mesh)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.optimizer, step, config.run.steps)
+            batches = _batches(config, source, order.step_samples(step - 1), mesh, device)
+            accumulated = accumulate(model, batches, mesh)
             norm = clip_grad_norm(model, config.optimizer.clip)
-            _check(step, made.loss, made.local_sum, norm, mesh)
-            learner.step()
-            learner.zero_grad()
-            losses.append(float(made.loss))
+            _check_finite(step, accumulated.loss, accumulated.local_sum, norm, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accumulated.loss))
+            report.advance(step)
             if config.run.compare and step % config.run.compare == 0:
                 check_replicas(step, model, mesh, config)
             if config.run.log and step % config.run.log == 0:
                 seconds = (time.perf_counter() - begin) / (step - since)
                 begin, since = time.perf_counter(), step
-                report.numbers(step, **_numbers(config, losses[-1], norm, seconds, step, device))
+                report.log_metrics(step, **_metrics(config, losses[-1], norm, seconds, step, device))
             if valid is not None and config.run.evaluate and step % config.run.evaluate == 0:
-                told = evaluate(config, model, valid, mesh, device)
-                report.numbers(step, **told)
-            if kept is not None and _due(config.run, step, saved_at):
-                kept.save(step, model, learner, {"step": step, "config": as_dict(config)})
+                valid_metrics = evaluate(config, model, valid, mesh, device)
+                report.log_metrics(step, **valid_metrics)
+            if checkpoints is not None and _is_save_due(config.run, step, saved_at):
+                checkpoints.save(step, model, optimizer, {"step": step, "config": as_dict(config)})
                 saved, saved_at = step, time.perf_counter()
-        if kept is not None:
+        if checkpoints is not None:
             if step > saved:
-                kept.save(step, model, learner, {"step": step, "config": as_dict(config)})
-            kept.wait()
+                checkpoints.save(step, model, optimizer, {"step": step, "config": as_dict(config)})
+            checkpoints.wait()
     finally:
         report.close()
-    return TrainResult(step, losses, told, model)
+    return TrainResult(step, losses, valid_metrics, model)
 
 
-def _report(folder: Path | None, steps: int, start: int, first: bool, quiet: bool) -> Report:
-    """Where the numbers go. Rank 0 alone writes: what keeps it from that is raised on all ranks."""
+def _open_report(
+    folder: Path | None, steps: int, start: int, first: bool, quiet: bool, progress: ProgressLine | None
+) -> Report:
+    """Return the report. Only rank 0 writes, so an error of its folder is raised on all ranks."""
     problem = None
     try:
-        report = Report(folder, steps, start, first=first, quiet=quiet)
+        report = Report(folder, steps, start, first=first, quiet=quiet, progress=progress)
     except OSError as error:
         problem = f"{error}; free some space, or give another --output"
     if problem := _broadcast_from_rank0(problem):
@@ -215,28 +238,40 @@ def _report(folder: Path | None, steps: int, start: int, first: bool, quiet: boo
 
 
 def build(config: Config, mesh: Any, device: torch.device) -> tuple[Any, torch.optim.Optimizer]:
-    """The model on its mesh, with its first weights, and its optimizer."""
+    """Return the parallelized model with its initial weights, and its optimizer.
+
+    Args:
+        config: The configuration of the run.
+        mesh: A mesh of `init_mesh`.
+        device: The device of this rank.
+    """
     model = build_model(config, mesh, device)
     return model, _optimizer(model, config.optimizer, mesh)
 
 
 def build_model(config: Config, mesh: Any, device: torch.device) -> Any:
-    """The model on its mesh, with its first weights."""
+    """Return the parallelized model with its initial weights.
+
+    Args:
+        config: The configuration of the run.
+        mesh: A mesh of `init_mesh`.
+        device: The device of this rank.
+    """
     make: Callable[[Any], Any] = GPT if isinstance(config.model, GPTConfig) else ViT
-    half = config.run.dtype != "float32"
+    is_half = config.run.dtype != "float32"
     memory = config.memory
     options: dict[str, Any] = dict(
         mode=config.mesh.mode,
-        compute_dtype=getattr(torch, config.run.dtype) if half else None,
+        compute_dtype=getattr(torch, config.run.dtype) if is_half else None,
         schedule=config.mesh.schedule,
         activation_checkpointing=memory.activation_checkpointing,
         offload=memory.offload_weights,
         offload_activations=memory.offload_activations,
         tiles=memory.tiles,
     )
-    spread = config.mesh.mode is not None or config.mesh.fsdp > 1 or config.mesh.tp > 1 or memory.offload_weights
+    sharded = config.mesh.mode is not None or config.mesh.fsdp > 1 or config.mesh.tp > 1 or memory.offload_weights
     model: Any
-    if spread:
+    if sharded:  # no rank ever holds the whole model
         with torch.device("meta"):
             model = make(config.model)
         model = parallelize(model, mesh, **options)
@@ -249,10 +284,15 @@ def build_model(config: Config, mesh: Any, device: torch.device) -> Any:
     return model
 
 
-def rate(optimizer: Optimizer, step: int, steps: int) -> float:
-    """The learning rate of a step: up in a line, then down a cosine.
+def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
+    """Return the learning rate of a step: linear warmup, then cosine decay.
 
-    >>> [round(rate(Optimizer(lr=1.0, warmup=2, final=0.0), step, 6), 3) for step in range(1, 7)]
+    Args:
+        optimizer: The options of the optimizer.
+        step: The step, counted from 1.
+        steps: The last step of the run.
+
+    >>> [round(learning_rate(Optimizer(lr=1.0, warmup=2, final=0.0), step, 6), 3) for step in range(1, 7)]
     [0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     if step <= optimizer.warmup:
@@ -264,29 +304,44 @@ def rate(optimizer: Optimizer, step: int, steps: int) -> float:
 
 @torch.no_grad()
 def evaluate(config: Config, model: nn.Module, source: Source, mesh: Any, device: torch.device) -> dict[str, float]:
-    """The mean loss over a source, and how many answers are right where a task has some."""
+    """Return the mean loss over a source, and the accuracy if its samples have classes or answers.
+
+    Args:
+        config: The configuration of the run.
+        model: The parallelized model.
+        source: The validation data.
+        mesh: A mesh of `init_mesh`.
+        device: The device of this rank.
+    """
     model.eval()
-    counted = scored(config, source)
-    lost = torch.zeros(3, dtype=torch.float64, device=device)
+    with_accuracy = has_accuracy(config, source)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # losses, right answers, labels
     for begin in range(0, len(source), config.data.batch):
-        numbers = list(range(begin, min(begin + config.data.batch, len(source))))
-        for batch in pad_micro_batches(_batches(config, source, numbers, mesh, device), mesh):
+        samples = list(range(begin, min(begin + config.data.batch, len(source))))
+        for batch in pad_micro_batches(_batches(config, source, samples, mesh, device), mesh):
             labels = batch["labels"]
-            lost[0] += model(**batch).double()
-            if counted:
+            sums[0] += model(**batch).double()
+            if with_accuracy:
                 logits = model(**{name: x for name, x in batch.items() if name != "labels"})
-                lost[1] += accuracy(logits, labels)[0]
-            lost[2] += count_tokens(labels)
+                sums[1] += accuracy(logits, labels)[0]
+            sums[2] += count_tokens(labels)
     model.train()
-    lost = reduce_sum(lost, mesh)
-    found = {"valid_loss": float(lost[0] / lost[2].clamp(min=1))}
-    if counted:
-        found["accuracy"] = float(lost[1] / lost[2].clamp(min=1))
+    sums = reduce_sum(sums, mesh)
+    found = {"valid_loss": float(sums[0] / sums[2].clamp(min=1))}
+    if with_accuracy:
+        found["accuracy"] = float(sums[1] / sums[2].clamp(min=1))
     return found
 
 
 def check_replicas(step: int, model: nn.Module, mesh: Any, config: Config) -> None:
-    """TrainingError where ranks that keep the same weights have others."""
+    """Raise TrainingError if replicas of the same weights differ between ranks.
+
+    Args:
+        step: The step, for the error.
+        model: The parallelized model.
+        mesh: A mesh of `init_mesh`.
+        config: The configuration of the run.
+    """
     parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     group = _replicas(mesh, config)
     if group is None:
@@ -297,13 +352,13 @@ def check_replicas(step: int, model: nn.Module, mesh: Any, config: Config) -> No
     others = [rank for rank, value in everyone if value != everyone[0][1]]
     if others:
         raise TrainingError(
-            f"step {step}: rank {', '.join(map(str, others))} has other weights than rank {everyone[0][0]}; "
-            "all of them began with the same. Go back to a checkpoint"
+            f"step {step}: the weights of rank {', '.join(map(str, others))} differ from rank {everyone[0][0]}; "
+            "all ranks started with the same weights. Resume from a checkpoint"
         )
 
 
 def _replicas(mesh: Any, config: Config) -> Any:
-    """The ranks that keep the same parts of the weights; None where there is one."""
+    """Return the mesh of the ranks that hold the same weights; None if each rank's shards are unique."""
     sharded = config.mesh.mode is not None or config.mesh.fsdp > 1
     if not sharded:
         found = reduce_mesh(mesh)
@@ -314,28 +369,28 @@ def _replicas(mesh: Any, config: Config) -> Any:
     return found if found.size() > 1 else None
 
 
-def _check(step: int, loss: Tensor, own: Tensor, norm: Tensor, mesh: Any) -> None:
-    """TrainingError where the loss or the norm of the gradients is no number; it names the ranks that it came from."""
+def _check_finite(step: int, loss: Tensor, local_sum: Tensor, norm: Tensor, mesh: Any) -> None:
+    """Raise TrainingError with the ranks at fault if the loss or the gradient norm is not finite."""
     if bool(torch.isfinite(loss)) and bool(torch.isfinite(norm)):
         return
-    everyone: list[Any] = [float(own)]
+    everyone: list[Any] = [float(local_sum)]
     if dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, float(own))
+        dist.all_gather_object(everyone, float(local_sum))
     wrong = [rank for rank, value in enumerate(everyone) if not math.isfinite(value)]
-    where = "the losses of all ranks are numbers"
+    where = "the losses of all ranks are finite"
     if wrong:
         where = f"the loss of rank {', '.join(map(str, wrong))} is {everyone[wrong[0]]}"
     raise TrainingError(
-        f"step {step}: loss {float(loss):.4g}, norm of the gradients {float(norm):.4g}; {where}. Go back to a "
-        "checkpoint with a lower learning rate, or look at the samples of this step"
+        f"step {step}: loss {float(loss):.4g}, gradient norm {float(norm):.4g}; {where}. Resume from a "
+        "checkpoint with a lower learning rate, or inspect the samples of this step"
     )
 
 
 def _batches(
     config: Config, source: Source, samples: list[int], mesh: Any, device: torch.device
 ) -> list[dict[str, Any]]:
-    """This rank's micro-batches of all ranks' samples; a rank without any has a blank one."""
+    """Return this rank's micro-batches of a step's samples; a rank without samples gets a blank one."""
     numbers = divide(samples, mesh_rank(mesh, DATA_AXES), size(mesh, DATA_AXES), config.data.micro)
     if not numbers:
         return [dict(blank_batch(_batch(config, [source[samples[0]]], mesh, device)))]
@@ -358,8 +413,8 @@ def _batch(config: Config, samples: list[Any], mesh: Any, device: torch.device) 
     return shard_batch(tokens, mesh, labels=labels, mask=mask, layout=config.mesh.layout)
 
 
-def _due(run: Run, step: int, since: float) -> bool:
-    """Whether to save: after so many steps, or so many minutes by rank 0's clock."""
+def _is_save_due(run: Run, step: int, since: float) -> bool:
+    """Return whether to save a checkpoint, by the number of steps or by the clock of rank 0."""
     if run.save and step % run.save == 0:
         return True
     return bool(run.save_minutes) and bool(
@@ -368,7 +423,7 @@ def _due(run: Run, step: int, since: float) -> bool:
 
 
 def _broadcast_from_rank0(value: Any) -> Any:
-    """Rank 0's value: what a shared file system shows may come to ranks at other times."""
+    """Return rank 0's value: ranks may see changes of a shared file system at different times."""
     found = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(found, 0)
@@ -376,15 +431,15 @@ def _broadcast_from_rank0(value: Any) -> Any:
 
 
 def _valid(config: Config) -> Source | None:
-    """What is evaluated: other samples of an embedded task, or what the configuration names."""
-    name = config.data.valid or (config.data.source if embedded(config.data.source) else None)
+    """Return the validation data: `data.valid`, or other samples of a synthetic task; None if there is none."""
+    name = config.data.valid or (config.data.source if is_synthetic(config.data.source) else None)
     if name is None or not config.run.evaluate:
         return None
     return open_source(config, name, config.data.valid_samples, config.data.seed + 1)
 
 
 def _optimizer(model: nn.Module, options: Optimizer, mesh: Any) -> torch.optim.Optimizer:
-    """AdamW; vectors, as those of norms, do not decay."""
+    """Return AdamW; vectors, such as the weights of norms, have no weight decay."""
     learning = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in learning if p.ndim >= 2], "weight_decay": options.weight_decay},
@@ -396,14 +451,14 @@ def _optimizer(model: nn.Module, options: Optimizer, mesh: Any) -> torch.optim.O
     return torch.optim.AdamW(groups, **more)
 
 
-def _numbers(
+def _metrics(
     config: Config, loss: float, norm: Tensor, seconds: float, step: int, device: torch.device
 ) -> dict[str, Any]:
     tokens = config.data.batch * config.data.tokens
     found: dict[str, Any] = {
         "loss": loss,
         "norm": float(norm),
-        "lr": rate(config.optimizer, step, config.run.steps),
+        "lr": learning_rate(config.optimizer, step, config.run.steps),
         "seconds": seconds,
         "memory": peak_memory(device) / 2**30,
     }

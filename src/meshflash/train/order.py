@@ -1,6 +1,6 @@
-"""Which samples a step takes: a function of the seed and the step alone, so that any run can go on at any step.
+"""The samples of each step: a function of the seed and the step only, so that a run can resume at any step.
 
-All random numbers of the data come from `draws`, whose values no version of numpy changes.
+All random numbers of the data come from `random_words`, whose values no version of numpy changes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ _WORD = 2**64
 
 
 def random_words(seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
-    """`count` random words of 64 bits that depend on the seed and a number: Philox with both as its key.
+    """Return random 64-bit words: Philox with the seed and a number as its key.
 
-    >>> [int(x) % 100 for x in draws(0, 5, 3)] == [int(x) % 100 for x in draws(0, 5, 4)[:3]]
+    Args:
+        seed: The first half of the key.
+        number: The second half of the key, as the index of a sample or an epoch.
+        count: The number of words; a longer result begins with a shorter one.
+
+    >>> [int(x) % 100 for x in random_words(0, 5, 3)] == [int(x) % 100 for x in random_words(0, 5, 4)[:3]]
     True
     """
     for name, value in (("seed", seed), ("number", number)):
@@ -25,15 +30,21 @@ def random_words(seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
 
 
 class Order:
-    """The samples of each step, epoch after epoch, the same on any mesh.
+    """The samples of each step, the same on any mesh.
 
-    Every epoch has each sample once, in an order of its own. Every step has `batch` samples: one at the end of an epoch
-    goes on with the next.
+    Every epoch has each sample once, in its own order. Every step has `batch` samples: the last step of an epoch
+    continues with samples of the next.
+
+    Args:
+        samples: The number of samples of the source.
+        batch: The samples of a step on all ranks.
+        seed: The seed of the order.
+        shuffle: Whether each epoch has a random order.
 
     >>> order = Order(5, batch=3, shuffle=False)
-    >>> [order.of(step) for step in range(3)]
+    >>> [order.step_samples(step) for step in range(3)]
     [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
-    >>> order.mine(1, place=0, ranks=2, micro=1), order.mine(1, place=1, ranks=2, micro=1)
+    >>> order.rank_samples(1, data_rank=0, ranks=2, micro=1), order.rank_samples(1, data_rank=1, ranks=2, micro=1)
     ([[3], [4]], [[0]])
     """
 
@@ -42,12 +53,16 @@ class Order:
             raise ValueError(f"samples={samples}: expected at least 1; the source is empty")
         if batch < 1:
             raise ValueError(f"batch={batch}: expected at least 1")
-        random_words(seed, 0, 0)  # a seed that cannot be is told here, not at the first step
+        random_words(seed, 0, 0)  # an invalid seed raises here, not at the first step
         self.samples, self.batch, self.seed, self.shuffle = samples, batch, seed, shuffle
         self._epochs: dict[int, npt.NDArray[np.uint64]] = {}
 
-    def of(self, step: int) -> list[int]:
-        """The samples of a step, on all ranks together; steps count from 0."""
+    def step_samples(self, step: int) -> list[int]:
+        """Return the samples of a step on all ranks.
+
+        Args:
+            step: The step, counted from 0.
+        """
         if step < 0:
             raise ValueError(f"step={step}: expected 0 or more")
         at, end = step * self.batch, (step + 1) * self.batch
@@ -62,41 +77,53 @@ class Order:
             at += stop - first
         return found
 
-    def mine(self, step: int, place: int, ranks: int, micro: int) -> list[list[int]]:
-        """A data rank's samples of a step in micro-batches of at most `micro`: runs of `of(step)`, rank after rank.
+    def rank_samples(self, step: int, data_rank: int, ranks: int, micro: int) -> list[list[int]]:
+        """Return the micro-batches of a data rank: its contiguous share of `step_samples(step)`.
 
-        Where ranks do not divide the batch the first ones have one sample more, and so maybe one micro-batch more;
-        `meshflash.parallel.accumulate` fills up with blanks. A rank without any sample gets []: it takes part with
-        `meshflash.parallel.blank` of a batch of any sample.
+        If the ranks do not divide the batch, the first ranks have one sample more, and maybe one micro-batch more;
+        `meshflash.parallel.accumulate` pads with blank ones. A rank without samples gets []; it takes part with
+        `meshflash.parallel.blank_batch` of any batch.
+
+        Args:
+            step: The step, counted from 0.
+            data_rank: The index of the data rank.
+            ranks: The number of data ranks.
+            micro: The most samples of a micro-batch.
         """
-        return divide(self.of(step), place, ranks, micro)
+        return divide(self.step_samples(step), data_rank, ranks, micro)
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.uint64]:
-        """An epoch's permutation: the samples' numbers in the low bits of random words, which are sorted.
+        """Return the permutation of an epoch: sort random words that carry the sample index in their low bits.
 
-        So no two words are equal, and every way of sorting gives the same; sorting indices takes four times as long.
+        No two words are equal, so every sorting algorithm gives the same order. An argsort takes four times as long.
         """
         if epoch not in self._epochs:
             low = np.uint64((1 << (self.samples - 1).bit_length()) - 1)
             words = random_words(self.seed, epoch, self.samples) & ~low
             words |= np.arange(self.samples, dtype=np.uint64)
             words.sort()
-            before = {e: kept for e, kept in self._epochs.items() if e == epoch - 1}  # a batch may need two
+            before = {e: kept for e, kept in self._epochs.items() if e == epoch - 1}  # a batch may span two epochs
             self._epochs = before | {epoch: words & low}
         return self._epochs[epoch]
 
 
-def divide(samples: list[int], place: int, ranks: int, micro: int) -> list[list[int]]:
-    """A rank's run of samples in micro-batches; the first ranks have one more where they do not divide.
+def divide(samples: list[int], data_rank: int, ranks: int, micro: int) -> list[list[int]]:
+    """Return a rank's contiguous share of samples in micro-batches; the first ranks take the remainder.
 
-    >>> divide([3, 4, 0], place=0, ranks=2, micro=1)
+    Args:
+        samples: The samples of a step on all ranks.
+        data_rank: The index of the data rank.
+        ranks: The number of data ranks.
+        micro: The most samples of a micro-batch.
+
+    >>> divide([3, 4, 0], data_rank=0, ranks=2, micro=1)
     [[3], [4]]
     """
-    if not 0 <= place < ranks:
-        raise ValueError(f"place={place}: expected a data rank below ranks={ranks}")
+    if not 0 <= data_rank < ranks:
+        raise ValueError(f"data_rank={data_rank}: expected a data rank below ranks={ranks}")
     if micro < 1:
         raise ValueError(f"micro={micro}: expected at least 1")
     each, more = divmod(len(samples), ranks)
-    begin = place * each + min(place, more)
-    own = samples[begin : begin + each + (place < more)]
+    begin = data_rank * each + min(data_rank, more)
+    own = samples[begin : begin + each + (data_rank < more)]
     return [own[at : at + micro] for at in range(0, len(own), micro)]

@@ -1,4 +1,7 @@
-"""What a run says of itself: a progress line on rank 0, JSON lines, and TensorBoard's events where it is installed."""
+"""The outputs of a run: a progress line on rank 0, metrics as JSON lines, and TensorBoard events if it is installed.
+
+Nothing here imports torch at once, so that a command can show progress while torch is loading.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from meshflash.core.files import check_folder
 from meshflash.runtime.log import log
@@ -17,68 +20,148 @@ from meshflash.runtime.log import log
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
 
-#: Dense bfloat16 TFLOP/s of devices by a part of their name, for the share that a run reaches.
+#: Dense bfloat16 TFLOP/s of devices by a part of their name, for the model FLOPs utilization.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "MI250": 191.5, "MI300": 1307.0, "B200": 2250.0}
 
 
-class Report:
-    """Where a run's numbers go; on ranks but the first nowhere."""
+class ProgressLine:
+    """A line on stderr with the step, the metrics and the remaining time; shown as soon as it is made.
 
-    def __init__(self, folder: Path | None, steps: int, start: int, first: bool, quiet: bool = False) -> None:
+    A terminal shows a live bar. Any other stderr gets a line of text for each change of the metrics.
+
+    Args:
+        steps: The last step of the run.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._console = Console(stderr=True)
+        self._steps, self._step, self._printed, self._closed = steps, 0, "", False
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=steps)
+        self._print("starting")
+
+    def update(self, step: int, description: str | None = None) -> None:
+        """Show a step; a description replaces the one before.
+
+        Args:
+            step: The number of steps done.
+            description: The stage of the run, or its metrics.
+        """
+        self._step = step
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=description)
+        elif description is not None:
+            self._print(description)
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress."""
+        self._console.print(text)
+
+    def close(self) -> None:
+        """End the line, which shows the last step; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._bar is not None:
+            self._bar.stop()
+        else:
+            self._print("")
+
+    def _print(self, description: str) -> None:
+        line = f"{self._step}/{self._steps}" + (f"  {description}" if description else "")
+        if self._bar is None and not self._printed.startswith(line):  # the end repeats no line that is there already
+            self._console.print(line, soft_wrap=True, highlight=False)
+            self._printed = line
+
+
+class Report:
+    """The outputs of a run; on all ranks but the first it writes nothing. `train` makes it.
+
+    Args:
+        folder: The folder of metrics and events; None writes none.
+        steps: The last step of the run.
+        start: The step that the run resumes from.
+        first: Whether this is rank 0.
+        quiet: Whether to show no progress.
+        progress: The progress line, if one is shown already.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        steps: int,
+        start: int,
+        first: bool,
+        quiet: bool = False,
+        progress: ProgressLine | None = None,
+    ) -> None:
         self.folder = folder if first else None
         self._events: Any = None
-        self._progress: Progress | None = None
+        self._progress: ProgressLine | None = None
         self._warned = False
         if not first:
             return
         if folder is not None:
             check_folder(folder)
             _end_line(folder / METRICS_FILE)
-            self._events = _events(folder, start)
+            self._events = _open_events(folder, start)
         if not quiet:
-            self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )  # fmt: skip
-            self._progress.start()
-            self._task = self._progress.add_task("training", total=steps, completed=start)
+            self._progress = progress or ProgressLine(steps)
+            self._progress.update(start)
 
-    def numbers(self, step: int, **values: Any) -> None:
-        """Numbers after a step."""
+    def log_metrics(self, step: int, **values: Any) -> None:
+        """Write metrics of a step to all outputs.
+
+        Args:
+            step: The step, counted from 1.
+            values: The metrics by name; None is a metric that is not known.
+        """
         if self.folder is not None:
+            path = self.folder / METRICS_FILE
             try:
-                with (self.folder / METRICS_FILE).open("a") as file:
+                with path.open("a") as file:
                     file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
-            except OSError as error:  # a run is worth more than its numbers, and a save tells all ranks
+            except OSError as error:  # do not end the run for its metrics; a save on a full disk raises on all ranks
                 if not self._warned:
-                    log.warning(
-                        "%s: %s; the numbers of step %d are lost", self.folder / METRICS_FILE, error.strerror, step
-                    )
+                    log.warning("%s: %s; the metrics of step %d are lost", path, error.strerror, step)
                 self._warned = True
         if self._events is not None:
             for name, value in values.items():
-                if value is not None:  # the share of a peak that is not known
+                if value is not None:
                     self._events.add_scalar(name, value, step)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=_line(values))
+            self._progress.update(step, _format_metrics(values))
+
+    def advance(self, step: int) -> None:
+        """Show that a step is done."""
+        if self._progress is not None:
+            self._progress.update(step)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line of its own."""
         if self._progress is not None:
-            self._progress.console.print(text)
+            self._progress.say(text)
 
     def close(self) -> None:
-        """End the progress line and write what is left."""
+        """End the progress line and flush the events."""
         if self._progress is not None:
-            self._progress.stop()
+            self._progress.close()
         if self._events is not None:
             self._events.close()
 
 
 def model_flops_utilization(tflops: float, device: str) -> float | None:
-    """How much of its device's peak a run reaches; None where the peak is not known.
+    """Return the share of a device's peak that a run reaches (MFU); None for a device with an unknown peak.
 
-    >>> share_of_peak(494.5, "NVIDIA H200")
+    Args:
+        tflops: The model TFLOP/s of one device.
+        device: The name of the device.
+
+    >>> model_flops_utilization(494.5, "NVIDIA H200")
     0.5
     """
     peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
@@ -86,23 +169,27 @@ def model_flops_utilization(tflops: float, device: str) -> float | None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The numbers of a run, step by step; after a restart the later ones count."""
+    """Return the metrics of a run in order of steps; of steps that a restart repeated, the later ones.
+
+    Args:
+        folder: The folder of the run.
+    """
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for line in (folder / METRICS_FILE).read_text().splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # the last line of a run that was killed
+            continue  # the truncated last line of a run that was killed
         found[row["step"], "valid" if "valid_loss" in row else "train"] = row
     return [found[key] for key in sorted(found)]
 
 
-def _line(values: Mapping[str, Any]) -> str:
+def _format_metrics(values: Mapping[str, Any]) -> str:
     words = []
     for name, (label, form) in {
         "loss": ("loss", "{:.4f}"),
-        "valid_loss": ("valid", "{:.4f}"),
-        "accuracy": ("right", "{:.1%}"),
+        "valid_loss": ("valid loss", "{:.4f}"),
+        "accuracy": ("accuracy", "{:.1%}"),
         "tokens_per_second": ("tok/s", "{:,.0f}"),
         "mfu": ("MFU", "{:.1%}"),
         "memory": ("mem", "{:.2f} GiB"),
@@ -113,14 +200,14 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def _end_line(path: Path) -> None:
-    """End a line that a run which was killed began, so that the next one stands by itself."""
+    """End the line that a killed run left unfinished, so that the next line stands by itself."""
     if path.exists() and not path.read_bytes().endswith(b"\n"):
         with path.open("a") as file:
             file.write("\n")
 
 
-def _events(folder: Path, start: int) -> Any:
-    """TensorBoard's writer, or None; what a run wrote behind the step that it now goes on from is hidden."""
+def _open_events(folder: Path, start: int) -> Any:
+    """Return TensorBoard's writer, or None; it hides events behind the step that the run resumes from."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

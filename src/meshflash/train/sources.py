@@ -1,4 +1,4 @@
-"""What a run learns from, by the name that its configuration gives: an embedded task, or a folder or file."""
+"""Open the training data that a configuration names: a synthetic task, or a folder or file."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ from meshflash.train.images import ImageArrays, ImageFolder, SyntheticImages
 from meshflash.train.synthetic import Copy, Needle
 from meshflash.train.tokens import Packed, TokenFile
 
-#: Embedded tasks of token models.
+#: Synthetic tasks of token models.
 TASKS = {"copy": Copy, "needle": Needle}
-#: The embedded set of images.
+#: The name of the synthetic images.
 IMAGES = "images"
 
 
 Source = Packed | Copy | Needle | ImageFolder | ImageArrays | SyntheticImages
 
 
-def scored(config: Config, source: Source) -> bool:
-    """Whether samples have right answers that can be counted: embedded tasks, and classes of images."""
+def has_accuracy(config: Config, source: Source) -> bool:
+    """Return whether accuracy is defined for the samples: synthetic tasks, and images with classes."""
     if isinstance(config.model, GPTConfig):
         return isinstance(source, Copy | Needle)
     return config.model.head == "classes"
 
 
-def embedded(name: str) -> bool:
-    """Whether a source is made and not read: it then has other samples to evaluate by."""
+def is_synthetic(name: str) -> bool:
+    """Return whether a source is synthetic, and so has other samples for validation."""
     return name in TASKS or name == IMAGES
 
 
 def open_source(config: Config, name: str, samples: int, seed: int) -> Source:
-    """A source of the samples that the model takes."""
+    """Return the source of samples for the model.
+
+    Args:
+        config: The configuration of the run.
+        name: The name of a synthetic task, or a path.
+        samples: The number of samples of a synthetic task.
+        seed: The seed of a synthetic task.
+    """
     data = config.data
     if isinstance(config.model, GPTConfig):
         if name in TASKS:

@@ -1,6 +1,6 @@
-"""Tasks of token models whose answers lie far back, so that they are solved only where attention crosses ranks.
+"""Synthetic tasks of token models with distant answers: solving them needs attention across ranks.
 
-A sample is made from the seed and its number alone: any rank can make any of them. Each is one document.
+A sample depends on the seed and its index only, so any rank can make any of them. Each sample is one document.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from meshflash.train.tokens import Sample, check_sample_index
 
 
 class Copy:
-    """Random tokens, then the same again. Labels are on the second half, each half a sequence from its answer.
+    """Random tokens, then the same again. Labels are on the second half, half a sequence behind their answers.
+
+    Args:
+        tokens: The tokens of a sample.
+        vocabulary: The number of token ids.
+        seed: The seed of all samples.
+        samples: The number of samples.
 
     >>> sample = Copy(6, 32, seed=0, samples=4)[0]
     >>> bool((sample.tokens[:3] == sample.tokens[3:]).all())
@@ -43,17 +49,17 @@ class Copy:
 
 
 class Needle:
-    """Key-value pairs in the first half of a long filler; the last token is one of the keys, its label the value.
+    """Key-value pairs hidden in the first half of filler; the last token is one of the keys, and its label the value.
 
-    The first quarter of the vocabulary are keys, the second values, the rest is filler. A layout that gives a rank
-    tokens of both ends, as zigzag does, answers some samples without crossing: of R ranks about one in R.
+    The first quarter of the vocabulary are keys, the second quarter values, the rest is filler. A layout that gives a
+    rank tokens of both ends, as zigzag does, can answer about 1/R of the samples on R ranks without communication.
 
     Args:
-        tokens: of a sample.
-        vocabulary: how many ids there are.
-        seed: of all samples.
-        samples: how many there are.
-        pairs: how many pairs, of which one is asked for.
+        tokens: The tokens of a sample.
+        vocabulary: The number of token ids.
+        seed: The seed of all samples.
+        samples: The number of samples.
+        pairs: The number of pairs; one of them is the answer.
     """
 
     def __init__(self, tokens: int, vocabulary: int, seed: int = 0, samples: int = 65536, pairs: int = 1) -> None:
@@ -82,7 +88,11 @@ class Needle:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many answers are right, how many labels there are): numbers that ranks can add.
+    """Return (number of right answers, number of labels), which can be summed over ranks.
+
+    Args:
+        logits: The logits, `[..., classes]`.
+        labels: The labels, `[...]`; IGNORE_INDEX marks tokens without an answer.
 
     >>> accuracy(torch.eye(3), torch.tensor([0, 2, -100]))
     (tensor(1), tensor(2))

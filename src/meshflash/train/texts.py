@@ -1,4 +1,4 @@
-"""Text files of any size as pieces for a tokenizer, of which a few are in memory at a time."""
+"""Read text files of any size in chunks for a tokenizer; a few chunks are in memory at a time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-#: Characters that are encoded at a time; a longer document is cut at a line.
+#: Characters that are encoded at a time; a longer document is split between lines.
 CHUNK_CHARS = 1 << 20
-#: Characters of a line of a .jsonl file, which is read as a whole.
+#: The most characters in a line of a .jsonl file, which is read as a whole.
 MAX_LINE_CHARS = 1 << 28
 
-#: A text, whether its document ends with it, and how many bytes of all files are read by then.
-Piece = tuple[str, bool, int]
+#: (text, whether it ends its document, bytes of all files read so far).
+Chunk = tuple[str, bool, int]
 
 
 def input_files(paths: Iterable[Path | str]) -> list[Path]:
-    """The files of paths, in order; of a folder all but hidden ones, by name."""
+    """Return the files of paths, in order; of a folder all files but hidden ones, sorted by name.
+
+    Args:
+        paths: Files and folders.
+    """
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -33,36 +37,36 @@ def input_files(paths: Iterable[Path | str]) -> list[Path]:
     return files
 
 
-def batches(files: Sequence[Path]) -> Iterator[list[Piece]]:
-    """Pieces of all files, in lists of about PIECE characters, which a tokenizer may encode side by side."""
-    batch: list[Piece] = []
-    room = CHUNK_CHARS
-    for piece in _pieces(files):
-        batch.append(piece)
-        room -= len(piece[0]) + 1
-        if room <= 0:
+def batches(files: Sequence[Path]) -> Iterator[list[Chunk]]:
+    """Yield lists of chunks of about CHUNK_CHARS characters in all, which a tokenizer may encode in parallel."""
+    batch: list[Chunk] = []
+    free_chars = CHUNK_CHARS
+    for chunk in _chunks(files):
+        batch.append(chunk)
+        free_chars -= len(chunk[0]) + 1  # the 1 bounds a batch of empty documents
+        if free_chars <= 0:
             yield batch
-            batch, room = [], CHUNK_CHARS
+            batch, free_chars = [], CHUNK_CHARS
     if batch:
         yield batch
 
 
-def _pieces(files: Sequence[Path]) -> Iterator[Piece]:
+def _chunks(files: Sequence[Path]) -> Iterator[Chunk]:
     before = 0
     for path in files:
         try:
             with path.open("rb") as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="\n") as stream:
                 texts: Iterable[TextIO] = _lines(path, stream) if path.suffix.lower() == ".jsonl" else [stream]
                 for text in texts:
-                    for piece, last in _cut(text):
-                        yield piece, last, before + raw.tell()
+                    for chunk, last in _split(text):
+                        yield chunk, last, before + raw.tell()
                 before += raw.tell()
         except UnicodeError as error:
             raise ValueError(f"{path}: not UTF-8 ({error})") from error
 
 
 def _lines(path: Path, stream: TextIO) -> Iterator[io.StringIO]:
-    """The text of each line of a .jsonl file."""
+    """Yield the text of each line of a .jsonl file."""
     number = 0
     while line := stream.readline(MAX_LINE_CHARS + 1):
         number += 1
@@ -75,14 +79,14 @@ def _lines(path: Path, stream: TextIO) -> Iterator[io.StringIO]:
             continue
         try:
             text = json.loads(line)["text"]
-            text.encode()  # half of a surrogate pair is no character
+            text.encode()  # raises for a lone surrogate
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f'{path}, line {number}: expected an object with a "text" ({error!r})') from error
         yield io.StringIO(text)
 
 
-def _cut(stream: TextIO) -> Iterator[tuple[str, bool]]:
-    """A document in pieces of at most a few PIECE characters, and whether each is the last."""
+def _split(stream: TextIO) -> Iterator[tuple[str, bool]]:
+    """Yield a document in chunks of at most a few CHUNK_CHARS characters, and whether each is the last."""
     kept = ""
     while more := stream.read(CHUNK_CHARS):
         kept += more
@@ -94,7 +98,9 @@ def _cut(stream: TextIO) -> Iterator[tuple[str, bool]]:
 
 
 def _line_end(text: str) -> int:
-    r"""Behind the last line break that stands alone, as whitespace beside it may be one token with it; else the end.
+    r"""Return the index behind the last line break without adjacent whitespace, else the length of the text.
+
+    Tokenizers may merge a line break with whitespace beside it, so a split there would change the tokens.
 
     >>> _line_end("one\ntwo\n\nthree")
     4

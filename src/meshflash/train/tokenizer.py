@@ -1,7 +1,4 @@
-"""From text to token ids and back: bytes, or a tokenizer of Hugging Face that lies in a local folder.
-
-A tokenizer has `vocabulary`, `begin` and `end` (the ids around a document), `encode`, `encode_many` and `decode`.
-"""
+"""Tokenizers: bytes, or a Hugging Face tokenizer in a local folder."""
 
 from __future__ import annotations
 
@@ -14,13 +11,21 @@ import numpy.typing as npt
 
 from meshflash.core.reading import read_json
 
-#: The file that holds a whole tokenizer of Hugging Face, and those beside it that may name its end token.
+#: The file of a Hugging Face tokenizer, and the files beside it that may name its end token.
 TOKENIZER = "tokenizer.json"
 NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Tokenizer(Protocol):
-    """What a token file is written with. `kind` is its name there, `files` are what it is read from."""
+    """The interface of tokenizers.
+
+    Attributes:
+        kind: The name of the tokenizer in a token file.
+        vocabulary: The number of token ids.
+        begin: The ids before each document.
+        end: The ids behind each document.
+        files: The files that the tokenizer is read from; a token file gets copies.
+    """
 
     kind: str
     vocabulary: int
@@ -29,17 +34,17 @@ class Tokenizer(Protocol):
     files: tuple[Path, ...]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without those around a document."""
+        """Return the ids of a text, without `begin` and `end`."""
 
     def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """The same for several, as arrays."""
+        """Return the ids of several texts, as arrays."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token; a document ends with 256.
+    """A tokenizer whose tokens are the bytes of UTF-8; id 256 ends a document.
 
     >>> ByteTokenizer().encode("aé")
     [97, 195, 169]
@@ -54,23 +59,26 @@ class ByteTokenizer:
     files: tuple[Path, ...] = ()
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode())
 
     def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """The bytes of several texts."""
+        """Return the bytes of several texts, as arrays."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of bytes; a character of which a part is missing becomes U+FFFD, and ids above 255 nothing."""
+        """Return the text of bytes; an incomplete character becomes U+FFFD, and ids above 255 are dropped."""
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
 
 class FolderTokenizer:
-    """The tokenizer.json of a local folder, through the package `tokenizers`; nothing is downloaded.
+    """The tokenizer.json of a local folder, read by the package `tokenizers`; nothing is downloaded.
 
-    Around a document stands what the tokenizer itself puts around a text, then the end token that
-    tokenizer_config.json or special_tokens_map.json beside it names. Text that looks like a special token stays text.
+    A document gets the special tokens that the tokenizer adds to a text, then the `eos_token` of tokenizer_config.json
+    or special_tokens_map.json. Text that looks like a special token stays text.
+
+    Args:
+        folder: The folder with tokenizer.json.
     """
 
     kind = "huggingface"
@@ -86,7 +94,7 @@ class FolderTokenizer:
             raise ValueError(f"{file}: reading it needs another package; pip install tokenizers") from error
         try:
             self._loaded: Any = Loaded.from_file(str(file))
-        except Exception as error:  # tokenizers raises no more special one
+        except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"{file}: not a tokenizer ({error})") from error
         self._loaded.no_truncation()
         self._loaded.no_padding()
@@ -96,22 +104,22 @@ class FolderTokenizer:
         self.begin, self.end = self._around()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
         ids: list[int] = self._loaded.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """Ids of several texts, on all cores."""
+        """Return the ids of several texts, encoded on all cores."""
         found = self._loaded.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in found]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Return the text of ids, without special tokens."""
         text: str = self._loaded.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids before and behind a document, seen on a text of one letter."""
+        """Return the ids before and behind a document, found by encoding a text of one letter."""
         plain, whole = self.encode("a"), self._loaded.encode("a").ids
         at = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), len(whole))
         begin, end = tuple(whole[:at]), tuple(whole[at + len(plain) :])
@@ -123,8 +131,8 @@ class FolderTokenizer:
             given = read_json(path)
             if not isinstance(given, dict):
                 raise ValueError(f"{path}: expected an object of JSON")
-            told = given.get("eos_token")
-            token = told.get("content") if isinstance(told, dict) else told
+            entry = given.get("eos_token")
+            token = entry.get("content") if isinstance(entry, dict) else entry
             if token is not None and not isinstance(token, str):
                 raise ValueError(f"{path}: eos_token={token!r:.100}; expected a text")
             if token is not None:

@@ -1,7 +1,7 @@
-"""Token files: documents as ids in one flat memory-mapped file, and windows over them as samples.
+"""Token files: the ids of all documents in one flat memory-mapped file, and windows over them as samples.
 
-A folder holds tokens.bin (ids, little-endian), documents.bin (where each document ends, int64), meta.json (counts,
-vocabulary, tokenizer, digests) and the files of a tokenizer of Hugging Face. It appears when all of it is written.
+A folder holds tokens.bin (ids, little-endian), documents.bin (the end of each document, int64), meta.json (counts,
+vocabulary, tokenizer, digests) and the files of a Hugging Face tokenizer. It appears when all of it is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
 
 @dataclass(frozen=True)
 class Sample:
-    """A sequence: ids and labels `[tokens]`, and the lengths of the documents that it is packed from."""
+    """A packed sequence: ids and labels `[tokens]`, and the lengths of its documents."""
 
     tokens: Tensor
     labels: Tensor
@@ -41,7 +41,11 @@ class Sample:
 
 
 class TokenFile:
-    """A token file, opened and checked against its meta.json; `ids` and `ends` are read as they are used."""
+    """A token file, checked against its meta.json; `ids` and `ends` (of documents) are memory-mapped.
+
+    Args:
+        folder: The folder that `write_tokens` wrote.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -53,35 +57,44 @@ class TokenFile:
             raise ValueError(f"{self.folder}: {DOCUMENTS} does not end where {TOKENS} does; write it again")
 
     def __reduce__(self) -> Any:
-        return TokenFile, (self.folder,)  # by name: workers map the file, nobody copies it
+        return TokenFile, (self.folder,)  # by path: DataLoader workers map the file instead of copying it
 
     def document(self, number: int) -> npt.NDArray[Any]:
-        """The ids of a document."""
+        """Return the ids of a document.
+
+        Args:
+            number: The index of the document.
+        """
         if not 0 <= number < len(self.ends):
             raise IndexError(f"document {number}: {self.folder} has {len(self.ends)}")
         return self.ids[int(self.ends[number - 1]) if number else 0 : int(self.ends[number])]
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that it was written with."""
+        """Return the tokenizer that the file was written with."""
         kind = self.meta["tokenizer"]
         if kind == ByteTokenizer.kind:
             return ByteTokenizer()
         if kind == FolderTokenizer.kind:
             return FolderTokenizer(self.folder)
-        raise ValueError(f"{self.folder}: written with a tokenizer of its own, {kind!r}, which only its author has")
+        raise ValueError(f"{self.folder}: written with the custom tokenizer {kind!r}; decode the ids with that one")
 
     def verify(self) -> None:
-        """ValueError unless every file is as it was written; reads all of them."""
+        """Raise ValueError unless every file has its digest; this reads all of them."""
         for name, digest in self.meta["sha256"].items():
             if _digest(inside(self.folder, name)) != digest:
                 raise ValueError(f"{self.folder}: {name} is not what was written (its sha256 differs); write it again")
 
 
 class Packed:
-    """Samples of `tokens` ids each: windows over all documents, one behind the other.
+    """Samples of `tokens` ids each: consecutive windows over all documents.
 
-    Windows cut documents, but a label at a window's end is still the document's next token; its last token has none.
-    What fills up the last window is a document of its own without labels, so each token is there exactly once.
+    Windows split documents, but the label at the end of a window is still the document's next token. The last token of
+    a document has no label. Padding of the last window is a document of its own without labels. So every token appears
+    exactly once.
+
+    Args:
+        file: The token file.
+        tokens: The tokens of a sample.
     """
 
     def __init__(self, file: TokenFile, tokens: int) -> None:
@@ -98,7 +111,7 @@ class Packed:
         check_sample_index(number, len(self))
         begin = number * self.tokens
         ids = np.zeros(self.tokens + 1, np.int64)
-        read = self.file.ids[begin : begin + self.tokens + 1]  # one more: the last label
+        read = self.file.ids[begin : begin + self.tokens + 1]  # one more, for the last label
         ids[: len(read)] = read
         held = min(self.tokens, len(read))
         end = begin + held
@@ -114,7 +127,7 @@ class Packed:
 
 
 def check_sample_index(number: int, samples: int) -> None:
-    """IndexError for a sample that is not there; so a source ends where it is iterated."""
+    """Raise IndexError for an index out of range, which also ends an iteration over a source."""
     if not 0 <= number < samples:
         raise IndexError(f"sample {number}: there are {samples}")
 
@@ -125,23 +138,23 @@ def write_tokens(
     tokenizer: Tokenizer | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> TokenFile:
-    """Write a token file from texts, of which only a piece at a time is in memory.
+    """Write a token file from texts; only a chunk of them is in memory at a time.
 
-    A file is a document; in a .jsonl every line is one, the field "text" of an object. Each document is followed by
-    the end token of the tokenizer. The folder is there when all is written, or not at all.
+    A file is a document; in a .jsonl file the field "text" of every line is one. The end token of the tokenizer follows
+    each document. The folder appears complete or not at all.
 
     Args:
-        paths: files in UTF-8, and folders, of which all files are taken by name but hidden ones.
-        folder: to be made; it must not be there, or be empty.
-        tokenizer: bytes by default; `FolderTokenizer(folder)` for one of Hugging Face.
-        progress: called with how many bytes of the texts are read so far.
+        paths: UTF-8 files, and folders, of which all files but hidden ones are taken, sorted by name.
+        folder: A new or an empty folder.
+        tokenizer: The tokenizer; bytes by default, or `FolderTokenizer(folder)` for one of Hugging Face.
+        progress: Called with the number of bytes read so far.
 
-    A document of more than a million characters is encoded in pieces, cut between lines. To bytes that makes no
-    difference, nor to tokenizers that split at lines, as those of GPT-2 and Llama 3 do; others begin a text anew there.
+    A document of more than a million characters is encoded in chunks, split between lines. Byte tokens do not change,
+    nor do those of tokenizers that split at lines, as GPT-2's and Llama 3's; other tokenizers start a new text there.
     """
     files, folder, tokenizer = input_files(paths), Path(folder), tokenizer or ByteTokenizer()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder}: it is there already; remove it, or name another")
+        raise ValueError(f"{folder}: it exists and is not empty; remove it, or name another")
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     draft.mkdir()
@@ -213,7 +226,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _mapped(folder: Path, name: str, dtype: str, count: int) -> npt.NDArray[Any]:
-    """An array in a file, which must be of that size."""
+    """Return the memory-mapped array of a file, which must have exactly this size."""
     path = folder / name
     size = inside(folder, name).stat().st_size if path.is_file() else 0
     expected = count * np.dtype(dtype).itemsize
