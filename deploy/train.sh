@@ -7,16 +7,16 @@
 #   --site NAME       frontier, slurm, aurora, pbs or lsf: the job script to take. By default that of sbatch, qsub or
 #                     bsub, whichever is found
 #   --nodes N         by default as few as the preset's mesh fits on, with --dp, --fsdp, --cp and --tp as they are given
-#   --gpus N          GPUs, and at most so many ranks, of a node; by default those of the site's nodes
+#   --gpus N          GPUs of a node, and the most ranks of a node; by default those of the site's nodes
 #   --time HH:MM:SS   the limit of a job
 #   --account NAME    or project;    --queue NAME    or partition
 #   --chain N         submit N jobs, each to begin when the one before it has ended
 #   --dry-run         print the commands instead
 #   --                all that follows goes to meshflash train, as do options that are not named here
 #
-# A run that ends at its time limit goes on from its last checkpoint: send the same command again, or say --chain.
+# A run that ends at its time limit resumes from its last checkpoint: submit the same command again, or use --chain.
 # Inside a job the run starts at once, on the job's nodes.
-# Edit, or say on the command line: times of presets, GPUs of a site's nodes, both in the tables below.
+# The tables below hold the time limits of presets and the GPUs of a site's nodes; options override them.
 # MESHFLASH_MODULES and MESHFLASH_VENV reach the job, see deploy/README.md.
 set -euo pipefail
 
@@ -24,7 +24,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=deploy/common.sh
 source "$here/common.sh"
 
-# `cp` is the preset's own; `ranks` the fewest that have room for it, at 64 GB each.
+# `cp` is that of the preset; `ranks` is the smallest number of ranks whose memory suffices, at 64 GB each.
 #  name          kind  preset        cp  ranks  time
 presets="
   gpt-tiny       gpt   tiny           1      1  00:10:00
@@ -45,7 +45,7 @@ sites="
   lsf        lsf/summit-like.sh  bsub     LSB_JOBID          6
 "
 
-# The rest of a table's line, by its first word; nothing where there is none.
+# Print the rest of the table line that starts with a word; nothing if there is none.
 row() {
   local name rest
   while read -r name rest; do
@@ -53,7 +53,7 @@ row() {
   done <<<"$1"
 }
 
-# The first words of a table.
+# Print the first words of a table's lines.
 names() {
   local name rest found=''
   while read -r name rest; do found+=${name:+"${found:+, }$name"}; done <<<"$1"
@@ -102,7 +102,7 @@ time=${time:-$default_time}
 number --chain "$chain"
 if ! [[ "$time" =~ ^[0-9]+:[0-5][0-9]:[0-5][0-9]$ ]]; then fail "--time $time: expected hours, as in 02:00:00"; fi
 
-# what the arguments of meshflash train say of the mesh, and of checkpoints
+# read the mesh and checkpoint options from the arguments of meshflash train
 dp='' fsdp=1 tp=1 output=no fresh=no
 for ((n = 0; n < ${#rest[@]}; n++)); do
   word=${rest[n]} value=${rest[n + 1]:-}
@@ -124,7 +124,7 @@ fi
 
 command=(meshflash train "$kind" --preset "$name" ${rest[@]+"${rest[@]}"})
 
-# The first site of those inside whose jobs this is, else of those whose scheduler is found.
+# Print the site whose job this runs in, else the first whose scheduler is installed.
 find_site() {
   local inside name submit job _
   for inside in yes no; do
@@ -153,7 +153,7 @@ script=$here/$script
 gpus=${gpus:-${MESHFLASH_PER_NODE:-$site_gpus}}
 number --gpus "$gpus"
 
-# The most ranks of a node with which so many nodes are a multiple of the mesh, or just it where dp is given.
+# Print the most ranks per node such that $1 nodes make a multiple of the mesh, or exactly the mesh if dp is given.
 ranks_of_node() {
   local each
   for ((each = gpus; each > 0; each--)); do
@@ -175,7 +175,7 @@ if [ -z "$per_node" ]; then
   fail "--nodes $nodes: with up to $gpus ranks each they do not make the mesh's $mesh ranks; take --nodes $enough"
 fi
 
-# Sets `words`: the command that submits a job, to begin after another one where its number is given.
+# Set `words` to the command that submits a job; with an argument it starts after that job.
 submission() {
   local text name names after=${1:-}
   case "$submit" in
@@ -186,7 +186,7 @@ submission() {
     words+=("$script" "${command[@]}")
     ;;
   qsub)
-    # it passes no arguments on, and of the environment what is named; by name alone, for commas part its list
+    # qsub passes no arguments, and only named variables; names without values, since its list is split at commas
     printf -v text '%q ' "${command[@]}"
     names=MESHFLASH_COMMAND,MESHFLASH_PER_NODE
     for name in $(compgen -e); do
@@ -212,7 +212,7 @@ if [ -n "${!job:-}" ]; then
   if [ "$chain" -gt 1 ]; then fail "--chain $chain: this is inside a job; submit from a login node"; fi
   variables=("MESHFLASH_PER_NODE=$per_node")
   if [ "$submit" = sbatch ]; then
-    variables=() # an interactive job may not say how many ranks there are
+    variables=() # an interactive job may not set the number of ranks
     if [ -z "${SLURM_NTASKS_PER_NODE:-}${SLURM_NTASKS:-}" ]; then variables=("SLURM_NTASKS_PER_NODE=$per_node"); fi
   fi
   run_or_print "$dry_run" env ${variables[@]+"${variables[@]}"} "$script" "${command[@]}"
@@ -235,10 +235,10 @@ for ((n = 1; n <= chain; n++)); do
     before=JOB_$n
     continue
   fi
-  said=$("${words[@]}")
-  echo "$said"
+  submitted=$("${words[@]}")
+  echo "$submitted"
   # "Submitted batch job 12", "12.server", "Job <12> is submitted"
-  if [[ "$said" =~ [0-9]+[^[:space:]\>]* ]]; then before=${BASH_REMATCH[0]}; else before=''; fi
+  if [[ "$submitted" =~ [0-9]+[^[:space:]\>]* ]]; then before=${BASH_REMATCH[0]}; else before=''; fi
   if [ -z "$before" ] && [ "$n" -lt "$chain" ]; then
     fail "$submit gave job $n no number; those after it are not submitted"
   fi

@@ -28,7 +28,7 @@ ROUNDS, WORDS = 100, 64
 
 @triton.jit(do_not_specialize=["rank", "rounds"])
 def ping_pong(inbox, flag, wrong, bases, status, rank, rounds, WORDS: tl.constexpr):
-    """Rank 0 sends a message, rank 1 sends it back with 1 added to each word; so many times, in one kernel."""
+    """Rank 0 sends a message, and rank 1 returns it with 1 added to each word, `rounds` times in one kernel."""
     words = tl.arange(0, WORDS)
     peer = 1 - rank
     for n in range(1, rounds + 1):
@@ -45,7 +45,7 @@ def ping_pong(inbox, flag, wrong, bases, status, rank, rounds, WORDS: tl.constex
 
 
 def talk(rank, world, tell):
-    """One of the two ranks."""
+    """Run one of the two ranks."""
     device = take_device(kind_here(), rank)
     with open_heap(bytes=2**16, device=device, timeout=30) as heap:
         inbox, flag = heap.allocate(WORDS, torch.int32), heap.allocate(1, torch.int32)
@@ -64,7 +64,7 @@ def talk(rank, world, tell):
 
 
 def main() -> None:
-    """Start both; where they share a GPU they run at once only under MPS."""
+    """Start both ranks; if they share a GPU, they run concurrently only under MPS."""
     shared = torch.cuda.device_count() == 1 and missing() is None
     with mps() if shared else nullcontext():
         run_ranks(2, talk, timeout=120, listen=print)

@@ -1,4 +1,4 @@
-"""Attention over the ranks of a job, whoever starts it.
+"""Attention over the ranks of a job, under any launcher.
 
 torchrun --nproc-per-node 4 examples/mpi_attention.py
 mpiexec -n 4 python examples/mpi_attention.py
@@ -12,7 +12,7 @@ from meshflash import Mask, attention, init
 
 
 def main() -> None:
-    """Each rank has 512 tokens of one causal sequence."""
+    """Attend over one causal sequence of which each rank holds 512 tokens."""
     with init() as world:
         print(f"Rank {world.rank}/{world.world_size} on device {world.device}", flush=True)
         generator = torch.Generator().manual_seed(world.rank)

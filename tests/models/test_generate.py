@@ -1,4 +1,4 @@
-"""Tokens after a prompt, chosen over a mesh, are those that the whole sequence without a cache would give."""
+"""Generation over a mesh gives the tokens of a plain loop over whole sequences without a cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompt(tokens, rows=2):
 
 
 def plain(model, ids, number):
-    """The likeliest tokens, each from the whole sequence anew."""
+    """Return the most likely tokens, each from a forward over the whole sequence."""
     found = []
     with torch.no_grad():
         for _ in range(number):
@@ -53,7 +53,7 @@ def lengthy(rank, world, group, axes, layout):
         ({"cp": 2, "tp": 2}, "contiguous"),
     ],
 )
-def test_over_a_mesh(pool, axes, layout):
+def test_generation_matches_a_plain_loop_on_each_mesh(pool, axes, layout):
     model = GPT(SIZES, seed=3).double()
     want = [plain(model, prompt(n), 5) for n in LENGTHS]
     world = torch.tensor(list(axes.values())).prod().int().item() if axes else 1
@@ -82,13 +82,13 @@ def ends(rank, world, group):
     return first, stopped
 
 
-def test_it_ends_at_a_token(pool):
+def test_generation_ends_at_the_stop_token(pool):
     ((first, stopped),) = pool.run(1, ends)
     assert len(first) == 6
     assert stopped == first[: first.index(first[1]) + 1]
 
 
-def test_draws_follow_the_probabilities():
+def test_samples_follow_the_probabilities():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20000, -1)
     generator = torch.Generator().manual_seed(0)
     for top_k, top_p, kept in ((None, None, 4), (2, None, 2), (None, 0.9, 3), (3, 0.6, 1)):

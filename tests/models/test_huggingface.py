@@ -1,4 +1,4 @@
-"""Hugging Face's Llama as GPT and back: configs, logits and gradients of both, files, meshes, and refusals."""
+"""Hugging Face Llama as GPT and back: configs, logits, gradients, files, meshes, and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshflash.models.huggingface import (
 )
 from meshflash.parallel import init_mesh, next_tokens, parallelize
 
-#: Not divided evenly by any mesh: 61 tokens, 20 dims.
+#: No mesh divides these sizes evenly: 61 tokens, 20 dims.
 ODD = GPTConfig(61, 2, 20, 4, 2, 36, head_dim=8, tokens=64, scaling=RopeScaling(8.0, original_tokens=16))
 LLAMA3 = {
     "rope_type": "llama3",
@@ -43,14 +43,14 @@ KINDS = [(False, LLAMA3), (True, LLAMA3), (False, {"rope_theta": 500.0})]
 
 @pytest.fixture(scope="module")
 def transformers():
-    """Slow to import."""
+    """Import transformers lazily, since it is slow."""
     found = import_module("transformers")
     found.utils.logging.disable_progress_bar()
     return found
 
 
 def llama(transformers, tied, rope):
-    """A tiny one; its weights are large enough that attention is far from uniform."""
+    """Return a tiny Llama with weights large enough that attention is far from uniform."""
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=61,
@@ -69,7 +69,7 @@ def llama(transformers, tied, rope):
 
 
 def tokens():
-    """More than the 16 of the first training."""
+    """Return more tokens than the 16 of `original_max_position_embeddings`."""
     return torch.randint(61, (2, 41), generator=torch.Generator().manual_seed(5))
 
 
@@ -89,7 +89,7 @@ def equal_weights(got, want):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_configs_of_presets_survive_and_are_what_transformers_reads(name, tmp_path, transformers):
+def test_preset_configs_round_trip_and_match_transformers(name, tmp_path, transformers):
     config = PRESETS[name]()
     write_config(config, tmp_path, dtype=torch.bfloat16, fields={"eos_token_id": 7})
     assert read_config(tmp_path) == config
@@ -103,8 +103,8 @@ def test_configs_of_presets_survive_and_are_what_transformers_reads(name, tmp_pa
     assert ours == {name.removeprefix("model."): weight.shape for name, weight in model.named_parameters()}
 
 
-def test_configs_of_older_versions(tmp_path):
-    """As the hub has them: rope_theta and rope_scaling, `type` or `rope_type`, fields left to their defaults."""
+def test_configs_of_older_transformers_are_read(tmp_path):
+    """Configs as on the hub: rope_theta and rope_scaling, `type` or `rope_type`, missing fields."""
     sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2)
     defaults = GPTConfig(9, 1, 8, 2, 2, 6, tokens=2048, theta=10_000.0, norm_eps=1e-6)
     scaled = {name: value for name, value in LLAMA3.items() if name not in ("rope_type", "rope_theta")}
@@ -121,7 +121,7 @@ def test_configs_of_older_versions(tmp_path):
 
 
 @pytest.mark.parametrize(("tied", "rope"), KINDS)
-def test_theirs_here_and_ours_there_compute_the_same(tied, rope, tmp_path, transformers):
+def test_logits_and_gradients_match_transformers_in_both_directions(tied, rope, tmp_path, transformers):
     theirs = llama(transformers, tied, rope)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = read_pretrained(tmp_path / "theirs")
@@ -141,8 +141,8 @@ def test_theirs_here_and_ours_there_compute_the_same(tied, rope, tmp_path, trans
 
 
 @pytest.mark.parametrize(("tied", "rope"), KINDS)
-def test_in_float64_the_same_to_the_last_digits(tied, rope, tmp_path, transformers, monkeypatch):
-    """Theirs takes angles, norms and the loss in float32 whatever the dtype, which limits it to 1e-6; not so here."""
+def test_logits_and_gradients_match_transformers_in_float64(tied, rope, tmp_path, transformers, monkeypatch):
+    """transformers computes angles, norms and loss in float32, which limits it to 1e-6; patch it to float64."""
     room = import_module("transformers.models.llama.modeling_llama")
     theirs = llama(transformers, tied, rope).double()
     theirs.save_pretrained(tmp_path)
@@ -169,7 +169,7 @@ def test_in_float64_the_same_to_the_last_digits(tied, rope, tmp_path, transforme
 
 
 def turn(exponent, rope):
-    """A frequency as Llama 3's own code says it, in Python's numbers."""
+    """Return a rotary frequency as Llama 3's own code computes it, in plain Python."""
     found = rope["rope_theta"] ** -exponent
     if "factor" not in rope:
         return found
@@ -197,7 +197,7 @@ def compare_gradients(ours, loss, theirs, want, tolerance):
         assert far(weight.grad, gradients[name]) < tolerance, name
 
 
-def test_many_files_read_back(tmp_path, transformers):
+def test_weights_in_several_files_are_read_back(tmp_path, transformers):
     model = GPT(tiny(vocabulary=61))
     save_pretrained(model, tmp_path / "many", max_gb=30e-6)
     names = sorted(file.name for file in (tmp_path / "many").glob("*.safetensors"))
@@ -214,7 +214,7 @@ def test_many_files_read_back(tmp_path, transformers):
     assert equal_weights(read_pretrained(tmp_path / "theirs"), model)
 
 
-def test_compiled_models_have_the_same_files_which_all_may_read(tmp_path):
+def test_compiled_models_write_the_same_readable_files(tmp_path):
     model: Any = GPT(ODD)
     save_pretrained(model, tmp_path / "plain")
     model.layers[0] = torch.compile(model.layers[0])
@@ -229,7 +229,7 @@ def test_compiled_models_have_the_same_files_which_all_may_read(tmp_path):
     assert [torch.equal(a, b) for a, b in zip(model.parameters(), GPT(ODD).parameters(), strict=True)] == [True] * 21
 
 
-def test_dtypes(tmp_path):
+def test_weights_are_read_and_written_in_each_dtype(tmp_path):
     model = GPT(ODD)
     save_pretrained(model, tmp_path / "half", dtype=torch.bfloat16)
     assert all(x.dtype == torch.bfloat16 for x in safetensors.torch.load_file(tmp_path / "half" / WEIGHTS).values())
@@ -239,7 +239,7 @@ def test_dtypes(tmp_path):
 
 
 def on_mesh(rank, world, group, folders, meshes):
-    """Loads and saves on meshes; torch's own cutting of the same weights says which parts are right."""
+    """Load and save on meshes; compare shards with torch's `distribute_tensor` of the same weights."""
     for number, (axes, options, tied) in enumerate(meshes):
         mesh, config = init_mesh(**axes, device="cpu"), replace(ODD, tied=tied)
         source = Path(folders, str(tied))
@@ -273,7 +273,7 @@ def on_mesh(rank, world, group, folders, meshes):
 
 
 class Counted:
-    """A tensor of a file that notes how many numbers are read of it."""
+    """A lazy tensor that counts the elements read from it."""
 
     def __init__(self, tensor, read):
         self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
@@ -286,7 +286,7 @@ class Counted:
 
 
 def counted(patch):
-    """What is then read of files, tensor by tensor."""
+    """Count the elements read from files, by tensor."""
     read: list[int] = []
     stored = huggingface._stored
 
@@ -298,7 +298,7 @@ def counted(patch):
 
 
 def refused_on_mesh(rank, model, folders):
-    """What ranks say when rank 0 cannot write: the folder is taken, then the disk is full."""
+    """Return the errors of ranks if rank 0 cannot write: the folder exists, then the disk is full."""
     said = []
     with pytest.raises((ValueError, RuntimeError)) as error:
         save_pretrained(model, Path(folders, "True"))
@@ -321,7 +321,7 @@ def check(model, want):
 
 
 def full_disk(tensors, file, *args):
-    """Fail in the middle of the first file."""
+    """Fail in the middle of writing the first file."""
     Path(file).write_bytes(b"half of it")
     raise OSError(28, "No space left on device")
 
@@ -342,7 +342,7 @@ MESHES: dict[int, list[tuple[dict[str, int], dict[str, str], bool]]] = {
 
 
 @pytest.mark.parametrize("world", MESHES)
-def test_models_on_a_mesh_read_their_parts_and_write_the_same_bytes(world, pool, tmp_path):
+def test_sharded_models_read_their_shards_and_write_the_same_bytes(world, pool, tmp_path):
     for tied in (False, True):
         model = GPT(replace(ODD, tied=tied))
         save_pretrained(model, tmp_path / str(tied))
@@ -359,7 +359,7 @@ def test_models_on_a_mesh_read_their_parts_and_write_the_same_bytes(world, pool,
     assert all("rank 0 could not write" in text for texts in said[1:] for text in texts)
 
 
-def test_nothing_is_left_of_a_save_that_fails(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_no_files(tmp_path, monkeypatch):
     model = GPT(ODD)
     (tmp_path / "model").mkdir()
     with monkeypatch.context() as patch:
@@ -405,7 +405,7 @@ def test_nothing_is_left_of_a_save_that_fails(tmp_path, monkeypatch):
         ({"tie_word_embeddings": True}, None),
     ],
 )
-def test_refusals_name_what_does_not_fit(fields, match, tmp_path):
+def test_unsupported_configs_are_refused_by_field(fields, match, tmp_path):
     save_pretrained(GPT(ODD), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
@@ -416,7 +416,7 @@ def test_refusals_name_what_does_not_fit(fields, match, tmp_path):
         read_pretrained(tmp_path / "model")
 
 
-def test_models_that_do_not_fit_stay_as_they_are(tmp_path):
+def test_mismatched_models_are_refused_unchanged(tmp_path):
     save_pretrained(GPT(ODD), tmp_path / "untied")
     save_pretrained(GPT(replace(ODD, tied=True)), tmp_path / "tied")
     for folder, config, match in (
@@ -437,14 +437,14 @@ def test_models_that_do_not_fit_stay_as_they_are(tmp_path):
         load_pretrained(torch.nn.Linear(2, 2), tmp_path / "untied")
 
 
-def test_broken_folders(tmp_path, monkeypatch):
+def test_broken_folders_are_refused(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     save_pretrained(GPT(ODD), folder, max_gb=5e-6)
     name = sorted(file.name for file in folder.glob("*.safetensors"))[1]
     whole = (folder / name).read_bytes()
     for length in (len(whole) - 1, 100, 4, 0):
         (folder / name).write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=f"{name}: not a whole file of safetensors"):
+        with pytest.raises(ValueError, match=f"{name}: not a complete safetensors file"):
             read_pretrained(folder)
     (folder / name).unlink()
     with pytest.raises(ValueError, match=f"{name}: there is none"):
@@ -459,7 +459,7 @@ def test_broken_folders(tmp_path, monkeypatch):
     assert equal_weights(read_pretrained(folder), GPT(ODD))
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text[:50])
-    with pytest.raises(ValueError, match=r"config\.json: not a whole file of JSON"):
+    with pytest.raises(ValueError, match=r"config\.json: not a complete JSON file"):
         read_config(folder)
     with pytest.raises(ValueError, match=r"config\.json: there is none"):
         read_config(tmp_path)

@@ -1,4 +1,4 @@
-"""The Vision Transformer: one device's loss and gradients on any mesh, images that nothing divides, presets, errors."""
+"""The Vision Transformer: loss and gradients match a single device on any mesh, odd image sizes, presets, errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config(head, patch):
 
 
 def sample(batch, height, width):
-    """Images, a class of each, and what their pixels should be, some of them unknown."""
+    """Return images, their classes, and target pixels, some of them NaN."""
     draw = torch.Generator().manual_seed(height)
     images = torch.randn(batch, 2, height, width, generator=draw, dtype=torch.float64)
     targets = torch.randn(batch, 2, height, width, generator=draw, dtype=torch.float64)
@@ -49,7 +49,7 @@ def sample(batch, height, width):
 
 
 def model_of(sizes, head):
-    """The same on every rank; weights far from the start, where biases are 0 and the head is nearly so."""
+    """Return the same model on every rank, with weights far from initialization, where biases are 0."""
     model = ViT(config(head, SIZES[sizes][3])).double()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def model_of(sizes, head):
 
 
 def one_device(sizes, head):
-    """The mean loss, over how many it is, and all gradients, by plain torch on whole images."""
+    """Return the mean loss, the number of labels, and all gradients, by plain torch on whole images."""
     batch, height, width, patch = SIZES[sizes]
     data, model = sample(batch, height, width), model_of(sizes, head)
     out = plain(model, data["images"], patch)
@@ -74,7 +74,7 @@ def one_device(sizes, head):
 
 
 def plain(model, images, patch):
-    """The model written down once more: a convolution, a table of positions by loops, torch's own attention."""
+    """An independent implementation: a convolution, positions by loops, torch's attention."""
     own = model.config
     height, width = (patch, patch) if isinstance(patch, int) else patch
     padded = functional.pad(images, (0, -images.shape[3] % width, 0, -images.shape[2] % height))
@@ -106,7 +106,7 @@ def wanted():
 
 
 def own_batch(sizes, head, mesh, layout):
-    """This rank's part of the sample, whose images are dealt out to the data ranks."""
+    """Return this rank's shard of the sample; images are dealt out to the data ranks."""
     batch, height, width, patch = SIZES[sizes]
     data = {
         name: x[mesh_rank(mesh, DATA_AXES) :: size(mesh, DATA_AXES)] for name, x in sample(batch, height, width).items()
@@ -143,7 +143,7 @@ def on_meshes(rank, world, group, wanted):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_loss_and_gradients_are_those_of_one_device(pool, wanted, world):
+def test_loss_and_gradients_match_a_single_device(pool, wanted, world):
     pool.run(world, on_meshes, wanted)
 
 
@@ -204,7 +204,7 @@ def other_ways(rank, world, group, wanted):
         shard_images(data["images"], mesh, patch=8, layout="spiral")
 
 
-def test_layouts_recomputation_and_whole_images(pool, wanted):
+def test_layouts_activation_checkpointing_and_whole_images_match_a_single_device(pool, wanted):
     pool.run(2, other_ways, wanted)
 
 
@@ -226,7 +226,7 @@ def test_weights_are_the_same_on_any_mesh(pool):
     pool.run(4, drawn)
 
 
-def test_one_process(wanted):
+def test_vit_matches_a_plain_implementation_on_one_process(wanted):
     for (sizes, head), want in wanted.items():
         model, data = model_of(sizes, head), sample(*SIZES[sizes][:3])
         labels = data["classes"] if head == "classes" else torch.where(data["pixels"].isnan(), -100, 0)
@@ -234,7 +234,7 @@ def test_one_process(wanted):
         check(accumulate(model, [dict(patches=data["images"], labels=labels, targets=targets)]), model, want, sizes)
 
 
-def test_patches_are_those_of_a_convolution():
+def test_patchify_matches_a_convolution():
     images = torch.randn(2, 3, 11, 29, dtype=torch.float64)
     kernel = torch.randn(4, 3, 5, 3, dtype=torch.float64)
     want = functional.conv2d(functional.pad(images, (0, 1, 0, 4)), kernel, stride=(5, 3))
@@ -245,7 +245,7 @@ def test_patches_are_those_of_a_convolution():
     assert patchify(images, (5, 3), float("nan")).isnan().sum() == 2 * 3 * (15 * 30 - 11 * 29)
 
 
-def test_presets():
+def test_presets_have_the_documented_sizes():
     want = {"tiny": (5e4, 1e5), "base": (86e6, 87e6), "2.6b": (2.57e9, 2.63e9)}
     for name, preset in PRESETS.items():
         with torch.device("meta"):
@@ -253,7 +253,7 @@ def test_presets():
         assert want[name][0] < number < want[name][1], (name, number)
 
 
-def test_images_of_bytes_and_half_precision():
+def test_uint8_images_and_half_precision_are_accepted():
     images = torch.randint(256, (2, 3, 20, 31), dtype=torch.uint8)
     model = ViT(tiny())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Parallel linear layers: forward and every gradient are those of `nn.Linear`, on real ranks."""
+"""Parallel linear layers: forward and every gradient match `nn.Linear`, on real ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALLOWED = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """A layer: its kind and form, sizes, and how it is made."""
+    """A layer under test: its kind, options, sizes and construction."""
 
     kind: str
     features: tuple[int, int] = (6, 8)
@@ -57,7 +57,7 @@ class Case:
         return dict(sequence_parallel=self.sequence, uneven=self.uneven, **gather)
 
     def parts(self, x: torch.Tensor, rank: int, world: int, result: bool) -> torch.Tensor:
-        """What of the whole input, or result, a rank has."""
+        """Return a rank's shard of the full input or output."""
         by_tokens = self.sequence and result == (self.kind == "row")
         if by_tokens:
             return x.split(split(x.shape[-2], world), -2)[rank]
@@ -67,7 +67,7 @@ class Case:
         return x[..., min(step * rank, x.shape[-1]) : step * (rank + 1)]
 
     def layer(self, plain: nn.Linear, mesh: Any, ranks: TensorRanks) -> nn.Module:
-        """The layer with the weights of a plain one."""
+        """Return the layer with the weights of a plain one."""
         if self.styled:
             made: Any = nn.Sequential(copy.deepcopy(plain))
             style = (ColumnParallel if self.kind == "column" else RowParallel)(ranks=ranks, **self.options)
@@ -92,7 +92,7 @@ def far(got: Any, want: Any) -> float:
 
 
 def errors_of(case: Case, mesh: Any, ranks: TensorRanks) -> list[float]:
-    """How far results and gradients of two micro-batches are from those of `nn.Linear`."""
+    """Return the errors of outputs and gradients of two micro-batches against `nn.Linear`."""
     rank, world = ranks.rank, ranks.world
     torch.manual_seed(3)
     plain = nn.Linear(*case.features, case.bias, dtype=torch.float64 if case.dtype != torch.float32 else case.dtype)
@@ -127,7 +127,7 @@ def compare(rank: int, world: int, group: Any, cases: list[Case]) -> list[Any]:
 
 
 def layers() -> list[Case]:
-    """Every form with and without bias, as a layer and as a style, in float64 and float32, sizes that do not divide."""
+    """Return all options with and without bias, as layer and style, in float64 and float32, with uneven sizes."""
     forms = [
         Case("column"),
         Case("column", gather=True),
@@ -147,7 +147,7 @@ def layers() -> list[Case]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_layers_are_those_of_one_process(pool, world):
+def test_parallel_layers_match_a_single_process(pool, world):
     for rank in pool.run(world, compare, layers()):
         for case, errors in rank:
             assert max(errors) < ALLOWED[case.dtype], (case, errors)
@@ -200,7 +200,7 @@ def mlps(rank, world, group):
     return found
 
 
-def test_a_users_model_is_divided_by_styles(pool):
+def test_styles_shard_a_users_model(pool):
     for found in pool.run(2, mlps):
         for name in ("same", "sequence", "compiled"):
             assert max(found[name]) < 1e-12, (name, found[name])
@@ -238,7 +238,7 @@ def refusals(rank, world, group):
     return said
 
 
-def test_refusals(pool):
+def test_invalid_arguments_are_refused(pool):
     want = (
         "2 ranks do not divide 3 tokens; set uneven=True", "expected a plain tensor [..., tokens, 2]",
         "got a tensor of [2]; a rank has those input features", "ranks disagree in rows: rank 0 has 2",
@@ -265,7 +265,7 @@ def by_heap(rank, world, group, cases):
     return found
 
 
-def test_products_go_by_a_heap_where_one_is_given(pool):
+def test_gemms_communicate_over_a_heap_if_one_is_given(pool):
     common = pytest.importorskip("meshflash.kernels.triton.common")
     if not common.INTERPRETED:
         pytest.skip("kernels are interpreted on CPUs")
@@ -285,7 +285,7 @@ def config():
 
 
 def learn(model: Any, mesh: Any) -> list[Any]:
-    """Losses and norms of two steps of two micro-batches, the first gradients, and the last weights."""
+    """Return losses and norms of two steps of two micro-batches, the first gradients, and the final weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     metrics: list[float] = []
     grads: dict[str, Any] = {}
@@ -332,7 +332,7 @@ def train_gpt(rank, world, group, ways):
     ],
     ids=["2", "4"],
 )
-def test_gpt_by_these_layers_is_that_of_one_process(pool, world, ways):
+def test_gpt_with_parallel_layers_matches_a_single_process(pool, world, ways):
     for rank in pool.run(world, train_gpt, ways):
         for shape, ours, error in rank:
             assert ours
@@ -340,7 +340,7 @@ def test_gpt_by_these_layers_is_that_of_one_process(pool, world, ways):
 
 
 class Counting(TensorRanks):
-    """Ranks that count the products with messages."""
+    """Count the distributed GEMMs."""
 
     calls = 0
 
@@ -349,7 +349,7 @@ class Counting(TensorRanks):
         return super().distributed_gemm(*args, **kwargs)
 
 
-def count_products(rank, world, group):
+def count_gemms(rank, world, group):
     found = []
     for activation_checkpointing in (None, "full"):
         mesh = init_mesh(tp=2, device="cpu")
@@ -360,19 +360,21 @@ def count_products(rank, world, group):
         ids = torch.randint(61, (1, 9), generator=torch.Generator().manual_seed(0))
         model(ids, labels=next_tokens(ids)).backward()
         found.append(ranks.calls / len(model.layers))
-    torchs = parallelize(GPT(config()), mesh)  # weights lie as by torch's styles: a checkpoint serves both
+    torchs = parallelize(
+        GPT(config()), mesh
+    )  # placements equal those of torch's styles, so checkpoints are interchangeable
     for (name, a), (other, b) in zip(model.state_dict().items(), torchs.state_dict().items(), strict=True):
         assert (name, a.placements, a.to_local().shape) == (other, b.placements, b.to_local().shape)
     return found
 
 
-def test_a_block_that_is_computed_again_leaves_its_last_product_out(pool):
-    # o and down forward; q, k, v, gate and up backward; then o once more, and not down
-    assert pool.run(2, count_products) == [[7, 8]] * 2
+def test_recomputing_a_block_skips_its_last_gemm(pool):
+    # forward: o and down; backward: q, k, v, gate and up; recomputation: o, but not down
+    assert pool.run(2, count_gemms) == [[7, 8]] * 2
 
 
 def exchange_checkpoints(rank, world, group, folder):
-    """What is saved with one kind of layers goes on with the other: two steps, the second after a load."""
+    """Save with one kind of layers and resume with the other: two steps, the second after a load."""
     mesh = init_mesh(tp=2, device="cpu")
     kinds: dict[str, dict[str, Any]] = {"torch": {}, "ours": {"tp_linear": TensorRanks(mesh["tp"])}}
     batches = [shard_batch(ids, mesh) for ids in torch.randint(61, (2, 3, 19), generator=torch.manual_seed(0))]
@@ -403,12 +405,12 @@ def exchange_checkpoints(rank, world, group, folder):
     return found
 
 
-def test_a_checkpoint_of_one_kind_of_layers_serves_the_other(pool, tmp_path):
+def test_checkpoints_of_torch_styles_and_ours_are_interchangeable(pool, tmp_path):
     for found in pool.run(2, exchange_checkpoints, str(tmp_path)):
         assert all(error < 1e-5 for error in found.values()), found
 
 
-def test_styles_of_a_plan_that_say_something_else_stay():
+def test_styles_with_other_layouts_are_not_replaced():
     class Ranks:
         pass
 

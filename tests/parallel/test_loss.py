@@ -1,4 +1,4 @@
-"""The loss of one device: tiled, ignored labels, a vocabulary cut over ranks, and weights that no mean would give."""
+"""The loss: tiled, with ignored labels, with a sharded vocabulary, and weighted as on a single device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def case(rows=13, vocabulary=11, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 13, 100, None])
-def test_a_tiled_loss_is_the_loss(tokens):
+def test_tiled_loss_matches_cross_entropy(tokens):
     hidden, weight, labels = case()
     got, want = cross_entropy_sum(hidden, weight, labels, tokens=tokens), plain(hidden, weight, labels)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
@@ -44,7 +44,7 @@ def test_large_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_no_label_no_loss(rows):
+def test_loss_without_labels_is_zero(rows):
     hidden, weight, _ = case(rows)
     loss = cross_entropy_sum(hidden, weight, torch.full((rows,), IGNORE_INDEX))
     assert float(loss.detach()) == 0.0
@@ -53,7 +53,7 @@ def test_no_label_no_loss(rows):
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_side_has_no_gradient(frozen):
+def test_frozen_inputs_get_no_gradient(frozen):
     hidden, weight, labels = case()
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
     learning = weight if frozen == "hidden" else hidden
@@ -62,7 +62,7 @@ def test_a_frozen_side_has_no_gradient(frozen):
     torch.testing.assert_close(got, want)
 
 
-def test_in_half_precision_sums_are_in_float32():
+def test_half_precision_loss_accumulates_in_float32():
     hidden, weight, labels = case(rows=400, vocabulary=50, dtype=torch.bfloat16)
     exact: Any = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     want = plain(exact[0], exact[1], labels)
@@ -90,11 +90,11 @@ def over_ranks(rank, world, group, vocabulary):
 
 
 @pytest.mark.parametrize("vocabulary", [11, 3, 4])
-def test_a_vocabulary_cut_over_ranks(pool, vocabulary):
+def test_loss_with_a_sharded_vocabulary_matches_a_single_device(pool, vocabulary):
     assert max(pool.run(3, over_ranks, vocabulary)) < 1e-11
 
 
-def test_labels_are_those_of_the_next_token_of_a_document():
+def test_next_token_labels_stop_at_document_ends():
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
     assert next_tokens(tokens).tolist() == [[2, 3, 4, 5, 6, IGNORE_INDEX]]
     mask = Mask.causal() & Mask.documents([1, 3, 2])
@@ -104,7 +104,7 @@ def test_labels_are_those_of_the_next_token_of_a_document():
     assert next_tokens(tokens.expand(2, -1), rows).tolist() == want
 
 
-def test_a_batch_without_labels_has_no_loss_and_no_gradient():
+def test_a_batch_without_labels_has_zero_loss_and_gradient():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Loss, gradients and optimizer steps on every mesh are those of one process, in float64."""
+"""Loss, gradients and optimizer steps match a single process on every mesh, in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(tied):
 
 
 def samples(step):
-    """A step's micro-batches, of other lengths, with uneven documents and ignored labels: (tokens, labels, mask)."""
+    """Return (tokens, labels, mask) of a step's micro-batches: varying lengths, uneven documents, ignored labels."""
     generator = torch.Generator().manual_seed(step)
     found = []
     for n, tokens in enumerate((19, 31, 23)):
@@ -46,7 +46,7 @@ def samples(step):
 
 
 def own(batches, mesh, layout):
-    """This rank's part: rows divided unevenly, and the last micro-batch on the first data rank alone."""
+    """Return this rank's shard: uneven rows, and the last micro-batch on the first data rank only."""
     found = []
     for n, (ids, labels, mask) in enumerate(batches):
         rows = torch.arange(len(ids)).tensor_split(size(mesh, DATA_AXES))[mesh_rank(mesh, DATA_AXES)]
@@ -66,7 +66,7 @@ def difference(got, want):
 
 
 def reference(tied, micro):
-    """One process's loss, gradients, norm, and weights after some steps."""
+    """Return loss, gradients, norm, and weights after some steps of a single process."""
     model = GPT(config(tied))
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     first: Any = None
@@ -83,7 +83,7 @@ def reference(tied, micro):
 
 
 def compare(rank, world, group, shapes):
-    """For each mesh: how far loss, gradients, norm and weights after some steps are from one process's."""
+    """Return the errors of loss, gradients, norm and weights against a single process for each mesh."""
     torch.set_default_dtype(torch.float64)
     try:
         known = {(tied, micro): reference(tied, micro) for tied in (True, False) for micro in (1, 3)}
@@ -119,7 +119,7 @@ def compare(rank, world, group, shapes):
 
 
 def meshes(world):
-    """Every mesh of so many ranks twice, with ways to lay a model on it by turns."""
+    """Return every mesh of `world` ranks twice, cycling through options of `parallelize`."""
     shapes = [s for s in itertools.product((1, 2, 3, 4), repeat=4) if s[0] * s[1] * s[2] * s[3] == world and s[3] != 3]
     ways: Any = itertools.cycle(
         (
@@ -141,7 +141,7 @@ def meshes(world):
 
 
 def every_other(shapes, first):
-    """One of the two of each mesh: by turns that with one micro-batch, and that with three."""
+    """Return one of the two entries of each mesh, alternating between one micro-batch and three."""
     return [shapes[2 * n + (n + first) % 2] for n in range(len(shapes) // 2)]
 
 
@@ -155,14 +155,14 @@ def every_other(shapes, first):
     ],
     ids=["2", "3", "4", "4, the others"],
 )
-def test_every_mesh_has_the_loss_gradients_and_steps_of_one_process(pool, world, shapes):
+def test_loss_gradients_and_steps_match_a_single_process_on_each_mesh(pool, world, shapes):
     for rank in pool.run(world, compare, shapes, timeout=300.0):
         assert len(rank) == len(shapes)
         for *what, errors in rank:
             assert max(errors) < 1e-9, (what, errors)
 
 
-def test_a_rank_alone_is_the_same(pool):
+def test_a_single_rank_matches_a_plain_process(pool):
     ways: Any = [dict(), dict(mode="full"), dict(mode="full", activation_checkpointing="selective", zero=True)]
     (rows,) = pool.run(1, compare, [((1, 1, 1, 1), True, 3, way) for way in ways])
     for *what, errors in rows:
@@ -181,7 +181,7 @@ def built_on_meta(rank, world, group):
     return [torch.equal(whole(p), want[name]) for name, p in model.named_parameters()], local
 
 
-def test_a_model_built_on_meta_gets_the_weights_of_one_process(pool):
+def test_a_model_built_on_meta_gets_the_same_initial_weights(pool):
     total = sum(p.numel() for p in GPT(config(tied=False)).parameters())
     for same, local in pool.run(4, built_on_meta):
         assert all(same)
@@ -205,7 +205,7 @@ def half_precision(rank, world, group):
     return found
 
 
-def test_half_precision_keeps_masters_and_gradients_in_float32(pool):
+def test_half_precision_keeps_master_weights_and_gradients_in_float32(pool):
     plain = float(accumulate(GPT(config(tied=True)), [dict(tokens=(b := samples(0)[0])[0], labels=b[1])]).loss)
     for found in pool.run(2, half_precision):
         for loss, computed, kept in found.values():

@@ -1,4 +1,4 @@
-"""Models on GPUs: ranks that share one, and what only a device has. Run with `-m gpu`."""
+"""Parallel models on GPUs: ranks that share one, sharding and offloading. Run with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def tokens():
 
 
 def reference():
-    """One device's loss and gradients, in float32."""
+    """Return loss and gradients of a single device, in float32."""
     model = GPT(SIZES).cuda()
     told = accumulate(model, [dict(tokens=tokens(), labels=next_tokens(tokens()))])
     return float(told.loss), {name: p.grad for name, p in model.named_parameters()}
 
 
 def share(rank, world, tell, axes):
-    """How far loss and gradients of replicas that share a GPU are from one device's; and what shards say there."""
+    """Return the errors of replicas that share a GPU against a single device, and the error that shards raise."""
     take_device("cuda", rank)
     loss, grads = reference()
     mesh = init_mesh(**axes, device="cuda")
@@ -61,7 +61,7 @@ def share(rank, world, tell, axes):
 
 
 @pytest.mark.parametrize("axes", [{"cp": 2}, {"dp": 2}])
-def test_ranks_that_share_a_gpu(axes):
+def test_ranks_that_share_a_gpu_match_a_single_process(axes):
     with nullcontext() if missing() else mps():
         for loss, error, said in run_ranks(2, share, axes):
             assert loss < 1e-5
@@ -70,7 +70,7 @@ def test_ranks_that_share_a_gpu(axes):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_shards_of_a_gpu_alone(offload):
+def test_sharding_on_a_single_gpu_matches_the_plain_model(offload):
     loss, grads = reference()
     mesh = init_mesh(device="cuda")
     model: Any = parallelize(

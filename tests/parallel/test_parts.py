@@ -1,4 +1,4 @@
-"""Meshes, samplers, micro-batches, attention modules: the parts of `meshflash.parallel` one by one."""
+"""Unit tests of `meshflash.parallel`: meshes, samplers, micro-batches, attention modules."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def orders(rank, world, group):
     return found
 
 
-def test_the_first_axis_of_the_order_has_neighbouring_ranks(pool):
+def test_the_first_axis_of_the_order_has_neighboring_ranks(pool):
     found = pool.run(4, orders)
     assert found[1]["cp-tp-dp"] == ([0, 1], [1, 3])
     assert found[1]["tp-cp-dp"] == ([1, 3], [0, 1])
@@ -96,7 +96,7 @@ def refusals(rank, world, group):
     return said
 
 
-def test_refusals(pool):
+def test_invalid_arguments_are_refused(pool):
     want = (
         "cp 3 x tp 1 is 3 ranks, and the job has 2", "cp=0; expected at least 1", "expected the axes dp, cp and tp",
         "expected one of init_mesh", "mode='half': expected one of full, grad_op, hybrid", 'expected "blocks", "model"',
@@ -114,7 +114,7 @@ def test_refusals(pool):
 
 
 class Numbers(nn.Module):
-    """A weight for each sample, so that a gradient tells which samples it saw and how often."""
+    """A weight for each sample: its gradient counts how often the sample was seen."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def loads(rank, world, group, samples, batch, number):
 
 
 @pytest.mark.parametrize(("world", "samples"), [(1, 7), (2, 7), (3, 7), (4, 5)])
-def test_every_sample_counts_once_whatever_the_ranks(pool, world, samples):
+def test_every_sample_counts_once_on_any_number_of_ranks(pool, world, samples):
     found = pool.run(world, loads, samples, 2, 2)
     copies = 2 if world == 4 else 1  # ranks of cp have the same samples, and here the same loss too
     for _, _, counts, steps in found:
@@ -186,13 +186,13 @@ def style(rank, world, group):
     return float((got - shard(want, layout, mesh["cp"])).abs().max()), repr(model.attend)
 
 
-def test_a_style_for_users_models(pool):
+def test_context_parallel_style_applies_to_a_users_model(pool):
     for error, text in pool.run(3, style):
         assert error < 1e-12
         assert text.startswith("MeshAttention(ranks=3, schedule='striped', mask=")
 
 
-def test_attention_alone_is_flash_attention():
+def test_mesh_attention_without_a_mesh_is_flash_attention():
     q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
     module = MeshAttention(mask=Mask.causal(), scale=0.3, reduce_dtype=torch.float64)
     torch.testing.assert_close(module(q, k, v), flash_attention(q, k, v, mask=Mask.causal(), scale=0.3))
@@ -203,7 +203,7 @@ def test_attention_alone_is_flash_attention():
 
 
 def travels(rank, world, group):
-    """Bytes of gradients that a step of three micro-batches sends, and whether state is divided."""
+    """Return the bytes of gradients reduced in a step of three micro-batches, and whether state is sharded."""
     mesh = init_mesh(device="cpu")
     model: Any = replicate(Numbers(8), mesh, bucket_mb=1e-6)
     calls: list[Any] = []
@@ -225,7 +225,7 @@ def _averaged(calls, bucket):
     return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
 
 
-def test_gradients_travel_once_and_state_is_divided(pool):
+def test_gradients_are_reduced_once_and_optimizer_state_is_sharded(pool):
     found = pool.run(2, travels)
     assert [calls for calls, *_ in found] == [1, 1]
     learning = found[0][2]
@@ -234,7 +234,7 @@ def test_gradients_travel_once_and_state_is_divided(pool):
 
 
 class Nested(nn.Module):
-    """Blocks within blocks, one of which shares its weight with the head."""
+    """Nested blocks, one of which shares its weight with the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,12 +280,12 @@ def nests(rank, world, group):
     return found
 
 
-def test_blocks_within_blocks_and_weights_that_they_share(pool):
+def test_nested_blocks_and_shared_weights_are_sharded(pool):
     for errors in pool.run(2, nests):
         assert max(errors) < 1e-12
 
 
-def test_alone_there_is_a_mesh_too():
+def test_init_mesh_works_for_a_single_process():
     mesh = init_mesh(device="cpu")
     assert mesh.mesh_dim_names == ("dp", "fsdp", "cp", "tp")
     assert size(mesh, REDUCE_AXES) == 1
@@ -295,7 +295,7 @@ def test_alone_there_is_a_mesh_too():
 
 
 def loops(rank, world, group):
-    """What follows a micro-batch that does not travel, an evaluation, and an error: gradients as ever."""
+    """Check gradients after an unsynchronized micro-batch, an evaluation, and an error."""
     torch.set_default_dtype(torch.float64)
     try:
         mesh = init_mesh(fsdp=2, device="cpu")
@@ -324,7 +324,7 @@ def loops(rank, world, group):
         torch.set_default_dtype(torch.float32)
 
 
-def test_gradients_travel_again_after_a_micro_batch_that_did_not(pool):
+def test_gradients_are_reduced_again_after_an_unsynchronized_micro_batch(pool):
     for errors in pool.run(2, loops):
         assert max(errors) < 1e-12
 
@@ -354,7 +354,7 @@ class DroppedBlock(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_what_is_computed_again_drops_the_same(kind):
+def test_recomputed_blocks_use_the_same_dropout(kind):
     x = torch.randn(1, 9, 8)
     plain = Dropped()
     again = apply_activation_checkpointing(copy.deepcopy(plain), kind)
@@ -386,7 +386,7 @@ def test_a_copy_computes_with_its_own_weights(how):
     assert all(p.grad is not None for p in other.parameters())
 
 
-def test_padding_and_words_that_are_not_there_do_not_count():
+def test_padding_gets_no_labels_and_labels_out_of_range_raise():
     ids = torch.arange(16)[None]
     labels = next_tokens(ids, Mask.causal() & Mask.documents([5, 6], pad=True))
     assert labels.tolist() == [[1, 2, 3, 4, IGNORE_INDEX, 6, 7, 8, 9, 10, *[IGNORE_INDEX] * 6]]
@@ -426,7 +426,7 @@ def more_refusals(rank, world, group):
     return norm, said
 
 
-def test_more_refusals(pool):
+def test_unsupported_models_and_meshes_are_refused(pool):
     want = (
         "the embedding and the head are read outside", "is parallelized already", "reduce_dtype: DDP reduces",
         "a rank would have none of the 1 rows of the vocabulary", "weights are in host memory already",
@@ -438,7 +438,7 @@ def test_more_refusals(pool):
             assert part in text
 
 
-def test_sizes_follow_from_each_other():
+def test_derived_model_sizes_are_consistent():
     assert tiny(dim=32, heads=4).head_dim == 8
     assert tiny(dim=32, heads=4, head_dim=16).head_dim == 16
     for wrong in (dict(dim=12, heads=4, kv_heads=4), dict(kv_heads=0), dict(layers=0)):

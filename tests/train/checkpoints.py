@@ -1,4 +1,4 @@
-"""Checkpoints that hold one number everywhere, and what befalls their files."""
+"""Checkpoints filled with one number, and helpers that damage their files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TENSORS, INDEX, MANIFEST = "rank-00000.safetensors", checkpoint_files.INDEX, che
 
 
 def saved(folder: Path, *steps: int, keep: int = 9) -> Checkpoints:
-    """Checkpoints whose numbers are ten times their steps."""
+    """Save checkpoints filled with ten times their step."""
     checkpoints, (model, optimizer) = Checkpoints(folder, keep=keep), crash.made()
     for step in steps:
         crash.fill(model, optimizer, 10.0 * step)
@@ -23,7 +23,7 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> Checkpoints:
 
 
 def loaded(checkpoints: Checkpoints, step: int | None = None) -> float:
-    """The one number that a checkpoint holds everywhere."""
+    """Return the one number that fills a checkpoint."""
     model, optimizer = crash.made()
     state = checkpoints.load(model, optimizer, step)
     assert crash.numbers(model, optimizer) == {state["number"]}

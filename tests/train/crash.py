@@ -23,7 +23,7 @@ from meshflash.train.checkpoint import Checkpoints
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: What touches files, as Python's audit hooks call it.
+#: The audit events of file operations.
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
 
 
@@ -45,7 +45,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, number: float) -> N
 
 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
-    """All that there are, of a loaded pair."""
+    """Return all distinct values of a loaded model and its optimizer."""
     found = {optimizer.param_groups[0]["lr"]}
     for weight in model.parameters():
         for x in (weight, *optimizer.state[weight].values()):
@@ -54,7 +54,7 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
 
 
 def kill_at(number: int) -> None:
-    """End this process, as kill -9 does, before it touches a file for the n-th time from now on."""
+    """Kill this process with SIGKILL before its n-th file operation from now on."""
     left = itertools.count(1)
 
     def hook(event: str, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""What tests ask of any source of samples."""
+"""Helpers for tests of any source of samples."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def all_of(source: Any) -> list[Any]:
-    """All samples of a source."""
+    """Return all samples of a source."""
     return [source[n] for n in range(len(source))]

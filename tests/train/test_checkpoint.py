@@ -1,4 +1,4 @@
-"""Checkpoints: bit by bit on every mesh, the newest kept, every dtype, without pickle, and one word for all ranks."""
+"""Checkpoints: bitwise on every mesh, pruning, every dtype, no pickle, and the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshflash.train.checkpoint import Checkpoints
 from train import crash
 from train.checkpoints import TENSORS, flip, full, loaded, saved
 
-#: Ranks, and axes dp, fsdp, cp, tp.
+#: The number of ranks, and the sizes of dp, fsdp, cp and tp.
 MESHES = {
     "one": (1, (1, 1, 1, 1)),
     "dp": (2, (2, 1, 1, 1)),
@@ -40,7 +40,7 @@ MORE |= {"fsdp4": (4, (1, 4, 1, 1))}
 
 
 def built(name: str, seed: int) -> Any:
-    """(mesh, model, optimizer) with two groups of weights, as all meshes here have them."""
+    """Return (mesh, model, optimizer) with two parameter groups."""
     _, shape = (MESHES | MORE)[name]
     mesh = init_mesh(*shape, device="cpu")
     config = tiny(vocabulary=61, layers=1, dim=32, hidden=48, heads=4, kv_heads=2)
@@ -58,7 +58,7 @@ def built(name: str, seed: int) -> Any:
 
 
 def train(mesh: Any, model: nn.Module, optimizer: Any, first: int, last: int) -> list[str]:
-    """Losses of some steps, as they are bit by bit."""
+    """Return the losses of some steps as hex, to compare bitwise."""
     found = []
     for step in range(first, last):
         tokens = torch.randint(61, (4, 24), generator=torch.Generator().manual_seed(step))
@@ -78,7 +78,7 @@ def digest(x: torch.Tensor) -> str:
 
 
 def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
-    """Of all whole tensors that this rank knows, and the groups' options."""
+    """Return digests of all full tensors on this rank, and the options of the parameter groups."""
     inner = getattr(optimizer, "optim", optimizer)
     found = {}
     for name, weight in model.named_parameters():
@@ -145,12 +145,12 @@ def every_mesh_to_every_other(pool, folder, meshes):
     assert pairs == sum(world * len(meshes) for world, _ in meshes.values())
 
 
-def test_every_mesh_loads_what_every_other_saved_and_goes_on_bit_by_bit(pool, tmp_path):
+def test_checkpoints_of_each_mesh_resume_bitwise_on_each_other_mesh(pool, tmp_path):
     every_mesh_to_every_other(pool, tmp_path, MESHES)
 
 
 @pytest.mark.slow
-def test_uneven_shards_and_larger_meshes_too(pool, tmp_path):
+def test_checkpoints_of_uneven_shards_and_larger_meshes_resume_bitwise(pool, tmp_path):
     every_mesh_to_every_other(pool, tmp_path, {"one": MESHES["one"], "zero": MESHES["zero"], **MORE})
 
 
@@ -176,7 +176,7 @@ def test_a_save_does_not_see_later_changes(tmp_path, monkeypatch):
     assert [loaded(checkpoints, 7), loaded(checkpoints, 8)] == [7.0, 8.0]
 
 
-def test_the_newest_are_kept_and_later_ones_of_another_run_too(tmp_path):
+def test_the_newest_checkpoints_and_later_ones_of_another_run_are_kept(tmp_path):
     checkpoints = saved(tmp_path, 1, 2, 3, 9, keep=2)
     assert checkpoints.steps() == [3, 9]
     saved(tmp_path, 4, keep=1)  # of a run that went back: it must not remove itself
@@ -186,7 +186,7 @@ def test_the_newest_are_kept_and_later_ones_of_another_run_too(tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
-def test_a_step_that_is_there_is_replaced(tmp_path):
+def test_saving_the_same_step_replaces_its_checkpoint(tmp_path):
     checkpoints, (model, optimizer) = saved(tmp_path, 1, 2), crash.made()
     crash.fill(model, optimizer, 5.0)
     checkpoints.save(2, model, optimizer, {"number": 5.0}, wait=True)
@@ -194,7 +194,7 @@ def test_a_step_that_is_there_is_replaced(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_leftovers_are_swept_and_what_was_put_aside_counts(tmp_path):
+def test_partial_folders_are_removed_and_replaced_ones_still_count(tmp_path):
     checkpoints = saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000002.replaced-abc")  # killed between two renames
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000003.partial-abc")
@@ -206,7 +206,7 @@ def test_leftovers_are_swept_and_what_was_put_aside_counts(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_every_dtype_and_shape_comes_back(tmp_path):
+def test_every_dtype_and_shape_is_loaded_bitwise(tmp_path):
     class Odd(nn.Module):
         def __init__(self, seed: int) -> None:
             super().__init__()
@@ -236,7 +236,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     assert all(digest(x) == digest(one.state_dict()[name.removeprefix("model/")]) for name, x in theirs.items())
 
 
-def test_weights_without_state_and_values_that_are_no_tensors(tmp_path):
+def test_frozen_weights_and_optimizer_values_without_tensors_are_loaded(tmp_path):
     model, optimizer = crash.made()
     first = next(model.parameters())
     optimizer.state[first] = {"step": 3, "buffer": None, "exp_avg": torch.ones(96, 64), "pair": (1.5, [True, "x"])}
@@ -260,7 +260,7 @@ PICKLES += [(torch, "load"), (torch, "save")]
 
 
 def without_pickle(rank, world, group, folder):
-    """Save and load while nothing can be pickled, then rank 1 has errors that all ranks hear of."""
+    """Save and load with pickle disabled, then check that errors of rank 1 raise on all ranks."""
     mesh, model, optimizer = built("fsdp", seed=0)
     train(mesh, model, optimizer, 0, 1)
     checkpoints = Checkpoints(folder, mesh=mesh)
@@ -277,7 +277,7 @@ def without_pickle(rank, world, group, folder):
 
 
 def hears(rank, checkpoints, model, optimizer):
-    """What each rank is told when the other one fails."""
+    """Return the errors that each rank gets when the other one fails."""
     said = []
 
     def told(call, *args):
@@ -313,7 +313,7 @@ def hears(rank, checkpoints, model, optimizer):
     return said, [path.name for path in checkpoints.folder.iterdir()]
 
 
-def test_nothing_is_pickled_and_all_ranks_hear_of_a_failure_on_one(pool, tmp_path):
+def test_nothing_is_pickled_and_a_failure_on_one_rank_raises_on_all(pool, tmp_path):
     first, second = pool.run(2, without_pickle, str(tmp_path))
     for said, names in (first, second):
         words = iter(said)

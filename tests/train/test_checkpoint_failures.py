@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or foreign are refused by name; full disks and kills leave a whole one."""
+"""Damaged or foreign checkpoints are refused by file name; full disks and kills leave an intact checkpoint."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 
 
 def another_digest(data: bytes) -> bytes:
-    """A manifest with one other digit in the digest of the tensors' file."""
+    """Return a manifest with one digit changed in the digest of the tensor file."""
     at = data.index(b'"sha256"', data.index(TENSORS.encode())) + len('"sha256": "')
     return data[:at] + (b"1" if data[at : at + 1] == b"0" else b"0") + data[at + 1 :]
 
 
-def test_damage_is_refused_by_name_and_a_whole_one_offered(tmp_path):
+def test_damaged_checkpoints_are_refused_with_an_intact_alternative(tmp_path):
     saved(tmp_path / "good", 1, 2, 3)
     for what, (damage, message) in DAMAGE.items():
         folder = tmp_path / what.replace(" ", "-")
@@ -94,7 +94,7 @@ def test_damage_is_refused_by_name_and_a_whole_one_offered(tmp_path):
 
 
 def resigned(folder: Path) -> None:
-    """Give a changed checkpoint digests that fit: what is not damage must be refused too."""
+    """Give a changed checkpoint valid digests: contradictions must be refused too."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in folder.iterdir()
@@ -103,7 +103,7 @@ def resigned(folder: Path) -> None:
     changed(folder / MANIFEST, files=files)
 
 
-def test_what_passes_its_digests_but_does_not_fit_together_is_refused(tmp_path):
+def test_files_with_valid_digests_that_contradict_each_other_are_refused(tmp_path):
     saved(tmp_path / "good", 1, 2)
 
     def chunk(**changes):
@@ -139,7 +139,7 @@ def test_what_passes_its_digests_but_does_not_fit_together_is_refused(tmp_path):
         assert crash.numbers(model, optimizer) == {-3.0}
 
 
-def test_another_model_or_optimizer_is_refused_by_name(tmp_path):
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path):
     checkpoints = saved(tmp_path, 1)
     other = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32, bias=False), nn.Linear(2, 2))
     with pytest.raises(CheckpointError) as error:
@@ -166,7 +166,7 @@ def test_another_model_or_optimizer_is_refused_by_name(tmp_path):
     assert checkpoints.load(model) == {}
 
 
-def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
+def test_state_that_cannot_be_saved_is_refused(tmp_path):
     checkpoints, (model, optimizer) = Checkpoints(tmp_path), crash.made()
     for arguments, message in (
         ((-1, model, optimizer, {}), "step=-1: expected 0 or more"),
@@ -186,7 +186,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 1 MB, where this machine lets us have one."""
+    """Mount a disk of 1 MB; skip the test if this machine does not allow it."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], capture_output=True).returncode:
@@ -195,7 +195,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_loses_nothing(small_disk):
+def test_a_full_disk_keeps_the_previous_checkpoint(small_disk):
     checkpoints = saved(small_disk / "run", 1)  # about 150 kB each
     (small_disk / "step-other").write_bytes(bytes(600_000))
     leftover = small_disk / "run" / "step-00000002.partial-abc"
@@ -212,7 +212,7 @@ def test_a_full_disk_loses_nothing(small_disk):
 
 
 @pytest.mark.parametrize("name", [INDEX, MANIFEST, TENSORS])
-def test_a_disk_that_is_full_at_any_file_loses_nothing(tmp_path, monkeypatch, name):
+def test_a_disk_that_is_full_at_any_file_keeps_the_previous_checkpoint(tmp_path, monkeypatch, name):
     checkpoints = saved(tmp_path, 1)
     fsync = os.fsync
     monkeypatch.setattr(
@@ -227,7 +227,7 @@ def test_a_disk_that_is_full_at_any_file_loses_nothing(tmp_path, monkeypatch, na
 
 
 class Jobs:
-    """The process that starts jobs of crash.py."""
+    """The process that starts the jobs of crash.py."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number = folder, 0
@@ -241,7 +241,7 @@ class Jobs:
         )
 
     def start(self, folder, steps, world=1, keep=2, at=None):
-        """The ids of a new job's processes."""
+        """Start a job and return the ids of its processes."""
         self.number += 1
         self.log = self.folder / f"{self.number}.log"
         self.log.touch()
@@ -249,11 +249,11 @@ class Jobs:
         return self._ask(json.dumps(asked | {"store": str(self.folder / f"{self.number}.store")}))
 
     def ends(self):
-        """The exit statuses of the last job's processes, when they ended."""
+        """Return the exit statuses of the last job's processes after they have ended."""
         return self._ask("wait")
 
     def told(self, word):
-        """The last step that the job's log tells this of, or None."""
+        """Return the last step that the job's log reports for this event, or None."""
         steps = [int(line.split()[1]) for line in self.log.read_text().splitlines() if line.startswith(word)]
         return max(steps, default=None)
 
@@ -275,7 +275,7 @@ def jobs(tmp_path_factory):
 
 
 def killed_at_every_file(jobs, tmp_path, world, victim, every):
-    """Kill one rank before each thing that it does with files while steps 2 and 2 again are saved after 1."""
+    """Kill one rank before each of its file operations while step 2 is saved twice after step 1."""
     saved(tmp_path / "good", 1)
     found: set[float] = set()
     for at in range(1, 1000, every):
@@ -300,18 +300,18 @@ def killed_at_every_file(jobs, tmp_path, world, victim, every):
     return at
 
 
-def test_a_kill_before_each_thing_done_with_files_leaves_a_whole_checkpoint(jobs, tmp_path):
+def test_a_kill_before_sampled_file_operations_leaves_an_intact_checkpoint(jobs, tmp_path):
     assert killed_at_every_file(jobs, tmp_path, 1, 0, every=5) > 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "victim"), [(1, 0), (2, 0)])
-def test_a_kill_before_everything_done_with_files_leaves_a_whole_checkpoint(jobs, tmp_path, world, victim):
+def test_a_kill_before_any_file_operation_leaves_an_intact_checkpoint(jobs, tmp_path, world, victim):
     killed_at_every_file(jobs, tmp_path, world, victim, every=1)
 
 
 def killed_at_random(jobs, folder, world, times, seed):
-    """Kill some or all ranks of jobs that save without pause, each going on from where the one before was killed."""
+    """Kill some or all ranks of jobs that save without pause; each job resumes from the one killed before."""
     draw, before, seen = random.Random(seed), 0, []
     for n in range(times):
         pids = jobs.start(folder, [before], world)
@@ -337,12 +337,12 @@ def killed_at_random(jobs, folder, world, times, seed):
     assert [path.name for path in folder.iterdir()] == [f"step-{before + 1:08d}"]
 
 
-def test_kills_at_random_leave_one_of_the_last_two_steps(jobs, tmp_path):
+def test_kills_at_random_times_leave_one_of_the_last_two_checkpoints(jobs, tmp_path):
     killed_at_random(jobs, tmp_path / "one", 1, 4, seed=0)
     killed_at_random(jobs, tmp_path / "two", 2, 3, seed=1)
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_at_random_leave_one_of_the_last_two_steps(jobs, tmp_path):
+def test_a_hundred_kills_at_random_times_leave_one_of_the_last_two_checkpoints(jobs, tmp_path):
     killed_at_random(jobs, tmp_path / "one", 1, 100, seed=2)
     killed_at_random(jobs, tmp_path / "two", 2, 60, seed=3)

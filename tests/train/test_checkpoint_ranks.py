@@ -1,4 +1,4 @@
-"""What ranks of a checkpoint tell each other: however long one works, and whoever is lost is named."""
+"""The exchange between the ranks of a checkpoint: slow work never times out, and lost ranks are named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def slow_and_silent(rank, world, group):
         del os.environ["MESHFLASH_TIMEOUT"]
 
 
-def test_slow_ranks_are_waited_for_and_silent_ones_named(pool):
+def test_slow_ranks_are_awaited_and_stopped_ranks_are_named(pool):
     for rank, (found, slow, message, seconds) in enumerate(pool.run(3, slow_and_silent)):
         assert found == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert slow > 2.0

@@ -1,4 +1,4 @@
-"""`meshflash train` and what follows it, as processes: on any number of ranks, and after every kill the same losses."""
+"""`meshflash train`, `generate` and `predict` as processes: the same losses on any number of ranks, after any kill."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from meshflash.train.report import METRICS_FILE, Report, read_metrics
 from train import victims
 
 STEPS, SAVE = 20, 3
-#: How often the first rank of a save flushes files before the checkpoint gets its name, and in all.
+#: The number of fsync calls of rank 0 in a save before the checkpoint gets its name, and in all.
 BEFORE, FLUSHES = 5, 6
-#: Ranks, and the words that say how they share the work.
+#: The number of ranks, and the options of their mesh.
 MESHES = {
     "one": (1, []),
     "cp": (2, ["--cp", "2"]),
@@ -56,12 +56,12 @@ def start(folder: Path, mesh: str, steps: int = STEPS, stall: int = 0) -> victim
 
 
 def command(folder: Path, mesh: str) -> list[str]:
-    """The command that starts its ranks itself."""
+    """Return the command that starts its ranks itself."""
     return [sys.executable, "-m", "meshflash", *map(str, training(folder, mesh)), "--nproc", str(MESHES[mesh][0])]
 
 
 def told(folder: Path) -> list[tuple[int, float]]:
-    """Steps and losses, all that were ever written, by a run and those that went on with it."""
+    """Return all (step, loss) pairs that a run and its resumed runs wrote."""
     lines = (folder / METRICS_FILE).read_text().splitlines() if (folder / METRICS_FILE).exists() else []
     return [(row["step"], row["loss"]) for row in map(json.loads, lines) if "loss" in row]
 
@@ -79,7 +79,7 @@ def files(folder: Path, step: int) -> list[Path]:
 
 
 def tensors(folder: Path, step: int) -> dict[str, bytes]:
-    """Weights and the optimizer's state in a checkpoint, from whichever rank's file; no rank has a part only."""
+    """Return the bytes of weights and optimizer state of a checkpoint of replicas, from the files of all ranks."""
     found: dict[str, bytes] = {}
     for path in files(folder, step):
         for name, x in load_file(path).items():
@@ -89,7 +89,7 @@ def tensors(folder: Path, step: int) -> dict[str, bytes]:
 
 
 def is_the_same_run(folder: Path, undisturbed: Path, steps: int = STEPS) -> None:
-    """All that was told at any time, and what is left at the end, is that of the other run, to the last bit."""
+    """Check that all metrics and the last checkpoint equal those of the undisturbed run bitwise."""
     want = dict(told(undisturbed))
     assert list(want) == list(range(1, steps + 1))
     assert dict(told(folder)).keys() == want.keys()
@@ -109,13 +109,13 @@ def until(seen: Callable[[], bool], lives: Callable[[], bool], log: Path) -> Non
 
 
 def begin(words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """A command that starts its ranks itself; each has a thread, as forked ranks have."""
+    """Start a command that starts its ranks itself, with one thread each, as forked ranks have."""
     with log.open("wb") as output:
         return subprocess.Popen(words, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def ran(words: list[str], folder: Path) -> None:
-    """A command that ends well; where it does not, it leaves no rank behind."""
+    """Run a command that must succeed; if it does not, kill all its ranks."""
     log = folder / "ran.log"
     process = begin(words, log)
     try:
@@ -130,7 +130,7 @@ def ran(words: list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: Any) -> dict[str, Path]:
-    """The folders of runs that nobody kills, on 1, 2 and 4 ranks."""
+    """Return the folders of uninterrupted runs on 1, 2 and 4 ranks."""
     folders = {mesh: tmp_path_factory.mktemp("undisturbed") / mesh for mesh in ("one", "cp", "dp-cp")}
     for mesh, folder in folders.items():
         said = start(folder, mesh).ends()
@@ -138,7 +138,7 @@ def undisturbed(tmp_path_factory: Any) -> dict[str, Path]:
     return folders
 
 
-def test_the_lines_of_all_meshes_have_the_same_losses(undisturbed):
+def test_metrics_of_all_meshes_have_the_same_losses(undisturbed):
     one = read_metrics(undisturbed["one"])
     assert [row["step"] for row in one if "loss" in row] == list(range(1, STEPS + 1))
     assert [row["step"] for row in one if "valid_loss" in row] == [STEPS // 2, STEPS]
@@ -150,8 +150,8 @@ def test_the_lines_of_all_meshes_have_the_same_losses(undisturbed):
         assert len(files(undisturbed[mesh], STEPS)) == MESHES[mesh][0]  # all ranks take part in a save
 
 
-@pytest.mark.slow  # test_a_run_that_is_killed_again_and_again_is_the_same_run has most of it
-def test_torchrun_brings_a_run_back_by_itself(undisturbed, tmp_path):
+@pytest.mark.slow  # test_a_run_killed_repeatedly_matches_an_uninterrupted_run covers most of it
+def test_torchrun_restarts_resume_the_run(undisturbed, tmp_path):
     folder, marker, step = tmp_path / "run", tmp_path / "killed", 8
     torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"]
     dies = [victims.__file__, "1", str(step), str(marker)]
@@ -167,7 +167,7 @@ def test_torchrun_brings_a_run_back_by_itself(undisturbed, tmp_path):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: Any) -> Path:
-    """The folder of `meshflash train --nproc 2` whose processes, launcher and ranks, were killed at some instant."""
+    """Return the folder of a `meshflash train --nproc 2` whose launcher and ranks were killed."""
     folder, draw = tmp_path_factory.mktemp("killed") / "run", random.Random()
     log = folder.with_suffix(".log")
     process = begin(command(folder, "cp"), log)
@@ -183,7 +183,7 @@ def killed(tmp_path_factory: Any) -> Path:
     return folder
 
 
-def test_a_run_that_is_killed_again_and_again_is_the_same_run(undisturbed, killed, tmp_path):
+def test_a_run_killed_repeatedly_matches_an_uninterrupted_run(undisturbed, killed, tmp_path):
     folder = shutil.copytree(killed, tmp_path / "run")
     before = latest(folder)
     flush = FLUSHES + random.randint(1, BEFORE)  # in the second save from there
@@ -201,7 +201,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_same_run(undisturbed, kille
 
 
 def goes_on_elsewhere(folder: Path, mesh: str, undisturbed: Path, steps: int = STEPS) -> None:
-    """On another mesh: first the same loss to 1e-6, then five to 1e-4."""
+    """Resume on another mesh; check the first loss to 1e-6 and five more to 1e-4."""
     before, lines = latest(folder), len(told(folder))
     start(folder, mesh, steps).ends()
     found, want = told(folder)[lines:], dict(told(undisturbed))
@@ -212,12 +212,12 @@ def goes_on_elsewhere(folder: Path, mesh: str, undisturbed: Path, steps: int = S
 
 
 @pytest.mark.parametrize("mesh", ["one", "dp"])
-def test_a_run_that_is_killed_goes_on_on_another_mesh(undisturbed, killed, tmp_path, mesh):
+def test_a_killed_run_resumes_on_another_mesh(undisturbed, killed, tmp_path, mesh):
     goes_on_elsewhere(shutil.copytree(killed, tmp_path / "run"), mesh, undisturbed["cp"])
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_random_instants(tmp_path):
+def test_twenty_kills_at_random_times_match_an_uninterrupted_run(tmp_path):
     draw, steps = random.Random(), 100
     start(tmp_path / "whole", "cp", steps).ends()
     folder, saving, elsewhere = tmp_path / "run", 0, 0
@@ -245,7 +245,7 @@ def test_twenty_kills_at_random_instants(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["cp", "dp-cp"])
-def test_the_command_starts_its_ranks_itself(undisturbed, killed, tmp_path, mesh):
+def test_nproc_starts_the_ranks_of_a_run(undisturbed, killed, tmp_path, mesh):
     whole = tmp_path / "whole"
     ran(command(whole, mesh), tmp_path)
     is_the_same_run(whole, undisturbed[mesh])
@@ -255,7 +255,7 @@ def test_the_command_starts_its_ranks_itself(undisturbed, killed, tmp_path, mesh
         is_the_same_run(rest, undisturbed[mesh])
 
 
-def test_text_that_was_learnt_is_generated(tmp_path):
+def test_generate_reproduces_the_training_text(tmp_path):
     log, run, letters = tmp_path / "log", tmp_path / "run", "abcdefgh"
     (tmp_path / "text.txt").write_text(letters * 200)
     made = CliRunner().invoke(app, ["data", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data")])
@@ -268,7 +268,7 @@ def test_text_that_was_learnt_is_generated(tmp_path):
     assert said == 2 * letters + "\n"
 
 
-def test_images_are_labelled_as_was_learnt(tmp_path):
+def test_predict_labels_images_as_trained(tmp_path):
     log, run, draw = tmp_path / "log", tmp_path / "run", np.random.default_rng(0)
     labels = np.arange(16) % 2
     images = draw.uniform(0.0, 0.3, (16, 3, 20, 28)).astype(np.float32)
@@ -285,7 +285,7 @@ def test_images_are_labelled_as_was_learnt(tmp_path):
     assert [row["label"] for row in rows] == labels[::-1].tolist()
 
 
-def test_tensorboard_has_the_numbers_where_it_is_installed(undisturbed):
+def test_tensorboard_events_match_the_metrics(undisturbed):
     folder = undisturbed["cp"] / "tensorboard"
     if importlib.util.find_spec("tensorboard") is None:
         assert not folder.exists()
@@ -302,7 +302,7 @@ def test_tensorboard_has_the_numbers_where_it_is_installed(undisturbed):
 
 
 def reported(folder: Path) -> list[dict[str, Any]]:
-    """Numbers of steps 1 to 3, and after a kill those of 3 and 4; a share that is not known is None."""
+    """Write metrics of steps 1 to 3, and after a simulated kill those of 3 and 4; an unknown MFU is None."""
     for first, last in ((1, 3), (3, 4)):
         report = Report(folder, 4, first - 1, first=True, quiet=True)
         for step in range(first, last + 1):
@@ -314,7 +314,7 @@ def reported(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(folder)
 
 
-def test_tensorboard_is_told_numbers_alone_and_where_a_run_goes_on(tmp_path, monkeypatch):
+def test_tensorboard_gets_known_metrics_and_the_resumed_step(tmp_path, monkeypatch):
     seen: list[Any] = []
 
     class SummaryWriter:
@@ -339,7 +339,7 @@ def test_tensorboard_is_told_numbers_alone_and_where_a_run_goes_on(tmp_path, mon
     ]
 
 
-def test_without_tensorboard_there_are_the_lines(tmp_path, monkeypatch):
+def test_metrics_are_written_without_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # so that it cannot be imported
     rows = reported(tmp_path)
     assert [(row["step"], row["loss"], row["mfu"]) for row in rows] == [

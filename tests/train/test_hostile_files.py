@@ -1,4 +1,4 @@
-"""Files that somebody forged: nothing in them is executed, none leads out of its folder, and none fills the memory."""
+"""Forged files: none executes code, leads out of its folder, or exhausts memory."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from train.checkpoints import INDEX, MANIFEST, TENSORS, saved
 
 SOURCE = Path(__file__).parents[2] / "src"
 HUGE = 2**60
-#: Brackets that no parser should follow, and a number that takes long to read.
+#: Nesting too deep for a parser, and a number that takes long to parse.
 DEEP, LONG = "[" * 100_000, "9" * 100_000
 
 
 @pytest.fixture(autouse=True)
 def bounded():
-    """No more memory than what is taken already and 4 GiB, and ten seconds."""
+    """Limit a test to 4 GiB of further memory and ten seconds."""
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (taken + 2**32, hard))
@@ -54,7 +54,7 @@ def bounded():
 
 
 class Payload:
-    """What would make a file of its own where it is unpickled."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -64,7 +64,7 @@ class Payload:
 
 
 def sparse(path: Path, size: int = 2**40) -> Path:
-    """A file of a terabyte that takes no room."""
+    """Make a sparse file of a terabyte."""
     with path.open("wb") as file:
         try:
             file.truncate(size)
@@ -74,7 +74,7 @@ def sparse(path: Path, size: int = 2**40) -> Path:
 
 
 def refused(path: Path, read: Any, *arguments: Any, name: str = "") -> str:
-    """Read it; the error names the file."""
+    """Read a file; return the error, which must name the file."""
     with pytest.raises(ValueError, match=re.escape(name or path.name)) as caught:
         read(*arguments or (path,))
     return str(caught.value)
@@ -101,7 +101,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_json_that_is_deep_long_cut_or_endless_is_refused_by_name(tmp_path, kind):
+def test_nested_long_truncated_or_endless_json_is_refused(tmp_path, kind):
     read, name = READERS[kind]
     path = tmp_path / name
     for text in (DEEP, '{"a":' * 100_000, f'{{"rows": {LONG}}}', "{", "", "[1]", "null", "\ud800"):
@@ -110,14 +110,14 @@ def test_json_that_is_deep_long_cut_or_endless_is_refused_by_name(tmp_path, kind
     refused(sparse(path), read)
 
 
-def test_traces_of_something_else_are_refused_by_name(tmp_path):
+def test_traces_of_other_programs_are_refused(tmp_path):
     path = tmp_path / "trace-0.json"
     for text in ('{"traceEvents": 5}', '{"traceEvents": [5]}', '{"traceEvents": [{"ph": "X"}]}', "{}"):
         path.write_text(text)
         assert "no list of traceEvents in it" in refused(path, traces)
 
 
-def test_toml_that_is_deep_long_endless_or_not_utf8_is_refused_by_name(tmp_path):
+def test_nested_long_endless_or_non_utf8_toml_is_refused(tmp_path):
     path = tmp_path / "run.toml"
     for data in (b"x = " + b"[" * 5000, b"x = " + b"9" * 5000, b"\xff\xfe", b"x = {" + b"a = {" * 5000, b"x"):
         path.write_bytes(data)
@@ -132,7 +132,7 @@ def test_toml_that_is_deep_long_endless_or_not_utf8_is_refused_by_name(tmp_path)
 
 
 def forged(folder: Path, **files: bytes) -> None:
-    """Write files of a checkpoint, and digests of them that are right."""
+    """Write files of a checkpoint with valid digests."""
     manifest = json.loads((folder / MANIFEST).read_text())
     for name, data in {name.replace("__", "."): data for name, data in files.items()}.items():
         if data:
@@ -157,7 +157,7 @@ def header(data: dict[str, Any] | bytes, length: int | None = None, more: bytes 
     return struct.pack("<Q", len(text) if length is None else length) + text + more
 
 
-def test_a_checkpoint_whose_files_lead_elsewhere_is_refused(tmp_path):
+def test_checkpoint_file_names_outside_the_folder_are_refused(tmp_path):
     outside = tmp_path / "outside"
     outside.write_bytes(b"secret")
     for n, name in enumerate(("../../outside", str(outside), "..", ".", "a/b", "rank\0")):
@@ -170,7 +170,7 @@ def test_a_checkpoint_whose_files_lead_elsewhere_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, TENSORS])
-def test_a_checkpoint_with_a_link_or_a_pipe_in_it_is_refused(tmp_path, name):
+def test_checkpoints_with_links_or_pipes_are_refused(tmp_path, name):
     folder = checkpoint(tmp_path / "run")
     outside = tmp_path / "outside"
     (folder / name).rename(outside)
@@ -181,8 +181,8 @@ def test_a_checkpoint_with_a_link_or_a_pipe_in_it_is_refused(tmp_path, name):
     refused(folder / name, load, folder.parent, name=f"{name}: a pipe or a device")
 
 
-def test_checkpoints_that_are_links_are_not_removed_elsewhere(tmp_path):
-    """What is swept and pruned is the link, not the folder behind it."""
+def test_pruning_does_not_follow_links(tmp_path):
+    """Sweeping and pruning remove the link, not the folder behind it."""
     outside = checkpoint(tmp_path / "outside")
     root = tmp_path / "run"
     root.mkdir()
@@ -193,7 +193,7 @@ def test_checkpoints_that_are_links_are_not_removed_elsewhere(tmp_path):
     assert Checkpoints(root).steps() == [4]
 
 
-def test_a_checkpoint_that_lies_about_its_sizes_is_refused(tmp_path):
+def test_checkpoints_with_false_sizes_are_refused(tmp_path):
     folder = checkpoint(tmp_path / "run")
     index, data = json.loads((folder / INDEX).read_text()), (folder / TENSORS).read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -236,8 +236,8 @@ def test_a_tensor_file_with_a_forged_header_is_refused(tmp_path, data):
     refused(folder / TENSORS, lambda path: TensorFile(path).rows("x", torch.float32, torch.Size([1]), 0, 1))
 
 
-def test_a_tensor_file_without_end_is_refused(tmp_path):
-    """Its header would be all of it."""
+def test_endless_tensor_files_are_refused(tmp_path):
+    """The header claims the whole endless file."""
     path = sparse(tmp_path / TENSORS)
     with path.open("r+b") as file:
         file.write(struct.pack("<Q", 2**39))
@@ -245,7 +245,7 @@ def test_a_tensor_file_without_end_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX])
-def test_a_checkpoint_with_deep_or_endless_json_is_refused(tmp_path, name):
+def test_checkpoints_with_nested_or_endless_json_are_refused(tmp_path, name):
     folder = checkpoint(tmp_path / "run")
     (folder / name).write_text(DEEP)
     if name == INDEX:
@@ -264,7 +264,7 @@ def tokens(tmp_path):
     return write_tokens([tmp_path / "a.txt"], tmp_path / "tokens").folder
 
 
-def test_token_files_that_lead_elsewhere_are_refused(tmp_path, tokens):
+def test_token_files_with_links_out_of_the_folder_are_refused(tmp_path, tokens):
     outside = tmp_path / "outside"
     outside.write_bytes(b"secret")
     meta = json.loads((tokens / "meta.json").read_text())
@@ -283,7 +283,7 @@ def test_token_files_that_lead_elsewhere_are_refused(tmp_path, tokens):
     TokenFile(tokens).verify()
 
 
-def test_token_files_that_lie_about_their_sizes_are_refused(tokens):
+def test_token_files_with_false_sizes_are_refused(tokens):
     meta = json.loads((tokens / "meta.json").read_text())
     for change in ({"tokens": HUGE}, {"documents": HUGE}, {"tokens": -1}, {"tokens": 10**4000}, {"dtype": ["uint8"]}):
         (tokens / "meta.json").write_text(json.dumps(meta | change))
@@ -309,7 +309,7 @@ def test_tokenizers_with_forged_settings_are_refused(tmp_path):
     refused(tmp_path / "tokenizer.json", FolderTokenizer, tmp_path)
 
 
-def test_lines_of_text_that_are_deep_or_too_long_are_refused(tmp_path, monkeypatch):
+def test_nested_or_too_long_jsonl_lines_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n{"text": ' + DEEP + "\n")
     assert "line 2" in refused(path, lambda path: list(texts.batches([path])))
@@ -339,7 +339,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_arrays_that_lie_about_their_shape_are_refused(tmp_path, monkeypatch, shape):
+def test_arrays_with_false_shapes_are_refused(tmp_path, monkeypatch, shape):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images.npy").write_bytes(npy(shape))
     refused(tmp_path / "images.npy", images.ImageArrays, tmp_path / "images.npy", True)
@@ -360,7 +360,7 @@ def test_a_zip_bomb_is_refused(tmp_path, monkeypatch):
     assert "a zip bomb" in refused(path, images.ImageArrays, path, True)
 
 
-def test_archives_of_other_kinds_are_refused(tmp_path):
+def test_archives_that_are_not_npz_are_refused(tmp_path):
     path = tmp_path / "x.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("../../images.npy", b"no array")
@@ -384,7 +384,7 @@ def test_arrays_of_objects_are_not_unpickled(tmp_path):
 
 
 def png(width: int, height: int) -> bytes:
-    """An image of zeros, whose data is cut."""
+    """Return an image of zeros with truncated data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -396,7 +396,7 @@ def png(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [(2**31 - 1, 2**31 - 1), (30_000, 30_000), (12_000, 12_000)])
-def test_an_image_that_fills_the_memory_is_refused(tmp_path, size):
+def test_decompression_bombs_are_refused(tmp_path, size):
     pytest.importorskip("PIL")
     path = tmp_path / "a.png"
     path.write_bytes(png(*size))
@@ -405,8 +405,8 @@ def test_an_image_that_fills_the_memory_is_refused(tmp_path, size):
         assert "pixels" in refused(path, images.read_image, path, (8, 8))
 
 
-def test_an_image_that_is_postscript_runs_no_program(tmp_path, monkeypatch):
-    """Pillow goes by the first bytes and would run Ghostscript."""
+def test_postscript_images_run_no_program(tmp_path, monkeypatch):
+    """Pillow identifies files by content and would run Ghostscript."""
     pytest.importorskip("PIL")
     marker, program = tmp_path / "executed", tmp_path / "bin" / "gs"
     program.parent.mkdir()
@@ -429,16 +429,16 @@ def pretrained(tmp_path):
     return tmp_path / "model"
 
 
-def test_weights_that_lie_elsewhere_are_refused(tmp_path, pretrained):
+def test_weight_files_outside_the_folder_are_refused(tmp_path, pretrained):
     file = pretrained / huggingface.INDEX
     index = json.loads(file.read_text())
     first, name = next(iter(index["weight_map"].items()))
     (pretrained / name).rename(tmp_path / name)
     for elsewhere in (f"../{name}", str(tmp_path / name), "..", 5, [name]):
         file.write_text(json.dumps(index | {"weight_map": index["weight_map"] | {first: elsewhere}}))
-        assert "by its plain name" in refused(file, huggingface.read_pretrained, pretrained)
+        assert "the plain name of a file" in refused(file, huggingface.read_pretrained, pretrained)
     file.write_text('{"weight_map": [1]}')
-    assert "by its plain name" in refused(file, huggingface.read_pretrained, pretrained)
+    assert "the plain name of a file" in refused(file, huggingface.read_pretrained, pretrained)
 
 
 def test_a_config_that_claims_a_huge_model_is_refused_before_it_is_built(pretrained):
@@ -462,7 +462,7 @@ def test_weights_with_a_forged_header_are_refused(pretrained):
 # ---- the sources themselves
 
 
-#: What would execute, or write where it is told to, what stands in a file.
+#: Functions that would execute a file's content, or write to paths that it names.
 FORBIDDEN = re.compile(
     r"\b(import|from) (pickle|cPickle|marshal|shelve|dill|joblib|yaml)\b|(?<![.\w])(eval|exec)\(|\btorch\.load\("
     r"|\b(os\.system|os\.popen|extractall|unpack_archive)\(|\b(allow_pickle|shell)=(?!False\b)"

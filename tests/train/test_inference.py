@@ -1,4 +1,4 @@
-"""Trained models at work: text and images from checkpoints, on the mesh that they were trained on or another."""
+"""Inference from checkpoints: text and images, on the training mesh or another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def words(rank, world, group, folder, axes, **options):
     return "".join(inference.text(Path(folder), "abcabcab", None, ALONE | axes, tokens=6, **options))
 
 
-def test_text_from_a_checkpoint_on_any_mesh(pool, tmp_path):
+def test_generated_text_is_the_same_on_any_mesh(pool, tmp_path):
     sizes = {"vocabulary": 257, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 48}
     config = configs.change(configs.preset("gpt", "tiny"), {"model": sizes, "run": {"steps": 2, "evaluate": 0}})
     pool.run(1, learn, config, str(tmp_path))
@@ -37,12 +37,12 @@ def test_text_from_a_checkpoint_on_any_mesh(pool, tmp_path):
 
 
 def theirs(rank, world, group, folder):
-    with pytest.raises(ValueError, match="a Llama of Hugging Face"):
+    with pytest.raises(ValueError, match="a Hugging Face Llama"):
         inference.images(Path(folder), Path(folder), Path(folder), ALONE)
     return words(rank, world, group, folder, {})
 
 
-def test_text_from_hugging_faces_weights(pool, tmp_path):
+def test_text_is_generated_from_hugging_face_weights(pool, tmp_path):
     model = GPT(gpt.tiny(vocabulary=257), seed=5)
     save_pretrained(model, tmp_path / "llama")
     (said,) = pool.run(1, theirs, str(tmp_path / "llama"))
@@ -54,7 +54,7 @@ def label(rank, world, group, folder, source, output, axes, preset=None):
 
 
 @pytest.mark.parametrize("head", ["classes", "pixels"])
-def test_images_by_a_checkpoint(pool, tmp_path, head):
+def test_images_are_predicted_from_a_checkpoint(pool, tmp_path, head):
     changes = {
         "model": {"head": head, "outputs": 3, "dim": 32, "heads": 2, "hidden": 48},
         "data": {"height": 20, "width": 28, "batch": 4},
@@ -95,7 +95,7 @@ def refused(rank, world, group, folder):
     return said
 
 
-def test_what_is_not_there_is_refused(pool, tmp_path):
+def test_missing_checkpoints_and_images_are_refused(pool, tmp_path):
     config = configs.change(configs.preset("gpt", "tiny"), {"run": {"steps": 1, "evaluate": 0}})
     pool.run(1, learn, config, str(tmp_path))
     ((other, nothing),) = pool.run(1, refused, str(tmp_path))

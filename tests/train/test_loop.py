@@ -1,4 +1,4 @@
-"""Training: the same losses on any mesh, going on after an end, and errors that name step and rank."""
+"""Training: the same losses on any mesh, resuming, and errors that name step and rank."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_losses_do_not_depend_on_the_mesh(pool, kind):
             assert told == pytest.approx(valid, rel=1e-3)
 
 
-def test_a_run_goes_on_where_it_was(pool, tmp_path):
+def test_a_resumed_run_matches_an_uninterrupted_one(pool, tmp_path):
     optimizer = {"sharded": True, "warmup": 9}  # so that the rate does not depend on the end
     whole = small(run={"steps": 9, "save": 3}, optimizer=optimizer, mesh={"dp": 2})
     (want, *_), _ = pool.run(2, runs, whole, str(tmp_path / "whole"))
@@ -90,7 +90,7 @@ def test_a_run_goes_on_where_it_was(pool, tmp_path):
 
 
 def resumed(rank, world, group, config, folder):
-    """The losses of a run, and of one from its checkpoint of step 2."""
+    """Return the losses of a run, and of one resumed from its checkpoint of step 2."""
     every = loop.train(config, Path(folder), quiet=True).losses
     return every, loop.train(config, Path(folder), from_step=2, quiet=True).losses
 
@@ -103,7 +103,7 @@ def test_a_resumed_run_of_three_ranks_sums_gradients_in_the_same_order(pool, tmp
 
 
 def chosen(rank, world, group, config, folder):
-    """Losses of a run, of one from its first checkpoint, and of one that begins anew, with what is then there."""
+    """Return the losses of a run, of one from its first checkpoint, and of a fresh one, with the folder's content."""
     folder = Path(folder)
     every = loop.train(config, folder, quiet=True).losses
     again = loop.train(config, folder, from_step=2, quiet=True).losses
@@ -120,7 +120,7 @@ def chosen(rank, world, group, config, folder):
     return every, again, anew, sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_where_a_run_goes_on_can_be_said(pool, tmp_path):
+def test_from_step_and_fresh_choose_where_a_run_resumes(pool, tmp_path):
     config = small(run={"steps": 4, "save": 2, "log": 1, "evaluate": 0}, optimizer={"warmup": 9}, mesh={"dp": 2})
     for every, again, anew, names in pool.run(2, chosen, config, str(tmp_path)):
         assert again == every[2:]
@@ -139,7 +139,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(pool, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_numbers_that_a_full_disk_does_not_take_do_not_end_a_run(tmp_path, caplog, monkeypatch):
+def test_metrics_on_a_full_disk_do_not_end_a_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("meshflash"), "propagate", True)
     report = Report(tmp_path, 3, 0, first=True, quiet=True)
     report.log_metrics(1, loss=1.0)
@@ -153,7 +153,7 @@ def test_numbers_that_a_full_disk_does_not_take_do_not_end_a_run(tmp_path, caplo
     }
 
 
-def test_a_process_alone_begins_anew_once_for_a_launch(tmp_path, monkeypatch):
+def test_fresh_sets_files_aside_once_per_launch(tmp_path, monkeypatch):
     def trained(steps):
         config = small(run={"steps": steps, "evaluate": 0}, optimizer={"warmup": 9})
         try:
@@ -171,7 +171,7 @@ def test_a_process_alone_begins_anew_once_for_a_launch(tmp_path, monkeypatch):
 
 
 def timed(rank, world, group, folder):
-    """Which steps are saved by minutes, where only the first rank's clock has moved."""
+    """Return the steps saved by `save_minutes` if only the clock of rank 0 has moved."""
     clock = [0.0]
     vars(loop)["time"] = SimpleNamespace(perf_counter=lambda: clock[0])
 
@@ -187,7 +187,7 @@ def timed(rank, world, group, folder):
     return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
 
 
-def test_saves_by_minutes(pool, tmp_path):
+def test_save_minutes_saves_checkpoints(pool, tmp_path):
     for names in pool.run(2, timed, str(tmp_path)):
         assert names == [f"step-0000000{n}" for n in (2, 4, 5)]
 
@@ -198,7 +198,7 @@ def to_go_on(mesh):
 
 @pytest.fixture(scope="module")
 def ended(pool, tmp_path_factory):
-    """The losses of a run of ten steps, and the folder of one that ended after four of them."""
+    """Return the losses of a run of ten steps, and the folder of one that ended after four."""
     config, folder = to_go_on({"fsdp": 2, "cp": 2}), tmp_path_factory.mktemp("ended")
     (want, *_), *_ = pool.run(4, runs, config, None)
     pool.run(4, runs, replace(config, run=replace(config.run, steps=4)), str(folder))
@@ -206,7 +206,7 @@ def ended(pool, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"fsdp": 2, "tp": 2}, {}])
-def test_a_run_goes_on_on_another_mesh(pool, ended, tmp_path, mesh):
+def test_a_run_resumes_on_another_mesh(pool, ended, tmp_path, mesh):
     want, folder = ended[0], shutil.copytree(ended[1], tmp_path / "run")
     for losses, *_ in pool.run(ranks_of(mesh), runs, to_go_on(mesh), str(folder)):
         assert len(losses) == 6
@@ -252,7 +252,7 @@ def breaks(rank, world, group, what):
         ("apart", "step 2: the weights of rank 1 differ from rank 0"),
     ],
 )
-def test_a_run_that_cannot_go_on_says_step_and_rank(pool, what, said):
+def test_fatal_errors_name_step_and_rank(pool, what, said):
     for text in pool.run(2, breaks, what):
         assert re.search(said, text)
 
@@ -262,11 +262,11 @@ def diverges(rank, world, group):
         loop.train(small(optimizer={"lr": 1e30, "clip": 1e30, "warmup": 1}), None, quiet=True)
 
 
-def test_a_loss_that_is_no_number_ends_the_run(pool):
+def test_a_non_finite_loss_ends_the_run(pool):
     pool.run(1, diverges)
 
 
-def test_changes_of_configurations(tmp_path):
+def test_configuration_fields_are_changed_by_path_and_type_checked(tmp_path):
     base = configs.preset("gpt", "tiny")
     (tmp_path / "run.toml").write_text('[model]\nlayers = 3\n[model.scaling]\nfactor = 4\n[data]\nsource = "needle"\n')
     found = configs.change(base, configs.read_toml(tmp_path / "run.toml"))
@@ -290,7 +290,7 @@ def test_changes_of_configurations(tmp_path):
             configs.change(base, configs.assignments(texts))
 
 
-def test_the_command_says_what_is_wrong():
+def test_train_command_explains_wrong_options():
     for words, said in (
         ("train gpt --preset huge", "expected one of tiny, 125m"),
         ("train resnet", "expected one of gpt, vit"),

@@ -1,4 +1,4 @@
-"""Training on a GPU: a CPU's losses, the same bits after an end, and how long a sequence fits. Run with `-m gpu`."""
+"""Training on a GPU: losses match a CPU, a resumed run is bitwise equal, and --find-max-tokens. Run with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(**run):
 
 @pytest.mark.parametrize("memory", [{}, {"activation_checkpointing": "full", "offload_activations": True, "tiles": 3}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_losses_are_those_of_a_cpu_and_a_run_goes_on(tmp_path, dtype, memory, monkeypatch):
+def test_gpu_losses_match_the_cpu_and_a_run_resumes(tmp_path, dtype, memory, monkeypatch):
     whole = config(dtype=dtype, deterministic=True)
     whole = replace(whole, memory=replace(whole.memory, **memory))
     want = loop.train(whole, tmp_path / "whole", quiet=True)
@@ -57,7 +57,7 @@ def test_losses_are_those_of_a_cpu_and_a_run_goes_on(tmp_path, dtype, memory, mo
     assert all(torch.equal(a, b.cpu()) for a, b in zip(model.parameters(), want.model.parameters(), strict=True))
 
 
-def test_the_longest_sequence_is_bounded_by_memory(monkeypatch):
+def test_find_max_tokens_respects_the_memory_limit(monkeypatch):
     found = configs.change(config(), {"model": {"layers": 3}, "memory": {"activation_checkpointing": "full"}})
     torch.cuda.empty_cache()
     limit = 256 << 20

@@ -1,4 +1,4 @@
-"""Samples of training: their order, and those of embedded tasks and of images."""
+"""Training samples: their order, synthetic tasks and images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from train.sources import all_of
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(1, 7), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_order_has_each_sample_once_an_epoch_on_any_ranks(samples, batch, seed, micro, shuffle):
+def test_order_has_each_sample_once_an_epoch_on_any_number_of_ranks(samples, batch, seed, micro, shuffle):
     order = Order(samples, batch, seed, shuffle)
     steps = -(-3 * samples // batch)
     taken = [order.step_samples(step) for step in range(steps)]
@@ -44,30 +44,30 @@ def test_order_has_each_sample_once_an_epoch_on_any_ranks(samples, batch, seed, 
             assert max(map(len, rows)) - min(map(len, rows)) <= 1
 
 
-def test_order_goes_on_at_any_step_and_backwards():
+def test_order_of_a_step_does_not_depend_on_earlier_calls():
     order = Order(7, 3, seed=5)
     taken = [order.step_samples(step) for step in range(30)]
     assert all(Order(7, 3, seed=5).step_samples(step) == taken[step] for step in (29, 3, 17, 0))
     assert [order.step_samples(step) for step in reversed(range(30))] == taken[::-1]
 
 
-def test_epochs_and_seeds_have_other_orders():
+def test_epochs_and_seeds_have_different_orders():
     epochs = [tuple(Order(50, 50, seed).step_samples(epoch)) for seed in (0, 1) for epoch in (0, 1, 2)]
     assert len(set(epochs)) == 6
     assert Order(50, 50, shuffle=False).step_samples(3) == list(range(50))
 
 
-def test_order_is_that_of_earlier_versions():
+def test_order_matches_recorded_values():
     assert random_words(1, 2, 2).tolist() == [5705853004827290377, 6584680345644299050]
     assert Order(6, 6, seed=7).step_samples(0) == [4, 1, 3, 2, 5, 0]
 
 
-def test_order_places_are_even_over_many_epochs():
+def test_order_is_uniform_over_many_epochs():
     first = np.array([Order(4, 4, 0).step_samples(epoch)[0] for epoch in range(400)])
     assert (np.bincount(first, minlength=4) > 60).all()  # 100 each, and 4.6 deviations
 
 
-def test_a_rank_without_samples_has_no_micro_batch():
+def test_a_rank_without_samples_gets_no_micro_batch():
     assert [Order(9, 2, shuffle=False).rank_samples(0, place, 3, 4) for place in range(3)] == [[[0]], [[1]], []]
 
 
@@ -82,7 +82,7 @@ def test_a_rank_without_samples_has_no_micro_batch():
         (lambda: Order(1, 1).rank_samples(0, 0, 1, 0), "micro=0"),
     ],
 )
-def test_order_refuses(call, message):
+def test_order_refuses_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -91,7 +91,7 @@ def test_order_refuses(call, message):
 
 
 @pytest.mark.parametrize("tokens", [3, 4, 7, 64, 65])
-def test_copy(tokens: int):
+def test_copy_labels_the_second_half(tokens: int):
     task = Copy(tokens, 5, seed=3, samples=8)
     half = (tokens + 1) // 2
     for sample in all_of(task):
@@ -106,7 +106,7 @@ def test_copy(tokens: int):
 
 
 @pytest.mark.parametrize(("tokens", "vocabulary", "pairs"), [(5, 8, 1), (64, 8, 2), (65, 33, 8), (33, 32, 8)])
-def test_needle(tokens: int, vocabulary: int, pairs: int):
+def test_needle_label_is_the_value_of_the_key(tokens: int, vocabulary: int, pairs: int):
     keys = vocabulary // 4
     for sample in all_of(Needle(tokens, vocabulary, seed=2, samples=30, pairs=pairs)):
         ids, labels = sample.tokens.tolist(), sample.labels.tolist()
@@ -120,8 +120,8 @@ def test_needle(tokens: int, vocabulary: int, pairs: int):
         assert sample.documents == (tokens,)
 
 
-def test_answers_are_not_in_the_last_tokens():
-    """Many samples whose last tokens are the same have every answer: nothing but the first half tells them apart."""
+def test_answers_are_not_among_the_last_tokens():
+    """Samples with the same last tokens have every possible answer: only the first half determines it."""
     by_key: dict[int, list[int]] = {}
     for sample in all_of(Needle(17, 8, samples=1000)):
         assert not any(2 <= token < 4 for token in sample.tokens[8:].tolist())  # no value
@@ -137,7 +137,7 @@ def test_answers_are_not_in_the_last_tokens():
 
 
 @pytest.mark.parametrize("make", [Copy, Needle])
-def test_samples_depend_on_seed_and_number_alone(make):
+def test_samples_depend_on_seed_and_index_only(make):
     few, many = make(40, 16, seed=1, samples=3), make(40, 16, seed=1, samples=1000)
     assert all(torch.equal(few[n].tokens, many[n].tokens) for n in (2, 0, 1))
     assert not torch.equal(many[0].tokens, make(40, 16, seed=2, samples=3)[0].tokens)
@@ -155,7 +155,7 @@ def test_samples_depend_on_seed_and_number_alone(make):
         (lambda: Needle(80, 8, pairs=3), "has 2 keys"),
     ],
 )
-def test_tasks_refuse(call, message):
+def test_tasks_refuse_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -170,7 +170,7 @@ def test_accuracy_counts_labels_only():
 # Images
 
 
-def test_image_folder(tmp_path: Path):
+def test_image_folder_returns_scaled_images_and_labels(tmp_path: Path):
     pixels = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 10
     for name in ("dog/1.png", "cat/deep/b.PNG", "cat/a.png", "cat/notes.txt"):
         path = tmp_path / name
@@ -195,7 +195,7 @@ def test_image_folder(tmp_path: Path):
         ImageFolder(tmp_path)[3]
 
 
-def test_gray_and_turned_images(tmp_path: Path):
+def test_gray_and_exif_rotated_images_are_converted(tmp_path: Path):
     (tmp_path / "one").mkdir()
     Image.fromarray(np.full((2, 3), 51, np.uint8)).save(tmp_path / "one" / "a.png")
     turned = Image.Exif()
@@ -206,7 +206,7 @@ def test_gray_and_turned_images(tmp_path: Path):
     assert upright.image.shape == (3, 3, 2)
 
 
-def test_image_folders_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unreadable_image_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="no images"):
         ImageFolder(tmp_path)
     with pytest.raises(ValueError, match="no such folder"):
@@ -219,7 +219,7 @@ def test_image_folders_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", ["npz", "compressed", "npy"])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_image_arrays(tmp_path: Path, kind: str, order):
+def test_image_arrays_are_mapped_and_scaled(tmp_path: Path, kind: str, order):
     pixels = np.asarray(np.arange(4 * 3 * 2 * 5, dtype=np.uint8).reshape(4, 3, 2, 5), order=order)
     labels = np.array([3, 0, 1, 1])
     path = tmp_path / ("images.npy" if kind == "npy" else "set.npz")
@@ -236,7 +236,7 @@ def test_image_arrays(tmp_path: Path, kind: str, order):
         assert (sample.label, sample.target) == (labels[n], None)
 
 
-def test_image_arrays_with_targets(tmp_path: Path):
+def test_image_arrays_return_targets(tmp_path: Path):
     images, targets = np.random.default_rng(0).random((2, 3, 4, 5)).astype(np.float64), np.ones((3, 4, 5), np.int16)
     np.savez(tmp_path / "set.npz", images=images[0], targets=targets)
     source = ImageArrays(tmp_path / "set.npz")
@@ -262,7 +262,7 @@ def test_image_arrays_with_targets(tmp_path: Path):
         (dict(images=np.array([{}, {}]), labels=np.zeros(2, int)), "holds objects"),
     ],
 )
-def test_image_arrays_refuse(tmp_path: Path, arrays, message):
+def test_invalid_image_arrays_are_refused(tmp_path: Path, arrays, message):
     np.savez(tmp_path / "set.npz", **arrays)
     with pytest.raises(ValueError, match=message):
         ImageArrays(tmp_path / "set.npz")
@@ -297,7 +297,7 @@ def test_no_corner_alone_tells_the_class():
     assert torch.equal(source[3].image, SyntheticImages(9, 7, classes, 1, 4, channels=1, spot=spot)[3].image)
 
 
-def test_dense_images_want_the_pixels_of_half_the_height_below():
+def test_dense_targets_are_the_pixels_half_the_height_below():
     source = SyntheticImages(9, 10, 4, seed=1, samples=3, dense=True, spot=4)
     for sample in all_of(source):
         assert sample.image.shape == (3, 9, 10)
@@ -309,7 +309,7 @@ def test_dense_images_want_the_pixels_of_half_the_height_below():
     assert bool((blocks == blocks[..., :1]).all())
 
 
-def test_a_vit_takes_the_samples():
+def test_a_vit_accepts_image_samples():
     for dense in (False, True):
         model = vit.ViT(vit.tiny(outputs=2, head="pixels" if dense else "classes"))
         sample = SyntheticImages(16, 24, 2, samples=1, dense=dense)[0]

@@ -1,4 +1,4 @@
-"""Token files and their windows, tokenizers of a folder, and the command that writes and shows token files."""
+"""Token files, packed windows, tokenizers, and `meshflash data`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = ["hello", "", "ein Höhlenbär 🐻\r\nund mehr\n", "\n\n", "日本語" 
 
 @pytest.fixture
 def written(tmp_path: Path) -> TokenFile:
-    """A token file of TEXTS, one text a file."""
+    """Return a token file of TEXTS, one file for each text."""
     return write_tokens(_files(tmp_path, TEXTS), tmp_path / "out")
 
 
@@ -39,14 +39,14 @@ def _files(folder: Path, contents: list[str]) -> list[Path]:
 
 
 def _stays_empty(folder: Path) -> bool:
-    """Whether nothing was left where something was to be written."""
+    """Return whether an interrupted write has left nothing."""
     return not folder.exists() or not list(folder.iterdir())
 
 
 # Token files
 
 
-def test_texts_come_back(written: TokenFile):
+def test_texts_are_decoded_from_token_files(written: TokenFile):
     assert [written.tokenizer().decode(written.document(n)) for n in range(len(TEXTS))] == TEXTS
     assert [len(written.document(n)) for n in range(len(TEXTS))] == [len(text.encode()) + 1 for text in TEXTS]
     assert (written.vocabulary, written.meta["dtype"], written.ids.dtype.str) == (257, "uint16", "<u2")
@@ -64,7 +64,7 @@ def test_jsonl_has_a_document_a_line(tmp_path: Path):
     assert [file.tokenizer().decode(file.document(n)) for n in range(len(file.ends))] == TEXTS
 
 
-def test_a_file_without_documents(tmp_path: Path):
+def test_an_empty_token_file_is_written_and_refused_as_data(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("\n")
     file = write_tokens([tmp_path / "empty.jsonl"], tmp_path / "out")
     assert (len(file.ids), len(file.ends)) == (0, 0)
@@ -81,7 +81,7 @@ def test_folders_are_read_by_name_without_hidden_files(tmp_path: Path):
     assert [file.tokenizer().decode(file.document(n)) for n in range(len(file.ends))] == ["a/1.txt", "b/2.md"]
 
 
-def test_long_texts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_long_texts_are_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(texts, "CHUNK_CHARS", 5)
     sizes: list[int] = []
     done: list[int] = []
@@ -102,8 +102,8 @@ def test_long_texts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
 
 @given(st.lists(st.text(max_size=30), max_size=8), st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_windows_are_those_of_a_plain_derivation(tmp_path_factory, contents, ends):
-    """Also of a tokenizer without an end token, where empty documents have no tokens at all."""
+def test_packed_windows_match_a_plain_derivation(tmp_path_factory, contents, ends):
+    """Includes a tokenizer without an end token, for which empty documents have no tokens."""
     folder = tmp_path_factory.mktemp("packed")
 
     class Endless(ByteTokenizer):
@@ -131,7 +131,7 @@ def test_windows_are_those_of_a_plain_derivation(tmp_path_factory, contents, end
             assert sample.tokens.dtype == sample.labels.dtype == torch.int64
 
 
-def test_characters_that_windows_cut_come_back_together(written: TokenFile):
+def test_characters_split_by_windows_are_decoded_together(written: TokenFile):
     source, tokenizer = Packed(written, 4), ByteTokenizer()
     alone = "".join(tokenizer.decode(sample.tokens) for sample in all_of(source))
     together = tokenizer.decode(torch.cat([sample.tokens for sample in all_of(source)])[: len(written.ids)])
@@ -139,7 +139,7 @@ def test_characters_that_windows_cut_come_back_together(written: TokenFile):
     assert together == "".join(TEXTS)
 
 
-def test_a_source_is_pickled_by_its_name(written: TokenFile):
+def test_a_token_file_is_pickled_by_its_path(written: TokenFile):
     source = Packed(written, 4)
     assert len(pickle.dumps(source)) < 1000
     again = pickle.loads(pickle.dumps(source))
@@ -148,7 +148,7 @@ def test_a_source_is_pickled_by_its_name(written: TokenFile):
 
 
 @pytest.mark.parametrize("tokens", [-1, 99])
-def test_samples_that_are_not_there(written: TokenFile, tokens: int):
+def test_sample_indices_out_of_range_raise(written: TokenFile, tokens: int):
     with pytest.raises(IndexError, match=f"sample {tokens}"):
         Packed(written, 30)[tokens]
 
@@ -185,7 +185,7 @@ def test_damaged_and_foreign_files_are_refused(written: TokenFile, damage, messa
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
-def test_a_changed_byte_is_found(written: TokenFile, name: str):
+def test_verify_finds_a_changed_byte(written: TokenFile, name: str):
     data = bytearray((written.folder / name).read_bytes())
     data[0] ^= 1
     (written.folder / name).write_bytes(data)
@@ -194,7 +194,7 @@ def test_a_changed_byte_is_found(written: TokenFile, name: str):
         file.verify()
 
 
-def test_a_write_that_ends_early_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(texts, "CHUNK_CHARS", 5)
     paths = _files(tmp_path, ["a\nb\n" * 20])
 
@@ -219,16 +219,16 @@ def test_a_write_that_ends_early_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1: expected"),
     ],
 )
-def test_texts_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str):
+def test_unreadable_texts_are_refused(tmp_path: Path, name: str, content: bytes, message: str):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         write_tokens([tmp_path / name], tmp_path / "made" / "out")
     assert _stays_empty(tmp_path / "made")
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path, written: TokenFile):
+def test_existing_folders_are_not_overwritten(tmp_path: Path, written: TokenFile):
     before = {path.name: path.read_bytes() for path in written.folder.iterdir()}
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="it exists and is not empty"):
         write_tokens(_files(tmp_path, ["other"]), written.folder)
     assert {path.name: path.read_bytes() for path in written.folder.iterdir()} == before
     with pytest.raises(ValueError, match="no such file"):
@@ -242,7 +242,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, written: TokenFile):
 @pytest.mark.parametrize(
     ("vocabulary", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
 )
-def test_ids_take_the_bytes_that_they_need(tmp_path: Path, vocabulary: int, dtype: str):
+def test_token_dtype_follows_the_vocabulary(tmp_path: Path, vocabulary: int, dtype: str):
     class Last(ByteTokenizer):
         kind = "mine"
         end: tuple[int, ...] = (vocabulary - 1,)
@@ -250,7 +250,7 @@ def test_ids_take_the_bytes_that_they_need(tmp_path: Path, vocabulary: int, dtyp
     Last.vocabulary = vocabulary
     file = write_tokens(_files(tmp_path, ["ab"]), tmp_path / "out", Last())
     assert (file.meta["dtype"], file.ids.tolist()) == (dtype, [97, 98, vocabulary - 1])
-    with pytest.raises(ValueError, match="tokenizer of its own, 'mine'"):
+    with pytest.raises(ValueError, match="custom tokenizer 'mine'"):
         file.tokenizer()
     Last.vocabulary = 97
     with pytest.raises(ValueError, match="its vocabulary is 97"):
@@ -262,7 +262,7 @@ def test_ids_take_the_bytes_that_they_need(tmp_path: Path, vocabulary: int, dtyp
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small byte-level BPE as GPT-2 has it, that begins texts with <s>, cuts and pads them, and has an end token."""
+    """Write a small byte-level BPE like GPT-2's, with <s> before texts, truncation, padding and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     made = Tokenizer(models.BPE())
@@ -284,7 +284,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_tokenizer_of_a_folder(tokenizer_folder: Path, tmp_path: Path):
+def test_folder_tokenizer_encodes_and_decodes(tokenizer_folder: Path, tmp_path: Path):
     tokenizer = FolderTokenizer(tokenizer_folder)
     assert (tokenizer.begin, tokenizer.end) == ((0,), (1,))
     file = write_tokens(_files(tmp_path, [*TEXTS, "<end> is text"]), tmp_path / "out", tokenizer)
@@ -299,7 +299,7 @@ def test_a_tokenizer_of_a_folder(tokenizer_folder: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("piece", [1, 20, 23, 40])
-def test_pieces_of_a_long_text_have_its_tokens(tokenizer_folder, tmp_path, monkeypatch, piece: int):
+def test_chunks_of_a_long_text_have_the_tokens_of_the_whole(tokenizer_folder, tmp_path, monkeypatch, piece: int):
     tokenizer = FolderTokenizer(tokenizer_folder)
     long = (
         "the hen\nand  the\n\nhat\nthen \n\n\tthat\r\nhen\n\nthe\n" * 9
@@ -315,7 +315,7 @@ def test_pieces_of_a_long_text_have_its_tokens(tokenizer_folder, tmp_path, monke
     assert tokenizer.decode(file.document(0)) == long
 
 
-def test_tokenizers_that_cannot_be_read(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unreadable_tokenizers_are_refused(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"no tokenizer\.json there"):
         FolderTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -329,7 +329,7 @@ def test_tokenizers_that_cannot_be_read(tmp_path: Path, tokenizer_folder: Path, 
 # The command
 
 
-def test_the_command_writes_and_shows(tmp_path: Path, tokenizer_folder: Path):
+def test_data_command_writes_and_shows(tmp_path: Path, tokenizer_folder: Path):
     paths = [str(path) for path in _files(tmp_path, TEXTS)]
     run = CliRunner().invoke
     done = run(app, ["data", *paths, "--output", str(tmp_path / "out")])
@@ -360,7 +360,7 @@ def test_the_command_writes_and_shows(tmp_path: Path, tokenizer_folder: Path):
         (["data", __file__, "--output", "out", "--tokenizer", "missing"], "no tokenizer.json"),
     ],
 )
-def test_the_command_tells_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words, message):
+def test_data_command_explains_wrong_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words, message):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2

@@ -19,7 +19,7 @@ from typing import Any
 
 from meshflash.runtime.parent import alive
 
-#: Seconds that a run may take.
+#: The most seconds that a run may take.
 LIMIT = 120.0
 
 _fork = multiprocessing.get_context("forkserver")
@@ -27,7 +27,7 @@ _fork.set_forkserver_preload(["meshflash.cli", "meshflash.train.inference", "tor
 
 
 class Job:
-    """The ranks of one command. `stall` is which flush of a file, of the first rank's, never comes back."""
+    """The ranks of one command; the fsync number `stall` of rank 0 never returns."""
 
     def __init__(self, words: Sequence[Any], world: int, log: Path, stall: int = 0) -> None:
         self.log = log
@@ -40,7 +40,7 @@ class Job:
             rank.start()
 
     def ends(self) -> str:
-        """What the first rank said, when all have ended well."""
+        """Return the output of rank 0 after all ranks have succeeded."""
         deadline = time.monotonic() + LIMIT
         for rank in self.ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
@@ -55,7 +55,7 @@ class Job:
         return all(rank.is_alive() for rank in self.ranks)
 
     def kill(self) -> None:
-        """kill -9 of all ranks."""
+        """Kill all ranks with SIGKILL."""
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
@@ -63,7 +63,7 @@ class Job:
 
 
 def command(words: list[str], rank: int, world: int, job: str, log: str, stall: int) -> None:
-    """Be a rank of a command; its output goes to a file of its own."""
+    """Run as a rank of a command, with output to its own file."""
     import torch
 
     from meshflash.cli import app
@@ -82,7 +82,7 @@ def command(words: list[str], rank: int, world: int, job: str, log: str, stall: 
 
 
 def _stall(at: int, told: Path) -> None:
-    """The disk hangs at the n-th flush from now on, and a file says so."""
+    """Hang at the n-th fsync from now on, and create a file that says so."""
     fsync, calls = os.fsync, [0]
 
     def hanging(fd: Any) -> None:
@@ -96,7 +96,7 @@ def _stall(at: int, told: Path) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it, of whatever session."""
+    """Return a process and all its descendants, of any session."""
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def family(pid: int) -> list[int]:
 
 
 def kill_family(pid: int) -> int:
-    """kill -9 of a launcher and its ranks; how many there were. Returns when none of them runs."""
+    """Kill a launcher and its ranks with SIGKILL, wait until none runs, and return their number."""
     found = family(pid)
     for one in found:
         with contextlib.suppress(ProcessLookupError):
@@ -121,7 +121,7 @@ def kill_family(pid: int) -> int:
 
 
 def die_once(rank: str, at: int, marker: Path) -> None:
-    """Kill this process after a step if it is this rank, unless the marker says that it has been done."""
+    """Kill this process after a step if it is this rank, unless the marker file exists."""
     from meshflash.train.report import Report
 
     log_metrics = Report.log_metrics

@@ -212,7 +212,7 @@ def _json(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{file}: there is none; expected a folder that transformers' save_pretrained wrote") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not a whole file of JSON ({error}); copy it again") from None
+        raise ValueError(f"{file}: not a complete JSON file ({error}); copy it again") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file}: expected an object of JSON")
     return found
@@ -334,7 +334,7 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
         try:
             tensors = files.enter_context(opened.safe_open(file, "pt"))
         except (opened.SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: not a whole file of safetensors ({error}); copy it again") from None
+            raise ValueError(f"{file}: not a complete safetensors file ({error}); copy it again") from None
         found |= {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118 it is not a mapping
     return {key: value for key, value in found.items() if not key.endswith("rotary_emb.inv_freq")}  # of old versions
 

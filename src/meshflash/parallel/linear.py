@@ -89,10 +89,10 @@ class ParallelLinear(nn.Linear):
         ranks.check_same(mesh)
         self.ranks, self.options = ranks, options
         for name, placement in self.placements().items():
-            whole = getattr(self, name)
-            if whole is not None:
-                part = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=source)
-                self.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+            full = getattr(self, name)
+            if full is not None:
+                shards = distribute_tensor(full.detach(), mesh, [placement], src_data_rank=source)
+                self.register_parameter(name, nn.Parameter(shards, requires_grad=full.requires_grad))
 
     def _shard_new_weights(self, ranks: TensorRanks | Any, options: LinearOptions) -> None:
         over = ranks if isinstance(ranks, TensorRanks) else TensorRanks(ranks)
@@ -142,8 +142,10 @@ class ColumnParallelLinear(ParallelLinear):
         sizes = None
         if self.options.sequence_parallel:
             tokens, others = x.shape[-2], x.shape[:-2].numel()
-            told = self.ranks.all_gather_ints(tokens, x.device) if self.options.uneven else (tokens,) * self.ranks.world
-            sizes = tuple(n * others for n in told)
+            lengths = (
+                self.ranks.all_gather_ints(tokens, x.device) if self.options.uneven else (tokens,) * self.ranks.world
+            )
+            sizes = tuple(n * others for n in lengths)
         return _ColumnParallelOp(self.ranks, self.out_features, self.options.gather_output, sizes)
 
 

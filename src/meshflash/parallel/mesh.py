@@ -37,7 +37,7 @@ def init_mesh(
         fsdp: The sharded data-parallel size: ranks with different samples, each with a shard of the weights.
         cp: The context-parallel size: ranks that share a sequence.
         tp: The tensor-parallel size: ranks that share heads and hidden units.
-        order: The order of the axes, fastest first. "cp-tp-dp" makes the ranks of a sequence neighbours. fsdp goes
+        order: The order of the axes, fastest first. "cp-tp-dp" makes the ranks of a sequence neighbors. fsdp goes
             next to dp unless it is named.
         device: The device type; by default the type that this machine has.
 

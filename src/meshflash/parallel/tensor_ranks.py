@@ -40,7 +40,7 @@ class TensorRanks:
             it; others use the process group.
         variant: The kernel variant on the heap, see `FusedGemm`.
         precision: The precision of float32 GEMMs on GPUs: "ieee" or "tf32".
-        reduce_dtype: The dtype in which partial sums travel; float32 or wider by default.
+        reduce_dtype: The dtype in which partial sums are communicated; float32 or wider by default.
 
     >>> from meshflash.parallel import init_mesh
     >>> TensorRanks(init_mesh()["tp"]).world

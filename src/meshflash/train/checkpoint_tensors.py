@@ -69,8 +69,8 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
     values: dict[str, Any] = {}
     names = {id(x): name for name, x in named.items()}
     groups = _groups(optimizer, names) if optimizer is not None else []
-    for weight, kept in _inner(optimizer).state.items() if optimizer is not None else ():
-        for key, value in kept.items():
+    for weight, state in _inner(optimizer).state.items() if optimizer is not None else ():
+        for key, value in state.items():
             name = f"optimizer/{key}/{names[id(weight)]}"
             if not isinstance(value, Tensor):
                 values[name] = _encode(value, name)

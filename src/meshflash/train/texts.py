@@ -87,14 +87,14 @@ def _lines(path: Path, stream: TextIO) -> Iterator[io.StringIO]:
 
 def _split(stream: TextIO) -> Iterator[tuple[str, bool]]:
     """Yield a document in chunks of at most a few CHUNK_CHARS characters, and whether each is the last."""
-    kept = ""
+    buffered = ""
     while more := stream.read(CHUNK_CHARS):
-        kept += more
-        if len(kept) > CHUNK_CHARS:
-            at = _line_end(kept)
-            yield kept[:at], False
-            kept = kept[at:]
-    yield kept, True
+        buffered += more
+        if len(buffered) > CHUNK_CHARS:
+            at = _line_end(buffered)
+            yield buffered[:at], False
+            buffered = buffered[at:]
+    yield buffered, True
 
 
 def _line_end(text: str) -> int:

@@ -231,7 +231,7 @@ def _mapped(folder: Path, name: str, dtype: str, count: int) -> npt.NDArray[Any]
     size = inside(folder, name).stat().st_size if path.is_file() else 0
     expected = count * np.dtype(dtype).itemsize
     if size != expected:
-        raise ValueError(f"{path}: {size:,} bytes, and {META} says {expected:,}; copy it anew, or write it again")
+        raise ValueError(f"{path}: {size:,} bytes, and {META} says {expected:,}; copy it again, or write it again")
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)
 
 
