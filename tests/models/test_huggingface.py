@@ -235,7 +235,7 @@ def test_weights_are_read_and_written_in_each_dtype(tmp_path):
     assert all(x.dtype == torch.bfloat16 for x in safetensors.torch.load_file(tmp_path / "half" / WEIGHTS).values())
     assert equal_weights(read_pretrained(tmp_path / "half"), GPT(ODD).bfloat16())
     assert equal_weights(read_pretrained(tmp_path / "half", dtype=torch.float64), GPT(ODD).bfloat16().double())
-    assert equal_weights(model, GPT(ODD))  # it keeps its own
+    assert equal_weights(model, GPT(ODD))  # the model keeps its dtype
 
 
 def on_mesh(rank, world, group, folders, meshes):
@@ -249,7 +249,7 @@ def on_mesh(rank, world, group, folders, meshes):
         for weight in model.parameters():
             local(weight).detach().fill_(7.0)
         if "tp" not in axes:
-            model(ids)  # "grad_op" leaves whole weights in the place of shards
+            model(ids)  # "grad_op" leaves weights gathered
         with pytest.MonkeyPatch.context() as patch:
             read = counted(patch)
             load_pretrained(model, source)
@@ -409,7 +409,7 @@ def test_unsupported_configs_are_refused_by_field(fields, match, tmp_path):
     save_pretrained(GPT(ODD), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    if match is None:  # tied, and written twice all the same
+    if match is None:  # tied weights that are written twice
         assert read_pretrained(tmp_path / "model").lm_head is None
         return
     with pytest.raises(ValueError, match=match):

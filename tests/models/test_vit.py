@@ -156,7 +156,7 @@ def other_ways(rank, world, group, wanted):
             mine = own_batch("oblong", head, mesh, how)
             found = accumulate(model, [mine], mesh)
             check(found, model, wanted["oblong", head], (head, activation_checkpointing))
-        # a second micro-batch of which nothing counts changes nothing; sums over ranks are one device's
+        # a second micro-batch without labels changes nothing; sums over ranks match a single device
         model.zero_grad()
         check(accumulate(model, [blank_batch(mine), mine], mesh), model, wanted["oblong", head], head)
         total = model(**mine).detach()
@@ -165,7 +165,7 @@ def other_ways(rank, world, group, wanted):
         assert abs(float(total) / count - loss) < 1e-9
         assert int(count_tokens(mine["labels"], mesh)) == count
 
-    # whole images on all ranks, of which each embeds its own patches; all have the labels, and their mean is the same
+    # whole images on all ranks, each of which embeds its own patches; all have the labels, so the mean is the same
     data = sample(*SIZES["oblong"][:3])
     classes, pixels = (parallelize(model_of("oblong", head), mesh) for head in HEADS)
     whole = dict(patches=data["images"], labels=data["classes"])
@@ -177,7 +177,7 @@ def other_ways(rank, world, group, wanted):
     with pytest.raises(ValueError, match=r"with whole images each rank of cp would count all pixels"):
         pixels(data["images"], labels=torch.zeros_like(data["pixels"]), targets=data["pixels"])
 
-    # weights are gathered and computed with in half precision, losses are not
+    # weights are gathered and computed in half precision, losses in float32
     for head in HEADS:
         half: Any = parallelize(model_of("oblong", head).float(), mesh, mode="full", compute_dtype=torch.bfloat16)
         mine = own_batch("oblong", head, mesh, layout)
@@ -187,7 +187,7 @@ def other_ways(rank, world, group, wanted):
         got = half.patch_embed.weight.grad.full_tensor()
         assert (got - want[2]["patch_embed.weight"]).norm() < 0.05 * want[2]["patch_embed.weight"].norm()
 
-    # what the model says without labels
+    # outputs without labels
     plainly = [plain(model_of("oblong", head), data["images"], (5, 3)) for head in HEADS]
     mine = shard_images(data["images"], mesh, patch=(5, 3), layout=layout)
     assert (classes(**mine) - plainly[0]).abs().max() < 1e-9
@@ -260,11 +260,11 @@ def test_uint8_images_and_half_precision_are_accepted():
         want = model(images)
         assert torch.equal(model(images.float()), want)
         loss = model.bfloat16()(images, torch.tensor([1, 2]))
-    assert loss.dtype == torch.float32  # the sum is wide, whatever the weights are
+    assert loss.dtype == torch.float32  # the sum is float32 for weights of any dtype
     assert abs(float(loss) - float(functional.cross_entropy(want, torch.tensor([1, 2]), reduction="sum"))) < 0.05
 
 
-NO_MESH: Any = None  # it is not asked
+NO_MESH: Any = None  # never used
 IMAGES = torch.zeros(2, 3, 20, 31)
 PATCHES = dict(patches=torch.zeros(2, 12, 192), grid=(3, 4))
 PIXELS = tiny(head="pixels", outputs=1)

@@ -360,9 +360,8 @@ def count_gemms(rank, world, group):
         ids = torch.randint(61, (1, 9), generator=torch.Generator().manual_seed(0))
         model(ids, labels=next_tokens(ids)).backward()
         found.append(ranks.calls / len(model.layers))
-    torchs = parallelize(
-        GPT(config()), mesh
-    )  # placements equal those of torch's styles, so checkpoints are interchangeable
+    # placements equal those of torch's styles, so checkpoints are interchangeable
+    torchs = parallelize(GPT(config()), mesh)
     for (name, a), (other, b) in zip(model.state_dict().items(), torchs.state_dict().items(), strict=True):
         assert (name, a.placements, a.to_local().shape) == (other, b.placements, b.to_local().shape)
     return found

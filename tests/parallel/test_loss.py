@@ -81,7 +81,7 @@ def over_ranks(rank, world, group, vocabulary):
     want = plain(hidden, weight, labels)
     d_hidden, d_weight = torch.autograd.grad(want, (hidden, weight))
     step = -(-vocabulary // world)
-    rows = slice(step * rank, step * (rank + 1))  # as torch.chunk cuts: the last may have fewer, or none
+    rows = slice(step * rank, step * (rank + 1))  # as torch.chunk splits: the last may have fewer rows, or none
     own = weight.detach()[rows].clone().requires_grad_()
     got = cross_entropy_sum(hidden, own, labels, tokens=4, group=torch.distributed.group.WORLD)
     grads = torch.autograd.grad(got, (hidden, own))

@@ -178,7 +178,7 @@ class Own(nn.Module):
 def style(rank, world, group):
     torch.manual_seed(0)
     model, x = Own().double(), torch.randn(2, 17, 8, dtype=torch.float64)
-    want = model(x)  # with a process group there, but no mesh: alone
+    want = model(x)  # a process group exists, but no mesh: a single device
     mesh = init_mesh(cp=world, device="cpu")
     layout = Layout.striped(17, world)
     parallelize_module(model, mesh["cp"], {"attend": ContextParallel("striped")})
@@ -311,7 +311,7 @@ def loops(rank, world, group):
                 model(**batch).backward()
             with torch.no_grad():
                 model(**batch)
-            model(**batch).backward()  # travels, with what did not before
+            model(**batch).backward()  # reduces, with the gradients accumulated before
             with torch.no_grad():
                 model(**batch)  # may leave weights gathered
             norm = gradient_norm(model)
@@ -407,7 +407,7 @@ def more_refusals(rank, world, group):
     small = nn.Linear(4, 1)
     spread = shard_weights(small, mesh)
     spread(torch.ones(1, 4)).sum().backward()
-    norm = float(gradient_norm(spread, float("inf")))  # where a rank's part is empty
+    norm = float(gradient_norm(spread, float("inf")))  # one rank's shard is empty
     said = []
     for call in (
         lambda: model(ids, labels=ids),

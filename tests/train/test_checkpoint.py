@@ -111,7 +111,7 @@ def loads(rank, world, group, folder, names, sources):
         for source in sources:
             mesh, model, optimizer = built(name, seed=9)
             if name == source:
-                train(mesh, model, optimizer, 7, 8)  # what was there before must not shine through
+                train(mesh, model, optimizer, 7, 8)  # earlier values must not survive the load
             state = Checkpoints(Path(folder) / source, mesh=mesh).load(model, optimizer)
             assert state == {"step": 2, "mesh": source}
             got = digests(model, optimizer)
@@ -179,7 +179,7 @@ def test_a_save_does_not_see_later_changes(tmp_path, monkeypatch):
 def test_the_newest_checkpoints_and_later_ones_of_another_run_are_kept(tmp_path):
     checkpoints = saved(tmp_path, 1, 2, 3, 9, keep=2)
     assert checkpoints.steps() == [3, 9]
-    saved(tmp_path, 4, keep=1)  # of a run that went back: it must not remove itself
+    saved(tmp_path, 4, keep=1)  # of a run that resumed from an earlier step: it must not remove itself
     assert (checkpoints.steps(), checkpoints.latest()) == ([4, 9], 9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000009"]
     with pytest.raises(ValueError, match="keep=0: expected at least 1"):
@@ -231,7 +231,7 @@ def test_every_dtype_and_shape_is_loaded_bitwise(tmp_path):
     assert checkpoints.load(other, restored) == {"nested": [1, {"x": None}]}
     assert all(digest(x) == digest(other.state_dict()[name]) for name, x in one.state_dict().items())
     assert (restored.param_groups[0]["lr"], restored.param_groups[0]["momentum"]) == (torch.tensor(0.1), 0.9)
-    theirs = load_file(tmp_path / "step-00000001" / TENSORS)  # by the library of the format
+    theirs = load_file(tmp_path / "step-00000001" / TENSORS)  # read by the safetensors library
     assert set(theirs) == {f"model/{name}" for name in one.state_dict() if name != "shared"}
     assert all(digest(x) == digest(one.state_dict()[name.removeprefix("model/")]) for name, x in theirs.items())
 
@@ -296,7 +296,7 @@ def hears(rank, checkpoints, model, optimizer):
         told(checkpoints.save, 2, model, optimizer, {})
         told(checkpoints.save, 3, model, optimizer, {})
         told(checkpoints.wait)
-        told(checkpoints.wait)  # said once
+        told(checkpoints.wait)  # raised only once
     finally:
         os.fsync = fsync
     told(checkpoints.load, nn.Linear(2, 2) if rank else model, None)

@@ -201,7 +201,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(small_disk):
     leftover = small_disk / "run" / "step-00000002.partial-abc"
     leftover.mkdir()
     (leftover / "x").write_bytes(bytes(100_000))
-    saved(small_disk / "run", 2)  # has room only without what was left over
+    saved(small_disk / "run", 2)  # fits only if leftovers are removed first
     with pytest.raises(CheckpointError, match=r"step 3 was not saved.*No space left on device; step 2 is complete"):
         saved(small_disk / "run", 3, 4)
     assert [path.name for path in sorted((small_disk / "run").iterdir())] == ["step-00000001", "step-00000002"]
@@ -285,7 +285,7 @@ def killed_at_every_file(jobs, tmp_path, world, victim, every):
         ends = jobs.ends()
         checkpoints = Checkpoints(folder)
         for step in checkpoints.steps():
-            checkpoints.check(step)  # what is being removed is no checkpoint any more
+            checkpoints.check(step)  # a checkpoint under removal is not listed
         number = loaded(checkpoints)
         assert number in (10.0, 20.0, 21.0)
         found.add(number)

@@ -197,7 +197,7 @@ def test_a_run_killed_repeatedly_matches_an_uninterrupted_run(undisturbed, kille
     assert [path.name[:13] for path in (folder / CHECKPOINTS).glob("*.partial-*")] == [f"step-{after + SAVE:08d}"]
     assert f"resuming from step {after}" in start(folder, "cp").ends()
     is_the_same_run(folder, undisturbed["cp"])
-    assert list((folder / CHECKPOINTS).glob("*.*")) == []  # what was left over is swept
+    assert list((folder / CHECKPOINTS).glob("*.*")) == []  # leftovers are removed
 
 
 def goes_on_elsewhere(folder: Path, mesh: str, undisturbed: Path, steps: int = STEPS) -> None:
@@ -310,7 +310,7 @@ def reported(folder: Path) -> list[dict[str, Any]]:
         report.close()
         if first == 1:
             with (folder / METRICS_FILE).open("a") as file:
-                file.write('{"step": 4, "lo')  # it was killed here
+                file.write('{"step": 4, "lo')  # killed while writing
     return read_metrics(folder)
 
 
@@ -344,6 +344,6 @@ def test_metrics_are_written_without_tensorboard(tmp_path, monkeypatch):
     rows = reported(tmp_path)
     assert [(row["step"], row["loss"], row["mfu"]) for row in rows] == [
         *((1, 2.0, None), (2, 3.0, None)),
-        *((3, 6.0, None), (4, 7.0, None)),  # those after the restart, the first of them too
+        *((3, 6.0, None), (4, 7.0, None)),  # those after the restart, step 3 included
     ]
     assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]

@@ -46,7 +46,7 @@ def runs(rank, world, group, config, folder, times=1):
 
 
 MESHES: list[dict[str, Any]] = [
-    {"dp": 4},  # of six samples some have one, some two
+    {"dp": 4},  # six samples: two ranks have one, two have two
     {"cp": 3, "layout": "striped"},
     {"dp": 2, "cp": 2, "schedule": "zigzag"},
     {"fsdp": 2, "tp": 2},
@@ -76,14 +76,14 @@ def test_losses_do_not_depend_on_the_mesh(pool, kind):
 
 
 def test_a_resumed_run_matches_an_uninterrupted_one(pool, tmp_path):
-    optimizer = {"sharded": True, "warmup": 9}  # so that the rate does not depend on the end
+    optimizer = {"sharded": True, "warmup": 9}  # so that the learning rate does not depend on the last step
     whole = small(run={"steps": 9, "save": 3}, optimizer=optimizer, mesh={"dp": 2})
     (want, *_), _ = pool.run(2, runs, whole, str(tmp_path / "whole"))
     part = replace(whole, run=replace(whole.run, steps=5))
     (first, *_), _ = pool.run(2, runs, part, str(tmp_path / "parts"))
     (rest, _, step), _ = pool.run(2, runs, whole, str(tmp_path / "parts"))
     assert step == 9
-    assert first + rest == want  # to the last bit
+    assert first + rest == want  # bitwise
     rows = read_metrics(tmp_path / "parts")
     assert [row["step"] for row in rows if "loss" in row] == [2, 4, 6, 8]
     assert [row["loss"] for row in rows if "loss" in row] == [want[n - 1] for n in (2, 4, 6, 8)]
@@ -96,7 +96,7 @@ def resumed(rank, world, group, config, folder):
 
 
 def test_a_resumed_run_of_three_ranks_sums_gradients_in_the_same_order(pool, tmp_path):
-    # of two ranks any order of a sum gives the same bits
+    # a sum over two ranks has the same bits in any order
     run = {"steps": 9, "save": 2, "log": 0, "evaluate": 0, "compare": 0, "keep": 9}
     for every, again in pool.run(3, resumed, small(run=run, mesh={"cp": 3}), str(tmp_path)):
         assert again == every[2:]
@@ -164,7 +164,7 @@ def test_fresh_sets_files_aside_once_per_launch(tmp_path, monkeypatch):
     assert len(trained(2)) == len(trained(2)) == 2
     monkeypatch.setattr(loop, "agent", lambda: "one of torchrun's")
     assert len(trained(2)) == 2
-    assert len(trained(3)) == 1  # its ranks were started again
+    assert len(trained(3)) == 1  # torchrun has restarted the ranks
     monkeypatch.setattr(loop, "agent", lambda: "another")
     assert len(trained(2)) == 2
     assert len(list(tmp_path.glob("before-*"))) == 3

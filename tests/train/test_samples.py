@@ -87,7 +87,7 @@ def test_order_refuses_invalid_arguments(call, message):
         call()
 
 
-# Embedded tasks
+# Synthetic tasks
 
 
 @pytest.mark.parametrize("tokens", [3, 4, 7, 64, 65])
@@ -128,7 +128,7 @@ def test_answers_are_not_among_the_last_tokens():
         by_key.setdefault(int(sample.tokens[-1]), []).append(int(sample.labels[-1]))
     assert len(by_key) == 2
     assert all(0.4 < np.mean(np.array(labels) == 2) < 0.6 for labels in by_key.values())
-    # of the copy, a label is independent of all tokens behind its answer's place
+    # in Copy a label is independent of all tokens behind its answer
     recent: dict[tuple[int, ...], list[int]] = {}
     for sample in all_of(Copy(12, 2, samples=2000)):
         recent.setdefault(tuple(sample.tokens[2:7].tolist()), []).append(int(sample.labels[6]))
@@ -199,7 +199,7 @@ def test_gray_and_exif_rotated_images_are_converted(tmp_path: Path):
     (tmp_path / "one").mkdir()
     Image.fromarray(np.full((2, 3), 51, np.uint8)).save(tmp_path / "one" / "a.png")
     turned = Image.Exif()
-    turned[0x0112] = 6  # a camera that was held upright
+    turned[0x0112] = 6  # EXIF orientation: rotated by 90 degrees
     Image.fromarray(np.zeros((2, 3, 3), np.uint8)).save(tmp_path / "one" / "b.jpg", exif=turned)
     gray, upright = all_of(ImageFolder(tmp_path))
     torch.testing.assert_close(gray.image, torch.full((3, 2, 3), 0.2))

@@ -257,7 +257,7 @@ def test_token_dtype_follows_the_vocabulary(tmp_path: Path, vocabulary: int, dty
         write_tokens(_files(tmp_path, ["ab"]), tmp_path / "more", Last())
 
 
-# Tokenizers of Hugging Face
+# Hugging Face tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +308,7 @@ def test_chunks_of_a_long_text_have_the_tokens_of_the_whole(tokenizer_folder, tm
     assert len(tokenizer.encode("\n\n")) == 1
     monkeypatch.setattr(texts, "CHUNK_CHARS", piece)
     file = write_tokens(_files(tmp_path, [long]), tmp_path / "out", tokenizer)
-    if piece == 1:  # there is no line to cut at: other tokens, the same text
+    if piece == 1:  # no line break to split at: other tokens, the same text
         assert file.document(0).tolist() != [0, *whole, 1]
     else:
         assert file.document(0).tolist() == [0, *whole, 1]
