@@ -93,6 +93,10 @@ class GPTConfig:
 def resized(config: GPTConfig, changes: Mapping[str, Any]) -> GPTConfig:
     """Return a config with other sizes; `head_dim` is derived again unless it is given.
 
+    Args:
+        config: The sizes to start from.
+        changes: The fields to change.
+
     >>> resized(GPTConfig(dim=64, heads=4), {"heads": 8}).head_dim
     8
     """

@@ -71,13 +71,27 @@ def rotary_cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -
 
 
 def apply_rotary(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of dims, one of the first half with one of the second, as Hugging Face's Llama weights expect."""
+    """Rotate pairs of dims, one of the first half with one of the second, as Hugging Face's Llama weights expect.
+
+    Args:
+        x_BTHD: Queries or keys.
+        cos: The cosines of `rotary_cos_sin`.
+        sin: The sines of `rotary_cos_sin`.
+    """
     a, b = x_BTHD.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def token_positions(tokens: int, mask: Mask | None, layout: Layout | None, rank: int, device: torch.device) -> Tensor:
-    """Return the positions of this rank's tokens within their documents: `[tokens]`, or `[rows, tokens]`."""
+    """Return the positions of this rank's tokens within their documents: `[tokens]`, or `[rows, tokens]`.
+
+    Args:
+        tokens: The number of tokens of this rank.
+        mask: The mask, whose documents restart positions.
+        layout: Which tokens each rank holds; None for the whole sequence.
+        rank: This rank among those that share the sequence.
+        device: The device of the result.
+    """
     num_tokens = layout.tokens if layout is not None else tokens
     if mask is None or not mask.documents_nodes:
         if layout is None:
@@ -144,7 +158,13 @@ def sequence_group(model: nn.Module) -> tuple[str, int, int]:
 
 
 def check_divisible(what: str, number: int, tp: int) -> None:
-    """Raise ValueError unless `tp` ranks get equal shares of `number`."""
+    """Raise ValueError unless `tp` ranks get equal shares of `number`.
+
+    Args:
+        what: What is divided, for the error.
+        number: How many there are.
+        tp: The number of tensor-parallel ranks.
+    """
     if number % tp:
         raise ValueError(f"tp={tp}: it does not divide the {number} {what}; take one that does")
 

@@ -64,6 +64,10 @@ def unpatchify(patches: Tensor, patch: Patch, size: tuple[int, int]) -> Tensor:
 def grid_of(images: Tensor, patch: Patch) -> tuple[int, int]:
     """Return the number of rows and columns of patches in images.
 
+    Args:
+        images: The images, `[batch, channels, height, width]`.
+        patch: The size of a patch: one number, or (height, width).
+
     >>> grid_of(torch.empty(1, 3, 37, 53), (8, 16))
     (5, 4)
     """

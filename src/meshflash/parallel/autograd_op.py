@@ -32,7 +32,13 @@ class AutogradOp(ABC):
 
 
 def apply_op(op: AutogradOp, x: Tensor, *weights: Tensor | None) -> Tensor:
-    """Run an op and record its backward where gradients are enabled."""
+    """Run an op and record its backward where gradients are enabled.
+
+    Args:
+        op: The op.
+        x: Its input.
+        weights: Its weights; None for one that is missing.
+    """
     if not torch.is_grad_enabled():
         return op.forward(x, *weights)
     y: Tensor = _Forward.apply(_SaveAndBackward.apply(op, x, *weights), op, (x, *weights))

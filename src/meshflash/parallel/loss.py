@@ -77,7 +77,12 @@ def count_tokens(labels: Tensor | Iterable[Tensor], mesh: DeviceMesh | None = No
 
 
 def reduce_sum(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Sum a tensor over the ranks with different samples or tokens; ranks along `tp` hold the same value."""
+    """Sum a tensor over the ranks with different samples or tokens; ranks along `tp` hold the same value.
+
+    Args:
+        x: The tensor of this rank; it is not changed.
+        mesh: A mesh of `init_mesh`; None is a single device.
+    """
     if mesh is not None and reduce_mesh(mesh).size() > 1:
         x = x.clone()
         dist.all_reduce(x, group=reduce_mesh(mesh).get_group())
@@ -218,7 +223,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def wide_gemm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b, accumulated and returned in a wider dtype."""
+    """Return a @ b, accumulated and returned in a wider dtype.
+
+    Args:
+        a: The left matrix.
+        b: The right matrix, of the same dtype.
+        dtype: The dtype of the accumulator and of the result.
+    """
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda:

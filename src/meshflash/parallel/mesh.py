@@ -89,14 +89,24 @@ def reduce_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def size(mesh: DeviceMesh, names: str | Sequence[str]) -> int:
-    """Return the product of the sizes of the named axes."""
+    """Return the product of the sizes of the named axes.
+
+    Args:
+        mesh: A mesh of `init_mesh`.
+        names: The name of an axis, or several.
+    """
     names = (names,) if isinstance(names, str) else tuple(names)
     check_mesh(mesh)
     return math.prod(int(mesh.size(AXES.index(name))) for name in names)
 
 
 def mesh_rank(mesh: DeviceMesh, names: Sequence[str]) -> int:
-    """Return this rank's index along the named axes, flattened with the last axis fastest."""
+    """Return this rank's index along the named axes, flattened with the last axis fastest.
+
+    Args:
+        mesh: A mesh of `init_mesh`.
+        names: The names of the axes, slowest first.
+    """
     check_mesh(mesh)
     found = 0
     for name in names:

@@ -107,6 +107,12 @@ def shard_batch(
 def resolve_layout(layout: Layout | str, mask: Mask, tokens: int, ranks: int) -> Layout:
     """Return a layout, given as such or by its name.
 
+    Args:
+        layout: A layout, or the name of one.
+        mask: The mask, by which a balanced layout is built.
+        tokens: The tokens of the whole sequence.
+        ranks: The number of ranks that share it.
+
     >>> resolve_layout("zigzag", Mask.causal(), 8, 2).name
     'zigzag'
     """
@@ -150,6 +156,9 @@ def micro_batches(loader: Iterable[Batch], number: int = 1, mesh: DeviceMesh | N
 def blank_batch(batch: Batch) -> Batch:
     """Return a batch of the same shape in which all labels are ignored.
 
+    Args:
+        batch: The arguments of a call of the model, `labels` among them.
+
     >>> blank_batch(dict(tokens=torch.tensor([1, 2]), labels=torch.tensor([2, 3])))["labels"].tolist()
     [-100, -100]
     """
@@ -160,6 +169,10 @@ def pad_micro_batches(batches: Sequence[Batch], mesh: DeviceMesh | None) -> list
     """Return the micro-batches, padded with blank ones to the same number on all ranks.
 
     Without padding, ranks with more micro-batches would hang in collectives that the others never call.
+
+    Args:
+        batches: The micro-batches of this rank, at least one.
+        mesh: A mesh of `init_mesh`; None is a single device.
     """
     most = _max_over_ranks(len(batches), mesh)
     if _max_over_ranks(int(not batches), mesh):  # a collective, so that all ranks raise

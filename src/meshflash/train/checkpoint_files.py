@@ -67,7 +67,12 @@ def folder_name(step: int) -> str:
 
 
 def partial_name(step: int, token: str) -> str:
-    """Return the folder name of a checkpoint that is being written or removed."""
+    """Return the folder name of a checkpoint that is being written or removed.
+
+    Args:
+        step: The step of the checkpoint.
+        token: The random token of the save.
+    """
     return f"{folder_name(step)}.partial-{token}"
 
 
@@ -83,7 +88,12 @@ def complete(root: Path) -> dict[int, Path]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
-    """Write contiguous host tensors as a safetensors file, with fsync; return its digest."""
+    """Write contiguous host tensors as a safetensors file, with fsync; return its digest.
+
+    Args:
+        path: The file to write.
+        tensors: The tensors by name.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -96,12 +106,25 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
 
 
 def write_json(path: Path, value: Any) -> Digest:
-    """Write a value as JSON, with fsync; return the digest of the file."""
+    """Write a value as JSON, with fsync; return the digest of the file.
+
+    Args:
+        path: The file to write.
+        value: The value.
+    """
     return _write(path, [json.dumps(value, indent=1).encode()])
 
 
 def commit(partial: Path, root: Path, step: int, token: str, files: Mapping[str, Digest]) -> None:
-    """Complete a checkpoint whose files are all on disk: write the manifest, then rename the folder."""
+    """Complete a checkpoint whose files are all on disk: write the manifest, then rename the folder.
+
+    Args:
+        partial: The folder that is being written.
+        root: The folder of all checkpoints.
+        step: The step of the checkpoint.
+        token: The random token of the save.
+        files: The digests of all files in the folder.
+    """
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "torch": torch.__version__, "files": dict(files)}
     write_json(partial / MANIFEST, manifest | {"sha256": _manifest_digest(manifest)})
     sync_folder(partial)
@@ -115,7 +138,14 @@ def commit(partial: Path, root: Path, step: int, token: str, files: Mapping[str,
 
 
 def prune(root: Path, step: int, keep: int, token: str) -> None:
-    """Remove all but the newest checkpoints up to this step. Later ones belong to another run and stay."""
+    """Remove all but the newest checkpoints up to this step. Later ones belong to another run and stay.
+
+    Args:
+        root: The folder of all checkpoints.
+        step: The step that was just saved.
+        keep: The number of checkpoints that stay.
+        token: The random token of the save.
+    """
     for old in [found for found in complete(root) if found < step][::-1][keep - 1 :]:
         for path in [*sorted(root.glob(f"{folder_name(old)}.replaced-*")), root / folder_name(old)]:
             if path.exists():
@@ -123,7 +153,12 @@ def prune(root: Path, step: int, keep: int, token: str) -> None:
 
 
 def sweep(root: Path, token: str) -> None:
-    """Remove leftovers of interrupted saves, except those of the save with this token."""
+    """Remove leftovers of interrupted saves, except those of the save with this token.
+
+    Args:
+        root: The folder of all checkpoints.
+        token: The random token of the current save.
+    """
     for path in sorted(root.glob("step-*.*-*")):
         name, _, rest = path.name.partition(".")
         if path.name.endswith(token) or not _FOLDER.fullmatch(name):
@@ -135,7 +170,13 @@ def sweep(root: Path, token: str) -> None:
 
 
 def discard(path: Path, step: int, token: str) -> None:
-    """Remove a checkpoint; a rename first makes sure that a partly removed one never looks complete."""
+    """Remove a checkpoint; a rename first makes sure that a partly removed one never looks complete.
+
+    Args:
+        path: The folder of the checkpoint.
+        step: The step of the checkpoint.
+        token: The random token of the save, which makes the temporary name unique.
+    """
     gone = path.with_name(partial_name(step, f"removed-{path.suffix.removeprefix('.')}-{token}"))
     path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -151,7 +192,12 @@ def sync_folder(path: Path) -> None:
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Digest]:
-    """Return the files of a checkpoint with their digests; raise CheckpointError for another version or format."""
+    """Return the files of a checkpoint with their digests; raise CheckpointError for another version or format.
+
+    Args:
+        folder: The folder of the checkpoint.
+        step: The step that the manifest must name.
+    """
     path = _inside(folder, MANIFEST)
     found = _read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -170,7 +216,13 @@ def read_manifest(folder: Path, step: int) -> dict[str, Digest]:
 
 
 def check_files(folder: Path, files: Mapping[str, Digest], names: Iterable[str]) -> None:
-    """Raise CheckpointError unless the named files have the sizes and digests of the manifest."""
+    """Raise CheckpointError unless the named files have the sizes and digests of the manifest.
+
+    Args:
+        folder: The folder of the checkpoint.
+        files: The digests of all files, from the manifest.
+        names: The files to check.
+    """
     for name in names:
         try:
             want = int(files[name]["bytes"]), str(files[name]["sha256"])
@@ -222,7 +274,13 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, index: Mapping[str, Any], files: Mapping[str, Digest]) -> None:
-    """Raise CheckpointError if the index claims more bytes than its files have: loading allocates what it claims."""
+    """Raise CheckpointError if the index claims more bytes than its files have: loading allocates what it claims.
+
+    Args:
+        folder: The folder of the checkpoint.
+        index: Its index.
+        files: The digests of all files, from the manifest.
+    """
     try:
         claimed = sum(prod(one["shape"]) * DTYPES[one["dtype"]].itemsize for one in index["tensors"].values())
         sizes = [size for one in index["tensors"].values() for size in one["shape"]]
@@ -235,7 +293,12 @@ def check_sizes(folder: Path, index: Mapping[str, Any], files: Mapping[str, Dige
 
 
 def check_checkpoint(folder: Path, step: int) -> None:
-    """Raise CheckpointError unless all files of a checkpoint are intact."""
+    """Raise CheckpointError unless all files of a checkpoint are intact.
+
+    Args:
+        folder: The folder of the checkpoint.
+        step: The step of the checkpoint.
+    """
     files = read_manifest(folder, step)
     check_files(folder, files, files)
     read_index(folder)

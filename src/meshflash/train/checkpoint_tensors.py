@@ -63,7 +63,12 @@ class Content:
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
-    """Return the content of this rank; tensors are not copied yet."""
+    """Return the content of this rank; tensors are not copied yet.
+
+    Args:
+        model: The model, plain or parallelized.
+        optimizer: Its optimizer, or None.
+    """
     named = weights(model)
     parts = {f"model/{name}": Part.of(x) for name, x in named.items()}
     values: dict[str, Any] = {}
@@ -129,7 +134,14 @@ def file_name(rank: int) -> str:
 
 
 def wanted(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, Any], folder: Path) -> dict[str, Part]:
-    """Return the shards that this rank needs, with empty host buffers; raise CheckpointError if they do not match."""
+    """Return the shards that this rank needs, with empty host buffers; raise CheckpointError if they do not match.
+
+    Args:
+        model: The model to load.
+        optimizer: Its optimizer, or None.
+        index: The index of the checkpoint.
+        folder: The folder of the checkpoint, for errors.
+    """
     named, stored = weights(model), index["tensors"]
     found: dict[str, Part] = {f"model/{name}": _empty_part(x) for name, x in named.items()}
     there = {name for name in stored if name.startswith("model/")}
@@ -158,7 +170,14 @@ def wanted(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, An
 
 
 def read_parts(folder: Path, stored: Mapping[str, Any], files: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
-    """Fill the buffers of shards from the files, however the tensors were sharded when they were saved."""
+    """Fill the buffers of shards from the files, however the tensors were sharded when they were saved.
+
+    Args:
+        folder: The folder of the checkpoint.
+        stored: The tensors of the index.
+        files: The files of the manifest; only these have been checked.
+        parts: The shards to fill, by tensor name.
+    """
     opened: dict[str, TensorFile] = {}
     try:
         for name, part in parts.items():
@@ -193,7 +212,14 @@ def read_parts(folder: Path, stored: Mapping[str, Any], files: Mapping[str, Any]
 
 @torch.no_grad()
 def restore(model: nn.Module, optimizer: Optimizer | None, index: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
-    """Copy the shards that were read into the model and the optimizer."""
+    """Copy the shards that were read into the model and the optimizer.
+
+    Args:
+        model: The model to load.
+        optimizer: Its optimizer, or None.
+        index: The index of the checkpoint.
+        parts: The shards that `read_parts` filled.
+    """
     named = weights(model)
     for name, weight in named.items():
         Part.of(weight).local.copy_(parts[f"model/{name}"].local)

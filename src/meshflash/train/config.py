@@ -316,6 +316,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 def assignments(texts: list[str]) -> dict[str, Any]:
     """Return the changes of `path=value` texts, as `--set` takes them.
 
+    Args:
+        texts: The texts, as `mesh.cp=4`; values are TOML, or plain text.
+
     >>> assignments(["mesh.cp=4", "data.source=copy", "memory.activation_checkpointing=none"])
     {'mesh': {'cp': 4}, 'data': {'source': 'copy'}, 'memory': {'activation_checkpointing': None}}
     """

@@ -210,7 +210,12 @@ def _pillow() -> Any:
 
 
 def read_image(path: Path, size: tuple[int, int] | None) -> npt.NDArray[np.float32]:
-    """Return an image file as `[3, height, width]` with values 0 to 1, scaled to a size if one is given."""
+    """Return an image file as `[3, height, width]` with values 0 to 1, scaled to a size if one is given.
+
+    Args:
+        path: The image file.
+        size: The (height, width) to scale to; None keeps the image's own.
+    """
     pillow = _pillow()
     try:
         with pillow.Image.open(path, formats=FORMATS) as opened:

@@ -20,7 +20,12 @@ Source = Packed | Copy | Needle | ImageFolder | ImageArrays | SyntheticImages
 
 
 def has_accuracy(config: Config, source: Source) -> bool:
-    """Return whether accuracy is defined for the samples: synthetic tasks, and images with classes."""
+    """Return whether accuracy is defined for the samples: synthetic tasks, and images with classes.
+
+    Args:
+        config: The configuration of the run.
+        source: The source of samples.
+    """
     if isinstance(config.model, GPTConfig):
         return isinstance(source, Copy | Needle)
     return config.model.head == "classes"

@@ -127,7 +127,12 @@ class Packed:
 
 
 def check_sample_index(number: int, samples: int) -> None:
-    """Raise IndexError for an index out of range, which also ends an iteration over a source."""
+    """Raise IndexError for an index out of range, which also ends an iteration over a source.
+
+    Args:
+        number: The index of a sample.
+        samples: The number of samples.
+    """
     if not 0 <= number < samples:
         raise IndexError(f"sample {number}: there are {samples}")
 
