@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from comm.fake_streams import HostStreams, as_streams
-from meshflash import shutdown
 from commands import app
+from meshflash import shutdown
 from meshflash.models import vit
 from meshflash.parallel import (
     init_mesh,
