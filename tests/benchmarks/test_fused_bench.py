@@ -174,15 +174,17 @@ def tried(monkeypatch):
     call, time = Played.call, Played.time
 
     def refused(self, gemm, copy=True):
-        if gemm.plan.blocks.stages == 2:
+        if gemm.plan.tiling.num_stages == 2:
             raise RuntimeError("out of resource: shared memory")
         return call(self, gemm, copy)
 
     def timed(self, calls, rounds):
         time(self, calls, 1)
-        return {name: 1.0 if name.endswith(" 1m") else 3.0 if "16x32" in name else 2.0 for name in calls}
+        return {name: 1.0 if name.endswith(" 1comm") else 3.0 if "16x32" in name else 2.0 for name in calls}
 
-    monkeypatch.setattr(configs, "candidates", lambda numbers, device: (*TRIED, replace(TRIED[1], roles=1)))
+    monkeypatch.setattr(
+        configs, "candidates", lambda dtype_name, device: (*TRIED, replace(TRIED[1], warp_specialized=1))
+    )
     monkeypatch.setattr(Played, "call", refused)
     monkeypatch.setattr(Played, "time", timed)
 
@@ -199,7 +201,7 @@ def test_the_best_configuration_of_each_variant(tried):
     assert said == [
         *(f"epilogue {x}" for x in (TRIED[0], f"{TRIED[0]} {left_out}", *TRIED[1:])),
         *(f"producer_consumer {x}" for x in (TRIED[0], f"{TRIED[0]} {left_out}", *TRIED[1:])),
-        *(f"producer_consumer {TRIED[2]} {movers}m" for movers in (1, 2)),
+        *(f"producer_consumer {TRIED[2]} {number}comm" for number in (1, 2)),
         *(f"bulk {x}" for x in (TRIED[2], TRIED[0], f"{TRIED[0]} {left_out}")),  # tiles of other sizes
     ]
     rows = fused_sweep._measure(0, Setup(rounds=1, local=True), case, chosen)
@@ -207,7 +209,7 @@ def test_the_best_configuration_of_each_variant(tried):
     assert [row.config[-1] for row in rows if row.config] == [0, 1, 0]  # movers
     assert not any(row.auto for row in rows)  # auto takes other blocks
     auto = planned(case, Setup(local=True), torch.device("cpu"), "auto")
-    same = FusedConfig.of(auto.blocks, auto.movers)  # as a table has it
+    same = FusedConfig.of(auto.tiling, auto.num_comm_sms)  # as a table has it
     rows = fused_sweep._measure(0, Setup(rounds=1, local=True), case, chosen | {auto.variant: same})
     assert [row.variant for row in rows if row.auto] == [auto.variant]
 
@@ -244,7 +246,7 @@ def test_rates_join_the_users_own_table(tmp_path, monkeypatch, no_table):
     monkeypatch.setattr(rates, "identity", lambda device: ("a GPU", "sm_90"))
     monkeypatch.setattr(rates, "known", lambda device: rates._known("a GPU", "sm_90"))
     monkeypatch.setattr(rates, "SHIPPED", tmp_path / "none")
-    monkeypatch.setattr(configs, "cores", lambda device: 132)
+    monkeypatch.setattr(configs, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     plain = rates.Rate("torch", "bfloat16", "nn", 4096, 4096, 4096, 700.0)
     rates.write(rates.Table("a GPU", "sm_90", (plain,)), rates.file_of("a GPU"))
@@ -262,10 +264,10 @@ def test_rates_join_the_users_own_table(tmp_path, monkeypatch, no_table):
         path = rates.add(found, device, {"torch": "2"})
     assert len(rates._read(path).rates) == 3
     assert rates._read(path).best("bfloat16", "nn", 4096, 4096, 4096) == plain
-    plan = plan_fused(case.product, device, sharing=4)
-    assert (plan.variant, plan.shots, plan.movers, plan.programs) == ("producer_consumer", 2, 3, 30)
+    plan = plan_fused(case.product, device, ranks_per_device=4)
+    assert (plan.variant, plan.shots, plan.num_comm_sms, plan.num_ctas) == ("producer_consumer", 2, 3, 30)
     rates.add(fused_sweep.rates_of([replace(moving, ms=4.0)]), device, {})
-    assert plan_fused(case.product, device, sharing=4).variant == "bulk"
+    assert plan_fused(case.product, device, ranks_per_device=4).variant == "bulk"
 
 
 @interpreted

@@ -107,7 +107,7 @@ def test_one_process_plays_all_ranks(tmp_path, collective):
     done = invoke(f"-n 3 -c {collective} --heap local --seed 4 --dtype bfloat16 {TINY}", "--timeline", picture)
     assert done.exit_code == 0, done.output
     assert done.output.count("bulk, local heap") == 3
-    assert "no rates of fused products were measured on this device" in done.output
+    assert "no rates of fused GEMMs were measured on this device" in done.output
     if collective == "all_scatter":
         assert "rank 2, tile 0: sent" in picture.read_text()
     else:  # its product is that of `matmul`

@@ -1,6 +1,6 @@
-"""Kernels that talk: put, get, signal, wait and atomics, interpreted across processes, on a GPU, and as PTX.
+"""Device-side heap calls: put, get, signal, wait and atomics, interpreted across processes, on a GPU, and as PTX.
 
-Run as a script it compiles its kernels for a GPU that is not here.
+Run as a script, this file cross-compiles its kernels for a GPU that is not here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 pytest.importorskip("triton")
 if __name__ == "__main__" and sys.argv[1].startswith("gfx"):
-    torch.version.hip = "6"  # what kernels are read for
+    torch.version.hip = "6"  # device.py reads it on import
 
 import triton
 import triton.language as tl
@@ -32,10 +32,10 @@ from cross import TARGETS, missing
 from meshflash.comm.heap import shared_files
 from meshflash.comm.heap.api import open_heap
 from meshflash.comm.heap.device import (
-    add,
     arrive,
-    compare_exchange,
-    exchange,
+    atomic_add,
+    atomic_cas,
+    atomic_exchange,
     get,
     get_rows,
     put,
@@ -59,9 +59,9 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton compiles here, 
 def rounds_of_messages(
     inbox, flags, wrong, bases, status, rank, first, rounds, WORLD: tl.constexpr, WORDS: tl.constexpr
 ):
-    """In each round a message from every rank to every other, checked word by word; two places for each pair.
+    """Send a message from every rank to every other in each round, and check it; inboxes are double-buffered.
 
-    A rank sends the message n + 2 after it has that of n + 1 of its peer, which had read the message n by then.
+    A rank sends message n + 2 after it has received n + 1 from the peer, which has then read message n.
     """
     words = tl.arange(0, WORDS)
     off = tl.zeros((WORDS,), tl.int32)
@@ -82,27 +82,27 @@ def rounds_of_messages(
 def rows_there_and_back(
     far, near, back, total, bases, rank, peer, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """A block of rows to a peer and back, and one of each atomic."""
+    """Copy a block of rows to a peer and back, and use each atomic."""
     put_rows(far, columns, near, columns, rows, columns, bases, rank, peer, ROWS, COLS)
     get_rows(back, columns, far, columns, rows, columns, bases, rank, peer, ROWS, COLS)
-    was = add(total, 5, bases, rank, peer)
-    seen = exchange(total + 1, was + 7, bases, rank, peer)
-    compare_exchange(total + 2, seen, 9, bases, rank, peer)
-    compare_exchange(total + 2, 1, 11, bases, rank, peer)
+    was = atomic_add(total, 5, bases, rank, peer)
+    seen = atomic_exchange(total + 1, was + 7, bases, rank, peer)
+    atomic_cas(total + 2, seen, 9, bases, rank, peer)
+    atomic_cas(total + 2, 1, 11, bases, rank, peer)
     arrive(total + 3, 2, bases, rank, peer)
 
 
 @triton.jit
 def many_adds(counters, bases, rank, rounds, LANES: tl.constexpr):
-    """Add to the numbers of rank 0 as fast as can be: the interpreter adds lane after lane, without Python between."""
+    """Add to a counter of rank 0 as fast as possible: the interpreter adds lanes without Python in between."""
     same = tl.zeros((LANES,), tl.int32)
     for _ in range(rounds):
-        add(counters + same, 1, bases, rank, 0, "relaxed")
+        atomic_add(counters + same, 1, bases, rank, 0, "relaxed")
 
 
 @triton.jit
 def only_put(inbox, bases, rank, peer, WORDS: tl.constexpr):
-    """A message without its signal."""
+    """Put a message without a signal."""
     words = tl.arange(0, WORDS)
     put(inbox + words, words, bases, rank, peer)
 
@@ -116,28 +116,28 @@ def two_waits(flags, came, status, first, second, epoch):
 
 @triton.jit
 def one_of_each(inbox, flag, source, total, bases, status, rank, peer, epoch, rows, COLS: tl.constexpr):
-    """What is compiled for GPUs that are not here: the order of what it does is read in the assembly."""
+    """Use each device function once; tests read the order of its operations in the assembly."""
     put_rows(inbox, COLS, source, COLS, rows, COLS, bases, rank, peer, 16, COLS)
     signal(flag, epoch, bases, rank, peer)
     wait(flag, epoch, status, peer, epoch)
     get_rows(source, COLS, inbox, COLS, rows, COLS, bases, rank, peer, 16, COLS)
     arrive(flag, 1, bases, rank, peer)
-    total_of = add(total, 1, bases, rank, peer)
-    exchange(total, total_of, bases, rank, peer)
-    compare_exchange(total, 1, 2, bases, rank, peer)
+    total_of = atomic_add(total, 1, bases, rank, peer)
+    atomic_exchange(total, total_of, bases, rank, peer)
+    atomic_cas(total, 1, 2, bases, rank, peer)
     tl.store(total, get(total, bases, rank, peer))
 
 
 def messages(heap, device, rounds, again):
-    """Words that arrived wrong, in so many launches of so many rounds."""
+    """Return the number of wrong words after several launches of many rounds of messages."""
     world = heap.world
     inbox = heap.allocate((2, world, WORDS), torch.int32, name="inbox")
     flags = heap.allocate(world, torch.int32, name="flags")
-    wrong = [torch.zeros(WORDS, dtype=torch.int32, device=device) for _ in heap.played]
+    wrong = [torch.zeros(WORDS, dtype=torch.int32, device=device) for _ in heap.local_ranks]
     heap.barrier()
     for launch in range(again):
-        for number, rank in enumerate(heap.played):
-            with heap.play(rank):
+        for number, rank in enumerate(heap.local_ranks):
+            with heap.as_rank(rank):
                 given = inbox.local, flags.local, wrong[number], heap.bases, heap.status, rank
                 rounds_of_messages[(1,)](*given, 1 + launch * rounds, rounds, WORLD=world, WORDS=WORDS)
     heap.barrier()
@@ -163,22 +163,22 @@ def across_processes(rank, world, group, rounds):
 
 @interpreted
 @pytest.mark.parametrize(("world", "rounds"), [(2, 1000), (4, 40)])
-def test_messages_between_processes_are_right(pool, world, rounds):
-    """That counters lose nothing shows that the interpreter's atomics hold across processes, not just threads."""
+def test_messages_between_processes_arrive_complete(pool, world, rounds):
+    """Exact counters show that the interpreter's atomics work across processes, not just threads."""
     assert pool.run(world, across_processes, rounds) == [0] * world
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
 @pytest.mark.parametrize("counted", [torch.int32, torch.int64])
-def test_rows_and_atomics(dtype, counted):
+def test_row_copies_and_remote_atomics(dtype, counted):
     with open_heap(3, bytes=2**16, device="cpu") as heap:
         far, total = heap.allocate((8, 24), dtype), heap.allocate(4, counted)
         heap.barrier()
         near = torch.arange(8 * 24).view(8, 24).to(dtype)
         back = torch.full((8, 24), -1, dtype=dtype)
         total.peer(2).copy_(torch.tensor([3, 4, 4, 0]))
-        with heap.play(1):
+        with heap.as_rank(1):
             rows_there_and_back[(1,)](far.local, near, back, total.local, heap.bases, 1, 2, 5, 24, ROWS=8, COLS=32)
         assert not far.peer(0).any()
         assert not far.peer(1).any()
@@ -192,13 +192,13 @@ def test_rows_and_atomics(dtype, counted):
 
 
 @interpreted
-def test_a_signal_that_never_comes_is_an_error_that_names_rank_and_step():
+def test_wait_that_times_out_raises_and_names_rank_and_step():
     with open_heap(4, bytes=4096, device="cpu", timeout=2) as heap:
         flags = heap.allocate(4, torch.int64)
         came = torch.full((2,), -1, dtype=torch.int32)
         heap.barrier()
         flags.peer(1)[2:] = 2**40
-        with heap.play(1):
+        with heap.as_rank(1):
             two_waits[(1,)](flags.local, came, heap.status, 2, 3, 2**40)
             heap.check()
             assert came.tolist() == [1, 1]
@@ -220,9 +220,9 @@ def test_a_signal_that_never_comes_is_an_error_that_names_rank_and_step():
 
 
 def killed(rank, world, tell, folder):
-    """Rank 1 is killed between put and signal, and leaves a file as if a heap of its were just being opened.
+    """Kill rank 1 between put and signal; it leaves a file, as if it were just opening a heap.
 
-    In a folder of their own, where no heap of other tests sweeps it first.
+    Files lie in a folder of this test, where no heap of another test sweeps them first.
     """
     vars(shared_files)["folder"] = lambda: folder
     heap = open_heap(bytes=2**16, device="cpu", timeout=1.5)
@@ -230,8 +230,8 @@ def killed(rank, world, tell, folder):
     came = torch.zeros(2, dtype=torch.int32)
     heap.barrier()
     left = shared_files.folder() / f"{shared_files.PREFIX}killed-1-{os.getpid()}"
-    assert heap._meeting is not None
-    lefts = heap._meeting.all(left.name)
+    assert heap._rendezvous is not None
+    lefts = heap._rendezvous.all(left.name)
     if rank == 1:
         left.write_bytes(b"1")
         only_put[(1,)](inbox.local, heap.bases, rank, 0, WORDS=WORDS)
@@ -254,7 +254,7 @@ def killed(rank, world, tell, folder):
 
 
 @interpreted
-def test_a_killed_peer_is_an_error_within_seconds_and_what_it_left_is_swept(monkeypatch, tmp_path):
+def test_killed_peer_raises_within_seconds_and_its_file_is_swept(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # new processes import this file by its name here
     told: list[Any] = []
     with pytest.raises(RankError, match="rank 1 died with exit code -9"):
@@ -265,14 +265,14 @@ def test_a_killed_peer_is_an_error_within_seconds_and_what_it_left_is_swept(monk
         assert text.startswith(waited)
         assert text.endswith("of rank 1 has ended")
         assert seconds < 10
-        assert inbox == (list(range(WORDS)) if rank == 0 else [0] * WORDS)  # what was put had arrived
+        assert inbox == (list(range(WORDS)) if rank == 0 else [0] * WORDS)  # the put itself had arrived
         assert gone
         assert alive == 3
     assert any(there for *_, there, _, _ in told)
 
 
 def emitted(target):
-    """The assembly of a kernel with one of each function, from a process that does not interpret."""
+    """Return the assembly of `one_of_each`, compiled in a process that does not interpret."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TRITON_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment.pop("TRITON_INTERPRET", None)
@@ -298,7 +298,7 @@ def emit(target, into):
 
 
 def lines_of(assembly, *patterns):
-    """The first line that each pattern is found in, after the one before; AssertionError where it is not."""
+    """Find the patterns in this order and return their lines; AssertionError if one is missing."""
     at, found = 0, list[str]()
     lines = assembly.splitlines()
     for pattern in patterns:
@@ -308,17 +308,17 @@ def lines_of(assembly, *patterns):
     return found
 
 
-def test_the_order_in_ptx():
+def test_ptx_orders_stores_flags_and_loads():
     if missing("sm_90"):
         pytest.skip(f"no {missing('sm_90')} here")
     ptx = emitted("sm_90")
-    # all threads have put, wide, before one of them signals; no thread gets before the one that waited
+    # all threads store, vectorized, before one of them signals; no thread loads before the waiting one
     lines_of(
         ptx,
         r"st\.global\.v4\.b32",
         r"bar\.sync",
         r"atom\.global\.sys\.release\.exch\.b32",
-        r"(ld|atom)\.global\.sys\.acquire",  # Triton reads where nothing is added
+        r"(ld|atom)\.global\.sys\.acquire",  # Triton turns an atomic add of 0 into a load
         r"bar\.sync",
         r"globaltimer",
         r"(ld|atom)\.global\.sys\.acquire",
@@ -337,17 +337,17 @@ def test_the_order_in_ptx():
     )  # no flag is polled or set without order
 
 
-def test_it_compiles_for_cdna():
+def test_cdna_assembly_writes_back_and_invalidates_caches():
     if missing("gfx942"):
         pytest.skip(f"no {missing('gfx942')} here")
     assembly = emitted("gfx942")
-    # a release writes back what caches hold, an acquire forgets what they held, for the whole system
+    # a release writes caches back and an acquire invalidates them, at system scope
     lines_of(assembly, r"s_barrier", r"buffer_wbl2 sc0 sc1", r"global_atomic_swap", r"buffer_inv sc0 sc1")
     lines_of(assembly, r"s_memrealtime")
 
 
 @pytest.mark.slow
-def test_the_example_runs():
+def test_example_runs():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = subprocess.run(
         [sys.executable, "examples/messages.py"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
@@ -357,10 +357,10 @@ def test_the_example_runs():
 
 
 def on_gpu(rank, world, tell, rounds):
-    """Messages between ranks of one GPU; then one leaves without a word, and the others say whom they miss."""
+    """Exchange messages between ranks of one GPU; then rank 1 leaves silently, and the others name it."""
     device = take_device("cuda", rank)
     heap = open_heap(bytes=2**20, device=device, timeout=20)
-    messages(heap, device, 2, 1)  # what it takes to compile is not timed
+    messages(heap, device, 2, 1)  # compile before timing
     begin = time.monotonic()
     wrong = messages(heap, device, rounds // 2, 2)
     tell(("messages", rank, wrong, (time.monotonic() - begin) / rounds))
@@ -410,7 +410,7 @@ def test_messages_between_ranks_of_one_gpu(world, shared):
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=gpu), pytest.param(4, marks=gpu)])
-def test_one_process_plays_all_ranks_on_a_gpu(world):
+def test_one_process_emulates_all_ranks_on_a_gpu(world):
     with open_heap(world, bytes=2**20, device="cuda", timeout=20) as heap:
         messages(heap, "cuda", 1, 1)  # compiled before ranks wait for each other
         assert messages(heap, "cuda", 500, 2) == 0

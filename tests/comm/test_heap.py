@@ -1,4 +1,4 @@
-"""Symmetric heaps: allocation, views, meetings; what is left behind and who is missing."""
+"""Symmetric heaps: allocation, views, barriers, cleanup, and errors that name missing ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from meshflash.comm.handshake import DisagreementError, Meeting
 from meshflash.comm.heap import gpu, shared_files
-from meshflash.comm.heap.allocator import Blocks
+from meshflash.comm.heap.allocator import BlockAllocator
 from meshflash.comm.heap.api import ALIGN, open_heap
 from meshflash.comm.transports.contract import TransportError
 from meshflash.runtime.devices import take_device
@@ -35,23 +35,23 @@ def local(world=2, size=4096):
     return open_heap(world, bytes=size, device="cpu", timeout=1)
 
 
-def left_here():
+def leftover_files():
     return sorted(path.name for path in shared_files.folder().glob(f"{shared_files.PREFIX}*-{os.getpid()}"))
 
 
-def test_blocks_never_overlap_and_come_together_again():
+def test_allocated_blocks_never_overlap_and_free_ranges_merge():
     chance = random.Random(0)
-    blocks = Blocks(10_000)
+    allocator = BlockAllocator(10_000)
     taken: dict[int, int] = {}
     refused = 0
     for _ in range(2000):
         if taken and chance.random() < 0.5:
-            place = chance.choice(sorted(taken))
-            blocks.give(place)
-            del taken[place]
+            offset = chance.choice(sorted(taken))
+            allocator.release(offset)
+            del taken[offset]
         else:
             size, align = chance.randint(1, 900), chance.choice([16, 64, 256])
-            found = blocks.take(size, align)
+            found = allocator.allocate(size, align)
             if found is None:
                 refused += 1
                 continue
@@ -59,28 +59,28 @@ def test_blocks_never_overlap_and_come_together_again():
             assert found + size <= 10_000
             assert all(found + size <= other or other + length <= found for other, length in taken.items())
             taken[found] = size
-        assert blocks.used == sum(taken.values())
+        assert allocator.used == sum(taken.values())
     assert refused
-    for place in taken:
-        blocks.give(place)
-    assert blocks.largest == 10_000
+    for offset in taken:
+        allocator.release(offset)
+    assert allocator.largest == 10_000
 
 
-def test_a_tensor_is_at_the_same_place_on_every_rank():
+def test_tensor_has_the_same_offset_on_every_rank():
     with local(3) as heap:
         first, second = heap.allocate((3, 5), torch.bfloat16, name="first"), heap.allocate(7, torch.int64, align=16)
         heap.barrier()
         assert second.shape == (7,)
         assert second.dtype == torch.int64
         bases = heap.bases.tolist()
-        for rank in heap.played:
+        for rank in heap.local_ranks:
             assert first.peer(rank).data_ptr() == bases[rank]
             assert bases[rank] % ALIGN == 0
             assert second.peer(rank).data_ptr() - bases[rank] == 32
             assert not first.peer(rank).any()
         part = second.view(7, 1)[2:4]
         part.peer(2).fill_(9)
-        with heap.play(2):
+        with heap.as_rank(2):
             assert second.local.tolist() == [0, 0, 9, 9, 0, 0, 0]
             assert part.bases is heap.bases
         assert not second.local.any()
@@ -89,12 +89,14 @@ def test_a_tensor_is_at_the_same_place_on_every_rank():
         second.free()
 
 
-def test_what_is_freed_comes_back_zeroed_after_a_barrier():
+def test_freed_memory_is_available_and_zeroed_after_a_barrier():
     with local(size=1024) as heap:
         x = heap.allocate(256, torch.int32)
         x.local.fill_(5)
         heap.free(x)
-        with pytest.raises(ValueError, match=r"1,024 bytes asked for.*1 freed ones come back at the next barrier"):
+        with pytest.raises(
+            ValueError, match=r"1,024 bytes requested.*1 freed ones become available at the next barrier"
+        ):
             heap.allocate(256, torch.int32)
         heap.barrier()
         assert heap.usage.used == 0
@@ -105,7 +107,7 @@ def test_what_is_freed_comes_back_zeroed_after_a_barrier():
         y.free()
 
 
-def test_mistakes_are_named():
+def test_misuse_raises_with_a_remedy():
     with local() as heap:
         x = heap.allocate((4, 4), name="x")
         with pytest.raises(RuntimeError, match=r"x \[4, 4\] float32: call heap.barrier\(\) between allocate and peer"):
@@ -121,7 +123,7 @@ def test_mistakes_are_named():
             heap.allocate(3, torch.int64, align=4)
         with pytest.raises(ValueError, match=r"takes a larger number"):
             heap.allocate(10_000)
-        with pytest.raises(ValueError, match="from 0 to 1"), heap.play(2):
+        with pytest.raises(ValueError, match="from 0 to 1"), heap.as_rank(2):
             pass
         x.free()
         with pytest.raises(ValueError, match="free already"):
@@ -138,45 +140,45 @@ def test_mistakes_are_named():
         (dict(group=2, kind="remote"), "expected one of symmetric, shared, local"),
         (dict(group=None, kind="local"), "give their number"),
         (dict(group=2, kind="shared"), "expected a process group"),
-        (dict(group=None), "no process group is there"),
+        (dict(group=None), "there is no process group"),
         (dict(group=2, bytes=0), "expected a number >= 1"),
         (dict(group=2, timeout=0), "seconds > 0"),
     ],
 )
-def test_what_cannot_be_opened(arguments, message):
+def test_invalid_arguments_of_open_heap_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         open_heap(**{"bytes": 4096, "device": "cpu", **arguments})
 
 
-def test_closing_with_allocations_alive_is_reported():
+def test_closing_with_live_allocations_warns():
     heap = local()
     heap.allocate((2, 3), name="partials")
     heap.allocate(8, torch.int32).free()
     with pytest.warns(RuntimeWarning, match=r"1 allocations that were not freed: partials \[2, 3\] float32"):
         heap.close()
-    heap.close()  # a second time is nothing
+    heap.close()  # closing twice is allowed
     with pytest.warns(RuntimeWarning, match="not freed"), local() as heap:
         heap.allocate(1)
-    with warnings.catch_warnings():  # an error is the news, and not what follows from it
+    with warnings.catch_warnings():  # after an error, live allocations are no news
         warnings.simplefilter("error")
         with pytest.raises(ValueError, match="larger number"), local() as heap:
             heap.allocate(10_000, name=heap.allocate(1)._allocation.text)
 
 
 def in_shared_memory(rank, world, group):
-    """Every rank writes into all others, and all see it; nothing has a name any more."""
+    """Every rank writes to all others, and all see it; no file has a name any more."""
     with open_heap(group, bytes=8192, device="cpu", timeout=20) as heap:
         assert heap.kind == "shared"
-        assert left_here() == []
+        assert leftover_files() == []
         x = heap.allocate((world, 4), torch.int64)
         heap.barrier()
         for peer in range(world):
             x.peer(peer)[rank] = torch.arange(4) + 10 * rank + 100 * peer
         heap.barrier()
         assert x.local.tolist() == [[100 * rank + 10 * giver + n for n in range(4)] for giver in range(world)]
-        kept = x[:1].local
+        view = x[:1].local
         x.free()
-        for n in range(20):  # the same places come again on all ranks
+        for n in range(20):  # freed offsets are reused, the same on all ranks
             y = heap.allocate(64 + n)
             heap.barrier()
             y.peer((rank + 1) % world).fill_(n)
@@ -184,12 +186,12 @@ def in_shared_memory(rank, world, group):
             assert bool((y.local == n).all())
             y.free()
         used = heap.usage.peak
-    assert kept[0, 0] is not None  # still mapped, though closed
+    assert view[0, 0] is not None  # still mapped, though closed
     return used
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_shared_memory_of_real_processes(pool, world):
+def test_shared_heap_across_processes(pool, world):
     assert len(set(pool.run(world, in_shared_memory))) == 1
 
 
@@ -214,14 +216,14 @@ def one_leaves(heap):
 
 
 def raised_by(group, error, body):
-    """What a body raises in a heap."""
+    """Return the message of the error that `body` raises inside a heap."""
     with pytest.raises(error) as raised, open_heap(group, bytes=8192, device="cpu", timeout=20) as heap:
         body(heap)
     return str(raised.value)
 
 
-def troubles(rank, world, group):
-    """What goes wrong between ranks, one after another; each time all of them learn of it."""
+def failures(rank, world, group):
+    """Provoke failures between ranks, one after another; each time all ranks raise."""
     told = {
         "shapes": raised_by(group, DisagreementError, other_shapes),
         "free": raised_by(group, DisagreementError, one_frees),
@@ -241,33 +243,33 @@ def troubles(rank, world, group):
 
     if rank:
         os.posix_fallocate, kept = full, os.posix_fallocate
-    with pytest.raises(ValueError if rank else TransportError) as no_room:
+    with pytest.raises(ValueError if rank else TransportError) as no_space:
         open_heap(group, bytes=8192, device="cpu", timeout=20)
     if rank:
         os.posix_fallocate = kept
-    told["room"] = str(no_room.value)
-    assert left_here() == []
+    told["space"] = str(no_space.value)
+    assert leftover_files() == []
     return told
 
 
-def test_all_ranks_learn_what_went_wrong(pool):
-    zero, one = pool.run(2, troubles)
+def test_all_ranks_raise_when_one_fails(pool):
+    zero, one = pool.run(2, failures)
     assert zero["shapes"] == one["shapes"]
     assert "in call 1 of the heap: rank 0 called allocate x [2, 2] bfloat16, rank 1 allocate x [2, 3]" in zero["shapes"]
     assert "rank 0 called nothing, rank 1 free flags [4] float32; all ranks must allocate" in zero["free"]
     assert zero["left"] == "rank 1 left the heap by ZeroDivisionError: of rank 1"
     assert "rank 1 did not come to meeting 3 of the heap's ranks within 1 s" in zero["late"]
     assert zero["seconds"] < 5
-    assert "bytes left, and this rank's heap needs 8,192; ask for fewer bytes" in one["room"]
-    assert zero["room"].startswith("rank 1 raised ValueError: /dev/shm has")
+    assert "bytes left, and this rank's heap needs 8,192; ask for fewer bytes" in one["space"]
+    assert zero["space"].startswith("rank 1 raised ValueError: /dev/shm has")
 
 
-def test_only_what_the_dead_left_is_swept(tmp_path, monkeypatch):
+def test_sweep_removes_only_files_of_dead_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_files, "folder", lambda: tmp_path)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     assert not alive(ended.pid)
-    zombie = subprocess.Popen(["true"])  # ended, and not yet collected
+    zombie = subprocess.Popen(["true"])  # ended, and not reaped yet
     deadline = time.monotonic() + 10
     while alive(zombie.pid):
         assert time.monotonic() < deadline
@@ -277,7 +279,7 @@ def test_only_what_the_dead_left_is_swept(tmp_path, monkeypatch):
     kept = [f"{shared_files.PREFIX}d-0-{os.getpid()}", f"{shared_files.PREFIX}notes", f"other-0-{ended.pid}"]
     for name in kept:
         (tmp_path / name).touch()
-    locked = tmp_path / f"{shared_files.PREFIX}e-0-{ended.pid}"  # a living process of another container has this number
+    locked = tmp_path / f"{shared_files.PREFIX}e-0-{ended.pid}"  # a living process in another container has this id
     with locked.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         swept = shared_files.sweep()
@@ -287,8 +289,8 @@ def test_only_what_the_dead_left_is_swept(tmp_path, monkeypatch):
     zombie.wait()
 
 
-class Meetings(Meeting):
-    """Two ranks on the host, of which the other says the same as this one."""
+class TwoRanks(Meeting):
+    """A rendezvous of two ranks on one host; the other rank sends the same payload as this one."""
 
     def __init__(self):
         self.rank, self.world = 0, 2
@@ -298,13 +300,13 @@ class Meetings(Meeting):
         return [made, made]
 
 
-def test_symmetric_memory_is_zeroed_and_met_for_before_it_is_used(monkeypatch):
-    """The heap on GPUs with torch's part in memory of the host; `test_symmetric_memory` has the real one."""
+def test_symmetric_memory_is_zeroed_before_any_rank_uses_it(monkeypatch):
+    """The GPU heap with torch's part replaced by host memory; `test_symmetric_heap_on_one_gpu` has the real one."""
     done: list[str] = []
     memories = [torch.full((8192,), 7, dtype=torch.uint8) for _ in range(2)]
     begins = [-memory.data_ptr() % ALIGN for memory in memories]
 
-    class Fake(Meetings):
+    class Fake(TwoRanks):
         def __init__(self, group, seconds):
             super().__init__()
             self._said, self._ranks = [{"host": "a"}, {"host": group}], [0, 1]
@@ -327,13 +329,13 @@ def test_symmetric_memory_is_zeroed_and_met_for_before_it_is_used(monkeypatch):
     assert done == ["finished", "zeroed"]
     assert not heap.allocate(1000).local.any()
     assert heap._memories[0].sum() == 0
-    assert heap._memories[1].sum() == 7 * 4096  # that of the other rank is not ours to zero
+    assert heap._memories[1].sum() == 7 * 4096  # the other rank zeroes its own
     with pytest.warns(RuntimeWarning, match="rank 0: the heap was closed with 1 allocations"):
         heap.close()
     assert done[2:] == ["finished"]
 
 
-def test_fine_grained_memory_is_taken_and_given_back(monkeypatch):
+def test_fine_grained_memory_is_allocated_opened_and_freed(monkeypatch):
     calls: list[Any] = []
     memory = ctypes.create_string_buffer(64)
 
@@ -358,18 +360,18 @@ def test_fine_grained_memory_is_taken_and_given_back(monkeypatch):
         hipIpcCloseMemHandle=lambda pointer: calls.append(("close", pointer.value - ctypes.addressof(memory))),
         hipFree=lambda pointer: calls.append(("free", pointer.value - ctypes.addressof(memory))),
     )
-    monkeypatch.setattr(gpu, "_bytes_at", lambda address, count: address - ctypes.addressof(memory))
-    found = gpu.FineGrained(library, 32, Meetings())
+    monkeypatch.setattr(gpu, "_tensor_at", lambda address, num_bytes: address - ctypes.addressof(memory))
+    found = gpu.FineGrainedMemory(library, 32, TwoRanks())
     assert found.memories == [0, 32]
     del found
     assert calls == [("malloc", 32, 1), ("open", b"where it is", 1), ("close", 32), ("free", 0)]
     library.hipIpcOpenMemHandle = lambda *_: 17
     with pytest.raises(RuntimeError, match="hipIpcOpenMemHandle gave error 17"):
-        gpu.FineGrained(library, 32, Meetings())
+        gpu.FineGrainedMemory(library, 32, TwoRanks())
 
 
 def on_gpu(rank, world, tell):
-    """Ranks of one GPU write into each other."""
+    """Write to the heaps of all ranks of one GPU."""
     device = take_device("cuda", rank)
     with open_heap(bytes=2**16, device=device, timeout=30) as heap:
         assert heap.kind == "symmetric"
@@ -389,7 +391,7 @@ def on_gpu(rank, world, tell):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4])
-def test_symmetric_memory(world):
+def test_symmetric_heap_on_one_gpu(world):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     run_ranks(world, on_gpu, timeout=120)

@@ -1,4 +1,4 @@
-"""Products of several ranks, interpreted across real processes: ragged shapes, epochs, the same bits everywhere."""
+"""Fused GEMMs interpreted across real processes: ragged shapes, many epochs, and the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from meshflash.comm.transports.contract import TransportError
 from meshflash.gemm import FusedGemm
 from meshflash.gemm.distributed import launch as distributed_launch
 from meshflash.gemm.distributed.plan import VARIANTS
-from meshflash.gemm.distributed.problem import FusedProduct
+from meshflash.gemm.distributed.problem import DistributedGemm
 from meshflash.kernels.triton.common import INTERPRETED
 from meshflash.runtime.processes import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_fused_gpu.py runs them")
 
-#: As in test_stream_k.py; what is rounded on its way adds as much.
+#: Relative errors as in test_stream_k.py; a rounded `reduce` dtype adds its own.
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 4e-4}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A fused product, and how often it is called."""
+    """A fused GEMM, and how often it is called."""
 
     collective: str
     variant: str
@@ -42,29 +42,29 @@ class Case:
     sizes: tuple[int, ...] | None = None
     reduce: torch.dtype | None = None
     out: torch.dtype | None = None
-    turned: bool = False
+    transposed: bool = False
     calls: int = 3
 
     def whole(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of A and B."""
+        """Return the unsharded A and B."""
         m, n, k = self.shape
         generator = torch.Generator().manual_seed(seed)
         made = [torch.randn(shape, generator=generator).to(self.dtype) for shape in ((m, k), (k, n))]
         return made[0], made[1]
 
-    def parts(self, a: torch.Tensor, b: torch.Tensor, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What each rank has; columns of a matrix are not in line, and with `turned` no rows are."""
-        product = FusedProduct.of(self.collective, *self.shape, world, self.dtype, sizes=self.sizes)
+    def shards(self, a: torch.Tensor, b: torch.Tensor, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the shards of each rank; column shards are not contiguous, and with `transposed` none is row-major."""
+        problem = DistributedGemm.of(self.collective, *self.shape, world, self.dtype, sizes=self.sizes)
         k = self.shape[2]
         cuts = [0, *sorted((7 * rank * k) // (7 * world - 1) for rank in range(1, world)), k]  # not even
-        some = [cuts[rank + 1] - cuts[rank] for rank in range(world)]
+        k_sizes = [cuts[rank + 1] - cuts[rank] for rank in range(world)]
         if self.collective == "all_scatter":
-            pairs = [(a, part) for part in b.split(product.sizes, 1)]
+            pairs = [(a, shard) for shard in b.split(problem.sizes, 1)]
         elif self.collective == "ag_gemm":
-            pairs = [(part, b) for part in a.split(product.sizes)]
+            pairs = [(shard, b) for shard in a.split(problem.sizes)]
         else:
-            pairs = list(zip(a.split(some, 1), b.split(some), strict=True))
-        return [(x.T.contiguous().T, y.T.contiguous().T) for x, y in pairs] if self.turned else pairs
+            pairs = list(zip(a.split(k_sizes, 1), b.split(k_sizes), strict=True))
+        return [(x.T.contiguous().T, y.T.contiguous().T) for x, y in pairs] if self.transposed else pairs
 
     def check(self, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         want = a.double() @ b.double()
@@ -76,7 +76,7 @@ class Case:
 
 
 def across(rank, world, group, cases, late=0.0):
-    """The results of all calls of this rank, those of one case after those of the other; the last rank may be late."""
+    """Return the results of all calls of all cases on this rank; the last rank may be late."""
     results = []
     with open_heap(group, bytes=2**21, device="cpu", timeout=30) as heap:
         for number, case in enumerate(cases):
@@ -87,14 +87,14 @@ def across(rank, world, group, cases, late=0.0):
                 assert heap.usage.used <= gemm.plan.heap_bytes
                 for call in range(case.calls):
                     time.sleep(late if rank == world - 1 and call == 1 else 0)
-                    a, b = case.parts(*case.whole(10 * number + call), world)[rank]
-                    lent = gemm(a, b, copy=call % 2 == 0)
-                    results.append(lent.clone())
+                    a, b = case.shards(*case.whole(10 * number + call), world)[rank]
+                    result = gemm(a, b, copy=call % 2 == 0)
+                    results.append(result.clone())
     return results
 
 
 def check(case, number, by_rank):
-    """All calls of a case, right on every rank, and the same bits."""
+    """Check that all calls of a case are right, with the same bits on every rank."""
     for call in range(case.calls):
         a, b = case.whole(10 * number + call)
         got = [results[call] for results in by_rank]
@@ -126,14 +126,14 @@ EVERY = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_processes_and_changing_inputs(pool, variant):
+def test_two_processes_match_float64_on_changing_inputs(pool, variant):
     calls = 2 if variant == "bulk" else 3
     run(pool, 2, [Case(collective, variant, shots, calls=calls) for collective, shots in EVERY])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_four_processes_with_ragged_parts(pool, variant):
-    """Parts that differ, a rank that has none, and a result that is smaller than the number of ranks times a tile."""
+def test_four_processes_match_float64_on_uneven_shards(pool, variant):
+    """Uneven shards, a rank without any, and a result smaller than one tile per rank."""
     sizes = {"all_scatter": (1, 0, 20, 16), "ag_gemm": (2, 0, 15, 1), "gemm_rs": (0, 15, 2, 1)}
     cases = [
         Case(collective, variant, shots, (18, 37, 10), sizes=sizes.get(collective), calls=2)
@@ -142,27 +142,27 @@ def test_four_processes_with_ragged_parts(pool, variant):
     run(pool, 4, cases)
 
 
-def test_dtypes_strides_and_sums_that_travel_rounded(pool):
+def test_dtypes_strides_and_rounded_partial_sums(pool):
     cases = [
         Case("all_scatter", "epilogue", dtype=torch.bfloat16, calls=1),
-        Case("all_scatter", "producer_consumer", dtype=torch.float16, out=torch.float32, calls=1, turned=True),
-        Case("all_reduce", "epilogue", 2, dtype=torch.float16, calls=1, turned=True),
+        Case("all_scatter", "producer_consumer", dtype=torch.float16, out=torch.float32, calls=1, transposed=True),
+        Case("all_reduce", "epilogue", 2, dtype=torch.float16, calls=1, transposed=True),
         Case("all_reduce", "producer_consumer", 1, dtype=torch.bfloat16, reduce=torch.bfloat16, calls=1),
-        Case("ag_gemm", "producer_consumer", dtype=torch.float16, calls=1, turned=True),
+        Case("ag_gemm", "producer_consumer", dtype=torch.float16, calls=1, transposed=True),
         Case("ag_gemm", "epilogue", dtype=torch.bfloat16, calls=1),
         Case("gemm_rs", "bulk", dtype=torch.bfloat16, reduce=torch.float16, calls=1),
-        Case("gemm_rs", "epilogue", dtype=torch.float16, out=torch.float32, calls=1, turned=True),
+        Case("gemm_rs", "epilogue", dtype=torch.float16, out=torch.float32, calls=1, transposed=True),
     ]
     run(pool, 2, cases)
 
 
-def test_a_rank_that_waits_for_nobody_does_not_run_ahead(pool):
-    """Rank 0 gets no rows, so no message of a call keeps it from the next, and rank 1 comes late."""
+def test_rank_without_rows_does_not_run_ahead_of_a_late_rank(pool):
+    """Rank 0 receives no tiles, so only the begun flags keep it from the next call."""
     run(pool, 2, [Case("gemm_rs", "epilogue", shape=(5, 8, 8), sizes=(0, 5), calls=6)], late=0.7)
 
 
-def test_every_way_to_a_sum_gives_the_same_bits(pool):
-    """Partial sums are the same ones, added in the order of ranks by whoever adds them."""
+def test_all_reductions_give_the_same_bits(pool):
+    """Partial sums are the same, and every reducer adds them in rank order."""
     cases = [Case("all_reduce", variant, shots, calls=1) for variant in VARIANTS for shots in (1, 2)]
     cases += [Case("gemm_rs", variant, calls=1) for variant in VARIANTS]
     by_rank = pool.run(2, same_inputs, cases, timeout=120)
@@ -173,48 +173,48 @@ def test_every_way_to_a_sum_gives_the_same_bits(pool):
 
 
 def same_inputs(rank, world, group, cases):
-    """The first call of each case, on the inputs of the first."""
+    """Return the first call of each case, all on the same inputs."""
     results = []
     with open_heap(group, bytes=2**21, device="cpu", timeout=30) as heap:
         for case in cases:
             more: Any = dict(variant=case.variant, shots=case.shots, mode="data_parallel")
             with FusedGemm(heap, case.collective, *case.shape, **more) as gemm:
-                results.append(gemm(*case.parts(*case.whole(0), world)[rank]))
+                results.append(gemm(*case.shards(*case.whole(0), world)[rank]))
     return results
 
 
-def by_group(rank, world, group, cases):
-    """The bulk of a process group."""
+def with_group(rank, world, group, cases):
+    """Return the results of all cases, computed with a process group."""
     results = []
     for number, case in enumerate(cases):
         more: Any = dict(sizes=case.sizes, reduce_dtype=case.reduce, out_dtype=case.out)
         m, n, k = case.shape
         gemm = FusedGemm(group, case.collective, m, n, k, case.dtype, **more)
-        assert gemm.plan.means == "group"
-        for ignored in ("timed", "config"):
-            of_kernels: Any = {ignored: True}
+        assert gemm.plan.backend == "group"
+        for name in ("timed", "config"):
+            heap_only: Any = {name: True}
             with pytest.raises(ValueError, match="give a heap"):
-                FusedGemm(group, case.collective, m, n, k, case.dtype, **of_kernels)
+                FusedGemm(group, case.collective, m, n, k, case.dtype, **heap_only)
         assert gemm.plan.heap_bytes == 0
         for call in range(case.calls):
-            results.append(gemm(*case.parts(*case.whole(10 * number + call), world)[rank]))
+            results.append(gemm(*case.shards(*case.whole(10 * number + call), world)[rank]))
     return results
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_process_group_without_a_heap(pool, world):
+def test_process_group_matches_float64_without_a_heap(pool, world):
     sizes = {"all_scatter": (1, 0, 20, 19), "ag_gemm": (2, 0, 16, 1), "gemm_rs": (0, 16, 2, 1)} if world == 4 else {}
     cases = [
         Case(collective, "bulk", dtype=dtype, sizes=sizes.get(collective), calls=2)
         for collective in ("all_scatter", "all_reduce", "ag_gemm", "gemm_rs")
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    by_rank = pool.run(world, by_group, cases)
+    by_rank = pool.run(world, with_group, cases)
     for number, case in enumerate(cases):
         check(case, number, [results[2 * number : 2 * number + 2] for results in by_rank])
     exact = Case("gemm_rs", "bulk", dtype=torch.float64, calls=1)
     a, b = exact.whole(0)
-    got = torch.cat([results[0] for results in pool.run(world, by_group, [exact])])
+    got = torch.cat([results[0] for results in pool.run(world, with_group, [exact])])
     torch.testing.assert_close(got, a @ b)
 
 
@@ -223,29 +223,29 @@ def disagreeing(rank, world, group):
         FusedGemm(heap, "all_reduce", 16, 16 + 16 * rank, 16)
 
 
-def test_ranks_that_disagree_are_told(pool):
-    with pytest.raises(Exception, match=r"ranks disagree in n of a fused product: rank 0 has 16, rank 1 32") as raised:
+def test_ranks_with_different_problems_raise(pool):
+    with pytest.raises(Exception, match=r"ranks disagree in n of a fused GEMM: rank 0 has 16, rank 1 32") as raised:
         pool.run(2, disagreeing)
     assert DisagreementError.__name__ in str(raised.value)
 
 
 def killed(rank, world, tell):
-    """In its second call rank 1 puts its parts, and is killed before it adds up the tiles that it owns."""
+    """In the second call rank 1 sends its partial tiles and is killed before it reduces its own tiles."""
     heap = open_heap(bytes=2**20, device="cpu", timeout=2)
     gemm = FusedGemm(heap, "all_reduce", 33, 40, 18, variant="epilogue", shots=2)
     case = Case("all_reduce", "epilogue", 2, (33, 40, 18))
     a, b = case.whole(0)
-    mine = case.parts(a, b, world)[rank]
+    mine = case.shards(a, b, world)[rank]
     case.check(gemm(*mine), a, b)
     if rank == 1:
-        distributed_launch.receive = lambda *more: os.kill(os.getpid(), signals.SIGKILL)
+        distributed_launch.reduce_tiles = lambda *more: os.kill(os.getpid(), signals.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(TransportError) as raised:
         gemm(*mine)
     tell((rank, str(raised.value), time.monotonic() - begin))
 
 
-def test_a_rank_killed_in_a_call_ends_the_others(monkeypatch):
+def test_rank_killed_in_a_call_raises_on_the_others(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # new processes import this file by its name here
     told: list[Any] = []
     with pytest.raises(RankError, match="rank 1 died with exit code -9"):

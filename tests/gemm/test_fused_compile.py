@@ -1,6 +1,6 @@
-"""The kernels of fused products, compiled for GPUs that are not here: they fit, and loops of products do not spill.
+"""Fused GEMM + collective kernels cross-compiled for GPUs that are not here: they fit, and main loops do not spill.
 
-As in `test_gemm_compile.py`, by a process of its own that runs this very file as a script.
+As in `test_gemm_compile.py`, compilation runs in a separate process, which executes this file as a script.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from meshflash.gemm.configs import HOPPER_CANDIDATES, Config
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
-CORES = 132
+NUM_SMS = 132
 
 
 @dataclass(frozen=True)
 class Call:
-    """A fused product of `size` in each dimension, in a configuration or in the default one.
+    """A fused GEMM of `size` in each dimension, in a given or the default configuration.
 
-    `layout` is that of both operands, as plans of products call it; no descriptor describes those that are not aligned.
+    `layout` is that of `GemmProblem`. TMA cannot load operands that are not `aligned`.
     """
 
     collective: str
     variant: str
     shots: int | None = None
-    numbers: str = "bfloat16"
+    dtype: str = "bfloat16"
     aligned: bool = True
     reduce: str = "float32"
     timed: bool = False
@@ -47,21 +47,21 @@ class Call:
     layout: str = "nn"
     size: int = 4096
 
-    def has_roles(self, target: str) -> bool:
-        """Whether the kernel in Gluon serves it, as default ones are of half precision on a Hopper GPU."""
-        asked = Config(*self.config).roles if self.config else self.numbers != "float32"
+    def is_warp_specialized(self, target: str) -> bool:
+        """Whether the warp-specialized kernel serves it; it is the default in half precision on Hopper."""
+        requested = Config(*self.config).warp_specialized if self.config else self.dtype != "float32"
         fits = self.collective == "all_scatter" and self.variant == "epilogue" and self.aligned and self.world <= 8
-        return bool(asked) and fits and target == "sm_90"
+        return bool(requested) and fits and target == "sm_90"
 
     def __str__(self) -> str:
         more = [f"in {self.shots}"] * bool(self.shots) + ["unaligned"] * (not self.aligned) + ["timed"] * self.timed
         more += ["x".join(map(str, self.config))] * bool(self.config) + [f"{self.world} ranks"] * (self.world != 4)
         more += [self.layout] * (self.layout != "nn") + [f"of {self.size}"] * (self.size != 4096)
-        return " ".join((self.collective, self.variant, self.numbers, f"by {self.reduce}", *more))
+        return " ".join((self.collective, self.variant, self.dtype, f"by {self.reduce}", *more))
 
 
 def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str]:
-    """The kernels of each call, or what went wrong."""
+    """Return the kernels of each call, or the compiler's error."""
     with tempfile.TemporaryDirectory() as folder:  # a kernel from Triton's cache has no log of ptxas
         paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **environment_of(folder), "PYTHONPATH": paths}
@@ -87,63 +87,64 @@ def main(target: str, work: str, into: str) -> None:
     built: list[Built] = []
     answers: list[Any] = []
     _pretend(target, built)
-    vars(configs)["cores"] = lambda device: CORES
-    gemm_plan.Product.unsupported_reason = None  # type: ignore[assignment,method-assign] # the device is none that kernels run on
+    vars(configs)["num_sms"] = lambda device: NUM_SMS
+    gemm_plan.GemmProblem.unsupported_reason = None  # type: ignore[assignment,method-assign] # no kernel runs on device "meta"
     for fields in json.loads(work):
         built.clear()
         try:
             make(Call(**fields | {"config": tuple(fields["config"])}))
             answers.append([asdict(one) for one in built])
-        except Exception as error:  # a compiler's own, of any kind, and the other calls are still to come
+        except Exception as error:  # compilers raise errors of any type; go on with the other calls
             answers.append(f"{type(error).__name__}: {error}")
     Path(into).write_text(json.dumps(answers))
 
 
 def make(call: Call) -> None:
-    """Go through the stages of a call on tensors that are not there; launches compile."""
+    """Run the stages of a call on tensors without storage; each launch compiles its kernel."""
     import torch
 
     from meshflash.gemm.distributed.exchange import Exchange
-    from meshflash.gemm.distributed.launch import Ends, columns_of
+    from meshflash.gemm.distributed.launch import CallBuffers, describe_peer_columns
     from meshflash.gemm.distributed.plan import plan_fused
-    from meshflash.gemm.distributed.problem import FusedProduct
+    from meshflash.gemm.distributed.problem import DistributedGemm
 
     device, world, size = torch.device("meta"), call.world, call.size
-    dtype = getattr(torch, call.numbers)
-    product = FusedProduct.of(
+    dtype = getattr(torch, call.dtype)
+    problem = DistributedGemm.of(
         *(call.collective, size, size, size, world, dtype), reduce_dtype=getattr(torch, call.reduce)
     )
     config = Config(*call.config) if call.config else None
-    plan = plan_fused(product, device, variant=call.variant, shots=call.shots, config=config)
+    plan = plan_fused(problem, device, variant=call.variant, shots=call.shots, config=config)
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device=device)
 
-    rooms: dict[str, Any] = {name: empty(*shape, kind=kind) for name, (shape, kind) in plan.rooms().items()}
-    begun = rooms["begun"]
-    firsts, words = empty(world + 1, kind=torch.int32), empty(world, kind=torch.int64)
+    heap_buffers: dict[str, Any] = {name: empty(*shape, kind=kind) for name, (shape, kind) in plan.buffers().items()}
+    begun = heap_buffers["begun"]
+    starts, words = empty(world + 1, kind=torch.int32), empty(world, kind=torch.int64)
     exchange = Exchange.__new__(Exchange)
-    exchange.plan, exchange.mode, exchange._firsts = plan, "torch", firsts
-    exchange._own = {world - 1: firsts}
-    vars(exchange).update(heap=SimpleNamespace(device=device), _product=lambda a, b: empty(a.shape[0], b.shape[1]))
-    flags = {name: rooms.get(name, begun) for name in ("begun", "arrived", "flags", "ready")}
-    data = {name: rooms[name][0] if name in rooms else begun for name in ("inbox", "matrix")}
+    exchange.plan, exchange.mode, exchange._section_starts = plan, "torch", starts
+    exchange._own_section = {world - 1: starts}
+    vars(exchange).update(heap=SimpleNamespace(device=device), _local_gemm=lambda a, b: empty(a.shape[0], b.shape[1]))
+    flags = {name: heap_buffers.get(name, begun) for name in ("begun", "arrived", "flags", "ready")}
+    data = {name: heap_buffers[name][0] if name in heap_buffers else begun for name in ("inbox", "matrix")}
     times = empty(10, 3, kind=torch.int64) if call.timed else None
-    tables: dict[str, Any] = {"bases": words, "status": words, "firsts": firsts, "wanted": words, "times": times}
-    columns = columns_of(plan, world - 1, [data["matrix"]] * world)
-    ends = Ends(rank=world - 1, epoch=5, columns=columns, **flags, **data, **tables)
-    some = size // world
-    rows = {"all_scatter": (size, size, some), "ag_gemm": (some, size, size)}.get(call.collective, (size, some, size))
-    m, k, n = rows
+    tables: dict[str, Any] = {"bases": words, "status": words, "section_starts": starts, "expected": words}
+    columns = describe_peer_columns(plan, world - 1, [data["matrix"]] * world)
+    buffers = CallBuffers(rank=world - 1, epoch=5, peer_columns=columns, times=times, **flags, **data, **tables)
+    shard = size // world
+    m, k, n = {"all_scatter": (size, size, shard), "ag_gemm": (shard, size, size)}.get(
+        call.collective, (size, shard, size)
+    )
 
-    def matrix(rows: int, columns: int, turned: bool) -> torch.Tensor:
-        if turned:
+    def matrix(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+        if transposed:
             return matrix(columns, rows, False).T
         return empty(rows, columns + (not call.aligned))[:, :columns]
 
     a, b = matrix(m, k, call.layout[0] == "t"), matrix(k, n, call.layout[1] == "t")
-    for stage in exchange._stages(ends, a, b, {}):
-        stage.do()
+    for stage in exchange._stages(buffers, a, b, {}):
+        stage.launch()
 
 
 COLLECTIVES = (("all_scatter", None), ("all_reduce", 1), ("all_reduce", 2), ("ag_gemm", None), ("gemm_rs", None))
@@ -159,63 +160,67 @@ ANYWHERE = (
     Call("all_reduce", "epilogue", 1, "float16", reduce="float16"),
     Call("gemm_rs", "epilogue", None, reduce="bfloat16"),
 )
-#: Configurations in which warps have roles, also with room for all of a tile that is sent.
-ROLES = tuple(
-    replace(config, stages=config.stages - fewer) for config in HOPPER_CANDIDATES if config.roles for fewer in (0, 1)
+#: Warp-specialized configurations, also with one stage less, which leaves shared memory for two output buffers.
+WARP_SPECIALIZED = tuple(
+    replace(config, num_stages=config.num_stages - fewer)
+    for config in HOPPER_CANDIDATES
+    if config.warp_specialized
+    for fewer in (0, 1)
 )
-#: Such that tiles are in parts: some after two rounds, and half a round, each tile of which is in two.
-CUT = (
-    *(Call("all_scatter", "epilogue", config=astuple(config), size=6144) for config in ROLES[:3:2]),
-    Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=8),
-    Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=8, timed=True),
+#: Calls with split tiles: a tail after two waves, and half a wave in which each tile has two splits.
+SPLIT = (
+    *(Call("all_scatter", "epilogue", config=astuple(config), size=6144) for config in WARP_SPECIALIZED[:3:2]),
+    Call("all_scatter", "epilogue", config=astuple(WARP_SPECIALIZED[0]), world=8),
+    Call("all_scatter", "epilogue", config=astuple(WARP_SPECIALIZED[0]), world=8, timed=True),
 )
-#: Of a Hopper GPU: the kernel in Gluon, and who asks for it where it does not serve.
+#: Hopper: the warp-specialized kernel, and calls that ask for it where it does not apply.
 HOPPER = (
-    *CUT,
-    *(Call("all_scatter", "epilogue", config=astuple(config)) for config in ROLES),
-    *(Call("all_scatter", "epilogue", config=astuple(ROLES[0]), world=world) for world in (1, 2, 16)),
-    *(Call("all_scatter", "epilogue", config=astuple(ROLES[0]), layout=layout) for layout in ("nt", "tn", "tt")),
-    Call("all_scatter", "epilogue", None, "float16", config=astuple(ROLES[0])),
-    Call("all_scatter", "epilogue", config=astuple(ROLES[0]), aligned=False),
-    *(Call("all_scatter", variant, config=astuple(ROLES[0])) for variant in ("producer_consumer", "bulk")),
-    *(Call(collective, "epilogue", config=astuple(ROLES[1])) for collective in ("ag_gemm", "gemm_rs")),
+    *SPLIT,
+    *(Call("all_scatter", "epilogue", config=astuple(config)) for config in WARP_SPECIALIZED),
+    *(Call("all_scatter", "epilogue", config=astuple(WARP_SPECIALIZED[0]), world=world) for world in (1, 2, 16)),
+    *(
+        Call("all_scatter", "epilogue", config=astuple(WARP_SPECIALIZED[0]), layout=layout)
+        for layout in ("nt", "tn", "tt")
+    ),
+    Call("all_scatter", "epilogue", None, "float16", config=astuple(WARP_SPECIALIZED[0])),
+    Call("all_scatter", "epilogue", config=astuple(WARP_SPECIALIZED[0]), aligned=False),
+    *(Call("all_scatter", variant, config=astuple(WARP_SPECIALIZED[0])) for variant in ("producer_consumer", "bulk")),
+    *(Call(collective, "epilogue", config=astuple(WARP_SPECIALIZED[1])) for collective in ("ag_gemm", "gemm_rs")),
 )
 ALL = {target: (*ANYWHERE, *(HOPPER if target == "sm_90" else ())) for target in ("sm_90", "sm_100", "sm_80", "gfx942")}
-#: In the ordinary run: products that put, by warps that have roles and by others, one that adds up and puts, and two
-#: whose rows come by descriptors, of which one makes them itself.
+#: Compiled in the ordinary test run: all_scatter with and without warp specialization, a two-shot all-reduce, and two
+#: ag_gemm that load by TMA; one of them makes its descriptors on the device.
 FEW = (
-    CUT[0],
+    SPLIT[0],
     Call("all_reduce", "epilogue", 2),
     Call("ag_gemm", "producer_consumer"),
     Call("ag_gemm", "epilogue"),
 )
-#: Bytes that a thread may spill, outside of the loop over K.
+#: Bytes that a thread may spill outside of the main loop.
 SPILLED = {"sm_90": 0, "sm_100": 192, "sm_80": 0, "gfx942": 0}
-#: The same where parts are added up, which waits for memory.
-SPILLED_IN_SUMS = 8
+#: The same for the reduction, which is bound by memory latency.
+SPILLED_IN_REDUCTION = 8
 
 
 def check(target: str, call: Call, built: list[Built] | str) -> None:
     assert not isinstance(built, str), built
     kernels = [kernel.kernel for kernel in built]
     assert kernels[0] == "send"
-    assert (built[0].barrier > 0) == call.has_roles(target), "groups of warps with roles have barriers of their own"
-    assert ("send_sums" in kernels) == (call in CUT)
+    assert (built[0].barrier > 0) == call.is_warp_specialized(target), "warpgroups of it have named barriers"
+    assert ("send_split_tiles" in kernels) == (call in SPLIT)
     assert len(kernels) > 1 or (call.collective, call.variant) == ("ag_gemm", "bulk")
     for kernel in built:
         assert kernel.shared <= TARGETS[target].shared, kernel
         assert kernel.registers <= TARGETS[target].registers, kernel
-        assert kernel.spilled <= max(SPILLED[target], SPILLED_IN_SUMS * (kernel.kernel == "receive")), kernel
+        assert kernel.spilled <= max(SPILLED[target], SPILLED_IN_REDUCTION * (kernel.kernel == "reduce_tiles")), kernel
         assert not kernel.serialized, kernel
-    # a bulk's product is another kernel's
-    if target == "sm_90" and call.numbers != "float32" and call.aligned and call.variant != "bulk":
-        multiplies = built[1 if call.collective == "ag_gemm" else 0]
-        assert multiplies.local == 0, (
-            "the loop copies by descriptors, multiplies by warp groups, and stays in registers"
-        )
+    # the GEMM of the bulk variant is a kernel of test_gemm_compile.py
+    if target == "sm_90" and call.dtype != "float32" and call.aligned and call.variant != "bulk":
+        gemm = built[1 if call.collective == "ag_gemm" else 0]
+        assert gemm.local == 0, "the main loop loads by TMA, multiplies by wgmma and does not spill"
 
 
-def test_fused_products_fit_a_hopper_gpu():
+def test_fused_kernels_fit_hopper():
     if lacking := missing("sm_90"):
         pytest.skip(f"no {lacking} here")
     for call, built in compiled("sm_90", FEW).items():
@@ -232,7 +237,7 @@ def every(target: str) -> dict[Call, list[Built] | str]:
     ("target", "call"),
     [pytest.param(target, call, id=f"{target} {call}") for target, calls in ALL.items() for call in calls],
 )
-def test_every_collective_fits(target, call):
+def test_every_collective_fits_its_target(target, call):
     if lacking := missing(target):
         pytest.skip(f"no {lacking} here")
     check(target, call, every(target)[call])

@@ -1,7 +1,7 @@
-"""The kernel of products, compiled for GPUs that are not here: it fits, spills nothing, and overlaps its products.
+"""GEMM kernels cross-compiled for GPUs that are not here: they fit, do not spill, and overlap wgmma with loads.
 
-As in `cross.py`, by a process of its own that runs this very file as a script, under a driver that only names its
-target.
+As in `cross.py`, compilation runs in a separate process, which executes this file as a script under a driver that only
+names its target.
 """
 
 from __future__ import annotations
@@ -27,35 +27,38 @@ from meshflash.gemm.configs import HOPPER_CANDIDATES, Config
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parents[1]
-#: Multiprocessors of the GPU that is not here.
-CORES = 132
+#: SMs of the target GPU.
+NUM_SMS = 132
 
 
 @dataclass(frozen=True)
 class Call:
-    """A product in a configuration, or in the one of this number in the table of the target."""
+    """A GEMM to compile: in configuration `config`, or else in entry `which` of the target's table.
+
+    With `wide`, strides are so large that offsets need int64. `out` is the dtype of the result, if not that of A and B.
+    """
 
     mode: str
     config: tuple[int, ...] = ()
     which: int = 0
-    numbers: str = "bfloat16"
+    dtype: str = "bfloat16"
     layout: str = "nn"
     aligned: bool = True
     activation: str | None = None
-    keep: bool = False
+    preact: bool = False
     wide: bool = False
     out: str = ""
 
     def __str__(self) -> str:
         config = "x".join(map(str, self.config)) or f"#{self.which}"
         more = [self.activation] if self.activation else []
-        more += [word for word in ("keep", "wide") if getattr(self, word)] + ["unaligned"] * (not self.aligned)
+        more += [word for word in ("preact", "wide") if getattr(self, word)] + ["unaligned"] * (not self.aligned)
         more += [f"to {self.out}"] if self.out else []
-        return " ".join((self.mode, config, self.numbers, self.layout, *more))
+        return " ".join((self.mode, config, self.dtype, self.layout, *more))
 
 
 def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str]:
-    """The kernels of each call, or what the compiler said."""
+    """Return the kernels of each call, or the compiler's error."""
     with tempfile.TemporaryDirectory() as folder:  # a kernel from Triton's cache has no log of ptxas
         paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **environment_of(folder), "PYTHONPATH": paths}
@@ -77,13 +80,13 @@ def main(target: str, work: str, into: str) -> None:
     built: list[Built] = []
     answers: list[Any] = []
     _pretend(target, built)
-    vars(configs)["cores"] = lambda device: CORES
+    vars(configs)["num_sms"] = lambda device: NUM_SMS
     for fields in json.loads(work):
         built.clear()
         try:
             make(Call(**fields | {"config": tuple(fields["config"])}))
             answers.append([asdict(one) for one in built])
-        except Exception as error:  # a compiler's own, of any kind, and the other calls are still to come
+        except Exception as error:  # compilers raise errors of any type; go on with the other calls
             answers.append(f"{type(error).__name__}: {error}")
     Path(into).write_text(json.dumps(answers))
 
@@ -93,71 +96,79 @@ def make(call: Call) -> None:
 
     from meshflash.gemm.launch import Epilogue, run
 
-    dtype = torch.float32 if call.numbers == "tf32" else getattr(torch, call.numbers)
-    precision = "tf32" if call.numbers == "tf32" else "ieee"
+    dtype = torch.float32 if call.dtype == "tf32" else getattr(torch, call.dtype)
+    precision = "tf32" if call.dtype == "tf32" else "ieee"
 
-    def matrix(rows: int, columns: int, turned: bool) -> torch.Tensor:
-        if turned:
+    def matrix(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+        if transposed:
             return matrix(columns, rows, False).T
         stride = 2**22 + 1 if call.wide else columns if call.aligned else columns + 1
         return torch.empty(rows, stride, dtype=dtype, device="meta")[:, :columns]
 
     size = 1024
-    m, n = (size // 2, size // 2) if call.mode == "split_k" else (5 * size, size)  # less than a wave, or more
+    m, n = (size // 2, size // 2) if call.mode == "split_k" else (5 * size, size)  # less than one wave, or more
     a, b = matrix(m, size, call.layout[0] == "t"), matrix(size, n, call.layout[1] == "t")
-    product = gemm_plan.Product.of(a, b, precision)
-    table = configs.table(product.numbers, product.lined, a.device)
+    problem = gemm_plan.GemmProblem.of(a, b, precision)
+    table = configs.table(problem.dtype_name, problem.tma_aligned, a.device)
     config = Config(*call.config) if call.config else table[call.which]
-    plan = gemm_plan.plan(product, call.mode, config, "")
+    plan = gemm_plan.make_plan(problem, call.mode, config, "")
     bias = torch.empty(n, device="meta") if call.activation else None
     out = getattr(torch, call.out) if call.out else dtype
-    run(plan, a, b, precision, Epilogue(out, bias, call.activation, call.keep))
+    run(plan, a, b, precision, Epilogue(out, bias, call.activation, call.preact))
 
 
-#: The kernel in Gluon.
-ROLES = astuple(next(config for config in HOPPER_CANDIDATES if config.roles))
-#: What comes with meshflash, in the layouts of a forward and of a backward, with every epilogue, and unaligned.
+#: A configuration of the warp-specialized kernel.
+WARP_SPECIALIZED = astuple(next(config for config in HOPPER_CANDIDATES if config.warp_specialized))
+#: Shipped configurations on Hopper: the operand layouts of forward and backward, and every epilogue.
 HOPPER = (
     *(Call(mode, astuple(config)) for config in HOPPER_CANDIDATES for mode in ("stream_k", "data_parallel")),
     *(Call("split_k", which=which) for which in range(3)),
     *(Call("stream_k", which=which, layout=layout) for which in range(3) for layout in ("nt", "tn", "tt")),
-    *(Call("stream_k", activation=name, keep=keep) for name in ("relu", "gelu", "silu") for keep in (False, True)),
+    *(
+        Call("stream_k", activation=name, preact=preact)
+        for name in ("relu", "gelu", "silu")
+        for preact in (False, True)
+    ),
     *(Call("stream_k", astuple(config), out="float32") for config in HOPPER_CANDIDATES),
-    *(Call("stream_k", ROLES, layout=layout) for layout in ("nt", "tn", "tt")),
-    *(Call("stream_k", ROLES, activation=name, keep=keep) for name in ("relu", "gelu") for keep in (False, True)),
-    *(Call("stream_k", out="float32", activation="gelu", keep=keep) for keep in (False, True)),
-    Call("stream_k", numbers="float16"),
+    *(Call("stream_k", WARP_SPECIALIZED, layout=layout) for layout in ("nt", "tn", "tt")),
+    *(
+        Call("stream_k", WARP_SPECIALIZED, activation=name, preact=preact)
+        for name in ("relu", "gelu")
+        for preact in (False, True)
+    ),
+    *(Call("stream_k", out="float32", activation="gelu", preact=preact) for preact in (False, True)),
+    Call("stream_k", dtype="float16"),
 )
 ANYWHERE = (
     *(Call(mode, which=which) for which in range(3) for mode in ("stream_k", "data_parallel", "split_k")),
     *(Call("stream_k", which=which, aligned=False) for which in range(3)),
-    *(Call("stream_k", which=which, numbers=numbers) for which in range(3) for numbers in ("float32", "tf32")),
+    *(Call("stream_k", which=which, dtype=dtype) for which in range(3) for dtype in ("float32", "tf32")),
     Call("stream_k", wide=True),
-    Call("stream_k", numbers="float32", activation="gelu", keep=True),
+    Call("stream_k", dtype="float32", activation="gelu", preact=True),
 )
 ALL = {"sm_90": (*HOPPER, *ANYWHERE), "sm_100": ANYWHERE, "sm_80": ANYWHERE, "gfx942": ANYWHERE}
-#: In the ordinary run: the one that large products take.
+#: Compiled in the ordinary test run: the kernel of large GEMMs.
 FEW = (Call("stream_k"),)
-#: Bytes that a thread may spill, outside of the loop over K.
+#: Bytes that a thread may spill outside of the main loop.
 SPILLED = {"sm_90": 0, "sm_100": 192, "sm_80": 0, "gfx942": 0}
-#: The same where two float32 results are stored.
-SPILLED_WIDE = 16
+#: The same where two float32 results are stored: output and pre-activation.
+SPILLED_TWO_OUTPUTS = 16
 
 
 def check(target: str, built: dict[Call, list[Built] | str], call: Call) -> None:
     kernels = built[call]
     assert not isinstance(kernels, str), kernels
-    assert len(kernels) == 1 + (call.mode != "data_parallel"), "what is in parts is added up by a second one"
+    assert len(kernels) == 1 + (call.mode != "data_parallel"), "a second kernel combines split tiles"
     for kernel in kernels:
         assert kernel.shared <= TARGETS[target].shared, kernel
         assert kernel.registers <= TARGETS[target].registers, kernel
-        assert kernel.spilled <= (SPILLED_WIDE if call.keep and call.out else SPILLED[target]), kernel
+        assert kernel.spilled <= (SPILLED_TWO_OUTPUTS if call.preact and call.out else SPILLED[target]), kernel
         assert not kernel.serialized, kernel
-    if target == "sm_90" and call.numbers in ("bfloat16", "float16") and call.aligned and not call.wide:
-        assert kernels[0].local == 0, "the loop copies by descriptors, multiplies by warp groups, stays in registers"
+    if target == "sm_90" and call.dtype in ("bfloat16", "float16") and call.aligned and not call.wide:
+        assert kernels[0].local == 0, "the main loop loads by TMA, multiplies by wgmma and does not spill"
 
 
-def test_large_products_fit_a_hopper_gpu():
+def test_kernel_of_large_gemms_fits_hopper():
     if lacking := missing("sm_90"):
         pytest.skip(f"no {lacking} here")
     built = compiled("sm_90", FEW)
@@ -175,19 +186,19 @@ def every(target: str) -> dict[Call, list[Built] | str]:
     ("target", "call"),
     [pytest.param(target, call, id=f"{target} {call}") for target, calls in ALL.items() for call in calls],
 )
-def test_every_configuration_fits(target, call):
+def test_every_configuration_fits_its_target(target, call):
     if lacking := missing(target):
         pytest.skip(f"no {lacking} here")
     check(target, every(target), call)
 
 
-def test_two_programs_on_a_multiprocessor_fit():
-    """Where a configuration says so: shared memory by its blocks, as the compiled kernels have it, and registers."""
+def test_configurations_with_two_ctas_per_sm_fit_shared_memory_and_registers():
+    """Shared memory is estimated from the blocks, as in the compiled kernels."""
     for config in HOPPER_CANDIDATES:
-        stages = config.stages * (config.block_m + config.block_n) * config.block_k * 2
-        half_a_result = config.block_m * config.block_n
-        assert config.per_core * (stages + half_a_result + 2048) <= 228 * 1024, config
-        assert config.per_core * config.warps * 32 * 255 <= 65536 or config.per_core == 1, config
+        stages = config.num_stages * (config.block_m + config.block_n) * config.block_k * 2
+        output_buffer = config.block_m * config.block_n
+        assert config.ctas_per_sm * (stages + output_buffer + 2048) <= 228 * 1024, config
+        assert config.ctas_per_sm * config.num_warps * 32 * 255 <= 65536 or config.ctas_per_sm == 1, config
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Products on a GPU against float64: run with `-m gpu`."""
+"""GEMMs on a GPU against float64: run with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meshflash.bench import record
 from meshflash.cli import app
 from meshflash.gemm import configs, launch, matmul
 from meshflash.gemm.launch import ACTIVATIONS, Epilogue, run
-from meshflash.gemm.plan import KERNELS, MODES, Product, plan
+from meshflash.gemm.plan import KERNELS, MODES, GemmProblem, make_plan
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-#: Norm of the difference over that of the result: what rounding to the dtype leaves, and the order of sums.
+#: Relative error in the norm, from rounding to the dtype and the order of sums.
 ALLOWED = {"float32": 3e-6, "tf32": 1e-3, "bfloat16": 2.5e-3, "float16": 4e-4}
 SHAPES = [
     (1, 1, 1),
@@ -42,7 +42,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Memory that nobody wrote is NaN, the workspace of the stream among it."""
+    """Fill uninitialized memory with NaN, including the workspace of the stream."""
     empty = torch.empty
 
     def poison(*args, **more):
@@ -50,35 +50,35 @@ def poisoned(monkeypatch):
         return x.fill_(torch.nan) if x.dtype.is_floating_point else x
 
     monkeypatch.setattr(torch, "empty", poison)
-    launch._kept.clear()
+    launch._workspaces.clear()
 
 
-def operands(m, n, k, numbers="bfloat16", layout="nn", seed=0):
+def operands(m, n, k, dtype_name="bfloat16", layout="nn", seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
-    dtype = torch.float32 if numbers == "tf32" else getattr(torch, numbers)
+    dtype = torch.float32 if dtype_name == "tf32" else getattr(torch, dtype_name)
 
-    def matrix(rows, columns, turned):
-        shape = (columns, rows) if turned else (rows, columns)
+    def matrix(rows, columns, transposed):
+        shape = (columns, rows) if transposed else (rows, columns)
         x = torch.randn(shape, generator=generator, device="cuda").to(dtype)
-        return x.T if turned else x
+        return x.T if transposed else x
 
     return matrix(m, k, layout[0] == "t"), matrix(k, n, layout[1] == "t")
 
 
-def check(got, want, numbers="bfloat16", least=0.0):
-    """Against the norm of what is wanted, or the least that is to be expected where chance left almost nothing."""
+def check(got, want, dtype_name="bfloat16", least=0.0):
+    """Compare relative to the norm of `want`, or to `least` where almost everything in it cancelled."""
     assert got.shape == want.shape
     error = float((got.double() - want.double()).norm()) / max(float(want.double().norm()), least)
-    assert error <= ALLOWED[numbers], error
+    assert error <= ALLOWED[dtype_name], error
 
 
-def precision(numbers):
-    return "tf32" if numbers == "tf32" else "ieee"
+def precision(dtype_name):
+    return "tf32" if dtype_name == "tf32" else "ieee"
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(shape, mode):
+def test_shapes_match_float64(shape, mode):
     a, b = operands(*shape)
     check(matmul(a, b, mode=mode, out_dtype=torch.float32), a.double() @ b.double())
     check(matmul(a, b, mode=mode), a.double() @ b.double())
@@ -86,14 +86,14 @@ def test_shapes(shape, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
-@pytest.mark.parametrize("numbers", ALLOWED)
-def test_dtypes_and_layouts(numbers, layout, mode):
+@pytest.mark.parametrize("dtype_name", ALLOWED)
+def test_dtypes_and_layouts_match_float64(dtype_name, layout, mode):
     for shape in ((1024, 768, 2048), (333, 250, 1001)):
-        a, b = operands(*shape, numbers, layout)
-        check(matmul(a, b, mode=mode, precision=precision(numbers)), a.double() @ b.double(), numbers)
+        a, b = operands(*shape, dtype_name, layout)
+        check(matmul(a, b, mode=mode, precision=precision(dtype_name)), a.double() @ b.double(), dtype_name)
 
 
-def test_a_hundred_shapes_at_random():
+def test_a_hundred_random_shapes_match_float64():
     draw = random.Random(0)
 
     def size():
@@ -101,46 +101,46 @@ def test_a_hundred_shapes_at_random():
 
     for turn in range(100):
         m, n, k = size(), size(), size()
-        numbers, layout, mode = draw.choice([*ALLOWED]), draw.choice(["nn", "nt", "tn", "tt"]), draw.choice(KERNELS)
-        a, b = operands(m, n, k, numbers, layout, seed=turn)
+        dtype_name, layout, mode = draw.choice([*ALLOWED]), draw.choice(["nn", "nt", "tn", "tt"]), draw.choice(KERNELS)
+        a, b = operands(m, n, k, dtype_name, layout, seed=turn)
         bias = torch.randn(n, device="cuda") if draw.random() < 0.5 else None
         activation = draw.choice([None, *ACTIVATIONS])
-        got = matmul(a, b, bias=bias, activation=activation, mode=mode, precision=precision(numbers))
+        got = matmul(a, b, bias=bias, activation=activation, mode=mode, precision=precision(dtype_name))
         want = a.double() @ b.double() + (0 if bias is None else bias.double())
         if activation:
             want = ACTIVATIONS[activation](want)
-        few = m * n < 64  # an activation may cancel all of them, but not the errors of their sums
-        check(got, want, numbers, least=(m * n * k) ** 0.5 if few else 0.0)
+        few = m * n < 64  # an activation may zero all of them, but not the errors of their sums
+        check(got, want, dtype_name, least=(m * n * k) ** 0.5 if few else 0.0)
 
 
 @pytest.mark.parametrize("mode", KERNELS)
-def test_every_candidate_is_right(mode):
+def test_every_candidate_configuration_matches_float64(mode):
     for layout in ("nn", "nt", "tn", "tt"):
         a, b = operands(1112, 1096, 2056, layout=layout)
-        product = Product.of(a, b)
+        problem = GemmProblem.of(a, b)
         for config in configs.candidates("bfloat16", a.device):
-            out, _ = run(plan(product, mode, config, ""), a, b, "ieee", Epilogue(a.dtype))
+            out, _ = run(make_plan(problem, mode, config, ""), a, b, "ieee", Epilogue(a.dtype))
             check(out, a.double() @ b.double())
 
 
-@pytest.mark.parametrize("roles", [0, 1])
+@pytest.mark.parametrize("warp_specialized", [0, 1])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_epilogues_of_both_kernels(activation, roles):
-    """Of whole tiles and of those in parts."""
+def test_epilogues_of_both_kernels_match_float64(activation, warp_specialized):
+    """For full tiles and for split tiles."""
     a, b = operands(1112, 1096, 2056)
     bias = torch.randn(1096, device="cuda")
-    config = next(x for x in configs.HOPPER_CANDIDATES if x.roles == roles)
+    config = next(x for x in configs.HOPPER_CANDIDATES if x.warp_specialized == warp_specialized)
     for mode in ("stream_k", "data_parallel"):
-        found = plan(Product.of(a, b), mode, config, "")
-        out, kept = run(found, a, b, "ieee", Epilogue(a.dtype, bias, activation, keep=True))
+        found = make_plan(GemmProblem.of(a, b), mode, config, "")
+        out, preactivation = run(found, a, b, "ieee", Epilogue(a.dtype, bias, activation, store_preactivation=True))
         want = a.double() @ b.double() + bias.double()
-        check(kept, want)
+        check(preactivation, want)
         check(out, ACTIVATIONS[activation](want) if activation else want)
 
 
 @pytest.mark.parametrize(("mode", "shape"), [("stream_k", (1536, 1280, 1024)), ("split_k", (256, 512, 8192))])
 def test_two_hundred_calls_give_the_same_bits(mode, shape):
-    """With other inputs, and other shapes on the same workspace, in between."""
+    """Other inputs, and other shapes on the same workspace, run in between."""
     m, n, k = shape
     first: dict[int, torch.Tensor] = {}
     other = operands(700, 300, 5000, seed=99)
@@ -155,19 +155,19 @@ def test_two_hundred_calls_give_the_same_bits(mode, shape):
         else:
             first[seed] = out
             check(out, a.double() @ b.double())
-    assert launch._kept
+    assert launch._workspaces
 
 
-def test_the_workspace_is_made_once():
+def test_workspace_is_allocated_once_per_stream():
     a, b = operands(1536, 1280, 1024)
     matmul(a, b, mode="stream_k")
-    before = {key: x.data_ptr() for key, x in launch._kept.items()}
+    before = {key: x.data_ptr() for key, x in launch._workspaces.items()}
     for _ in range(3):
         matmul(a, b, mode="stream_k")
-    assert {key: x.data_ptr() for key, x in launch._kept.items()} == before
+    assert {key: x.data_ptr() for key, x in launch._workspaces.items()} == before
 
 
-def test_streams_beside_each_other():
+def test_concurrent_streams_give_the_same_bits():
     a, b = operands(1536, 1280, 4096)
     want = matmul(a, b, mode="stream_k")
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -181,7 +181,7 @@ def test_streams_beside_each_other():
     assert all(torch.equal(result, want) for result in results)
 
 
-def test_threads_on_one_stream():
+def test_threads_on_one_stream_give_the_same_bits():
     pairs = [operands(1536, 1280, 1024, seed=seed) for seed in range(4)]
     want = [matmul(a, b, mode="stream_k") for a, b in pairs]
     with ThreadPoolExecutor(4) as pool:
@@ -189,7 +189,7 @@ def test_threads_on_one_stream():
     assert all(torch.equal(out, want[n % 4]) for n, out in enumerate(found))
 
 
-def test_a_captured_graph():
+def test_captured_graph_replays_with_new_inputs():
     a, b = operands(1536, 1280, 1024)
     want = matmul(a, b, mode="stream_k")
     graph = torch.cuda.CUDAGraph()
@@ -206,7 +206,7 @@ def test_a_captured_graph():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_gradients(activation, mode):
+def test_gradients_match_float64(activation, mode):
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = ((500, 640), (640, 384), (384,))
     tensors = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
@@ -220,29 +220,29 @@ def test_gradients(activation, mode):
     got = torch.autograd.grad(out, tensors, dout.bfloat16())
     for x, y in zip(got, torch.autograd.grad(want, exact, dout.double()), strict=True):
         error = float((x.double() - y).norm() / y.norm())
-        assert error <= 1e-2, error  # what is saved and what comes in are rounded to bfloat16 first
+        assert error <= 1e-2, error  # saved tensors and dout are rounded to bfloat16 first
 
 
-def test_addresses_beyond_32_bits():
-    room = torch.full((3, 2**30 + 8), torch.nan, dtype=torch.bfloat16, device="cuda")
+def test_offsets_beyond_32_bits():
+    padded = torch.full((3, 2**30 + 8), torch.nan, dtype=torch.bfloat16, device="cuda")
     a, b = operands(3, 200, 500)
-    room[:, :500] = a
-    for lies in (room[:, :500], room.view(-1)[1:][: 2 * (2**30 + 8) + 501].as_strided((3, 499), (2**30 + 8, 1))):
+    padded[:, :500] = a
+    for lies in (padded[:, :500], padded.view(-1)[1:][: 2 * (2**30 + 8) + 501].as_strided((3, 499), (2**30 + 8, 1))):
         check(matmul(lies, b[: lies.shape[1]], mode="stream_k"), lies.double() @ b[: lies.shape[1]].double())
-    del room, lies
-    tall, slim = operands(2**21, 1032, 16)  # the result has more than 2**31 numbers
+    del padded, lies
+    tall, slim = operands(2**21, 1032, 16)  # the result has more than 2**31 elements
     out = matmul(tall, slim, mode="data_parallel")
     check(out[-1000:], tall[-1000:].double() @ slim.double())
 
 
-def test_what_lies_beside_the_operands_is_not_read():
+def test_memory_next_to_the_operands_is_not_read():
     a, b = operands(300, 200, 500)
     for unit in (8, 1):
         inside = []
         for x in (a, b):
-            room = torch.full((x.shape[0] + 3, x.shape[1] + 16 + unit - 1), torch.nan, dtype=x.dtype, device="cuda")
-            room[: x.shape[0], : x.shape[1]] = x
-            inside.append(room[: x.shape[0], : x.shape[1]])
+            padded = torch.full((x.shape[0] + 3, x.shape[1] + 16 + unit - 1), torch.nan, dtype=x.dtype, device="cuda")
+            padded[: x.shape[0], : x.shape[1]] = x
+            inside.append(padded[: x.shape[0], : x.shape[1]])
         for mode in KERNELS:
             check(matmul(*inside, mode=mode), a.double() @ b.double())
 

@@ -1,4 +1,4 @@
-"""`meshflash.gemm.matmul`: gradients, edges, plans, mistakes, the table of rates, and `meshflash bench gemm`."""
+"""`meshflash.gemm.matmul`: gradients, edge cases, plans, errors, rate tables, and `meshflash bench gemm`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from meshflash.gemm import Plan, configs, matmul, rates
 from meshflash.gemm import plan as gemm_plan
 from meshflash.gemm.configs import Config
 from meshflash.gemm.launch import ACTIVATIONS
-from meshflash.gemm.plan import MODES, Product, choose
+from meshflash.gemm.plan import MODES, GemmProblem, choose
 from meshflash.gemm.rates import Known, Rate, Table
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_gemm_gpu.py has it on a GPU")
 
 
-def leaves(m=17, n=18, k=20, dtype=torch.float32, turned=False):
+def leaves(m=17, n=18, k=20, dtype=torch.float32, transposed=False):
     generator = torch.Generator().manual_seed(0)
     a, b, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (n, k), (n,)))
-    b = b if turned else b.T.contiguous()
+    b = b if transposed else b.T.contiguous()
     return [x.requires_grad_() for x in (a, b, bias)]
 
 
-def everything(function, tensors):
-    """The result and all gradients."""
+def outputs_and_gradients(function, tensors):
     out = function(*tensors)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return [out, *torch.autograd.grad(out, tensors, dout)]
@@ -48,38 +47,38 @@ def check(got, want, allowed):
     ("mode", "activation"),
     [*((mode, "gelu") for mode in MODES), *(("stream_k", name) for name in (None, "relu", "silu")), ("torch", "silu")],
 )
-def test_gradients_against_float64(mode, activation):
+def test_gradients_match_float64(mode, activation):
     tensors = leaves()
-    got = everything(lambda a, b, bias: matmul(a, b, bias=bias, activation=activation, mode=mode), tensors)
+    got = outputs_and_gradients(lambda a, b, bias: matmul(a, b, bias=bias, activation=activation, mode=mode), tensors)
     act = ACTIVATIONS[activation] if activation else lambda x: x
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    check(got, everything(lambda a, b, bias: act(a @ b + bias), exact), 1e-6)
+    check(got, outputs_and_gradients(lambda a, b, bias: act(a @ b + bias), exact), 1e-6)
 
 
 @interpreted
-def test_gradients_in_half_precision_with_a_wider_result():
+def test_half_precision_gradients_with_a_float32_result():
     a, b, bias = leaves(dtype=torch.bfloat16)
     bias = bias.detach().float().requires_grad_()
     for mode in ("stream_k", "torch"):
-        got = everything(
+        got = outputs_and_gradients(
             lambda *x, mode=mode: matmul(*x[:2], bias=x[2], mode=mode, out_dtype=torch.float32), [a, b, bias]
         )
         assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
         exact = [x.detach().double().requires_grad_() for x in (a, b, bias)]
-        want = everything(lambda a, b, bias: a @ b + bias, exact)
+        want = outputs_and_gradients(lambda a, b, bias: a @ b + bias, exact)
         check(got[:1], want[:1], 1e-6)
         check(got[1:], want[1:], 5e-3)
 
 
 @interpreted
-def test_a_result_that_is_summed_has_a_gradient_of_no_stride():
+def test_gradient_with_zero_strides():
     a, b, _ = leaves()
     matmul(a, b, mode="stream_k").sum().backward()
     assert a.grad is not None
     check([a.grad], [b.detach().double().sum(1).expand(17, 20)], 1e-6)
 
 
-def test_only_what_needs_a_gradient_gets_one():
+def test_only_inputs_that_require_a_gradient_get_one():
     a, b, bias = leaves()
     out = matmul(a.detach(), b, bias=bias.detach(), activation="gelu")
     out.sum().backward()
@@ -98,7 +97,7 @@ def test_float64_goes_to_torch_and_passes_gradcheck():
 
 @pytest.mark.parametrize("mode", ["auto", *(MODES if os.environ.get("TRITON_INTERPRET") == "1" else ["torch"])])
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)])
-def test_nothing_to_multiply(shape, mode):
+def test_empty_operands(shape, mode):
     m, n, k = shape
     a, b = torch.ones(m, k, requires_grad=True), torch.ones(k, n, requires_grad=True)
     bias = torch.arange(-1.0, n - 1, requires_grad=True)
@@ -122,7 +121,7 @@ def test_autocast_does_not_change_the_dtype():
     ("arguments", "more", "words"),
     [
         ((torch.ones(2, 3, 4), torch.ones(4, 5)), {}, r"a has 3 dims.*a\.flatten\(0, -2\)"),
-        ((torch.ones(2, 3), torch.ones(4, 3)), {}, r"columns of a are rows of b; write b\.T"),
+        ((torch.ones(2, 3), torch.ones(4, 3)), {}, r"expected as many columns of a as rows of b; write b\.T"),
         ((torch.ones(2, 3), torch.ones(4, 5)), {}, r"a is \(2, 3\) and b is \(4, 5\)"),
         ((torch.ones(2, 3), torch.ones(3, 4).half()), {}, r"write b\.to\(a\.dtype\)"),
         ((torch.ones(2, 3).int(), torch.ones(3, 4).int()), {}, r"write a\.bfloat16\(\)"),
@@ -140,33 +139,33 @@ def test_autocast_does_not_change_the_dtype():
         ),
     ],
 )
-def test_mistakes_are_told(arguments, more, words):
+def test_invalid_arguments_raise_with_a_remedy(arguments, more, words):
     with pytest.raises(ValueError, match=words):
         matmul(*arguments, **more)
 
 
-def test_a_cpu_without_the_interpreter_is_told(monkeypatch):
+def test_cpu_without_the_interpreter_raises(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="TRITON_INTERPRET=1 is set from the start; write mode"):
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1 is set before the start; write mode"):
         matmul(torch.ones(2, 3), torch.ones(3, 4), mode="stream_k")
 
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """A GPU that is not here, and is only planned for."""
+    """Plan for a Hopper GPU of 132 SMs that is not here."""
     device = torch.device("cuda")
-    monkeypatch.setattr(configs, "cores", lambda device: 132)
+    monkeypatch.setattr(configs, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(gemm_plan.triton_configs, "has_descriptors", lambda device: True)
     monkeypatch.setattr(rates, "known", lambda device: None)
 
-    def product(m, n, k, **more):
-        return Product(m, n, k, torch.bfloat16, device, **more)
+    def problem(m, n, k, **more):
+        return GemmProblem(m, n, k, torch.bfloat16, device, **more)
 
-    return product
+    return problem
 
 
-def test_auto_without_rates_is_torch_and_says_so(a_gpu):
+def test_auto_without_rates_is_torch_and_explains_why(a_gpu):
     plan = choose(a_gpu(8192, 8192, 8192))
     assert plan.mode == "torch"
     assert "bench gemm --calibrate" in str(plan)
@@ -189,32 +188,32 @@ def test_auto_takes_the_fastest_at_the_nearest_shape(a_gpu, monkeypatch):
     assert again.rates == table.rates
     monkeypatch.setattr(rates, "known", lambda device: Known(again, "a test"))
     plan = choose(a_gpu(5000, 4096, 4000))
-    assert (plan.mode, plan.config, plan.programs) == ("stream_k", Config(*config), 264)
+    assert (plan.mode, plan.config, plan.num_ctas) == ("stream_k", Config(*config), 264)
     assert plan.why == "the fastest at 4096x4096x4096 (a test)"
     assert choose(a_gpu(200, 1024, 16384)).mode == "torch"
-    assert choose(a_gpu(5000, 4096, 4000), "stream_k").config == Config(*config), "as it was fastest"
-    assert choose(a_gpu(5000, 4096, 4000, lined=False), "stream_k").config != Config(*config)
+    assert choose(a_gpu(5000, 4096, 4000), "stream_k").config == Config(*config), "its fastest configuration"
+    assert choose(a_gpu(5000, 4096, 4000, tma_aligned=False), "stream_k").config != Config(*config)
     for other in (a_gpu(64, 64, 64), a_gpu(4096, 4096, 4096, layout="tn")):
         assert "no shape near" in choose(other).why
-    assert "multiples of 16 bytes" in choose(a_gpu(4096, 4096, 4096, lined=False)).why
+    assert "multiples of 16 bytes" in choose(a_gpu(4096, 4096, 4096, tma_aligned=False)).why
 
 
-def test_plans_of_a_large_gpu(a_gpu):
+def test_plans_for_a_large_gpu(a_gpu):
     plan = choose(a_gpu(8192, 8192, 8192), "stream_k")
     assert plan.partition is not None
     assert plan.config == Config(128, 256, 64, 8, 3)
-    assert (plan.programs, plan.partition.tiles, plan.partition.shared) == (132, 2048, 68)
-    assert str(plan).startswith("stream_k: 2048 tiles of 128x256x64 8w 3s, 68 shared and 1980 whole, over 132 programs")
+    assert (plan.num_ctas, plan.partition.num_tiles, plan.partition.num_split_tiles) == (132, 2048, 68)
+    assert str(plan).startswith("stream_k: 2048 tiles of 128x256x64 8w 3s, 68 split along K and 1980 full, on 132 CTAs")
     few = choose(a_gpu(256, 1024, 28672), "split_k")
     assert few.partition is not None
-    assert few.partition.shared == few.partition.tiles
-    assert few.programs == 128
-    unlined = choose(a_gpu(8192, 8192, 8192, lined=False), "stream_k").config
-    assert unlined is not None
-    assert unlined.block_n == 128
+    assert few.partition.num_split_tiles == few.partition.num_tiles
+    assert few.num_ctas == 128
+    unaligned = choose(a_gpu(8192, 8192, 8192, tma_aligned=False), "stream_k").config
+    assert unaligned is not None
+    assert unaligned.block_n == 128
 
 
-def test_what_was_measured_here_goes_before_the_table_of_the_same_gpu(tmp_path, monkeypatch):
+def test_user_rates_take_precedence_over_the_shipped_table_of_the_same_gpu(tmp_path, monkeypatch):
     shipped = tmp_path / "shipped"
     monkeypatch.setattr(rates, "SHIPPED", shipped)
     monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path / "own"))
@@ -228,15 +227,15 @@ def test_what_was_measured_here_goes_before_the_table_of_the_same_gpu(tmp_path, 
         assert before is not None
         assert before.table.device == "NVIDIA H200"
         path = rates.add([mine], torch.device("cuda"), {})
-        assert rates._read(path).rates == (mine,), "rates of another table are not measured here"
+        assert rates._read(path).rates == (mine,), "the user's table has only what was measured here"
         found[name] = rates._known(name, "sm_90")
     rates._known.cache_clear()
     assert found["NVIDIA H200"].table.rates == (theirs[1], mine)
     assert found["NVIDIA H200"].source.endswith("and the table of NVIDIA H200")
-    assert found["NVIDIA H100"].table.rates == (mine,), "another GPU's are not mixed with its own"
+    assert found["NVIDIA H100"].table.rates == (mine,), "rates of another GPU are not mixed in"
 
 
-def test_a_split_that_no_table_has_takes_the_tiles_of_whole_ones(a_gpu, monkeypatch):
+def test_split_k_without_rates_takes_the_configuration_of_data_parallel(a_gpu, monkeypatch):
     config = (128, 128, 64, 8, 4, 8, 1, 0)
     table = Table("here", "sm_90", (Rate("data_parallel", "bfloat16", "nn", 4096, 4096, 4096, 7.0, config),))
     monkeypatch.setattr(rates, "known", lambda device: Known(table, "a test"))
@@ -244,21 +243,21 @@ def test_a_split_that_no_table_has_takes_the_tiles_of_whole_ones(a_gpu, monkeypa
 
 
 @pytest.mark.parametrize(
-    "numbers",
+    "fields",
     [(0, 16, 16, 1, 1), (16, 24, 16, 1, 1), (16, 16, 16, 3, 1), (16, 16, 16, 1, 0), (16, 16, 16, 1, 1, 8, 1, 2)],
 )
-def test_configurations_that_no_kernel_has_are_refused(numbers):
+def test_invalid_configurations_are_refused(fields):
     with pytest.raises(ValueError, match="expected s"):
-        Config(*numbers)
+        Config(*fields)
 
 
-def test_tiles_too_low_for_two_groups_of_warps_go_by_the_ordinary_kernel():
-    assert Config(128, 256, 64, 8, 4, roles=1).by_roles
-    assert not Config(64, 256, 64, 8, 4, roles=1).by_roles
-    assert not Config(128, 256, 64, 8, 4).by_roles
+def test_tiles_below_128_rows_do_not_run_warp_specialized():
+    assert Config(128, 256, 64, 8, 4, warp_specialized=1).runs_warp_specialized
+    assert not Config(64, 256, 64, 8, 4, warp_specialized=1).runs_warp_specialized
+    assert not Config(128, 256, 64, 8, 4).runs_warp_specialized
 
 
-def test_losses_are_told_and_how_far_auto_is_behind():
+def test_verdict_names_losses_and_how_far_auto_is_behind():
     def row(mode, ms, ratio):
         return dict(m=8, n=8, k=8, numbers="bfloat16", layout="nn", device="cuda", mode=mode, ms=ms, ratio=ratio)
 
@@ -270,7 +269,7 @@ def test_losses_are_told_and_how_far_auto_is_behind():
     assert bench.verdict([row("torch", None, None), row("stream_k", 4.0, None)]) == []
 
 
-def test_a_product_in_a_process_of_its_own():
+def test_measuring_in_a_separate_process():
     said: list[str] = []
     case = bench.Case(16, 16, 16, "float32", "nn", "cpu")
     (found,) = bench.measure_apart(case, ["torch"], 1, said.append)
@@ -279,7 +278,7 @@ def test_a_product_in_a_process_of_its_own():
     assert "timing" in said
 
 
-def test_tables_are_written_and_read(tmp_path, monkeypatch):
+def test_rate_tables_round_trip_through_files(tmp_path, monkeypatch):
     monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path))
     monkeypatch.setattr(rates, "SHIPPED", tmp_path / "none")
     path = rates.file_of("NVIDIA H200")
@@ -291,12 +290,12 @@ def test_tables_are_written_and_read(tmp_path, monkeypatch):
     assert str(path) in known.source
     path.write_text('{"rates": [{"tflops": 0}]}')
     rates._known.cache_clear()
-    with pytest.raises(ValueError, match=r"not a table of rates of products.*--calibrate"):
+    with pytest.raises(ValueError, match=r"not a table of GEMM rates.*--calibrate"):
         rates._known("NVIDIA H200", "sm_90")
     rates._known.cache_clear()
 
 
-def test_no_table_comes_without_a_measurement():
+def test_shipped_tables_name_the_versions_they_were_measured_with():
     for path in rates.SHIPPED.glob("*.json"):
         table = Table.from_json(json.loads(path.read_text()))
         assert table.measured_with
@@ -324,7 +323,7 @@ def test_bench_gemm_times_torch_and_checks_the_kernel(tmp_path):
     assert plot.stat().st_size > 1000
 
 
-def test_bench_gemm_shows_no_time_of_what_is_wrong(monkeypatch):
+def test_bench_gemm_does_not_time_wrong_results(monkeypatch):
     monkeypatch.setattr(bench, "run", lambda *args: (torch.zeros(4, 4), None))
     with pytest.raises(RuntimeError, match=r"torch: relative error 1\.0e\+00 .* not timed"):
         bench.measure(bench.Case(4, 4, 4, "float32", device="cpu"), ["torch"], 1)
@@ -334,7 +333,7 @@ def test_bench_gemm_shows_no_time_of_what_is_wrong(monkeypatch):
     "words",
     [("--shape", "3x4"), ("--mode", "best"), ("--dtype", "int8"), ("--layout", "nx"), ("--tune",), ("--calibrate",)],
 )
-def test_mistakes_of_bench_gemm_are_told(words, tmp_path):
+def test_bench_gemm_rejects_invalid_options(words, tmp_path):
     result = invoke(*words, "--device", "cpu", "--output", tmp_path / "x.json")
     assert result.exit_code == 2
     assert "Invalid value" in result.output
@@ -342,7 +341,7 @@ def test_mistakes_of_bench_gemm_are_told(words, tmp_path):
 
 
 def test_calibration_writes_the_best_of_each_mode(monkeypatch):
-    """Its rows are made up here: on a CPU nothing of ours is timed."""
+    """The rows are made up: on a CPU no kernel is timed."""
     wide, slim = (128, 256, 64, 8, 3, 8, 1, 0), (64, 128, 64, 4, 4, 8, 2, 0)
 
     def trials(case, rounds, say):
@@ -368,7 +367,7 @@ def test_calibration_writes_the_best_of_each_mode(monkeypatch):
     assert table.measured_with["torch"] == torch.__version__
 
 
-def test_what_is_worth_trying(a_gpu):
+def test_candidates_are_distinct_and_include_the_defaults(a_gpu):
     device = torch.device("cuda")
     tried = configs.candidates("bfloat16", device)
     assert len({str(config) for config in tried}) == len(tried)

@@ -1,4 +1,4 @@
-"""Shares of a product: every slice of every tile once, equal loads, and the kernel's own questions answered."""
+"""Partitions of a GEMM: every K iteration of every tile runs once, loads are equal, and partial tiles are found."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshflash.gemm.partition import SEGMENT, Partition, begin_of, data_parallel, owner_of, place_of, split_k, stream_k
+from meshflash.gemm.partition import (
+    SEGMENT_COST_ITERS,
+    Partition,
+    cta_of_iter,
+    data_parallel,
+    first_iter_of_cta,
+    split_k,
+    stream_k,
+    swizzle_tile,
+)
 
 few = st.integers(1, 12)
 partitions = st.builds(
-    lambda share, *sizes: share(*sizes),
+    lambda divide, *sizes: divide(*sizes),
     st.sampled_from([data_parallel, stream_k, split_k]),
     few,
     few,
@@ -22,98 +31,111 @@ partitions = st.builds(
 
 
 def loads(split: Partition) -> list[int]:
-    return [sum(last - first for _, first, last in split.segments(p)) for p in range(split.programs)]
+    return [sum(last - first for _, first, last in split.segments(p)) for p in range(split.num_ctas)]
 
 
 @given(partitions)
 @settings(max_examples=150, deadline=None)
-def test_every_slice_of_every_tile_exactly_once(split):
+def test_every_k_iteration_of_every_tile_runs_exactly_once(split):
     seen = Counter(
-        (tile, step)
-        for program in range(split.programs)
-        for tile, first, last in split.segments(program)
-        for step in range(first, last)
+        (tile, k_iter)
+        for cta in range(split.num_ctas)
+        for tile, first, last in split.segments(cta)
+        for k_iter in range(first, last)
     )
-    assert seen == Counter({(tile, step): 1 for tile in range(split.tiles) for step in range(split.steps)})
-    assert all(loads(split)), "a program without work"
+    assert seen == Counter(
+        {(tile, k_iter): 1 for tile in range(split.num_tiles) for k_iter in range(split.iters_per_tile)}
+    )
+    assert all(loads(split)), "a CTA without work"
 
 
 @given(few, few, st.integers(1, 40), st.integers(1, 70))
 @settings(max_examples=150, deadline=None)
-def test_loads_of_stream_k_are_within_one_slice_of_equal(rows, columns, steps, programs):
-    split = stream_k(rows, columns, steps, programs)
-    tiles = rows * columns
+def test_stream_k_gives_every_cta_the_same_load_to_within_one_iteration(tiles_m, tiles_n, iters_per_tile, num_ctas):
+    split = stream_k(tiles_m, tiles_n, iters_per_tile, num_ctas)
+    tiles = tiles_m * tiles_n
     assert max(loads(split)) - min(loads(split)) <= 1
-    assert max(loads(split)) <= -(-tiles * steps // min(programs, tiles * steps)) + (SEGMENT if tiles < programs else 0)
-    if tiles >= programs:
-        assert (tiles - split.shared) % split.programs == 0
-        assert split.shared < (programs if tiles % programs * steps >= programs else 2 * programs)
+    assert max(loads(split)) <= -(-tiles * iters_per_tile // min(num_ctas, tiles * iters_per_tile)) + (
+        SEGMENT_COST_ITERS if tiles < num_ctas else 0
+    )
+    if tiles >= num_ctas:
+        assert (tiles - split.num_split_tiles) % split.num_ctas == 0
+        assert split.num_split_tiles < (num_ctas if tiles % num_ctas * iters_per_tile >= num_ctas else 2 * num_ctas)
 
 
 @given(few, few, st.integers(1, 400), st.integers(1, 70))
 @settings(max_examples=150, deadline=None)
-def test_less_than_a_wave_is_cut_alike_where_few_programs_are_idle(rows, columns, steps, programs):
-    split = stream_k(rows, columns, steps, programs)
-    if split.tiles < programs and split.slots == 1:
-        assert len({len(list(split.segments(program))) for program in range(split.programs)}) == 1
-        assert split.programs > programs - split.tiles or split.programs == split.tiles * steps
+def test_less_than_one_wave_splits_all_tiles_alike_if_few_ctas_stay_idle(tiles_m, tiles_n, iters_per_tile, num_ctas):
+    split = stream_k(tiles_m, tiles_n, iters_per_tile, num_ctas)
+    if split.num_tiles < num_ctas and split.partials_per_cta == 1:
+        assert len({len(list(split.segments(cta))) for cta in range(split.num_ctas)}) == 1
+        assert split.num_ctas > num_ctas - split.num_tiles or split.num_ctas == split.num_tiles * iters_per_tile
 
 
 @given(few, few, st.integers(1, 40), st.integers(1, 70))
 @settings(max_examples=100, deadline=None)
-def test_parts_of_split_k_are_within_one_slice_of_equal(rows, columns, steps, parts):
-    split = split_k(rows, columns, steps, parts)
-    assert split.programs == rows * columns * min(parts, steps)
+def test_split_k_splits_are_equal_to_within_one_iteration(tiles_m, tiles_n, iters_per_tile, splits):
+    split = split_k(tiles_m, tiles_n, iters_per_tile, splits)
+    assert split.num_ctas == tiles_m * tiles_n * min(splits, iters_per_tile)
     assert max(loads(split)) - min(loads(split)) <= 1
-    assert all(len(list(split.segments(program))) == 1 for program in range(split.programs))
+    assert all(len(list(split.segments(cta))) == 1 for cta in range(split.num_ctas))
 
 
 @given(partitions)
 @settings(max_examples=150, deadline=None)
-def test_who_adds_up_a_tile_finds_every_part_in_its_slot(split):
-    """The kernel's rule: whoever begins a tile has it in its last slot, the others in their first."""
+def test_combine_finds_every_partial_tile_in_its_slot(split):
+    """The kernels' rule: the CTA that begins a tile stores it in its last slot, every later CTA in its first."""
     written = {}
-    for program in range(split.programs):
-        for tile, first, last in split.segments(program):
-            if last - first < split.steps:
-                slot = program * split.slots + (split.slots - 1 if first == 0 else 0)
+    for cta in range(split.num_ctas):
+        for tile, first, last in split.segments(cta):
+            if last - first < split.iters_per_tile:
+                slot = cta * split.partials_per_cta + (split.partials_per_cta - 1 if first == 0 else 0)
                 assert slot not in written
                 written[slot] = tile, first, last
     read = []
-    for tile in range(split.shared):
-        begin = tile * split.steps
-        one, other = (owner_of(at, split.crew, split.slices) for at in (begin, begin + split.steps - 1))
+    for tile in range(split.num_split_tiles):
+        begin = tile * split.iters_per_tile
+        one, other = (
+            cta_of_iter(at, split.ctas_per_group, split.iters_per_group)
+            for at in (begin, begin + split.iters_per_tile - 1)
+        )
         if one == other:
             continue
-        slots = [one * split.slots + split.slots - 1] + [p * split.slots for p in range(one + 1, other + 1)]
-        parts = [written[slot] for slot in slots]
+        partials_per_cta = [one * split.partials_per_cta + split.partials_per_cta - 1] + [
+            p * split.partials_per_cta for p in range(one + 1, other + 1)
+        ]
+        parts = [written[slot] for slot in partials_per_cta]
         assert [part[0] for part in parts] == [tile] * len(parts)
         assert [part[1] for part in parts] == [0, *(part[2] for part in parts[:-1])]
-        assert parts[-1][2] == split.steps
-        read += slots
+        assert parts[-1][2] == split.iters_per_tile
+        read += partials_per_cta
     assert sorted(read) == sorted(written)
 
 
 @given(st.integers(1, 300), st.integers(1, 10**6), st.integers(0, 10**9))
 @settings(max_examples=100, deadline=None)
-def test_the_owner_of_a_slice_has_it(crew, slices, at):
-    crew = min(crew, slices)
-    owner = owner_of(at, crew, slices)
-    assert begin_of(owner, crew, slices) <= at < begin_of(owner + 1, crew, slices)
+def test_cta_of_iter_is_the_inverse_of_first_iter_of_cta(ctas_per_group, iters_per_group, at):
+    ctas_per_group = min(ctas_per_group, iters_per_group)
+    owner = cta_of_iter(at, ctas_per_group, iters_per_group)
+    assert (
+        first_iter_of_cta(owner, ctas_per_group, iters_per_group)
+        <= at
+        < first_iter_of_cta(owner + 1, ctas_per_group, iters_per_group)
+    )
 
 
 @given(few, few, st.integers(1, 20))
-def test_the_order_of_tiles_goes_through_all_of_them(rows, columns, group):
-    places = [place_of(tile, rows, columns, group) for tile in range(rows * columns)]
-    assert sorted(places) == [(row, column) for row in range(rows) for column in range(columns)]
+def test_swizzled_order_visits_every_tile_once(tiles_m, tiles_n, l2_swizzle):
+    places = [swizzle_tile(tile, tiles_m, tiles_n, l2_swizzle) for tile in range(tiles_m * tiles_n)]
+    assert sorted(places) == [(row, column) for row in range(tiles_m) for column in range(tiles_n)]
 
 
-@pytest.mark.parametrize("programs", [132, 264])
-def test_shapes_of_a_real_device(programs):
-    split = stream_k(64, 32, 128, programs)
-    whole = split.tiles - split.shared
-    assert whole % programs == 0
-    assert 0 < split.shared < programs
+@pytest.mark.parametrize("num_ctas", [132, 264])
+def test_stream_k_beats_data_parallel_on_a_real_shape(num_ctas):
+    split = stream_k(64, 32, 128, num_ctas)
+    full = split.num_tiles - split.num_split_tiles
+    assert full % num_ctas == 0
+    assert 0 < split.num_split_tiles < num_ctas
     assert max(loads(split)) - min(loads(split)) == 1
-    # whole tiles alone leave programs idle in the last wave
-    assert max(loads(data_parallel(64, 32, 128, programs))) > max(loads(split))
+    # with full tiles alone, CTAs are idle in the last wave
+    assert max(loads(data_parallel(64, 32, 128, num_ctas))) > max(loads(split))

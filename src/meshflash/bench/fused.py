@@ -75,9 +75,9 @@ class Played:
     def __init__(self, case: Case, heap: Heap) -> None:
         self.case, self.heap = case, heap
         a, b = case.tensors(heap.device)
-        self.operands = [case.part(a, b, rank) for rank in heap.played]
+        self.operands = [case.part(a, b, rank) for rank in heap.local_ranks]
         c = a.double() @ b.double()
-        self.wanted = [case.share(c, rank) for rank in heap.played]
+        self.wanted = [case.share(c, rank) for rank in heap.local_ranks]
 
     def gemm(self, variant: str, timed: bool = False, config: Config | None = None) -> FusedGemm:
         """The fused product; all ranks make it together."""
@@ -157,9 +157,15 @@ def opened(
 def planned(case: Case, setup: Setup, device: torch.device, variant: str, config: Config | None = None) -> FusedPlan:
     """The plan that ranks will have; all of them ask together."""
     sharing = sharing_of(case, setup, device)
-    cores = configs.cores(device) // sharing if setup.local else None
+    num_sms = configs.num_sms(device) // sharing if setup.local else None
     return plan_fused(
-        case.product, device, variant=variant, shots=case.shots, config=config, sharing=sharing, cores=cores
+        case.product,
+        device,
+        variant=variant,
+        shots=case.shots,
+        config=config,
+        ranks_per_device=sharing,
+        num_sms=num_sms,
     )
 
 
@@ -207,7 +213,7 @@ def _measure(rank: int, world: int, tell: Tell, setup: Setup, case: Case, local_
         rows = []
         for by in ways:
             errors = zip(played.errors(first[by]), played.errors(last[by]), strict=True)
-            for one, result, error in zip(heap.played, last[by], errors, strict=True):
+            for one, result, error in zip(heap.local_ranks, last[by], errors, strict=True):
                 rows.append(
                     RankRow(
                         case=case,
@@ -225,7 +231,7 @@ def _measure(rank: int, world: int, tell: Tell, setup: Setup, case: Case, local_
                         bits=_bits(result),
                     )
                 )
-        return Found(tuple(rows), dict.fromkeys(heap.played, str(gemm.plan)), times)
+        return Found(tuple(rows), dict.fromkeys(heap.local_ranks, str(gemm.plan)), times)
 
 
 def _group(device: torch.device) -> Any:

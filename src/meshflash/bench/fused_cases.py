@@ -12,7 +12,7 @@ from torch import Tensor
 from meshflash.bench.cases import on_cpu
 from meshflash.bench.gemm import WORST_ERROR
 from meshflash.gemm.distributed.plan import BULK, VARIANTS, plan_fused
-from meshflash.gemm.distributed.problem import FusedProduct
+from meshflash.gemm.distributed.problem import DistributedGemm
 from meshflash.gemm.distributed.tiles import split
 from meshflash.runtime.devices import CPU, count
 
@@ -39,13 +39,15 @@ class Case:
     def __post_init__(self) -> None:
         if self.numbers not in WORST_ERROR:
             raise ValueError(f"dtype {self.numbers!r}: expected one of {', '.join(WORST_ERROR)}")
-        plan_fused(self.product, torch.device(CPU), variant=BULK, shots=self.shots, means=GROUP)
+        plan_fused(self.product, torch.device(CPU), variant=BULK, shots=self.shots, backend=GROUP)
 
     @property
-    def product(self) -> FusedProduct:
+    def product(self) -> DistributedGemm:
         """What all ranks agree on, in even parts."""
         dtype = torch.float32 if self.numbers == "tf32" else getattr(torch, self.numbers)
-        return FusedProduct.of(*(self.collective, self.m, self.n, self.k, self.world, dtype), precision=self.precision)
+        return DistributedGemm.of(
+            *(self.collective, self.m, self.n, self.k, self.world, dtype), precision=self.precision
+        )
 
     @property
     def precision(self) -> str:

@@ -24,12 +24,12 @@ from meshflash.comm.streams import DeviceStreams
 from meshflash.gemm import rates
 from meshflash.gemm.configs import Config
 from meshflash.gemm.distributed import rates as distributed_rates
-from meshflash.gemm.distributed.plan import BULK, VARIANTS, mode_of
+from meshflash.gemm.distributed.plan import BULK, VARIANTS, rate_mode
 from meshflash.gemm.distributed.problem import COLLECTIVES
 from meshflash.gemm.distributed.tiles import split
 from meshflash.gemm.launch import Epilogue
 from meshflash.gemm.launch import run as run_plan
-from meshflash.gemm.plan import Product, choose
+from meshflash.gemm.plan import GemmProblem, choose
 from meshflash.gemm.rates import Rate
 from meshflash.runtime.processes import Tell
 
@@ -112,8 +112,8 @@ def _headed(tell: Tell, head: str, text: str) -> None:
 def rates_of(rows: Sequence[SweepRow]) -> list[Rate]:
     """What a table of rates takes of the variants of a case."""
     return [
-        distributed_rates.rate_of(
-            *(row.case.product, row.case.numbers, mode_of(row.variant, row.case.shots or 0)),
+        distributed_rates.make_rate(
+            *(row.case.product, row.case.numbers, rate_mode(row.variant, row.case.shots or 0)),
             *(row.sharing, row.config, row.ms),
         )
         for row in rows
@@ -148,14 +148,14 @@ def _measure(rank: int, setup: Setup, case: Case, chosen: Mapping[str, Config] |
             variant=name,
             fused=name not in (BULK, COPIES),
             auto=name == auto.variant
-            and distributed_rates.numbers_of(plans[name]) == distributed_rates.numbers_of(auto),
+            and distributed_rates.config_list(plans[name]) == distributed_rates.config_list(auto),
             ms=ms[name],
             tflops=case.tflop / ms[name] * 1e3,
             ratio=ms[name] / unfused,
             behind=ms[name] / best,
             error=errors[name],
             plan=str(plans.get(name, "the product of each rank, then torch's copies")),
-            config=distributed_rates.numbers_of(plans[name]) if name in plans else (),
+            config=distributed_rates.config_list(plans[name]) if name in plans else (),
             sharing=sharing,
         )
         for name in calls
@@ -203,7 +203,7 @@ class Copies:
 
     def _scatter(self, rank: int) -> None:
         made = self._multiply(self.played.operands[rank][0], rank, self.product.out_dtype)
-        first = self.product.firsts[rank]
+        first = self.product.shard_starts[rank]
         for c in self.whole:
             c[:, first : first + made.shape[1]].copy_(made)
 
@@ -223,14 +223,14 @@ class Copies:
 
     def _multiply(self, a: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
         b = self.played.operands[rank][1]
-        plan = choose(Product.of(a, b, self.product.precision), "auto")
+        plan = choose(GemmProblem.of(a, b, self.product.precision), "auto")
         return run_plan(plan, a, b, self.product.precision, Epilogue(dtype))[0]
 
     def _each(self, do: Callable[[int], Any]) -> list[Any]:
         """On each rank's stream; the caller's comes after all of them."""
         out, marks = [], []
-        for rank in self.heap.played:
-            with self.heap.play(rank):
+        for rank in self.heap.local_ranks:
+            with self.heap.as_rank(rank):
                 out.append(do(rank))
                 if self.streams:
                     marks.append(self.streams.mark(self.streams.current()))

@@ -11,7 +11,7 @@ from rich.table import Table
 from meshflash.bench import tables
 from meshflash.bench.fused_cases import GROUP
 from meshflash.gemm.distributed.plan import FusedConfig
-from meshflash.gemm.distributed.tiles import in_words
+from meshflash.gemm.distributed.tiles import collective_name
 
 #: What tells one product from another in a sweep over K.
 CELL = ("collective", "shots", "world", "numbers", "device", "heap")
@@ -90,7 +90,7 @@ def configurations(rows: list[dict[str, Any]]) -> list[str]:
 
 def title(row: dict[str, Any]) -> str:
     """What a row is of."""
-    return in_words(row["collective"], row["shots"])
+    return collective_name(row["collective"], row["shots"])
 
 
 def _narrow(head: str) -> Table:

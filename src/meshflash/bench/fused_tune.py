@@ -16,7 +16,7 @@ from meshflash.bench.fused_cases import Case, Setup
 from meshflash.comm.transports.contract import TransportError
 from meshflash.gemm import configs
 from meshflash.gemm.configs import Config
-from meshflash.gemm.distributed.plan import BULK, VARIANTS, FusedConfig, sends_by_roles
+from meshflash.gemm.distributed.plan import BULK, VARIANTS, FusedConfig, supports_warp_specialized_send
 from meshflash.runtime.devices import take_device
 
 #: Rounds of a trial.
@@ -36,16 +36,16 @@ def candidates(case: Case, device: torch.device) -> dict[str, list[Config]]:
     Warps have roles in the epilogue of an all_scatter alone, where kernels in Gluon run. A stage less leaves room in
     shared memory for all of a tile that is sent. Tiles may also be gone through row by row, which suits few columns.
     """
-    part = case.product.part(device)
-    every = configs.candidates(part.numbers, device)
-    found = list(dict.fromkeys(replace(config, roles=0) for config in every))
+    part = case.product.local_problem(device)
+    every = configs.candidates(part.dtype_name, device)
+    found = list(dict.fromkeys(replace(config, warp_specialized=0) for config in every))
     tiles = {(config.block_m, config.block_n): config for config in reversed(found)}
     tried = {name: list(tiles.values()) if name == BULK else found for name in VARIANTS}
-    if sends_by_roles(case.product, device):
-        roles = [config for config in every if config.roles]
-        fewer = [replace(config, stages=config.stages - 1) for config in roles]
-        by_rows = list(dict.fromkeys(replace(config, group=1) for config in roles))
-        tried["epilogue"] = [*roles, *fewer, *by_rows, *found]
+    if supports_warp_specialized_send(case.product, device):
+        warp_specialized = [config for config in every if config.warp_specialized]
+        fewer = [replace(config, num_stages=config.num_stages - 1) for config in warp_specialized]
+        by_rows = list(dict.fromkeys(replace(config, l2_swizzle=1) for config in warp_specialized))
+        tried["epilogue"] = [*warp_specialized, *fewer, *by_rows, *found]
     return tried
 
 
@@ -61,8 +61,8 @@ def best(rank: int, setup: Setup, case: Case, say: Say) -> dict[str, Config]:
             if name == MOVING and times:
                 first = min(times, key=lambda config: times[config])
                 plan = planned(case, setup, device, MOVING, first)
-                cores = plan.programs // first.per_core + plan.movers
-                fit = [FusedConfig.of(first, movers) for movers in MOVERS if 2 * movers <= cores]
+                num_sms = plan.num_ctas // first.ctas_per_sm + plan.num_comm_sms
+                fit = [FusedConfig.of(first, movers) for movers in MOVERS if 2 * movers <= num_sms]
                 times |= _times(played, name, fit, say)
             if times:
                 chosen[name] = min(times, key=lambda config: times[config])

@@ -26,7 +26,7 @@ from meshflash.bench.timing import interleaved
 from meshflash.gemm import configs, rates
 from meshflash.gemm.configs import Config
 from meshflash.gemm.launch import Epilogue, run
-from meshflash.gemm.plan import KERNELS, MODES, TORCH, Plan, Product, choose, plan
+from meshflash.gemm.plan import KERNELS, MODES, TORCH, GemmProblem, Plan, choose, make_plan
 from meshflash.gemm.rates import Rate
 from meshflash.kernels.rates import identity
 from meshflash.runtime.devices import TRITON
@@ -148,7 +148,7 @@ def measure(case: Case, modes: Sequence[str], rounds: int, say: Say = lambda _: 
         if mode not in ("auto", *MODES):
             raise ValueError(f"mode {mode!r}: expected auto or one of {', '.join(MODES)}")
     a, b = case.tensors()
-    product = Product.of(a, b, case.precision)
+    product = GemmProblem.of(a, b, case.precision)
     plans = {mode: choose(product, mode) for mode in dict.fromkeys((TORCH, *modes))}
     return _measure(case, plans, rounds, say, (a, b))
 
@@ -166,18 +166,18 @@ def _measure_here(rank: int, world: int, tell: Tell, case: Case, modes: Sequence
 def trials(case: Case, rounds: int, say: Say = lambda _: None) -> list[GemmRow]:
     """The rows of each mode in each configuration that is worth trying, and of torch.mm; those that fail are told."""
     a, b = case.tensors()
-    product = Product.of(a, b, case.precision)
+    product = GemmProblem.of(a, b, case.precision)
     if product.unsupported_reason or on_cpu(case.device):
         raise ValueError(
             f"no configurations to time: {product.unsupported_reason or 'interpreted kernels are not timed'}"
         )
     plans = {TORCH: choose(product, TORCH)}
     for mode, config in (
-        (mode, config) for mode in KERNELS for config in configs.candidates(product.numbers, a.device)
+        (mode, config) for mode in KERNELS for config in configs.candidates(product.dtype_name, a.device)
     ):
-        found = plan(product, mode, config, "tried")
+        found = make_plan(product, mode, config, "tried")
         assert found.partition is not None
-        if mode == "data_parallel" or found.partition.shared:  # others would be the same again
+        if mode == "data_parallel" or found.partition.num_split_tiles:  # others would be the same again
             plans[f"{mode} {config}"] = found
     return _measure(case, plans, rounds, say, (a, b), failing=True)
 
@@ -218,10 +218,10 @@ def _measure(
         GemmRow(
             case=case,
             mode=name.partition(" ")[0],
-            config=tuple(configs.written(found.config)) if found.config else (),
-            programs=found.programs,
-            shared=found.partition.shared if found.partition else 0,
-            tiles=found.partition.tiles if found.partition else 0,
+            config=tuple(configs.to_list(found.config)) if found.config else (),
+            programs=found.num_ctas,
+            shared=found.partition.num_split_tiles if found.partition else 0,
+            tiles=found.partition.num_tiles if found.partition else 0,
             error=errors.get(name),
             ms=ms.get(name),
             tflops=case.tflop / ms[name] * 1e3 if name in ms else None,

@@ -1,4 +1,4 @@
-"""`meshflash gemm`: a product of several ranks with its messages inside, checked against float64, timed and drawn."""
+"""`meshflash gemm`: a fused GEMM + collective over several ranks, checked against float64, timed and drawn."""
 
 from __future__ import annotations
 
@@ -20,40 +20,48 @@ def command(
             "-n",
             min=1,
             max=64,
-            help="Ranks: processes on CPUs, GPUs or processes that share them; by default GPUs, at least 2.",
+            help="Number of ranks, which may share GPUs; by default the number of GPUs, at least 2.",
         ),
     ] = None,
     collective: Annotated[
-        str, typer.Option("--collective", "-c", help="all_scatter, all_reduce, ag_gemm or gemm_rs.")
+        str,
+        typer.Option(
+            "--collective",
+            "-c",
+            help="all_scatter (GEMM + all-gather of output columns), all_reduce, ag_gemm (all-gather + GEMM) or "
+            "gemm_rs (GEMM + reduce-scatter).",
+        ),
     ] = "all_scatter",
-    m: Annotated[int | None, typer.Option(min=1, help="Rows of C; small on a CPU by default, large on a GPU.")] = None,
+    m: Annotated[int | None, typer.Option(min=1, help="Rows of C; by default few on a CPU, many on a GPU.")] = None,
     n_cols: Annotated[int | None, typer.Option(min=1, help="Columns of C.")] = None,
-    k: Annotated[int | None, typer.Option(min=1, help="What is summed over, on all ranks together.")] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="Contracted size, over all ranks together.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16, float32 or tf32; bfloat16 on GPUs, float32 on CPUs.")
     ] = None,
     variant: Annotated[str, typer.Option(help="auto, epilogue, producer_consumer or bulk.")] = "auto",
-    shots: Annotated[int | None, typer.Option(min=1, max=2, help="Of an all_reduce: 1 or 2.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of which the median is shown.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="Of the numbers in A and B.")] = 0,
+    shots: Annotated[int | None, typer.Option(min=1, max=2, help="Shots of an all_reduce: 1 or 2.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples; the table shows their median.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random A and B.")] = 0,
     device: Device = None,
     heap: Annotated[
         str | None,
-        typer.Option(help="local: one process plays all ranks; symmetric on GPUs, shared on CPUs: one process each."),
+        typer.Option(
+            help="local: one process emulates all ranks; symmetric (GPUs) or shared (CPUs): one process each."
+        ),
     ] = None,
-    mps: Annotated[bool, typer.Option("--mps", help="Processes share a GPU by NVIDIA's MPS, a part for each.")] = False,
+    mps: Annotated[bool, typer.Option("--mps", help="Let processes share a GPU by NVIDIA's MPS.")] = False,
     reference: Annotated[
-        bool, typer.Option("--reference", help="Beside it the product, then the collective of a process group.")
+        bool, typer.Option("--reference", help="Also time the GEMM followed by the collective of a process group.")
     ] = False,
     output: Annotated[Path | None, typer.Option("--json", help="Write a record to this file.")] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Draw when tiles were computed, sent and received to this SVG file.")
     ] = None,
 ) -> None:
-    """Multiply over ranks while tiles travel: C = A B with A or B in parts, every rank's result held to float64.
+    """Run a GEMM fused with a collective over several ranks, and check every rank's result against float64.
 
-    Ends with 1, naming rank and error, if a result is wrong, or its bits differ between ranks. Started by torchrun,
-    mpiexec or srun, the ranks are those of the job.
+    Exits with 1, naming rank and error, if a result is wrong or its bits differ between ranks. Under torchrun, mpiexec
+    or srun, the ranks are those of the job.
     """
     from rich.console import Console
 
@@ -106,7 +114,7 @@ def command(
         head = f"{fused_tables.title(rows[0])}, {rows[0]['variant']}: {'x'.join(map(str, sizes))} on {ranks} ranks"
         try:
             drawn = picture(found.times, head, fused_tables.INTERPRETED if on_cpu(device) else "")
-        except ValueError as error:  # the bulk of an ag_gemm has tiles of its own
+        except ValueError as error:  # the bulk variant of ag_gemm records no tiles
             console.print(f"no picture: {error}; try --variant epilogue", soft_wrap=True)
         else:
             write_whole(timeline, drawn)
@@ -119,5 +127,5 @@ def command(
 
 
 def interpret() -> None:
-    """Let Triton interpret kernels, here and in the processes that are started; it reads this when it is imported."""
+    """Make Triton interpret kernels, here and in child processes; Triton reads the variable on import."""
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,4 +1,4 @@
-"""Products of matrices: Stream-K kernels, the choice between them and torch's own, and their gradients."""
+"""Matrix multiplication: Stream-K kernels, the choice between them and torch's, and GEMMs fused with collectives."""
 
 from meshflash.gemm.api import matmul
 from meshflash.gemm.distributed.api import FusedGemm

@@ -1,4 +1,4 @@
-"""The public product: its arguments, its plan, and its gradients."""
+"""The public GEMM, `matmul`: argument checks, choice of a plan, and gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshflash.gemm.launch import ACTIVATIONS, Epilogue, run
-from meshflash.gemm.plan import MODES, PRECISIONS, Plan, Product, choose
+from meshflash.gemm.plan import MODES, PRECISIONS, GemmProblem, Plan, choose
 
 
 @overload
@@ -48,19 +48,19 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     return_plan: bool = False,
 ) -> Tensor | tuple[Tensor, Plan]:
-    """`activation(a @ b + bias)` of two matrices, with gradients.
+    """Return `activation(a @ b + bias)` of two matrices, with gradients.
 
     Args:
-        a: `[m, k]`, of any strides.
-        b: `[k, n]`, of the same dtype, on the same device.
-        bias: `[n]`, added to every row.
-        activation: None, "relu", "gelu" (by erf, as torch's default) or "silu".
-        mode: "stream_k", "data_parallel", "split_k" (our kernel), "torch", or "auto": the fastest of them at the
-            nearest shape that was measured on such a device, and torch's own where none was. Every run of our
+        a: The left operand `[m, k]`, with any strides.
+        b: The right operand `[k, n]`, with the dtype and on the device of `a`.
+        bias: A vector `[n]` that is added to every row, of any floating dtype.
+        activation: None, "relu", "gelu" (by erf, as torch's default) or "silu"; it is applied in float32.
+        mode: "stream_k", "data_parallel" or "split_k" run our kernel, "torch" runs torch's. "auto" takes the mode that
+            was fastest at the nearest shape measured on such a device, and torch where none was. Every run of our
             kernel on a device gives the same bits.
-        precision: of float32 on GPUs: "ieee" or "tf32".
-        out_dtype: of the result; that of the operands by default. Sums are in float32 either way.
-        return_plan: also return the `Plan`: mode, tiles, programs, and why.
+        precision: How GPUs multiply float32 operands: "ieee" for full precision, or "tf32".
+        out_dtype: The dtype of the result; by default that of the operands. Accumulators are float32 either way.
+        return_plan: Whether to also return the `Plan`: mode, tiles, CTAs and the reason for the choice.
 
     >>> a, b = torch.ones(2, 3), torch.ones(3, 4)
     >>> out, plan = matmul(a, b, bias=torch.full((4,), -5.0), activation="relu", return_plan=True)
@@ -69,17 +69,17 @@ def matmul(
 
     """
     _check(a, b, bias, activation, mode, precision, out_dtype)
-    plan = choose(Product.of(a, b, precision), mode)
+    plan = choose(GemmProblem.of(a, b, precision), mode)
     dtype = out_dtype or a.dtype
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
-        out = _Product.apply(a, b, bias, activation, mode, precision, dtype, plan)
+        out = _Matmul.apply(a, b, bias, activation, mode, precision, dtype, plan)
     else:
         out, _ = run(plan, a, b, precision, Epilogue(dtype, bias, activation))
     return (out, plan) if return_plan else out
 
 
-class _Product(torch.autograd.Function):
-    """The product and its gradients, each by a plan of its own."""
+class _Matmul(torch.autograd.Function):
+    """`matmul` with gradients; the GEMMs of the backward are planned for their own shapes."""
 
     @staticmethod
     def forward(
@@ -93,30 +93,31 @@ class _Product(torch.autograd.Function):
         dtype: torch.dtype,
         plan: Plan,
     ) -> Tensor:
-        keep = activation in ("gelu", "silu")
-        out, kept = run(plan, a, b, precision, Epilogue(dtype, bias, activation, keep))
-        ctx.save_for_backward(a, b, out if activation == "relu" else kept)
-        ctx.asked = activation, mode, precision, None if bias is None else bias.dtype
+        # the gradient of relu follows from its output; gelu and silu need their input
+        needs_preactivation = activation in ("gelu", "silu")
+        out, preactivation = run(plan, a, b, precision, Epilogue(dtype, bias, activation, needs_preactivation))
+        ctx.save_for_backward(a, b, out if activation == "relu" else preactivation)
+        ctx.spec = activation, mode, precision, None if bias is None else bias.dtype
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        a, b, kept = ctx.saved_tensors
-        activation, mode, precision, bias_dtype = ctx.asked
-        dx = dout if activation is None else _GRADIENTS[activation](dout, kept)
+        a, b, saved = ctx.saved_tensors
+        activation, mode, precision, bias_dtype = ctx.spec
+        dx = dout if activation is None else _GRADIENTS[activation](dout, saved)
         dbias = dx.sum(0, dtype=torch.promote_types(dx.dtype, torch.float32)).to(bias_dtype) if bias_dtype else None
         dx = dx.to(a.dtype)
 
-        def product(x: Tensor, y: Tensor) -> Tensor:
-            return run(choose(Product.of(x, y, precision), mode), x, y, precision, Epilogue(a.dtype))[0]
+        def multiply(x: Tensor, y: Tensor) -> Tensor:
+            return run(choose(GemmProblem.of(x, y, precision), mode), x, y, precision, Epilogue(a.dtype))[0]
 
-        da = product(dx, b.T) if ctx.needs_input_grad[0] else None
-        db = product(a.T, dx) if ctx.needs_input_grad[1] else None
+        da = multiply(dx, b.T) if ctx.needs_input_grad[0] else None
+        db = multiply(a.T, dx) if ctx.needs_input_grad[1] else None
         return da, db, dbias if ctx.needs_input_grad[2] else None, *(None,) * 5
 
 
-#: The gradient of what an activation got, from that of its result and what it got, or gave in relu's case.
+#: Gradient of the pre-activation, from the gradient of the output and the saved tensor (the output for relu).
 _GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda dout, out: torch.ops.aten.threshold_backward(dout, out, 0),
     "gelu": torch.ops.aten.gelu_backward,
@@ -133,15 +134,17 @@ def _check(
     precision: str,
     out_dtype: torch.dtype | None,
 ) -> None:
-    """A ValueError for what cannot be, with what to write instead."""
+    """Raise ValueError for invalid arguments, with the remedy."""
     for name, x in (("a", a), ("b", b)):
         if x.dim() != 2:
-            raise ValueError(f"{name} has {x.dim()} dims: a product is of matrices; write {name}.flatten(0, -2) or so")
+            raise ValueError(f"{name} has {x.dim()} dims: expected a matrix; write {name}.flatten(0, -2) or similar")
         if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
             raise ValueError(f"{name} is {x.dtype}: write {name}.bfloat16(), .half(), .float() or .double()")
     if a.shape[1] != b.shape[0]:
-        turned = "; write b.T" if a.shape[1] == b.shape[1] else ""
-        raise ValueError(f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: columns of a are rows of b{turned}")
+        remedy = "; write b.T" if a.shape[1] == b.shape[1] else ""
+        raise ValueError(
+            f"a is {tuple(a.shape)} and b is {tuple(b.shape)}: expected as many columns of a as rows of b{remedy}"
+        )
     if a.dtype != b.dtype:
         raise ValueError(f"a is {a.dtype} and b is {b.dtype}: write b.to(a.dtype)")
     if a.device != b.device:
@@ -149,13 +152,14 @@ def _check(
     if bias is not None and (bias.shape != b.shape[1:] or not bias.dtype.is_floating_point or bias.device != a.device):
         raise ValueError(
             f"bias is {bias.dtype} of {tuple(bias.shape)} on {bias.device}: "
-            f"expected floating numbers of shape ({b.shape[1]},) on {a.device}"
+            f"expected a floating dtype of shape ({b.shape[1]},) on {a.device}"
         )
-    for word, value, known in (("mode", mode, ("auto", *MODES)), ("precision", precision, PRECISIONS)):
+    for name, value, known in (("mode", mode, ("auto", *MODES)), ("precision", precision, PRECISIONS)):
         if value not in known:
-            raise ValueError(f"{word} {value!r}: expected one of {', '.join(known)}")
+            raise ValueError(f"{name} {value!r}: expected one of {', '.join(known)}")
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: expected None or one of {', '.join(ACTIVATIONS)}")
-    wide = out_dtype == torch.float64 and a.dtype != torch.float64  # its last bits would be made up
-    if out_dtype is not None and (not out_dtype.is_floating_point or out_dtype.itemsize == 1 or wide):
+    # a float64 result of float32 sums would have made-up trailing bits
+    too_wide = out_dtype == torch.float64 and a.dtype != torch.float64
+    if out_dtype is not None and (not out_dtype.is_floating_point or out_dtype.itemsize == 1 or too_wide):
         raise ValueError(f"out_dtype {out_dtype}: expected torch.float32, torch.bfloat16 or torch.float16")

@@ -1,9 +1,11 @@
-"""How the work of a product is shared out: tiles of the result, slices of their sums over K, programs.
+"""Divide a GEMM among CTAs: output tiles, the K iterations of each tile, and which CTA runs which of them.
 
-Tiles that are shared have the first numbers: their slices lie in a row, tile after tile, and crews of programs take
-equal runs of them, wherever a run begins or ends. The other tiles are whole, one program each, in turns. A program does
-its whole tiles first, so that the sums of parts are still in the cache when they are added up. Plain arithmetic of
-numbers >= 0: the kernel compiles these very functions.
+A tile is one output block; a K iteration multiplies one BLOCK_K-deep slice of it. Tiles 0 .. `num_split_tiles` - 1 are
+split along K: their iterations form one line, tile after tile, and groups of CTAs take equal runs of it. A run may
+begin or end inside a tile. The remaining tiles are full tiles, dealt to the CTAs round-robin. A CTA runs its full tiles
+first, so that its partial sums are still in L2 when the combine kernel reads them.
+
+Plain arithmetic on integers >= 0: the kernels compile these functions, so host and device cannot disagree.
 """
 
 from __future__ import annotations
@@ -11,124 +13,134 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: What a second part of a tile costs a program, in slices: its loads begin anew, and its sum goes to memory.
-SEGMENT = 8
-#: Slices that are counted in 32 bits, times the programs that share them.
-MOST_SLICES = 2**31 - 1
+#: Cost of one more segment for a CTA, in K iterations: it refills the load pipeline and stores a partial tile.
+SEGMENT_COST_ITERS = 8
+#: Largest product of K iterations and CTAs per group that the kernels count in int32.
+MAX_INT32_ITERS = 2**31 - 1
 
 
-def begin_of(program: int, crew: int, slices: int) -> int:
-    """The first slice of a program, where each crew has so many slices; that of the next program is where it ends.
+def first_iter_of_cta(cta: int, ctas_per_group: int, iters_per_group: int) -> int:
+    """Return the first K iteration of a CTA; the first iteration of the next CTA is where this one stops.
 
-    >>> [begin_of(program, 4, 10) for program in range(6)]
+    >>> [first_iter_of_cta(cta, 4, 10) for cta in range(6)]
     [0, 2, 5, 7, 10, 12]
     """
-    return program // crew * slices + program % crew * slices // crew
+    return cta // ctas_per_group * iters_per_group + cta % ctas_per_group * iters_per_group // ctas_per_group
 
 
-def owner_of(at: int, crew: int, slices: int) -> int:
-    """The program that has a slice.
+def cta_of_iter(at: int, ctas_per_group: int, iters_per_group: int) -> int:
+    """Return the CTA that runs a K iteration: the inverse of `first_iter_of_cta`.
 
-    >>> [owner_of(at, 4, 10) for at in range(12)]
+    >>> [cta_of_iter(at, 4, 10) for at in range(12)]
     [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4]
     """
-    return at // slices * crew + ((at % slices + 1) * crew - 1) // slices
+    return at // iters_per_group * ctas_per_group + ((at % iters_per_group + 1) * ctas_per_group - 1) // iters_per_group
 
 
-def place_of(tile: int, rows: int, columns: int, group: int) -> tuple[int, int]:
-    """The row and column of a tile: down `group` rows, then the next column, so that neighbours share what they load.
+def swizzle_tile(tile: int, tiles_m: int, tiles_n: int, l2_swizzle: int) -> tuple[int, int]:
+    """Return the row and column of a tile in L2-swizzled order.
 
-    >>> [place_of(tile, 3, 2, 2) for tile in range(6)]
+    The order goes down `l2_swizzle` rows, then to the next column, so that CTAs that run at the same time load the same
+    blocks of A and B and find them in L2.
+
+    >>> [swizzle_tile(tile, 3, 2, 2) for tile in range(6)]
     [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
     """
-    width = group * columns
-    first = tile // width * group
-    height = min(rows - first, group)
+    width = l2_swizzle * tiles_n
+    first = tile // width * l2_swizzle
+    height = min(tiles_m - first, l2_swizzle)
     return first + tile % width % height, tile % width // height
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Which program has which slices of which tiles.
+    """The K iterations that each CTA runs; `data_parallel`, `stream_k` and `split_k` make instances.
 
-    There are `rows` x `columns` tiles of `steps` slices each. The first `shared` of them are cut among crews of
-    `crew` programs, each crew with an equal number of tiles; the rest go whole to the programs in turns.
+    The output has `tiles_m` x `tiles_n` tiles of `iters_per_tile` K iterations each. The first `num_split_tiles` are
+    split along K among groups of `ctas_per_group` CTAs, and every group has the same number of tiles. The other tiles
+    are full tiles, dealt to all `num_ctas` CTAs round-robin.
     """
 
-    rows: int
-    columns: int
-    steps: int
-    programs: int
-    crew: int
-    shared: int
+    tiles_m: int
+    tiles_n: int
+    iters_per_tile: int
+    num_ctas: int
+    ctas_per_group: int
+    num_split_tiles: int
 
     @property
-    def tiles(self) -> int:
-        """How many there are."""
-        return self.rows * self.columns
+    def num_tiles(self) -> int:
+        """Number of output tiles, full and split."""
+        return self.tiles_m * self.tiles_n
 
     @property
-    def slices(self) -> int:
-        """Those that a crew shares."""
-        return self.shared * self.steps * self.crew // self.programs
+    def iters_per_group(self) -> int:
+        """K iterations of the split tiles of one group of CTAs."""
+        return self.num_split_tiles * self.iters_per_tile * self.ctas_per_group // self.num_ctas
 
     @property
-    def long(self) -> bool:
-        """Whether slices are to be counted in 64 bits."""
-        return self.tiles * self.steps * self.crew > MOST_SLICES
+    def needs_int64(self) -> bool:
+        """Whether the kernels must count K iterations in int64, whose divisions are slow on a GPU."""
+        return self.num_tiles * self.iters_per_tile * self.ctas_per_group > MAX_INT32_ITERS
 
     @property
-    def slots(self) -> int:
-        """Unfinished tiles that a program has at most: that of its first slice and that of its last."""
-        return 0 if not self.shared else 1 if self.slices == self.steps else 2
+    def partials_per_cta(self) -> int:
+        """Partial tiles that one CTA stores at most.
 
-    def segments(self, program: int) -> Iterator[tuple[int, int, int]]:
-        """What a program does, in order: tile, first slice, and the slice before which it ends."""
-        for tile in range(self.shared + program, self.tiles, self.programs):
-            yield tile, 0, self.steps
-        if self.shared:
-            at, end = (begin_of(p, self.crew, self.slices) for p in (program, program + 1))
+        A run of iterations touches incomplete tiles only at its begin and at its end: two, or one if every run lies
+        inside a single tile.
+        """
+        return 0 if not self.num_split_tiles else 1 if self.iters_per_group == self.iters_per_tile else 2
+
+    def segments(self, cta: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the work of a CTA in order, as (tile, first K iteration, K iteration past the last)."""
+        for tile in range(self.num_split_tiles + cta, self.num_tiles, self.num_ctas):
+            yield tile, 0, self.iters_per_tile
+        if self.num_split_tiles:
+            at, end = (first_iter_of_cta(c, self.ctas_per_group, self.iters_per_group) for c in (cta, cta + 1))
             while at < end:
-                tile, first = divmod(at, self.steps)
-                last = min(first + end - at, self.steps)
+                tile, first = divmod(at, self.iters_per_tile)
+                last = min(first + end - at, self.iters_per_tile)
                 yield tile, first, last
                 at += last - first
 
 
-def data_parallel(rows: int, columns: int, steps: int, programs: int) -> Partition:
-    """Every tile whole."""
-    programs = max(1, min(programs, rows * columns))
-    return Partition(rows, columns, steps, programs, programs, 0)
+def data_parallel(tiles_m: int, tiles_n: int, iters_per_tile: int, num_ctas: int) -> Partition:
+    """Partition into full tiles only."""
+    num_ctas = max(1, min(num_ctas, tiles_m * tiles_n))
+    return Partition(tiles_m, tiles_n, iters_per_tile, num_ctas, num_ctas, 0)
 
 
-def stream_k(rows: int, columns: int, steps: int, programs: int) -> Partition:
-    """Full waves of whole tiles; what is left over is shared by all programs.
+def stream_k(tiles_m: int, tiles_n: int, iters_per_tile: int, num_ctas: int) -> Partition:
+    """Partition by Stream-K: full waves of full tiles, and a tail whose K iterations all CTAs share equally.
 
-    So each program has the same number of slices, give or take one, and the same number of whole tiles. Where the
-    tiles are full waves, nothing is shared. Less than a wave is cut into as many parts of each tile as there are
-    programs for, if that leaves so few programs idle that others have no more than `SEGMENT` slices more.
+    Every CTA has the same number of full tiles, and the same number of K iterations to within one. If full waves cover
+    all tiles, no tile is split. If there is less than one wave, every tile gets the same number of splits, one CTA
+    each; this may leave CTAs idle, so it is done only where the others run at most `SEGMENT_COST_ITERS` more
+    iterations.
 
     >>> split = stream_k(2, 3, 4, 4)
-    >>> [list(split.segments(program)) for program in range(4)]
+    >>> [list(split.segments(cta)) for cta in range(4)]
     [[(2, 0, 4), (0, 0, 2)], [(3, 0, 4), (0, 2, 4)], [(4, 0, 4), (1, 0, 2)], [(5, 0, 4), (1, 2, 4)]]
     """
-    tiles = rows * columns
-    waves, left = divmod(tiles, programs)
+    num_tiles = tiles_m * tiles_n
+    waves, left = divmod(num_tiles, num_ctas)
     if not left:
-        return data_parallel(rows, columns, steps, programs)
+        return data_parallel(tiles_m, tiles_n, iters_per_tile, num_ctas)
     if not waves:
-        programs = min(programs, tiles * steps)  # a program without a slice is none
-        parts = programs // tiles
-        if -(-steps // parts) - tiles * steps // programs <= SEGMENT:
-            return split_k(rows, columns, steps, parts)
-        return Partition(rows, columns, steps, programs, programs, tiles)
-    shared = left if left * steps >= programs else left + programs
-    return Partition(rows, columns, steps, programs, programs, shared)
+        num_ctas = min(num_ctas, num_tiles * iters_per_tile)  # launch no CTA without an iteration
+        splits = num_ctas // num_tiles
+        if -(-iters_per_tile // splits) - num_tiles * iters_per_tile // num_ctas <= SEGMENT_COST_ITERS:
+            return split_k(tiles_m, tiles_n, iters_per_tile, splits)
+        return Partition(tiles_m, tiles_n, iters_per_tile, num_ctas, num_ctas, num_tiles)
+    # a tail with fewer iterations than CTAs is too short to share, so a full wave joins it
+    num_split_tiles = left if left * iters_per_tile >= num_ctas else left + num_ctas
+    return Partition(tiles_m, tiles_n, iters_per_tile, num_ctas, num_ctas, num_split_tiles)
 
 
-def split_k(rows: int, columns: int, steps: int, parts: int) -> Partition:
-    """Every tile in so many parts, or as many as it has slices, each for a program of its own."""
-    tiles, parts = rows * columns, max(1, min(parts, steps))
-    if parts == 1:
-        return data_parallel(rows, columns, steps, tiles)
-    return Partition(rows, columns, steps, tiles * parts, parts, tiles)
+def split_k(tiles_m: int, tiles_n: int, iters_per_tile: int, splits: int) -> Partition:
+    """Partition every tile into `splits` runs of K, one CTA each; a tile has at most one split per K iteration."""
+    num_tiles, splits = tiles_m * tiles_n, max(1, min(splits, iters_per_tile))
+    if splits == 1:
+        return data_parallel(tiles_m, tiles_n, iters_per_tile, num_tiles)
+    return Partition(tiles_m, tiles_n, iters_per_tile, num_tiles * splits, splits, num_tiles)

@@ -1,4 +1,4 @@
-"""A symmetric heap for kernels that talk: memory of the same size on every rank, opened by one call.
+"""Open a symmetric heap: memory of the same size on every rank, for kernels that communicate.
 
     with open_heap(group, bytes=2**20) as heap:
         x = heap.allocate((128, 64))
@@ -6,7 +6,8 @@
         kernel[grid](x.local, heap.bases, heap.status, heap.rank)
         heap.check()
 
-What kernels do with it is in `device.py`; the page "Symmetric heap" of the guide draws it.
+`contract.py` defines a heap and its tensors, `device.py` the calls of kernels. The page "Symmetric heap" of the guide
+explains both.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from meshflash.runtime.devices import current, dist
 
 __all__ = ["ALIGN", "KINDS", "TIMEOUT", "Heap", "SymmetricTensor", "Usage", "open_heap"]
 
-#: Kinds of heaps, and what each is.
+#: Kinds of heaps, with a description of each.
 KINDS = {
-    "symmetric": "memory of GPUs of one host, one process a rank; ranks may share a GPU",
-    "shared": "memory of the host, one process a rank, for kernels that Triton interprets on CPUs",
-    "local": "one process plays all ranks, each on a stream of its own",
+    "symmetric": "GPU memory on one host, one process per rank; ranks may share a GPU",
+    "shared": "host memory, one process per rank, for kernels that Triton interprets on CPUs",
+    "local": "one process emulates all ranks, each on a stream of its own",
 }
-#: Seconds that a rank waits for another at most, unless MESHFLASH_TIMEOUT says less.
+#: Longest time that a rank waits for another, in seconds, unless MESHFLASH_TIMEOUT is shorter.
 TIMEOUT = 60.0
 
 
@@ -43,30 +44,30 @@ def open_heap(
     kind: str | None = None,
     timeout: float | None = None,
 ) -> Heap:
-    """A heap of so many bytes on each rank of a process group; all ranks open it together.
+    """Open a heap on every rank of a process group; all ranks call this together.
 
     Args:
-        group: a process group; None is the default group. A number of ranks, if this process plays them all.
-        bytes: of each rank's heap.
-        device: where; by default the device that is current.
-        kind: "symmetric", "shared" or "local"; by default the one that the group and the device call for.
-        timeout: seconds that a rank waits for another, in kernels and in meetings, before it raises.
+        group: A process group, None for the default group, or a number of ranks that this process emulates.
+        bytes: The size of each rank's heap.
+        device: The device of the memory; by default the current device.
+        kind: "symmetric", "shared" or "local"; by default it follows from the group and the device.
+        timeout: The seconds that a rank waits for another, in kernels and in barriers, before it raises.
 
     >>> with open_heap(2, bytes=4096, device="cpu") as heap:
     ...     x = heap.allocate(4, torch.int32)
     ...     heap.barrier()
     ...     x.peer(1)[2] = 7
-    ...     with heap.play(1):
+    ...     with heap.as_rank(1):
     ...         print(x.local.tolist())
     ...     x.free()
     [0, 0, 7, 0]
     """
     where = current() if device is None else torch.device(device)
-    if where.index is None:  # tensors say which one they are on
+    if where.index is None:  # tensors carry an index, and devices are compared with theirs
         where = current(where.type)
-    plays = isinstance(group, int) and not isinstance(group, bool)
+    emulates = isinstance(group, int) and not isinstance(group, bool)
     if kind is None:
-        kind = "local" if plays else "shared" if where.type == "cpu" else "symmetric"
+        kind = "local" if emulates else "shared" if where.type == "cpu" else "symmetric"
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
     seconds = min(TIMEOUT, seconds_of_mesh()) if timeout is None else timeout
@@ -74,21 +75,21 @@ def open_heap(
         raise ValueError(f"bytes={bytes}, timeout={seconds}: expected a number >= 1, and seconds > 0")
     size = -(-bytes // ALIGN) * ALIGN
     if kind == "local":
-        if not plays or group < 1:
-            raise ValueError("kind='local': this process plays all ranks; give their number, such as open_heap(4, ...)")
+        if not emulates or group < 1:
+            raise ValueError(
+                "kind='local': this process emulates all ranks; give their number, such as open_heap(4, ...)"
+            )
         return LocalHeap(group, size, where, seconds)
-    if plays:
+    if emulates:
         raise ValueError(
             f"kind={kind!r}: expected a process group, or None for the default one; a number is for 'local'"
         )
     if group is None:
         if not dist.is_initialized():
             raise ValueError(
-                "no process group is there; call meshflash.init() first, or say how many ranks to play: open_heap(4)"
+                "there is no process group; call meshflash.init() first, or emulate ranks in this process: open_heap(4)"
             )
         group = dist.group.WORLD
     if kind == "shared" and where.type != "cpu":
-        raise ValueError(
-            f"kind='shared' is memory of the host, and device={where}; use kind='symmetric', or device='cpu'"
-        )
+        raise ValueError(f"kind='shared' is host memory, and device={where}; use kind='symmetric', or device='cpu'")
     return (SharedHeap if kind == "shared" else SymmetricHeap)(group, size, where, seconds)

@@ -1,7 +1,8 @@
-"""What a symmetric heap is: memory of the same size on every rank, where the same calls give the same places.
+"""What a symmetric heap and its tensors are: memory of the same size on every rank, allocated in the same order.
 
-So a rank knows where its own data lies at a peer: as far from the begin of the peer's heap as from its own. What the
-kinds of heaps share lives here: allocation, meetings, and what becomes of a peer that was lost.
+The same calls give the same offsets on every rank. So a rank finds a tensor on a peer without asking: at the same
+offset from the base of the peer's heap as from its own. This file has what all kinds of heaps share: allocation,
+barriers, and errors for peers that were lost. `api.py` opens a heap.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ import torch
 from torch import Tensor
 
 from meshflash.comm.handshake import DisagreementError, Meeting
-from meshflash.comm.heap.allocator import ALIGN, Blocks
+from meshflash.comm.heap.allocator import ALIGN, BlockAllocator
 from meshflash.comm.heap.device import LIMIT, STATUS_WORDS
 from meshflash.comm.transports.contract import TransportError
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes of one rank's heap: in all, taken now and at most, the largest piece left; how many allocations."""
+    """How full one rank's heap is, from `Heap.usage`.
+
+    `bytes` is its size, `used` and `peak` the bytes allocated now and at most, `largest` the largest free range, and
+    `allocations` the number of live allocations.
+    """
 
     bytes: int
     used: int
@@ -36,54 +41,65 @@ class Usage:
 
 
 class Heap(ABC):
-    """Memory of the same size on every rank, which all of them read and write. Made by `open_heap`.
+    """Memory of the same size on every rank that kernels of all ranks read and write. `open_heap` makes it.
 
-    All ranks call `allocate`, `free` and `barrier` in the same order; `barrier` compares what they called.
+    All ranks must call `allocate`, `free` and `barrier` in the same order; `barrier` verifies that they did.
     """
 
     kind: str
 
     def __init__(
-        self, memories: Sequence[Tensor], rank: int, device: torch.device, timeout: float, meeting: Meeting | None
+        self, memories: Sequence[Tensor], rank: int, device: torch.device, timeout: float, rendezvous: Meeting | None
     ) -> None:
         self.rank, self.world, self.device, self.timeout = rank, len(memories), device, timeout
         addresses = [memory.data_ptr() for memory in memories]
-        assert all(address % ALIGN == 0 for address in addresses), "kernels count on it that heaps are aligned"
-        #: Where the heap begins at each rank, as addresses in this process.
+        assert all(address % ALIGN == 0 for address in addresses), "kernels rely on aligned heaps: see device.translate"
+        #: Base address of each rank's heap, as mapped into this process.
         self.bases = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._memories = tuple(memories)
-        self._meeting = meeting
-        self._blocks = Blocks(memories[0].numel())
-        self._alive: dict[Allocation, None] = {}
-        self._freed: list[int] = []
-        self._calls: list[str] = []
-        self._count = self._agreed = 0
+        self._rendezvous = rendezvous  # None where this process has all ranks
+        self._allocator = BlockAllocator(memories[0].numel())
+        self._live: dict[Allocation, None] = {}  # a dict as an ordered set
+        self._freed_offsets: list[int] = []  # freed since the last barrier; peers may still write there
+        self._calls: list[str] = []  # allocate and free since the last barrier, for the comparison of ranks
+        self._num_calls = self._num_agreed = 0  # all calls so far, and those that a barrier has compared
         self._closed = False
         words = [0] * STATUS_WORDS
-        words[LIMIT] = int(timeout * 1e9)
-        self._statuses = {played: torch.tensor(words, dtype=torch.int64, device=device) for played in self.played}
+        words[LIMIT] = int(timeout * 1e9)  # nanoseconds
+        self._statuses = {rank: torch.tensor(words, dtype=torch.int64, device=device) for rank in self.local_ranks}
 
     @property
-    def played(self) -> range:
-        """The ranks that this process plays: its own, unless one process plays all."""
+    def local_ranks(self) -> range:
+        """The ranks of this process: its own, or all ranks on a local heap."""
         return range(self.rank, self.rank + 1)
 
     @property
     def status(self) -> Tensor:
-        """What kernels write when a wait ends without its signal, and how long they wait; `check` reads it."""
+        """Status words of this rank for kernels: the time limit of waits, and the first wait that failed."""
         return self._statuses[self.rank]
 
     @contextmanager
-    def play(self, rank: int) -> Iterator[None]:
-        """Be this rank in the block, on its stream where one process plays several."""
-        if rank not in self.played:
-            raise ValueError(f"play({rank}): this process plays rank {self.rank}; write `for rank in heap.played`")
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """Act as this rank inside the block; on a local heap also on its stream.
+
+        Args:
+            rank: A rank of `local_ranks`.
+        """
+        if rank not in self.local_ranks:
+            raise ValueError(f"as_rank({rank}): this process is rank {self.rank}; write `for rank in heap.local_ranks`")
         yield
 
     def allocate(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32, *, name: str = "", align: int = ALIGN
     ) -> SymmetricTensor:
-        """A tensor of zeros on every rank. Call `barrier` before peers may touch it."""
+        """Allocate a tensor of zeros on every rank. Call `barrier` before peers may access it.
+
+        Args:
+            shape: The shape on each rank, the same on all.
+            dtype: The dtype of the elements.
+            name: A name for error messages.
+            align: The alignment in bytes, a power of 2 of at most 256.
+        """
         self._check_open()
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(n < 0 for n in shape) or align < dtype.itemsize or align & (align - 1) or align > ALIGN:
@@ -93,61 +109,65 @@ class Heap(ABC):
             )
         size = math.prod(shape) * dtype.itemsize
         text = f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}".strip()
-        room = max(size, 1)
-        place = self._blocks.take(room, align)
-        if place is None:
-            back = f"; {len(self._freed)} freed ones come back at the next barrier()" if self._freed else ""
+        offset = self._allocator.allocate(max(size, 1), align)  # empty tensors need an offset of their own, too
+        if offset is None:
+            pending = len(self._freed_offsets)
+            hint = f"; {pending} freed ones become available at the next barrier()" if pending else ""
             raise ValueError(
-                f"allocate {text}: {size:,} bytes asked for, and of the heap's {self._blocks.size:,} there are at most "
-                f"{self._blocks.largest:,} in one piece{back}; open_heap(..., bytes=) takes a larger number"
+                f"allocate {text}: {size:,} bytes requested, and of the heap's {self._allocator.size:,} at most "
+                f"{self._allocator.largest:,} are free in one piece{hint}; open_heap(..., bytes=) takes a larger number"
             )
-        allocation = Allocation(self._count, place, text)
+        allocation = Allocation(self._num_calls, offset, text)
         self._note(f"allocate {text}" + (f" align {align}" if align != ALIGN else ""))
-        self._alive[allocation] = None
-        parts = [memory[place : place + size] for memory in self._memories]
-        for rank in self.played:
-            with self.play(rank):
-                parts[rank].zero_()
-        return SymmetricTensor(self, allocation, [part.view(dtype).view(shape) for part in parts], whole=True)
+        self._live[allocation] = None
+        ranges = [memory[offset : offset + size] for memory in self._memories]
+        for rank in self.local_ranks:
+            with self.as_rank(rank):
+                ranges[rank].zero_()
+        return SymmetricTensor(self, allocation, [x.view(dtype).view(shape) for x in ranges], is_view=False)
 
     def free(self, tensor: SymmetricTensor) -> None:
-        """Give an allocation back. Its bytes are given out again after the next `barrier`, when no peer uses them."""
+        """Free an allocation. Its bytes become available after the next `barrier`, when no peer can still write there.
+
+        Args:
+            tensor: The tensor that `allocate` returned, not a view of it.
+        """
         self._check_open()
         allocation = tensor._allocation
-        if tensor.heap is not self or allocation not in self._alive:
+        if tensor.heap is not self or allocation not in self._live:
             raise ValueError(f"free {allocation.text}: it is free already, or of another heap")
-        if not tensor._whole:
-            raise ValueError(f"free {allocation.text}: this is a view; free what allocate gave")
-        del self._alive[allocation]
-        self._freed.append(allocation.place)
+        if tensor._is_view:
+            raise ValueError(f"free {allocation.text}: this is a view; free the tensor that allocate returned")
+        del self._live[allocation]
+        self._freed_offsets.append(allocation.offset)
         self._note(f"free {allocation.text}")
 
     def barrier(self) -> None:
-        """Wait until all ranks are here and their devices are done; then all have called the same, or all raise.
+        """Wait until all ranks have come here and their devices are idle; verify that they made the same calls.
 
-        TransportError where a rank is lost or a wait in a kernel ended without its signal; DisagreementError where
-        ranks allocated or freed differently.
+        Raises TransportError, on all ranks, if a rank is lost or a wait in a kernel timed out, and DisagreementError if
+        ranks allocated or freed differently. Then makes freed memory available again.
         """
         self._check_open()
         self._finish()
         failures = self._failures()
-        if self._meeting is None:
+        if self._rendezvous is None:
             if failures:
                 raise TransportError(failures)
         else:
-            words = self._meeting.all(self._word(failures))
-            told = [word["failures"] for word in words if word["failures"]]
-            if told:
-                raise TransportError(failures or told[0])
-            self._compare(words)
-        for place in self._freed:
-            self._blocks.give(place)
-        self._freed.clear()
+            payloads = self._rendezvous.all(self._payload(failures))
+            reported = [payload["failures"] for payload in payloads if payload["failures"]]
+            if reported:
+                raise TransportError(failures or reported[0])
+            self._compare(payloads)
+        for offset in self._freed_offsets:
+            self._allocator.release(offset)
+        self._freed_offsets.clear()
         self._calls.clear()
-        self._agreed = self._count
+        self._num_agreed = self._num_calls
 
     def check(self) -> None:
-        """TransportError if a wait in a kernel of this process ended without its signal. Waits for the device."""
+        """Wait for the device, and raise TransportError if a wait in a kernel of this process timed out."""
         self._check_open()
         self._finish()
         failures = self._failures()
@@ -156,20 +176,20 @@ class Heap(ABC):
 
     @property
     def usage(self) -> Usage:
-        """How full it is; what was freed counts as taken until the next `barrier`."""
-        blocks = self._blocks
-        return Usage(blocks.size, blocks.used, blocks.peak, blocks.largest, len(self._alive))
+        """How full the heap is; freed memory counts as used until the next `barrier`."""
+        allocator = self._allocator
+        return Usage(allocator.size, allocator.used, allocator.peak, allocator.largest, len(self._live))
 
     def close(self) -> None:
-        """Give the memory back; peers must be done with it (`barrier`). Warns of allocations that were not freed."""
+        """Release the memory, after a `barrier` that shows peers are done with it. Warn of live allocations."""
         if self._closed:
             return
-        alive = [allocation.text for allocation in self._alive]
+        live = [allocation.text for allocation in self._live]
         self._release()
-        if alive:
+        if live:
             warnings.warn(
-                f"{self._named(self.rank)}: the heap was closed with {len(alive)} allocations that were not freed: "
-                f"{'; '.join(alive)}",
+                f"{self._named(self.rank)}: the heap was closed with {len(live)} allocations that were not freed: "
+                f"{'; '.join(live)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -187,21 +207,22 @@ class Heap(ABC):
                 self._release()
                 raise
             self.close()
-        else:  # what was not freed follows from the error
-            if self._meeting is not None and not self._closed:
-                self._meeting.leave(
-                    self._word(f"{self._named(self.rank)} left the heap by {kind and kind.__name__}: {error}")
+        else:  # no warning of live allocations: they follow from the error
+            if self._rendezvous is not None and not self._closed:
+                # peers that wait in a barrier raise this message instead of timing out
+                self._rendezvous.leave(
+                    self._payload(f"{self._named(self.rank)} left the heap by {kind and kind.__name__}: {error}")
                 )
             self._release()
 
     @abstractmethod
     def _finish(self) -> None:
-        """Wait until the device has done what the played ranks gave it."""
+        """Wait until the device has finished all work of the local ranks."""
 
     def _release(self) -> None:
-        """Let go of the memory."""
+        """Drop all references to the memory."""
         self._closed = True
-        self._alive.clear()
+        self._live.clear()
         self._memories = ()
 
     def _check_open(self) -> None:
@@ -209,71 +230,82 @@ class Heap(ABC):
             raise RuntimeError("this heap is closed; open another one")
 
     def _named(self, rank: int) -> str:
-        return f"rank {rank}" if self._meeting is None else self._meeting.named(rank)
+        return f"rank {rank}" if self._rendezvous is None else self._rendezvous.named(rank)
 
-    def _word(self, failures: str) -> dict[str, Any]:
-        """What a rank says in a barrier: what went wrong, and what it called since the last one."""
-        return {"failures": failures, "first": self._agreed, "calls": self._calls}
+    def _payload(self, failures: str) -> dict[str, Any]:
+        """Return what a rank sends to the others in a barrier: its failures, and its calls since the last barrier."""
+        return {"failures": failures, "first": self._num_agreed, "calls": self._calls}
 
     def _note(self, call: str) -> None:
         self._calls.append(call)
-        self._count += 1
+        self._num_calls += 1
 
     def _failures(self) -> str:
-        """What the kernels of the played ranks could not wait for; empty where all went well."""
+        """Return a sentence for every wait that timed out in kernels of the local ranks; empty if none did."""
         found = []
         for rank, status in self._statuses.items():
-            code, peer, step, wanted, seen, *_ = status.tolist()
-            if code:
+            has_failed, peer, step, expected, seen, *_ = status.tolist()
+            if has_failed:
                 found.append(
                     f"{self._named(rank)} waited {self.timeout:g} s in step {step} for {self._named(peer)}, whose "
-                    f"signal stands at {seen} and was to reach {wanted}"
+                    f"signal stands at {seen} and was to reach {expected}"
                 )
-        ended = self._meeting.lost() if self._meeting is not None and found else ""
+        ended = self._rendezvous.lost() if self._rendezvous is not None and found else ""
         return "; ".join(found) + ended
 
-    def _compare(self, words: Sequence[dict[str, Any]]) -> None:
-        mine = words[0]
-        for rank, theirs in enumerate(words):
-            for number in range(max(len(mine["calls"]), len(theirs["calls"]))):
-                a, b = (word["calls"][number] if number < len(word["calls"]) else "nothing" for word in (mine, theirs))
+    def _compare(self, payloads: Sequence[dict[str, Any]]) -> None:
+        """Raise DisagreementError for the first call in which a rank differs from rank 0."""
+        reference = payloads[0]
+        for rank, theirs in enumerate(payloads):
+            for number in range(max(len(reference["calls"]), len(theirs["calls"]))):
+                a, b = (
+                    payload["calls"][number] if number < len(payload["calls"]) else "nothing"
+                    for payload in (reference, theirs)
+                )
                 if a != b:
                     raise DisagreementError(
-                        f"ranks disagree in call {mine['first'] + number} of the heap: {self._named(0)} called "
+                        f"ranks disagree in call {reference['first'] + number} of the heap: {self._named(0)} called "
                         f"{a}, {self._named(rank)} {b}; all ranks must allocate and free the same, in the same order"
                     )
 
 
 @dataclass(eq=False)
 class Allocation:
-    """A piece of the heap. `number` counts the calls of allocate and free."""
+    """A byte range of the heap, at `offset` on every rank.
+
+    `number` counts the calls of allocate and free before it, and `text` describes it in messages.
+    """
 
     number: int
-    place: int
+    offset: int
     text: str
 
 
 class SymmetricTensor:
-    """A tensor that every rank has at the same place of its heap: ours, and by address those of the peers.
+    """A tensor that every rank has at the same offset of its heap; `Heap.allocate` makes it.
 
-    Indexing and `view` give the same part of it on every rank.
+    Indexing and `view` return the same part of it on every rank.
     """
 
-    def __init__(self, heap: Heap, allocation: Allocation, tensors: Sequence[Tensor], whole: bool = False) -> None:
-        self.heap, self._allocation, self._tensors, self._whole = heap, allocation, tuple(tensors), whole
+    def __init__(self, heap: Heap, allocation: Allocation, tensors: Sequence[Tensor], is_view: bool = True) -> None:
+        self.heap, self._allocation, self._tensors, self._is_view = heap, allocation, tuple(tensors), is_view
 
     @property
     def local(self) -> Tensor:
-        """Ours."""
-        self._check_there()
+        """The tensor of this rank."""
+        self._check_live()
         return self._tensors[self.heap.rank]
 
     def peer(self, rank: int) -> Tensor:
-        """That of a rank, to be read and written from here."""
-        self._check_there()
+        """Return the tensor of another rank, to read and write from here.
+
+        Args:
+            rank: The rank whose tensor to return.
+        """
+        self._check_live()
         if not 0 <= rank < self.heap.world:
             raise ValueError(f"peer({rank}): expected a rank from 0 to {self.heap.world - 1}")
-        if self._allocation.number >= self.heap._agreed:
+        if self._allocation.number >= self.heap._num_agreed:
             raise RuntimeError(
                 f"{self._allocation.text}: call heap.barrier() between allocate and peer; the peer may not have it yet"
             )
@@ -281,27 +313,31 @@ class SymmetricTensor:
 
     @property
     def bases(self) -> Tensor:
-        """Where the heap begins at each rank, as addresses: what kernels translate pointers by."""
+        """Base addresses of the heap on all ranks, by which kernels translate pointers."""
         return self.heap.bases
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape on each rank."""
+        """The shape on each rank."""
         return self._tensors[0].shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """The dtype of the elements."""
         return self._tensors[0].dtype
 
     def __getitem__(self, index: Any) -> SymmetricTensor:
-        return self._part([tensor[index] for tensor in self._tensors])
+        return self._make_view([tensor[index] for tensor in self._tensors])
 
     def view(self, *shape: int) -> SymmetricTensor:
-        """The same memory in another shape."""
-        return self._part([tensor.view(*shape) for tensor in self._tensors])
+        """Return the same memory in another shape.
 
-    def _part(self, tensors: Sequence[Tensor]) -> SymmetricTensor:
+        Args:
+            shape: The new shape, as in `torch.Tensor.view`.
+        """
+        return self._make_view([tensor.view(*shape) for tensor in self._tensors])
+
+    def _make_view(self, tensors: Sequence[Tensor]) -> SymmetricTensor:
         if any(
             a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
             for a, b in zip(tensors, self._tensors, strict=True)
@@ -310,13 +346,13 @@ class SymmetricTensor:
         return SymmetricTensor(self.heap, self._allocation, tensors)
 
     def free(self) -> None:
-        """Give it back: see `Heap.free`."""
+        """Free it: see `Heap.free`."""
         self.heap.free(self)
 
-    def _check_there(self) -> None:
+    def _check_live(self) -> None:
         self.heap._check_open()
-        if self._allocation not in self.heap._alive:
-            raise RuntimeError(f"{self._allocation.text} was freed; others may have its memory")
+        if self._allocation not in self.heap._live:
+            raise RuntimeError(f"{self._allocation.text} was freed; its memory may belong to another tensor")
 
     def __repr__(self) -> str:
         return f"SymmetricTensor({self._allocation.text}, rank {self.heap.rank} of {self.heap.world})"

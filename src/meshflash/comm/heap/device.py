@@ -1,8 +1,16 @@
-"""What kernels do in a symmetric heap: translate addresses, put, get, signal, wait, and atomics on a peer's numbers.
+"""Device-side calls of a symmetric heap: address translation, put, get, signal, wait, and remote atomics.
 
-The same code runs compiled on NVIDIA and AMD GPUs, and interpreted on CPUs across processes. A signal is a release of
-all that was put before it, a wait the acquire of it, both for the whole system. Signals are epochs that grow and are
-never reset. Every wait ends: past its limit it writes down whom it waited for, which the host raises.
+Address translation: all ranks allocate in the same order, so a tensor lies at the same offset from the heap's base on
+every rank. A pointer into our heap becomes a pointer into a peer's heap by adding the difference of the two base
+addresses.
+
+Ordering: `signal` is a release of everything that the CTA stored before it, and `wait` the matching acquire, both at
+system scope. Flags hold epochs, which only grow: a reset of a flag would race with the next signal.
+
+Every wait ends. After its time limit it records rank and step in the heap's status, and the host raises an error from
+it.
+
+The same code is compiled for NVIDIA and AMD GPUs, and interpreted on CPUs across processes.
 """
 
 from __future__ import annotations
@@ -18,17 +26,18 @@ import triton.language as tl
 
 from meshflash.kernels.triton.common import INTERPRETED
 
-#: Words of the status: whether a wait failed, its peer and step, what was wanted and seen; nanoseconds to wait.
+#: Number of int64 words in the status: failed (0 or 1), peer, step, expected epoch, seen epoch, time limit; two are
+#: unused. And the index of the time limit of a wait, in nanoseconds.
 STATUS_WORDS, LIMIT = 8, 5
 _LIMIT = tl.constexpr(LIMIT)
 _HIP = tl.constexpr(torch.version.hip is not None)
 
 
-def device(function: Callable[..., Any]) -> Any:
-    """A function for kernels to call.
+def device_function(function: Callable[..., Any]) -> Any:
+    """Make a function callable from kernels.
 
-    Interpreted, it is plain Python in the kernel that calls it: Triton would patch the whole language again in each
-    call, which takes a millisecond.
+    Under the interpreter it stays plain Python: a call of a jitted function there patches the whole language again,
+    which takes a millisecond.
     """
     return function if INTERPRETED else triton.jit(function)
 
@@ -36,7 +45,7 @@ def device(function: Callable[..., Any]) -> Any:
 if INTERPRETED:
 
     def clock():
-        """Nanoseconds; whoever asks waits for another process, which may need this core."""
+        """Return the time in nanoseconds; yield the core first, since the process that we wait for may need it."""
         os.sched_yield()
         return time.monotonic_ns()
 
@@ -44,8 +53,8 @@ else:
 
     @triton.jit
     def clock():
-        """Nanoseconds."""
-        if _HIP:  # it counts at 100 MHz
+        """Return the time of this GPU in nanoseconds."""
+        if _HIP:  # this counter ticks at 100 MHz
             ticks = tl.inline_asm_elementwise(
                 "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
             )
@@ -53,113 +62,116 @@ else:
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
-@device
+@device_function
 def translate(pointers, bases, rank, peer):
-    """Pointers into the heap of `rank`, at the same places in the heap of a peer."""
-    WIDTH: tl.constexpr = pointers.dtype.element_ty.primitive_bitwidth // 8
-    apart = (tl.load(bases + peer) - tl.load(bases + rank)) // WIDTH
-    return pointers + tl.multiple_of(apart, 16)  # heaps begin at multiples of 256 bytes: wide stores stay wide
+    """Return pointers into a peer's heap, at the offsets that `pointers` have in the heap of `rank`."""
+    BYTES: tl.constexpr = pointers.dtype.element_ty.primitive_bitwidth // 8
+    distance = (tl.load(bases + peer) - tl.load(bases + rank)) // BYTES
+    # heaps begin at multiples of 256 bytes; without the hint the compiler could not vectorize stores to peers
+    return pointers + tl.multiple_of(distance, 16)
 
 
-@device
+@device_function
 def put(pointers, values, bases, rank, peer, mask=None):
-    """Store values at a peer, where the pointers point to in our heap. A signal must follow."""
+    """Store values into a peer's heap, at the offsets of `pointers` in ours. A signal must follow."""
     tl.store(translate(pointers, bases, rank, peer), values, mask=mask)
 
 
-@device
+@device_function
 def get(pointers, bases, rank, peer, mask=None, other=None):
-    """Load values from a peer, from where the pointers point to in our heap. A wait must have come before."""
+    """Load values from a peer's heap, at the offsets of `pointers` in ours. A wait must come first."""
     return tl.load(translate(pointers, bases, rank, peer), mask=mask, other=other)
 
 
-@device
-def block(pointer, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to a block of rows, so many numbers apart, and which of them lie within `rows` and `columns`."""
+@device_function
+def block_pointers(pointer, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return pointers to a block of rows `stride` elements apart, and a mask of those within `rows` and `columns`."""
     r = tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
     return pointer + (r.to(tl.int64) * stride + c), (r < rows) & (c < columns)
 
 
-@device
+@device_function
 def put_rows(
     target, t_stride, source, s_stride, rows, columns, bases, rank, peer, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Copy a block of rows of ours to a peer: from `source`, anywhere, to where `target` points to in our heap."""
-    there, mask = block(target, t_stride, rows, columns, ROWS, COLUMNS)
-    here, _ = block(source, s_stride, rows, columns, ROWS, COLUMNS)
-    put(there, tl.load(here, mask=mask), bases, rank, peer, mask)
+    """Copy a block of rows to a peer: from `source`, anywhere, to the offset of `target` in our heap."""
+    targets, mask = block_pointers(target, t_stride, rows, columns, ROWS, COLUMNS)
+    sources, _ = block_pointers(source, s_stride, rows, columns, ROWS, COLUMNS)
+    put(targets, tl.load(sources, mask=mask), bases, rank, peer, mask)
 
 
-@device
+@device_function
 def get_rows(
     target, t_stride, source, s_stride, rows, columns, bases, rank, peer, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Copy a block of rows of a peer to us: from where `source` points to in our heap, to `target`, anywhere."""
-    there, mask = block(source, s_stride, rows, columns, ROWS, COLUMNS)
-    here, _ = block(target, t_stride, rows, columns, ROWS, COLUMNS)
-    tl.store(here, get(there, bases, rank, peer, mask), mask=mask)
+    """Copy a block of rows from a peer: from the offset of `source` in our heap, to `target`, anywhere."""
+    sources, mask = block_pointers(source, s_stride, rows, columns, ROWS, COLUMNS)
+    targets, _ = block_pointers(target, t_stride, rows, columns, ROWS, COLUMNS)
+    tl.store(targets, get(sources, bases, rank, peer, mask), mask=mask)
 
 
-@device
+@device_function
 def signal(flag, epoch, bases, rank, peer):
-    """Set a flag at a peer to an epoch: who waits for it there sees all that this program put before."""
-    tl.debug_barrier()  # one thread sets it, after all threads have put
+    """Set a flag on a peer to an epoch; whoever waits for it there sees everything that this CTA put before."""
+    tl.debug_barrier()  # one thread sets the flag, after all threads have put
     value = tl.cast(epoch, flag.dtype.element_ty)
     tl.atomic_xchg(translate(flag, bases, rank, peer), value, sem="release", scope="sys")
 
 
-@device
+@device_function
 def arrive(flag, count, bases, rank, peer):
-    """Add to a flag at a peer, where several programs or ranks come together; else as `signal`."""
-    tl.debug_barrier()
+    """Add to a flag on a peer: a `signal` for flags that several CTAs or ranks count up together."""
+    tl.debug_barrier()  # as in `signal`
     value = tl.cast(count, flag.dtype.element_ty)
     tl.atomic_add(translate(flag, bases, rank, peer), value, sem="release", scope="sys")
 
 
-@device
+@device_function
 def wait(flag, epoch, status, peer, step):
-    """Wait until a flag of ours has reached an epoch: what was put before the signal is there. Whether it has.
+    """Wait until a flag of ours has reached an epoch, and return whether it has; data put before the signal is visible.
 
-    `peer` and `step` are what the error says, if it does not come in time. Later waits then do not wait any more.
+    If the flag does not get there in time, the host's error names `peer` and `step`, and later waits return at once.
     """
+    # an atomic add of 0 is a load with acquire semantics, which tl.load does not have
     zero = tl.cast(0, flag.dtype.element_ty)
     seen = tl.atomic_add(flag, zero, sem="acquire", scope="sys")
     if seen < epoch:
         limit = tl.load(status + _LIMIT)
         begin = clock()
-        late = tl.load(status, volatile=True) != 0
-        while (seen < epoch) & (late == 0):
+        is_late = tl.load(status, volatile=True) != 0  # an earlier wait has failed: do not wait again
+        while (seen < epoch) & (is_late == 0):
             seen = tl.atomic_add(flag, zero, sem="acquire", scope="sys")
-            late = clock() - begin > limit
+            is_late = clock() - begin > limit
         if seen < epoch:
-            nothing = tl.cast(0, tl.int64)
-            if tl.atomic_cas(status, nothing, nothing + 1, sem="relaxed", scope="gpu") == 0:
+            # only the first failure is recorded: later ones follow from it
+            no_failure = tl.cast(0, tl.int64)
+            if tl.atomic_cas(status, no_failure, no_failure + 1, sem="relaxed", scope="gpu") == 0:
                 tl.store(status + 1, tl.cast(peer, tl.int64))
                 tl.store(status + 2, tl.cast(step, tl.int64))
                 tl.store(status + 3, tl.cast(epoch, tl.int64))
                 tl.store(status + 4, seen.to(tl.int64))
-    tl.debug_barrier()  # no thread reads before the one that waited
+    tl.debug_barrier()  # no thread reads the data before the waiting one has acquired it
     return seen >= epoch
 
 
-@device
-def add(pointer, value, bases, rank, peer, SEM: tl.constexpr = "acq_rel"):
-    """Add to an int32 or int64 of a peer at once; what was there."""
+@device_function
+def atomic_add(pointer, value, bases, rank, peer, SEM: tl.constexpr = "acq_rel"):
+    """Add to an int32 or int64 of a peer atomically, and return the old value."""
     value = tl.cast(value, pointer.dtype.element_ty)
     return tl.atomic_add(translate(pointer, bases, rank, peer), value, sem=SEM, scope="sys")
 
 
-@device
-def exchange(pointer, value, bases, rank, peer, SEM: tl.constexpr = "acq_rel"):
-    """Set an int32 or int64 of a peer; what was there."""
+@device_function
+def atomic_exchange(pointer, value, bases, rank, peer, SEM: tl.constexpr = "acq_rel"):
+    """Set an int32 or int64 of a peer atomically, and return the old value."""
     value = tl.cast(value, pointer.dtype.element_ty)
     return tl.atomic_xchg(translate(pointer, bases, rank, peer), value, sem=SEM, scope="sys")
 
 
-@device
-def compare_exchange(pointer, expected, value, bases, rank, peer, SEM: tl.constexpr = "acq_rel"):
-    """Set an int32 or int64 of a peer if it is as expected; what was there."""
+@device_function
+def atomic_cas(pointer, expected, value, bases, rank, peer, SEM: tl.constexpr = "acq_rel"):
+    """Set an int32 or int64 of a peer if it equals `expected`, atomically, and return the old value."""
     expected = tl.cast(expected, pointer.dtype.element_ty)
     value = tl.cast(value, pointer.dtype.element_ty)
     return tl.atomic_cas(translate(pointer, bases, rank, peer), expected, value, sem=SEM, scope="sys")

@@ -1,7 +1,7 @@
-"""A heap on GPUs of one host, also of several ranks on one GPU: torch's symmetric memory, or HIP's fine-grained memory.
+"""A heap in the memory of the GPUs of one host: torch's symmetric memory, or HIP's fine-grained memory on AMD GPUs.
 
-On AMD GPUs what a kernel writes is seen by a kernel that runs at the same time elsewhere only in fine-grained memory,
-which torch does not give. HIP does, and is called by ctypes: nothing is built.
+Several ranks may share a GPU. On AMD GPUs, writes of a running kernel become visible to a kernel on another device only
+in fine-grained memory. torch does not allocate such memory, so HIP's runtime is called through ctypes.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from meshflash.runtime.devices import current, symmetric_memory
 
 
 class SymmetricHeap(Heap):
-    """A heap in the memory of GPUs."""
+    """A heap in GPU memory; `open_heap` makes it for process groups on GPUs."""
 
     kind = "symmetric"
 
-    def __init__(self, group: Any, count: int, device: torch.device, timeout: float) -> None:
+    def __init__(self, group: Any, num_bytes: int, device: torch.device, timeout: float) -> None:
         if not symmetric_memory(device.type):
             raise ValueError(
                 f"kind='symmetric': this torch has no symmetric memory on {device.type}; use kind='shared' for ranks "
-                "on CPUs, kind='local' for ranks that one process plays"
+                "on CPUs, kind='local' for ranks that one process emulates"
             )
-        meeting = Meeting(group, timeout)
-        if meeting.hosts > 1:
+        rendezvous = Meeting(group, timeout)
+        if rendezvous.hosts > 1:
             raise ValueError(
-                f"kind='symmetric': the ranks are on {meeting.hosts} hosts; a heap is of ranks of one host"
+                f"kind='symmetric': the ranks are on {rendezvous.hosts} hosts; all ranks of a heap must be on one host"
             )
         self._module: Any = torch.get_device_module(device)
         self._owner: Any
         with self._module.device(device):
             if torch.version.hip is None:
-                self._owner = TorchHeap(count, group, device, timeout)
-                memories = [self._owner.of(rank) for rank in range(meeting.world)]
+                self._owner = TorchHeap(num_bytes, group, device, timeout)
+                memories = [self._owner.of(rank) for rank in range(rendezvous.world)]
             else:
-                self._owner = FineGrained(hip(), count, meeting)
+                self._owner = FineGrainedMemory(load_hip(), num_bytes, rendezvous)
                 memories = self._owner.memories
-            memories[meeting.rank].zero_()
+            memories[rendezvous.rank].zero_()
             self._module.synchronize(device)
-        meeting.all("zeroed")
-        super().__init__(memories, meeting.rank, device, timeout, meeting)
+        rendezvous.all("zeroed")  # a peer that wrote earlier would see its data overwritten with zeros
+        super().__init__(memories, rendezvous.rank, device, timeout, rendezvous)
 
     def _finish(self) -> None:
         self._module.synchronize(self.device)
@@ -59,8 +59,8 @@ class SymmetricHeap(Heap):
         self._owner = None
 
 
-def hip() -> Any:
-    """HIP's runtime, which torch has loaded."""
+def load_hip() -> Any:
+    """Return HIP's runtime library, which torch has loaded already."""
     try:
         return ctypes.CDLL("libamdhip64.so")
     except OSError as error:
@@ -70,42 +70,42 @@ def hip() -> Any:
 
 
 class _Handle(ctypes.Structure):
-    """A piece of memory by which another process finds it."""
+    """hipIpcMemHandle_t: names device memory to another process."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
-class FineGrained:
-    """Fine-grained memory of all ranks: ours by HIP's allocator, the others' by its handles."""
+class FineGrainedMemory:
+    """Fine-grained memory of all ranks: allocated here, and opened from the IPC handles of the peers."""
 
-    #: hipDeviceMallocFinegrained, hipIpcMemLazyEnablePeerAccess.
-    FINE, LAZY = 1, 1
+    #: Values of hipDeviceMallocFinegrained and hipIpcMemLazyEnablePeerAccess.
+    FINE_GRAINED, LAZY_PEER_ACCESS = 1, 1
 
-    def __init__(self, library: Any, count: int, meeting: Meeting) -> None:
+    def __init__(self, library: Any, num_bytes: int, rendezvous: Meeting) -> None:
         self._library = library
         self._own, self._opened = ctypes.c_void_p(), list[ctypes.c_void_p]()
 
         def allocate() -> str:
             handle = _Handle()
-            self._call(
-                "hipExtMallocWithFlags", ctypes.byref(self._own), ctypes.c_size_t(count), ctypes.c_uint(self.FINE)
-            )
+            size, flags = ctypes.c_size_t(num_bytes), ctypes.c_uint(self.FINE_GRAINED)
+            self._call("hipExtMallocWithFlags", ctypes.byref(self._own), size, flags)
             self._call("hipIpcGetMemHandle", ctypes.byref(handle), self._own)
             return bytes(handle).hex()
 
         def open_all(handles: list[str]) -> None:
             for rank, text in enumerate(handles):
                 address = self._own
-                if rank != meeting.rank:
+                if rank != rendezvous.rank:
                     address = ctypes.c_void_p()
                     handle = _Handle.from_buffer_copy(bytes.fromhex(text))
-                    self._call("hipIpcOpenMemHandle", ctypes.byref(address), handle, ctypes.c_uint(self.LAZY))
+                    flags = ctypes.c_uint(self.LAZY_PEER_ACCESS)
+                    self._call("hipIpcOpenMemHandle", ctypes.byref(address), handle, flags)
                     self._opened.append(address)
-                self.memories.append(_bytes_at(address.value or 0, count))
+                self.memories.append(_tensor_at(address.value or 0, num_bytes))
 
         self.memories: list[Tensor] = []
-        handles = meeting.share(allocate)
-        meeting.share(lambda: open_all(handles))
+        handles = rendezvous.share(allocate)
+        rendezvous.share(lambda: open_all(handles))
 
     def __del__(self) -> None:
         for address in self._opened:
@@ -119,14 +119,15 @@ class FineGrained:
             raise RuntimeError(f"{name} gave error {code}; see hipError_t in HIP's documentation")
 
 
-class _Bytes:
-    """Memory of a device by its address, as torch reads it."""
+class _DeviceBytes:
+    """Device memory at an address, in the form that torch.as_tensor accepts."""
 
-    def __init__(self, address: int, count: int) -> None:
+    def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None, "stream": None
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+            "stream": None,
         }  # fmt: skip
 
 
-def _bytes_at(address: int, count: int) -> Tensor:
-    return torch.as_tensor(_Bytes(address, count), device=current())
+def _tensor_at(address: int, num_bytes: int) -> Tensor:
+    return torch.as_tensor(_DeviceBytes(address, num_bytes), device=current())

@@ -1,4 +1,4 @@
-"""One process plays all ranks, each with memory and a stream of its own: for timing on one GPU, and for tests."""
+"""A heap whose ranks one process emulates, each with its own memory and stream: for tests, and timing on one GPU."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ from meshflash.comm.streams import DeviceStreams
 
 
 class LocalHeap(Heap):
-    """Heaps of several ranks in one process. Write `for rank in heap.played: with heap.play(rank): ...`."""
+    """A heap of several ranks in one process; `open_heap` with a number of ranks makes it.
+
+    Write `for rank in heap.local_ranks: with heap.as_rank(rank): ...`.
+    """
 
     kind = "local"
 
-    def __init__(self, world: int, count: int, device: torch.device, timeout: float) -> None:
+    def __init__(self, world: int, num_bytes: int, device: torch.device, timeout: float) -> None:
         memories = []
         for _ in range(world):
-            memory = torch.zeros(count + ALIGN, dtype=torch.uint8, device=device)
+            memory = torch.zeros(num_bytes + ALIGN, dtype=torch.uint8, device=device)
             first = -memory.data_ptr() % ALIGN
-            memories.append(memory[first : first + count])
+            memories.append(memory[first : first + num_bytes])
         self._streams = None if device.type == "cpu" else DeviceStreams(device)
-        self._lanes = [self._streams.new() for _ in range(world)] if self._streams else []
+        self._rank_streams = [self._streams.new() for _ in range(world)] if self._streams else []
         self._all = range(world)
         super().__init__(memories, 0, device, timeout, None)
 
     @property
-    def played(self) -> range:
+    def local_ranks(self) -> range:
         return self._all
 
     @contextmanager
-    def play(self, rank: int) -> Iterator[None]:
-        """Be this rank in the block, on its stream. Its work begins after what the caller's stream was given."""
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """Act as this rank inside the block, on its stream, after everything that the caller's stream has queued."""
         if rank not in self._all:
-            raise ValueError(f"play({rank}): expected a rank from 0 to {self.world - 1}")
+            raise ValueError(f"as_rank({rank}): expected a rank from 0 to {self.world - 1}")
         before, self.rank = self.rank, rank
         try:
             if self._streams is None:
                 yield
             else:
-                lane = self._lanes[rank]
-                self._streams.after(lane, self._streams.mark(self._streams.current()))
-                with self._streams.on(lane):
+                stream = self._rank_streams[rank]
+                self._streams.after(stream, self._streams.mark(self._streams.current()))
+                with self._streams.on(stream):
                     yield
         finally:
             self.rank = before

@@ -1,7 +1,7 @@
-"""Products of several ranks: C = A B, with A or B in parts, and the messages inside the product.
+"""`FusedGemm`: C = A B over several ranks, with A or B sharded and the communication inside the GEMM.
 
-A `FusedGemm` is made once, by all ranks together, and called often: making it takes memory of the heap, calling it
-does not meet anybody on the host.
+All ranks make a `FusedGemm` together, once, and call it often. Making it allocates heap buffers; a call does not
+synchronize ranks on the host.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from meshflash.comm.transports.process_group import dist
 from meshflash.gemm import configs
 from meshflash.gemm.configs import Config
 from meshflash.gemm.distributed.exchange import Exchange
-from meshflash.gemm.distributed.plan import FusedPlan, cores_of, plan_fused
-from meshflash.gemm.distributed.problem import FusedProduct
-from meshflash.gemm.distributed.process_group import run_by_group
+from meshflash.gemm.distributed.plan import FusedPlan, plan_fused, sms_per_rank
+from meshflash.gemm.distributed.problem import DistributedGemm
+from meshflash.gemm.distributed.process_group import run_with_group
 from meshflash.gemm.plan import MODES
 from meshflash.runtime.devices import CPU, name_of
 
@@ -30,33 +30,39 @@ if TYPE_CHECKING:  # a heap needs Triton, a process group does not
 
 
 class FusedGemm:
-    """C = A B of all ranks of a heap, or of a process group.
+    """C = A B over all ranks of a heap or of a process group, fused with a collective.
 
-    | collective | each rank has | and gets |
+    | collective | each rank has | each rank gets |
     | --- | --- | --- |
     | "all_scatter" | A `[m, k]`, columns of B `[k, n_r]` | C `[m, n]` |
     | "all_reduce" | columns of A `[m, k_r]`, rows of B `[k_r, n]` | C `[m, n]` |
     | "ag_gemm" | rows of A `[m_r, k]`, B `[k, n]` | C `[m, n]` |
     | "gemm_rs" | columns of A `[m, k_r]`, rows of B `[k_r, n]` | rows of C `[m_r, n]` |
 
+    "all_scatter" is a GEMM + all-gather of output columns. "ag_gemm" is an all-gather of rows + GEMM, "gemm_rs" a GEMM
+    + reduce-scatter.
+
     Args:
-        over: a heap of `open_heap`, or a process group (None: the default one), which only has the bulk.
-        collective: one of the table.
-        m: rows of C.
-        n: columns of C.
-        k: what is summed over, on all ranks together.
-        dtype: of A and B.
-        sizes: `n_r` of an all_scatter, `m_r` of the last two; as even as can be by default. `k_r` may be any.
-        variant: "epilogue", where a tile's program talks; "producer_consumer", where some programs talk and the others
-            compute; "bulk", where messages follow the product; "auto", by what was measured, else the bulk.
-        shots: of an all_reduce: 1, every rank adds up all; 2, each adds up some tiles and puts them to all.
-        mode: of the product of the bulk: see `matmul`.
-        precision: of float32 on GPUs: "ieee" or "tf32".
-        out_dtype: of C; that of the operands by default.
-        reduce_dtype: in which sums of one rank travel; float32 by default. They are added in float32, in the order of
-            ranks: all ranks get the same bits.
-        config: tiles and warps, the same on all ranks; by default those of a table.
-        timed: note when each tile was computed, sent and received: see `times`.
+        over: A heap of `open_heap`, or a process group (None: the default one), which supports the bulk variant only.
+        collective: A collective of the table.
+        m: The rows of C.
+        n: The columns of C.
+        k: The contracted size, over all ranks together.
+        dtype: The dtype of A and B.
+        sizes: The shard sizes: `n_r` of an all_scatter, `m_r` of ag_gemm and gemm_rs. They differ by at most one by
+            default. `k_r` may have any size and is not given.
+        variant: "epilogue" communicates in the epilogue of each tile; "producer_consumer" on SMs of its own during the
+            GEMM; "bulk" before or after the whole GEMM. "auto" takes the variant that was measured fastest, else
+            "bulk".
+        shots: The shots of an all_reduce: with 1 every rank reduces all tiles, with 2 each rank reduces some tiles and
+            sends the sums to all ranks.
+        mode: The mode of the local GEMM of the bulk variant, as in `matmul`.
+        precision: How GPUs multiply float32 operands: "ieee" for full precision, or "tf32".
+        out_dtype: The dtype of C; by default that of the operands.
+        reduce_dtype: The dtype in which partial sums travel, float32 by default. They are added in float32 in rank
+            order, so all ranks get the same bits.
+        config: The tiles and warps, the same on all ranks; by default those of a table.
+        timed: Whether to record when each tile was computed, sent and received: see `times`.
     """
 
     def __init__(
@@ -78,11 +84,12 @@ class FusedGemm:
         config: Config | None = None,
         timed: bool = False,
     ) -> None:
-        self._heap: Heap | None = over if hasattr(over, "played") else None
+        # not isinstance: importing the heap would need Triton
+        self._heap: Heap | None = over if hasattr(over, "local_ranks") else None
         world = self._heap.world if self._heap else dist.get_world_size(over)
         if mode not in ("auto", *MODES):
             raise ValueError(f"mode {mode!r}: expected one of auto, {', '.join(MODES)}")
-        product = FusedProduct.of(
+        problem = DistributedGemm.of(
             *(collective, m, n, k, world, dtype),
             sizes=sizes,
             out_dtype=out_dtype,
@@ -93,65 +100,75 @@ class FusedGemm:
         self._exchange: Exchange | None = None
         if self._heap is None:
             if config is not None or timed:
-                raise ValueError("config and timed are of kernels that talk, and a process group has none; give a heap")
+                raise ValueError("config and timed are for kernels that communicate, on a heap; give a heap")
             self._group = over
-            self.plan = plan_fused(product, torch.device(CPU), variant=variant, shots=shots, means="group")
+            self.plan = plan_fused(problem, torch.device(CPU), variant=variant, shots=shots, backend="group")
             return
-        sharing, cores = _company(self._heap)
+        ranks_per_device, num_sms = _device_share(self._heap)
         self.plan = plan_fused(
-            product,
+            problem,
             self._heap.device,
             variant=variant,
             shots=shots,
             config=config,
-            sharing=sharing,
-            cores=cores,
+            ranks_per_device=ranks_per_device,
+            num_sms=num_sms,
         )
-        _agree(self._heap, self.plan)
+        _check_agreement(self._heap, self.plan)
         self._exchange = Exchange(self._heap, self.plan, mode, timed)
 
     def __call__(self, a: Tensor | Sequence[Tensor], b: Tensor | Sequence[Tensor], *, copy: bool = True) -> Any:
-        """This rank's part of C; or that of every rank, from a list of operands, where one process plays all.
+        """Compute this rank's share of C; on a local heap, where one process emulates all ranks, that of every rank.
 
-        Without `copy`, what all_scatter and an all_reduce in two shots give lies in the heap, and stays until the next
-        call begins. On GPUs nobody waits here: `heap.check()` says whether a rank was lost, whose numbers are NaN.
+        On GPUs the call returns before the kernels finish. If a rank is lost, the elements it should have sent are NaN,
+        and `heap.check()` raises.
+
+        Args:
+            a: This rank's shard of A; on a local heap a list with one shard per rank.
+            b: This rank's shard of B; on a local heap a list with one shard per rank.
+            copy: Whether to copy results out of the heap. Without a copy, results of all_scatter and of a two-shot
+                all_reduce stay valid only until the next call begins.
         """
         own = 0 if self._heap else dist.get_rank(self._group)
-        played = self._heap.played if self._heap else range(own, own + 1)
-        plays_all = self._heap is not None and self._heap.kind == "local"
-        xs: Any = a if plays_all else [a]
-        ys: Any = b if plays_all else [b]
-        if any(isinstance(given, Tensor) or len(given) != len(played) for given in (xs, ys)):
-            raise ValueError(f"this process plays {len(played)} ranks: expected as many operands a, and b, in lists")
-        operands = {rank: (x, y) for rank, x, y in zip(played, xs, ys, strict=True)}
+        local_ranks = self._heap.local_ranks if self._heap else range(own, own + 1)
+        has_all_ranks = self._heap is not None and self._heap.kind == "local"
+        xs: Any = a if has_all_ranks else [a]
+        ys: Any = b if has_all_ranks else [b]
+        if any(isinstance(given, Tensor) or len(given) != len(local_ranks) for given in (xs, ys)):
+            raise ValueError(f"this process has {len(local_ranks)} ranks: expected lists of as many operands a, and b")
+        operands = {rank: (x, y) for rank, x, y in zip(local_ranks, xs, ys, strict=True)}
         for rank, (x, y) in operands.items():
             self._check(rank, x, y)
         with torch.no_grad():
             if self._exchange is None:
-                return run_by_group(self.plan.product, self._group, self._mode, *operands[played[0]])
+                return run_with_group(self.plan.problem, self._group, self._mode, *operands[local_ranks[0]])
             results = self._exchange(operands, copy)
-        return [results[rank] for rank in played] if plays_all else results[played[0]]
+        return [results[rank] for rank in local_ranks] if has_all_ranks else results[local_ranks[0]]
 
     def gathered(self, rank: int | None = None) -> Tensor:
-        """The rows of A of all ranks that the last ag_gemm multiplied, until the next call begins."""
+        """Return the rows of A of all ranks that the last ag_gemm gathered; they stay valid until the next call begins.
+
+        Args:
+            rank: The rank whose copy to return, on a local heap; by default this rank.
+        """
         if self._exchange is None:
             raise RuntimeError("a process group leaves no gathered rows; gather them with its all_gather")
         return self._exchange.gathered(self._exchange.heap.rank if rank is None else rank)
 
     @property
     def times(self) -> dict[int, Tensor]:
-        """Nanoseconds at which tiles of the last call were computed, sent and received `[tiles, 3]`, by played rank.
+        """Nanoseconds at which tiles of the last call were computed, sent and received `[tiles, 3]`, by local rank.
 
-        0 where a variant has no such moment of a tile. A rank's clock is its device's.
+        An entry is 0 where the variant has no such event for a tile. Each rank uses the clock of its own device.
         """
         found = {} if self._exchange is None else self._exchange.times
         times = {rank: x for rank, x in found.items() if x is not None}
         if not times:
-            raise RuntimeError("times are kept where timed=True, on a heap")
+            raise RuntimeError("times are recorded with timed=True, on a heap")
         return times
 
     def free(self) -> None:
-        """Give its part of the heap back, for the next `heap.barrier`. All ranks do so together."""
+        """Free its heap buffers; the next `heap.barrier` makes them available again. All ranks do so together."""
         if self._exchange is not None:
             self._exchange.free()
             self._exchange = None
@@ -167,58 +184,60 @@ class FusedGemm:
             self._heap.barrier()
 
     def _check(self, rank: int, a: Tensor, b: Tensor) -> None:
-        """A ValueError for operands that are not what was planned."""
-        product = self.plan.product
-        size = product.sizes[rank] if product.sizes else 0
-        wanted = {
-            "all_scatter": ((product.m, product.k), (product.k, size)),
-            "ag_gemm": ((size, product.k), (product.k, product.n)),
-        }.get(product.collective, ((product.m, "k_r"), ("k_r", product.n)))
-        for name, x, sizes in (("a", a, wanted[0]), ("b", b, wanted[1])):
+        """Raise ValueError for operands that do not match the plan."""
+        problem = self.plan.problem
+        size = problem.sizes[rank] if problem.sizes else 0
+        expected = {
+            "all_scatter": ((problem.m, problem.k), (problem.k, size)),
+            "ag_gemm": ((size, problem.k), (problem.k, problem.n)),
+        }.get(problem.collective, ((problem.m, "k_r"), ("k_r", problem.n)))
+        for name, x, sizes in (("a", a, expected[0]), ("b", b, expected[1])):
             fits = x.dim() == 2 and all(y == "k_r" or y == z for y, z in zip(sizes, x.shape, strict=True))
-            device = self._heap is None or x.device == self._heap.device
-            if not fits or x.dtype != product.dtype or not device:
+            is_here = self._heap is None or x.device == self._heap.device
+            if not fits or x.dtype != problem.dtype or not is_here:
                 where = f" on {self._heap.device}" if self._heap else ""
                 raise ValueError(
                     f"{name} of rank {rank} is {x.dtype} of {tuple(x.shape)} on {x.device}: "
-                    f"expected {product.dtype} of ({sizes[0]}, {sizes[1]}){where}"
+                    f"expected {problem.dtype} of ({sizes[0]}, {sizes[1]}){where}"
                 )
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ValueError(
-                    f"{name} of rank {rank} requires a gradient, and none is made here: use torch.no_grad()"
+                    f"{name} of rank {rank} requires a gradient, and FusedGemm has no backward: use torch.no_grad()"
                 )
         if a.shape[1] != b.shape[0]:
-            raise ValueError(f"a of rank {rank} has {a.shape[1]} columns and b {b.shape[0]} rows: expected as many")
+            raise ValueError(
+                f"a of rank {rank} has {a.shape[1]} columns and b {b.shape[0]} rows: expected the same number"
+            )
 
 
-def _company(heap: Heap) -> tuple[int, int]:
-    """How many ranks share this rank's device, and multiprocessors that it has for itself.
+def _device_share(heap: Heap) -> tuple[int, int]:
+    """Return how many ranks share this rank's device, and the SMs that it has for itself.
 
-    Programs of ranks that share a GPU wait for each other, so all of them must run at once, unless a plan has them in
-    turn.
+    CTAs of ranks that share a GPU wait for each other. They must all be resident at once, unless a plan is time-shared.
     """
-    cores = configs.cores(heap.device)
+    num_sms = configs.num_sms(heap.device)
     if heap.device.type == CPU:
-        return 1, cores
-    if heap._meeting is None:  # what this process has is for all ranks that it plays
-        return heap.world, max(1, cores // heap.world)
-    names = heap._meeting.all(name_of(heap.device))
-    sharing = names.count(names[heap.rank])
-    return sharing, cores_of(heap.device, sharing)
+        return 1, num_sms
+    if heap._rendezvous is None:  # a local heap: the ranks of this process share its device
+        return heap.world, max(1, num_sms // heap.world)
+    names = heap._rendezvous.all(name_of(heap.device))
+    ranks_per_device = names.count(names[heap.rank])
+    return ranks_per_device, sms_per_rank(heap.device, ranks_per_device)
 
 
-def _agree(heap: Heap, plan: FusedPlan) -> None:
-    """DisagreementError that names a rank with another plan."""
-    if heap._meeting is None:
+def _check_agreement(heap: Heap, plan: FusedPlan) -> None:
+    """Raise DisagreementError, naming a rank, if ranks have made different plans."""
+    if heap._rendezvous is None:
         return
-    mine = {**asdict(plan.product), **asdict(plan)}
-    for name in ("product", "why", "programs", "movers", "in_turn"):  # which may differ
+    mine = {**asdict(plan.problem), **asdict(plan)}
+    # these may differ: they depend on how many ranks share a device
+    for name in ("problem", "why", "num_ctas", "num_comm_sms", "time_shared"):
         del mine[name]
-    words = heap._meeting.all({name: str(value) for name, value in mine.items()})
-    for rank, word in enumerate(words):
-        for name, value in words[0].items():
-            if word[name] != value:
+    payloads = heap._rendezvous.all({name: str(value) for name, value in mine.items()})
+    for rank, payload in enumerate(payloads):
+        for name, value in payloads[0].items():
+            if payload[name] != value:
                 raise DisagreementError(
-                    f"ranks disagree in {name} of a fused product: {heap._named(0)} has {value}, {heap._named(rank)} "
-                    f"{word[name]}"
+                    f"ranks disagree in {name} of a fused GEMM: {heap._named(0)} has {value}, {heap._named(rank)} "
+                    f"{payload[name]}"
                 )

@@ -1,4 +1,4 @@
-"""The kernels of fused products with their tensors: what one rank starts in a call."""
+"""Launch the kernels of fused GEMM + collective calls: what one rank starts, with all tensors and constants."""
 
 from __future__ import annotations
 
@@ -11,40 +11,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.gemm.distributed.plan import PIECE, RANKS, FusedPlan, lined, sends_by_roles
+from meshflash.gemm.distributed.plan import (
+    MAX_DESCRIPTOR_RANKS,
+    PIECE_ROWS,
+    FusedPlan,
+    pad_to_16_bytes,
+    supports_warp_specialized_send,
+)
 from meshflash.gemm.distributed.tiles import peer_of
-from meshflash.gemm.launch import SUMS_WARPS, extent, in_blocks, in_turns, loads_of, workspace
-from meshflash.gemm.plan import in_lines
+from meshflash.gemm.launch import (
+    COMBINE_WARPS,
+    describe_operands,
+    exclusive_launch,
+    loads_in_flight,
+    max_offset,
+    workspace,
+)
+from meshflash.gemm.plan import is_tma_aligned
 from meshflash.kernels.hopper.launch import descriptor
 from meshflash.runtime.devices import TRITON
 
-#: Warps of programs that only add, and sums that a thread of theirs has at a time.
-WARPS, SUMS = 8, 32
-#: Warps of programs that move, or add beside those that multiply, and numbers that a thread has at a time: with so few
-#: registers several of them fit on a multiprocessor, or one beside a program that multiplies. Half as many where rows
-#: are not in line, and each number has an address.
-MOVING_WARPS, MOVED = 4, 32
-#: Programs that move, and that add, for each multiprocessor: while one waits for memory or a flag, others go on.
-MOVING, ADDING = 8, 4
-#: Depth of blocks that are loaded by pointers, at most.
-DEPTH = 32
-#: Of the kernel in Gluon: bytes of shared memory that two halves of a tile may take with the blocks that are
-#: multiplied; where they are more, one waits for the other.
-SHARED = 226 * 1024
-#: Of its threads: of those that multiply, and of those that copy or send, which know a descriptor for each rank.
-COMPUTE_REGISTERS, COPY_REGISTERS = 232, 40
-#: Of those that add parts up: as many as let all that are on their way at a time have one.
-SUM_REGISTERS = 128
-#: Numbers that are set to NaN at a time where a rank was lost.
-BLOCK = 1024
+#: Warps of a CTA that only reduces, and elements that each of its threads holds.
+REDUCE_WARPS, REDUCE_ELEMENTS = 8, 32
+#: Warps of a CTA that moves tiles, or reduces beside a GEMM, and elements that each of its threads holds. With this few
+#: registers, several such CTAs fit on an SM, or one beside a GEMM CTA. Unaligned rows take half as many elements, since
+#: each element then needs an address of its own.
+COMM_WARPS, COMM_ELEMENTS = 4, 32
+#: CTAs per comm SM that move tiles, and that reduce: while one waits for memory or a flag, others make progress.
+MOVE_CTAS_PER_SM, REDUCE_CTAS_PER_SM = 8, 4
+#: Largest BLOCK_K of operands that are loaded by pointers instead of TMA: pointers of deeper blocks take too many
+#: registers.
+POINTER_BLOCK_K = 32
+#: Shared memory, in bytes, for operand stages and output buffers of the warp-specialized kernel. Where two output
+#: buffers do not fit, it has one, and the consumers wait for the sender between halves of a tile.
+SHARED_MEMORY_BYTES = 226 * 1024
+#: Registers per thread of the warp-specialized kernel: consumer warpgroups; producer and sender warps. The sender holds
+#: one descriptor for each rank, so these get more than the producer of the plain GEMM.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+#: Registers per thread of `send_split_tiles`: enough for all its loads in flight.
+SPLIT_TILE_REGISTERS = 128
+#: Elements that `wait_all` sets to NaN at a time if a rank was lost.
+NAN_BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class Ends:
-    """What the kernels of one rank talk through in one call; where a collective has no such thing, `begun` stands.
+class CallBuffers:
+    """The buffers and flags that the kernels of one rank use in one call; `Exchange` makes it.
 
-    `matrix` and `inbox` are this call's of two. `firsts` are the first rows of sections, `wanted` the counts that a
-    call adds to `arrived`, `times` of tiles (computed, sent, received) or None. `columns` are those of `columns_of`.
+    `matrix` and `inbox` are this call's half of the double buffers. `section_starts` holds the first row of each
+    section, `expected` what a call adds to each counter of `arrived`. `times` `[tiles, 3]` receives when each tile was
+    computed, sent and received, or is None. `peer_columns` are the descriptors of `describe_peer_columns`. A buffer
+    that the collective does not have is replaced by `begun`, which the kernels then do not touch.
     """
 
     rank: int
@@ -57,19 +74,19 @@ class Ends:
     ready: Tensor
     inbox: Tensor
     matrix: Tensor
-    firsts: Tensor
-    wanted: Tensor
+    section_starts: Tensor
+    expected: Tensor
     times: Tensor | None = None
-    columns: tuple[Any, ...] = ()
+    peer_columns: tuple[Any, ...] = ()
 
     @property
-    def clocked(self) -> Tensor:
-        """Where kernels write times, or something else that they do not touch."""
+    def times_or_unused(self) -> Tensor:
+        """The tensor that kernels write times to, or another one that they do not touch."""
         return self.begun if self.times is None else self.times
 
 
 def send(
-    ends: Ends,
+    buffers: CallBuffers,
     plan: FusedPlan,
     a: Tensor,
     b: Tensor | None,
@@ -77,220 +94,241 @@ def send(
     *,
     to: str,
     flag: str,
-    firsts: Tensor,
+    section_starts: Tensor,
     sections: int = 1,
-    rows: int | None = None,
+    tiles_m: int | None = None,
     put: str = "all",
-    held: bool = False,
+    wait_ready: bool = False,
 ) -> None:
-    """Put the tiles of a product, or of a matrix that is there, to other ranks."""
+    """Launch `fused.send`: store the tiles of a @ b, or without `b` the tiles of `a`, to other ranks."""
     from meshflash.gemm.kernels.fused import send as kernel
 
-    config, product = plan.blocks, plan.product
-    programs = plan.programs if b is not None else _hands(plan, a, MOVING)
-    as_blocks = None if b is None or not a.numel() or not b.numel() else in_blocks(a, b, config)
-    (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (a if b is None else b, False))
+    config, problem = plan.tiling, plan.problem
+    num_ctas = plan.num_ctas if b is not None else _num_comm_ctas(plan, a, MOVE_CTAS_PER_SM)
+    operands = None if b is None or not a.numel() or not b.numel() else describe_operands(a, b, config)
+    (a_in, a_transposed), (b_in, b_transposed) = operands or ((a, False), (a if b is None else b, False))
     n, k = (a.shape[1], 0) if b is None else (b.shape[1], a.shape[1])
     with torch.cuda.device_of(a):
-        kernel[(programs,)](
-            *(a_in, b_in, into, ends.flags if to != "matrix" else ends.arrived, ends.ready, ends.begun, firsts),
-            *(ends.clocked, ends.bases, ends.status, ends.rank, ends.epoch, n, k),
-            *(*a.stride(), *((0, 0) if b is None else b.stride())),
-            *(into.stride(0), plan.rows if rows is None else rows, 0 if to == "matrix" else plan.places),
-            WORLD=product.world,
+        kernel[(num_ctas,)](
+            *(a_in, b_in, into, buffers.flags if to != "matrix" else buffers.arrived, buffers.ready, buffers.begun),
+            *(section_starts, buffers.times_or_unused, buffers.bases, buffers.status, buffers.rank, buffers.epoch),
+            *(n, k, *a.stride(), *((0, 0) if b is None else b.stride())),
+            *(into.stride(0), plan.tiles_m if tiles_m is None else tiles_m, 0 if to == "matrix" else plan.num_slots),
+            WORLD=problem.world,
             SECTIONS=sections,
             TO=to,
             PUT=put,
             FLAG=flag,
-            PIECES=plan.pieces,
+            ARRIVALS=plan.arrivals_per_tile,
             MULTIPLY=b is not None,
-            HELD=held,
-            TIMED=ends.times is not None,
-            ROWS=_strip(MOVED // (1 if in_lines(a) else 2), MOVING_WARPS, config.block_n, config.block_m),
-            DESCRIPTORS=as_blocks is not None,
-            A_TURNED=a_turned,
-            B_TURNED=b_turned,
-            WIDE=any(extent(x) >= 2**31 for x in (a, b) if x is not None),
-            **_blocks(plan, a, as_blocks is not None) | ({"num_warps": MOVING_WARPS} if b is None else {}),
+            WAIT_READY=wait_ready,
+            TIMED=buffers.times is not None,
+            ROWS=_strip(COMM_ELEMENTS // (1 if is_tma_aligned(a) else 2), COMM_WARPS, config.block_n, config.block_m),
+            USE_TMA=operands is not None,
+            A_TRANSPOSED=a_transposed,
+            B_TRANSPOSED=b_transposed,
+            INT64_OFFSETS=any(max_offset(x) >= 2**31 for x in (a, b) if x is not None),
+            **_gemm_constants(plan, a, operands is not None) | ({"num_warps": COMM_WARPS} if b is None else {}),
         )
 
 
-def columns_of(plan: FusedPlan, rank: int, matrices: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Descriptors of a rank's columns in the matrices of all ranks, in the order in which it stores to them.
+def describe_peer_columns(plan: FusedPlan, rank: int, matrices: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return TMA descriptors of a rank's columns in the matrices of all ranks, in the order in which it stores to them.
 
-    There are none where the plan does not ask for roles, or the kernel in Gluon does not serve it.
+    The result is empty where the plan does not ask for the warp-specialized kernel, or the kernel does not serve it.
     """
-    product, config, world = plan.product, plan.blocks, len(matrices)
-    if not plan.by_roles or not sends_by_roles(product, matrices[0].device):
+    problem, config, world = plan.problem, plan.tiling, len(matrices)
+    if not plan.wants_warp_specialized or not supports_warp_specialized_send(problem, matrices[0].device):
         return ()
-    first, end = product.firsts[rank : rank + 2]
-    whole = end > first and lined(end - first, product.out_dtype) == end - first  # no 16 bytes are another rank's too
-    into = [matrices[peer_of(turn, rank, world)][:, first:end] for turn in range(world)]
-    if not whole or not all(map(in_lines, into)):
+    first, end = problem.shard_starts[rank : rank + 2]
+    # TMA stores 16 bytes at a time: none of them may also belong to another rank's columns
+    is_aligned = end > first and pad_to_16_bytes(end - first, problem.out_dtype) == end - first
+    columns = [matrices[peer_of(step, rank, world)][:, first:end] for step in range(world)]
+    if not is_aligned or not all(map(is_tma_aligned, columns)):
         return ()
-    return tuple(descriptor(x, [config.block_m // 2, config.block_n // 2]) for x in into)
+    return tuple(descriptor(x, [config.block_m // 2, config.block_n // 2]) for x in columns)
 
 
-def has_roles(ends: Ends, a: Tensor, b: Tensor) -> bool:
-    """Whether `send_by_roles` serves these operands."""
-    return bool(ends.columns) and all(x.numel() > 0 and (in_lines(x) or in_lines(x.T)) for x in (a, b))
+def can_send_warp_specialized(buffers: CallBuffers, a: Tensor, b: Tensor) -> bool:
+    """Return whether `send_warp_specialized` serves these operands."""
+    return bool(buffers.peer_columns) and all(
+        x.numel() > 0 and (is_tma_aligned(x) or is_tma_aligned(x.T)) for x in (a, b)
+    )
 
 
-def send_by_roles(ends: Ends, plan: FusedPlan, a: Tensor, b: Tensor, into: Tensor) -> None:
-    """Put the tiles of a product into the matrix of every rank, by the kernel in Gluon: as `send`, flag "source"."""
-    from meshflash.gemm.kernels.fused import send_sums
-    from meshflash.gemm.kernels.hopper_send import send as kernel
+def send_warp_specialized(buffers: CallBuffers, plan: FusedPlan, a: Tensor, b: Tensor, into: Tensor) -> None:
+    """Launch `hopper_all_scatter.send`: store tiles of a @ b to the matrix of every rank, as `send` with flag "source".
 
-    config, world = plan.blocks, len(ends.columns)
-    as_blocks = in_blocks(a, b, replace(config, block_m=config.block_m // 2), descriptor)
-    assert as_blocks is not None
-    (a_in, a_turned), (b_in, b_turned) = as_blocks
-    stages = config.stages * (config.block_m + config.block_n) * config.block_k * a.element_size()
-    whole = config.block_m * config.block_n * a.element_size()
-    split = plan.partition(ends.rank)
-    shares = (split.steps, split.crew, split.slices)
+    A second kernel reduces and sends split tiles.
+    """
+    from meshflash.gemm.kernels.fused import send_split_tiles
+    from meshflash.gemm.kernels.hopper_all_scatter import send as kernel
+
+    config, world = plan.tiling, len(buffers.peer_columns)
+    # each consumer warpgroup loads its own half of the rows of A
+    operands = describe_operands(a, b, replace(config, block_m=config.block_m // 2), descriptor)
+    assert operands is not None
+    (a_in, a_transposed), (b_in, b_transposed) = operands
+    stage_bytes = config.num_stages * (config.block_m + config.block_n) * config.block_k * a.element_size()
+    tile_bytes = config.block_m * config.block_n * a.element_size()
+    split = plan.partition(buffers.rank)
+    shares = (split.iters_per_tile, split.ctas_per_group, split.iters_per_group)
     common: dict[str, Any] = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "GROUP": config.group,
-        "SLOTS": split.slots,
+        "L2_SWIZZLE": config.l2_swizzle,
+        "PARTIALS_PER_CTA": split.partials_per_cta,
         "WORLD": world,
-        "TIMED": ends.times is not None,
+        "TIMED": buffers.times is not None,
     }
-    with torch.cuda.device_of(a), in_turns(split):
-        partials = workspace(a.device, split.programs * split.slots * config.block_m * config.block_n)
-        kernel[(split.programs,)](
-            *(a_in, b_in, *ends.columns, *[None] * (RANKS - world), partials),
-            *(ends.begun, ends.arrived, ends.clocked, ends.bases, ends.rank, ends.epoch),
-            *(a.shape[0], b.shape[1], *shares, split.shared),
+    with torch.cuda.device_of(a), exclusive_launch(split):
+        partials = workspace(a.device, split.num_ctas * split.partials_per_cta * config.block_m * config.block_n)
+        kernel[(split.num_ctas,)](
+            *(a_in, b_in, *buffers.peer_columns, *[None] * (MAX_DESCRIPTOR_RANKS - world), partials),
+            *(buffers.begun, buffers.arrived, buffers.times_or_unused, buffers.bases, buffers.rank, buffers.epoch),
+            *(a.shape[0], b.shape[1], *shares, split.num_split_tiles),
             BLOCK_K=config.block_k,
-            STAGES=config.stages,
-            ROOMS=2 if stages + whole <= SHARED else 1,
-            A_TURNED=a_turned,
-            B_TURNED=b_turned,
-            PIECES=plan.pieces,
-            COMPUTE_REGISTERS=COMPUTE_REGISTERS,
-            COPY_REGISTERS=COPY_REGISTERS,
+            STAGES=config.num_stages,
+            OUT_BUFFERS=2 if stage_bytes + tile_bytes <= SHARED_MEMORY_BYTES else 1,
+            A_TRANSPOSED=a_transposed,
+            B_TRANSPOSED=b_transposed,
+            ARRIVALS=plan.arrivals_per_tile,
+            CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+            PRODUCER_REGISTERS=PRODUCER_REGISTERS,
             num_warps=4,
             **common,
         )
-        if split.shared:
-            send_sums[(split.shared, plan.pieces)](
-                *(partials, into, ends.arrived, ends.clocked, ends.bases, ends.rank),
-                *(*into.shape, into.stride(0), plan.rows, *shares),
-                ROWS=PIECE,
-                AT_ONCE=loads_of(split),
-                num_warps=SUMS_WARPS,
-                maxnreg=SUM_REGISTERS,
+        if split.num_split_tiles:
+            send_split_tiles[(split.num_split_tiles, plan.arrivals_per_tile)](
+                *(partials, into, buffers.arrived, buffers.times_or_unused, buffers.bases, buffers.rank),
+                *(*into.shape, into.stride(0), plan.tiles_m, *shares),
+                ROWS=PIECE_ROWS,
+                LOADS_IN_FLIGHT=loads_in_flight(split),
+                num_warps=COMBINE_WARPS,
+                maxnreg=SPLIT_TILE_REGISTERS,
                 **common,
             )
 
 
-def receive(ends: Ends, plan: FusedPlan, out: Tensor) -> None:
-    """Add up the tiles that this rank has, into its rows of a matrix, or those of all ranks."""
-    from meshflash.gemm.kernels.fused import receive as kernel
+def reduce_tiles(buffers: CallBuffers, plan: FusedPlan, out: Tensor) -> None:
+    """Launch `fused.reduce_tiles`: reduce this rank's tiles into `out`, or into the matrices of all ranks."""
+    from meshflash.gemm.kernels.fused import reduce_tiles as kernel
 
-    config, two = plan.blocks, plan.shots == 2
-    # one on each of this rank's multiprocessors: those of ranks that share a GPU are free for products they wait for
-    alone = plan.programs // config.per_core
-    programs, warps = (_hands(plan, out, ADDING), MOVING_WARPS) if plan.movers else (alone, WARPS)
+    config, two_shots = plan.tiling, plan.shots == 2
+    # Cap reducers at one CTA per SM of this rank. Ranks may share a GPU, and the GEMMs of the others, which these CTAs
+    # wait for, need SMs to run on.
+    one_per_sm = plan.num_ctas // config.ctas_per_sm
+    if plan.num_comm_sms:
+        num_ctas, warps = _num_comm_ctas(plan, out, REDUCE_CTAS_PER_SM), COMM_WARPS
+    else:
+        num_ctas, warps = one_per_sm, REDUCE_WARPS
     with torch.cuda.device_of(out):
-        kernel[(programs,)](
-            *(ends.inbox, out, ends.flags, ends.arrived, ends.begun, ends.clocked, ends.bases, ends.status),
-            *(ends.rank, ends.epoch, out.shape[0], out.shape[1], out.stride(0), plan.rows, plan.places),
-            WORLD=plan.product.world,
-            STRIDE=plan.product.world if two else 1,
-            SPREAD=two,
-            TIMED=ends.times is not None,
+        kernel[(num_ctas,)](
+            *(buffers.inbox, out, buffers.flags, buffers.arrived, buffers.begun, buffers.times_or_unused),
+            *(buffers.bases, buffers.status, buffers.rank, buffers.epoch),
+            *(out.shape[0], out.shape[1], out.stride(0), plan.tiles_m, plan.num_slots),
+            WORLD=plan.problem.world,
+            STRIDE=plan.problem.world if two_shots else 1,
+            BROADCAST=two_shots,
+            TIMED=buffers.times is not None,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            GROUP=config.group,
-            COLUMNS=_strip(SUMS, warps, config.block_m, config.block_n),
+            L2_SWIZZLE=config.l2_swizzle,
+            COLUMNS=_strip(REDUCE_ELEMENTS, warps, config.block_m, config.block_n),
             num_warps=warps,
         )
 
 
-def gathered(ends: Ends, plan: FusedPlan, b: Tensor, out: Tensor, *, fetch: bool, programs: int) -> None:
-    """Multiply the rows of all ranks as they come."""
-    from meshflash.gemm.kernels.fused import gathered as kernel
+def gemm_gathered(
+    buffers: CallBuffers, plan: FusedPlan, b: Tensor, out: Tensor, *, read_peer: bool, num_ctas: int
+) -> None:
+    """Launch `fused.gemm_gathered`: compute the rows of all ranks as they arrive."""
+    from meshflash.gemm.kernels.fused import gemm_gathered as kernel
 
-    a = ends.matrix[:, : plan.product.k]
-    as_blocks = None if not a.numel() or not b.numel() else in_blocks(a, b, plan.blocks)
-    (a_in, a_turned), (b_in, b_turned) = as_blocks or ((a, False), (b, False))
-    assert not a_turned
-    a_in = a if fetch else a_in
-    start = partial(_with_scratch, kernel[(programs,)]) if fetch and as_blocks else kernel[(programs,)]
+    a = buffers.matrix[:, : plan.problem.k]
+    operands = None if not a.numel() or not b.numel() else describe_operands(a, b, plan.tiling)
+    (a_in, a_transposed), (b_in, b_transposed) = operands or ((a, False), (b, False))
+    assert not a_transposed
+    a_in = a if read_peer else a_in
+    launch = partial(_launch_with_scratch, kernel[(num_ctas,)]) if read_peer and operands else kernel[(num_ctas,)]
     with torch.cuda.device_of(b):
-        start(
-            *(a_in, b_in, out, ends.arrived, ends.begun, ends.firsts, ends.clocked, ends.bases, ends.status),
-            *(ends.rank, ends.epoch, b.shape[1], a.shape[1], a.stride(0), *b.stride(), out.stride(0)),
-            *(plan.rows, plan.chunks),
-            WORLD=plan.product.world,
-            FETCH=fetch,
-            TIMED=ends.times is not None,
-            DESCRIPTORS=as_blocks is not None,
-            B_TURNED=b_turned,
-            WIDE=any(extent(x) >= 2**31 for x in (a, b, out)),
-            **_blocks(plan, b, as_blocks is not None),
+        launch(
+            *(a_in, b_in, out, buffers.arrived, buffers.begun, buffers.section_starts, buffers.times_or_unused),
+            *(buffers.bases, buffers.status, buffers.rank, buffers.epoch),
+            *(b.shape[1], a.shape[1], a.stride(0), *b.stride(), out.stride(0)),
+            *(plan.tiles_m, plan.chunks_per_row),
+            WORLD=plan.problem.world,
+            READ_PEER=read_peer,
+            TIMED=buffers.times is not None,
+            USE_TMA=operands is not None,
+            B_TRANSPOSED=b_transposed,
+            INT64_OFFSETS=any(max_offset(x) >= 2**31 for x in (a, b, out)),
+            **_gemm_constants(plan, b, operands is not None),
         )
 
 
-def finish(ends: Ends, plan: FusedPlan, programs: int = 1) -> None:
-    """Wait for what all ranks put into this call's matrix."""
-    from meshflash.gemm.kernels.fused import finish as kernel
+def wait_all(buffers: CallBuffers, plan: FusedPlan, num_ctas: int = 1) -> None:
+    """Launch `fused.wait_all`: wait for everything that all ranks store into this call's matrix."""
+    from meshflash.gemm.kernels.fused import wait_all as kernel
 
-    flags = ends.wanted.numel()
-    with torch.cuda.device_of(ends.matrix):
-        kernel[(programs,)](
-            *(ends.matrix, ends.arrived, ends.wanted, ends.begun, ends.status, ends.epoch),
-            *(flags, flags // plan.product.world, ends.matrix.numel()),
-            WORLD=plan.product.world,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+    num_flags = buffers.expected.numel()
+    with torch.cuda.device_of(buffers.matrix):
+        kernel[(num_ctas,)](
+            *(buffers.matrix, buffers.arrived, buffers.expected, buffers.begun, buffers.status, buffers.epoch),
+            *(num_flags, num_flags // plan.problem.world, buffers.matrix.numel()),
+            WORLD=plan.problem.world,
+            BLOCK=NAN_BLOCK,
+            num_warps=REDUCE_WARPS,
         )
 
 
-def _hands(plan: FusedPlan, x: Tensor, each: int) -> int:
-    """Programs that move or add, so many for each multiprocessor; those that are interpreted take turns anyway."""
-    return (plan.movers or plan.programs) * (1 if x.device.type == "cpu" else each)
+def wait_for_start(buffers: CallBuffers, plan: FusedPlan) -> None:
+    """Launch `fused.wait_for_start`: wait until the GEMMs of all ranks are resident.
+
+    Kernels that wait on these GEMMs come after it on the side stream, so that they cannot take their SMs.
+    """
+    from meshflash.gemm.kernels.fused import wait_for_start as kernel
+
+    with torch.cuda.device_of(buffers.begun):
+        kernel[(1,)](buffers.begun, buffers.status, buffers.epoch, WORLD=plan.problem.world, num_warps=1)
 
 
-def _strip(numbers: int, warps: int, width: int, most: int) -> int:
-    """Lines of so many numbers that a program takes at a time, with so many numbers for each thread."""
-    return max(1, min(numbers * 32 * warps // width, most))
+def _num_comm_ctas(plan: FusedPlan, x: Tensor, ctas_per_sm: int) -> int:
+    """Return the CTAs that move or reduce; one per SM under the interpreter, which runs them one after another."""
+    return (plan.num_comm_sms or plan.num_ctas) * (1 if x.device.type == "cpu" else ctas_per_sm)
 
 
-def _with_scratch(start: Callable[..., Any], *arguments: Any, **constants: Any) -> None:
-    """Start a kernel that makes descriptors itself, in memory that Triton asks for; who set an allocator keeps it."""
+def _strip(elements: int, warps: int, width: int, most: int) -> int:
+    """Return how many lines of `width` elements a CTA takes at a time, for `elements` elements per thread."""
+    return max(1, min(elements * 32 * warps // width, most))
+
+
+def _launch_with_scratch(launch: Callable[..., Any], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel that makes TMA descriptors itself, in global memory that Triton's allocator must provide.
+
+    The allocator is set in a copy of the context, so that an allocator of the user stays in place.
+    """
 
     def run() -> None:
         triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=TRITON))
-        start(*arguments, **constants)
+        launch(*arguments, **constants)
 
     import triton
 
     copy_context().run(run)
 
 
-def all_begun(ends: Ends, plan: FusedPlan) -> None:
-    """Wait until what multiplies runs, on all ranks: programs that wait for it must not take its multiprocessors."""
-    from meshflash.gemm.kernels.fused import all_begun as kernel
-
-    with torch.cuda.device_of(ends.begun):
-        kernel[(1,)](ends.begun, ends.status, ends.epoch, WORLD=plan.product.world, num_warps=1)
-
-
-def _blocks(plan: FusedPlan, a: Tensor, by_descriptors: bool) -> dict[str, Any]:
-    """What all kernels that multiply are compiled with; pointers of deep blocks would take too many registers."""
-    config = plan.blocks
-    depth = config.block_k if by_descriptors else min(config.block_k, DEPTH)
+def _gemm_constants(plan: FusedPlan, a: Tensor, use_tma: bool) -> dict[str, Any]:
+    """Return the constants that all kernels with a main loop are compiled with."""
+    config = plan.tiling
+    block_k = config.block_k if use_tma else min(config.block_k, POINTER_BLOCK_K)
     return dict(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_K=depth,
-        GROUP=config.group,
-        PRECISION=plan.product.precision,
+        BLOCK_K=block_k,
+        L2_SWIZZLE=config.l2_swizzle,
+        PRECISION=plan.problem.precision,
         INTERPRETED=a.device.type == "cpu",
-        num_warps=config.warps,
-        num_stages=config.stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )

@@ -1,22 +1,27 @@
-"""Rates of fused products, as tables have them."""
+"""Rows of the rate tables for fused GEMM + collective runs."""
 
 from __future__ import annotations
 
 from meshflash.gemm import configs
-from meshflash.gemm.distributed.plan import FusedConfig, FusedPlan, key_of
-from meshflash.gemm.distributed.problem import FusedProduct
+from meshflash.gemm.distributed.plan import FusedConfig, FusedPlan, rate_layout
+from meshflash.gemm.distributed.problem import DistributedGemm
 from meshflash.gemm.rates import Rate
 
 
-def numbers_of(plan: FusedPlan) -> tuple[int, ...]:
-    """The configuration of a plan with its movers, as a table has it."""
-    return tuple(configs.written(FusedConfig.of(plan.blocks, plan.movers)))
+def config_list(plan: FusedPlan) -> tuple[int, ...]:
+    """Return the configuration of a plan with its comm SMs, as a rate table stores it."""
+    return tuple(configs.to_list(FusedConfig.of(plan.tiling, plan.num_comm_sms)))
 
 
-def rate_of(
-    product: FusedProduct, numbers: str, mode: str, sharing: int, config: tuple[int, ...], milliseconds: float
+def make_rate(
+    problem: DistributedGemm,
+    dtype_name: str,
+    mode: str,
+    ranks_per_device: int,
+    config: tuple[int, ...],
+    milliseconds: float,
 ) -> Rate:
-    """What a table says of a variant that took so long: TFLOP/s are those of the whole product, in all variants."""
-    sizes = (product.m, product.n, product.k)
-    tflops = 2e-9 * product.m * product.n * product.k / milliseconds
-    return Rate(mode, numbers, key_of(product, sharing), *sizes, tflops, config)
+    """Return the rate of a variant from its time; TFLOP/s count the whole GEMM, the same for all variants."""
+    sizes = (problem.m, problem.n, problem.k)
+    tflops = 2e-9 * problem.m * problem.n * problem.k / milliseconds
+    return Rate(mode, dtype_name, rate_layout(problem, ranks_per_device), *sizes, tflops, config)

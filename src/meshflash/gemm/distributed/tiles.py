@@ -1,13 +1,13 @@
-"""Whose tiles are whose: how rows and columns are split over ranks, who adds up a tile, and in which order.
+"""How the tiles of a distributed GEMM map to ranks: shard sizes, the reducing rank of a tile, and orders of sending.
 
-Plain arithmetic of numbers >= 0: the kernels compile these very functions.
+Plain arithmetic on integers >= 0: the kernels compile these functions, so host and device cannot disagree.
 """
 
 from __future__ import annotations
 
 
 def split(total: int, world: int) -> tuple[int, ...]:
-    """Sizes of parts, as even as can be; the first ones are larger by one.
+    """Return shard sizes that differ by at most one; the first shards are the larger ones.
 
     >>> split(10, 4)
     (3, 3, 2, 2)
@@ -15,28 +15,33 @@ def split(total: int, world: int) -> tuple[int, ...]:
     return tuple(total // world + (rank < total % world) for rank in range(world))
 
 
-def section_of(turn: int, first: int, sections: int) -> int:
-    """Which section of rows comes in a turn, for who begins with this one.
+def section_of(step: int, first: int, sections: int) -> int:
+    """Return the section of rows at a step of a cyclic order that begins at section `first`.
 
-    >>> [section_of(turn, 2, 4) for turn in range(4)]
+    >>> [section_of(step, 2, 4) for step in range(4)]
     [2, 3, 0, 1]
     """
-    return (turn + first) % sections
+    return (step + first) % sections
 
 
-def peer_of(turn: int, rank: int, world: int) -> int:
-    """To whom a rank puts in a turn: to the next one first, to itself last, so that not all put to the same one.
+def peer_of(step: int, rank: int, world: int) -> int:
+    """Return the destination of a rank at a step: the next rank first, itself last.
 
-    >>> [peer_of(turn, 1, 3) for turn in range(3)]
+    At every step each rank has another destination, so that not all of them load the same link.
+
+    >>> [peer_of(step, 1, 3) for step in range(3)]
     [2, 0, 1]
     """
-    return (rank + 1 + turn) % world
+    return (rank + 1 + step) % world
 
 
-def owner_of(section: int, tile: int, world: int, sections: int) -> tuple[int, int]:
-    """Who adds up a tile, and as which of its own: the rank of the section, or ranks in turns where there is one.
+def reducer_of_tile(section: int, tile: int, world: int, sections: int) -> tuple[int, int]:
+    """Return the rank that reduces a tile, and the slot of the tile among those that this rank reduces.
 
-    >>> owner_of(2, 7, 4, 4), owner_of(0, 7, 4, 1)
+    With several sections (reduce-scatter) it is the rank of the section; with one (two-shot all-reduce) tiles are dealt
+    to the ranks round-robin.
+
+    >>> reducer_of_tile(2, 7, 4, 4), reducer_of_tile(0, 7, 4, 1)
     ((2, 7), (3, 1))
     """
     if sections > 1:
@@ -44,10 +49,10 @@ def owner_of(section: int, tile: int, world: int, sections: int) -> tuple[int, i
     return tile % world, tile // world
 
 
-def in_words(collective: str, shots: int | None) -> str:
-    """A collective with its shots.
+def collective_name(collective: str, shots: int | None) -> str:
+    """Return a collective with its number of shots, for people.
 
-    >>> in_words("all_reduce", 2), in_words("ag_gemm", None)
+    >>> collective_name("all_reduce", 2), collective_name("ag_gemm", None)
     ('all_reduce in two shots', 'ag_gemm')
     """
     return collective + {1: " in one shot", 2: " in two shots"}.get(shots or 0, "")

@@ -1,1 +1,1 @@
-"""GEMM kernels: Stream-K in Triton, a warp-specialized one for Hopper, and those fused with communication."""
+"""GEMM kernels: Stream-K in Triton, a warp-specialized one for Hopper, and kernels fused with communication."""
