@@ -65,7 +65,7 @@ def test_every_rank_is_checked_timed_written_and_drawn(tmp_path, monkeypatch, po
     assert done.exit_code == 0, done.output
     assert "all_reduce in two shots, 10 x 36 x 12, float32 on cpu" in done.output
     assert "rank 0, 1: all_reduce in two shots, producer_consumer: tiles of" in done.output
-    assert "asked for" in done.output
+    assert "requested" in done.output
     assert "x group" in done.output
     written = json.loads(record.read_text())
     assert written["header"]["command"] == "meshflash gemm"
