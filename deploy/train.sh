@@ -16,7 +16,7 @@
 #
 # A run that ends at its time limit resumes from its last checkpoint: submit the same command again, or use --chain.
 # Inside a job the run starts at once, on the job's nodes.
-# The tables below hold the time limits of presets and the GPUs of a site's nodes; options override them.
+# Edit the tables below to change time limits of presets and GPUs of a site's nodes; options override them.
 # MESHFLASH_MODULES and MESHFLASH_VENV reach the job, see deploy/README.md.
 set -euo pipefail
 
