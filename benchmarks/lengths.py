@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshflash.bench import record
-from meshflash.bench.candidates import STANDARD
+from meshflash.bench.candidates import STANDARD, own_kernel
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.bench.check import PASSES
 from meshflash.bench.measure import Measured, Say, both, measure
@@ -48,9 +48,9 @@ def default_lengths(device: str) -> list[int]:
 
 
 def default_kernels(device: str) -> list[str]:
-    """Standard attention, the tiled kernel, Triton where it compiles, and the one that is chosen."""
-    triton = [kernel.name for kernel in registry.kernels() if kernel.name == "triton" and not kernel.missing()]
-    return [STANDARD, "tiled", *([] if on_cpu(device) else triton), "auto"]
+    """Standard attention, the tiled kernel, our GPU kernel where Triton is installed, and the one that is chosen."""
+    own = [kernel.name for kernel in registry.kernels() if kernel.name == own_kernel(device) and not kernel.missing()]
+    return [STANDARD, "tiled", *([] if on_cpu(device) else own), "auto"]
 
 
 def read(path: Path) -> dict[str, Any]:

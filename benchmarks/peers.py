@@ -23,7 +23,7 @@ import torch
 import meshflash
 from benchmarks.sampled import sampled
 from meshflash.bench import record
-from meshflash.bench.candidates import DENSE_TOKENS, FLEX, SDPA, STANDARD, check_names
+from meshflash.bench.candidates import DENSE_TOKENS, FLEX, SDPA, STANDARD, check_names, own_among, own_kernel
 from meshflash.bench.cases import Case, on_cpu, pick_dtype
 from meshflash.bench.check import PASSES, truth
 from meshflash.bench.kernels import KernelRow, rows_of
@@ -31,8 +31,6 @@ from meshflash.bench.measure import Say, measure
 from meshflash.bench.timing import SAMPLE_MS
 from meshflash.kernels import registry
 
-#: Ours where it is among the kernels, else the first of them.
-OURS = "triton"
 #: Left out first where time runs short, the first of them first.
 SLOW = (FLEX, "fa2")
 #: Masks of the set.
@@ -75,7 +73,7 @@ class Peer(KernelRow):
 
 def default_kernels(device: str) -> tuple[str, ...]:
     """Ours and all peers on a GPU; on a CPU what there is."""
-    return ("auto", "tiled", SDPA, FLEX) if on_cpu(device) else (OURS, "fa4", "cudnn", "fa2", FLEX)
+    return ("auto", "tiled", SDPA, FLEX) if on_cpu(device) else (own_kernel(device), "fa4", "cudnn", "fa2", FLEX)
 
 
 def settings(
@@ -203,7 +201,7 @@ def _measured(case: Case, names: tuple[str, ...], taken: tuple[str, ...], rounds
     present = tuple(name for name in taken if not missing.get(name))
     rows: list[KernelRow] = []
     if present:
-        ours = OURS if OURS in names else names[0]
+        ours = own_among(names)
         oracle = truth if case.tokens <= DENSE_TOKENS else sampled
         measured = measure(case, present, rounds, oracle, say, noted=set(names) - {ours})
         rows = list(rows_of(case, measured))

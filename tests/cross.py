@@ -175,7 +175,7 @@ def _pretend(name: str, built: list[Built]) -> None:
     from meshflash.kernels import rates
     from meshflash.kernels.hopper import launch as hopper_launch
     from meshflash.kernels.triton import configs as triton_configs
-    from meshflash.kernels.triton import kernel as triton_kernel
+    from meshflash.kernels.triton import launch as triton_launch
     from meshflash.kernels.triton import rowwise
 
     target = TARGETS[name]
@@ -183,7 +183,7 @@ def _pretend(name: str, built: list[Built]) -> None:
     knobs.nvidia.dump_ptxas_log = True
     torch.version.hip = "6" if target.backend == "hip" else None
     vars(torch.cuda)["get_device_capability"] = lambda device: divmod(int(target.arch), 10)
-    for module in (hopper_launch, triton_configs, triton_kernel):
+    for module in (hopper_launch, triton_configs, triton_launch):
         vars(module)["has_descriptors"] = lambda device: target.descriptors
     vars(hopper_launch)["_counter"] = lambda device: torch.empty(1, dtype=torch.int32, device=device)
     vars(hopper_launch)["_processors"] = lambda device: 132
@@ -273,6 +273,7 @@ def _make(call: Call) -> None:
     from meshflash.kernels.contract import Features, Grads, Inputs, Rows
     from meshflash.kernels.hopper import launch as hopper_launch
     from meshflash.kernels.hopper import split_kv
+    from meshflash.kernels.hopper.kernel import Hopper
     from meshflash.kernels.triton import rowwise
     from meshflash.kernels.triton.kernel import Triton
 
@@ -320,13 +321,14 @@ def _make(call: Call) -> None:
         vars(split_kv)["last_round"] = lambda *_, **__: None
     work = worklist(mask, (range(tokens),), (range(keys),))
     x = Inputs(out, rows(call.key_heads, keys), rows(call.key_heads, keys), work, features)
+    kernel = Hopper if call.gluon else Triton
     if call.kind == "forward":
         partial = numbers(2, tokens, HEADS, call.dim), lse
-        Triton().forward(x, *((partial, partial) if call.features or call.partial else ()))
+        kernel().forward(x, *((partial, partial) if call.features or call.partial else ()))
     else:
         dq, dk, dv = (numbers(2, tokens, heads, call.dim) for heads in (HEADS, call.key_heads, call.key_heads))
         grads = Grads(dq, dk, dv, add_dq=True, add_dkv=True) if call.partial else None
-        Triton(deterministic=call.kind == "deterministic").backward(x, Rows(out, out, lse, lse), grads)
+        kernel(deterministic=call.kind == "deterministic").backward(x, Rows(out, out, lse, lse), grads)
 
 
 def main(target: str, work: str, into: str) -> None:

@@ -384,7 +384,10 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         dict(kernel="fast"),
         r"kernel='fast': expected one of auto, vendor, .*triton, tiled, reference",
     ),
-    "kernel lacks": (dict(kernel="vendor", softcap=1.0), r'kernel="vendor" lacks softcap; able here: (triton, )?tiled'),
+    "unsupported feature": (
+        dict(kernel="vendor", softcap=1.0),
+        r'kernel="vendor" does not support softcap; supported here: (triton, )?tiled',
+    ),
 }
 
 

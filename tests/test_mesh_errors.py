@@ -366,7 +366,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no seed": (dict(dropout=0.5), r"seed: give the same seed on all ranks"),
     "mask": (dict(mask=Mask.documents([3])), r"3 tokens in the documents, 8 in"),
-    "kernel": (dict(kernel="vendor", softcap=1.0), r'kernel="vendor" lacks .*; able here: (triton, )?tiled'),
+    "kernel": (
+        dict(kernel="vendor", softcap=1.0),
+        r'kernel="vendor" does not support .*; supported here: (triton, )?tiled',
+    ),
 }
 
 

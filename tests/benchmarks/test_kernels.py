@@ -52,7 +52,7 @@ def test_bench_kernels_writes_a_record_and_a_plot(tmp_path):
         ("--mask window-", "expected full, causal, window-N"),
         ("--dtype int8", "expected one of float32"),
         ("--kernel fast", "expected one of auto, vendor"),
-        ("--kernel vendor --mask window-4", "lacks windows"),
+        ("--kernel vendor --mask window-4", "does not support windows"),
         ("--device tpu", "device 'tpu'"),
         ("--tokens 0", "'--tokens'"),
         ("--kv-heads 0", "'--kv-heads'"),

@@ -17,6 +17,7 @@ from meshflash.engine.local import rows_of
 from meshflash.engine.mesh import Plan, Prepared
 from meshflash.engine.placement import Setting
 from meshflash.kernels.contract import Features, Grads, new_outputs
+from meshflash.kernels.hopper.launch import has_gluon
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import missing, mps
 from meshflash.runtime.processes import RankError, run_ranks
@@ -172,7 +173,8 @@ def test_peak_memory_of_zigzag():
     k, v = (torch.randn(1, rows, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     plan = Plan("zigzag", layout, layout)
     kinds = (q.dtype, torch.float32, torch.device("cuda", 0))
-    prepared = Prepared(plan, Mask.causal(), heads, kv_heads, 3, Setting(1, dim, dim, *kinds, "triton", False))
+    kernel = "hopper" if has_gluon(torch.device("cuda", 0)) else "triton"
+    prepared = Prepared(plan, Mask.causal(), heads, kv_heads, 3, Setting(1, dim, dim, *kinds, kernel, False))
     features, mover = Features(scale=dim**-0.5), Loopback(3, world)
     before = torch.cuda.memory_allocated()
     out, lse = new_outputs(q, v)

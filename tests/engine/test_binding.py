@@ -108,5 +108,5 @@ def test_every_attending_step_has_a_kernel_of_its_own():
 def test_a_kernel_that_cannot_serve_a_step_is_refused():
     item = Item(Case(CAUSAL & Mask.window(3, 0), tokens=64), "ring", 2, kernel="vendor")
     features = item.case.features(item.case.inputs(item.dtype))
-    with pytest.raises(ValueError, match=r'kernel="vendor" lacks .*; able here: (triton, )?tiled'):
+    with pytest.raises(ValueError, match=r'kernel="vendor" does not support .*; supported here: (triton, )?tiled'):
         prepare(item, 0).kernels("forward", features)

@@ -111,6 +111,7 @@ def test_every_kernel_tells_what_it_is():
         "cudnn",
         "fa2-package",
         "fa2",
+        "hopper",
         "triton",
         "tiled",
         "reference",

@@ -1,6 +1,7 @@
 """Measured rates: what they predict, which table a device gets, and what "auto" makes of them."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from meshflash.core.tiles import worklist
 from meshflash.kernels import rates, registry
 from meshflash.kernels.contract import Features, KernelRequest, Launch
 from meshflash.kernels.hopper import launch as hopper_launch
+from meshflash.kernels.hopper.kernel import Hopper
 from meshflash.kernels.rates import Known, Rate, Rates
 from meshflash.kernels.triton import configs as triton_configs
-from meshflash.kernels.triton.kernel import Triton
 
 CAUSAL = Mask.causal()
 
@@ -102,7 +103,7 @@ def test_without_rates_the_order_is_fixed():
     registry.forget()
     assert registry.choose("auto", ask()).reason == "before tiled, by a fixed order"
     alone = registry.choose("auto", ask(features=Features(0.1, softcap=2.0)))
-    assert alone.reason == "the only one able"
+    assert alone.reason == "the only supported one"
 
 
 def test_which_table_a_device_gets(tmp_path, monkeypatch):
@@ -168,7 +169,7 @@ def test_every_shipped_table_can_be_read():
     for path in rates.SHIPPED.glob("*.json"):
         made = rates._read(path)
         assert made.rates, path
-        assert {rate.kernel for rate in made.rates} <= {*registry.names(), triton_configs.PORTABLE}
+        assert {rate.kernel for rate in made.rates} <= {*registry.names()}
         for name, values in made.configs.items():
             direction, _, most = name.partition("/")
             assert direction in triton_configs.PASSES
@@ -203,32 +204,73 @@ def test_configurations_are_forced_and_let_go():
     assert all(list(triton_configs.candidates(direction, 128)) for direction in triton_configs.PASSES)
 
 
-def test_calls_that_gluon_does_not_serve_have_rates_of_their_own(monkeypatch):
+def test_hopper_says_which_calls_it_does_not_support(monkeypatch):
     monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
     work = worklist(Mask.causal(), (range(64),), (range(64),))
 
-    def rated(dim, direction="forward", dtype=torch.bfloat16, **features):
-        asked = Features(scale=0.1, **features)
-        return Triton().rated_as(KernelRequest(direction, torch.device("cuda"), dtype, dim, dim, work, asked))
+    def reason(dim, direction="forward", dtype=torch.bfloat16, value_dim=None, scale=0.1, **features):
+        request = Features(scale, **features)
+        device = torch.device("cuda")
+        return Hopper().unsupported_reason(
+            KernelRequest(direction, device, dtype, dim, value_dim or dim, work, request)
+        )
 
-    assert rated(64) == rated(128, "backward") == rated(64, softcap=3.0) == "triton"
-    assert rated(128, "backward", softcap=3.0) == "triton"
-    others = rated(96), rated(256), rated(64, dtype=torch.float32), rated(64, dropout=0.1, seed=1)
-    capped = [rated(dim, "backward", softcap=cap) for dim, cap in ((64, 3.0), (96, 3.0), (128, 0.01))]
-    assert {*others, *capped} == {triton_configs.PORTABLE}
-    with triton_configs.portable():
-        assert rated(64) == triton_configs.PORTABLE
-    assert rated(64) == "triton"
+    assert reason(64) is reason(128, "backward") is reason(64, softcap=3.0) is None
+    assert reason(128, "backward", softcap=3.0) is None
+    assert [reason(dim) for dim in (96, 256)] == [f"a head dim of {dim}; it takes 64 and 128" for dim in (96, 256)]
+    assert reason(64, dtype=torch.float32) == "torch.float32; it takes float16 and bfloat16"
+    assert reason(64, value_dim=32) == "a value dim of 32 with a head dim of 64"
+    assert reason(64, scale=0.0) == "a scale of 0 or below"
+    assert reason(64, dropout=0.1, seed=1) == "dropout"
+    assert reason(64, alibi_slopes_BH=torch.zeros(1, 1)) == "ALiBi"
+    for dim, cap in ((64, 3.0), (128, 0.01)):
+        assert reason(dim, "backward", softcap=cap) == f"a softcap of {cap} in the backward at head dim {dim}"
+    assert reason(96, "backward", softcap=3.0) == reason(96)
 
 
-def test_rates_that_a_table_lacks_are_those_of_the_kernel(monkeypatch):
-    monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
+def test_hopper_names_what_it_needs_of_the_machine(monkeypatch):
     work = worklist(Mask.causal(), (range(64),), (range(64),))
-    ask = KernelRequest("forward", torch.device("cuda"), torch.bfloat16, 96, 96, work, Features(scale=0.1))
-    slow, fast = Rate("triton", "forward", True, 128, 512, 100.0), Rate("triton", "forward", True, 64, 512, 400.0)
-    own = Rate(triton_configs.PORTABLE, "forward", True, 128, 512, 50.0)
-    without, table = (Rates("a", "b", rates, {}) for rates in ((slow, fast), (slow, fast, own)))
-    found, borrowed = (registry._seconds(rates, Triton(), ask) for rates in (table, without))
-    assert found
-    assert borrowed
-    assert found == pytest.approx(2 * borrowed)
+
+    def reason(device):
+        return Hopper().unsupported_reason(
+            KernelRequest("forward", torch.device(device), torch.bfloat16, 64, 64, work, Features(0.1))
+        )
+
+    def pretend(capability=(9, 0), gluon="1", version="3.6.0"):
+        hopper_launch.has_gluon.cache_clear()
+        monkeypatch.setenv("MESHFLASH_GLUON", gluon)
+        monkeypatch.setattr(hopper_launch, "has_descriptors", lambda device: capability >= (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(triton, "__version__", version)
+
+    triton = pytest.importorskip("triton")
+    assert reason("cpu") == "the device cpu; it runs on Hopper GPUs"
+    pretend()
+    assert reason("cuda") is None
+    for capability in ((8, 0), (10, 0)):
+        pretend(capability)
+        assert reason("cuda") == "this GPU; it runs on Hopper, NVIDIA's compute capability 9.0"
+    pretend(gluon="0")
+    assert reason("cuda") == "calls while MESHFLASH_GLUON=0 is set"
+    pretend(version="3.9.1")
+    assert reason("cuda") == "Triton 3.9.1; it was run with 3.6 and 3.7"
+    hopper_launch.has_gluon.cache_clear()
+
+
+def test_hopper_and_triton_have_rates_of_their_own(monkeypatch):
+    monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
+    monkeypatch.setattr(Hopper, "missing", lambda self: None)
+    registry.forget()
+    rows = [Rate("hopper", "forward", True, 64, 512, 400.0), Rate("triton", "forward", True, 64, 512, 200.0)]
+    made = Rates("a", "b", tuple(rows), {})
+    monkeypatch.setattr(rates, "known", lambda device: Known(made, "a made-up table"))
+    work = worklist(Mask.causal(), (range(64),), (range(64),))
+    request = KernelRequest("forward", torch.device("cuda"), torch.bfloat16, 64, 64, work, Features(scale=0.1))
+    chosen = registry.choose("auto", request)
+    assert chosen.kernel.name == "hopper"
+    assert re.match(r"predicted: hopper .* ms, triton .* ms, by a made-up table", chosen.reason)
+    wide = replace(request, head_dim=96, value_dim=96)
+    assert registry.choose("auto", wide).kernel.name == "triton"
+    with pytest.raises(ValueError, match='kernel="hopper" does not support a head dim of 96; it takes 64 and 128; sup'):
+        registry.choose("hopper", wide)
+    registry.forget()

@@ -21,7 +21,6 @@ from meshflash.kernels import rates, registry
 from meshflash.kernels.contract import Features, Pass
 from meshflash.kernels.rates import Rate, Rates
 from meshflash.kernels.triton import configs as triton_configs
-from meshflash.kernels.triton.kernel import Triton
 
 #: Head dims and lengths that are measured by default.
 DIMS = (64, 128)
@@ -67,8 +66,6 @@ def run(
         for row in host.run(case, able(case), rounds):
             if row.kernel in registry.names() and row.direction in PASSES:
                 host_us.setdefault(row.kernel, {})[row.direction] = round(row.microseconds, 1)
-        if any(rate.kernel == triton_configs.PORTABLE for rate in found):
-            host_us[triton_configs.PORTABLE] = host_us["triton"]
     about = rates.identity(torch.device(device))
     return Rates(*about, found, host_us, record.header("")["versions"], configs or {})
 
@@ -81,9 +78,6 @@ def _rates(device: str, dims: tuple[int, ...], tokens: tuple[int, ...], rounds: 
         names = tuple(name for name in able(case) if (name, dim, mask) not in hopeless)
         say(f"{mask}, dim {dim}, {length:,} tokens")
         measured = measure(case, names, rounds)
-        if "triton" in names and _has_others(case):
-            with triton_configs.portable():
-                measured[triton_configs.PORTABLE] = measure(case, ("triton",), rounds)["triton"]
         best = min((result.ms["forward"] for result in measured.values() if "forward" in result.ms), default=0.0)
         for name, result in measured.items():
             for direction in PASSES:
@@ -104,7 +98,7 @@ def tune(device: str, dims: tuple[int, ...] = DIMS, rounds: int = 3, say: Say = 
         times: dict[triton_configs.Config, float] = {}
         for config in triton_configs.candidates(direction, triton_configs.widest(dim)):
             say(f"{name}: {config}")
-            with triton_configs.forced(name, config), triton_configs.portable():
+            with triton_configs.forced(name, config):
                 try:
                     times[config] = _milliseconds(case, direction, rounds)
                 except Exception as error:  # too much memory, or the compiler fails: it is no candidate here
@@ -126,13 +120,6 @@ def _milliseconds(case: Case, direction: str, rounds: int) -> float:
     backward = partial(torch.autograd.grad, out, tensors[:3], tensors[3], retain_graph=True)
     backward()
     return interleaved({"": backward}, device, rounds)[""]
-
-
-def _has_others(case: Case) -> bool:
-    """Whether the Triton kernel has others beside the portable ones for a case."""
-    q, k, v, _ = case.tensors()
-    x = local.inputs(q, k, v, case.rule, Features(case.head_dim**-0.5))
-    return Triton().rated_as(local.ask_for(x, "forward")) != triton_configs.PORTABLE
 
 
 def able(case: Case) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,7 +23,22 @@ DENSE_TOKENS = 4096
 #: How many matrices of scores standard attention holds at once, forward and backward, beside the mask.
 STANDARD_MATRICES = 4
 
+#: Our own GPU kernels, the faster one first.
+OWN_KERNELS = ("hopper", "triton")
+
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def own_kernel(device: str) -> str:
+    """Return the fastest of our own kernels that runs on a GPU: "hopper" on Hopper, "triton" elsewhere."""
+    from meshflash.kernels.hopper.launch import has_gluon
+
+    return "hopper" if torch.cuda.is_available() and has_gluon(torch.device(device)) else "triton"
+
+
+def own_among(names: Sequence[str]) -> str:
+    """Return our own kernel among the names of a comparison, else the first of them."""
+    return next((name for name in OWN_KERNELS if name in names), names[0])
 
 
 def check_names(names: tuple[str, ...]) -> None:

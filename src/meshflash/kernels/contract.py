@@ -162,10 +162,6 @@ class Kernel(ABC):
         """This kernel as it serves a call; another one of the same name where it must go about it otherwise."""
         return self
 
-    def rated_as(self, ask: KernelRequest) -> str:
-        """The name that a table of rates has for a call like this."""
-        return self.name
-
     def launches(self, ask: KernelRequest) -> tuple[Launch, ...]:
         """What a call amounts to, for predicting its time; by default a single launch for all of the worklist."""
         segments, spans = ask.work.by_query.segments, ask.work.by_query.spans

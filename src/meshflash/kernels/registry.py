@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from meshflash.core.tiles import Worklist
 from meshflash.kernels import rates
 from meshflash.kernels.contract import HALF, Kernel, KernelRequest, Pass
+from meshflash.kernels.hopper.kernel import Hopper
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.tiled import Tiled
 from meshflash.kernels.triton.kernel import Triton
@@ -27,6 +28,7 @@ _KERNELS: dict[str, Kernel] = {
         Cudnn(),
         Flash2Package(),
         Flash2(),
+        Hopper(),
         Triton(),
         Tiled(),
         Reference(),
@@ -37,11 +39,10 @@ _BY_NAME_ONLY = {"reference"}
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that serves a call, why it was taken, and which of its implementations serves, as rates name it."""
+    """The kernel that serves a call, and why it was taken."""
 
     kernel: Kernel
     reason: str
-    implementation: str = ""
 
 
 class KernelLog(list[tuple[str, Pass]]):
@@ -50,18 +51,16 @@ class KernelLog(list[tuple[str, Pass]]):
     def __init__(self) -> None:
         super().__init__()
         self.reasons: dict[tuple[str, Pass], str] = {}
-        self._implementations: dict[Pass, dict[str, None]] = {}
 
     def note(self, choice: Choice, direction: Pass) -> None:
         """Add a call."""
         entry = (choice.kernel.name, direction)
         self.append(entry)
         self.reasons[entry] = choice.reason
-        self._implementations.setdefault(direction, {})[choice.implementation or choice.kernel.name] = None
 
     def names(self, direction: Pass) -> str:
-        """The implementations that ran in a pass, as records name them: "triton" is Gluon's, else "triton-portable"."""
-        return ", ".join(self._implementations.get(direction, ()))
+        """Return the kernels that ran in a pass, each once, as records name them."""
+        return ", ".join(dict.fromkeys(name for name, ran_in in self if ran_in == direction))
 
 
 _spies: list[KernelLog] = []
@@ -87,8 +86,7 @@ def choose(name: str, ask: KernelRequest) -> Choice:
     key = (name, ask.key)
     found = kept.get(key)
     if found is None:
-        found = _choose(name, ask)
-        found = kept[key] = replace(found, implementation=found.kernel.rated_as(ask))
+        found = kept[key] = _choose(name, ask)
     return found
 
 
@@ -114,27 +112,20 @@ def _choose(name: str, ask: KernelRequest) -> Choice:
         reason = refusal(kernel, ask)
         if reason:
             others = ", ".join(other.name for other in kernels() if refusal(other, ask) is None)
-            raise ValueError(f'kernel="{name}" lacks {reason}; able here: {others}, or "auto"')
+            raise ValueError(f'kernel="{name}" {reason}; supported here: {others}, or "auto"')
         return Choice(kernel.serving(ask), "asked for")
     able = [kernel for kernel in kernels() if may_be_chosen(kernel, ask) and refusal(kernel, ask) is None]
     assert able, "the tiled kernel can do everything"
     known = rates.known(ask.device) if ask.dtype in HALF else None
     if known is None or len(able) == 1:
-        others = f"before {', '.join(kernel.name for kernel in able[1:])}" if able[1:] else "the only one able"
+        others = f"before {', '.join(kernel.name for kernel in able[1:])}" if able[1:] else "the only supported one"
         return Choice(able[0].serving(ask), others + (", by a fixed order" if able[1:] else ""))
-    predicted = [(_seconds(known.rates, kernel, ask), kernel) for kernel in able]
+    predicted = [(known.rates.seconds(kernel.name, ask, kernel.launches(ask)), kernel) for kernel in able]
     measured = sorted(((t, kernel) for t, kernel in predicted if t is not None), key=lambda pair: pair[0])
     if not measured:
-        return Choice(able[0].serving(ask), f"by a fixed order: no able kernel is in {known.source}")
+        return Choice(able[0].serving(ask), f"by a fixed order: no supported kernel is in {known.source}")
     times = ", ".join(f"{kernel.name} {t * 1e3:.3g} ms" for t, kernel in measured[:3])
     return Choice(measured[0][1].serving(ask), f"predicted: {times}, by {known.source}")
-
-
-def _seconds(known: rates.Rates, kernel: Kernel, ask: KernelRequest) -> float | None:
-    """How long a call should take, by the rates of calls like it, or where there are none by the kernel's."""
-    launches = kernel.launches(ask)
-    own = known.seconds(kernel.rated_as(ask), ask, launches)
-    return own if own is not None else known.seconds(kernel.name, ask, launches)
 
 
 def may_be_chosen(kernel: Kernel, ask: KernelRequest) -> bool:
@@ -143,8 +134,14 @@ def may_be_chosen(kernel: Kernel, ask: KernelRequest) -> bool:
 
 
 def refusal(kernel: Kernel, ask: KernelRequest) -> str | None:
-    """Why this kernel cannot serve this call, or None; what it needs is only looked for if it could."""
-    return kernel.unsupported_reason(ask) or kernel.missing()
+    """Return why a kernel cannot serve a call, as the predicate of a sentence, or None.
+
+    What the kernel needs of this machine is only looked for where the call itself is supported.
+    """
+    if unsupported := kernel.unsupported_reason(ask):
+        return f"does not support {unsupported}"
+    missing = kernel.missing()
+    return f"cannot run here: {missing}" if missing else None
 
 
 @contextmanager

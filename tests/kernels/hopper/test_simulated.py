@@ -12,8 +12,8 @@ from meshflash import Layout, Mask
 from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Features, Grads, Inputs, Rows
 from meshflash.kernels.hopper import launch as hopper_launch
+from meshflash.kernels.hopper.kernel import Hopper
 from meshflash.kernels.tiled import Tiled
-from meshflash.kernels.triton.kernel import Triton
 
 pytest.importorskip("meshflash.kernels.hopper.backward")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -31,7 +31,7 @@ def kernel(monkeypatch):
     kernel = simulated.Backward(hopper_backward.backward, simulated.with_numbers(monkeypatch))
     monkeypatch.setattr(hopper_backward, "backward", kernel)
     monkeypatch.setattr(hopper_launch, "descriptor", simulated.Described)
-    monkeypatch.setattr(hopper_launch, "_knows", lambda *_: True)
+    monkeypatch.setattr(hopper_launch, "_unsupported", lambda *_: None)
     monkeypatch.setattr(hopper_launch, "_processors", lambda device: 10**6)
     return kernel
 
@@ -61,7 +61,7 @@ def check(work, dim, batch, heads, kv_heads, add, apart):
         return whole.to(torch.float32 if add else torch.bfloat16)[:, :, :t, :d].transpose(1, 2)
 
     grads = Grads(room(q), room(k), room(v), add_dq=add, add_dkv=add)
-    Triton().backward(x, Rows(out.bfloat16(), dout, lse.float(), delta.float()), grads)
+    Hopper().backward(x, Rows(out.bfloat16(), dout, lse.float(), delta.float()), grads)
     close(grads.dq_BTHD - int(add), want.dq_BTHD)
     close(grads.dk_BSKD - int(add), want.dk_BSKD)
     close(grads.dv_BSKE - int(add), want.dv_BSKE)

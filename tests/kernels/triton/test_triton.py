@@ -12,7 +12,7 @@ from meshflash.check.spread import Item, check_moved, run_items, whole
 from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Features, KernelRequest
 from meshflash.kernels.registry import choose, refusal
-from meshflash.kernels.triton import kernel as triton_kernel
+from meshflash.kernels.triton import launch as triton_launch
 from meshflash.kernels.triton.block_tables import blocks
 from meshflash.kernels.triton.kernel import Triton
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 
 #: A row that sees one key has a true gradient of 0, of which the difference of two sums in other orders remains.
 UNITS = 16
-in_blocks = triton_kernel._in_blocks
+in_blocks = triton_launch._in_blocks
 SMALL = {name: case for name, (case, _, _) in CASES.items() if case.tokens < 100}
 
 
@@ -71,8 +71,8 @@ def test_by_descriptors(name, monkeypatch):
         made.append(in_blocks(*x))
         return made[-1]
 
-    monkeypatch.setattr(triton_kernel, "_in_blocks", keep)
-    monkeypatch.setattr(triton_kernel, "has_descriptors", lambda device: True)
+    monkeypatch.setattr(triton_launch, "_in_blocks", keep)
+    monkeypatch.setattr(triton_launch, "has_descriptors", lambda device: True)
     case = SMALL[name]
     assert case.tokens > 32, "a whole block, for what is not whole is loaded without them"
     run(case, torch.bfloat16, deterministic=True)
@@ -81,7 +81,7 @@ def test_by_descriptors(name, monkeypatch):
 
 
 def test_tensors_that_no_descriptor_describes_are_loaded_without(monkeypatch):
-    monkeypatch.setattr(triton_kernel, "has_descriptors", lambda device: True)
+    monkeypatch.setattr(triton_launch, "has_descriptors", lambda device: True)
     torch.manual_seed(0)  # two roundings of a value of 4 or more may be further apart than the limit
     x = torch.randn(1, 70, 2, 24, dtype=torch.bfloat16)[..., 1:17]
     want = flash_attention(x, x, x, mask=Mask.causal(), kernel="tiled")
@@ -90,7 +90,7 @@ def test_tensors_that_no_descriptor_describes_are_loaded_without(monkeypatch):
 
 @pytest.mark.parametrize(("queries", "keys"), [(40, 0), (0, 40)])
 def test_descriptors_of_nothing(queries, keys, monkeypatch):
-    monkeypatch.setattr(triton_kernel, "has_descriptors", lambda device: True)
+    monkeypatch.setattr(triton_launch, "has_descriptors", lambda device: True)
     run(Case(tokens=queries, k_tokens=keys), torch.bfloat16, deterministic=True)
 
 
@@ -125,9 +125,9 @@ def test_rows_that_begin_anywhere_are_not_taken_in_parts():
     """The compiler gives wrong numbers for those, on Hopper."""
     lined, padded = torch.zeros(1, 5, 2, 96), torch.zeros(1, 5, 2, 104)[..., :96]
     shifted = torch.zeros(5 * 2 * 96 + 1)[1:].view(1, 5, 2, 96)
-    assert triton_kernel._parts(lined, lined, lined) == ((64, 32), (64, 32))
+    assert triton_launch._parts(lined, lined, lined) == ((64, 32), (64, 32))
     for other in (padded, shifted):
-        assert triton_kernel._parts(lined, other, lined) == ((128, 0), (128, 0))
+        assert triton_launch._parts(lined, other, lined) == ((128, 0), (128, 0))
 
 
 def test_inside_a_schedule(pool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from meshflash.kernels.contract import HALF, Features, Grads, Inputs, KernelRequest, Outputs
 from meshflash.kernels.triton.block_tables import LEVEL, Blocks
-from meshflash.kernels.triton.configs import are_alone, has_descriptors
+from meshflash.kernels.triton.configs import has_descriptors
 from meshflash.kernels.triton.launch import LEAST_SCALE, fits, strides_of
 
 #: Versions of Triton that the kernels were compiled by: Gluon is young, and a fault of it hangs the GPU.
@@ -111,10 +112,16 @@ def backward_config(x: Inputs, deterministic: bool, grads: Grads, *tensors: Tens
     return BACKWARD[dim]
 
 
-def may_serve(ask: KernelRequest) -> bool:
-    """Whether calls like this are served, unless rows lie where descriptors do not reach them."""
-    known = _knows(ask.features, ask.dtype, ask.head_dim, ask.value_dim, ask.device)
-    return known and (ask.direction == "forward" or _takes_cap(ask.features, ask.head_dim))
+def unsupported_reason(request: KernelRequest) -> str | None:
+    """Return what about a call the Gluon kernels do not support, or None.
+
+    The alignment of tensors is not known here: where TMA cannot address one, the portable kernel serves the call.
+    """
+    features, dim = request.features, request.head_dim
+    reason = _unsupported(features, request.dtype, dim, request.value_dim, request.device)
+    if reason is None and request.direction == "backward" and not _takes_cap(features, dim):
+        return f"a softcap of {features.softcap} in the backward at head dim {dim}"
+    return reason
 
 
 def _takes_cap(features: Features, dim: int) -> bool:
@@ -123,25 +130,47 @@ def _takes_cap(features: Features, dim: int) -> bool:
 
 def _serves(x: Inputs, *tensors: Tensor) -> bool:
     q = x.q_BTHD
-    known = _knows(x.features, q.dtype, q.shape[-1], x.v_BSKE.shape[-1], q.device)
-    return known and all(y.dtype == q.dtype and fits(y) for y in tensors)
-
-
-def _knows(features: Features, dtype: torch.dtype, dim: int, value_dim: int, device: torch.device) -> bool:
-    if dtype not in HALF or dim not in FORWARD or value_dim != dim or are_alone() or not has_gluon(device):
+    if _unsupported(x.features, q.dtype, q.shape[-1], x.v_BSKE.shape[-1], q.device):
         return False
-    return features.scale >= LEAST_SCALE and not features.dropout and features.alibi_slopes_BH is None
+    return all(y.dtype == q.dtype and fits(y) for y in tensors)
+
+
+def _unsupported(features: Features, dtype: torch.dtype, dim: int, value_dim: int, device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return "the device cpu; it runs on Hopper GPUs"
+    if dtype not in HALF:
+        return f"{dtype}; it takes float16 and bfloat16"
+    if dim not in FORWARD:
+        return f"a head dim of {dim}; it takes {' and '.join(map(str, FORWARD))}"
+    if value_dim != dim:
+        return f"a value dim of {value_dim} with a head dim of {dim}"
+    if not has_gluon(device):
+        return _why_no_gluon(device)
+    if features.scale < LEAST_SCALE:
+        return "a scale of 0 or below"
+    if features.dropout:
+        return "dropout"
+    return None if features.alibi_slopes_BH is None else "ALiBi"
 
 
 @cache
 def has_gluon(device: torch.device) -> bool:
-    """Whether kernels in Gluon run there."""
-    if os.environ.get("MESHFLASH_GLUON") == "0" or not has_descriptors(device):
-        return False
+    """Return whether the Gluon kernels run on a device: Hopper, with a Triton that they were run with."""
+    return _why_no_gluon(device) is None
+
+
+def _why_no_gluon(device: torch.device) -> str | None:
+    if os.environ.get("MESHFLASH_GLUON") == "0":
+        return "calls while MESHFLASH_GLUON=0 is set"
+    if not has_descriptors(device) or torch.cuda.get_device_capability(device)[0] != 9:
+        return "this GPU; it runs on Hopper, NVIDIA's compute capability 9.0"
+    if find_spec("triton") is None:
+        return "Python without triton"
     import triton
 
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and triton.__version__.startswith(tuple(f"{version}." for version in VERSIONS))
+    if triton.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
+        return None
+    return f"Triton {triton.__version__}; it was run with {' and '.join(VERSIONS)}"
 
 
 def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry: Outputs | None, config: Forward,

@@ -19,8 +19,6 @@ from meshflash.kernels.contract import HALF
 
 #: The widest head that the configurations serve.
 MAX_DIM = 256
-#: What tables of rates call the kernels here where others, for one architecture, serve calls of the same name too.
-PORTABLE = "triton-portable"
 #: The kernels' passes: forward, gradients by keys, gradients by queries.
 PASSES = ("forward", "by_keys", "by_queries")
 
@@ -148,25 +146,6 @@ def forced(which: str, chosen: Config) -> Iterator[None]:
         yield
     finally:
         del _forced[which]
-
-
-@contextmanager
-def portable() -> Iterator[None]:
-    """Inside the block the kernels that these configurations are of serve all calls."""
-    global _alone
-    before, _alone = _alone, True
-    try:
-        yield
-    finally:
-        _alone = before
-
-
-def are_alone() -> bool:
-    """Whether no other kernels may serve."""
-    return _alone
-
-
-_alone = False
 
 
 def name(direction: str, most: int) -> str:

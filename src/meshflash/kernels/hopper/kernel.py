@@ -1,0 +1,93 @@
+"""The Hopper kernel behind the contract: warp-specialized Gluon kernels for sm_90, with a portable remainder.
+
+Gluon serves the tiles of a worklist that meet the other side in full blocks. The remaining tiles of the same call,
+such as those of short documents, go to the portable Triton kernel, which writes to the same outputs and sums.
+"""
+
+from __future__ import annotations
+
+from meshflash.kernels.contract import Grads, Inputs, KernelRequest, Outputs, Rows, new_outputs
+from meshflash.kernels.hopper import launch as hopper_launch
+from meshflash.kernels.triton.block_tables import Blocks, blocks, runs
+from meshflash.kernels.triton.kernel import Triton, dq_sums
+from meshflash.kernels.triton.launch import (
+    config_of,
+    contiguous_rows,
+    launch_bwd_dkdv,
+    launch_bwd_dq,
+    launch_forward,
+)
+
+#: A configuration of a Gluon kernel, which says how many rows its tiles and blocks have.
+Sizes = hopper_launch.Forward | hopper_launch.Backward | hopper_launch.Queries
+
+
+class Hopper(Triton):
+    """The Hopper kernel, with the portable one for the tiles that Gluon does not serve.
+
+    The registry makes one, and `serving` another for deterministic calls.
+    """
+
+    name = "hopper"
+    summary = "Gluon on sm_90: half precision, head dims 64 and 128, every mask; no ALiBi, no dropout"
+
+    def unsupported_reason(self, ask: KernelRequest) -> str | None:
+        return hopper_launch.unsupported_reason(ask)
+
+    def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
+        out, lse = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
+        q, k, v = contiguous_rows(x.q_BTHD, x.k_BSKD, x.v_BSKE)
+        config = hopper_launch.forward_config(x, q, k, v)
+        served, rest = _split_tiles(x, "forward", config)
+        if config and served:
+            hopper_launch.forward(x, q, k, v, (out, lse), carry, config, served)
+        launch_forward(x, q, k, v, (out, lse), carry, rest)
+        return out, lse
+
+    def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
+        grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
+        q, k, v, dout = contiguous_rows(x.q_BTHD, x.k_BSKD, x.v_BSKE, rows.dout_BTHE)
+        given = (x, q, k, v, dout, rows, grads)
+        config = hopper_launch.backward_config(x, self.deterministic, grads, q, k, v, dout)
+        atomic = not self.deterministic
+        dq = grads.dq_BTHD
+        served, rest = _split_tiles(x, "by_keys", config)
+        sums = None
+        if config and served:
+            if atomic:
+                tiled = served.even and not len(rest) and not grads.add_dq
+                sums = hopper_launch.Sums(q, grads, tiled, config.block_m)
+                dq = sums.room
+            hopper_launch.backward(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT, grads, sums, config, served)
+        elif atomic:
+            dq = dq_sums(q, grads)
+        launch_bwd_dkdv(*given, dq, atomic, rest)
+        if sums:
+            sums.finish(x.features.scale)
+            return grads
+        if atomic:
+            if dq is not grads.dq_BTHD:
+                grads.dq_BTHD.copy_(dq)
+            return grads
+        second = hopper_launch.QUERIES[q.shape[-1]] if config else None
+        served, rest = _split_tiles(x, "by_queries", second)
+        if second and served:
+            hopper_launch.queries(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT, grads, second, served)
+        launch_bwd_dq(*given, rest)
+        return grads
+
+
+def _split_tiles(x: Inputs, direction: str, gluon: Sizes | None) -> tuple[Blocks | None, Blocks]:
+    """The tiles that a Gluon kernel of these sizes serves, None where it serves none, and the remaining ones.
+
+    Without sizes all tiles remain: the portable kernel serves them.
+    """
+    batch, device = x.q_BTHD.shape[0], x.q_BTHD.device
+    by_key = direction == "by_keys"
+    portable = config_of(direction, x)
+    size = portable.block_n if by_key else portable.block_m
+    if gluon is None:
+        return None, blocks(x.work, by_key, size, batch, device)
+    sizes = (gluon.block_n, gluon.block_m) if by_key else (gluon.block_m, gluon.block_n)
+    served, rest = runs(x.work, by_key, *sizes, size, batch, device, filled=by_key, grid=by_key)
+    return served if len(served) else None, rest
