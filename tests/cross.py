@@ -186,9 +186,9 @@ def _pretend(name: str, built: list[Built]) -> None:
     for module in (hopper_launch, triton_configs, triton_launch):
         vars(module)["has_descriptors"] = lambda device: target.descriptors
     vars(hopper_launch)["_counter"] = lambda device: torch.empty(1, dtype=torch.int32, device=device)
-    vars(hopper_launch)["_processors"] = lambda device: 132
+    vars(hopper_launch)["num_sms"] = lambda device: 132
     rates.known = lambda device: rates._known(name, name)
-    rowwise.INTERPRETED_ROWS = rowwise.ROWS
+    rowwise.INTERPRETED_ROWS = rowwise.MAX_ROWS
     launch = JITFunction.run
     known: dict[str, Built] = {}
 
@@ -296,7 +296,7 @@ def _make(call: Call) -> None:
         return
     os.environ["MESHFLASH_GLUON"] = str(int(call.gluon))
     hopper_launch.has_gluon.cache_clear()
-    vars(hopper_launch)["SPREAD_FROM"] = 0 if call.spread else TOKENS + 1
+    vars(hopper_launch)["MIN_QUERIES_TO_SPREAD"] = 0 if call.spread else TOKENS + 1
     mask, features = Mask.causal(), Features(scale=call.dim**-0.5)
     if call.mask == "full":
         mask = Mask.full()
@@ -316,9 +316,9 @@ def _make(call: Call) -> None:
         features = Features(call.dim**-0.5, 30.0, 0.1, seed=7, alibi_slopes_BH=slopes, sink_logits_H=sinks)
     if call.parts:  # as few as on 15 multiprocessors: tables without storage cannot be read
         items = torch.empty(4, 3, dtype=torch.int32, device="meta")
-        vars(split_kv)["last_round"] = lambda tables, *_, **__: split_kv.Last(4, 3, 0, 512, items, tables)
+        vars(split_kv)["split_tail_wave"] = lambda tables, *_, **__: split_kv.TailWave(4, 3, 0, 512, items, tables)
     else:
-        vars(split_kv)["last_round"] = lambda *_, **__: None
+        vars(split_kv)["split_tail_wave"] = lambda *_, **__: None
     work = worklist(mask, (range(tokens),), (range(keys),))
     x = Inputs(out, rows(call.key_heads, keys), rows(call.key_heads, keys), work, features)
     kernel = Hopper if call.gluon else Triton

@@ -93,7 +93,7 @@ def tune(device: str, dims: tuple[int, ...] = DIMS, rounds: int = 3, say: Say = 
     """The fastest configuration of each pass of the Triton kernel, by head dim."""
     best: Configs = {}
     for direction, dim in product(triton_configs.PASSES, dims):
-        case = replace(case_of(8192, dim, "causal", device), deterministic=direction == "by_queries")
+        case = replace(case_of(8192, dim, "causal", device), deterministic=direction == "bwd_dq")
         name = triton_configs.name(direction, triton_configs.widest(dim))
         times: dict[triton_configs.Config, float] = {}
         for config in triton_configs.candidates(direction, triton_configs.widest(dim)):

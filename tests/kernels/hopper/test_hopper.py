@@ -16,7 +16,7 @@ from meshflash import Layout, Mask
 from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Grads
 from meshflash.kernels.hopper import launch as hopper_launch
-from meshflash.kernels.triton.block_tables import runs
+from meshflash.kernels.triton.block_tables import make_run_tables
 
 common = pytest.importorskip("meshflash.kernels.hopper.common")
 simulated = pytest.importorskip("kernels.hopper.simulated")
@@ -89,11 +89,11 @@ def walk(tables, size, other, by_key):
         missing = size - rows if by_key else 0
         n = np.arange(size)
         positions = first + step * (n - missing)
-        state = (run, 0, *common.run_of(spans, run))
+        state = (run, 0, *common.load_run(spans, run))
         blocks = []
         for turn in range(turns):
             *state, fresh, block = common.next_block(
-                turn, *state, spans, other, tables.single, tables.whole, tables.clipped
+                turn, *state, spans, other, tables.single_run, tables.exact_begin, tables.clipped
             )
             *_, limit, least, most = state
             columns = np.arange(other)[None, :]
@@ -101,11 +101,14 @@ def walk(tables, size, other, by_key):
             for part in range(0, size, 64):  # each group of warps decides by itself, for each side
                 here = positions[part : part + 64, None]
                 lowest, highest = first + step * (part - missing), first + step * (part + 63 - missing)
-                low = here + least if tables.whole else np.maximum(here + least, fresh)
+                low = here + least if tables.exact_begin else np.maximum(here + least, fresh)
                 sides = {
-                    "lower": (columns >= low - block, common.cut_below.fn(highest, least, fresh, block, tables.whole)),
-                    "upper": (columns <= here + most - block, common.cut_above.fn(lowest, most, block, other)),
-                    "clipped": (here * 0 + columns < limit - block, common.cut_beyond.fn(block, limit, other)),
+                    "lower": (
+                        columns >= low - block,
+                        common.crosses_lower.fn(highest, least, fresh, block, tables.exact_begin),
+                    ),
+                    "upper": (columns <= here + most - block, common.crosses_upper.fn(lowest, most, block, other)),
+                    "clipped": (here * 0 + columns < limit - block, common.crosses_end.fn(block, limit, other)),
                 }
                 for side, (inside, cut) in sides.items():
                     if getattr(tables, side) and cut:
@@ -128,7 +131,7 @@ def left_to_the_rest(left, mine):
 @pytest.mark.parametrize("name", WORK)
 def test_a_forward_meets_every_visible_pair_once(name, size, other):
     want = dense(name)
-    served, left = runs(worklist(*WORK[name]), False, size, other, 64, len(want), torch.device("cpu"))
+    served, left = make_run_tables(worklist(*WORK[name]), False, size, other, 64, len(want), torch.device("cpu"))
     got = np.zeros(want.shape, int)
     mine = np.zeros(want.shape[:2], bool)
     for batch, row, rows, _, blocks in walk(served, size, other, by_key=False):
@@ -146,20 +149,20 @@ def test_a_forward_meets_every_visible_pair_once(name, size, other):
 @pytest.mark.parametrize("name", WORK)
 def test_a_backward_meets_every_visible_pair_once(name, other):
     want = dense(name).swapaxes(1, 2)
-    served, left = runs(worklist(*WORK[name]), True, 128, other, 64, len(want), torch.device("cpu"), True)
+    served, left = make_run_tables(worklist(*WORK[name]), True, 128, other, 64, len(want), torch.device("cpu"), True)
     got = np.zeros(want.shape, int)
     mine = np.zeros(want.shape[:2], bool)
     for batch, row, rows, missing, blocks in walk(served, 128, other, by_key=True):
         assert row >= 0  # keys are read from where this begins
-        assert bool(missing) <= served.edge
+        assert bool(missing) <= served.partial_tiles
         mine[batch, row + missing : row + missing + rows] = True
         for block, seen in blocks:
             assert 0 <= block <= want.shape[2] - other
-            assert not served.even or block % other == 0
+            assert not served.on_grid or block % other == 0
             got[batch, row : row + 128, block : block + other] += seen
     assert (got[mine] == want[mine]).all()
     left_to_the_rest(left, mine)
-    assert served.even == (name == "even" or not len(served))
+    assert served.on_grid == (name == "even" or not len(served))
     assert not served.clipped
     if name in ("full", "causal", "even", "window"):
         assert len(served) == -(-want.shape[1] // 128)
@@ -184,14 +187,14 @@ def test_a_backward_on_a_grid_meets_every_visible_pair_once(name, other):
     want = dense(name).swapaxes(1, 2)
     batch_rows, keys, queries = want.shape
     work = worklist(*WORK[name])
-    served, left = runs(work, True, 128, other, 64, batch_rows, torch.device("cpu"), True, True)
+    served, left = make_run_tables(work, True, 128, other, 64, batch_rows, torch.device("cpu"), True, True)
     if name in GAPS:
-        old, _ = runs(work, True, 128, other, 64, batch_rows, torch.device("cpu"), True)
-        assert (served.even, served.clipped) == (False, False)
+        old, _ = make_run_tables(work, True, 128, other, 64, batch_rows, torch.device("cpu"), True)
+        assert (served.on_grid, served.clipped) == (False, False)
         assert torch.equal(served.tiles, old.tiles)
         assert torch.equal(served.spans, old.spans)
         return
-    assert served.even
+    assert served.on_grid
     assert served.aligned
     got = np.zeros((batch_rows, 128 + keys, queries + other), int)  # rows before the first, and after the last
     mine = np.zeros((batch_rows, keys), bool)
@@ -202,7 +205,7 @@ def test_a_backward_on_a_grid_meets_every_visible_pair_once(name, other):
             assert block % other == 0
             assert want[batch, :, block : block + other].any(axis=0).all()
             got[batch, 128 + row : 256 + row, block : block + other] += seen
-    assert served.whole == (name not in BEGINS_WITHIN)
+    assert served.exact_begin == (name not in BEGINS_WITHIN)
     assert not got[:, :128].any()
     assert (got[:, 128:, :queries][mine] == want[mine]).all()
     left_to_the_rest(left, mine)
@@ -214,24 +217,24 @@ def test_a_backward_on_a_grid_meets_every_visible_pair_once(name, other):
 @pytest.mark.parametrize("name", WORK)
 def test_heads_of_a_group_meet_the_same_blocks(name, grid, group, rotate, numbers):
     """One loop over heads and blocks: each head meets what a walk of its own would, and none is left or met twice."""
-    served, _ = runs(worklist(*WORK[name]), True, 128, 64, 64, 1, torch.device("cpu"), True, grid)
-    rotate *= served.single  # as it is launched
+    served, _ = make_run_tables(worklist(*WORK[name]), True, 128, 64, 64, 1, torch.device("cpu"), True, grid)
+    rotate *= served.single_run  # as it is launched
     spans, first_head = served.spans.numpy(), 3 * group
     for program, tile in enumerate(served.tiles.tolist()):
         *_, run, turns = tile
         vars(numbers)["program_id"] = lambda axis, program=program: program
-        alone, state = [], (run, 0, *common.run_of(spans, run))
+        alone, state = [], (run, 0, *common.load_run(spans, run))
         for turn in range(turns):
             *state, fresh, block = common.next_block(
-                turn, *state, spans, 64, served.single, served.whole, served.clipped
+                turn, *state, spans, 64, served.single_run, served.exact_begin, served.clipped
             )
             alone.append((*state[-2:], fresh, block))
-        start = common.run_of(spans, run)
-        head, left, ends = common.before_group(first_head, start[1], turns, group, served.single, rotate)
+        start = common.load_run(spans, run)
+        head, left, ends = common.begin_gqa_loop(first_head, start[1], turns, group, served.single_run, rotate)
         state, met = (head, ends, run, left, *start), []
         for number in range(turns * group):
-            *state, fresh, block = common.next_in_group(
-                *(number, *state, spans, first_head, run, turns, 64, group, served.single, served.whole),
+            *state, fresh, block = common.next_gqa_block(
+                *(number, *state, spans, first_head, run, turns, 64, group, served.single_run, served.exact_begin),
                 *(served.clipped, rotate),
             )
             met.append((state[0], *state[-2:], fresh, block))
@@ -251,14 +254,14 @@ def test_tiles_of_dq_become_rows(dim, given):
     ordered = parts.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
     q = torch.empty(batch, tokens, heads, dim, dtype=torch.bfloat16)
     dq = torch.ones(q.shape) if given else torch.full(q.shape, torch.nan)
-    sums = hopper_launch.Sums(q, Grads(dq, q, q, add_dq=given), not given, size)
+    sums = hopper_launch.DqSums(q, Grads(dq, q, q, add_dq=given), not given, size)
     if given:
-        assert sums.room is dq
-        sums.tile()
-        assert sums.room is dq, "what the ordinary kernel adds to"
-    assert not sums.added.any()
-    sums.added.copy_(ordered.flatten())
-    sums.finish(scale)
+        assert sums.rows is dq
+        sums.add_in_tiles()
+        assert sums.rows is dq, "what the ordinary kernel adds to"
+    assert not sums.target.any()
+    sums.target.copy_(ordered.flatten())
+    sums.finalize(scale)
     torch.testing.assert_close(dq, wide[:, :tokens] * scale + given)
 
 
@@ -266,7 +269,7 @@ def test_runs_are_whole_blocks_inside_of_their_spans():
     mask = CAUSAL & Mask.documents([40, 10, 61])
     for by_key in (False, True):
         work = worklist(mask, (range(111),), (range(111),))
-        served, rest = runs(work, by_key, 32, 16, 8, 1, torch.device("cpu"))
+        served, rest = make_run_tables(work, by_key, 32, 16, 8, 1, torch.device("cpu"))
         assert {row for _, row, *_ in rest.tiles.tolist()} == {40, 48}, "the document that is shorter than a block"
         assert all(rows <= 8 for _, _, rows, *_ in rest.tiles.tolist())
         spans = served.spans.tolist()
@@ -279,14 +282,16 @@ def test_runs_are_whole_blocks_inside_of_their_spans():
 
 
 def test_the_first_tile_of_a_forward_is_the_short_one():
-    served, _ = runs(worklist(CAUSAL, (range(448),), (range(448),)), False, 192, 64, 64, 1, torch.device("cpu"))
+    served, _ = make_run_tables(
+        worklist(CAUSAL, (range(448),), (range(448),)), False, 192, 64, 64, 1, torch.device("cpu")
+    )
     assert sorted((row, rows) for _, row, rows, *_ in served.tiles.tolist()) == [(0, 64), (64, 192), (256, 192)]
 
 
 def test_bands_over_other_steps_are_left_to_the_rest():
     def served(mask, step):
         work = worklist(mask, (range(0, 256, 4),), (range(1, 256, step),))
-        mine, rest = runs(work, False, 32, 16, 32, 1, torch.device("cpu"))
+        mine, rest = make_run_tables(work, False, 32, 16, 32, 1, torch.device("cpu"))
         return bool(len(mine)), bool(len(rest))
 
     assert served(CAUSAL, 4) == (True, False)
@@ -299,7 +304,7 @@ def test_every_tile_of_every_head_is_one_piece_of_work(tiles, heads, section, mo
     forward = pytest.importorskip("meshflash.kernels.hopper.forward")
     monkeypatch.setattr(forward, "gl", SimpleNamespace(minimum=min))
     work = tiles * heads
-    pieces = [forward._work.fn(number, tiles, heads, section, work, False) for number in range(work)]
+    pieces = [forward._locate_tile.fn(number, tiles, heads, section, work, False) for number in range(work)]
     assert sorted(pieces) == [(tile, head) for tile in range(tiles) for head in range(heads)]
     assert [head // section for _, head in pieces] == sorted(head // section for _, head in pieces)
 
@@ -309,7 +314,7 @@ def test_parts_of_the_last_tiles_are_the_last_pieces_of_work(monkeypatch):
     monkeypatch.setattr(forward, "gl", SimpleNamespace(minimum=min, where=lambda c, x, y: x if c else y))
     tiles, heads, left, parts = 5, 3, 2, 4
     whole = tiles * heads - left
-    pieces = [forward._work.fn(number, tiles, heads, 1, whole, True) for number in range(whole + left * parts)]
+    pieces = [forward._locate_tile.fn(number, tiles, heads, 1, whole, True) for number in range(whole + left * parts)]
     assert pieces[:whole] == [(n % tiles, n // tiles) for n in range(whole)]
     assert pieces[whole:] == [(tiles + n, heads - 1) for n in range(left * parts)]
 
@@ -329,9 +334,9 @@ def test_parts_of_the_last_tiles_are_the_last_pieces_of_work(monkeypatch):
 def test_heads_of_a_group_are_spread_where_tiles_are_long(dim, tokens, mask, spread):
     config = hopper_launch.BACKWARD[dim]
     work = worklist(mask, (range(tokens),), (range(tokens),))
-    tables, rest = runs(work, True, 128, config.block_m, 128, 1, torch.device("cpu"), filled=True, grid=True)
+    tables, rest = make_run_tables(work, True, 128, config.block_m, 128, 1, torch.device("cpu"), filled=True, grid=True)
     assert not len(rest)
-    assert hopper_launch.spreads(tables, config) == spread
+    assert hopper_launch.spreads_heads(tables, config) == spread
 
 
 MASKS = [CAUSAL, Mask.full(), *(Mask.window(*width) for width in ((0, 0), (100, 0), (200, 30), (30, 200), (128, 128)))]
@@ -352,8 +357,8 @@ def test_groups_let_go_by_only_what_their_rows_do_not_see(queries, keys, groups,
     rows_each, size, skipped = 64, 128, 0
     for mask in MASKS:
         work = worklist(mask, (queries,), (keys,))
-        served, _ = runs(work, False, rows_each * groups, size, 64, 1, torch.device("cpu"))
-        assert served.single
+        served, _ = make_run_tables(work, False, rows_each * groups, size, 64, 1, torch.device("cpu"))
+        assert served.single_run
         for tile, run in zip(served.tiles.numpy(), served.spans.numpy(), strict=True):
             _, _, rows, first, step, _, turns = tile
             begin, blocks, limit, least, most = run
@@ -361,7 +366,7 @@ def test_groups_let_go_by_only_what_their_rows_do_not_see(queries, keys, groups,
                 end = min(rows, (which + 1) * rows_each)
                 lowest, highest = (np.int32(first + step * row) for row in (which * rows_each, end - 1))
                 with np.errstate(over="raise"):  # as numbers of 32 bits
-                    before, own, after = forward._useful.fn(
+                    before, own, after = forward._visible_blocks.fn(
                         rows,
                         lowest,
                         highest,
@@ -412,8 +417,10 @@ def hidden(met, at, least, most):
 def test_only_the_first_block_is_cut_where_tables_say_so(mask, queries, keys, once, groups, numbers, monkeypatch):
     forward = pytest.importorskip("meshflash.kernels.hopper.forward")
     monkeypatch.setattr(forward, "gl", numbers)
-    served, _ = runs(worklist(mask, (queries,), (keys,)), False, 64 * groups, 128, 64, 1, torch.device("cpu"))
-    assert served.once == once
+    served, _ = make_run_tables(
+        worklist(mask, (queries,), (keys,)), False, 64 * groups, 128, 64, 1, torch.device("cpu")
+    )
+    assert served.masks_first_only == once
     if not once:
         return
     for tile, run in zip(served.tiles.tolist(), served.spans.tolist(), strict=True):
@@ -422,7 +429,7 @@ def test_only_the_first_block_is_cut_where_tables_say_so(mask, queries, keys, on
         for which in range(-(-rows // 64)):
             at = first + step * np.arange(which * 64, min(rows, (which + 1) * 64))
             limits = at[0], at[-1], begin, turns, least, most
-            before, own, _ = forward._useful.fn(rows, *limits, which, 64, 128, served.lower, served.upper)
+            before, own, _ = forward._visible_blocks.fn(rows, *limits, which, 64, 128, served.lower, served.upper)
             for turn in range(before + 1, before + own):
                 met = begin + (blocks - 1 - turn) * 128 + np.arange(128)
                 assert not hidden(met, at, least, most)
@@ -431,23 +438,25 @@ def test_only_the_first_block_is_cut_where_tables_say_so(mask, queries, keys, on
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("name", WORK)
 def test_blocks_that_are_cut_come_last(name, size):
-    served, _ = runs(worklist(*WORK[name]), True, 128, size, 64, 1, torch.device("cpu"), True, True)
+    served, _ = make_run_tables(worklist(*WORK[name]), True, 128, size, 64, 1, torch.device("cpu"), True, True)
     if name in ("causal", "even", "more keys", "striped"):
-        assert served.peels
+        assert served.splits_masked_loop
     if name in ("full", "window", "both sides", "documents", "first keys"):
-        assert not served.peels
-    if not served.peels:
+        assert not served.splits_masked_loop
+    if not served.splits_masked_loop:
         return
     cleared = 0
     spans = served.spans.numpy()
     for tile, run in zip(served.tiles.tolist(), served.spans.tolist(), strict=True):
         _, _, rows, first, step, number, turns = tile
         begin, _, _, least, most = run
-        state = number, 0, *common.run_of(spans, number)
+        state = number, 0, *common.load_run(spans, number)
         for turn in range(turns):  # as the warp that copies has them
-            *state, _, block = common.next_block(turn, *state, spans, size, served.single, served.whole, served.clipped)
+            *state, _, block = common.next_block(
+                turn, *state, spans, size, served.single_run, served.exact_begin, served.clipped
+            )
             assert block == begin + (turns - 1 - turn) * size
-        clear = common.clear_turns.fn(rows, begin, turns, least, size, 128)
+        clear = common.num_unmasked_blocks.fn(rows, begin, turns, least, size, 128)
         assert clear == 0 or rows == 128
         for turn in range(clear):
             met = begin + (turns - 1 - turn) * size + np.arange(size)

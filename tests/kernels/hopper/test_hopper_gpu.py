@@ -14,7 +14,7 @@ from meshflash.kernels.hopper import launch as hopper_launch
 from meshflash.kernels.hopper.kernel import Hopper
 from meshflash.kernels.merge import merge
 from meshflash.kernels.tiled import Tiled
-from meshflash.kernels.triton.block_tables import runs
+from meshflash.kernels.triton.block_tables import make_run_tables
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,7 +72,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
     """How often each kernel in Gluon was started."""
-    count = {"forward": 0, "backward": 0, "queries": 0}
+    count = {"forward": 0, "backward": 0, "backward_dq": 0}
 
     def counting(name, function):
         def call(*arguments):
@@ -90,7 +90,7 @@ def ran(monkeypatch):
 def added(request, monkeypatch):
     """How sums that are given are added to, however many keys there are."""
     least = 0 if request.param == "in tiles" else 1 << 30
-    configs = {dim: replace(config, tiled_from=least) for dim, config in hopper_launch.BACKWARD.items()}
+    configs = {dim: replace(config, min_keys_for_tiled_dq=least) for dim, config in hopper_launch.BACKWARD.items()}
     monkeypatch.setattr(hopper_launch, "BACKWARD", configs)
 
 
@@ -136,13 +136,13 @@ def test_against_the_oracle(name, dim, dtype, ran):
     for seed in range(2):
         leaves = case.inputs(dtype, "cuda", seed)
         check(gradients(case.run(leaves, "hopper"), leaves, case), case, leaves)
-    assert ran == {"forward": 2, "backward": 2, "queries": 0}
+    assert ran == {"forward": 2, "backward": 2, "backward_dq": 0}
 
 
 @pytest.fixture(params=[0, 1 << 30], ids=["spread", "together"])
 def groups(request, monkeypatch):
     """Whether heads of a group have programs of their own, however few blocks there are."""
-    monkeypatch.setattr(hopper_launch, "SPREAD_FROM", request.param)
+    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", request.param)
 
 
 @pytest.mark.usefixtures("groups")
@@ -166,7 +166,7 @@ def test_the_same_bits_twice(name, dim, ran):
         out = call(deterministic=True)
         runs.append([out, *torch.autograd.grad(out, tensors, dout)])
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
-    assert ran == {"forward": 3, "backward": 3, "queries": 3}
+    assert ran == {"forward": 3, "backward": 3, "backward_dq": 3}
     fast = call()
     for a, b in zip(runs[0][1:], torch.autograd.grad(fast, tensors, dout), strict=True):
         assert (a.double() - b.double()).norm() <= 0.01 * b.double().norm()
@@ -181,16 +181,16 @@ def test_softcap(name, softcap, dtype, dim, ran):
     case = replace(CASES[name], dim=dim, softcap=softcap)
     leaves = case.inputs(dtype, "cuda")
     check(gradients(case.run(leaves, "hopper" if dim == 128 else "auto"), leaves, case), case, leaves)
-    assert ran == {"forward": 1, "backward": int(dim == 128), "queries": 0}
+    assert ran == {"forward": 1, "backward": int(dim == 128), "backward_dq": 0}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("softcap", [hopper_launch.LEAST_CAP, 3.0])
+@pytest.mark.parametrize("softcap", [hopper_launch.MIN_SOFTCAP, 3.0])
 def test_softcap_in_a_step_of_a_ring(softcap, deterministic, ran):
     q, k, v, dout = tensors(1, 700, 700, 4, 2, 128)
     work = worklist(CAUSAL & Mask.window(300, 0), (range(700),), (range(700),))
     added_to_ones(Inputs(q, k, v, work, Features(128**-0.5, softcap)), dout, Hopper(deterministic))
-    assert ran == {"forward": 0, "backward": 1, "queries": deterministic}
+    assert ran == {"forward": 0, "backward": 1, "backward_dq": deterministic}
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -241,13 +241,13 @@ def test_a_ring_of_two(dim, deterministic, ran):
         for got, all_of_it in zip((dk, dv), (want.dk_BSKD, want.dv_BSKE), strict=True):
             torch.testing.assert_close(got - 1, all_of_it[:, half.start : half.stop], atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(dq - 1, want.dq_BTHD, atol=2e-3, rtol=2e-3)
-    assert ran == {"forward": 3, "backward": 3, "queries": 3 * deterministic}
+    assert ran == {"forward": 3, "backward": 3, "backward_dq": 3 * deterministic}
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_sections_of_heads(dim, monkeypatch):
     """Several, of which the last has fewer heads than the others."""
-    monkeypatch.setattr(hopper_launch, "CACHED", 2 * 4 * 2048 * dim)
+    monkeypatch.setattr(hopper_launch, "L2_KV_BYTES", 2 * 4 * 2048 * dim)
     case = Case(CAUSAL, batch=1, tokens=2048, heads=15, kv_heads=5, dim=dim)
     leaves = case.inputs(torch.bfloat16, "cuda")
     check(gradients(case.run(leaves, "hopper"), leaves, case), case, leaves)
@@ -302,8 +302,8 @@ def test_sums_that_both_kernels_add_to(dim, group, ran):
     """Where most documents are shorter than a block, these are left to the ordinary kernel."""
     work = worklist(CAUSAL & Mask.documents([256, *[64] * 10, 128]), (range(1024),), (range(1024),))
     config = hopper_launch.BACKWARD[dim]
-    served, rest = runs(work, True, config.block_n, config.block_m, 64, 2, torch.device("cuda"), True, True)
-    assert served.even
+    served, rest = make_run_tables(work, True, config.block_n, config.block_m, 64, 2, torch.device("cuda"), True, True)
+    assert served.on_grid
     assert len(rest)
     q, k, v, dout = tensors(2, 1024, 1024, 4, 4 // group, dim)
     added_to_ones(Inputs(q, k, v, work, Features(dim**-0.5)), dout, Hopper())
@@ -328,13 +328,13 @@ def test_documents_of_any_length_lie_on_a_grid(dim, mask, group, deterministic, 
     work = worklist(mask, (range(700),), (range(700),))
     config = hopper_launch.BACKWARD[dim]
     sizes = config.block_n, config.block_m, 64, 2
-    served, rest = runs(work, True, *sizes, torch.device("cuda"), True, True)
+    served, rest = make_run_tables(work, True, *sizes, torch.device("cuda"), True, True)
     assert served.clipped
-    assert served.even
+    assert served.on_grid
     assert not len(rest)
     q, k, v, dout = tensors(2, 700, 700, 4, 4 // group, dim)
     added_to_ones(Inputs(q, k, v, work, Features(dim**-0.5)), dout, Hopper(deterministic))
-    assert ran == {"forward": 0, "backward": 1, "queries": deterministic}
+    assert ran == {"forward": 0, "backward": 1, "backward_dq": deterministic}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -348,8 +348,8 @@ def test_padding_may_hold_anything(dim, lengths, grid, deterministic, ran):
     work = worklist(mask, (range(700),), (range(700),))
     config = hopper_launch.BACKWARD[dim]
     sizes = config.block_n, config.block_m, 64, 2
-    served, _ = runs(work, True, *sizes, torch.device("cuda"), True, True)
-    assert served.even == grid
+    served, _ = make_run_tables(work, True, *sizes, torch.device("cuda"), True, True)
+    assert served.on_grid == grid
     q, k, v, dout = tensors(2, 700, 700, 2, 2, dim)
     rows, want = exact(Inputs(q, k, v, work, Features(dim**-0.5)), dout)
     for batch, documents in enumerate(lengths if isinstance(lengths[0], list) else [lengths] * 2):
@@ -358,7 +358,7 @@ def test_padding_may_hold_anything(dim, lengths, grid, deterministic, ran):
     got = Hopper(deterministic).backward(Inputs(q, k, v, work, Features(dim**-0.5)), rows)
     for x, y in zip((got.dq_BTHD, got.dk_BSKD, got.dv_BSKE), (want.dq_BTHD, want.dk_BSKD, want.dv_BSKE), strict=True):
         close(x, y)
-    assert ran == {"forward": 0, "backward": 1, "queries": deterministic}
+    assert ran == {"forward": 0, "backward": 1, "backward_dq": deterministic}
 
 
 @pytest.mark.usefixtures("added", "groups")
@@ -383,7 +383,7 @@ def test_steps_of_a_ring_by_chunks_and_stripes(dim, kind, deterministic, ran):
             work = worklist(CAUSAL, tuple(layout.ranges[mine]), tuple(layout.ranges[others]))
             q, k, v, dout = tensors(1, 1024, 1024, 4, 1, dim)
             added_to_ones(Inputs(q, k, v, work, Features(dim**-0.5)), dout, kernel)
-    assert ran == {"forward": 0, "backward": 4, "queries": 4 * deterministic}
+    assert ran == {"forward": 0, "backward": 4, "backward_dq": 4 * deterministic}
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -415,7 +415,7 @@ def test_a_carry_that_meets_sinks_at_the_end(dim, ran):
 @pytest.mark.parametrize("dim", DIMS)
 def test_what_is_carried_through_many_tiles_of_a_program(dim, tokens, mask, into, ran, monkeypatch):
     """By descriptors where all tiles are level and sums stay sums; some groups of the short tile have no rows."""
-    monkeypatch.setattr(hopper_launch, "_processors", lambda device: 3)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 3)
     q, k, v, _ = tensors(2, tokens, tokens, 4, 2, dim)
     x = Inputs(q, k, v, worklist(mask, (range(tokens),), (range(tokens),)), Features(dim**-0.5))
     old = torch.randn(q.shape, device="cuda"), torch.randn(2, 4, tokens, device="cuda") + 3
@@ -443,7 +443,7 @@ def test_deterministic_gradients_of_sinks(dim, name, ran):
         q, k, v, sink_logits=sinks, mask=case.mask, kernel="hopper", deterministic=True, return_lse=True
     )
     check(gradients(outputs, leaves, case), case, leaves)
-    assert ran == {"forward": 1, "backward": 1, "queries": 1}
+    assert ran == {"forward": 1, "backward": 1, "backward_dq": 1}
 
 
 @pytest.mark.usefixtures("added")
@@ -461,7 +461,7 @@ def test_strides_of_dimensions_of_one_may_be_any(dim, ran):
     Hopper().forward(x, out)
     doubles = Inputs(q.double(), k.double(), v.double(), x.work, x.features)
     close(out[0], Tiled().forward(doubles)[0])
-    assert ran == {"forward": 1, "backward": 1, "queries": 0}
+    assert ran == {"forward": 1, "backward": 1, "backward_dq": 0}
 
 
 @pytest.fixture
@@ -470,16 +470,16 @@ def parts(monkeypatch):
     from meshflash.kernels.hopper import split_kv
 
     found = []
-    for name in ("EACH", "JOINING", "FURTHER", "TRAFFIC"):
+    for name in ("SPLIT_COST", "COMBINE_COST", "BACKWARD_COST", "TRAFFIC_COST"):
         monkeypatch.setattr(split_kv, name, 0)
-    plan = split_kv.last_round
+    plan = split_kv.split_tail_wave
 
     def planned(*arguments, **more):
         last = plan(*arguments, **more)
-        found.append(last.parts if last else 1)
+        found.append(last.num_splits if last else 1)
         return last
 
-    monkeypatch.setattr(split_kv, "last_round", planned)
+    monkeypatch.setattr(split_kv, "split_tail_wave", planned)
     return found
 
 
@@ -489,7 +489,7 @@ ROUNDS = [(64, 1, 3, 3, 8), (64, 2, 4, 2, 9), (128, 1, 3, 3, 23), (128, 2, 4, 2,
 
 @pytest.mark.parametrize(("dim", "batch", "heads", "kv_heads", "processors"), ROUNDS)
 def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, parts, monkeypatch):
-    monkeypatch.setattr(hopper_launch, "_processors", lambda device: processors)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: processors)
     for seed in range(3):
         torch.manual_seed(seed)
         q, k, v, _ = tensors(batch, 1152, 1024, heads, kv_heads, dim)
@@ -509,7 +509,7 @@ def test_what_is_carried_to_a_last_round(
     dim, batch, heads, kv_heads, processors, wide, queries, ran, parts, monkeypatch
 ):
     """Into the very room of what is carried, or in half precision; first keys, and then all others."""
-    monkeypatch.setattr(hopper_launch, "_processors", lambda device: processors)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: processors)
     full = Mask.full()
     for seed in range(3):
         torch.manual_seed(seed)
@@ -547,9 +547,9 @@ def test_what_is_carried_to_a_last_round(
 def test_a_last_round_split_by_queries(dim, batch, heads, kv_heads, queries, blind, keys, add, parts, monkeypatch):
     """Where the first queries see nothing, blocks begin anywhere, and lse and delta are there four times."""
     mask = Mask.documents([blind, queries - blind], k_lengths=[0, keys]) if blind else Mask.full()
-    programs = -(-keys // 128) * batch * (kv_heads if hopper_launch.SPREAD_FROM else heads)
+    programs = -(-keys // 128) * batch * (kv_heads if hopper_launch.MIN_QUERIES_TO_SPREAD else heads)
     processors = programs // 2 - 1  # two rounds, and a few tiles
-    monkeypatch.setattr(hopper_launch, "_processors", lambda device: processors)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: processors)
     for seed in range(3):
         torch.manual_seed(seed)
         q, k, v, dout = tensors(batch, queries, keys, heads, kv_heads, dim)
@@ -602,8 +602,8 @@ def test_groups_that_skip_blocks(name, dim, ran):
     mask, queries, keys = SKIPPING[name]
     work = worklist(mask, (queries,), (keys,))
     config = hopper_launch.FORWARD[dim]
-    served, _ = runs(work, False, config.block_m, config.block_n, 64, 1, torch.device("cuda"))
-    assert served.single
+    served, _ = make_run_tables(work, False, config.block_m, config.block_n, 64, 1, torch.device("cuda"))
+    assert served.single_run
     q, k, v, _ = tensors(1, len(queries), len(keys), 8, 8, dim)
     x = Inputs(q, k, v, work, Features(dim**-0.5))
     out, lse = (torch.full(shape, torch.nan, device="cuda") for shape in (q.shape, (1, 8, len(queries))))

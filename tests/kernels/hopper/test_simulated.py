@@ -32,7 +32,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(hopper_backward, "backward", kernel)
     monkeypatch.setattr(hopper_launch, "descriptor", simulated.Described)
     monkeypatch.setattr(hopper_launch, "_unsupported", lambda *_: None)
-    monkeypatch.setattr(hopper_launch, "_processors", lambda device: 10**6)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 10**6)
     return kernel
 
 
@@ -92,25 +92,29 @@ WORK = {
 def test_gradients(name, into, kernel, monkeypatch):
     """New ones, or sums that are given, in rows or by way of tiles; by turns at either dim, and with shared keys."""
     number = list(WORK).index(name) + len(into)
-    configs = {d: replace(c, tiled_from=0 if into == "tiles" else 1 << 30) for d, c in hopper_launch.BACKWARD.items()}
+    configs = {
+        d: replace(c, min_keys_for_tiled_dq=0 if into == "tiles" else 1 << 30)
+        for d, c in hopper_launch.BACKWARD.items()
+    }
     monkeypatch.setattr(hopper_launch, "BACKWARD", configs)
     kv_heads = 1 + number // 2 % 2
     check(WORK[name](), (64, 128)[number % 2], 2, 2, kv_heads, add=into != "new", apart=into == "tiles")
     (started,) = kernel.started
     shifted = name == "queries that see nothing"
-    how = {"SHIFTED": shifted, "TILED": into != "rows" and not shifted, "GROUP": 2 // kv_heads, "ADD": into != "new"}
+    how = {"SHIFTED_LSE": shifted, "DQ_TILED": into != "rows" and not shifted}
+    how |= {"HEADS_PER_CTA": 2 // kv_heads, "ACCUMULATE": into != "new"}
     assert {key: getattr(started, key) for key in how} == how
-    assert (started.ADD and started.D == 128 and not started.EDGE) == started.ADD_BLOCKS
+    assert (started.ACCUMULATE and started.D == 128 and not started.PARTIAL_TILES) == started.TMA_REDUCE_DKDV
 
 
 @pytest.mark.parametrize(("kv_heads", "spread_from"), [(2, 1 << 30), (1, 0)])
 def test_what_is_left_to_the_ordinary_kernel(kv_heads, spread_from, kernel, monkeypatch):
     """Some documents are its, and both add to the same sums; it writes dK and dV after those that are added up."""
-    monkeypatch.setattr(hopper_launch, "SPREAD_FROM", spread_from)
+    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", spread_from)
     check(one(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, kv_heads, add=False, apart=False)
     (started,) = kernel.started
     assert len(started.TILES) == 1
-    assert 2 // kv_heads == started.SHARE
+    assert 2 // kv_heads == started.CTAS_PER_KV_HEAD
 
 
 @pytest.mark.parametrize("into", ["new", "rows", "tiles"])
@@ -119,27 +123,38 @@ def test_what_is_left_to_the_ordinary_kernel(kv_heads, spread_from, kernel, monk
 def test_parts_of_a_last_round_and_heads_apart(name, spread, into, kernel, monkeypatch):
     from meshflash.kernels.hopper import split_kv
 
-    for cost in ("EACH", "FURTHER", "TRAFFIC"):
+    for cost in ("SPLIT_COST", "BACKWARD_COST", "TRAFFIC_COST"):
         monkeypatch.setattr(split_kv, cost, 0)
     number = list(WORK).index(name) + len(into)
-    configs = {d: replace(c, tiled_from=0 if into == "tiles" else 1 << 30) for d, c in hopper_launch.BACKWARD.items()}
+    configs = {
+        d: replace(c, min_keys_for_tiled_dq=0 if into == "tiles" else 1 << 30)
+        for d, c in hopper_launch.BACKWARD.items()
+    }
     monkeypatch.setattr(hopper_launch, "BACKWARD", configs)
-    monkeypatch.setattr(hopper_launch, "SPREAD_FROM", 0 if spread else 1 << 30)
+    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", 0 if spread else 1 << 30)
     work = WORK[name]()
     tiles, groups = 2 * -(-sum(map(len, work.k_ranges)) // 128), 4 if spread else 2
-    monkeypatch.setattr(hopper_launch, "_processors", lambda device: tiles * groups - 1)  # one tile is left
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: tiles * groups - 1)  # one tile is left
     check(work, (64, 128)[number % 2], 2, 4, 2, add=into != "new", apart=into == "tiles")
     first, *more = kernel.started
     split = name not in ("causal, odd", "window")
-    assert (len(more), first.work) == (split, tiles * groups - split)
-    assert ((1, 2, True) if spread else (2, 1, into != "new")) == (first.GROUP, first.SHARE, first.ADD)
-    assert all((last.GROUP, last.SHARE, last.ADD) == (first.GROUP, first.SHARE, True) for last in more)
+    assert (len(more), first.num_work) == (split, tiles * groups - split)
+    assert ((1, 2, True) if spread else (2, 1, into != "new")) == (
+        first.HEADS_PER_CTA,
+        first.CTAS_PER_KV_HEAD,
+        first.ACCUMULATE,
+    )
+    assert all(
+        (last.HEADS_PER_CTA, last.CTAS_PER_KV_HEAD, last.ACCUMULATE)
+        == (first.HEADS_PER_CTA, first.CTAS_PER_KV_HEAD, True)
+        for last in more
+    )
     for each in kernel.started:
-        assert (each.ADD and each.D == 128 and not each.EDGE) == each.ADD_BLOCKS
+        assert (each.ACCUMULATE and each.D == 128 and not each.PARTIAL_TILES) == each.TMA_REDUCE_DKDV
 
 
 def test_sums_whose_rows_begin_anywhere_are_added_to_number_by_number(kernel, monkeypatch):
-    monkeypatch.setattr(hopper_launch, "fits", lambda x: x.dtype != torch.float32)
-    monkeypatch.setattr(hopper_launch, "SPREAD_FROM", 0)
+    monkeypatch.setattr(hopper_launch, "tma_aligned", lambda x: x.dtype != torch.float32)
+    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", 0)
     check(one(FULL, 256), 128, 1, 4, 2, add=False, apart=False)
-    assert [(started.ADD, started.ADD_BLOCKS) for started in kernel.started] == [(True, False)]
+    assert [(started.ACCUMULATE, started.TMA_REDUCE_DKDV) for started in kernel.started] == [(True, False)]

@@ -10,7 +10,7 @@ import torch
 
 from meshflash import Mask
 from meshflash.core.tiles import worklist
-from meshflash.kernels.triton.block_tables import runs
+from meshflash.kernels.triton.block_tables import make_run_tables
 
 last = pytest.importorskip("meshflash.kernels.hopper.split_kv")
 
@@ -22,101 +22,105 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
     """Parts cost nothing."""
-    for name in ("EACH", "JOINING", "FURTHER", "TRAFFIC"):
+    for name in ("SPLIT_COST", "COMBINE_COST", "BACKWARD_COST", "TRAFFIC_COST"):
         monkeypatch.setattr(last, name, 0)
 
 
 def tables(queries, keys, batch, mask=None):
     work = worklist(Mask.full() if mask is None else mask, (range(queries),), (range(keys),))
-    return runs(work, False, SIZE, SIZE, SIZE, batch, CPU)[0], work  # tables live as long as the worklist
+    return make_run_tables(work, False, SIZE, SIZE, SIZE, batch, CPU)[0], work  # tables live as long as the worklist
 
 
 def tables_of_keys(queries, keys, batch, mask=None):
     work = worklist(Mask.full() if mask is None else mask, (range(queries),), (range(keys),))
-    return runs(work, True, SIZE, 64, SIZE, batch, CPU, filled=True, grid=True)[0], work
+    return make_run_tables(work, True, SIZE, 64, SIZE, batch, CPU, filled=True, grid=True)[0], work
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "batch", "heads", "processors"),
+    ("queries", "keys", "batch", "heads", "num_sms"),
     [(512, 640, 1, 3, 5), (384, 384, 2, 3, 8), (640, 512, 3, 2, 13), (300, 640, 2, 2, 5)],
 )
-def test_every_block_of_keys_of_every_tile_once(queries, keys, batch, heads, processors):
+def test_every_block_of_keys_of_every_tile_once(queries, keys, batch, heads, num_sms):
     served, _work = tables(queries, keys, batch)
-    found = last.last_round(served, heads, processors, SIZE, appended=True)
+    found = last.split_tail_wave(served, heads, num_sms, SIZE, appended=True)
     assert found is not None
-    assert found.tiles == len(served) * heads % processors
-    assert 1 < found.parts <= min(keys // SIZE, processors // found.tiles)
-    assert torch.equal(found.blocks.tiles[: len(served)], served.tiles)
-    assert torch.equal(found.blocks.spans[: len(served)], served.spans)
-    parted = found.blocks.tiles.tolist()[len(served) :]
-    wanted = [tile[:3] for tile in served.tiles.tolist()[-found.tiles :]]
-    assert [tile[:3] for tile in parted] == wanted * found.parts
-    assert found.items.tolist() == wanted
-    ends = dict.fromkeys(range(found.tiles), 0)
+    assert found.num_tiles == len(served) * heads % num_sms
+    assert 1 < found.num_splits <= min(keys // SIZE, num_sms // found.num_tiles)
+    assert torch.equal(found.tables.tiles[: len(served)], served.tiles)
+    assert torch.equal(found.tables.spans[: len(served)], served.spans)
+    parted = found.tables.tiles.tolist()[len(served) :]
+    wanted = [tile[:3] for tile in served.tiles.tolist()[-found.num_tiles :]]
+    assert [tile[:3] for tile in parted] == wanted * found.num_splits
+    assert found.tile_rows.tolist() == wanted
+    ends = dict.fromkeys(range(found.num_tiles), 0)
     for n, (*_, run, turns) in enumerate(parted):
-        begin, blocks, limit, *_ = found.blocks.spans[run].tolist()
+        begin, blocks, limit, *_ = found.tables.spans[run].tolist()
         assert (run, blocks, limit) == (len(served) + n, turns, begin + turns * SIZE)
-        assert begin == ends[n % found.tiles]
-        ends[n % found.tiles] = limit
+        assert begin == ends[n % found.num_tiles]
+        ends[n % found.num_tiles] = limit
     assert set(ends.values()) == {keys}
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "batch", "heads", "processors"),
+    ("queries", "keys", "batch", "heads", "num_sms"),
     [(640, 512, 1, 3, 5), (384, 384, 2, 3, 8), (500, 640, 3, 2, 13), (640, 300, 2, 2, 5), (641, 129, 2, 2, 3)],
 )
-def test_every_block_of_queries_of_every_tile_once(queries, keys, batch, heads, processors):
+def test_every_block_of_queries_of_every_tile_once(queries, keys, batch, heads, num_sms):
     served, _work = tables_of_keys(queries, keys, batch)
-    found = last.last_round(served, heads, processors, 64, 2)
+    found = last.split_tail_wave(served, heads, num_sms, 64, 2)
     assert found is not None
-    assert found.tiles == len(served) * heads % processors
-    assert (found.blocks.aligned, found.blocks.even, found.blocks.edge) == (served.aligned, served.even, served.edge)
+    assert found.num_tiles == len(served) * heads % num_sms
+    assert (found.tables.aligned, found.tables.on_grid, found.tables.partial_tiles) == (
+        served.aligned,
+        served.on_grid,
+        served.partial_tiles,
+    )
     meets: dict[tuple[int, int, int], list[int]] = {}
-    for n, (b, row, rows, position, step, run, turns) in enumerate(found.blocks.tiles.tolist()):
-        begin, blocks, limit, *_ = found.blocks.spans[run].tolist()
+    for n, (b, row, rows, position, step, run, turns) in enumerate(found.tables.tiles.tolist()):
+        begin, blocks, limit, *_ = found.tables.spans[run].tolist()
         assert (run, blocks, limit) == (n, turns, min(queries, begin + turns * 64))
         assert (position, step) == (0, 1)
-        assert 0 <= row <= found.rows - rows
-        meets.setdefault((b, found.begin + row, rows), []).extend(range(begin, limit, 64))
-    assert sorted(meets) == sorted(tuple(tile[:3]) for tile in served.tiles.tolist()[-found.tiles :])
+        assert 0 <= row <= found.num_rows - rows
+        meets.setdefault((b, found.first_row + row, rows), []).extend(range(begin, limit, 64))
+    assert sorted(meets) == sorted(tuple(tile[:3]) for tile in served.tiles.tolist()[-found.num_tiles :])
     assert all(begins == list(range(0, queries, 64)) for begins in meets.values())
     x = torch.arange(batch * keys * heads).view(batch, keys, heads, 1)
-    for b, row, rows in found.items.tolist():
-        at = row - found.begin
-        assert torch.equal(found.rows_of(x)[b, at : at + rows, 0], x[b, row : row + rows, -1])
+    for b, row, rows in found.tile_rows.tolist():
+        at = row - found.first_row
+        assert torch.equal(found.slice_rows(x)[b, at : at + rows, 0], x[b, row : row + rows, -1])
 
 
 @pytest.mark.parametrize(
-    ("left", "turns", "group", "further", "most", "parts"),
+    ("left", "num_blocks", "group", "further", "most", "parts"),
     [
-        (4, 256, 1, last.FURTHER, 64, 32),  # all multiprocessors, once
-        (4, 64, 1, last.FURTHER, 64, 22),  # not so many that joining them takes longer
-        (8, 32, 1, last.FURTHER, 64, 11),
-        (100, 256, 4, last.FURTHER, 64, 9),  # seven rounds of a ninth instead of one
-        (100, 256, 4, last.FURTHER, 1, 1),
-        (130, 256, 1, last.FURTHER, 64, 1),  # nothing to gain
-        (4, 16, 1, last.FURTHER, 64, 1),  # short
-        (4, 16, 4, last.FURTHER, 64, 16),  # not for each of four heads
-        (4, 16, 1, last.JOINING, 33, 16),  # nor where they are only joined
-        (4, 8, 1, last.JOINING, 33, 1),
-        (4, 32, 1, last.JOINING, 33, 16),
-        (92, 128, 1, last.JOINING, 1, 1),
+        (4, 256, 1, last.BACKWARD_COST, 64, 32),  # all multiprocessors, once
+        (4, 64, 1, last.BACKWARD_COST, 64, 22),  # not so many that joining them takes longer
+        (8, 32, 1, last.BACKWARD_COST, 64, 11),
+        (100, 256, 4, last.BACKWARD_COST, 64, 9),  # seven rounds of a ninth instead of one
+        (100, 256, 4, last.BACKWARD_COST, 1, 1),
+        (130, 256, 1, last.BACKWARD_COST, 64, 1),  # nothing to gain
+        (4, 16, 1, last.BACKWARD_COST, 64, 1),  # short
+        (4, 16, 4, last.BACKWARD_COST, 64, 16),  # not for each of four heads
+        (4, 16, 1, last.COMBINE_COST, 33, 16),  # nor where they are only joined
+        (4, 8, 1, last.COMBINE_COST, 33, 1),
+        (4, 32, 1, last.COMBINE_COST, 33, 16),
+        (92, 128, 1, last.COMBINE_COST, 1, 1),
     ],
 )
-def test_as_many_parts_as_pay(left, turns, group, further, most, parts, monkeypatch):
+def test_as_many_parts_as_pay(left, num_blocks, group, further, most, parts, monkeypatch):
     monkeypatch.undo()
-    assert last._best_parts(left, turns, group, 132, further, most) == parts
+    assert last._best_num_splits(left, num_blocks, group, 132, further, most) == parts
 
 
 @pytest.mark.parametrize("appended", [True, False])
 def test_parts_of_a_forward_have_one_round(appended):
     served, _work = tables(768, 1024, 1)
-    found = last.last_round(served, 2, 7, SIZE, appended=appended)  # five of twelve tiles are left
+    found = last.split_tail_wave(served, 2, 7, SIZE, appended=appended)  # five of twelve tiles are left
     assert (found is None) == appended
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "heads", "processors", "mask"),
+    ("queries", "keys", "heads", "num_sms", "mask"),
     [
         (512, 640, 5, 5, None),  # full rounds
         (512, 640, 1, 5, None),  # less than one
@@ -126,9 +130,9 @@ def test_parts_of_a_forward_have_one_round(appended):
         (640, 640, 1, 4, Mask.causal()),
     ],
 )
-def test_what_is_left_as_it_is(queries, keys, heads, processors, mask):
+def test_what_is_left_as_it_is(queries, keys, heads, num_sms, mask):
     served, _work = tables(queries, keys, 1, mask)
-    assert last.last_round(served, heads, processors, SIZE, appended=True) is None
+    assert last.split_tail_wave(served, heads, num_sms, SIZE, appended=True) is None
 
 
 @interpreted
@@ -136,9 +140,9 @@ def test_what_is_left_as_it_is(queries, keys, heads, processors, mask):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_parts_joined_are_attention(batch, carried):
     torch.manual_seed(0)
-    queries, keys, heads, processors, dim = 300, 640, 2, 5, 16
+    queries, keys, heads, num_sms, dim = 300, 640, 2, 5, 16
     served, _work = tables(queries, keys, batch)
-    found = last.last_round(served, heads, processors, SIZE, appended=True)
+    found = last.split_tail_wave(served, heads, num_sms, SIZE, appended=True)
     assert found is not None
     q = torch.randn(batch, queries, heads, dim)
     k, v = torch.randn(2, batch, keys + 50, heads, dim)
@@ -150,10 +154,10 @@ def test_parts_joined_are_attention(batch, carried):
         scores = q[b, row : row + rows, -1] @ k[b, begin:limit, -1].T
         return scores.softmax(-1) @ v[b, begin:limit, -1], scores.logsumexp(-1)
 
-    pieces = found.blocks.tiles.tolist()[len(served) :]
+    pieces = found.tables.tiles.tolist()[len(served) :]
     part = torch.full((len(pieces), SIZE, dim), torch.nan), torch.full((len(pieces), SIZE), torch.nan)
     for n, (b, row, rows, _, _, run, _) in enumerate(pieces):
-        begin, _, limit, *_ = found.blocks.spans[run].tolist()
+        begin, _, limit, *_ = found.tables.spans[run].tolist()
         part[0][n, :rows], part[1][n, :rows] = seen(b, row, rows, begin, limit)
     out, lse = torch.full_like(q, torch.nan), torch.full((batch, heads, queries), torch.nan)
     if carried:  # the last 50 keys, and the results come where they were
@@ -161,8 +165,8 @@ def test_parts_joined_are_attention(batch, carried):
             out[b, :, -1], lse[b, -1] = seen(b, 0, queries, keys, keys + 50)
         lse[0, -1, -1], out[0, -1, -1] = -torch.inf, 0
     before = out.clone(), lse.clone()
-    last.join_parts(found, part, (out, lse), (out, lse) if carried else None)
-    for b, row, rows in found.items.tolist():
+    last.combine_splits(found, part, (out, lse), (out, lse) if carried else None)
+    for b, row, rows in found.tile_rows.tolist():
         mine = b, slice(row, row + rows)
         want, want_lse = seen(b, row, rows, 0, keys + 50 * carried)
         if carried and b == 0 and row + rows == queries:
@@ -177,14 +181,14 @@ def test_parts_joined_are_attention(batch, carried):
 @pytest.mark.parametrize("carried", [False, True])
 def test_a_row_that_sees_nothing(carried):
     served, _work = tables(300, 640, 1)
-    found = last.last_round(served, 2, 5, SIZE, appended=True)
+    found = last.split_tail_wave(served, 2, 5, SIZE, appended=True)
     assert found is not None
-    pieces = found.parts * found.tiles
+    pieces = found.num_splits * found.num_tiles
     part = torch.zeros(pieces, SIZE, 16), torch.full((pieces, SIZE), -torch.inf)
     out, lse = torch.full((1, 300, 2, 16), torch.nan), torch.full((1, 2, 300), torch.nan)
     carry = (torch.zeros_like(out), torch.full_like(lse, -torch.inf)) if carried else None
-    last.join_parts(found, part, (out, lse), carry)
-    (_, row, count), *_ = found.items.tolist()
+    last.combine_splits(found, part, (out, lse), carry)
+    (_, row, count), *_ = found.tile_rows.tolist()
     assert not out[0, row : row + count, 1].any()
     assert (lse[0, 1, row : row + count] == -torch.inf).all()
 
@@ -193,14 +197,14 @@ def test_a_row_that_sees_nothing(carried):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_sums_of_parts_become_gradients_of_their_tiles_alone(batch):
     served, _work = tables_of_keys(640, 300, batch)
-    found = last.last_round(served, 2, 4, 64)
+    found = last.split_tail_wave(served, 2, 4, 64)
     assert found is not None
     into = [torch.full((batch, 300, 2, 16), torch.nan, dtype=torch.float16) for _ in range(2)]
-    sums = [torch.randn(batch, found.rows, 1, 16) for _ in range(2)]
-    last.settle_parts(found, sums, into, SIZE)
+    sums = [torch.randn(batch, found.num_rows, 1, 16) for _ in range(2)]
+    last.finalize_splits(found, sums, into, SIZE)
     for x, y in zip(sums, into, strict=True):
-        for b, row, rows in found.items.tolist():
-            at = row - found.begin
+        for b, row, rows in found.tile_rows.tolist():
+            at = row - found.first_row
             assert torch.equal(y[b, row : row + rows, 1], x[b, at : at + rows, 0].half())
             y[b, row : row + rows, 1] = torch.nan
         assert y.isnan().all(), "rows of other tiles"
@@ -210,19 +214,19 @@ def test_sums_of_parts_become_gradients_of_their_tiles_alone(batch):
 def test_tiles_of_keys_that_a_mask_cuts_are_left_as_they_are(mask):
     served, _work = tables_of_keys(640, 640, 1, mask)
     whole, _full = tables_of_keys(640, 640, 1)
-    alike = replace(served, meets=5.0, alike=True)  # as if all took as long
-    assert last.last_round(whole, 3, 7, 64) is not None
-    assert (last.last_round(alike, 3, 7, 64) is None) == (mask != Mask.window(639, 640))
+    alike = replace(served, mean_blocks=5.0, uniform=True)  # as if all took as long
+    assert last.split_tail_wave(whole, 3, 7, 64) is not None
+    assert (last.split_tail_wave(alike, 3, 7, 64) is None) == (mask != Mask.window(639, 640))
 
 
 def test_tiles_that_differ_fill_a_round_by_themselves():
     served, _work = tables_of_keys(640, 640, 1, Mask.documents([256, 384]))
     assert not served.lower
     assert not served.upper
-    assert not served.alike
-    assert last.last_round(served, 3, 7, 64) is None
+    assert not served.uniform
+    assert last.split_tail_wave(served, 3, 7, 64) is None
     alike, _other = tables_of_keys(768, 768, 1, Mask.documents([384, 384]))
-    assert last.last_round(alike, 3, 7, 64) is not None
+    assert last.split_tail_wave(alike, 3, 7, 64) is not None
 
 
 def test_tables_are_read_from_a_device_only_for_parts(monkeypatch):
@@ -236,27 +240,27 @@ def test_tables_are_read_from_a_device_only_for_parts(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", reading)
     for mask in (Mask.causal(), Mask.documents([256, 576])):
         served, _work = tables_of_keys(832, 832, 1, mask)
-        assert last.last_round(served, 3, 20, 64) is None
+        assert last.split_tail_wave(served, 3, 20, 64) is None
     served, _work = tables_of_keys(832, 832, 1)
-    assert last.last_round(served, 3, 7, 64) is None  # full rounds
+    assert last.split_tail_wave(served, 3, 7, 64) is None  # full rounds
     assert not read
-    found = last.last_round(served, 3, 20, 64)
+    found = last.split_tail_wave(served, 3, 20, 64)
     assert found is not None
     assert read == [len(served)] * 2
 
 
 def test_rounds_of_other_groups_are_their_own():
     served, _work = tables_of_keys(640, 640, 1)
-    once = last.last_round(served, 3, 7, 64, 1)
-    assert last.last_round(served, 3, 7, 64, 2) is not once
-    assert last.last_round(served, 3, 7, 64, 1) is once
+    once = last.split_tail_wave(served, 3, 7, 64, 1)
+    assert last.split_tail_wave(served, 3, 7, 64, 2) is not once
+    assert last.split_tail_wave(served, 3, 7, 64, 1) is once
 
 
 def test_lines_of_rows_that_begin_anywhere_stay_shifted():
     mask = Mask.documents([3, 640], k_lengths=[0, 640])  # the first queries see nothing
     served, _work = tables_of_keys(643, 640, 1, mask)
-    found = last.last_round(served, 3, 7, 64)
+    found = last.split_tail_wave(served, 3, 7, 64)
     assert found is not None
     assert not served.aligned
-    assert not found.blocks.aligned
-    assert served.meets == 10
+    assert not found.tables.aligned
+    assert served.mean_blocks == 10

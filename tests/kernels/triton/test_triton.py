@@ -13,14 +13,14 @@ from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Features, KernelRequest
 from meshflash.kernels.registry import choose, refusal
 from meshflash.kernels.triton import launch as triton_launch
-from meshflash.kernels.triton.block_tables import blocks
+from meshflash.kernels.triton.block_tables import make_tile_table
 from meshflash.kernels.triton.kernel import Triton
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU test_gpu.py runs them")
 
 #: A row that sees one key has a true gradient of 0, of which the difference of two sums in other orders remains.
 UNITS = 16
-in_blocks = triton_launch._in_blocks
+make_descriptors = triton_launch._make_descriptors
 SMALL = {name: case for name, (case, _, _) in CASES.items() if case.tokens < 100}
 
 
@@ -68,10 +68,10 @@ def test_by_descriptors(name, monkeypatch):
     made = []
 
     def keep(*x):
-        made.append(in_blocks(*x))
+        made.append(make_descriptors(*x))
         return made[-1]
 
-    monkeypatch.setattr(triton_launch, "_in_blocks", keep)
+    monkeypatch.setattr(triton_launch, "_make_descriptors", keep)
     monkeypatch.setattr(triton_launch, "has_descriptors", lambda device: True)
     case = SMALL[name]
     assert case.tokens > 32, "a whole block, for what is not whole is loaded without them"
@@ -125,9 +125,9 @@ def test_rows_that_begin_anywhere_are_not_taken_in_parts():
     """The compiler gives wrong numbers for those, on Hopper."""
     lined, padded = torch.zeros(1, 5, 2, 96), torch.zeros(1, 5, 2, 104)[..., :96]
     shifted = torch.zeros(5 * 2 * 96 + 1)[1:].view(1, 5, 2, 96)
-    assert triton_launch._parts(lined, lined, lined) == ((64, 32), (64, 32))
+    assert triton_launch._split_widths(lined, lined, lined) == ((64, 32), (64, 32))
     for other in (padded, shifted):
-        assert triton_launch._parts(lined, other, lined) == ((128, 0), (128, 0))
+        assert triton_launch._split_widths(lined, other, lined) == ((128, 0), (128, 0))
 
 
 def test_inside_a_schedule(pool):
@@ -173,13 +173,15 @@ def test_blocks_begin_with_the_heaviest_and_hold_every_row_once():
     mask = Mask.causal() & Mask.documents([[5, 27], [32]])
     work = worklist(mask, (range(32),), (range(32),))
     for by_key in (False, True):
-        tiles = blocks(work, by_key, 8, 2, torch.device("cpu")).tiles.tolist()
+        tiles = make_tile_table(work, by_key, 8, 2, torch.device("cpu")).tiles.tolist()
         rows = sorted((batch, row + n) for batch, row, count, *_ in tiles for n in range(count))
         assert rows == [(batch, row) for batch in range(2) for row in range(32)]
     plain = worklist(Mask.causal(), (range(32),), (range(32),))
-    firsts = [row for _, row, *_ in blocks(plain, False, 8, 1, torch.device("cpu")).tiles.tolist()]
+    firsts = [row for _, row, *_ in make_tile_table(plain, False, 8, 1, torch.device("cpu")).tiles.tolist()]
     assert firsts == [24, 16, 8, 0]
-    assert blocks(plain, False, 8, 1, torch.device("cpu")) is blocks(plain, False, 8, 1, torch.device("cpu"))
+    assert make_tile_table(plain, False, 8, 1, torch.device("cpu")) is make_tile_table(
+        plain, False, 8, 1, torch.device("cpu")
+    )
 
 
 def test_rows_that_are_not_in_line():

@@ -1,9 +1,15 @@
-"""Attention backward in Gluon for Hopper: one warp copies, two groups of warps compute 64 of a program's 128 keys each.
+"""Warp-specialized backward in Gluon: one TMA producer warp, two consumer warpgroups of 64 of a tile's 128 keys each.
 
-Scores are computed with keys as rows, so that weights and their gradients go from registers into dV and dK. dS also
-goes to shared memory, where both groups read all of it: each multiplies half of dQ over all 128 keys, where it can a
-block later, so that neither waits for the other, and adds it to float32 sums in global memory, by copies that add. The
-order of those sums changes from run to run, and so does that of dK and dV where several programs add to them.
+S^T = K Q^T has keys as rows, so P and dS go from registers straight into the wgmmas of dV and dK. dS also goes to
+shared memory, where both warpgroups read all of it: each computes half of dQ over all 128 keys, and TMA adds that half
+to float32 sums in global memory. The order of those additions changes from run to run, and so does that of dK and dV
+where several CTAs add to them: this kernel is not deterministic, unless it leaves dQ to `backward_dq.py`.
+
+With DEFER_DQ, dQ lags one block behind: a warpgroup multiplies the dS that the other one stored a block ago, so
+neither waits for the other, and one computes exponentials while the other uses the tensor cores.
+
+Barriers: `kv_full` completes when TMA has loaded K and V of the tile. `q_full`/`q_empty` protect the stages of Q and
+lse, `dout_full`/`dout_empty` those of dO and delta. Four named barriers order dS between the two warpgroups.
 """
 
 from __future__ import annotations
@@ -20,458 +26,472 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from meshflash.kernels.hopper.common import (
     INF,
-    MEETING,
+    NAMED_BARRIER,
     add_block,
-    along,
-    arrive,
+    bar_arrive,
+    bar_sync,
     barriers,
-    before_group,
-    block_of,
-    clear_turns,
+    begin_gqa_loop,
+    block_start,
     copy_block,
-    exponentials,
-    halves,
-    meet,
-    next_in_group,
-    run_of,
+    exp2_around_wait,
+    load_run,
+    load_tile,
+    mask_scores,
+    next_gqa_block,
+    num_unmasked_blocks,
+    softcap_slope,
+    split_columns,
+    store_layout,
     tanh,
-    tile_of,
-    uncapped,
-    visible,
 )
 
 
 @gluon.jit
-def _copy(q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full, q_empty,
-          dout_full, dout_empty, TILES, RUNS, heads,
-          GROUP: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-          STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr,
-          SHIFTED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """The warp that copies: keys and values once, then queries, dout, lse and delta block by block.
+def _producer(q, k, v, dout, lse, delta, smem_q, smem_k, smem_v, smem_dout, smem_lse, smem_delta, kv_full, q_full,
+              q_empty, dout_full, dout_empty, TILES, RUNS, heads, HEADS_PER_CTA: gl.constexpr,
+              CTAS_PER_KV_HEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+              STAGES: gl.constexpr, SINGLE_RUN: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr,
+              SHIFTED_LSE: gl.constexpr, ROTATE: gl.constexpr, PREFETCH_S: gl.constexpr):  # fmt: skip
+    """TMA producer warp: load K and V once, then Q, dO, lse and delta block by block.
 
-    Copies of lse and delta begin at multiples of 16 bytes. SHIFTED lines are there four times, each a row further.
+    TMA loads must begin at multiples of 16 bytes, four float32 rows. Where blocks begin anywhere (SHIFTED_LSE), each
+    row of lse and delta exists four times, shifted by 0 to 3 elements, and the copy that fits is read.
     """
-    batch, row, rows, _, _, first_run, turns = tile_of(TILES, gl.program_id(0), SINGLE)
-    first_head = gl.program_id(1) * GROUP
-    key_head = gl.program_id(1) // SHARE
-    start = row + rows - BLOCK_N
+    batch, row, rows, _, _, first_run, num_m_blocks = load_tile(TILES, gl.program_id(0), SINGLE_RUN)
+    first_head = gl.program_id(1) * HEADS_PER_CTA
+    key_head = gl.program_id(1) // CTAS_PER_KV_HEAD
+    start = row + rows - BLOCK_N  # a tile of fewer keys begins earlier, and masks the keys before its own
     mbarrier.expect(kv_full.index(0), 2 * BLOCK_N * D * 2)
     for w in gl.static_range(2):
-        copy_block(k, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), k_room.index(w))
-        copy_block(v, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), v_room.index(w))
+        copy_block(k, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), smem_k.index(w))
+        copy_block(v, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), smem_v.index(w))
     block = 0
     run = first_run
-    begin, blocks, limit, least, most = run_of(RUNS, run)
-    head, left, ends = before_group(first_head, blocks, turns, GROUP, SINGLE, ROTATE)
-    copied = 0
-    for number in range(turns * GROUP):
-        head, ends, run, left, begin, blocks, limit, least, most, _fresh, block = next_in_group(
-            number, head, ends, run, left, begin, blocks, limit, least, most, RUNS, first_head, first_run, turns,
-            BLOCK_M, GROUP, SINGLE, WHOLE, CLIPPED, ROTATE
+    run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
+    head, left, head_end = begin_gqa_loop(first_head, blocks, num_m_blocks, HEADS_PER_CTA, SINGLE_RUN, ROTATE)
+    q_loaded = 0
+    for q_id in range(num_m_blocks * HEADS_PER_CTA):
+        head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, _first_new, block = next_gqa_block(
+            q_id, head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, first_head, first_run,
+            num_m_blocks, BLOCK_M, HEADS_PER_CTA, SINGLE_RUN, EXACT_BEGIN, CLIPPED, ROTATE
         )  # fmt: skip
-        stage = copied % STAGES
-        phase = ((copied // STAGES) & 1) ^ 1
+        stage = q_loaded % STAGES
+        phase = ((q_loaded // STAGES) & 1) ^ 1
         mbarrier.wait(q_empty.index(stage), phase)
         mbarrier.expect(q_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
-        copy_block(q, [batch, head, block, 0], q_full.index(stage), q_room.index(stage))
-        line = batch * heads + head
+        copy_block(q, [batch, head, block, 0], q_full.index(stage), smem_q.index(stage))
+        lse_row = batch * heads + head
         column = block
-        if SHIFTED:
-            line = line * 4 + block % 4
+        if SHIFTED_LSE:
+            lse_row = lse_row * 4 + block % 4
             column = block - block % 4
-        copy_block(lse, [line, column], q_full.index(stage), lse_room.index(stage))
+        copy_block(lse, [lse_row, column], q_full.index(stage), smem_lse.index(stage))
         mbarrier.wait(dout_empty.index(stage), phase)
         mbarrier.expect(dout_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
-        copy_block(dout, [batch, head, block, 0], dout_full.index(stage), dout_room.index(stage))
-        copy_block(delta, [line, column], dout_full.index(stage), delta_room.index(stage))
-        copied += 1
-    if AHEAD:  # scores of one block too many are started, and need something to read
-        stage = copied % STAGES
-        mbarrier.wait(q_empty.index(stage), ((copied // STAGES) & 1) ^ 1)
+        copy_block(dout, [batch, head, block, 0], dout_full.index(stage), smem_dout.index(stage))
+        copy_block(delta, [lse_row, column], dout_full.index(stage), smem_delta.index(stage))
+        q_loaded += 1
+    if PREFETCH_S:  # the last iteration of the consumers starts S of one block too many, which reads this one
+        stage = q_loaded % STAGES
+        mbarrier.wait(q_empty.index(stage), ((q_loaded // STAGES) & 1) ^ 1)
         mbarrier.expect(q_full.index(stage), BLOCK_M * D * 2)
-        copy_block(q, [batch, first_head, block, 0], q_full.index(stage), q_room.index(stage))
+        copy_block(q, [batch, first_head, block, 0], q_full.index(stage), smem_q.index(stage))
 
 
 @gluon.jit
-def _tell_stored(used, WHICH: gl.constexpr):
-    """That a group has stored its dS of a block, and is done with those of the block before."""
-    arrive(MEETING + (used & 1) * 2 + 1 - WHICH)
+def _signal_ds_stored(q_count, WG_ID: gl.constexpr):
+    """Tell the other warpgroup that this one has stored dS of block `q_count`, and no longer reads the one before."""
+    bar_arrive(NAMED_BARRIER + (q_count & 1) * 2 + 1 - WG_ID)
 
 
 @gluon.jit
-def _wait_until_stored(used, WHICH: gl.constexpr):
-    """Until the other group has told so. Barriers are of blocks by turns, as a group may be one block ahead."""
-    meet(MEETING + (used & 1) * 2 + WHICH)
+def _wait_ds_stored(q_count, WG_ID: gl.constexpr):
+    """Wait until the other warpgroup has stored its dS of block `q_count`.
 
-
-@gluon.jit
-def _rooms_of(used, ds_room):
-    """Where the dS of both groups lie: rooms are of blocks by turns."""
-    return ds_room.index((used & 1) * 2), ds_room.index((used & 1) * 2 + 1)
-
-
-@gluon.jit
-def _multiply_dq(first, second, k_first, k_second, WHICH: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Start half of a block's dQ, of which both groups have stored their dS."""
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    if BLOCK_M == 128:  # dQ is halved by rows, else by columns; each half is 64 x 64
-        first = first.slice(WHICH * 64, 64, dim=1)
-        second = second.slice(WHICH * 64, 64, dim=1)
-    zero = gl.zeros([64, 64], gl.float32, DQ)
-    moving = warpgroup_mma(first.permute((1, 0)), k_first, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(second.permute((1, 0)), k_second, moving, is_async=True)
-
-
-@gluon.jit
-def _store_part(part, room, scale, TILED: gl.constexpr):
-    """Half of a block's dQ, to where it is added from."""
-    if TILED:  # in the order of registers: stores of 16 bytes, and 16 KiB in one piece
-        ordered = gl.reshape(part, [4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-        room.store(gl.reshape(ordered, [16, 256]))
-    else:
-        room.reshape([64, 64]).store(part * scale)
-
-
-@gluon.jit
-def _place_of(batch, head, heads, block, tiles_of_row, BLOCK_M: gl.constexpr, TILED: gl.constexpr):
-    """Where the dQ of a block is added: the number of its tile, or its head and first row."""
-    if TILED:
-        at = (batch * heads + head) * tiles_of_row + block // BLOCK_M, head
-    else:
-        at = block, head
-    return at
-
-
-@gluon.jit
-def _add_dq(dq, room, at, batch, WHICH: gl.constexpr, BLOCK_M: gl.constexpr, TILED: gl.constexpr):
-    """Add half of a block's dQ to the sums, at the block's place."""
-    place, head = at
-    if TILED:
-        add_block(dq, [(place * 2 + WHICH) * 16, 0], room)
-    elif BLOCK_M == 128:
-        add_block(dq, [batch, head, place + WHICH * 64, 0], room)
-    else:
-        add_block(dq, [batch, head, place, WHICH * 64], room)
-
-
-@gluon.jit
-def _add_rows(x, sums, room, batch, head, row):
-    """Add 64 rows of dK or dV to their sums, half of 128 columns at a time, by way of the room that dQ leaves from."""
-    first, second = halves(x, 64, 128)
-    _add_columns(first, sums, room, batch, head, row, 0)
-    _add_columns(second, sums, room, batch, head, row, 64)
-
-
-@gluon.jit
-def _add_columns(x, sums, room, batch, head, row, column):
-    tma.store_wait(pendings=0)  # what was there has left; all threads are told
-    room.reshape([64, 64]).store(x)
-    fence_async_shared()
-    add_block(sums, [batch, head, row, column], room)
-
-
-@gluon.jit
-def _block(dk, dv, s, at, used, head, fresh, block, limit, least, most, dq, rooms, gates, keys, numbers,
-           WHICH: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-           WHOLE: gl.constexpr, CLIPPED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr,
-           EDGE: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr, AHEAD: gl.constexpr,
-           APART: gl.constexpr):  # fmt: skip
-    """One block of queries: its part of dK and dV, which are added to, and half of its dQ.
-
-    APART, groups do not meet at each block: dQ is that of the block before, for the place `at`, of which the other
-    group has stored its share already, and one group multiplies while the other computes weights.
+    Even and odd blocks have barriers of their own, because a warpgroup may run one block ahead of the other.
     """
-    q_room, dout_room, lse_room, delta_room, ds_room, dq_own = rooms
-    q_full, q_empty, dout_full, dout_empty = gates
-    k, v, k_first, k_second, n, positions, lowest, highest, missing = keys
-    batch, heads, tiles_of_row, scale, scale2, inner_scale = numbers
-    DTYPE: gl.constexpr = q_room.dtype
-    # lse and delta of a block take BLOCK_M / 4 registers: of a large one they are read when they are used
-    LATE: gl.constexpr = BLOCK_M == 128
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, DKV, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, S)
-    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
-    stage = used % STAGES
-    phase = (used // STAGES) & 1
-    q = q_room.index(stage).reshape([BLOCK_M, D])
-    dout = dout_room.index(stage).reshape([BLOCK_M, D])
-    if QUERIES and not APART:  # found here, not between products
-        ds_first, ds_second = _rooms_of(used, ds_room)
-    if AHEAD:
+    bar_sync(NAMED_BARRIER + (q_count & 1) * 2 + WG_ID)
+
+
+@gluon.jit
+def _ds_buffers(q_count, smem_ds):
+    """Return the buffers of both warpgroups' dS of block `q_count`; even and odd blocks have buffers of their own."""
+    return smem_ds.index((q_count & 1) * 2), smem_ds.index((q_count & 1) * 2 + 1)
+
+
+@gluon.jit
+def _start_dq(ds_0, ds_1, k_0, k_1, WG_ID: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Start the wgmmas of this warpgroup's half of dQ = dS K, once both warpgroups have stored dS of the block."""
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    if BLOCK_M == 128:  # warpgroups split dQ by rows, else by columns; each half is 64 x 64
+        ds_0 = ds_0.slice(WG_ID * 64, 64, dim=1)
+        ds_1 = ds_1.slice(WG_ID * 64, 64, dim=1)
+    zero = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
+    dq_async = warpgroup_mma(ds_0.permute((1, 0)), k_0, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_1.permute((1, 0)), k_1, dq_async, is_async=True)
+
+
+@gluon.jit
+def _stage_dq(dq_half, smem, scale, DQ_TILED: gl.constexpr):
+    """Store half of a block's dQ to the shared memory from which TMA adds it."""
+    if DQ_TILED:  # in register order: 16-byte stores, and one contiguous piece of 16 KiB for TMA
+        ordered = gl.reshape(dq_half, [4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+        smem.store(gl.reshape(ordered, [16, 256]))
+    else:
+        smem.reshape([64, 64]).store(dq_half * scale)
+
+
+@gluon.jit
+def _dq_position(batch, head, heads, block, q_tiles_per_head, BLOCK_M: gl.constexpr, DQ_TILED: gl.constexpr):
+    """Return where the dQ of a block is added: (index of its tile, head), or (first row, head) if not DQ_TILED."""
+    if DQ_TILED:
+        dq_at = (batch * heads + head) * q_tiles_per_head + block // BLOCK_M, head
+    else:
+        dq_at = block, head
+    return dq_at
+
+
+@gluon.jit
+def _reduce_add_dq(dq, smem, dq_at, batch, WG_ID: gl.constexpr, BLOCK_M: gl.constexpr, DQ_TILED: gl.constexpr):
+    """Start the TMA reduce-add of this warpgroup's half of a block's dQ to the sums in global memory."""
+    place, head = dq_at
+    if DQ_TILED:
+        add_block(dq, [(place * 2 + WG_ID) * 16, 0], smem)
+    elif BLOCK_M == 128:
+        add_block(dq, [batch, head, place + WG_ID * 64, 0], smem)
+    else:
+        add_block(dq, [batch, head, place, WG_ID * 64], smem)
+
+
+@gluon.jit
+def _reduce_add_rows(x, sums, smem, batch, head, row):
+    """Add 64 rows of dK or dV to their sums by TMA, 64 of 128 columns at a time, through the buffer of dQ."""
+    left_half, right_half = split_columns(x, 64, 128)
+    _reduce_add_columns(left_half, sums, smem, batch, head, row, 0)
+    _reduce_add_columns(right_half, sums, smem, batch, head, row, 64)
+
+
+@gluon.jit
+def _reduce_add_columns(x, sums, smem, batch, head, row, column):
+    tma.store_wait(pendings=0)  # TMA has read what the buffer held; this also syncs the threads
+    smem.reshape([64, 64]).store(x)
+    fence_async_shared()
+    add_block(sums, [batch, head, row, column], smem)
+
+
+@gluon.jit
+def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, band_lo, band_hi, dq, smem, mbarriers,
+                   keys, scalars, WG_ID: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
+                   STAGES: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr, LOWER: gl.constexpr,
+                   UPPER: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL_TILES: gl.constexpr, COMPUTE_DQ: gl.constexpr,
+                   DQ_TILED: gl.constexpr, PREFETCH_S: gl.constexpr, DEFER_DQ: gl.constexpr):  # fmt: skip
+    """Process one block of queries: add its part to dK and dV, and half of its dQ to the sums.
+
+    `q_count` counts the blocks so far; the stage of the pipeline and the mbarrier phase follow from it. With DEFER_DQ
+    the dQ is that of the block before, for the place `dq_at`: the other warpgroup has stored its dS already. Returns
+    dK, dV, the scores of the next block (with PREFETCH_S), and the place of this block's dQ.
+    """
+    smem_q, smem_dout, smem_lse, smem_delta, smem_ds, smem_dq_wg = smem
+    q_full, q_empty, dout_full, dout_empty = mbarriers
+    k, v, k_0, k_1, n, positions, min_pos, max_pos, pad_rows = keys
+    batch, heads, q_tiles_per_head, scale, scale2, inner_scale = scalars
+    DTYPE: gl.constexpr = smem_q.dtype
+    # lse and delta take BLOCK_M / 4 registers each: for a large block they are loaded only when they are used
+    LOAD_LSE_LATE: gl.constexpr = BLOCK_M == 128
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    DKV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DKV_LAYOUT, 2)
+    COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
+    stage = q_count % STAGES
+    phase = (q_count // STAGES) & 1
+    q = smem_q.index(stage).reshape([BLOCK_M, D])
+    dout = smem_dout.index(stage).reshape([BLOCK_M, D])
+    if COMPUTE_DQ and not DEFER_DQ:  # addresses computed here, not between wgmmas, where it cost 5 to 8% at dim 128
+        ds_0, ds_1 = _ds_buffers(q_count, smem_ds)
+    if PREFETCH_S:
         mbarrier.wait(dout_full.index(stage), phase)
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
         mbarrier.wait(q_full.index(stage), phase)
-        s_moving = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if not LATE:  # under the product: asked for behind it, all of a group would wait for it
-            lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+        s_async = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if not LOAD_LSE_LATE:  # overlaps with the wgmma; after it, the whole warpgroup would wait for this load
+            lse = smem_lse.index(stage).reshape([BLOCK_M]).load(COLUMN_LAYOUT)
         mbarrier.wait(dout_full.index(stage), phase)
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(num_outstanding=1, deps=(s_moving,))
+        s = warpgroup_mma_wait(num_outstanding=1, deps=(s_async,))
     if SOFTCAP:
         s = tanh(s * inner_scale)
-    s = visible(
-        s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_M, LOWER, UPPER, WHOLE, S, limit,
-        CLIPPED
+    s = mask_scores(
+        s, positions, min_pos, max_pos, first_new, block, band_lo, band_hi, ROWS, BLOCK_M, LOWER, UPPER,
+        EXACT_BEGIN, S_LAYOUT, run_end, CLIPPED
     )  # fmt: skip
-    if EDGE:  # keys of others, which stand where this program's are missing
-        if missing > WHICH * ROWS:
-            s = gl.where((n >= missing)[:, None], s, -INF)
-    if LATE or AHEAD:
-        lse = lse_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+    if PARTIAL_TILES:  # hide keys before the tile's own, which fill up a tile of fewer than BLOCK_N keys
+        if pad_rows > WG_ID * ROWS:
+            s = gl.where((n >= pad_rows)[:, None], s, -INF)
+    if LOAD_LSE_LATE or PREFETCH_S:
+        lse = smem_lse.index(stage).reshape([BLOCK_M]).load(COLUMN_LAYOUT)
     scores = s * scale2 - lse[None, :]
-    # the barrier is open, and waited at because that ends a basic block; under a mask it would spill
-    if LATE and not (LOWER or UPPER or CLIPPED):
-        p = exponentials(scores, dout_full.index(stage), phase, ROWS, BLOCK_M)
+    # the mbarrier has completed already; waiting for it again ends a basic block. With a mask this would spill
+    if LOAD_LSE_LATE and not (LOWER or UPPER or CLIPPED):
+        p = exp2_around_wait(scores, dout_full.index(stage), phase, ROWS, BLOCK_M)
     else:
         p = gl.exp2(scores)
-    if not LATE:
-        delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
+    if not LOAD_LSE_LATE:
+        delta = smem_delta.index(stage).reshape([BLOCK_M]).load(COLUMN_LAYOUT)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-    weights = gl.convert_layout(p.to(DTYPE), A)
-    if LATE:
-        delta = delta_room.index(stage).reshape([BLOCK_M]).load(COLUMNS)
-    if not APART:
-        dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
+    p_frag = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
+    if LOAD_LSE_LATE:
+        delta = smem_delta.index(stage).reshape([BLOCK_M]).load(COLUMN_LAYOUT)
+    if not DEFER_DQ:
+        dv_async = warpgroup_mma(p_frag, dout, dv, is_async=True)
     ds = p * (dp - delta[None, :])
     if SOFTCAP:
-        ds = ds * uncapped(p, lse[None, :], scale2)
+        ds = ds * softcap_slope(p, lse[None, :], scale2)
     ds = ds.to(DTYPE)
-    if QUERIES:
-        if APART:  # the other group has stored the block before, and is done with what lies here
-            here = _place_of(batch, head, heads, block, tiles_of_row, BLOCK_M, TILED)
-            _wait_until_stored(used - 1, WHICH)
-            ds_room.index((used & 1) * 2 + WHICH).store(ds)
-        elif WHICH == 0:
-            ds_first.store(ds)
+    if COMPUTE_DQ:
+        if DEFER_DQ:  # after this wait the other warpgroup no longer reads the buffer that dS goes to
+            dq_here = _dq_position(batch, head, heads, block, q_tiles_per_head, BLOCK_M, DQ_TILED)
+            _wait_ds_stored(q_count - 1, WG_ID)
+            smem_ds.index((q_count & 1) * 2 + WG_ID).store(ds)
+        elif WG_ID == 0:
+            ds_0.store(ds)
         else:
-            ds_second.store(ds)
-    ds_weights = gl.convert_layout(ds, A)
-    if APART:  # exponentials, dS and what is packed are scheduled as one then, in each other's shadow
-        dv_moving = warpgroup_mma(weights, dout, dv, is_async=True)
-    if QUERIES:
-        if APART:
-            ds_first, ds_second = _rooms_of(used - 1, ds_room)
+            ds_1.store(ds)
+    ds_frag = gl.convert_layout(ds, A_LAYOUT)
+    if DEFER_DQ:  # dV only after dS: ptxas then schedules exponentials, dS and their conversion together
+        dv_async = warpgroup_mma(p_frag, dout, dv, is_async=True)
+    if COMPUTE_DQ:
+        if DEFER_DQ:
+            ds_0, ds_1 = _ds_buffers(q_count - 1, smem_ds)
         else:
             fence_async_shared()
-            meet(MEETING)  # once is enough: a group is one block ahead at most, and writes the other room
-        dq_moving = _multiply_dq(ds_first, ds_second, k_first, k_second, WHICH, BLOCK_M)
-    # dV is done before dK begins: with three products in flight ptxas lets none overlap
-    dv, weights = warpgroup_mma_wait(num_outstanding=2 if QUERIES else 0, deps=(dv_moving, weights))
-    dk_moving = warpgroup_mma(ds_weights, q, dk, is_async=True)
-    if QUERIES:
-        tma.store_wait(pendings=0)  # the dQ of the block before has left; what follows tells all threads
+            bar_sync(NAMED_BARRIER)  # one barrier is enough: a warpgroup one block ahead writes the other buffer
+        dq_async = _start_dq(ds_0, ds_1, k_0, k_1, WG_ID, BLOCK_M)
+    # dV completes before dK starts: with three wgmmas in flight ptxas serializes them all
+    dv, p_frag = warpgroup_mma_wait(num_outstanding=2 if COMPUTE_DQ else 0, deps=(dv_async, p_frag))
+    dk_async = warpgroup_mma(ds_frag, q, dk, is_async=True)
+    if COMPUTE_DQ:
+        tma.store_wait(pendings=0)  # TMA has read the previous dQ; the arrive below syncs the threads
     mbarrier.arrive(dout_empty.index(stage), count=1)
-    if AHEAD:
-        following = (used + 1) % STAGES
-        mbarrier.wait(q_full.index(following), ((used + 1) // STAGES) & 1)
-        s_moving = warpgroup_mma(
-            k, q_room.index(following).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+    if PREFETCH_S:
+        next_stage = (q_count + 1) % STAGES
+        mbarrier.wait(q_full.index(next_stage), ((q_count + 1) // STAGES) & 1)
+        s_async = warpgroup_mma(
+            k, smem_q.index(next_stage).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-    if QUERIES:
-        part = warpgroup_mma_wait(num_outstanding=2 if AHEAD else 1, deps=(dq_moving,))
-        _store_part(part, dq_own, scale, TILED)
+    if COMPUTE_DQ:
+        dq_half = warpgroup_mma_wait(num_outstanding=2 if PREFETCH_S else 1, deps=(dq_async,))
+        _stage_dq(dq_half, smem_dq_wg, scale, DQ_TILED)
         fence_async_shared()
-        if APART:
-            _add_dq(dq, dq_own, at, batch, WHICH, BLOCK_M, TILED)
-            _tell_stored(used, WHICH)
-            at = here
+        if DEFER_DQ:
+            _reduce_add_dq(dq, smem_dq_wg, dq_at, batch, WG_ID, BLOCK_M, DQ_TILED)
+            _signal_ds_stored(q_count, WG_ID)
+            dq_at = dq_here
         else:
-            here = _place_of(batch, head, heads, block, tiles_of_row, BLOCK_M, TILED)
-            _add_dq(dq, dq_own, here, batch, WHICH, BLOCK_M, TILED)
-    if AHEAD:
-        dk, ds_weights = warpgroup_mma_wait(num_outstanding=1, deps=(dk_moving, ds_weights))
+            dq_here = _dq_position(batch, head, heads, block, q_tiles_per_head, BLOCK_M, DQ_TILED)
+            _reduce_add_dq(dq, smem_dq_wg, dq_here, batch, WG_ID, BLOCK_M, DQ_TILED)
+    if PREFETCH_S:
+        dk, ds_frag = warpgroup_mma_wait(num_outstanding=1, deps=(dk_async, ds_frag))
         mbarrier.arrive(q_empty.index(stage), count=1)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s_moving,))
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s_async,))
     else:
-        dk, ds_weights = warpgroup_mma_wait(num_outstanding=0, deps=(dk_moving, ds_weights))
+        dk, ds_frag = warpgroup_mma_wait(num_outstanding=0, deps=(dk_async, ds_frag))
         mbarrier.arrive(q_empty.index(stage), count=1)
-    return dk, dv, s, at
+    return dk, dv, s, dq_at
 
 
 @gluon.jit
-def _compute(dq, dk_sums, dv_sums, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room, dq_room,
-             kv_full, q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale, scale2,
-             inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
-             WHICH: gl.constexpr, GROUP: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr,
-             BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
-             CLIPPED: gl.constexpr, PEELED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
-             SOFTCAP: gl.constexpr, EDGE: gl.constexpr, ADD: gl.constexpr, ADD_BLOCKS: gl.constexpr,
-             QUERIES: gl.constexpr, TILED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
-    """A group of warps that computes: 64 keys, and half of dQ."""
+def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, smem_lse, smem_delta, smem_ds, smem_dq,
+              kv_full, q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, q_tiles_per_head, scale, scale2,
+              inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, WG_ID: gl.constexpr, HEADS_PER_CTA: gl.constexpr,
+              CTAS_PER_KV_HEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+              STAGES: gl.constexpr, SINGLE_RUN: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr,
+              SPLIT_MASKED_LOOP: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr,
+              PARTIAL_TILES: gl.constexpr, ACCUMULATE: gl.constexpr, TMA_REDUCE_DKDV: gl.constexpr,
+              COMPUTE_DQ: gl.constexpr, DQ_TILED: gl.constexpr, ROTATE: gl.constexpr,
+              PREFETCH_S: gl.constexpr):  # fmt: skip
+    """Consumer warpgroup WG_ID: dK and dV of 64 keys over all blocks of queries, and half of each block's dQ."""
     ROWS: gl.constexpr = BLOCK_N // 2
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    DKV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    batch, row, rows, first, step, first_run, turns = tile_of(TILES, gl.program_id(0), SINGLE)
-    first_head = gl.program_id(1) * GROUP
-    key_head = gl.program_id(1) // SHARE
-    missing = 0
-    if EDGE:
-        missing = BLOCK_N - rows
-    k = k_room.index(WHICH).reshape([ROWS, D])
-    v = v_room.index(WHICH).reshape([ROWS, D])
-    k_first = k_room.index(0).reshape([ROWS, D])
-    k_second = k_room.index(1).reshape([ROWS, D])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    DKV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    batch, row, rows, first_pos, pos_step, first_run, num_m_blocks = load_tile(TILES, gl.program_id(0), SINGLE_RUN)
+    first_head = gl.program_id(1) * HEADS_PER_CTA
+    key_head = gl.program_id(1) // CTAS_PER_KV_HEAD
+    pad_rows = 0
+    if PARTIAL_TILES:
+        pad_rows = BLOCK_N - rows
+    k = smem_k.index(WG_ID).reshape([ROWS, D])
+    v = smem_v.index(WG_ID).reshape([ROWS, D])
+    k_0 = smem_k.index(0).reshape([ROWS, D])
+    k_1 = smem_k.index(1).reshape([ROWS, D])
     if BLOCK_M == 64:
-        k_first = k_first.slice(WHICH * 64, 64, dim=1)
-        k_second = k_second.slice(WHICH * 64, 64, dim=1)
-    dk = gl.zeros([ROWS, D], gl.float32, DKV)
-    dv = gl.zeros([ROWS, D], gl.float32, DKV)
-    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
-    n = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-    positions = first + step * (n - missing)
-    lowest = first + step * (WHICH * ROWS - missing)
-    highest = lowest + step * (ROWS - 1)
+        k_0 = k_0.slice(WG_ID * 64, 64, dim=1)
+        k_1 = k_1.slice(WG_ID * 64, 64, dim=1)
+    dk = gl.zeros([ROWS, D], gl.float32, DKV_LAYOUT)
+    dv = gl.zeros([ROWS, D], gl.float32, DKV_LAYOUT)
+    zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
+    n = WG_ID * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+    positions = first_pos + pos_step * (n - pad_rows)
+    min_pos = first_pos + pos_step * (WG_ID * ROWS - pad_rows)
+    max_pos = min_pos + pos_step * (ROWS - 1)
     mbarrier.wait(kv_full.index(0), 0)
     s = zero
-    if AHEAD:
+    if PREFETCH_S:
         mbarrier.wait(q_full.index(0), 0)
-        s = warpgroup_mma(k, q_room.index(0).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(k, smem_q.index(0).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     run = first_run
-    begin, blocks, limit, least, most = run_of(RUNS, run)
-    head, left, ends = before_group(first_head, blocks, turns, GROUP, SINGLE, ROTATE)
-    rooms = (q_room, dout_room, lse_room, delta_room, ds_room, dq_room.index(WHICH))
-    gates = (q_full, q_empty, dout_full, dout_empty)
-    keys = (k, v, k_first, k_second, n, positions, lowest, highest, missing)
-    numbers = (batch, heads, tiles_of_row, scale, scale2, inner_scale)
-    # at dim 128 that takes registers: faster where blocks that a mask cuts have a loop of their own, else slower
-    APART: gl.constexpr = BLOCK_M == 128 or (PEELED and not SOFTCAP)
-    at = batch, key_head  # of no meaning but where groups go APART
-    if QUERIES and APART:  # before the first block comes one without gradients; its dQ is added to a block of the run
-        _, lowest_block = block_of(begin, 0, limit, BLOCK_M, WHOLE, CLIPPED)
-        at = _place_of(batch, first_head, heads, lowest_block, tiles_of_row, BLOCK_M, TILED)
-        ds_room.index(2 + WHICH).store(gl.zeros([ROWS, BLOCK_M], q_room.dtype, S))
+    run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
+    head, left, head_end = begin_gqa_loop(first_head, blocks, num_m_blocks, HEADS_PER_CTA, SINGLE_RUN, ROTATE)
+    smem = (smem_q, smem_dout, smem_lse, smem_delta, smem_ds, smem_dq.index(WG_ID))
+    mbarriers = (q_full, q_empty, dout_full, dout_empty)
+    keys = (k, v, k_0, k_1, n, positions, min_pos, max_pos, pad_rows)
+    scalars = (batch, heads, q_tiles_per_head, scale, scale2, inner_scale)
+    # DEFER_DQ needs registers: at dim 128 it is faster only where masked blocks have a loop of their own
+    DEFER_DQ: gl.constexpr = BLOCK_M == 128 or (SPLIT_MASKED_LOOP and not SOFTCAP)
+    dq_at = batch, key_head  # a placeholder of the right type: without DEFER_DQ nothing reads it
+    if COMPUTE_DQ and DEFER_DQ:
+        # prologue: store dS = 0 as that of a block before the first one; its dQ of 0 is added to a block of the run
+        _, first_block = block_start(run_begin, 0, run_end, BLOCK_M, EXACT_BEGIN, CLIPPED)
+        dq_at = _dq_position(batch, first_head, heads, first_block, q_tiles_per_head, BLOCK_M, DQ_TILED)
+        smem_ds.index(2 + WG_ID).store(gl.zeros([ROWS, BLOCK_M], smem_q.dtype, S_LAYOUT))
         fence_async_shared()
-        _tell_stored(-1, WHICH)
-    if PEELED:  # two loops: the one that has most of the blocks has no branch for a mask
-        clear = clear_turns(rows, begin, turns, least, BLOCK_M, BLOCK_N)
-        for nth in range(GROUP):
-            head = first_head + nth
-            for turn in range(clear):
-                block = begin + (turns - 1 - turn) * BLOCK_M
-                used = nth * turns + turn
-                dk, dv, s, at = _block(
-                    dk, dv, s, at, used, head, block, block, limit, least, most, dq, rooms, gates, keys, numbers,
-                    WHICH, BLOCK_M, ROWS, D, STAGES, WHOLE, CLIPPED, False, False, SOFTCAP, False, QUERIES, TILED,
-                    AHEAD, APART
+        _signal_ds_stored(-1, WG_ID)
+    if SPLIT_MASKED_LOOP:  # two loops: the first, with most of the blocks, has no branch for a mask
+        num_unmasked = num_unmasked_blocks(rows, run_begin, num_m_blocks, band_lo, BLOCK_M, BLOCK_N)
+        for gqa_head in range(HEADS_PER_CTA):
+            head = first_head + gqa_head
+            for m_block in range(num_unmasked):
+                block = run_begin + (num_m_blocks - 1 - m_block) * BLOCK_M
+                q_count = gqa_head * num_m_blocks + m_block
+                dk, dv, s, dq_at = _process_block(
+                    dk, dv, s, dq_at, q_count, head, block, block, run_end, band_lo, band_hi, dq, smem, mbarriers, keys,
+                    scalars, WG_ID, BLOCK_M, ROWS, D, STAGES, EXACT_BEGIN, CLIPPED, False, False, SOFTCAP, False,
+                    COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ
                 )  # fmt: skip
-            for turn in range(clear, turns):
-                block = begin + (turns - 1 - turn) * BLOCK_M
-                used = nth * turns + turn
-                dk, dv, s, at = _block(
-                    dk, dv, s, at, used, head, block, block, limit, least, most, dq, rooms, gates, keys, numbers,
-                    WHICH, BLOCK_M, ROWS, D, STAGES, WHOLE, CLIPPED, LOWER, UPPER, SOFTCAP, EDGE, QUERIES, TILED, AHEAD,
-                    APART
+            for m_block in range(num_unmasked, num_m_blocks):
+                block = run_begin + (num_m_blocks - 1 - m_block) * BLOCK_M
+                q_count = gqa_head * num_m_blocks + m_block
+                dk, dv, s, dq_at = _process_block(
+                    dk, dv, s, dq_at, q_count, head, block, block, run_end, band_lo, band_hi, dq, smem, mbarriers, keys,
+                    scalars, WG_ID, BLOCK_M, ROWS, D, STAGES, EXACT_BEGIN, CLIPPED, LOWER, UPPER, SOFTCAP,
+                    PARTIAL_TILES, COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ
                 )  # fmt: skip
     else:
-        for used in range(turns * GROUP):
-            head, ends, run, left, begin, blocks, limit, least, most, fresh, block = next_in_group(
-                used, head, ends, run, left, begin, blocks, limit, least, most, RUNS, first_head, first_run, turns,
-                BLOCK_M, GROUP, SINGLE, WHOLE, CLIPPED, ROTATE
+        for q_count in range(num_m_blocks * HEADS_PER_CTA):
+            head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_gqa_block(
+                q_count, head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, first_head,
+                first_run, num_m_blocks, BLOCK_M, HEADS_PER_CTA, SINGLE_RUN, EXACT_BEGIN, CLIPPED, ROTATE
             )  # fmt: skip
-            dk, dv, s, at = _block(
-                dk, dv, s, at, used, head, fresh, block, limit, least, most, dq, rooms, gates, keys, numbers,
-                WHICH, BLOCK_M, ROWS, D, STAGES, WHOLE, CLIPPED, LOWER, UPPER, SOFTCAP, EDGE, QUERIES, TILED, AHEAD,
-                APART
+            dk, dv, s, dq_at = _process_block(
+                dk, dv, s, dq_at, q_count, head, first_new, block, run_end, band_lo, band_hi, dq, smem, mbarriers, keys,
+                scalars, WG_ID, BLOCK_M, ROWS, D, STAGES, EXACT_BEGIN, CLIPPED, LOWER, UPPER, SOFTCAP, PARTIAL_TILES,
+                COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ
             )  # fmt: skip
-    if QUERIES and APART:  # of the last block
-        _wait_until_stored(turns * GROUP - 1, WHICH)
-        ds_first, ds_second = _rooms_of(turns * GROUP - 1, ds_room)
-        moving = _multiply_dq(ds_first, ds_second, k_first, k_second, WHICH, BLOCK_M)
+    if COMPUTE_DQ and DEFER_DQ:  # epilogue: dQ of the last block
+        _wait_ds_stored(num_m_blocks * HEADS_PER_CTA - 1, WG_ID)
+        ds_0, ds_1 = _ds_buffers(num_m_blocks * HEADS_PER_CTA - 1, smem_ds)
+        dq_async = _start_dq(ds_0, ds_1, k_0, k_1, WG_ID, BLOCK_M)
         tma.store_wait(pendings=0)
-        part = warpgroup_mma_wait(num_outstanding=0, deps=(moving,))
-        _store_part(part, dq_room.index(WHICH), scale, TILED)
+        dq_half = warpgroup_mma_wait(num_outstanding=0, deps=(dq_async,))
+        _stage_dq(dq_half, smem_dq.index(WG_ID), scale, DQ_TILED)
         fence_async_shared()
-        _add_dq(dq, dq_room.index(WHICH), at, batch, WHICH, BLOCK_M, TILED)
+        _reduce_add_dq(dq, smem_dq.index(WG_ID), dq_at, batch, WG_ID, BLOCK_M, DQ_TILED)
     dk = dk * scale
-    if ADD_BLOCKS:
-        room = dq_room._reinterpret(gl.float32, [2, 1, 1, 64, 64], dk_sums.layout).index(WHICH)
-        _add_rows(dk, dk_sums, room, batch, key_head, row + WHICH * ROWS)
-        _add_rows(dv, dv_sums, room, batch, key_head, row + WHICH * ROWS)
+    if TMA_REDUCE_DKDV:
+        smem = smem_dq._reinterpret(gl.float32, [2, 1, 1, 64, 64], dk_sums.layout).index(WG_ID)
+        _reduce_add_rows(dk, dk_sums, smem, batch, key_head, row + WG_ID * ROWS)
+        _reduce_add_rows(dv, dv_sums, smem, batch, key_head, row + WG_ID * ROWS)
     else:
-        ALONG: gl.constexpr = along(D)
-        n_out = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ALONG))
-        columns = gl.arange(0, D, layout=gl.SliceLayout(0, ALONG))
-        line = (row + n_out - missing).to(gl.int64)[:, None]
-        there = (n_out >= missing)[:, None]
+        STORE_LAYOUT: gl.constexpr = store_layout(D)
+        n_out = WG_ID * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE_LAYOUT))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, STORE_LAYOUT))
+        lse_row = (row + n_out - pad_rows).to(gl.int64)[:, None]
+        in_range = (n_out >= pad_rows)[:, None]
         b = batch.to(gl.int64)
         h = key_head.to(gl.int64)
-        dk_at = DK + b * dk_b + h * dk_h + line * dk_t + columns[None, :]
-        dv_at = DV + b * dv_b + h * dv_h + line * dv_t + columns[None, :]
-        if ADD:  # nobody waits for what was there
-            gl.atomic_add(dk_at, gl.convert_layout(dk, ALONG), mask=there, sem="relaxed")
-            gl.atomic_add(dv_at, gl.convert_layout(dv, ALONG), mask=there, sem="relaxed")
+        dk_at = DK + b * dk_b + h * dk_h + lse_row * dk_t + columns[None, :]
+        dv_at = DV + b * dv_b + h * dv_h + lse_row * dv_t + columns[None, :]
+        if ACCUMULATE:  # atomics: several CTAs may add, and nothing here waits for the old values
+            gl.atomic_add(dk_at, gl.convert_layout(dk, STORE_LAYOUT), mask=in_range, sem="relaxed")
+            gl.atomic_add(dv_at, gl.convert_layout(dv, STORE_LAYOUT), mask=in_range, sem="relaxed")
         else:
-            gl.store(dk_at, gl.convert_layout(dk.to(DK.dtype.element_ty), ALONG), mask=there)
-            gl.store(dv_at, gl.convert_layout(dv.to(DV.dtype.element_ty), ALONG), mask=there)
-    if QUERIES:
+            gl.store(dk_at, gl.convert_layout(dk.to(DK.dtype.element_ty), STORE_LAYOUT), mask=in_range)
+            gl.store(dv_at, gl.convert_layout(dv.to(DV.dtype.element_ty), STORE_LAYOUT), mask=in_range)
+    if COMPUTE_DQ:
         tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["work", "heads", "tiles_of_row"])
-def backward(q, k, v, dout, lse, delta, dq, dk_sums, dv_sums, DK, DV, TILES, RUNS, work, heads, tiles_of_row, scale,
-             scale2, inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
-             GROUP: gl.constexpr, SHARE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-             STAGES: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr,
-             PEELED: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr, EDGE: gl.constexpr,
-             ADD: gl.constexpr, ADD_BLOCKS: gl.constexpr, QUERIES: gl.constexpr, TILED: gl.constexpr,
-             SHIFTED: gl.constexpr, ROTATE: gl.constexpr, AHEAD: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
-             COPY_REGISTERS: gl.constexpr):  # fmt: skip
-    """(dK, dV) of one block of keys from a GROUP of heads, and with QUERIES its part of dQ, which is added.
+@gluon.jit(do_not_specialize=["num_work", "heads", "q_tiles_per_head"])
+def backward(q, k, v, dout, lse, delta, dq, dk_sums, dv_sums, DK, DV, TILES, RUNS, num_work, heads, q_tiles_per_head,
+             scale, scale2, inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, HEADS_PER_CTA: gl.constexpr,
+             CTAS_PER_KV_HEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+             STAGES: gl.constexpr, SINGLE_RUN: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr,
+             SPLIT_MASKED_LOOP: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, SOFTCAP: gl.constexpr,
+             PARTIAL_TILES: gl.constexpr, ACCUMULATE: gl.constexpr, TMA_REDUCE_DKDV: gl.constexpr,
+             COMPUTE_DQ: gl.constexpr, DQ_TILED: gl.constexpr, SHIFTED_LSE: gl.constexpr, ROTATE: gl.constexpr,
+             PREFETCH_S: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):  # fmt: skip
+    """Compute (dK, dV) of one tile of keys from HEADS_PER_CTA query heads, and with COMPUTE_DQ add its part of dQ.
 
-    Of all blocks, one GROUP of heads after another, it does the first `work`. Where several programs SHARE a key head,
-    they ADD to the same sums: number by number, or with ADD_BLOCKS by the descriptors `dk_sums` and `dv_sums`.
-    `scale2` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. Where a
-    segment of keys ends within a block, the block begins earlier, even before the first row: keys before its own are
-    not weighed. PEELED, blocks of queries that a band cuts come last, and are met in a loop of their own. TILED sums of
-    dQ are not scaled, and lie as `gather_dq` reads them.
+    Of all tiles, ordered by group of heads and then by tile, it computes the first `num_work`. Where CTAS_PER_KV_HEAD
+    CTAs share a KV head, they ACCUMULATE into the same sums: by atomics, or with TMA_REDUCE_DKDV by the descriptors
+    `dk_sums` and `dv_sums`. `scale2` turns q.k into base-2 scores; with SOFTCAP it is that of the capped scores, and
+    `inner_scale` the one inside of tanh. A tile of fewer than BLOCK_N keys begins earlier, even before the first row:
+    keys before its own are masked. With SPLIT_MASKED_LOOP, the blocks of queries that a band crosses come last, in a
+    loop of their own. DQ_TILED sums of dQ are not scaled, and lie in the register order that `gather_dq` reads.
     """
-    gl.static_assert(SHARE == 1 or (GROUP == 1 and ADD), "programs that share keys have a head each, and add")
-    gl.static_assert(not ADD_BLOCKS or (D == 128 and ADD and QUERIES and not EDGE), "of all keys, by the room of dQ")
-    gl.static_assert(not (PEELED and ROTATE), "the loops of a peeled run begin at its last block, as copies must")
-    if gl.program_id(1) * gl.num_programs(0) + gl.program_id(0) >= work:
+    gl.static_assert(
+        CTAS_PER_KV_HEAD == 1 or (HEADS_PER_CTA == 1 and ACCUMULATE), "CTAs that share keys have a head each, and add"
+    )
+    gl.static_assert(
+        not TMA_REDUCE_DKDV or (D == 128 and ACCUMULATE and COMPUTE_DQ and not PARTIAL_TILES),
+        "TMA adds full tiles, through the buffer of dQ",
+    )
+    gl.static_assert(not (SPLIT_MASKED_LOOP and ROTATE), "split loops begin at the last block, as the producer does")
+    if gl.program_id(1) * gl.num_programs(0) + gl.program_id(0) >= num_work:
         return
     DTYPE: gl.constexpr = q.dtype
-    FIRST: gl.constexpr = 0
-    SECOND: gl.constexpr = 1
-    q_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, D], q.layout)
-    dout_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, D], dout.layout)
-    k_room = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_N // 2, D], k.layout)
-    v_room = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_N // 2, D], v.layout)
-    lse_room = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse.layout)
-    delta_room = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta.layout)
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N // 2, BLOCK_M], DTYPE)
-    ds_room = q_room  # without QUERIES neither is used
-    dq_room = q_room
-    if QUERIES:
-        ds_room = gl.allocate_shared_memory(DTYPE, [4, BLOCK_N // 2, BLOCK_M], DS)
-        if ADD_BLOCKS:  # first as dK and dV leave from it, for such a room lies at a multiple of more bytes
-            dq_room = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dk_sums.layout)
-            if TILED:
-                dq_room = dq_room._reinterpret(gl.float32, [2, 16, 256], dq.layout)
-        elif TILED:
-            dq_room = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq.layout)
+    WG0: gl.constexpr = 0
+    WG1: gl.constexpr = 1
+    smem_q = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, D], q.layout)
+    smem_dout = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, D], dout.layout)
+    smem_k = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_N // 2, D], k.layout)
+    smem_v = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_N // 2, D], v.layout)
+    smem_lse = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse.layout)
+    smem_delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N // 2, BLOCK_M], DTYPE)
+    smem_ds = smem_q  # placeholders: without COMPUTE_DQ neither is used
+    smem_dq = smem_q
+    if COMPUTE_DQ:
+        smem_ds = gl.allocate_shared_memory(DTYPE, [4, BLOCK_N // 2, BLOCK_M], DS_LAYOUT)
+        if TMA_REDUCE_DKDV:  # allocated in the layout of dK and dV, which needs the larger alignment
+            smem_dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dk_sums.layout)
+            if DQ_TILED:
+                smem_dq = smem_dq._reinterpret(gl.float32, [2, 16, 256], dq.layout)
+        elif DQ_TILED:
+            smem_dq = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq.layout)
         else:
-            dq_room = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq.layout)
+            smem_dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq.layout)
     kv_full = barriers(1, 1)
     q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     dout_full, dout_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (_compute, (dq, dk_sums, dv_sums, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room,
-                    dq_room, kv_full, q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale,
-                    scale2, inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, FIRST, GROUP, SHARE, BLOCK_M, BLOCK_N,
-                    D, STAGES, SINGLE, WHOLE, CLIPPED, PEELED, LOWER, UPPER, SOFTCAP, EDGE, ADD, ADD_BLOCKS, QUERIES,
-                    TILED, ROTATE, AHEAD)),
-        (_compute, (dq, dk_sums, dv_sums, DK, DV, q_room, k_room, v_room, dout_room, lse_room, delta_room, ds_room,
-                    dq_room, kv_full, q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, tiles_of_row, scale,
-                    scale2, inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, SECOND, GROUP, SHARE, BLOCK_M, BLOCK_N,
-                    D, STAGES, SINGLE, WHOLE, CLIPPED, PEELED, LOWER, UPPER, SOFTCAP, EDGE, ADD, ADD_BLOCKS, QUERIES,
-                    TILED, ROTATE, AHEAD)),
-        (_copy, (q, k, v, dout, lse, delta, q_room, k_room, v_room, dout_room, lse_room, delta_room, kv_full, q_full,
-                 q_empty, dout_full, dout_empty, TILES, RUNS, heads, GROUP, SHARE, BLOCK_M, BLOCK_N, D, STAGES, SINGLE,
-                 WHOLE, CLIPPED, SHIFTED, ROTATE, AHEAD)),
-    ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
+        (_consumer, (dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, smem_lse, smem_delta, smem_ds,
+                     smem_dq, kv_full, q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, q_tiles_per_head,
+                     scale, scale2, inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, WG0, HEADS_PER_CTA,
+                     CTAS_PER_KV_HEAD, BLOCK_M, BLOCK_N, D, STAGES, SINGLE_RUN, EXACT_BEGIN, CLIPPED, SPLIT_MASKED_LOOP,
+                     LOWER, UPPER, SOFTCAP, PARTIAL_TILES, ACCUMULATE, TMA_REDUCE_DKDV, COMPUTE_DQ, DQ_TILED, ROTATE,
+                     PREFETCH_S)),
+        (_consumer, (dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, smem_lse, smem_delta, smem_ds,
+                     smem_dq, kv_full, q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, q_tiles_per_head,
+                     scale, scale2, inner_scale, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, WG1, HEADS_PER_CTA,
+                     CTAS_PER_KV_HEAD, BLOCK_M, BLOCK_N, D, STAGES, SINGLE_RUN, EXACT_BEGIN, CLIPPED, SPLIT_MASKED_LOOP,
+                     LOWER, UPPER, SOFTCAP, PARTIAL_TILES, ACCUMULATE, TMA_REDUCE_DKDV, COMPUTE_DQ, DQ_TILED, ROTATE,
+                     PREFETCH_S)),
+        (_producer, (q, k, v, dout, lse, delta, smem_q, smem_k, smem_v, smem_dout, smem_lse, smem_delta, kv_full,
+                     q_full, q_empty, dout_full, dout_empty, TILES, RUNS, heads, HEADS_PER_CTA, CTAS_PER_KV_HEAD,
+                     BLOCK_M, BLOCK_N, D, STAGES, SINGLE_RUN, EXACT_BEGIN, CLIPPED, SHIFTED_LSE, ROTATE, PREFETCH_S)),
+    ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What stands around the backward in Gluon: numbers of rows as it copies them, and dQ as others know it."""
+"""Small Triton kernels around the Hopper backward: lse and delta as TMA loads them before, dQ in rows after it."""
 
 from __future__ import annotations
 
@@ -7,43 +7,48 @@ import triton.language as tl
 
 from meshflash.kernels.triton.common import INF, LOG2E
 
-#: Rows of a block of `lines`.
-LINE = 1024
+#: Query rows that one CTA of `bwd_preprocess` copies.
+PREPROCESS_ROWS = 1024
 
 
-@triton.jit(do_not_specialize=["tokens", "room"])
-def lines(LSE, DELTA, LSE_LINES, DELTA_LINES, tokens, room, heads, l_b, l_h, l_t, d_b, d_h, d_t, LINE: tl.constexpr,
-          SHIFTS: tl.constexpr):  # fmt: skip
-    """LSE in base 2, +inf for rows that see nothing, and delta: lines of `room` numbers by batch row and head.
+@triton.jit(do_not_specialize=["tokens", "padded_tokens"])
+def bwd_preprocess(LSE, DELTA, LSE_ROWS, DELTA_ROWS, tokens, padded_tokens, heads, l_b, l_h, l_t, d_b, d_h, d_t,
+                   ROWS: tl.constexpr, SHIFTS: tl.constexpr):  # fmt: skip
+    """Copy lse, in base 2, and delta to contiguous lines of `padded_tokens` numbers, one for each batch row and head.
 
-    Each line is there so many times, and begins one row further every time.
+    Rows that see nothing get an lse of +inf, so that P = exp2(s - lse) is 0 there. Each line exists SHIFTS times, the
+    n-th one shifted by n elements: TMA loads begin at multiples of 16 bytes, but blocks of queries may begin anywhere.
     """
     line = tl.program_id(0)
     b = (line // heads).to(tl.int64)
     h = (line % heads).to(tl.int64)
-    t = tl.program_id(1) * LINE + tl.arange(0, LINE)
-    there = t < tokens
-    lse = tl.load(LSE + b * l_b + h * l_h + t.to(tl.int64) * l_t, mask=there, other=-INF)
-    delta = tl.load(DELTA + b * d_b + h * d_h + t.to(tl.int64) * d_t, mask=there, other=0.0)
+    t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    in_range = t < tokens
+    lse = tl.load(LSE + b * l_b + h * l_h + t.to(tl.int64) * l_t, mask=in_range, other=-INF)
+    delta = tl.load(DELTA + b * d_b + h * d_h + t.to(tl.int64) * d_t, mask=in_range, other=0.0)
     lse = tl.where(lse == -INF, INF, lse * LOG2E)
     for shift in tl.static_range(SHIFTS):
-        into = (line.to(tl.int64) * SHIFTS + shift) * room + t - shift
-        fits = (t >= shift) & (t - shift < room)
-        tl.store(LSE_LINES + into, lse, mask=fits)
-        tl.store(DELTA_LINES + into, delta, mask=fits)
+        into = (line.to(tl.int64) * SHIFTS + shift) * padded_tokens + t - shift
+        in_line = (t >= shift) & (t - shift < padded_tokens)
+        tl.store(LSE_ROWS + into, lse, mask=in_line)
+        tl.store(DELTA_ROWS + into, delta, mask=in_line)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def gather_dq(SUMS, DQ, tokens, tiles, heads, scale, q_b, q_t, q_h, BLOCK_M: tl.constexpr, D: tl.constexpr,
-              ADD: tl.constexpr):  # fmt: skip
-    """DQ of one block of queries and one head, or what is added to it, from sums in the order of registers."""
+              ACCUMULATE: tl.constexpr):  # fmt: skip
+    """Scale the float32 sums of dQ of one block and head, and write them in rows, or add them to DQ.
+
+    The sums lie in the order of the registers that `backward` stored them from.
+    """
     block = tl.program_id(0).to(tl.int64)
     line = block // tiles
     b = line // heads
     h = line % heads
     x = tl.load(SUMS + block * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D))
-    x = tl.reshape(x, [2, 8, 4, 8, 4, 2, 2])  # halves, then of 64 rows and columns: c / 8, r / 16, r, c / 2, r / 8, c
-    if BLOCK_M == 64:  # halved by columns
+    x = tl.reshape(x, [2, 8, 4, 8, 4, 2, 2])
+    # axes: half of the tile, and of its 64 rows r and 64 columns c: c / 8, r / 16, r % 8, c / 2 % 4, r / 8 % 2, c % 2
+    if BLOCK_M == 64:  # warpgroups split the tile by columns
         x = tl.permute(x, (2, 5, 3, 0, 1, 4, 6))
     else:
         x = tl.permute(x, (0, 2, 5, 3, 1, 4, 6))
@@ -53,6 +58,6 @@ def gather_dq(SUMS, DQ, tokens, tiles, heads, scale, q_b, q_t, q_h, BLOCK_M: tl.
     t = block % tiles * BLOCK_M + m
     into = DQ + b * q_b + h * q_h + t * q_t + c
     x = x * scale
-    if ADD:
+    if ACCUMULATE:
         x += tl.load(into, mask=t < tokens, other=0.0)
     tl.store(into, x.to(DQ.dtype.element_ty), mask=t < tokens)

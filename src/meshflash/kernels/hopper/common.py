@@ -1,7 +1,11 @@
-"""What the kernels in Gluon share: tiles by number, runs of blocks, limits of a band, and names of several Tritons.
+"""Device functions that the Gluon kernels share: tiles and runs of blocks, masks, barriers, TMA under several Tritons.
 
-Gluon says where every number lies: in which thread's registers, in which layout of shared memory, behind which
-barrier. It runs on NVIDIA's Hopper, sm_90, from Triton 3.6 on; there is no interpreter for it.
+Gluon is Triton's lower level: code states register layouts, shared-memory layouts and barriers. These kernels need
+NVIDIA's Hopper (sm_90) and Triton 3.6 or later; there is no interpreter for Gluon.
+
+A tile is the block of rows that a CTA computes: queries in the forward, keys in the backward. It meets rows of the
+other side in blocks. A run is a range of consecutive blocks of one span; a tile has one run or several. A band says
+which rows of the other side are visible: those at `position + band_lo` to `position + band_hi`, in rows.
 """
 
 from __future__ import annotations
@@ -14,39 +18,40 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
-#: What a maximum is at least, so that rows that see nothing have no inf - inf.
-LEAST = gl.constexpr(-1e30)
-#: The least number that the hardware does not take for 0 where it may: 2^-126.
-LEAST_NORMAL = gl.constexpr(2.0**-126)
-#: The first of the hardware's 16 barriers that groups meet at, of which the backward takes four and the forward one for
-#: each group: Triton takes those from 0 on, for each group one.
-MEETING = gl.constexpr(8)
+#: Initial value of a row's maximum. It is finite, so that a row that sees nothing computes no inf - inf, which is NaN.
+MIN_ROW_MAX = gl.constexpr(-1e30)
+#: 2^-126, the smallest normal float32: instructions with .ftz treat smaller numbers as 0.
+MIN_NORMAL = gl.constexpr(2.0**-126)
+#: The first of the 16 named barriers of a CTA (PTX `bar.sync`) that these kernels use. Triton allocates barriers from 0
+#: on, one for each warp partition. The backward uses four from here on, the forward one for each consumer warpgroup.
+NAMED_BARRIER = gl.constexpr(8)
 
-#: A block of global memory to shared memory, by a descriptor, on a barrier; renamed in Triton 3.8.
+#: TMA load: start to copy a block of global to shared memory; it completes on an mbarrier. Renamed in Triton 3.8.
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-#: And back.
+#: TMA store: start to copy a block of shared memory to global memory.
 store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 if hasattr(tma, "async_atomic_add"):
-    #: A block of shared memory added to global memory.
+    #: TMA reduce-add: start to add a block of shared memory to global memory.
     add_block = tma.async_atomic_add
-else:  # 3.6 and 3.7 have it without a name in Python
+else:  # Triton 3.6 and 3.7 have the operation, but no Python function for it
     from triton._C.libtriton import ir as _ir
 
     @_core.builtin
     def add_block(descriptor, coordinates, source, _semantic=None):
-        """A block of shared memory added to global memory."""
+        """TMA reduce-add: start to add a block of shared memory to global memory."""
         at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
         kind = _ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, at, source.handle)
 
 
 @gluon.constexpr_function
-def along(dim):
-    """A layout of 64 rows whose threads have four neighbours of a row, where those of a product have two.
+def store_layout(dim):
+    """Return a register layout of 64 rows with four neighbouring columns a thread; wgmma accumulators have two.
 
-    Pieces of 32 bytes are stored whole then. One bit of a lane's number changes places with one of a register's, which
-    Triton does by shuffles; two of them would go by shared memory, and cost registers in the loop before.
+    Stores to global memory then fill whole sectors of 32 bytes. The layout swaps one bit of the lane with one bit of
+    the register index, which Triton converts by warp shuffles. Swapping two bits would go through shared memory, and
+    cost registers in the main loop.
     """
     registers = [[0, 1], [0, 2], [8, 0], *([0, bit] for bit in (16, 32, 64) if bit < dim)]
     return gl.DistributedLinearLayout(
@@ -56,7 +61,7 @@ def along(dim):
 
 @gluon.jit
 def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many barriers, each open after so many arrivals."""
+    """Allocate NUMBER mbarriers; a phase of each completes after ARRIVALS arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(NUMBER):
         mbarrier.init(made.index(n), count=ARRIVALS)
@@ -64,263 +69,282 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def meet(barrier):
-    """Wait at a barrier of the hardware for one other group: Gluon has no barrier over several."""
-    _at_barrier(barrier, "bar.sync $1, $2; mov.u32 $0, $1;")
+def bar_sync(barrier):
+    """Wait at a named barrier until one other warpgroup has arrived; Gluon has no barrier across warp partitions."""
+    _named_barrier(barrier, "bar.sync $1, $2; mov.u32 $0, $1;")
 
 
 @gluon.jit
-def arrive(barrier):
-    """Arrive at a barrier of the hardware where one other group waits, and go on."""
-    _at_barrier(barrier, "bar.arrive $1, $2; mov.u32 $0, $1;")
+def bar_arrive(barrier):
+    """Arrive at a named barrier where one other warpgroup waits, without waiting."""
+    _named_barrier(barrier, "bar.arrive $1, $2; mov.u32 $0, $1;")
 
 
 @gluon.jit
-def _at_barrier(barrier, ASM: gl.constexpr):
+def _named_barrier(barrier, ASM: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     barrier = gl.full([128], barrier, gl.int32, layout)
-    threads = gl.full([128], 256, gl.int32, layout)
+    threads = gl.full([128], 256, gl.int32, layout)  # two warpgroups of 128 threads
     gl.inline_asm_elementwise(ASM, "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def following(COUNTER, number, work, DYNAMIC: gl.constexpr):
-    """The piece of work after this one: from a counter, or one from each program in turn.
+def next_work_id(COUNTER, index, num_work, DYNAMIC: gl.constexpr):
+    """Return the next work item of this persistent CTA: from a global counter, or round-robin after `index`.
 
-    Programs ask once for each piece, so that the last ask is known, and leaves the counter at 0.
+    CTAs increment the counter once for each work item, so the last increment is known: it resets the counter to 0.
     """
     if DYNAMIC:
-        asked = gl.atomic_add(COUNTER, 1, sem="relaxed")  # no data is handed over with it
-        if asked == work - 1:
+        taken = gl.atomic_add(COUNTER, 1, sem="relaxed")  # relaxed: no data is published through it
+        if taken == num_work - 1:
             gl.store(COUNTER, 0)
-        number = asked
-    return number + gl.num_programs(0)
+        index = taken
+    return index + gl.num_programs(0)
 
 
 @gluon.jit
-def tell(room, full, empty, number, done):
-    """Tell all groups which piece of work is next; by the warp that copies."""
-    mbarrier.wait(empty, (done & 1) ^ 1)
-    room.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+def publish_work(smem, full, empty, index, num_done):
+    """Publish the next work item to the consumer warpgroups; called by the producer warp.
+
+    `empty` protects the slot from being overwritten before all consumers have read it, `full` from being read early.
+    """
+    mbarrier.wait(empty, (num_done & 1) ^ 1)
+    smem.store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def told(room, full, empty, done):
-    """Which piece of work is next."""
-    mbarrier.wait(full, done & 1)
-    number = gl.max(room.load(gl.BlockedLayout([1], [32], [4], [0])), 0)  # of one
+def receive_work(smem, full, empty, num_done):
+    """Return the next work item that the producer warp has published; called by a consumer warpgroup."""
+    mbarrier.wait(full, num_done & 1)
+    index = gl.max(smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)  # a reduction of one element: to a scalar
     mbarrier.arrive(empty, count=1)
-    return number
+    return index
 
 
 @gluon.jit
-def copy_keys(k, v, k_room, v_room, k_full, k_empty, v_full, v_empty, batch, head, block, copied,
-              BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Keys and values of a block, into the stage whose turn it is; by the warp that copies."""
-    stage = copied % STAGES
-    phase = ((copied // STAGES) & 1) ^ 1
+def load_kv_block(k, v, smem_k, smem_v, k_full, k_empty, v_full, v_empty, batch, head, block, kv_loaded,
+                  BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Start the TMA loads of one block of K and V into the next stage of the ring; called by the producer warp.
+
+    `kv_loaded` counts the blocks loaded so far: stage and mbarrier phase follow from it. Each load waits until all
+    consumers have released the stage (`*_empty`), and completes on `*_full`. K and V have mbarriers of their own, so
+    that S = Q K^T may start before V has arrived.
+    """
+    stage = kv_loaded % STAGES
+    phase = ((kv_loaded // STAGES) & 1) ^ 1
     mbarrier.wait(k_empty.index(stage), phase)
     mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
-    copy_block(k, [batch, head, block, 0], k_full.index(stage), k_room.index(stage))
+    copy_block(k, [batch, head, block, 0], k_full.index(stage), smem_k.index(stage))
     mbarrier.wait(v_empty.index(stage), phase)
     mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
-    copy_block(v, [batch, head, block, 0], v_full.index(stage), v_room.index(stage))
+    copy_block(v, [batch, head, block, 0], v_full.index(stage), smem_v.index(stage))
 
 
 @gluon.jit
-def tile_of(TILES, number, SINGLE: gl.constexpr):
-    """A block of the worklist: batch row, first row, rows, first position, step, first run, turns."""
-    at = TILES + number * 7
+def load_tile(TILES, index, SINGLE_RUN: gl.constexpr):
+    """Load a tile: batch row, first row, rows, first position, position step, first run, number of blocks to meet.
+
+    With SINGLE_RUN every tile has one run, of the tile's own index: its load need not wait for that of the tile.
+    """
+    at = TILES + index * 7
     batch, row, rows = gl.load(at), gl.load(at + 1), gl.load(at + 2)
-    run = number
-    if not SINGLE:
+    run = index
+    if not SINGLE_RUN:
         run = gl.load(at + 5)
     return batch, row, rows, gl.load(at + 3), gl.load(at + 4), run, gl.load(at + 6)
 
 
 @gluon.jit
-def run_of(RUNS, number):
-    """A run of blocks: first row, blocks, the row past the last, and how far a visible row may lie."""
-    at = RUNS + number * 5
+def load_run(RUNS, index):
+    """Load a run of blocks: first row, number of blocks, the row past the last, and the limits of its band."""
+    at = RUNS + index * 5
     return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
 
 
 @gluon.jit
-def block_of(begin, left, limit, SIZE: gl.constexpr, WHOLE: gl.constexpr, CLIPPED: gl.constexpr):
-    """Of a run's block its first new row, and where it begins.
+def block_start(run_begin, left, run_end, SIZE: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr):
+    """Return (first_new, block): the first row that a run's block contributes, and the row at which its load begins.
 
-    The last one begins earlier where the run's rows end, so that nothing outside is read; its rows before the new ones
-    were in another block. Where runs are CLIPPED, blocks begin at multiples of their size: rows of the first one may
-    come before the run's own, and those of the last one after them. WHOLE says that no block has rows before its own.
+    The last block begins earlier where the run's rows end, so that nothing outside of the run is read. Its rows before
+    `first_new` were part of the previous block, and are masked. Where runs are CLIPPED, blocks begin at multiples of
+    their size instead: the first one may have rows before the run's own, and the last one rows after them. EXACT_BEGIN
+    says that no block has rows before its own.
     """
-    fresh = begin + left * SIZE
-    block = fresh
-    if not WHOLE:
+    first_new = run_begin + left * SIZE
+    block = first_new
+    if not EXACT_BEGIN:
         if CLIPPED:
-            fresh = begin
-            block = (begin & -SIZE) + left * SIZE
+            first_new = run_begin
+            block = (run_begin & -SIZE) + left * SIZE
         else:
-            block = gl.minimum(fresh, limit - SIZE)
-    return fresh, block
+            block = gl.minimum(first_new, run_end - SIZE)
+    return first_new, block
 
 
 @gluon.jit
-def next_block(turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE: gl.constexpr, SINGLE: gl.constexpr,
-               WHOLE: gl.constexpr, CLIPPED: gl.constexpr = False):  # fmt: skip
-    """One block further: (run, blocks left of it, its numbers), and the block as `block_of` has it.
+def next_block(n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, SIZE: gl.constexpr,
+               SINGLE_RUN: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr = False):  # fmt: skip
+    """Advance to the next block: return the run, the blocks left of it, its fields, and (first_new, block).
 
-    Blocks of a run come last one first: those that a band cuts are the last.
+    Blocks of a run are walked from the last to the first, so that the blocks that a causal mask crosses come first.
     """
-    if SINGLE:
-        left = blocks - 1 - turn
+    if SINGLE_RUN:
+        left = blocks - 1 - n_block
     else:
         left -= 1
         if left < 0:
-            if turn > 0:
+            if n_block > 0:
                 run += 1
-                begin, blocks, limit, least, most = run_of(RUNS, run)
+                run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
             left = blocks - 1
-    fresh, block = block_of(begin, left, limit, SIZE, WHOLE, CLIPPED)
-    return run, left, begin, blocks, limit, least, most, fresh, block
+    first_new, block = block_start(run_begin, left, run_end, SIZE, EXACT_BEGIN, CLIPPED)
+    return run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block
 
 
 @gluon.jit
-def rotated(number, turns, ROTATE: gl.constexpr):
-    """Which block is met: programs begin at others, so that they do not add to the same rows of dQ at once."""
+def rotate_block(index, num_blocks, ROTATE: gl.constexpr):
+    """Rotate the order of blocks by CTA, so that CTAs do not add to the same rows of dQ at the same time."""
     if ROTATE:
-        number += (gl.program_id(0) * ROTATE) % turns
-        number = gl.where(number >= turns, number - turns, number)
-    return number
+        index += (gl.program_id(0) * ROTATE) % num_blocks
+        index = gl.where(index >= num_blocks, index - num_blocks, index)
+    return index
 
 
 @gluon.jit
-def clear_turns(rows, begin, turns, least, SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """How many blocks of a single run of queries are met before those in which some see only some of a tile's keys.
+def num_unmasked_blocks(rows, run_begin, num_blocks, band_lo, SIZE: gl.constexpr, KEYS: gl.constexpr):
+    """Return how many blocks of queries precede those that the lower side of a band crosses, in the order of the walk.
 
-    Blocks come last one first, and keys are counted from 0. Where a tile has fewer, some are hidden in all blocks.
+    Blocks of the single run are walked from the last to the first, and keys are counted from 0. A tile of fewer than
+    KEYS keys needs a mask in every block.
     """
-    cut = gl.maximum(rows - 1 + least - begin + SIZE - 1, 0) // SIZE
-    return gl.where(rows < KEYS, 0, turns - gl.minimum(cut, turns))
+    cut = gl.maximum(rows - 1 + band_lo - run_begin + SIZE - 1, 0) // SIZE
+    return gl.where(rows < KEYS, 0, num_blocks - gl.minimum(cut, num_blocks))
 
 
 @gluon.jit
-def before_group(first_head, blocks, turns, GROUP: gl.constexpr, SINGLE: gl.constexpr, ROTATE: gl.constexpr):
-    """What `next_in_group` begins with: (head, blocks left, the turn at which the head ends)."""
+def begin_gqa_loop(first_head, blocks, num_blocks, HEADS_PER_CTA: gl.constexpr, SINGLE_RUN: gl.constexpr,
+                   ROTATE: gl.constexpr):  # fmt: skip
+    """Return the initial state of `next_gqa_block`: (head, blocks left, the index at which the head ends)."""
     head = first_head
     left = 0
-    if GROUP > 1:
-        if SINGLE:
+    if HEADS_PER_CTA > 1:
+        if SINGLE_RUN:
             left = blocks
             if ROTATE:
-                left -= (gl.program_id(0) * ROTATE) % turns
+                left -= (gl.program_id(0) * ROTATE) % num_blocks
         else:
             head -= 1
     return head, left, 0
 
 
 @gluon.jit
-def next_in_group(number, head, ends, run, left, begin, blocks, limit, least, most, RUNS, first_head, first_run, turns,
-                  SIZE: gl.constexpr, GROUP: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
-                  CLIPPED: gl.constexpr, ROTATE: gl.constexpr):  # fmt: skip
-    """One block further, in one loop over the heads of a group and the blocks of each: as `next_block`, and the head.
+def next_gqa_block(index, head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, first_head,
+                   first_run, num_blocks, SIZE: gl.constexpr, HEADS_PER_CTA: gl.constexpr, SINGLE_RUN: gl.constexpr,
+                   EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr, ROTATE: gl.constexpr):  # fmt: skip
+    """Advance to the next block in one flat loop over the query heads of a KV head and the blocks of each.
 
-    A head begins where the one before ends. Where programs begin at other blocks (ROTATE), the blocks that the first
-    head is short of come after the last head.
+    Returns what `next_block` returns, preceded by the head and the index at which it ends. Under ROTATE the blocks
+    that the first head skipped come after the last head.
     """
-    if GROUP == 1:
-        turn = rotated(number, turns, ROTATE)
-        run, left, begin, blocks, limit, least, most, fresh, block = next_block(
-            turn, run, left, begin, blocks, limit, least, most, RUNS, SIZE, SINGLE, WHOLE, CLIPPED
-        )
+    if HEADS_PER_CTA == 1:
+        n_block = rotate_block(index, num_blocks, ROTATE)
+        run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
+            n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, SIZE, SINGLE_RUN, EXACT_BEGIN,
+            CLIPPED
+        )  # fmt: skip
     else:
         left -= 1
-        if SINGLE:
+        if SINGLE_RUN:
             over = left < 0
             left = gl.where(over, blocks - 1, left)
             head = gl.where(over, head + 1, head)
             if ROTATE:
-                head = gl.where(head == first_head + GROUP, first_head, head)
+                head = gl.where(head == first_head + HEADS_PER_CTA, first_head, head)
         elif left < 0:
             run += 1
-            if number == ends:
+            if index == head_end:
                 run = first_run
                 head += 1
-                ends += turns
-            begin, blocks, limit, least, most = run_of(RUNS, run)
+                head_end += num_blocks
+            run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
             left = blocks - 1
-        fresh, block = block_of(begin, left, limit, SIZE, WHOLE, CLIPPED)
-    return head, ends, run, left, begin, blocks, limit, least, most, fresh, block
+        first_new, block = block_start(run_begin, left, run_end, SIZE, EXACT_BEGIN, CLIPPED)
+    return head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block
 
 
 @gluon.jit
-def cut_above(first, most, block, SIZE: gl.constexpr):
-    """Whether some row from a position on does not see the last of a block."""
-    return first + most < block + SIZE - 1
+def crosses_upper(first_pos, band_hi, block, SIZE: gl.constexpr):
+    """Whether the upper side of the band crosses a block: the row at `first_pos` does not see the block's last row."""
+    return first_pos + band_hi < block + SIZE - 1
 
 
 @gluon.jit
-def cut_below(last, least, fresh, block, WHOLE: gl.constexpr):
-    """Whether some row up to a position does not see the first of a block, or that is not new."""
-    found = last + least > block
-    if not WHOLE:
-        found = found | (fresh > block)
+def crosses_lower(last, band_lo, first_new, block, EXACT_BEGIN: gl.constexpr):
+    """Whether the lower side of the band crosses a block, or the block has rows that an earlier one contributed."""
+    found = last + band_lo > block
+    if not EXACT_BEGIN:
+        found = found | (first_new > block)
     return found
 
 
 @gluon.jit
-def cut_beyond(block, limit, SIZE: gl.constexpr):
-    """Whether a block reaches beyond the limit."""
-    return block > limit - SIZE
+def crosses_end(block, run_end, SIZE: gl.constexpr):
+    """Whether a block reaches beyond the end of its run."""
+    return block > run_end - SIZE
 
 
 @gluon.jit
-def visible(x, positions, first, last, fresh, block, least, most, ROWS: gl.constexpr, SIZE: gl.constexpr,
-            LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr, LAYOUT: gl.constexpr, limit=0,
-            CLIPPED: gl.constexpr = False):  # fmt: skip
-    """A tile of scores where its row sees its column, and -inf elsewhere; rows are at positions from first to last.
+def mask_scores(x, positions, first_pos, last, first_new, block, band_lo, band_hi, ROWS: gl.constexpr,
+                SIZE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, EXACT_BEGIN: gl.constexpr,
+                LAYOUT: gl.constexpr, run_end=0, CLIPPED: gl.constexpr = False):  # fmt: skip
+    """Set scores to -inf where a row does not see a column; rows are at positions from `first_pos` to `last`.
 
-    All sides hide where one of them cuts the block, in one branch.
+    One branch covers all sides: where one of them crosses the block, all are applied.
     """
     cut = False
     if UPPER:
-        cut = cut_above(first, most, block, SIZE)
+        cut = crosses_upper(first_pos, band_hi, block, SIZE)
     if LOWER:
-        cut = cut | cut_below(last, least, fresh, block, WHOLE)
+        cut = cut | crosses_lower(last, band_lo, first_new, block, EXACT_BEGIN)
     if CLIPPED:
-        cut = cut | cut_beyond(block, limit, SIZE)
+        cut = cut | crosses_end(block, run_end, SIZE)
     if LOWER or UPPER or CLIPPED:
         if cut:
             if UPPER:
-                x = _hidden(x, positions + (most - block), ROWS, SIZE, True, LAYOUT)
+                x = _mask_columns(x, positions + (band_hi - block), ROWS, SIZE, True, LAYOUT)
             if LOWER:
-                low = positions + (least - block)
-                if not WHOLE:
-                    low = gl.maximum(low, fresh - block)
-                x = _hidden(x, low, ROWS, SIZE, False, LAYOUT)
+                low = positions + (band_lo - block)
+                if not EXACT_BEGIN:
+                    low = gl.maximum(low, first_new - block)
+                x = _mask_columns(x, low, ROWS, SIZE, False, LAYOUT)
             if CLIPPED:
-                x = _hidden(x, gl.zeros_like(positions) + (limit - block - 1), ROWS, SIZE, True, LAYOUT)
+                x = _mask_columns(x, gl.zeros_like(positions) + (run_end - block - 1), ROWS, SIZE, True, LAYOUT)
     return x
 
 
 @gluon.jit
-def visible_by_sides(x, positions, first, last, fresh, block, least, most, ROWS: gl.constexpr, SIZE: gl.constexpr,
-                     LOWER: gl.constexpr, UPPER: gl.constexpr, WHOLE: gl.constexpr,
-                     LAYOUT: gl.constexpr):  # fmt: skip
-    """As `visible`, each side in a branch of its own: less to compare, for few blocks are cut by two.
+def mask_scores_by_side(x, positions, first_pos, last, first_new, block, band_lo, band_hi, ROWS: gl.constexpr,
+                        SIZE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, EXACT_BEGIN: gl.constexpr,
+                        LAYOUT: gl.constexpr):  # fmt: skip
+    """As `mask_scores`, with a branch for each side: fewer comparisons, because both sides rarely cross one block.
 
-    A branch for each takes registers, which a loop may not have.
+    Two branches need more registers than one; the loop of the backward has none to spare.
     """
-    x = visible(x, positions, first, last, fresh, block, least, most, ROWS, SIZE, False, UPPER, WHOLE, LAYOUT)
-    return visible(x, positions, first, last, fresh, block, least, most, ROWS, SIZE, LOWER, False, WHOLE, LAYOUT)
+    x = mask_scores(
+        x, positions, first_pos, last, first_new, block, band_lo, band_hi, ROWS, SIZE, False, UPPER, EXACT_BEGIN, LAYOUT
+    )
+    return mask_scores(
+        x, positions, first_pos, last, first_new, block, band_lo, band_hi, ROWS, SIZE, LOWER, False, EXACT_BEGIN, LAYOUT
+    )
 
 
 @gluon.jit
-def _hidden(x, bound, ROWS: gl.constexpr, SIZE: gl.constexpr, ABOVE: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile of scores, -inf in columns ABOVE the bound of their row, or below it.
+def _mask_columns(x, bound, ROWS: gl.constexpr, SIZE: gl.constexpr, ABOVE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Set scores to -inf in columns ABOVE the bound of their row, or below it.
 
-    Column = 8 * j + c, where j is the number of a register and c of a lane: what is compared with j is an immediate,
-    and nothing is kept for each column.
+    A column is 8 * j + c, where j follows from the register and c from the lane. Compared with `bound - c`, 8 * j is an
+    immediate operand: no register holds column indices.
     """
     wide = gl.reshape(x, [ROWS, SIZE // 8, 8])
     layout: gl.constexpr = wide.type.layout
@@ -336,38 +360,39 @@ def _hidden(x, bound, ROWS: gl.constexpr, SIZE: gl.constexpr, ABOVE: gl.constexp
 
 
 @gluon.jit
-def exponentials(x, full, phase, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """exp2 of a tile, with a wait for a barrier behind the first eighth of it.
+def exp2_around_wait(x, full, phase, ROWS: gl.constexpr, SIZE: gl.constexpr):
+    """Compute exp2 of a tile, with an mbarrier wait after the first eighth of its columns.
 
-    The wait ends a basic block, over which ptxas moves nothing. So that eighth is computed before the wait for a
-    product that comes next, and the rest behind it, among what can be done there.
+    ptxas would sink all exponentials below the next wgmma wait. The mbarrier wait ends a basic block, across which
+    ptxas moves nothing: an eighth is computed before it, and the rest after it, overlapped with what else is ready.
+    An eighth was fastest on an H200; docs/kernels.md has the other fractions.
     """
     LAYOUT: gl.constexpr = x.type.layout
-    x, fourth = halves(x, ROWS, SIZE)
-    x, third = halves(x, ROWS, SIZE // 2)
-    x, second = halves(x, ROWS, SIZE // 4)
+    x, fourth = split_columns(x, ROWS, SIZE)
+    x, third = split_columns(x, ROWS, SIZE // 2)
+    x, second = split_columns(x, ROWS, SIZE // 4)
     first = gl.exp2(x)
     mbarrier.wait(full, phase)
-    x = _joined(first, gl.exp2(second), ROWS, SIZE // 4)
-    x = _joined(x, gl.exp2(third), ROWS, SIZE // 2)
-    return gl.convert_layout(_joined(x, gl.exp2(fourth), ROWS, SIZE), LAYOUT)
+    x = _join_columns(first, gl.exp2(second), ROWS, SIZE // 4)
+    x = _join_columns(x, gl.exp2(third), ROWS, SIZE // 2)
+    return gl.convert_layout(_join_columns(x, gl.exp2(fourth), ROWS, SIZE), LAYOUT)
 
 
 @gluon.jit
-def halves(x, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """The first columns of a tile, and the others."""
+def split_columns(x, ROWS: gl.constexpr, SIZE: gl.constexpr):
+    """Return the left and the right half of the columns of a tile."""
     return gl.reshape(x, [ROWS, 2, SIZE // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def _joined(first, second, ROWS: gl.constexpr, SIZE: gl.constexpr):
+def _join_columns(first, second, ROWS: gl.constexpr, SIZE: gl.constexpr):
     LAYOUT: gl.constexpr = first.type.layout
     return gl.reshape(gl.join(first, gl.convert_layout(second, LAYOUT)).permute((0, 2, 1)), [ROWS, SIZE])
 
 
 @gluon.jit
 def tanh(x):
-    """By exp2; near 0, where that cancels, by its series."""
+    """Compute tanh by exp2; near 0, where that cancels, by its Taylor series."""
     e = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
     t = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -376,12 +401,12 @@ def tanh(x):
 
 
 @gluon.jit
-def uncapped(p, lse, scale2):
-    """What a cap leaves of a score's gradient, 1 - tanh^2, from its weight: nothing is kept for it.
+def softcap_slope(p, lse, scale2):
+    """Return the derivative of the softcap, 1 - tanh^2, recovered from P: no register holds tanh until then.
 
-    A weight is 2^(scale2 * tanh - lse); where it is 0, or nearly, so is the gradient, whatever the cap leaves of it.
-    The hardware's own logarithm takes weights below 2^-126 for 0; `gl.log2` does not, and takes registers for it.
+    P = 2^(scale2 * tanh - lse), so tanh = (log2(P) + lse) / scale2. Where P is 0, or nearly so, the gradient is 0 too,
+    whatever the slope. `lg2.approx.ftz` treats P below 2^-126 as 0; `gl.log2` does not, and needs more registers.
     """
     log = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [p], dtype=gl.float32, is_pure=True, pack=1)
     t = (log + lse) * (1.0 / scale2)
-    return gl.where(p >= LEAST_NORMAL, 1.0 - t * t, 0.0)
+    return gl.where(p >= MIN_NORMAL, 1.0 - t * t, 0.0)

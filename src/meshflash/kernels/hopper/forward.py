@@ -1,10 +1,15 @@
-"""Attention forward in Gluon for Hopper: one warp copies, two or three groups of warps compute 64 queries each.
+"""Warp-specialized persistent forward in Gluon: one TMA producer warp, two or three consumer warpgroups of 64 queries.
 
-A group starts the scores of a block, then the product of the block before with its values, and works on exponentials
-while the second runs. It lets blocks go by that its own rows do not see, where a tile has a single run of them.
-Programs stay: each takes a tile of queries and a head, the heaviest first, from a counter, in sections of heads whose
-keys fit the cache. Equal tiles are dealt by turns, and those of the last round may be in parts, by keys. What was
-measured, and why it is so: docs/kernels.md.
+For each block of keys, a consumer warpgroup issues S = Q K^T of this block, then O += P V of the block before, and
+computes the softmax of S while the second wgmma runs. Where a tile has a single run, it skips blocks that its own rows
+do not see.
+
+CTAs are persistent. Each takes a tile of queries and a head, the heaviest first, from a global counter, in sections of
+heads whose K and V fit the L2 cache. Tiles of equal work go round-robin instead, and those of the tail wave may be
+split along the keys (split-KV). docs/kernels.md says what was measured, and why it is so.
+
+Barriers: `x_full` completes when TMA has filled a buffer of x, and consumers wait for it. Consumers arrive on `x_empty`
+when they no longer read the buffer, and the producer waits for it before the next load.
 """
 
 from __future__ import annotations
@@ -21,403 +26,428 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from meshflash.kernels.hopper.common import (
     INF,
-    LEAST,
     LN2,
     LOG2E,
-    MEETING,
-    along,
-    arrive,
+    MIN_ROW_MAX,
+    NAMED_BARRIER,
+    bar_arrive,
+    bar_sync,
     barriers,
     copy_block,
-    copy_keys,
-    exponentials,
-    following,
-    meet,
+    exp2_around_wait,
+    load_kv_block,
+    load_run,
+    load_tile,
+    mask_scores_by_side,
     next_block,
-    run_of,
+    next_work_id,
+    publish_work,
+    receive_work,
     store_block,
+    store_layout,
     tanh,
-    tell,
-    tile_of,
-    told,
-    visible_by_sides,
 )
 
 
 @gluon.jit
-def _work(number, tiles, heads, section, uncut, PARTS: gl.constexpr):
-    """The tile and the head of a piece of work: sections of heads one after another, in each the tiles in order.
+def _locate_tile(work_id, tiles, heads, section_heads, num_full_tiles, SPLIT_KV: gl.constexpr):
+    """Return the tile and the head of a work item.
 
-    With PARTS a section is one head. Pieces behind the `uncut` ones are parts of tiles of the last head, which the
-    table has behind all tiles.
+    Sections of `section_heads` heads come one after another; within a section all heads of a tile come before the next
+    tile. With SPLIT_KV a section is one head. Work items from `num_full_tiles` on are splits of tiles of the last head,
+    which the table holds behind all tiles.
     """
-    if PARTS:
-        head = number // tiles
-        tile = gl.where(number < uncut, number - head * tiles, number - uncut + tiles)
+    if SPLIT_KV:
+        head = work_id // tiles
+        tile = gl.where(work_id < num_full_tiles, work_id - head * tiles, work_id - num_full_tiles + tiles)
         head = gl.minimum(head, heads - 1)
     else:
-        each = section * tiles
-        nth = number // each
-        rest = number - nth * each
-        width = gl.minimum(section, heads - nth * section)
-        tile, head = rest // width, nth * section + rest % width
+        section_work = section_heads * tiles
+        section_id = work_id // section_work
+        rest_id = work_id - section_id * section_work
+        heads_here = gl.minimum(section_heads, heads - section_id * section_heads)
+        tile, head = rest_id // heads_here, section_id * section_heads + rest_id % heads_here
     return tile, head
 
 
 @gluon.jit
-def _copy(q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full,
-          o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section, uncut,
-          work, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-          GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
-          CARRY_BLOCKS: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """The warp that copies: queries of each tile, then keys and values block by block, and last what is carried."""
-    copied = 0
-    done = 0
-    number = gl.program_id(0)
-    while number < work:
-        next_number = following(COUNTER, number, work, DYNAMIC)  # asked for a tile ahead of its use
-        tile, head = _work(number, tiles, heads, section, uncut, PARTS)
-        batch, row, _, _, _, run, turns = tile_of(TILES, tile, SINGLE)
-        key_head = head // GROUP
-        begin, blocks, limit, least, most = run_of(RUNS, run)
-        for w in gl.static_range(GROUPS):
-            mbarrier.wait(q_empty.index(w), (done & 1) ^ 1)
+def _producer(q, k, v, carry, smem_q, smem_k, smem_v, smem_o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full,
+              o_empty, smem_next, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section_heads,
+              num_full_tiles, num_work, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+              D: gl.constexpr, STAGES: gl.constexpr, NUM_CONSUMER_WGS: gl.constexpr, SINGLE_RUN: gl.constexpr,
+              EXACT_BEGIN: gl.constexpr, DYNAMIC: gl.constexpr, TMA_CARRY: gl.constexpr,
+              SPLIT_KV: gl.constexpr):  # fmt: skip
+    """TMA producer warp: load Q of each tile, then K and V block by block, then the (out, lse) that is carried in."""
+    kv_loaded = 0
+    num_done = 0
+    work_id = gl.program_id(0)
+    while work_id < num_work:
+        next_id = next_work_id(COUNTER, work_id, num_work, DYNAMIC)  # one tile ahead: it hides the atomic's latency
+        tile, head = _locate_tile(work_id, tiles, heads, section_heads, num_full_tiles, SPLIT_KV)
+        batch, row, _, _, _, run, num_n_blocks = load_tile(TILES, tile, SINGLE_RUN)
+        key_head = head // GQA_RATIO
+        run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
+        for w in gl.static_range(NUM_CONSUMER_WGS):
+            mbarrier.wait(q_empty.index(w), (num_done & 1) ^ 1)
             mbarrier.expect(q_full.index(w), ROWS * D * 2)
-            copy_block(q, [batch, head, row + w * ROWS, 0], q_full.index(w), q_room.index(w))
+            copy_block(q, [batch, head, row + w * ROWS, 0], q_full.index(w), smem_q.index(w))
         left = 0
-        for turn in range(turns):
-            run, left, begin, blocks, limit, least, most, _fresh, block = next_block(
-                turn, run, left, begin, blocks, limit, least, most, RUNS, BLOCK_N, SINGLE, WHOLE
+        for n_block in range(num_n_blocks):
+            run, left, run_begin, blocks, run_end, band_lo, band_hi, _first_new, block = next_block(
+                n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN, EXACT_BEGIN
             )
-            copy_keys(
-                k, v, k_room, v_room, k_full, k_empty, v_full, v_empty, batch, key_head, block, copied,
+            load_kv_block(
+                k, v, smem_k, smem_v, k_full, k_empty, v_full, v_empty, batch, key_head, block, kv_loaded,
                 BLOCK_N, D, STAGES
             )  # fmt: skip
-            copied += 1
-        if CARRY_BLOCKS:
-            for w in gl.static_range(GROUPS):
-                mbarrier.wait(o_empty.index(w), done & 1)
+            kv_loaded += 1
+        if TMA_CARRY:  # into the output's buffer, once the consumer says that the previous results have left it
+            for w in gl.static_range(NUM_CONSUMER_WGS):
+                mbarrier.wait(o_empty.index(w), num_done & 1)
                 mbarrier.expect(o_full.index(w), ROWS * D * 4)
-                copy_block(carry, [batch, head, row + w * ROWS, 0], o_full.index(w), o_room.index(w))
+                copy_block(carry, [batch, head, row + w * ROWS, 0], o_full.index(w), smem_o.index(w))
         if DYNAMIC:
-            tell(next_room, next_full.index(0), next_empty.index(0), next_number, done)
-        done += 1
-        number = next_number
+            publish_work(smem_next, next_full.index(0), next_empty.index(0), next_id, num_done)
+        num_done += 1
+        work_id = next_id
 
 
 @gluon.jit
-def _weigh(s, top, sums, scale, full, phase, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, OF_ROWS: gl.constexpr):
-    """Weights of a block's scores, what older sums decay by, the new maximum, and the sums, still one for each lane.
+def _online_softmax(s, row_max, lane_sums, scale, full, phase, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+                    ROW_LAYOUT: gl.constexpr):  # fmt: skip
+    """One step of the online softmax: return P, the factor alpha for older sums, the new row maximum, and the row sums.
 
-    Sums begin with the older ones, so that what these decay by is there first: the product so far is scaled by it in
-    the shadow of the exponentials. Added last, ptxas would compute it last, and scale after all of them.
+    Row sums stay one for each lane; they are reduced once, after the last block. The sum of a block begins with the
+    older sums, so alpha is needed first, and O is scaled by it while the exponentials run. With the older sums added
+    last, ptxas would compute alpha last, and scale O after all exponentials.
     """
-    # over registers first, in two chains for each row: half as long as one
-    most = gl.max(gl.max(gl.reshape(s, [ROWS, BLOCK_N // 8, 8]), 1), 1)
-    most = gl.convert_layout(most, OF_ROWS) * scale
-    new_top = gl.maximum(top, most)
-    decay = gl.exp2(top - new_top)
-    p = exponentials(s * scale - new_top[:, None], full, phase, ROWS, BLOCK_N)
-    wide = gl.reshape(p, [ROWS, BLOCK_N // 8, 8])
-    layout: gl.constexpr = wide.type.layout
-    first = gl.arange(0, BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))) == 0
-    older = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None]
-    sums = gl.sum(gl.where(first[None, :][:, :, None], wide + older[:, None, :], wide), 1)
-    return p, decay, new_top, sums
+    # reduce over registers first: two chains for each row, half as long as one
+    block_max = gl.max(gl.max(gl.reshape(s, [ROWS, BLOCK_N // 8, 8]), 1), 1)
+    block_max = gl.convert_layout(block_max, ROW_LAYOUT) * scale
+    new_max = gl.maximum(row_max, block_max)
+    alpha = gl.exp2(row_max - new_max)
+    p = exp2_around_wait(s * scale - new_max[:, None], full, phase, ROWS, BLOCK_N)
+    p_by_lane = gl.reshape(p, [ROWS, BLOCK_N // 8, 8])
+    layout: gl.constexpr = p_by_lane.type.layout
+    is_first_column = gl.arange(0, BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))) == 0
+    older_sums = lane_sums * gl.convert_layout(alpha, gl.SliceLayout(1, lane_sums.type.layout))[:, None]
+    p_by_lane = gl.where(is_first_column[None, :][:, :, None], p_by_lane + older_sums[:, None, :], p_by_lane)
+    lane_sums = gl.sum(p_by_lane, 1)
+    return p, alpha, new_max, lane_sums
 
 
 @gluon.jit
-def _useful(rows, lowest, highest, begin, turns, least, most, WHICH: gl.constexpr, ROWS: gl.constexpr,
-            BLOCK_N: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr):  # fmt: skip
-    """Turns of a single run: (those before a group's rows see anything, those in which they may, those after).
+def _visible_blocks(rows, min_pos, max_pos, run_begin, num_n_blocks, band_lo, band_hi, WG_ID: gl.constexpr,
+                    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr):  # fmt: skip
+    """Split the blocks of a single run for one warpgroup: (skipped before, visible to its rows, skipped after).
 
-    One turn is theirs at least, for rows that see nothing are written too; of a group without rows it is the last one.
+    At least one block counts as visible, because rows that see nothing are written too. A warpgroup without rows takes
+    the last block.
     """
     before = 0
     after = 0
-    if UPPER:  # blocks come last one first
-        before = gl.maximum(turns - 1 - (gl.maximum(highest + most, begin) - begin) // BLOCK_N, 0)
-    if WHICH > 0:
-        before = gl.where(rows > WHICH * ROWS, before, turns - 1)
-    if LOWER and WHICH * ROWS >= BLOCK_N:  # a run begins where the tile's first row sees something
-        after = gl.minimum((gl.maximum(lowest + least, begin) - begin) // BLOCK_N, turns - 1 - before)
-    return before, turns - before - after, after
+    if UPPER:  # blocks are walked from the last to the first
+        before = gl.maximum(num_n_blocks - 1 - (gl.maximum(max_pos + band_hi, run_begin) - run_begin) // BLOCK_N, 0)
+    if WG_ID > 0:
+        before = gl.where(rows > WG_ID * ROWS, before, num_n_blocks - 1)
+    if LOWER and WG_ID * ROWS >= BLOCK_N:  # for others nothing: a run begins where its first row sees
+        after = gl.minimum((gl.maximum(min_pos + band_lo, run_begin) - run_begin) // BLOCK_N, num_n_blocks - 1 - before)
+    return before, num_n_blocks - before - after, after
 
 
 @gluon.jit
-def _pass_by(turns, used, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, WHICH: gl.constexpr,
-             GROUPS: gl.constexpr, BY_TURNS: gl.constexpr):  # fmt: skip
-    """Let so many blocks go by; each is waited for, else a group could arrive twice where others have not yet."""
-    for _ in range(turns):
-        stage = used % STAGES
-        phase = (used // STAGES) & 1
+def _skip_blocks(num_n_blocks, kv_count, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, WG_ID: gl.constexpr,
+                 NUM_CONSUMER_WGS: gl.constexpr, PINGPONG: gl.constexpr):  # fmt: skip
+    """Release blocks that this warpgroup does not read, and return the new count of consumed blocks.
+
+    It waits for each block first. Without the wait it could arrive twice on an `empty` mbarrier in one phase, in place
+    of a warpgroup that still reads the buffer. Under PINGPONG it passes its turn on, too.
+    """
+    for _ in range(num_n_blocks):
+        stage = kv_count % STAGES
+        phase = (kv_count // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
-        if BY_TURNS:
-            meet(MEETING + WHICH)
-            arrive(MEETING + (WHICH + 1) % GROUPS)
+        if PINGPONG:
+            bar_sync(NAMED_BARRIER + WG_ID)
+            bar_arrive(NAMED_BARRIER + (WG_ID + 1) % NUM_CONSUMER_WGS)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
-        used += 1
-    return used
+        kv_count += 1
+    return kv_count
 
 
 @gluon.jit
-def _compute(o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full, q_empty,
-             k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty, TILES, RUNS, tiles,
-             heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h,
-             cl_t, WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-             D: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr,
-             DYNAMIC: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr, ONCE: gl.constexpr, SOFTCAP: gl.constexpr,
-             HAS_CARRY: gl.constexpr, HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr,
-             BY_TURNS: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """A group of warps that computes: 64 rows of each tile."""
-    DTYPE: gl.constexpr = q_room.dtype
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    q = q_room.index(WHICH).reshape([ROWS, D])
-    m = WHICH * ROWS + gl.arange(0, ROWS, layout=OF_ROWS)
-    used = 0
-    done = 0
-    number = gl.program_id(0)
-    if BY_TURNS and WHICH == GROUPS - 1:
-        arrive(MEETING)  # the first turn is the first group's
-    while number < work:
-        tile, head = _work(number, tiles, heads, section, uncut, PARTS)
-        batch, row, rows, first, step, run, turns = tile_of(TILES, tile, SINGLE)
-        begin, blocks, limit, least, most = run_of(RUNS, run)
-        lowest = first + step * (WHICH * ROWS)
-        highest = first + step * (gl.minimum(rows, (WHICH + 1) * ROWS) - 1)
-        if SINGLE:
-            skipped, turns, after = _useful(
-                rows, lowest, highest, begin, turns, least, most, WHICH, ROWS, BLOCK_N, LOWER, UPPER
+def _consumer(o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, smem_o, smem_q, smem_k, smem_v, q_full,
+              q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, smem_next, next_full, next_empty, TILES, RUNS,
+              tiles, heads, section_heads, num_full_tiles, num_work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
+              l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, WG_ID: gl.constexpr, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr,
+              BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NUM_CONSUMER_WGS: gl.constexpr,
+              SINGLE_RUN: gl.constexpr, EXACT_BEGIN: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
+              UPPER: gl.constexpr, MASK_FIRST_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
+              HAS_SINKS: gl.constexpr, TMA_STORE: gl.constexpr, TMA_CARRY: gl.constexpr, PINGPONG: gl.constexpr,
+              SPLIT_KV: gl.constexpr):  # fmt: skip
+    """Consumer warpgroup WG_ID: 64 rows of each tile.
+
+    Under PINGPONG, warpgroups issue the wgmmas of a block one after another: each waits at its named barrier, issues,
+    and then releases the barrier of the next one. So one computes exponentials while another uses the tensor cores.
+    """
+    DTYPE: gl.constexpr = smem_q.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    q = smem_q.index(WG_ID).reshape([ROWS, D])
+    m = WG_ID * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+    kv_count = 0
+    num_done = 0
+    work_id = gl.program_id(0)
+    if PINGPONG and WG_ID == NUM_CONSUMER_WGS - 1:
+        bar_arrive(NAMED_BARRIER)  # warpgroup 0 goes first: nobody else releases its barrier the first time
+    while work_id < num_work:
+        tile, head = _locate_tile(work_id, tiles, heads, section_heads, num_full_tiles, SPLIT_KV)
+        batch, row, rows, first_pos, pos_step, run, num_n_blocks = load_tile(TILES, tile, SINGLE_RUN)
+        run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
+        min_pos = first_pos + pos_step * (WG_ID * ROWS)
+        max_pos = first_pos + pos_step * (gl.minimum(rows, (WG_ID + 1) * ROWS) - 1)
+        if SINGLE_RUN:
+            skipped, num_n_blocks, after = _visible_blocks(
+                rows, min_pos, max_pos, run_begin, num_n_blocks, band_lo, band_hi, WG_ID, ROWS, BLOCK_N, LOWER, UPPER
             )
-            used = _pass_by(skipped, used, k_full, k_empty, v_full, v_empty, STAGES, WHICH, GROUPS, BY_TURNS)
+            kv_count = _skip_blocks(
+                skipped, kv_count, k_full, k_empty, v_full, v_empty, STAGES, WG_ID, NUM_CONSUMER_WGS, PINGPONG
+            )
             blocks -= skipped
-        positions = first + step * m
-        top = gl.full([ROWS], LEAST, gl.float32, OF_ROWS)
-        sums = gl.sum(gl.reshape(zero, [ROWS, BLOCK_N // 8, 8]), 1)
-        acc = gl.zeros([ROWS, D], gl.float32, O)
+        positions = first_pos + pos_step * m
+        row_max = gl.full([ROWS], MIN_ROW_MAX, gl.float32, ROW_LAYOUT)
+        lane_sums = gl.sum(gl.reshape(zero, [ROWS, BLOCK_N // 8, 8]), 1)
+        acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         left = 0
-        # the first block
-        run, left, begin, blocks, limit, least, most, fresh, block = next_block(
-            0, run, left, begin, blocks, limit, least, most, RUNS, BLOCK_N, SINGLE, WHOLE
+        # first block, the prologue of the pipeline: S and softmax, but no P V of a block before
+        run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
+            0, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN, EXACT_BEGIN
         )
-        mbarrier.wait(q_full.index(WHICH), done & 1)
-        stage = used % STAGES
-        mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
-        if BY_TURNS:
-            meet(MEETING + WHICH)
+        mbarrier.wait(q_full.index(WG_ID), num_done & 1)
+        stage = kv_count % STAGES
+        mbarrier.wait(k_full.index(stage), (kv_count // STAGES) & 1)
+        if PINGPONG:
+            bar_sync(NAMED_BARRIER + WG_ID)
         s = warpgroup_mma(
-            q, k_room.index(stage).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+            q, smem_k.index(stage).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        if BY_TURNS:
-            arrive(MEETING + (WHICH + 1) % GROUPS)
+        if PINGPONG:
+            bar_arrive(NAMED_BARRIER + (WG_ID + 1) % NUM_CONSUMER_WGS)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         if SOFTCAP:
             s = tanh(s * inner_scale)
         if LOWER or UPPER:
-            s = visible_by_sides(
-                s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
-            )
-        p, _decay, top, sums = _weigh(
-            s, top, sums, scale, v_full.index(stage), (used // STAGES) & 1, ROWS, BLOCK_N, OF_ROWS
+            s = mask_scores_by_side(
+                s, positions, min_pos, max_pos, first_new, block, band_lo, band_hi, ROWS, BLOCK_N, LOWER, UPPER,
+                EXACT_BEGIN, S_LAYOUT
+            )  # fmt: skip
+        p, _alpha, row_max, lane_sums = _online_softmax(
+            s, row_max, lane_sums, scale, v_full.index(stage), (kv_count // STAGES) & 1, ROWS, BLOCK_N, ROW_LAYOUT
         )
-        weights = gl.convert_layout(p.to(DTYPE), P)
-        used += 1
-        if CARRY_BLOCKS:
-            tma.store_wait(pendings=0)  # the results of the tile before were read; there is room for what is carried
-            mbarrier.arrive(o_empty.index(WHICH), count=1)
-        # one loop, with the mask in a branch: two loops would carry the packed weights in other registers
-        for turn in range(1, turns):
-            run, left, begin, blocks, limit, least, most, fresh, block = next_block(
-                turn, run, left, begin, blocks, limit, least, most, RUNS, BLOCK_N, SINGLE, WHOLE
+        p_frag = gl.convert_layout(p.to(DTYPE), P_LAYOUT)
+        kv_count += 1
+        if TMA_CARRY:
+            tma.store_wait(pendings=0)  # TMA has read the previous tile's results: the buffer may take the carry
+            mbarrier.arrive(o_empty.index(WG_ID), count=1)
+        # main loop, one for masked and unmasked blocks: two loops would hold P in different registers, and move it
+        for n_block in range(1, num_n_blocks):
+            run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
+                n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN, EXACT_BEGIN
             )
-            stage = used % STAGES
-            before = (used - 1) % STAGES
-            mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
-            if BY_TURNS:
-                meet(MEETING + WHICH)
+            stage = kv_count % STAGES
+            before = (kv_count - 1) % STAGES
+            mbarrier.wait(k_full.index(stage), (kv_count // STAGES) & 1)
+            if PINGPONG:
+                bar_sync(NAMED_BARRIER + WG_ID)
             s = warpgroup_mma(
-                q, k_room.index(stage).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
+                q, smem_k.index(stage).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True
             )
-            moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
-            if BY_TURNS:
-                arrive(MEETING + (WHICH + 1) % GROUPS)
+            # P V of the block before queues behind S, and runs while this warpgroup computes the softmax of S
+            acc_async = warpgroup_mma(p_frag, smem_v.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
+            if PINGPONG:
+                bar_arrive(NAMED_BARRIER + (WG_ID + 1) % NUM_CONSUMER_WGS)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             mbarrier.arrive(k_empty.index(stage), count=1)
             if SOFTCAP:
                 s = tanh(s * inner_scale)
-            if (LOWER or UPPER) and not ONCE:
-                s = visible_by_sides(
-                    s, positions, lowest, highest, fresh, block, least, most, ROWS, BLOCK_N, LOWER, UPPER, WHOLE, S
-                )
-            p, decay, top, sums = _weigh(
-                s, top, sums, scale, v_full.index(stage), (used // STAGES) & 1, ROWS, BLOCK_N, OF_ROWS
+            if (LOWER or UPPER) and not MASK_FIRST_ONLY:
+                s = mask_scores_by_side(
+                    s, positions, min_pos, max_pos, first_new, block, band_lo, band_hi, ROWS, BLOCK_N, LOWER, UPPER,
+                    EXACT_BEGIN, S_LAYOUT
+                )  # fmt: skip
+            p, alpha, row_max, lane_sums = _online_softmax(
+                s, row_max, lane_sums, scale, v_full.index(stage), (kv_count // STAGES) & 1, ROWS, BLOCK_N, ROW_LAYOUT
             )
-            # the weights that the product reads from registers must live until it is done
-            acc, weights, p = warpgroup_mma_wait(num_outstanding=0, deps=(moving, weights, p))
+            # wgmma reads P from registers: they must stay live until it completes, hence p_frag among the deps
+            acc, p_frag, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc_async, p_frag, p))
             mbarrier.arrive(v_empty.index(before), count=1)
-            weights = gl.convert_layout(p.to(DTYPE), P)
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
-            used += 1
-        mbarrier.arrive(q_empty.index(WHICH), count=1)  # the next queries come under what follows
+            p_frag = gl.convert_layout(p.to(DTYPE), P_LAYOUT)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            kv_count += 1
+        mbarrier.arrive(q_empty.index(WG_ID), count=1)  # no more S of this tile: the next Q may load
         b = batch.to(gl.int64)
         h = head.to(gl.int64)
-        stored = rows
-        if PARTS:  # theirs go elsewhere, and are joined with what is carried: it is copied here too, but weighs 0
-            stored = gl.where(number < uncut, rows, 0)
-        there = m < stored
-        if HAS_CARRY:  # on its way under the last product
-            old_lse = gl.load(CARRY_LSE + b * cl_b + h * cl_h + (row + m).to(gl.int64) * cl_t, mask=there, other=-INF)
-        before = (used - 1) % STAGES
-        moving = warpgroup_mma(weights, v_room.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(moving,))  # at once: nothing can take the weights' registers
+        stored_rows = rows
+        if SPLIT_KV:  # splits store partial results elsewhere; `combine` adds the carry, so its weight is 0 here
+            stored_rows = gl.where(work_id < num_full_tiles, rows, 0)
+        in_range = m < stored_rows
+        if HAS_CARRY:  # this load overlaps with the last P V
+            lse_at = CARRY_LSE + b * cl_b + h * cl_h + (row + m).to(gl.int64) * cl_t
+            old_lse = gl.load(lse_at, mask=in_range, other=-INF)
+        before = (kv_count - 1) % STAGES
+        acc_async = warpgroup_mma(p_frag, smem_v.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_async,))  # at once: P's registers stay
         mbarrier.arrive(v_empty.index(before), count=1)
-        if SINGLE:
-            used = _pass_by(after, used, k_full, k_empty, v_full, v_empty, STAGES, WHICH, GROUPS, BY_TURNS)
-        # what was carried, the sink, and the division
-        total = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
-        LEFT: gl.constexpr = O if BY_BLOCKS else along(D)
+        if SINGLE_RUN:
+            kv_count = _skip_blocks(
+                after, kv_count, k_full, k_empty, v_full, v_empty, STAGES, WG_ID, NUM_CONSUMER_WGS, PINGPONG
+            )
+        # epilogue: reduce the row sums over lanes, merge the carry and the sink, and normalize
+        row_sum = gl.convert_layout(gl.sum(lane_sums, 1), ROW_LAYOUT)
+        OUT_LAYOUT: gl.constexpr = O_LAYOUT if TMA_STORE else store_layout(D)
         if HAS_CARRY:
-            acc = gl.convert_layout(acc, LEFT)
-        OF_ROWS_LEFT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        rows_o = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LEFT))
-        columns = gl.arange(0, D, layout=gl.SliceLayout(0, LEFT))
-        there_o = (rows_o < stored)[:, None]
+            acc = gl.convert_layout(acc, OUT_LAYOUT)
+        OUT_ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        rows_o = WG_ID * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT_LAYOUT))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, OUT_LAYOUT))
+        in_range_o = (rows_o < stored_rows)[:, None]
         if HAS_CARRY:
-            old_top = old_lse * LOG2E
-            reference = gl.maximum(top, old_top)
-            decay = gl.exp2(top - reference)
-            weight = gl.exp2(old_top - reference)
-            if CARRY_BLOCKS:
-                mbarrier.wait(o_full.index(WHICH), done & 1)
-                old = o_room.index(WHICH).reshape([ROWS, D]).load(O)
+            old_max = old_lse * LOG2E
+            new_max = gl.maximum(row_max, old_max)
+            alpha = gl.exp2(row_max - new_max)
+            weight = gl.exp2(old_max - new_max)
+            if TMA_CARRY:
+                mbarrier.wait(o_full.index(WG_ID), num_done & 1)
+                old = smem_o.index(WG_ID).reshape([ROWS, D]).load(O_LAYOUT)
             else:
                 at = (row + rows_o).to(gl.int64)[:, None] * c_t + columns[None, :]
-                old = gl.load(CARRY + b * c_b + h * c_h + at, mask=there_o, other=0.0)
-            acc = acc * gl.convert_layout(decay, OF_ROWS_LEFT)[:, None]
-            acc += old * gl.convert_layout(weight, OF_ROWS_LEFT)[:, None]
-            total = total * decay + weight
-            top = reference
+                old = gl.load(CARRY + b * c_b + h * c_h + at, mask=in_range_o, other=0.0)
+            acc = acc * gl.convert_layout(alpha, OUT_ROW_LAYOUT)[:, None]
+            acc += old * gl.convert_layout(weight, OUT_ROW_LAYOUT)[:, None]
+            row_sum = row_sum * alpha + weight
+            row_max = new_max
         if HAS_SINKS:
             sink = gl.load(SINKS + head).to(gl.float32) * LOG2E
-            reference = gl.maximum(top, sink)
-            decay = gl.exp2(top - reference)
-            acc = acc * gl.convert_layout(decay, OF_ROWS_LEFT)[:, None]
-            total = total * decay + gl.exp2(sink - reference)
-            top = reference
-        empty = total == 0.0
-        total = gl.where(empty, 1.0, total)
-        lse = gl.where(empty, -INF, (top + gl.log2(total)) * LN2)
-        acc = acc * gl.convert_layout(gl.where(empty, 0.0, 1.0 / total), OF_ROWS_LEFT)[:, None]
-        if PARTS:
-            if number >= uncut:
-                base = (number - uncut) * (GROUPS * ROWS)
-                gl.store(PART + (base + rows_o)[:, None] * D + columns[None, :], gl.convert_layout(acc, LEFT))
-                gl.store(PART_LSE + base + m, lse)
-        if BY_BLOCKS:
-            if stored > WHICH * ROWS:
-                if not CARRY_BLOCKS:
-                    tma.store_wait(pendings=0)  # those of the tile before were read; all threads are told
-                o_room.index(WHICH).reshape([ROWS, D]).store(acc.to(o.dtype))
+            new_max = gl.maximum(row_max, sink)
+            alpha = gl.exp2(row_max - new_max)
+            acc = acc * gl.convert_layout(alpha, OUT_ROW_LAYOUT)[:, None]
+            row_sum = row_sum * alpha + gl.exp2(sink - new_max)
+            row_max = new_max
+        empty = row_sum == 0.0
+        row_sum = gl.where(empty, 1.0, row_sum)
+        lse = gl.where(empty, -INF, (row_max + gl.log2(row_sum)) * LN2)
+        acc = acc * gl.convert_layout(gl.where(empty, 0.0, 1.0 / row_sum), OUT_ROW_LAYOUT)[:, None]
+        if SPLIT_KV:
+            if work_id >= num_full_tiles:
+                base = (work_id - num_full_tiles) * (NUM_CONSUMER_WGS * ROWS)
+                partial_at = PARTIAL_OUT + (base + rows_o)[:, None] * D + columns[None, :]
+                gl.store(partial_at, gl.convert_layout(acc, OUT_LAYOUT))
+                gl.store(PARTIAL_LSE + base + m, lse)
+        if TMA_STORE:
+            if stored_rows > WG_ID * ROWS:
+                if not TMA_CARRY:
+                    tma.store_wait(pendings=0)  # TMA has read the previous tile's results; also syncs the threads
+                smem_o.index(WG_ID).reshape([ROWS, D]).store(acc.to(o.dtype))
                 fence_async_shared()
-                store_block(o, [batch, head, row + WHICH * ROWS, 0], o_room.index(WHICH))
+                store_block(o, [batch, head, row + WG_ID * ROWS, 0], smem_o.index(WG_ID))
         else:
             at = (row + rows_o).to(gl.int64)[:, None] * o_t + columns[None, :]
-            left = gl.convert_layout(acc.to(OUT.dtype.element_ty), LEFT)
-            gl.store(OUT + b * o_b + h * o_h + at, left, mask=there_o)
-        gl.store(LSE + b * l_b + h * l_h + (row + m).to(gl.int64) * l_t, lse, mask=there)
+            result = gl.convert_layout(acc.to(OUT.dtype.element_ty), OUT_LAYOUT)
+            gl.store(OUT + b * o_b + h * o_h + at, result, mask=in_range_o)
+        gl.store(LSE + b * l_b + h * l_h + (row + m).to(gl.int64) * l_t, lse, mask=in_range)
         if DYNAMIC:
-            number = told(next_room, next_full.index(0), next_empty.index(0), done)
+            work_id = receive_work(smem_next, next_full.index(0), next_empty.index(0), num_done)
         else:
-            number = number + gl.num_programs(0)
-        done += 1
-    if BY_BLOCKS:
+            work_id = work_id + gl.num_programs(0)
+        num_done += 1
+    if TMA_STORE:
         tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "section", "uncut", "work"])
-def forward(q, k, v, o, carry, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles, heads,
-            section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t,
-            GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-            GROUPS: gl.constexpr, SINGLE: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr,
-            UPPER: gl.constexpr, ONCE: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
-            HAS_SINKS: gl.constexpr, BY_BLOCKS: gl.constexpr, CARRY_BLOCKS: gl.constexpr, BY_TURNS: gl.constexpr,
-            PARTS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr):  # fmt: skip
-    """(out, lse) of all tiles and heads.
+@gluon.jit(do_not_specialize=["tiles", "heads", "section_heads", "num_full_tiles", "num_work"])
+def forward(q, k, v, o, carry, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, COUNTER, TILES, RUNS, tiles,
+            heads, section_heads, num_full_tiles, num_work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b,
+            c_t, c_h, cl_b, cl_h, cl_t, GQA_RATIO: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+            D: gl.constexpr, STAGES: gl.constexpr, NUM_CONSUMER_WGS: gl.constexpr, SINGLE_RUN: gl.constexpr,
+            EXACT_BEGIN: gl.constexpr, DYNAMIC: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr,
+            MASK_FIRST_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, HAS_CARRY: gl.constexpr,
+            HAS_SINKS: gl.constexpr, TMA_STORE: gl.constexpr, TMA_CARRY: gl.constexpr, PINGPONG: gl.constexpr,
+            SPLIT_KV: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):  # fmt: skip
+    """Compute (out, lse) of all tiles and heads.
 
-    `scale` is of scores in base 2; with SOFTCAP that of the cap, and `inner_scale` the one inside of it. BY_BLOCKS,
-    each group has 64 rows of a tile or none, and results are stored by the descriptor `o`. With CARRY_BLOCKS what is
-    carried, as wide as the results, comes by the descriptor `carry`, to where they leave from. BY_TURNS, groups start
-    the products of a block one after another. ONCE, a band cuts the first block of a group's rows at most. With PARTS,
-    pieces of work behind the `uncut` ones store results of their own, (PART, PART_LSE), a tile's rows for each.
+    `scale` turns q.k into base-2 scores; with SOFTCAP it is that of the capped scores, and `inner_scale` the one inside
+    of tanh. With TMA_STORE, each warpgroup has 64 rows of a tile or none, and TMA stores results by the descriptor `o`.
+    With TMA_CARRY, TMA also loads the carry, by the descriptor `carry`, into the buffer that results leave from.
+    MASK_FIRST_ONLY: a band crosses at most the first block of a warpgroup's rows, so the main loop has no mask. With
+    SPLIT_KV, work items from `num_full_tiles` on store partial results of their own, (PARTIAL_OUT, PARTIAL_LSE).
     """
-    plain: gl.constexpr = SINGLE and WHOLE and not (DYNAMIC or LOWER or UPPER or HAS_SINKS)
-    gl.static_assert(plain or not PARTS, "tiles in parts are alike, see all of their keys, and have no sinks")
+    plain: gl.constexpr = SINGLE_RUN and EXACT_BEGIN and not (DYNAMIC or LOWER or UPPER or HAS_SINKS)
+    gl.static_assert(plain or not SPLIT_KV, "split tiles have equal work, no mask and no sinks")
     DTYPE: gl.constexpr = q.dtype
-    FIRST: gl.constexpr = 0  # literals in a tuple of arguments lose that they are constants
-    SECOND: gl.constexpr = 1
-    THIRD: gl.constexpr = 2
-    q_room = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 1, ROWS, D], q.layout)
-    k_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], k.layout)
-    v_room = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], v.layout)
-    o_room = q_room  # where it is not used
-    if BY_BLOCKS:
-        o_room = gl.allocate_shared_memory(o.dtype, [GROUPS, 1, 1, ROWS, D], o.layout)
-    next_room = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, q_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
-    k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
-    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
-    o_full, o_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
-    next_full, next_empty = barriers(1, 1), barriers(1, GROUPS)
+    WG0: gl.constexpr = 0  # a literal in an argument tuple would not be a constexpr
+    WG1: gl.constexpr = 1
+    WG2: gl.constexpr = 2
+    smem_q = gl.allocate_shared_memory(DTYPE, [NUM_CONSUMER_WGS, 1, 1, ROWS, D], q.layout)
+    smem_k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], k.layout)
+    smem_v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, D], v.layout)
+    smem_o = smem_q  # a placeholder: without TMA_STORE nothing uses it
+    if TMA_STORE:
+        smem_o = gl.allocate_shared_memory(o.dtype, [NUM_CONSUMER_WGS, 1, 1, ROWS, D], o.layout)
+    smem_next = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full, q_empty = barriers(NUM_CONSUMER_WGS, 1), barriers(NUM_CONSUMER_WGS, 1)
+    k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, NUM_CONSUMER_WGS)
+    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, NUM_CONSUMER_WGS)
+    o_full, o_empty = barriers(NUM_CONSUMER_WGS, 1), barriers(NUM_CONSUMER_WGS, 1)
+    next_full, next_empty = barriers(1, 1), barriers(1, NUM_CONSUMER_WGS)
     fence_async_shared()
-    # constants that go by a name for a tuple would lose that they are constants
-    if GROUPS == 2:
+    # argument lists stay spelled out: constexprs in a tuple that has a name would become runtime values
+    if NUM_CONSUMER_WGS == 2:
         gl.warp_specialize([
-            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
-                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
-                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
-                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
-                        BY_TURNS, PARTS)),
-            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
-                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
-                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
-                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
-                        BY_TURNS, PARTS)),
-            (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
-                     uncut, work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS,
-                     PARTS)),
-        ], [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
+            (_consumer, (o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, smem_o, smem_q, smem_k, smem_v,
+                         q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, smem_next, next_full,
+                         next_empty, TILES, RUNS, tiles, heads, section_heads, num_full_tiles, num_work, scale,
+                         inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, WG0, GQA_RATIO,
+                         ROWS, BLOCK_N, D, STAGES, NUM_CONSUMER_WGS, SINGLE_RUN, EXACT_BEGIN, DYNAMIC, LOWER, UPPER,
+                         MASK_FIRST_ONLY, SOFTCAP, HAS_CARRY, HAS_SINKS, TMA_STORE, TMA_CARRY, PINGPONG, SPLIT_KV)),
+            (_consumer, (o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, smem_o, smem_q, smem_k, smem_v,
+                         q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, smem_next, next_full,
+                         next_empty, TILES, RUNS, tiles, heads, section_heads, num_full_tiles, num_work, scale,
+                         inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, WG1, GQA_RATIO,
+                         ROWS, BLOCK_N, D, STAGES, NUM_CONSUMER_WGS, SINGLE_RUN, EXACT_BEGIN, DYNAMIC, LOWER, UPPER,
+                         MASK_FIRST_ONLY, SOFTCAP, HAS_CARRY, HAS_SINKS, TMA_STORE, TMA_CARRY, PINGPONG, SPLIT_KV)),
+            (_producer, (q, k, v, carry, smem_q, smem_k, smem_v, smem_o, q_full, q_empty, k_full, k_empty, v_full,
+                         v_empty, o_full, o_empty, smem_next, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads,
+                         section_heads, num_full_tiles, num_work, GQA_RATIO, ROWS, BLOCK_N, D, STAGES, NUM_CONSUMER_WGS,
+                         SINGLE_RUN, EXACT_BEGIN, DYNAMIC, TMA_CARRY, SPLIT_KV)),
+        ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
-                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
-                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, FIRST, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
-                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
-                        BY_TURNS, PARTS)),
-            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
-                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
-                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, SECOND, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
-                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
-                        BY_TURNS, PARTS)),
-            (_compute, (o, OUT, LSE, PART, PART_LSE, CARRY, CARRY_LSE, SINKS, o_room, q_room, k_room, v_room, q_full,
-                        q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, next_room, next_full, next_empty,
-                        TILES, RUNS, tiles, heads, section, uncut, work, scale, inner_scale, o_b, o_t, o_h, l_b, l_h,
-                        l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, THIRD, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE,
-                        WHOLE, DYNAMIC, LOWER, UPPER, ONCE, SOFTCAP, HAS_CARRY, HAS_SINKS, BY_BLOCKS, CARRY_BLOCKS,
-                        BY_TURNS, PARTS)),
-            (_copy, (q, k, v, carry, q_room, k_room, v_room, o_room, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     o_full, o_empty, next_room, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads, section,
-                     uncut, work, GROUP, ROWS, BLOCK_N, D, STAGES, GROUPS, SINGLE, WHOLE, DYNAMIC, CARRY_BLOCKS,
-                     PARTS)),
-        ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, COPY_REGISTERS])  # fmt: skip
+            (_consumer, (o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, smem_o, smem_q, smem_k, smem_v,
+                         q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, smem_next, next_full,
+                         next_empty, TILES, RUNS, tiles, heads, section_heads, num_full_tiles, num_work, scale,
+                         inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, WG0, GQA_RATIO,
+                         ROWS, BLOCK_N, D, STAGES, NUM_CONSUMER_WGS, SINGLE_RUN, EXACT_BEGIN, DYNAMIC, LOWER, UPPER,
+                         MASK_FIRST_ONLY, SOFTCAP, HAS_CARRY, HAS_SINKS, TMA_STORE, TMA_CARRY, PINGPONG, SPLIT_KV)),
+            (_consumer, (o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, smem_o, smem_q, smem_k, smem_v,
+                         q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, smem_next, next_full,
+                         next_empty, TILES, RUNS, tiles, heads, section_heads, num_full_tiles, num_work, scale,
+                         inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, WG1, GQA_RATIO,
+                         ROWS, BLOCK_N, D, STAGES, NUM_CONSUMER_WGS, SINGLE_RUN, EXACT_BEGIN, DYNAMIC, LOWER, UPPER,
+                         MASK_FIRST_ONLY, SOFTCAP, HAS_CARRY, HAS_SINKS, TMA_STORE, TMA_CARRY, PINGPONG, SPLIT_KV)),
+            (_consumer, (o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, smem_o, smem_q, smem_k, smem_v,
+                         q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, o_empty, smem_next, next_full,
+                         next_empty, TILES, RUNS, tiles, heads, section_heads, num_full_tiles, num_work, scale,
+                         inner_scale, o_b, o_t, o_h, l_b, l_h, l_t, c_b, c_t, c_h, cl_b, cl_h, cl_t, WG2, GQA_RATIO,
+                         ROWS, BLOCK_N, D, STAGES, NUM_CONSUMER_WGS, SINGLE_RUN, EXACT_BEGIN, DYNAMIC, LOWER, UPPER,
+                         MASK_FIRST_ONLY, SOFTCAP, HAS_CARRY, HAS_SINKS, TMA_STORE, TMA_CARRY, PINGPONG, SPLIT_KV)),
+            (_producer, (q, k, v, carry, smem_q, smem_k, smem_v, smem_o, q_full, q_empty, k_full, k_empty, v_full,
+                         v_empty, o_full, o_empty, smem_next, next_full, next_empty, COUNTER, TILES, RUNS, tiles, heads,
+                         section_heads, num_full_tiles, num_work, GQA_RATIO, ROWS, BLOCK_N, D, STAGES, NUM_CONSUMER_WGS,
+                         SINGLE_RUN, EXACT_BEGIN, DYNAMIC, TMA_CARRY, SPLIT_KV)),
+        ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

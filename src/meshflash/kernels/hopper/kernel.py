@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshflash.kernels.contract import Grads, Inputs, KernelRequest, Outputs, Rows, new_outputs
 from meshflash.kernels.hopper import launch as hopper_launch
-from meshflash.kernels.triton.block_tables import Blocks, blocks, runs
+from meshflash.kernels.triton.block_tables import TileTable, make_run_tables, make_tile_table
 from meshflash.kernels.triton.kernel import Triton, dq_sums
 from meshflash.kernels.triton.launch import (
     config_of,
@@ -19,7 +19,7 @@ from meshflash.kernels.triton.launch import (
 )
 
 #: A configuration of a Gluon kernel, which says how many rows its tiles and blocks have.
-Sizes = hopper_launch.Forward | hopper_launch.Backward | hopper_launch.Queries
+Sizes = hopper_launch.ForwardConfig | hopper_launch.BackwardConfig | hopper_launch.BackwardDqConfig
 
 
 class Hopper(Triton):
@@ -51,43 +51,43 @@ class Hopper(Triton):
         config = hopper_launch.backward_config(x, self.deterministic, grads, q, k, v, dout)
         atomic = not self.deterministic
         dq = grads.dq_BTHD
-        served, rest = _split_tiles(x, "by_keys", config)
+        served, rest = _split_tiles(x, "bwd_dkdv", config)
         sums = None
         if config and served:
             if atomic:
-                tiled = served.even and not len(rest) and not grads.add_dq
-                sums = hopper_launch.Sums(q, grads, tiled, config.block_m)
-                dq = sums.room
+                tiled = served.on_grid and not len(rest) and not grads.add_dq
+                sums = hopper_launch.DqSums(q, grads, tiled, config.block_m)
+                dq = sums.rows
             hopper_launch.backward(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT, grads, sums, config, served)
         elif atomic:
             dq = dq_sums(q, grads)
         launch_bwd_dkdv(*given, dq, atomic, rest)
         if sums:
-            sums.finish(x.features.scale)
+            sums.finalize(x.features.scale)
             return grads
         if atomic:
             if dq is not grads.dq_BTHD:
                 grads.dq_BTHD.copy_(dq)
             return grads
-        second = hopper_launch.QUERIES[q.shape[-1]] if config else None
-        served, rest = _split_tiles(x, "by_queries", second)
+        second = hopper_launch.BACKWARD_DQ[q.shape[-1]] if config else None
+        served, rest = _split_tiles(x, "bwd_dq", second)
         if second and served:
-            hopper_launch.queries(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT, grads, second, served)
+            hopper_launch.backward_dq(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT, grads, second, served)
         launch_bwd_dq(*given, rest)
         return grads
 
 
-def _split_tiles(x: Inputs, direction: str, gluon: Sizes | None) -> tuple[Blocks | None, Blocks]:
+def _split_tiles(x: Inputs, direction: str, gluon: Sizes | None) -> tuple[TileTable | None, TileTable]:
     """The tiles that a Gluon kernel of these sizes serves, None where it serves none, and the remaining ones.
 
     Without sizes all tiles remain: the portable kernel serves them.
     """
     batch, device = x.q_BTHD.shape[0], x.q_BTHD.device
-    by_key = direction == "by_keys"
+    by_key = direction == "bwd_dkdv"
     portable = config_of(direction, x)
     size = portable.block_n if by_key else portable.block_m
     if gluon is None:
-        return None, blocks(x.work, by_key, size, batch, device)
+        return None, make_tile_table(x.work, by_key, size, batch, device)
     sizes = (gluon.block_n, gluon.block_m) if by_key else (gluon.block_m, gluon.block_n)
-    served, rest = runs(x.work, by_key, *sizes, size, batch, device, filled=by_key, grid=by_key)
+    served, rest = make_run_tables(x.work, by_key, *sizes, size, batch, device, filled=by_key, grid=by_key)
     return served if len(served) else None, rest

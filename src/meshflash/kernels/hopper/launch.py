@@ -1,4 +1,4 @@
-"""The kernels in Gluon behind what the Triton kernel asks of them: which calls they serve, and how they are started."""
+"""Launch the Gluon kernels: which calls they support, their configurations, descriptors and float32 sums of dQ."""
 
 from __future__ import annotations
 
@@ -12,102 +12,112 @@ import torch
 from torch import Tensor
 
 from meshflash.kernels.contract import HALF, Features, Grads, Inputs, KernelRequest, Outputs
-from meshflash.kernels.triton.block_tables import LEVEL, Blocks
+from meshflash.kernels.triton.block_tables import WG_ROWS, TileTable
 from meshflash.kernels.triton.configs import has_descriptors
-from meshflash.kernels.triton.launch import LEAST_SCALE, fits, strides_of
+from meshflash.kernels.triton.launch import MIN_SCALE, tma_aligned, tma_strides
 
-#: Versions of Triton that the kernels were compiled by: Gluon is young, and a fault of it hangs the GPU.
-#: MESHFLASH_GLUON=0 goes without them.
-VERSIONS = ("3.6", "3.7")
-#: Bytes of keys and values that programs work on at a time, of all batch rows: they stay in the cache.
-CACHED = 32 << 20
+#: Versions of Triton with which the kernels were run. Gluon is young, and a miscompiled kernel hangs the GPU.
+#: MESHFLASH_GLUON=0 disables the kernels.
+TRITON_VERSIONS = ("3.6", "3.7")
+#: Bytes of K and V, of all batch rows, that the CTAs of a forward work on at a time: they stay in the L2 cache.
+L2_KV_BYTES = 32 << 20
 LOG2E = 1.4426950408889634
-#: Queries that a tile of keys meets on average where each head of a group has programs of its own in the backward: they
-#: add to the same dK and dV, and begin and end as often as there are heads.
-SPREAD_FROM = 6144
-#: The smallest cap of a backward: what is left of a gradient is known from its weight, the less so the flatter it is.
-LEAST_CAP = 0.05
+#: From this many queries on, which a tile of keys meets on average, the backward spreads the query heads of a KV head
+#: over CTAs of their own. These add to the same dK and dV, and each has a prologue and an epilogue. Measured on an
+#: H200: docs/kernels.md.
+MIN_QUERIES_TO_SPREAD = 6144
+#: The smallest softcap of a backward: the slope of the cap is recovered from P, less exactly the flatter the cap is.
+MIN_SOFTCAP = 0.05
 
 
 @dataclass(frozen=True)
-class Forward:
-    """How a forward is started: groups of warps, stages, registers, rows of a group, keys of a block.
+class ForwardConfig:
+    """The configuration of a forward: consumer warpgroups, stages of K and V, and registers a thread.
 
-    `by_turns` groups start their products one after another.
+    With `pingpong`, warpgroups issue their wgmmas one after another. `rows` are the queries of a warpgroup, `block_n`
+    the keys of a block.
     """
 
-    groups: int
+    num_consumer_wgs: int
     stages: int
-    compute_registers: int
-    copy_registers: int
-    by_turns: bool = False
+    consumer_regs: int
+    producer_regs: int
+    pingpong: bool = False
     rows: int = 64
     block_n: int = 128
 
     @property
     def block_m(self) -> int:
-        """Queries of a tile."""
-        return self.rows * self.groups
+        """How many queries a tile has."""
+        return self.rows * self.num_consumer_wgs
 
 
 @dataclass(frozen=True)
-class Backward:
-    """How a backward is started: queries and keys of a block, stages, and whether scores are started a block ahead.
+class BackwardConfig:
+    """The configuration of a backward: queries and keys of a block, stages of Q and dO, and registers a thread.
 
-    `rotate` is how many blocks further each program begins than the one before. `tiled_from` is how many keys a query
-    sees on average where sums that are given are better added to once, from tiles, than block by block, in rows: 16
-    bytes of traffic for each of their numbers, against what pieces of rows cost with each block. `capped` says whether
-    scores may have a cap, which takes registers: at dim 64 the ordinary kernel is twice as fast then. `add_blocks` says
-    whether dK and dV are added to sums by copies, where a tile has all of its keys, or number by number.
+    With `prefetch_s`, S of the next block starts before this block is done. CTA n begins `n * rotate` blocks further.
+    From `min_keys_for_tiled_dq` keys on, which a query sees on average, dQ goes to tiles of its own and is added to the
+    caller's sums once: that costs 16 bytes of traffic for each element, and adding in rows costs more with each block.
+    A softcap needs registers: without `supports_softcap` the portable kernel serves it, at dim 64 twice as fast. With
+    `tma_reduce_dkdv`, TMA adds dK and dV of full tiles to sums, in place of atomics.
     """
 
     block_m: int
-    ahead: bool
+    prefetch_s: bool
     rotate: int
-    tiled_from: int
-    capped: bool
-    add_blocks: bool
+    min_keys_for_tiled_dq: int
+    supports_softcap: bool
+    tma_reduce_dkdv: bool
     stages: int = 2
     block_n: int = 128
-    compute_registers: int = 240
-    copy_registers: int = 24
+    consumer_regs: int = 240
+    producer_regs: int = 24
 
 
 @dataclass(frozen=True)
-class Queries:
-    """How a pass for dQ alone is started."""
+class BackwardDqConfig:
+    """The configuration of the pass for dQ alone: stages of K and V, queries of a warpgroup, keys of a block."""
 
     stages: int
     rows: int = 64
     block_n: int = 128
-    compute_registers: int = 240
-    copy_registers: int = 24
+    consumer_regs: int = 240
+    producer_regs: int = 24
 
     @property
     def block_m(self) -> int:
-        """Queries of a tile."""
+        """How many queries a tile has."""
         return 2 * self.rows
 
 
-FORWARD = {64: Forward(3, 3, 160, 32, by_turns=True), 128: Forward(2, 2, 240, 24)}
+#: Head dim -> configuration, measured on an H200: docs/kernels.md.
+FORWARD = {64: ForwardConfig(3, 3, 160, 32, pingpong=True), 128: ForwardConfig(2, 2, 240, 24)}
 BACKWARD = {
-    64: Backward(128, ahead=True, rotate=5, tiled_from=4096, capped=False, add_blocks=False),
-    128: Backward(64, ahead=False, rotate=0, tiled_from=8000, capped=True, add_blocks=True),
+    64: BackwardConfig(
+        128, prefetch_s=True, rotate=5, min_keys_for_tiled_dq=4096, supports_softcap=False, tma_reduce_dkdv=False
+    ),
+    128: BackwardConfig(
+        64, prefetch_s=False, rotate=0, min_keys_for_tiled_dq=8000, supports_softcap=True, tma_reduce_dkdv=True
+    ),
 }
-QUERIES = {64: Queries(3), 128: Queries(2)}
+BACKWARD_DQ = {64: BackwardDqConfig(3), 128: BackwardDqConfig(2)}
 
 
-def forward_config(x: Inputs, *tensors: Tensor) -> Forward | None:
-    """How a forward is served, or None."""
+def forward_config(x: Inputs, *tensors: Tensor) -> ForwardConfig | None:
+    """Return the configuration of a forward on these tensors, or None where the portable kernel must serve it."""
     return FORWARD.get(x.q_BTHD.shape[-1]) if _serves(x, *tensors) else None
 
 
-def backward_config(x: Inputs, deterministic: bool, grads: Grads, *tensors: Tensor) -> Backward | None:
-    """How a backward is served, or None. A deterministic one has a second pass, as `QUERIES` says."""
+def backward_config(x: Inputs, deterministic: bool, grads: Grads, *tensors: Tensor) -> BackwardConfig | None:
+    """Return the configuration of a backward on these tensors, or None where the portable kernel must serve it.
+
+    A deterministic backward has a second pass, of the configuration in `BACKWARD_DQ`.
+    """
     dim = x.q_BTHD.shape[-1]
-    if not _serves(x, *tensors) or not _takes_cap(x.features, dim):
+    if not _serves(x, *tensors) or not _supports_softcap(x.features, dim):
         return None
-    if grads.add_dq and not deterministic and not fits(grads.dq_BTHD):
+    if grads.add_dq and not deterministic and not tma_aligned(grads.dq_BTHD):
         return None
     return BACKWARD[dim]
 
@@ -119,20 +129,20 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     """
     features, dim = request.features, request.head_dim
     reason = _unsupported(features, request.dtype, dim, request.value_dim, request.device)
-    if reason is None and request.direction == "backward" and not _takes_cap(features, dim):
+    if reason is None and request.direction == "backward" and not _supports_softcap(features, dim):
         return f"a softcap of {features.softcap} in the backward at head dim {dim}"
     return reason
 
 
-def _takes_cap(features: Features, dim: int) -> bool:
-    return not features.softcap or (BACKWARD[dim].capped and features.softcap >= LEAST_CAP)
+def _supports_softcap(features: Features, dim: int) -> bool:
+    return not features.softcap or (BACKWARD[dim].supports_softcap and features.softcap >= MIN_SOFTCAP)
 
 
 def _serves(x: Inputs, *tensors: Tensor) -> bool:
     q = x.q_BTHD
     if _unsupported(x.features, q.dtype, q.shape[-1], x.v_BSKE.shape[-1], q.device):
         return False
-    return all(y.dtype == q.dtype and fits(y) for y in tensors)
+    return all(y.dtype == q.dtype and tma_aligned(y) for y in tensors)
 
 
 def _unsupported(features: Features, dtype: torch.dtype, dim: int, value_dim: int, device: torch.device) -> str | None:
@@ -146,7 +156,7 @@ def _unsupported(features: Features, dtype: torch.dtype, dim: int, value_dim: in
         return f"a value dim of {value_dim} with a head dim of {dim}"
     if not has_gluon(device):
         return _why_no_gluon(device)
-    if features.scale < LEAST_SCALE:
+    if features.scale < MIN_SCALE:
         return "a scale of 0 or below"
     if features.dropout:
         return "dropout"
@@ -168,284 +178,296 @@ def _why_no_gluon(device: torch.device) -> str | None:
         return "Python without triton"
     import triton
 
-    if triton.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
+    if triton.__version__.startswith(tuple(f"{version}." for version in TRITON_VERSIONS)):
         return None
-    return f"Triton {triton.__version__}; it was run with {' and '.join(VERSIONS)}"
+    return f"Triton {triton.__version__}; it was run with {' and '.join(TRITON_VERSIONS)}"
 
 
-def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry: Outputs | None, config: Forward,
-            tables: Blocks) -> None:  # fmt: skip
-    """(out, lse) of the blocks."""
+def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry: Outputs | None, config: ForwardConfig,
+            tables: TileTable) -> None:  # fmt: skip
+    """Run the Gluon forward over a table of query tiles: (out, lse) into `outputs`; a `carry` is continued."""
     from meshflash.kernels.hopper.forward import forward as kernel
 
     (out, lse), features = outputs, x.features
     carried, carried_lse = outputs if carry is None else carry
-    heads, group = q.shape[2], q.shape[2] // k.shape[2]
-    dynamic = tables.lower or tables.upper or not tables.single
-    each = 4 * k.shape[0] * k.shape[1] * k.shape[3]
-    section = min(heads, group * max(1, CACHED // max(1, each))) if dynamic else 1
-    work = uncut = len(tables) * heads
-    _, scale, inner = _scales(features)
+    heads, gqa_ratio = q.shape[2], q.shape[2] // k.shape[2]
+    # tiles of different work go to whichever CTA is free; equal ones round-robin, without a counter
+    dynamic = tables.lower or tables.upper or not tables.single_run
+    kv_bytes = 4 * k.shape[0] * k.shape[1] * k.shape[3]  # of one KV head: K and V in half precision
+    section_heads = min(heads, gqa_ratio * max(1, L2_KV_BYTES // max(1, kv_bytes))) if dynamic else 1
+    num_work = num_full_tiles = len(tables) * heads
+    _, scale, inner_scale = _scales(features)
     sinks = features.sink_logits_H
-    processors = _processors(q.device)
-    walked, last, part = tables, None, (out, lse)
+    ctas = num_sms(q.device)
+    walked_tables, tail, partial = tables, None, (out, lse)
     if sinks is None:
-        from meshflash.kernels.hopper.split_kv import join_parts, last_round
+        from meshflash.kernels.hopper.split_kv import combine_splits, split_tail_wave
 
-        last = last_round(tables, heads, processors, config.block_n, appended=True)
-    if last:
-        walked, pieces = last.blocks, last.parts * last.tiles
-        uncut -= last.tiles
-        work = uncut + pieces
-        part = lse.new_empty(pieces, config.block_m, q.shape[3]), lse.new_empty(pieces, config.block_m)
-    q_blocks = _blocks_of(q, config.rows)
-    by_blocks = tables.level and config.rows == LEVEL and fits(out)
-    carry_blocks = by_blocks and carry is not None and carried.dtype == out.dtype == torch.float32 and fits(carried)
-    out_blocks = _blocks_of(out, config.rows) if by_blocks else q_blocks
-    carried_blocks = _blocks_of(carried, config.rows) if carry_blocks else out_blocks
+        tail = split_tail_wave(tables, heads, ctas, config.block_n, appended=True)
+    if tail:
+        walked_tables, pieces = tail.tables, tail.num_splits * tail.num_tiles
+        num_full_tiles -= tail.num_tiles
+        num_work = num_full_tiles + pieces
+        partial = lse.new_empty(pieces, config.block_m, q.shape[3]), lse.new_empty(pieces, config.block_m)
+    q_descriptor = _rows_descriptor(q, config.rows)
+    tma_store = tables.tile_aligned and config.rows == WG_ROWS and tma_aligned(out)
+    carry_fits = carry is not None and carried.dtype == out.dtype == torch.float32 and tma_aligned(carried)
+    tma_carry = tma_store and carry_fits
+    out_descriptor = _rows_descriptor(out, config.rows) if tma_store else q_descriptor
+    carry_descriptor = _rows_descriptor(carried, config.rows) if tma_carry else out_descriptor
     with torch.cuda.device_of(q):
-        kernel[(min(work, processors),)](
-            *(q_blocks, _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
-            *(out_blocks, carried_blocks, out, lse, *part, carried, carried_lse),
+        kernel[(min(num_work, ctas),)](
+            *(q_descriptor, _rows_descriptor(k, config.block_n), _rows_descriptor(v, config.block_n)),
+            *(out_descriptor, carry_descriptor, out, lse, *partial, carried, carried_lse),
             lse if sinks is None else sinks.contiguous(),
-            *(_counter(q.device) if dynamic else walked.tiles, walked.tiles, walked.spans, len(tables), heads, section),
-            *(uncut, work, scale, inner),
+            *(_counter(q.device) if dynamic else walked_tables.tiles, walked_tables.tiles, walked_tables.spans),
+            *(len(tables), heads, section_heads),
+            *(num_full_tiles, num_work, scale, inner_scale),
             *(*out.stride()[:3], *lse.stride(), *carried.stride()[:3], *carried_lse.stride()),
-            GROUP=group,
+            GQA_RATIO=gqa_ratio,
             ROWS=config.rows,
             BLOCK_N=config.block_n,
             D=q.shape[3],
             STAGES=config.stages,
-            GROUPS=config.groups,
-            SINGLE=tables.single,
-            WHOLE=tables.whole,
+            NUM_CONSUMER_WGS=config.num_consumer_wgs,
+            SINGLE_RUN=tables.single_run,
+            EXACT_BEGIN=tables.exact_begin,
             DYNAMIC=dynamic,
             LOWER=tables.lower,
             UPPER=tables.upper,
-            ONCE=tables.once,
+            MASK_FIRST_ONLY=tables.masks_first_only,
             SOFTCAP=features.softcap > 0,
             HAS_CARRY=carry is not None,
             HAS_SINKS=sinks is not None,
-            BY_BLOCKS=by_blocks,
-            CARRY_BLOCKS=carry_blocks,
-            BY_TURNS=config.by_turns,
-            PARTS=last is not None,
-            COMPUTE_REGISTERS=config.compute_registers,
-            COPY_REGISTERS=config.copy_registers,
+            TMA_STORE=tma_store,
+            TMA_CARRY=tma_carry,
+            PINGPONG=config.pingpong,
+            SPLIT_KV=tail is not None,
+            CONSUMER_REGS=config.consumer_regs,
+            PRODUCER_REGS=config.producer_regs,
             num_warps=4,
         )
-        if last:
-            join_parts(last, part, outputs, carry)
+        if tail:
+            combine_splits(tail, partial, outputs, carry)
 
 
-class Sums:
-    """Sums of dQ in float32, while programs add to them: in tiles as registers have them, or in rows.
+class DqSums:
+    """Float32 sums of dQ that the CTAs of a backward add to: in tiles, in the order of registers, or in rows.
 
-    `room` is what the ordinary kernel adds to as well, where it has blocks of its own: never tiles. `added` is what
-    programs in Gluon add to, which is `room` unless `tile` is called.
+    `rows` is the buffer that the portable kernel adds to, where it serves some of the tiles; it is never in tiles then.
+    `target` is the buffer that the Gluon kernel adds to: `rows`, unless `add_in_tiles` is called.
     """
 
     def __init__(self, q: Tensor, grads: Grads, tiled: bool, block_m: int) -> None:
         self.q, self.grads, self.tiled, self.block_m = q, grads, tiled, block_m
-        self.tiles = -(-q.shape[1] // block_m)
+        self.tiles_per_head = -(-q.shape[1] // block_m)
         if tiled:
-            self.room = self._tiles_of_zeros()
+            self.rows = self._zero_tiles()
         else:
-            self.room = grads.dq_BTHD if grads.add_dq else _zeros(q)
-        self.added = self.room
+            self.rows = grads.dq_BTHD if grads.add_dq else _zeros(q)
+        self.target = self.rows
 
-    def tile(self) -> None:
-        """Have programs in Gluon add to tiles beside the sums that were given, which `finish` adds to those."""
-        assert self.grads.add_dq, "only sums that are given have tiles beside them"
-        self.tiled, self.added = True, self._tiles_of_zeros()
+    def add_in_tiles(self) -> None:
+        """Let the Gluon kernel add to tiles beside the caller's sums; `finalize` adds these to the caller's."""
+        assert self.grads.add_dq, "only the caller's sums have tiles beside them"
+        self.tiled, self.target = True, self._zero_tiles()
 
-    def _tiles_of_zeros(self) -> Tensor:
+    def _zero_tiles(self) -> Tensor:
         batch, _, heads, dim = self.q.shape
-        numbers = batch * heads * self.tiles * self.block_m * dim
-        return torch.zeros(numbers, dtype=torch.float32, device=self.q.device)
+        elements = batch * heads * self.tiles_per_head * self.block_m * dim
+        return torch.zeros(elements, dtype=torch.float32, device=self.q.device)
 
-    def described(self, head: int) -> Any:
-        """As the kernel adds to them, from a head on."""
+    def make_descriptor(self, head: int) -> Any:
+        """Return the TMA descriptor by which the kernel adds to the sums, from a head on."""
         from triton.experimental.gluon.language import NVMMASharedLayout
 
         if not self.tiled:
-            return _blocks_of(self.added[:, :, head:], 64, 64)
-        mine = self.added[head * self.tiles * self.block_m * self.q.shape[3] :]
-        return descriptor(mine.view(-1, 256), [16, 256], NVMMASharedLayout(0, 32, rank=2))
+            return _rows_descriptor(self.target[:, :, head:], 64, 64)
+        from_head = self.target[head * self.tiles_per_head * self.block_m * self.q.shape[3] :]
+        return descriptor(from_head.view(-1, 256), [16, 256], NVMMASharedLayout(0, 32, rank=2))
 
-    def finish(self, scale: float) -> None:
-        """Write the gradients, where they are not what was added to."""
+    def finalize(self, scale: float) -> None:
+        """Write the gradients from the sums, where these are not the same tensor."""
         dq = self.grads.dq_BTHD
         if not self.tiled:
-            if self.room is not dq:
-                dq.copy_(self.room)
+            if self.rows is not dq:
+                dq.copy_(self.rows)
             return
         from meshflash.kernels.hopper.backward_preprocess import gather_dq
 
         batch, tokens, heads, dim = self.q.shape
         with torch.cuda.device_of(dq):
-            gather_dq[(self.tiles * batch * heads,)](
-                *(self.added, dq, tokens, self.tiles, heads, scale, *dq.stride()[:3]),
+            gather_dq[(self.tiles_per_head * batch * heads,)](
+                *(self.target, dq, tokens, self.tiles_per_head, heads, scale, *dq.stride()[:3]),
                 BLOCK_M=self.block_m,
                 D=dim,
-                ADD=self.grads.add_dq,
+                ACCUMULATE=self.grads.add_dq,
             )
 
 
 def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
-             sums: Sums | None, config: Backward, tables: Blocks) -> None:  # fmt: skip
-    """(dK, dV) of the blocks, and their part of dQ where there are sums for it."""
-    from meshflash.kernels.hopper.backward_preprocess import LINE, lines
+             sums: DqSums | None, config: BackwardConfig, tables: TileTable) -> None:  # fmt: skip
+    """Run the Gluon backward over a table of key tiles: (dK, dV) into `grads`, and dQ into `sums` unless None."""
+    from meshflash.kernels.hopper.backward_preprocess import PREPROCESS_ROWS, bwd_preprocess
 
     batch, tokens, heads, _ = q.shape
-    if sums and grads.add_dq and tables.even and _seen_by_a_query(x) >= config.tiled_from:
-        sums.tile()
-    room = -(-tokens // 4) * 4  # descriptors have lines at multiples of 16 bytes
+    if sums and grads.add_dq and tables.on_grid and _mean_keys_per_query(x) >= config.min_keys_for_tiled_dq:
+        sums.add_in_tiles()
+    padded_tokens = -(-tokens // 4) * 4  # TMA needs lines at multiples of 16 bytes: four float32
     shifts = 1 if tables.aligned else 4
-    numbers = lse.new_empty(2, batch * heads * shifts, room)
-    dk, dv, add = grads.dk_BSKD, grads.dv_BSKE, grads.add_dkv
-    group, share = heads // k.shape[2], 1
-    if sums and spreads(tables, config):
-        group, share = 1, group
-    work = len(tables) * heads // group
-    last = None
-    if sums:  # parts add up dK and dV in any order
-        from meshflash.kernels.hopper.split_kv import last_round, settle_parts
+    lse_delta = lse.new_empty(2, batch * heads * shifts, padded_tokens)
+    dk, dv, accumulate = grads.dk_BSKD, grads.dv_BSKE, grads.add_dkv
+    heads_per_cta, ctas_per_kv_head = heads // k.shape[2], 1
+    if sums and spreads_heads(tables, config):
+        heads_per_cta, ctas_per_kv_head = 1, heads_per_cta
+    num_work = len(tables) * heads // heads_per_cta
+    tail = None
+    if sums:  # splits add to dK and dV in any order, so a deterministic backward has none
+        from meshflash.kernels.hopper.split_kv import finalize_splits, split_tail_wave
 
-        last = last_round(tables, heads // group, _processors(q.device), config.block_m, group)
-        work -= last.tiles if last else 0
+        tail = split_tail_wave(tables, heads // heads_per_cta, num_sms(q.device), config.block_m, heads_per_cta)
+        num_work -= tail.num_tiles if tail else 0
     with torch.cuda.device_of(q):
-        lines[(batch * heads, -(-room // LINE))](
-            *(lse, delta, *numbers, tokens, room, heads, *lse.stride(), *delta.stride()), LINE=LINE, SHIFTS=shifts
+        bwd_preprocess[(batch * heads, -(-padded_tokens // PREPROCESS_ROWS))](
+            *(lse, delta, *lse_delta, tokens, padded_tokens, heads, *lse.stride(), *delta.stride()),
+            ROWS=PREPROCESS_ROWS,
+            SHIFTS=shifts,
         )
-        if share > 1 and not add:
-            dk, dv, add = _zeros(dk), _zeros(dv), True
-        _by_keys(x, q, k, v, dout, numbers, dk, dv, add, sums, config, tables, work, heads, group, share)
-        if last:
-            mine = (q[:, :, -group:], last.rows_of(k), last.rows_of(v), dout[:, :, -group:], numbers)
-            dk_part, dv_part = (last.rows_of(y) if add else _zeros(last.rows_of(y)) for y in (dk, dv))
-            more = (last.blocks, len(last.blocks), heads, group, share)
-            _by_keys(x, *mine, dk_part, dv_part, True, sums, config, *more)
-            if not add:
-                settle_parts(last, (dk_part, dv_part), (dk, dv), config.block_n)
-        if dk is not grads.dk_BSKD:  # with zeros where others write later: keys that are left to the ordinary kernel
+        if ctas_per_kv_head > 1 and not accumulate:
+            dk, dv, accumulate = _zeros(dk), _zeros(dv), True
+        loops = (heads, heads_per_cta, ctas_per_kv_head)
+        _launch_backward(x, q, k, v, dout, lse_delta, dk, dv, accumulate, sums, config, tables, num_work, *loops)
+        if tail:
+            q_tail, dout_tail = q[:, :, -heads_per_cta:], dout[:, :, -heads_per_cta:]
+            inputs = (q_tail, tail.slice_rows(k), tail.slice_rows(v), dout_tail, lse_delta)
+            dk_part, dv_part = (tail.slice_rows(y) if accumulate else _zeros(tail.slice_rows(y)) for y in (dk, dv))
+            work = (tail.tables, len(tail.tables), *loops)
+            _launch_backward(x, *inputs, dk_part, dv_part, True, sums, config, *work)
+            if not accumulate:
+                finalize_splits(tail, (dk_part, dv_part), (dk, dv), config.block_n)
+        if dk is not grads.dk_BSKD:  # tiles left to the portable kernel are 0 here; it writes them later
             grads.dk_BSKD.copy_(dk)
             grads.dv_BSKE.copy_(dv)
 
 
-def spreads(tables: Blocks, config: Backward) -> bool:
-    """Whether each head of a group has programs of its own, which share tiles of keys."""
-    return tables.meets * config.block_m >= SPREAD_FROM
+def spreads_heads(tables: TileTable, config: BackwardConfig) -> bool:
+    """Return whether the query heads of a KV head have CTAs of their own, which add to the same dK and dV."""
+    return tables.mean_blocks * config.block_m >= MIN_QUERIES_TO_SPREAD
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """Where sums of gradients begin."""
+    """Zero-initialized float32 sums of a gradient."""
     return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
 
-def _by_keys(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, numbers: Tensor, dk: Tensor, dv: Tensor,
-             add: bool, sums: Sums | None, config: Backward, tables: Blocks, work: int, heads: int, group: int,
-             share: int) -> None:  # fmt: skip
-    """The first so many tiles, one `group` of heads after another, of which so many `share` keys.
+def _launch_backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse_delta: Tensor, dk: Tensor,
+                     dv: Tensor, accumulate: bool, sums: DqSums | None, config: BackwardConfig, tables: TileTable,
+                     num_work: int, heads: int, heads_per_cta: int, ctas_per_kv_head: int) -> None:  # fmt: skip
+    """Launch the Gluon backward over the first `num_work` tiles, ordered by group of heads and then by tile.
 
-    q and dout may be the last of more `heads`, of all of which are the lines of lse and delta, and sums.
+    A CTA loops over `heads_per_cta` heads, and `ctas_per_kv_head` CTAs share a KV head. q and dout may be the last of
+    `heads` heads; `lse_delta` and `sums` are those of all of them.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from meshflash.kernels.hopper.backward import backward as kernel
 
-    head = heads - q.shape[2]
+    first_head = heads - q.shape[2]
     shifts = 1 if tables.aligned else 4
     flat = NVMMASharedLayout(0, 32, rank=2)
-    described = [descriptor(y[head * shifts :], [1, config.block_m], flat) for y in numbers]
-    add_blocks = add and sums is not None and config.add_blocks and not tables.edge and fits(dk) and fits(dv)
-    added = [_blocks_of(y, 64, 64) for y in (dk, dv)] if add_blocks else described
-    kernel[(len(tables), q.shape[2] // group)](
-        *(_blocks_of(q, config.block_m), _blocks_of(k, config.block_n // 2), _blocks_of(v, config.block_n // 2)),
-        *(_blocks_of(dout, config.block_m), *described),
-        *(sums.described(head) if sums else described[0], *added, dk, dv, tables.tiles, tables.spans),
-        *(work, heads, sums.tiles if sums else 0),
+    lse_delta_descriptors = [descriptor(y[first_head * shifts :], [1, config.block_m], flat) for y in lse_delta]
+    aligned = tma_aligned(dk) and tma_aligned(dv)
+    tma_reduce_dkdv = (
+        accumulate and sums is not None and config.tma_reduce_dkdv and not tables.partial_tiles and aligned
+    )
+    dkdv_sums = [_rows_descriptor(y, 64, 64) for y in (dk, dv)] if tma_reduce_dkdv else lse_delta_descriptors
+    kernel[(len(tables), q.shape[2] // heads_per_cta)](
+        *(_rows_descriptor(q, config.block_m), *(_rows_descriptor(y, config.block_n // 2) for y in (k, v))),
+        *(_rows_descriptor(dout, config.block_m), *lse_delta_descriptors),
+        sums.make_descriptor(first_head) if sums else lse_delta_descriptors[0],
+        *(*dkdv_sums, dk, dv, tables.tiles, tables.spans),
+        *(num_work, heads, sums.tiles_per_head if sums else 0),
         *(*_scales(x.features), *dk.stride()[:3], *dv.stride()[:3]),
-        GROUP=group,
-        SHARE=share,
+        HEADS_PER_CTA=heads_per_cta,
+        CTAS_PER_KV_HEAD=ctas_per_kv_head,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         D=q.shape[3],
         STAGES=config.stages,
-        SINGLE=tables.single,
-        WHOLE=tables.whole,
+        SINGLE_RUN=tables.single_run,
+        EXACT_BEGIN=tables.exact_begin,
         CLIPPED=tables.clipped,
-        PEELED=tables.peels and not config.rotate,
+        SPLIT_MASKED_LOOP=tables.splits_masked_loop and not config.rotate,
         LOWER=tables.lower,
         UPPER=tables.upper,
         SOFTCAP=x.features.softcap > 0,
-        EDGE=tables.edge,
-        ADD=add,
-        ADD_BLOCKS=add_blocks,
-        QUERIES=sums is not None,
-        TILED=sums is not None and sums.tiled,
-        SHIFTED=shifts > 1,
-        ROTATE=config.rotate if sums and tables.single else 0,
-        AHEAD=config.ahead,
-        COMPUTE_REGISTERS=config.compute_registers,
-        COPY_REGISTERS=config.copy_registers,
+        PARTIAL_TILES=tables.partial_tiles,
+        ACCUMULATE=accumulate,
+        TMA_REDUCE_DKDV=tma_reduce_dkdv,
+        COMPUTE_DQ=sums is not None,
+        DQ_TILED=sums is not None and sums.tiled,
+        SHIFTED_LSE=shifts > 1,
+        ROTATE=config.rotate if sums and tables.single_run else 0,
+        PREFETCH_S=config.prefetch_s,
+        CONSUMER_REGS=config.consumer_regs,
+        PRODUCER_REGS=config.producer_regs,
         num_warps=4,
     )
 
 
-def _seen_by_a_query(x: Inputs) -> float:
-    """How many keys, on average."""
+def _mean_keys_per_query(x: Inputs) -> float:
+    """How many keys a query sees on average."""
     return x.work.pairs / (x.work.mask.batch_rows or 1) / x.q_BTHD.shape[1]
 
 
-def queries(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
-            config: Queries, tables: Blocks) -> None:  # fmt: skip
-    """DQ of the blocks."""
-    from meshflash.kernels.hopper.backward_dq import queries as kernel
+def backward_dq(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
+                config: BackwardDqConfig, tables: TileTable) -> None:  # fmt: skip
+    """Run the deterministic Gluon pass over a table of query tiles: dQ into `grads`."""
+    from meshflash.kernels.hopper.backward_dq import bwd_dq as kernel
 
     dq = grads.dq_BTHD
     with torch.cuda.device_of(q):
         kernel[(len(tables), q.shape[2])](
-            *(_blocks_of(q, config.rows), _blocks_of(k, config.block_n), _blocks_of(v, config.block_n)),
-            *(_blocks_of(dout, config.rows), lse, delta, dq, tables.tiles, tables.spans),
+            *(_rows_descriptor(q, config.rows), *(_rows_descriptor(y, config.block_n) for y in (k, v))),
+            *(_rows_descriptor(dout, config.rows), lse, delta, dq, tables.tiles, tables.spans),
             *(*_scales(x.features), *lse.stride(), *delta.stride(), *dq.stride()[:3]),
-            GROUP=q.shape[2] // k.shape[2],
+            GQA_RATIO=q.shape[2] // k.shape[2],
             ROWS=config.rows,
             BLOCK_N=config.block_n,
             D=q.shape[3],
             STAGES=config.stages,
-            SINGLE=tables.single,
-            WHOLE=tables.whole,
+            SINGLE_RUN=tables.single_run,
+            EXACT_BEGIN=tables.exact_begin,
             LOWER=tables.lower,
             UPPER=tables.upper,
             SOFTCAP=x.features.softcap > 0,
-            ADD=grads.add_dq,
-            COMPUTE_REGISTERS=config.compute_registers,
-            COPY_REGISTERS=config.copy_registers,
+            ACCUMULATE=grads.add_dq,
+            CONSUMER_REGS=config.consumer_regs,
+            PRODUCER_REGS=config.producer_regs,
             num_warps=4,
         )
 
 
 def _scales(features: Features) -> tuple[float, float, float]:
-    """Of scores, of them in base 2, or of the cap, and inside of the cap."""
+    """(scale, scale of base-2 scores, scale inside of tanh); with a softcap the second is that of capped scores."""
     scale, softcap = features.scale, features.softcap
     return (scale, softcap * LOG2E, scale / softcap) if softcap else (scale, scale * LOG2E, 0.0)
 
 
-def _blocks_of(x_BTHD: Tensor, rows: int, columns: int | None = None) -> Any:
-    """A tensor as a descriptor of blocks of rows of one head."""
+def _rows_descriptor(x_BTHD: Tensor, rows: int, columns: int | None = None) -> Any:
+    """A TMA descriptor of a tensor, whose blocks are rows of one head."""
     x_BHTD = x_BTHD.permute(0, 2, 1, 3)
     return descriptor(x_BHTD, [1, 1, rows, columns or x_BTHD.shape[3]])
 
 
 def descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
-    """A tensor as a descriptor of blocks, in a layout of shared memory, or the one that products take."""
+    """Return a TMA descriptor of a tensor; blocks have a shared-memory layout, by default that of wgmma operands."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
     layout = layout or gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
+    return TensorDescriptor(x, list(x.shape), tma_strides(x), block, layout)
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -466,5 +488,6 @@ def _counter(device: torch.device) -> Tensor:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
+    """Return how many SMs a GPU has: as many persistent CTAs run on it."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,9 +1,9 @@
-"""The last round of a call in Gluon, where few tiles are left: each is split, and joined again.
+"""Split-KV for the tail wave: split the few tiles left after all full waves over all SMs, and combine the results.
 
-4,096 equal tiles on 132 multiprocessors are 31 rounds and 4 tiles, which take as long as a round of 132. Instead all
-multiprocessors take a part of these 4. Parts of a forward have some of the keys, and are the last pieces of work of the
-same programs: each has float32 results of its own, which are joined. Parts of a backward have some of the queries, and
-add to the same dK and dV.
+4,096 equal tiles on 132 SMs are 31 waves and 4 tiles, and those 4 take as long as a wave of 132. Split, they keep all
+SMs busy. A split of a forward has some of the keys: splits are the last work items of the same persistent CTAs, have
+float32 results of their own, and `combine` merges them. A split of a backward has some of the queries, and adds to the
+same dK and dV.
 """
 
 from __future__ import annotations
@@ -21,79 +21,84 @@ from torch import Tensor
 
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.kernels.contract import Outputs
-from meshflash.kernels.triton.block_tables import Blocks, on_device
+from meshflash.kernels.triton.block_tables import TileTable, to_device
 from meshflash.kernels.triton.common import INF
 
-#: What parts take beside their blocks, in blocks: each by itself; further kernels, one of a forward and some of a
-#: backward; and what each reads and writes.
-EACH, JOINING, FURTHER, TRAFFIC = 3, 8, 20, 0.025
-#: Parts of a tile, at most.
-MOST_PARTS = 64
-#: Rows that a program joins, and parts that are on their way at a time.
-JOINED, AT_ONCE = 4, 8
-#: Rows of sums that a program writes as gradients.
-SETTLED = 16
+#: Costs of splitting beside the blocks themselves, in the time of one block: for each split that an SM runs; for the
+#: extra kernel of a forward; for those of a backward; and for the traffic of each split.
+SPLIT_COST, COMBINE_COST, BACKWARD_COST, TRAFFIC_COST = 3, 8, 20, 0.025
+#: The most splits of a tile.
+MAX_SPLITS = 64
+#: Rows that a CTA of `combine` merges, and splits that it loads at a time.
+COMBINE_ROWS, SPLITS_PER_STEP = 4, 8
+#: Rows of sums that a CTA of `finalize` converts to gradients.
+FINALIZE_ROWS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Last:
-    """Tiles of the last head, or group of heads, that come after all full rounds, each in so many parts.
+class TailWave:
+    """The tiles of the tail wave, each split `num_splits` times; `split_tail_wave` makes it.
 
-    `blocks` are tables of the parts, behind those of all tiles or by themselves; by themselves their rows count from
-    `begin`, the first of `rows` in a row. `items` are the batch row, first row and rows of each tile.
+    All are tiles of the last head, or of the last group of heads. `tables` has the splits, behind all tiles or by
+    themselves; by themselves their rows count from `first_row`, the first of `num_rows`. `tile_rows` has the batch
+    row, first row and number of rows of each tile.
     """
 
-    tiles: int
-    parts: int
-    begin: int
-    rows: int
-    items: Tensor
-    blocks: Blocks
+    num_tiles: int
+    num_splits: int
+    first_row: int
+    num_rows: int
+    tile_rows: Tensor
+    tables: TileTable
 
-    def rows_of(self, x_BTHD: Tensor) -> Tensor:
-        """The rows of the last head."""
-        return x_BTHD[:, self.begin : self.begin + self.rows, -1:]
-
-
-_kept: WeakKeyDictionary[Blocks, dict[tuple[int, int, int, int, bool], Last | None]] = WeakKeyDictionary()
+    def slice_rows(self, x_BTHD: Tensor) -> Tensor:
+        """Return the rows of the tail wave's tiles in the last head."""
+        return x_BTHD[:, self.first_row : self.first_row + self.num_rows, -1:]
 
 
-def last_round(
-    tables: Blocks, heads: int, processors: int, size: int, group: int = 1, appended: bool = False
-) -> Last | None:
-    """What is left after full rounds, in parts; None where that is nothing, or too much, or not worth it.
+_cache: WeakKeyDictionary[TileTable, dict[tuple[int, int, int, int, bool], TailWave | None]] = WeakKeyDictionary()
 
-    Programs take the tiles of `tables`, one `group` of heads after another; `heads` counts the groups. Blocks of the
-    other side have `size` rows, and are met once for each head of a group. Parts are `appended` to the tiles, or have
-    tables of their own.
+
+def split_tail_wave(
+    tables: TileTable, heads: int, num_sms: int, size: int, group: int = 1, appended: bool = False
+) -> TailWave | None:
+    """Return the tail wave of a launch, split; None where it is full, spans several heads, or splitting gains nothing.
+
+    Args:
+        tables: The tiles of the launch, which CTAs take in order, one group of heads after another.
+        heads: How many groups of heads there are.
+        num_sms: How many CTAs run at a time.
+        size: How many rows a block of the other side has.
+        group: How many heads a CTA loops over.
+        appended: Whether the splits follow the tiles in one table (forward), or have a table of their own (backward).
     """
-    kept = _kept.setdefault(tables, {})
-    key = (heads, processors, size, group, appended)
-    if key not in kept:
+    cached = _cache.setdefault(tables, {})
+    key = (heads, num_sms, size, group, appended)
+    if key not in cached:
         if tables.tiles.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None  # tables cannot be read then
-        kept[key] = _last(tables, *key)
-    return kept[key]
+            return None  # reading the tables would synchronize, which a graph capture forbids
+        cached[key] = _split(tables, *key)
+    return cached[key]
 
 
-def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, appended: bool) -> Last | None:
-    rounds, left = divmod(len(tables) * heads, processors)
-    plain = tables.single and tables.whole and not (tables.lower or tables.upper or tables.clipped)
-    # tiles that differ fill the last round by themselves
-    if not plain or not tables.alike or not rounds or not 0 < left <= len(tables) or tables.tiles.is_meta:
+def _split(tables: TileTable, heads: int, num_sms: int, size: int, group: int, appended: bool) -> TailWave | None:
+    waves, left = divmod(len(tables) * heads, num_sms)
+    plain = tables.single_run and tables.exact_begin and not (tables.lower or tables.upper or tables.clipped)
+    # tiles of different work fill the tail wave by themselves
+    if not plain or not tables.uniform or not waves or not 0 < left <= len(tables) or tables.tiles.is_meta:
         return None
-    turns = int(tables.meets)
-    # parts of a forward in several rounds did not pay
-    costs = (JOINING, processors // left) if appended else (FURTHER, MOST_PARTS)
-    parts = _best_parts(left, turns, group, processors, *costs)
-    if parts == 1:
+    num_blocks = int(tables.mean_blocks)
+    # splits of a forward that need more than one wave were slower on an H200: docs/kernels.md
+    costs = (COMBINE_COST, num_sms // left) if appended else (BACKWARD_COST, MAX_SPLITS)
+    num_splits = _best_num_splits(left, num_blocks, group, num_sms, *costs)
+    if num_splits == 1:
         return None
-    walked = [x.cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans)]
-    tiles, runs = (x[-left:] for x in walked)
+    as_numpy = [x.cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans)]
+    tiles, runs = (x[-left:] for x in as_numpy)
     begin = 0 if appended else int(tiles[:, 1].min())
     rows = int((tiles[:, 1] + tiles[:, 2]).max()) - begin
-    made = [[walked[0]], [walked[1]]] if appended else [[], []]
-    firsts = np.arange(parts + 1) * turns // parts
+    made = [[as_numpy[0]], [as_numpy[1]]] if appended else [[], []]
+    firsts = np.arange(num_splits + 1) * num_blocks // num_splits
     for first, last in pairwise(firsts):
         own, span = tiles.copy(), runs.copy()
         own[:, 1] -= begin
@@ -106,102 +111,108 @@ def _last(tables: Blocks, heads: int, processors: int, size: int, group: int, ap
         made[1].append(span)
     table, spans = map(np.concatenate, made)
     table[:, 5] = np.arange(len(table))
-    walks, runs_of, items = (on_device(x, tables.tiles.device) for x in (table, spans, tiles[:, :3]))
-    return Last(left, parts, begin, rows, items, replace(tables, tiles=walks, spans=runs_of, meets=turns / parts))
+    device = tables.tiles.device
+    split_tiles, split_runs, tile_rows = (to_device(x, device) for x in (table, spans, tiles[:, :3]))
+    split_tables = replace(tables, tiles=split_tiles, spans=split_runs, mean_blocks=num_blocks / num_splits)
+    return TailWave(left, num_splits, begin, rows, tile_rows, split_tables)
 
 
-def _best_parts(left: int, turns: int, group: int, processors: int, further: int, most: int) -> int:
-    """Into how many parts, `most` at the most, tiles that are left are split to be done first; 1 where none gains."""
+def _best_num_splits(left: int, num_blocks: int, group: int, num_sms: int, fixed_cost: int, most: int) -> int:
+    """Return into how many splits, at most `most`, to cut each of the tiles left; 1 where splitting gains nothing."""
 
-    def blocks(parts: int) -> float:
-        rounds = -(-left * parts // processors)
-        more = further + TRAFFIC * left * parts if parts > 1 else 0
-        return rounds * (-(-turns // parts) * group + EACH) + more
+    def predict_blocks(num_splits: int) -> float:
+        """Predict the time of the tail wave, in that of one block."""
+        waves = -(-left * num_splits // num_sms)
+        extra = fixed_cost + TRAFFIC_COST * left * num_splits if num_splits > 1 else 0
+        return waves * (-(-num_blocks // num_splits) * group + SPLIT_COST) + extra
 
-    return min(range(1, min(turns, most, MOST_PARTS) + 1), key=blocks)
+    return min(range(1, min(num_blocks, most, MAX_SPLITS) + 1), key=predict_blocks)
 
 
-@triton.jit(do_not_specialize=["parts"])
-def join(
-    PART, PART_LSE, OUT, LSE, CARRY, CARRY_LSE, ITEMS, parts, o_b, o_t, l_b, l_t, c_b, c_t, cl_b, cl_t,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, D: tl.constexpr, HAS_CARRY: tl.constexpr,
+@triton.jit(do_not_specialize=["num_splits"])
+def combine(
+    PARTIAL_OUT, PARTIAL_LSE, OUT, LSE, CARRY, CARRY_LSE, TILE_ROWS, num_splits,
+    o_b, o_t, l_b, l_t, c_b, c_t, cl_b, cl_t,
+    TILE_SIZE: tl.constexpr, ROWS: tl.constexpr, SPLITS_PER_STEP: tl.constexpr, D: tl.constexpr,
+    HAS_CARRY: tl.constexpr,
 ):  # fmt: skip
-    """OUT and LSE of some rows of a tile from its parts, in their order, and what is carried.
+    """Merge the splits of some rows of a tile, in their order, and the carry, by their LSE, into OUT and LSE.
 
-    Parts have BLOCK rows, those of all tiles one after another. Others begin at the last head.
+    A split has TILE_SIZE rows; the n-th splits of all tiles lie one after another. OUT, LSE and the carry begin at the
+    last head. Two passes: the maximum of all LSEs first, then the weighted sum.
     """
-    item = ITEMS + tl.program_id(0) * 3
-    batch = tl.load(item).to(tl.int64)
+    tile = TILE_ROWS + tl.program_id(0) * 3
+    batch = tl.load(tile).to(tl.int64)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    there = m < tl.load(item + 2)
-    t = (tl.load(item + 1) + m).to(tl.int64)
+    in_range = m < tl.load(tile + 2)
+    t = (tl.load(tile + 1) + m).to(tl.int64)
     d = tl.arange(0, D)
-    top = tl.full((ROWS,), -INF, dtype=tl.float32)
+    row_max = tl.full((ROWS,), -INF, dtype=tl.float32)
     if HAS_CARRY:
-        carried = tl.load(CARRY_LSE + batch * cl_b + t * cl_t, mask=there, other=-INF)
-        top = tl.maximum(top, carried)
-    for first in range(0, parts, AT_ONCE):
-        part = first + tl.arange(0, AT_ONCE)
-        at = (part * tl.num_programs(0) + tl.program_id(0))[:, None] * BLOCK + m[None, :]
-        seen = (part < parts)[:, None] & there[None, :]
-        top = tl.maximum(top, tl.max(tl.load(PART_LSE + at, mask=seen, other=-INF), axis=0))
-    reference = tl.where(top == -INF, 0.0, top)  # a row that sees nothing weighs nothing
-    total = tl.zeros((ROWS,), dtype=tl.float32)
+        carry_lse = tl.load(CARRY_LSE + batch * cl_b + t * cl_t, mask=in_range, other=-INF)
+        row_max = tl.maximum(row_max, carry_lse)
+    for first_split in range(0, num_splits, SPLITS_PER_STEP):
+        split = first_split + tl.arange(0, SPLITS_PER_STEP)
+        at = (split * tl.num_programs(0) + tl.program_id(0))[:, None] * TILE_SIZE + m[None, :]
+        loaded = (split < num_splits)[:, None] & in_range[None, :]
+        row_max = tl.maximum(row_max, tl.max(tl.load(PARTIAL_LSE + at, mask=loaded, other=-INF), axis=0))
+    reference = tl.where(row_max == -INF, 0.0, row_max)  # a row that sees nothing: no -inf - -inf
+    row_sum = tl.zeros((ROWS,), dtype=tl.float32)
     out = tl.zeros((ROWS, D), dtype=tl.float32)
     if HAS_CARRY:
-        total += tl.exp(carried - reference)
-        old = tl.load(CARRY + batch * c_b + t[:, None] * c_t + d[None, :], mask=there[:, None], other=0.0)
-        out += old * total[:, None]
-    for first in range(0, parts, AT_ONCE):
-        part = first + tl.arange(0, AT_ONCE)
-        at = (part * tl.num_programs(0) + tl.program_id(0))[:, None] * BLOCK + m[None, :]
-        seen = (part < parts)[:, None] & there[None, :]
-        weight = tl.exp(tl.load(PART_LSE + at, mask=seen, other=-INF) - reference[None, :])
-        total += tl.sum(weight, axis=0)
-        x = tl.load(PART + at[:, :, None] * D + d, mask=seen[:, :, None], other=0.0)
+        row_sum += tl.exp(carry_lse - reference)
+        old = tl.load(CARRY + batch * c_b + t[:, None] * c_t + d[None, :], mask=in_range[:, None], other=0.0)
+        out += old * row_sum[:, None]
+    for first_split in range(0, num_splits, SPLITS_PER_STEP):
+        split = first_split + tl.arange(0, SPLITS_PER_STEP)
+        at = (split * tl.num_programs(0) + tl.program_id(0))[:, None] * TILE_SIZE + m[None, :]
+        loaded = (split < num_splits)[:, None] & in_range[None, :]
+        weight = tl.exp(tl.load(PARTIAL_LSE + at, mask=loaded, other=-INF) - reference[None, :])
+        row_sum += tl.sum(weight, axis=0)
+        x = tl.load(PARTIAL_OUT + at[:, :, None] * D + d, mask=loaded[:, :, None], other=0.0)
         out += tl.sum(x * weight[:, :, None], axis=0)
-    empty = total == 0.0
-    out = out / tl.where(empty, 1.0, total)[:, None]
-    lse = tl.where(empty, -INF, reference + tl.log(tl.where(empty, 1.0, total)))
+    empty = row_sum == 0.0
+    out = out / tl.where(empty, 1.0, row_sum)[:, None]
+    lse = tl.where(empty, -INF, reference + tl.log(tl.where(empty, 1.0, row_sum)))
     into = OUT + batch * o_b + t[:, None] * o_t + d[None, :]
-    tl.store(into, out.to(OUT.dtype.element_ty), mask=there[:, None])
-    tl.store(LSE + batch * l_b + t * l_t, lse, mask=there)
+    tl.store(into, out.to(OUT.dtype.element_ty), mask=in_range[:, None])
+    tl.store(LSE + batch * l_b + t * l_t, lse, mask=in_range)
 
 
-def join_parts(last: Last, part: Outputs, outputs: Outputs, carry: Outputs | None) -> None:
-    """Write the results of the tiles from those of their parts, and from what is carried."""
+def combine_splits(tail: TailWave, partial: Outputs, outputs: Outputs, carry: Outputs | None) -> None:
+    """Write the results of the tail wave's tiles: those of their splits, merged with the carry."""
     given = [(x_BTHD[:, :, -1], lse_BHT[:, -1]) for x_BTHD, lse_BHT in (outputs, carry or outputs)]
-    block, dim = part[0].shape[-2:]
-    join[(last.tiles, -(-block // JOINED))](
-        *(*part, *given[0], *given[1], last.items, last.parts),
+    block, dim = partial[0].shape[-2:]
+    combine[(tail.num_tiles, -(-block // COMBINE_ROWS))](
+        *(*partial, *given[0], *given[1], tail.tile_rows, tail.num_splits),
         *(stride for x_BTD, lse_BT in given for stride in (*x_BTD.stride()[:2], *lse_BT.stride())),
-        BLOCK=block,
-        ROWS=JOINED,
-        AT_ONCE=AT_ONCE,
+        TILE_SIZE=block,
+        ROWS=COMBINE_ROWS,
+        SPLITS_PER_STEP=SPLITS_PER_STEP,
         D=dim,
         HAS_CARRY=carry is not None,
     )
 
 
-@triton.jit(do_not_specialize=["begin"])
-def settle(SUMS, INTO, ITEMS, begin, s_b, s_t, i_b, i_t, ROWS: tl.constexpr, D: tl.constexpr):
-    """Some rows of a tile from sums of its parts; INTO begins at the last head, SUMS at a row."""
-    item = ITEMS + tl.program_id(0) * 3
-    batch = tl.load(item).to(tl.int64)
+@triton.jit(do_not_specialize=["first_row"])
+def finalize(SUMS, INTO, TILE_ROWS, first_row, s_b, s_t, i_b, i_t, ROWS: tl.constexpr, D: tl.constexpr):
+    """Convert some rows of a tile from float32 sums to gradients; INTO begins at the last head, SUMS at `first_row`."""
+    tile = TILE_ROWS + tl.program_id(0) * 3
+    batch = tl.load(tile).to(tl.int64)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    there = (m < tl.load(item + 2))[:, None]
-    row = (tl.load(item + 1) + m).to(tl.int64)[:, None]
+    in_range = (m < tl.load(tile + 2))[:, None]
+    row = (tl.load(tile + 1) + m).to(tl.int64)[:, None]
     d = tl.arange(0, D)[None, :]
-    x = tl.load(SUMS + batch * s_b + (row - begin) * s_t + d, mask=there, other=0.0)
-    tl.store(INTO + batch * i_b + row * i_t + d, x.to(INTO.dtype.element_ty), mask=there)
+    x = tl.load(SUMS + batch * s_b + (row - first_row) * s_t + d, mask=in_range, other=0.0)
+    tl.store(INTO + batch * i_b + row * i_t + d, x.to(INTO.dtype.element_ty), mask=in_range)
 
 
-def settle_parts(last: Last, sums: Iterable[Tensor], into: Iterable[Tensor], block: int) -> None:
-    """Write the gradients of the tiles, of at most `block` rows, from what their parts have added up."""
+def finalize_splits(tail: TailWave, sums: Iterable[Tensor], into: Iterable[Tensor], block: int) -> None:
+    """Write the gradients of the tail wave's tiles, of at most `block` rows, from the sums of their splits."""
     for x_BTHD, y_BTHD in zip(sums, into, strict=True):
         x_BTD, y_BTD = x_BTHD[:, :, 0], y_BTHD[:, :, -1]
-        settle[(last.tiles, -(-block // SETTLED))](
-            *(x_BTD, y_BTD, last.items, last.begin, *x_BTD.stride()[:2], *y_BTD.stride()[:2]),
-            ROWS=SETTLED,
+        finalize[(tail.num_tiles, -(-block // FINALIZE_ROWS))](
+            *(x_BTD, y_BTD, tail.tile_rows, tail.first_row, *x_BTD.stride()[:2], *y_BTD.stride()[:2]),
+            ROWS=FINALIZE_ROWS,
             D=y_BTD.shape[-1],
         )

@@ -1,7 +1,8 @@
-"""Worklists as the tables that Triton kernels walk: blocks of rows, heaviest first, and their spans or runs.
+"""Tables that the Triton and Gluon kernels walk: the tiles of a worklist, heaviest first, with their spans or runs.
 
-Kept with the worklist, by device and block size: the layers of a model share one, and a repeated call
-copies nothing to the device.
+A tile is a block of rows that one CTA computes: queries, or keys in a backward by keys. The other side is the rows that
+tiles meet. Tables are cached with the worklist, by device and block size: the layers of a model share one, and a
+repeated call copies nothing to the device.
 """
 
 from __future__ import annotations
@@ -18,71 +19,86 @@ from torch import Tensor
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.tiles import Table, Worklist, expand
 
-#: Columns of `Blocks.tiles`.
+#: Columns of `TileTable.tiles`.
 TILE = ("batch", "row", "rows", "position", "step", "first_span", "last_span")
 
-#: Columns of `Blocks.spans` where they are runs: rows of the other side, the first of them, how many blocks, the row
-#: past the last one of the span, and how far a visible row may lie from the position of the block's own row.
+#: Columns of `TileTable.spans` where they are runs, ranges of blocks of the other side: the first row, the number of
+#: blocks, the row past the span's last, and the least and greatest distance of a visible row from a tile row.
 RUN = ("begin", "blocks", "limit", "least", "most")
 
-#: Rows that a group of warps stores at once, where a block has as many for each that has any.
-LEVEL = 64
+#: Rows of a warpgroup. TMA stores them as one block, where every warpgroup of a tile has all of them or none.
+WG_ROWS = 64
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
-    """Blocks of rows, each with the spans `[first_span, last_span)` of the other side.
+class TileTable:
+    """Tiles of a launch, each with the spans `[first_span, last_span)` of the other side; `make_*` functions build it.
 
-    Where they are runs (`RUN`), a block has its first run, and instead of the last how many blocks of the other
-    side it meets. `lower` and `upper` say whether that side of a band binds anywhere, `edge` whether a block has
-    missing rows, `single` whether each has one run, of the block's own number, `aligned` whether all begin at multiples
-    of 4 rows. `whole` says that no block of the other side has rows before its own to be masked: one may begin earlier
-    because its rows end, or because all begin at multiples of their size, which `even` says. Runs of these are
-    `clipped` where some block has rows that are not of its run and that no band hides. `level` says that all blocks
-    have multiples of 64 rows, and `once` that of the blocks that each 64 rows see, from the last on, a band cuts the
-    first one at most. Runs say how many blocks of the other side one `meets` on average, and whether all meet `alike`.
+    Where the spans are runs (`RUN`), the last column of a tile is the number of blocks of the other side that it meets.
+
+    Attributes:
+        lower, upper: Whether that side of a band binds anywhere.
+        partial_tiles: Whether some tile has fewer rows than its size.
+        single_run: Whether each tile has one run, of the tile's own index.
+        aligned: Whether all blocks of the other side begin at multiples of 4 rows.
+        exact_begin: Whether no block of the other side has rows before its own, which would have to be masked. A
+            block may begin earlier because its span ends, or because of the grid.
+        on_grid: Whether all blocks of the other side begin at multiples of their size.
+        clipped: Whether, on the grid, some block has rows outside of its run that no band hides.
+        tile_aligned: Whether all tiles have multiples of 64 rows.
+        masks_first_only: Whether a band crosses at most the first block that each 64 rows see, walked from the last.
+        mean_blocks: How many blocks of the other side a tile meets on average.
+        uniform: Whether all tiles meet equally many.
     """
 
     tiles: Tensor
     spans: Tensor
     lower: bool
     upper: bool
-    edge: bool
-    single: bool = False
+    partial_tiles: bool
+    single_run: bool = False
     aligned: bool = False
-    whole: bool = False
-    even: bool = False
+    exact_begin: bool = False
+    on_grid: bool = False
     clipped: bool = False
-    level: bool = False
-    once: bool = False
-    meets: float = 0.0
-    alike: bool = False
+    tile_aligned: bool = False
+    masks_first_only: bool = False
+    mean_blocks: float = 0.0
+    uniform: bool = False
 
     def __len__(self) -> int:
         return len(self.tiles)
 
     @property
-    def peels(self) -> bool:
-        """Whether blocks that a band cuts come after all others of a run, and else only missing rows are masked."""
-        return self.single and self.whole and not self.clipped and self.lower and not self.upper
+    def splits_masked_loop(self) -> bool:
+        """Whether blocks that a band crosses come after all others of a run, and others need no mask in a full tile."""
+        return self.single_run and self.exact_begin and not self.clipped and self.lower and not self.upper
 
 
-_kept: WeakKeyDictionary[Worklist, dict[Any, Any]] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[Worklist, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def blocks(work: Worklist, by_key: bool, size: int, batch: int, device: torch.device) -> Blocks:
-    """The query rows of a worklist, or its key rows, in blocks of at most `size`, for so many batch rows."""
-    kept = _kept.setdefault(work, {})
+def make_tile_table(work: Worklist, by_key: bool, size: int, batch: int, device: torch.device) -> TileTable:
+    """Return the tiles of a worklist with their spans, as the portable kernels walk them.
+
+    Args:
+        work: The worklist.
+        by_key: Whether tiles are of keys, and not of queries.
+        size: The most rows of a tile.
+        batch: How many batch rows there are.
+        device: Where the table goes.
+    """
+    kept = _tables.setdefault(work, {})
     key = (by_key, size, batch, device)
     if key not in kept:
         table = work.by_key if by_key else work.by_query
-        kept[key] = _blocks(_cut(_whole(table), size), table, by_key, size, batch, device)
+        kept[key] = _tile_table(_cut_tiles(_whole_segments(table), size), table, by_key, size, batch, device)
     return kept[key]
 
 
-def runs(
+def make_run_tables(
     work: Worklist,
     by_key: bool,
     size: int,
@@ -92,50 +108,57 @@ def runs(
     device: torch.device,
     filled: bool = False,
     grid: bool = False,
-) -> tuple[Blocks, Blocks]:
-    """The blocks that meet the other side in whole blocks of `other` rows, with their runs, and the rest of them.
+) -> tuple[TileTable, TileTable]:
+    """Return the tiles that meet the other side in full blocks, with their runs, and a table of the remaining tiles.
 
-    The rest is in blocks of at most `rest` rows, as `blocks` has them. Blocks are `filled` where rows before one that
-    has fewer than `size` are of the same segment, so that it can be read from there; others are left to the rest.
-    Where they are not, a block takes as long however few rows it has: the first one has fewer, which under a causal
-    mask meets least.
+    The Gluon kernels serve the first table, the portable ones the second. A run's last block begins earlier where the
+    rows of its span end, so nothing outside of the span is read. A span that is shorter than a block, or that has a
+    band and another position step than its tile, leaves the tile to the second table. In the first table, positions of
+    a tile's rows count from 0, and bands are in rows.
 
-    A run's last block begins earlier where the rows of its span end, so nothing outside of the span is read; a span
-    that is shorter than a block, or that a band cuts and whose positions have another step, leaves its blocks to the
-    rest. Positions of the blocks' rows are counted from 0 there, and bands are in rows.
-
-    On a `grid` blocks of the other side begin at multiples of their size instead, and may reach beyond its last row;
-    rows outside of the span are there to be masked, so a span may have any length. Blocks are then filled from
-    segments before as well. Where rows that no span has, which may hold anything, would be read so, there is no grid.
+    Args:
+        work: The worklist.
+        by_key: Whether tiles are of keys, and not of queries.
+        size: The most rows of a tile in the first table.
+        other: The rows of a block of the other side.
+        rest: The most rows of a tile in the second table.
+        batch: How many batch rows there are.
+        device: Where the tables go.
+        filled: Whether a tile of fewer than `size` rows is read from earlier rows of its segment; segments that are too
+            short for that go to the second table. Otherwise the first tile of a segment is the short one: a short tile
+            takes as long per block as a full one, and under a causal mask the first tile meets the fewest blocks.
+        grid: Whether blocks of the other side begin at multiples of their size, and may reach beyond its last row. Rows
+            outside of the span are masked, so a span may have any length; earlier segments fill tiles too.
+            Without effect where blocks would read rows of no span, which may hold anything, NaN included.
     """
-    kept = _kept.setdefault(work, {})
+    kept = _tables.setdefault(work, {})
     key = (by_key, size, other, rest, batch, device, filled, grid)
     if key not in kept:
         table = work.by_key if by_key else work.by_query
         tokens = sum(map(len, work.q_ranges if by_key else work.k_ranges))
         grid = grid and _fills_blocks(table, other, tokens)
-        tiles = _cut(_whole(table), size, short_first=not filled)
-        pairs = _pairs(tiles, table, by_key)
+        tiles = _cut_tiles(_whole_segments(table), size, short_first=not filled)
+        pairs = _meeting_pairs(tiles, table, by_key)
         served = np.bincount(pairs.tile, minlength=len(tiles)) > 0
         other_step = pairs.step != tiles[pairs.tile, 4]
         short = pairs.rows < (0 if grid else other)
         served[pairs.tile[other_step & pairs.bound | short]] = False
         if filled:
             served &= np.repeat(_can_be_filled(table, size, grid), -(-table.segments[:, 2] // size))
-        left = _blocks(_cut(tiles[~served], rest), table, by_key, rest, batch, device)
-        kept[key] = _runs(tiles, served, pairs, size, other, tokens, grid, batch, device), left
+        left = _tile_table(_cut_tiles(tiles[~served], rest), table, by_key, rest, batch, device)
+        kept[key] = _run_table(tiles, served, pairs, size, other, tokens, grid, batch, device), left
     return kept[key]
 
 
-def _blocks(tiles: Ints, table: Table, by_key: bool, size: int, batch: int, device: torch.device) -> Blocks:
-    pairs = _pairs(tiles, table, by_key)
+def _tile_table(tiles: Ints, table: Table, by_key: bool, size: int, batch: int, device: torch.device) -> TileTable:
+    pairs = _meeting_pairs(tiles, table, by_key)
     tiles = _every_batch_row(tiles[_heaviest_first(pairs, len(tiles))], batch)
     lower, upper = bool((table.spans[:, 4] > -UNBOUNDED).any()), bool((table.spans[:, 5] < UNBOUNDED).any())
-    edge = bool((tiles[:, 2] < size).any())
-    return Blocks(on_device(tiles, device), on_device(table.spans, device), lower, upper, edge)
+    partial_tiles = bool((tiles[:, 2] < size).any())
+    return TileTable(to_device(tiles, device), to_device(table.spans, device), lower, upper, partial_tiles)
 
 
-def _runs(
+def _run_table(
     tiles: Ints,
     served: npt.NDArray[np.bool_],
     pairs: _Pairs,
@@ -145,7 +168,7 @@ def _runs(
     grid: bool,
     batch: int,
     device: torch.device,
-) -> Blocks:
+) -> TileTable:
     pairs = pairs.of(served[pairs.tile])
     rows = tiles[pairs.tile, 2]
     begin, end, limit = (pairs.row + n for n in (pairs.begin, pairs.end, pairs.rows))
@@ -155,60 +178,65 @@ def _runs(
     start = begin - begin % other if grid else begin
     count = -(-(end - start) // other)
     stop = np.minimum(start + count * other, tokens if grid else limit)
-    if grid:  # rows that are not of the run, and that no band hides; for a row alone a band can
+    if grid:  # rows outside of the run that no band hides; for a tile of one row, a band can hide them
         least = np.where(rows == 1, np.maximum(least, begin), least)
         before, after = (start < begin) & (least < begin), (limit < stop) & (rows + most > limit)
     else:
         before, after = start + count * other > limit, np.zeros(len(begin), np.bool_)
     lower = before | (rows - 1 + least > start)
     upper = most < stop - 1
-    whole, clipped = not before.any(), grid and bool((before | after).any())
+    exact_begin, clipped = not before.any(), grid and bool((before | after).any())
     turns = np.bincount(pairs.tile, count, minlength=len(tiles)).astype(np.int64)
     first = np.searchsorted(pairs.tile, np.arange(len(tiles)))
     counted = np.tile([0, 1], (len(tiles), 1))
     mine = np.concatenate([tiles[:, :3], counted, first[:, None], turns[:, None]], axis=1)
     order = _heaviest_first(pairs, len(tiles))
     mine = _every_batch_row(mine[order[served[order]]], batch)
-    table = np.stack([start if whole else begin, count, limit, least, most], axis=1)
-    single = len(np.unique(pairs.tile)) == len(pairs.tile)
-    if single:  # a run has the number of its block, so that neither waits for the other
+    table = np.stack([start if exact_begin else begin, count, limit, least, most], axis=1)
+    single_run = len(np.unique(pairs.tile)) == len(pairs.tile)
+    if single_run:  # a run has the index of its tile, so a kernel loads both at once
         table = table[mine[:, 5]]
         mine[:, 5] = np.arange(len(mine))
-    return Blocks(
-        on_device(mine, device),
-        on_device(table, device),
+    return TileTable(
+        to_device(mine, device),
+        to_device(table, device),
         bool(lower.any()),
         bool(upper.any()),
-        edge=bool((mine[:, 2] < size).any()),
-        single=single,
+        partial_tiles=bool((mine[:, 2] < size).any()),
+        single_run=single_run,
         aligned=grid or not ((begin | limit) % 4).any(),
-        whole=whole,
-        even=grid or (whole and not (start % other).any()),
+        exact_begin=exact_begin,
+        on_grid=grid or (exact_begin and not (start % other).any()),
         clipped=clipped,
-        level=not (mine[:, 2] % LEVEL).any(),
-        once=single and whole and not lower.any() and _once(rows, start, count, most, other, size),
-        meets=float(mine[:, 6].mean()) if len(mine) else 0.0,
-        alike=not np.ptp(mine[:, 6]) if len(mine) else False,
+        tile_aligned=not (mine[:, 2] % WG_ROWS).any(),
+        masks_first_only=single_run
+        and exact_begin
+        and not lower.any()
+        and _masks_first_only(rows, start, count, most, other, size),
+        mean_blocks=float(mine[:, 6].mean()) if len(mine) else 0.0,
+        uniform=not np.ptp(mine[:, 6]) if len(mine) else False,
     )
 
 
-def _once(rows: Ints, start: Ints, count: Ints, most: Ints, other: int, size: int) -> bool:
-    for lowest in range(0, size, LEVEL):
-        highest = np.minimum(rows, lowest + LEVEL) - 1
+def _masks_first_only(rows: Ints, start: Ints, count: Ints, most: Ints, other: int, size: int) -> bool:
+    for lowest in range(0, size, WG_ROWS):
+        highest = np.minimum(rows, lowest + WG_ROWS) - 1
         first = np.clip((highest + most - start) // other, 0, count - 1)
-        cut = lowest + most < start + first * other - 1  # the last row of the block before the first one that is seen
+        cut = (
+            lowest + most < start + first * other - 1
+        )  # compare the last row of the block before the first visible one
         if (cut & (first > 0) & (rows > lowest)).any():
             return False
     return True
 
 
 def _fills_blocks(table: Table, size: int, tokens: int) -> bool:
-    """Whether blocks on a grid, of rows of the other side, have rows of spans only, or none: no gap ends within one."""
+    """Whether each block of the other side on a grid has rows of spans only, or none: no gap ends within a block."""
     owner, _ = expand(np.diff(table.indptr))
     batches, batch = np.unique(table.segments[owner, 0], return_inverse=True)
     row, rows = table.spans[:, :2].astype(np.int64).T
     width = -(-tokens // size) * size
-    ends = np.where(row + rows == tokens, width, row + rows)  # beyond the last row there are zeros
+    ends = np.where(row + rows == tokens, width, row + rows)  # TMA reads zeros beyond the last row
     order = np.argsort(batch * width + row)
     begin = np.append((batch * width + row)[order], len(batches) * width)
     end = np.insert(np.maximum.accumulate((batch * width + ends)[order]), 0, 0)
@@ -216,29 +244,29 @@ def _fills_blocks(table: Table, size: int, tokens: int) -> bool:
 
 
 def _can_be_filled(table: Table, size: int, grid: bool) -> npt.NDArray[np.bool_]:
-    """Of each segment whether its last block can be read from earlier rows: its own, or on a grid those of others too.
+    """Return for each segment whether its last tile can be filled up with earlier rows, on a grid of any segment.
 
-    These are of segments that are seen, as no one knows what the rest hold; before the first row there are zeros.
-    Where most rows are of segments shorter than a block, blocks would be rather empty, and the rest has smaller ones.
+    Those segments must be visible, because other rows may hold anything; before the first row, TMA reads zeros. Where
+    most rows are in segments shorter than a tile, tiles would be mostly padding: the portable kernel has smaller ones.
     """
     batch, row, rows = table.segments[:, :3].astype(np.int64).T
     alone = rows >= size
     if not grid or 2 * rows[~alone].sum() > rows.sum():
         return alone
     seen = np.diff(table.indptr) > 0
-    begins = np.ones(len(row), np.bool_)  # where the rows before are not of a segment that is seen
+    begins = np.ones(len(row), np.bool_)  # the rows before are not of a visible segment
     begins[1:] = ~seen[:-1] | (batch[1:] != batch[:-1]) | (row[1:] != row[:-1] + rows[:-1])
     first = np.maximum.accumulate(np.where(begins, np.arange(len(row)), 0))
     return alone | (row[first] <= np.maximum(0, row + rows - size))
 
 
-def _whole(table: Table) -> Ints:
-    """The segments of a table, as blocks."""
+def _whole_segments(table: Table) -> Ints:
+    """The segments of a table as one tile each."""
     return np.column_stack([table.segments, table.indptr[:-1], table.indptr[1:]]).astype(np.int64)
 
 
-def _cut(tiles: Ints, size: int, short_first: bool = False) -> Ints:
-    """Blocks in blocks of at most `size` rows; the one that has fewer is the last, or the first."""
+def _cut_tiles(tiles: Ints, size: int, short_first: bool = False) -> Ints:
+    """Cut tiles into tiles of at most `size` rows; the short one is the last, or with `short_first` the first."""
     owner, nth = expand(-(-tiles[:, 2] // size))
     mine = tiles[owner]
     ends = (nth + 1) * size - (-mine[:, 2] % size if short_first else 0)
@@ -250,10 +278,10 @@ def _cut(tiles: Ints, size: int, short_first: bool = False) -> Ints:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Blocks and spans that meet, in order of the blocks: rows `begin` to `end` of the span's are met.
+    """Pairs of a tile and a span that it meets, in order of the tiles; rows `begin` to `end` of the span are visible.
 
-    `first` and `last` are positions of the block; a row of the span is visible where its position less the block
-    row's lies between `lo` and `hi`.
+    `first` and `last` are positions of the tile. A row of the span is visible to a tile row where its position minus
+    the tile row's lies between `lo` and `hi`.
     """
 
     tile: Ints
@@ -270,15 +298,15 @@ class _Pairs:
 
     @property
     def bound(self) -> npt.NDArray[np.bool_]:
-        """Whether a side of the band binds; where none does, positions mean nothing."""
+        """Whether a side of the band binds; where none does, positions have no effect."""
         return (self.lo > -UNBOUNDED) | (self.hi < UNBOUNDED)
 
     def of(self, which: npt.NDArray[np.bool_]) -> _Pairs:
-        """Some of them."""
+        """Return the selected pairs."""
         return _Pairs(*(column[which] for column in vars(self).values()))
 
 
-def _pairs(tiles: Ints, table: Table, by_key: bool) -> _Pairs:
+def _meeting_pairs(tiles: Ints, table: Table, by_key: bool) -> _Pairs:
     owner, nth = expand(tiles[:, 6] - tiles[:, 5])
     spans, tile = table.spans.astype(np.int64)[tiles[owner, 5] + nth], tiles[owner]
     row, rows, position, step, lo, hi = spans.T
@@ -292,13 +320,13 @@ def _pairs(tiles: Ints, table: Table, by_key: bool) -> _Pairs:
 
 
 def _heaviest_first(pairs: _Pairs, tiles: int) -> Ints:
-    """An order of blocks, by the rows of the other side that they meet, so that the last to begin are short."""
+    """Return an order of tiles by the rows they meet, most first, so that the last to start are short."""
     weight = np.bincount(pairs.tile, pairs.end - pairs.begin, minlength=tiles)
     return np.argsort(-weight, kind="stable")
 
 
 def _every_batch_row(tiles: Ints, batch: int) -> Ints:
-    """Blocks that stand for all batch rows, once for each."""
+    """Repeat tiles that stand for all batch rows, once for each."""
     shared = tiles[:, 0] < 0
     if not shared.any():
         return tiles
@@ -307,6 +335,6 @@ def _every_batch_row(tiles: Ints, batch: int) -> Ints:
     return np.concatenate([every, tiles[~shared]])
 
 
-def on_device(table: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A table as kernels read it: copied from the host, so that any stream may read it at once."""
+def to_device(table: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy a table to a device as int32; the copy is synchronous, so any stream may read it at once."""
     return torch.from_numpy(np.ascontiguousarray(table, dtype=np.int32)).to(device)

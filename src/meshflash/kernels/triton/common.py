@@ -1,7 +1,7 @@
-"""What the Triton kernels share: products, limits of a band in rows, dropout's bits.
+"""Device functions that the portable Triton kernels share: matrix multiplies, tiles and spans, masks, dropout.
 
-Runs compiled on NVIDIA and AMD GPUs and interpreted on CPUs. Integer division truncates, so it is only
-taken of numbers >= 0; the interpreter multiplies the bit patterns of bfloat16, so it gets float32.
+They run compiled on NVIDIA and AMD GPUs, and interpreted on CPUs. Integer division truncates, so it is only used on
+numbers >= 0. The interpreter multiplies the bit patterns of bfloat16, so it gets float32 operands.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-#: Whether kernels are interpreted; Triton decides when it reads a kernel, so this is read then too.
+#: Whether kernels are interpreted. Triton decides that when it decorates a kernel, so this is read at import as well.
 INTERPRETED = bool(knobs.runtime.interpret)
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -20,7 +20,7 @@ INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """A product, added to what was there."""
+    """Return a @ b, plus `acc` unless it is None."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -28,7 +28,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """By exp2, which every backend has; near 0, where that cancels, by its series."""
+    """Compute tanh by exp2, which every backend has; near 0, where that cancels, by its Taylor series."""
     e = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2E))
     t = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -37,8 +37,8 @@ def tanh(x):
 
 
 @triton.jit
-def tile_of(TILES):
-    """This instance's block: batch row, first row, rows, first and last position, step, and its spans."""
+def load_tile(TILES):
+    """Load the tile of this CTA: batch row, first row, rows, first and last position, position step, and its spans."""
     tile = TILES + tl.program_id(0) * 7
     rows = tl.load(tile + 2)
     first = tl.load(tile + 3)
@@ -48,18 +48,18 @@ def tile_of(TILES):
 
 
 @triton.jit
-def span_of(SPANS, number):
-    """One span: first row, rows, first position, step, and the band's limits."""
+def load_span(SPANS, number):
+    """Load a span: first row, rows, first position, position step, and the limits of its band."""
     at = SPANS + number * 6
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
 
 @triton.jit
-def met(first, last, position, step, rows, lo, hi):
-    """Which rows of a span a block meets.
+def visible_rows(first, last, position, step, rows, lo, hi):
+    """Return the range of a span's rows that at least one row of a tile sees.
 
-    The block lies at positions from first to last, row n of the span at `position + step * n`; a row is met
-    where its position less one of the block's lies between lo and hi.
+    The tile lies at positions `first` to `last`, row n of the span at `position + step * n`. A tile row sees a span row
+    where the span row's position minus its own lies between lo and hi.
     """
     begin = tl.minimum(tl.maximum(first + lo - position + step - 1, 0) // step, rows)
     end = tl.maximum(tl.minimum(tl.maximum(last + hi - position + step, 0) // step, rows), begin)
@@ -67,31 +67,31 @@ def met(first, last, position, step, rows, lo, hi):
 
 
 @triton.jit
-def limits(first, last, position, step, rows, lo, hi, BLOCK: tl.constexpr):
-    """The rows that are met, `begin` to `end`; of these `inner` to `outer` are whole blocks inside the band."""
-    begin, end = met(first, last, position, step, rows, lo, hi)
-    whole = tl.minimum(tl.maximum(tl.maximum(last + lo - position + step - 1, 0) // step, begin), end)
-    whole_end = tl.minimum(tl.maximum(first + hi - position + step, 0) // step, end)
-    inner = begin + (whole - begin + BLOCK - 1) // BLOCK * BLOCK
-    outer = inner + tl.maximum(whole_end - inner, 0) // BLOCK * BLOCK
+def split_span(first, last, position, step, rows, lo, hi, BLOCK: tl.constexpr):
+    """Return (begin, inner, outer, end): rows `begin` to `end` are visible, `inner` to `outer` in unmasked blocks."""
+    begin, end = visible_rows(first, last, position, step, rows, lo, hi)
+    inside_begin = tl.minimum(tl.maximum(tl.maximum(last + lo - position + step - 1, 0) // step, begin), end)
+    inside_end = tl.minimum(tl.maximum(first + hi - position + step, 0) // step, end)
+    inner = begin + (inside_begin - begin + BLOCK - 1) // BLOCK * BLOCK
+    outer = inner + tl.maximum(inside_end - inner, 0) // BLOCK * BLOCK
     inner = tl.minimum(inner, end)
     outer = tl.maximum(tl.minimum(outer, end), inner)
     return begin, inner, outer, end
 
 
 @triton.jit
-def rows_of(
-    X, x_t, n0, left, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+def load_rows(
+    X, x_t, n0, rows_left, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows from n0 on, WIDTH of their numbers from FIRST on; with MASKED, those past `left` rows are 0."""
+    """Load ROWS rows from n0 on, columns FIRST to FIRST + WIDTH; with MASKED, rows past `rows_left` are 0."""
     r = tl.arange(0, ROWS)
     c = FIRST + tl.arange(0, WIDTH)
     at = X + tl.cast(n0, tl.int64) * x_t + (r[:, None] * x_t + c[None, :])
     if MASKED and FIRST + WIDTH > D:
-        return tl.load(at, mask=(r[:, None] < left) & (c[None, :] < D), other=0.0)
+        return tl.load(at, mask=(r[:, None] < rows_left) & (c[None, :] < D), other=0.0)
     if MASKED:
-        return tl.load(at, mask=r[:, None] < left, other=0.0)
+        return tl.load(at, mask=r[:, None] < rows_left, other=0.0)
     if FIRST + WIDTH > D:
         return tl.load(at, mask=c[None, :] < D, other=0.0)
     return tl.load(at)
@@ -99,22 +99,22 @@ def rows_of(
 
 @triton.jit
 def store_rows(
-    X, x_t, left, values, ADD: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    X, x_t, rows_left, values, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Store rows from the first on, or add them to what is there; those past `left` are not touched."""
+    """Store `rows_left` rows, or add them to what is there; rows past that are not touched."""
     r = tl.arange(0, ROWS)
     c = FIRST + tl.arange(0, WIDTH)
     at = X + (r.to(tl.int64)[:, None] * x_t + c[None, :])
-    there = (r[:, None] < left) & (c[None, :] < D)
-    if ADD:
-        values += tl.load(at, mask=there, other=0.0)
-    tl.store(at, values.to(X.dtype.element_ty), mask=there)
+    in_range = (r[:, None] < rows_left) & (c[None, :] < D)
+    if ACCUMULATE:
+        values += tl.load(at, mask=in_range, other=0.0)
+    tl.store(at, values.to(X.dtype.element_ty), mask=in_range)
 
 
 @triton.jit
-def kept(like, i, j, seed, head, batch, threshold):
-    """Which pairs dropout keeps, for positions that broadcast to the shape of `like`."""
+def dropout_keep(like, i, j, seed, head, batch, threshold):
+    """Return which (query, key) pairs dropout keeps, for positions that broadcast to the shape of `like`."""
     zero = tl.zeros_like(like).to(tl.int32)
     word, _, _, _ = tl.philox(seed, j + zero, i + zero, head, batch)
     return word.to(tl.uint32, bitcast=True) >= threshold

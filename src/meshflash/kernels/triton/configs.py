@@ -20,7 +20,7 @@ from meshflash.kernels.contract import HALF
 #: The widest head that the configurations serve.
 MAX_DIM = 256
 #: The kernels' passes: forward, gradients by keys, gradients by queries.
-PASSES = ("forward", "by_keys", "by_queries")
+PASSES = ("forward", "bwd_dkdv", "bwd_dq")
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,24 @@ _HOPPER = {
     ("features", 64): Config(128, 64, 8, 3),
     ("forward", 128): Config(128, 128, 8, 3),
     ("forward", 256): Config(64, 64, 8, 2),
-    ("by_keys", 64): Config(64, 64, 4, 3),
-    ("by_keys", 128): Config(64, 128, 8, 3),
-    ("by_keys", 256): Config(32, 64, 8, 1),
-    ("by_queries", 64): Config(128, 64, 8, 3),
-    ("by_queries", 128): Config(128, 64, 8, 2),
-    ("by_queries", 256): Config(64, 32, 8, 1),
+    ("bwd_dkdv", 64): Config(64, 64, 4, 3),
+    ("bwd_dkdv", 128): Config(64, 128, 8, 3),
+    ("bwd_dkdv", 256): Config(32, 64, 8, 1),
+    ("bwd_dq", 64): Config(128, 64, 8, 3),
+    ("bwd_dq", 128): Config(128, 64, 8, 2),
+    ("bwd_dq", 256): Config(64, 32, 8, 1),
 }
 #: The same for sm_100, where accumulators take the tensor memory: compiled, but never measured.
 _BLACKWELL = {
     ("forward", 64): Config(128, 64, 4, 4),
     ("forward", 128): Config(128, 64, 8, 3),
     ("forward", 256): Config(64, 64, 8, 1),
-    ("by_keys", 64): Config(64, 64, 8, 2),
-    ("by_keys", 128): Config(32, 64, 8, 2),
-    ("by_keys", 256): Config(32, 32, 8, 1),
-    ("by_queries", 64): Config(128, 64, 8, 3),
-    ("by_queries", 128): Config(128, 32, 8, 2),
-    ("by_queries", 256): Config(64, 32, 8, 1),
+    ("bwd_dkdv", 64): Config(64, 64, 8, 2),
+    ("bwd_dkdv", 128): Config(32, 64, 8, 2),
+    ("bwd_dkdv", 256): Config(32, 32, 8, 1),
+    ("bwd_dq", 64): Config(128, 64, 8, 3),
+    ("bwd_dq", 128): Config(128, 32, 8, 2),
+    ("bwd_dq", 256): Config(64, 32, 8, 1),
 }
 #: The same where a block has 99 KiB of shared memory or less, and products are those of one warp: compiled for sm_80,
 #: where they spill little, but never measured.
@@ -70,12 +70,12 @@ _ELSEWHERE = {
     ("forward", 64): Config(128, 64, 4, 2),
     ("forward", 128): Config(128, 32, 4, 2),
     ("forward", 256): Config(64, 32, 8, 1),
-    ("by_keys", 64): Config(64, 128, 8, 2),
-    ("by_keys", 128): Config(32, 64, 8, 2),
-    ("by_keys", 256): Config(16, 64, 8, 1),
-    ("by_queries", 64): Config(64, 64, 4, 2),
-    ("by_queries", 128): Config(64, 32, 4, 2),
-    ("by_queries", 256): Config(32, 32, 8, 1),
+    ("bwd_dkdv", 64): Config(64, 128, 8, 2),
+    ("bwd_dkdv", 128): Config(32, 64, 8, 2),
+    ("bwd_dkdv", 256): Config(16, 64, 8, 1),
+    ("bwd_dq", 64): Config(64, 64, 4, 2),
+    ("bwd_dq", 128): Config(64, 32, 4, 2),
+    ("bwd_dq", 256): Config(32, 32, 8, 1),
 }
 #: The same for AMD's GPUs, of 64 KiB, where 4 warps of 64 threads have 512 registers each, and 8 have half of that:
 #: compiled for gfx942, where none spills to memory, but never measured.
@@ -83,24 +83,24 @@ _AMD = {
     ("forward", 64): Config(128, 64, 4, 2),
     ("forward", 128): Config(128, 32, 4, 2),
     ("forward", 256): Config(64, 32, 4, 2),
-    ("by_keys", 64): Config(32, 64, 4, 2),
-    ("by_keys", 128): Config(32, 64, 4, 1),
-    ("by_keys", 256): Config(16, 64, 4, 1),
-    ("by_queries", 64): Config(64, 64, 4, 2),
-    ("by_queries", 128): Config(64, 32, 4, 2),
-    ("by_queries", 256): Config(32, 32, 4, 1),
+    ("bwd_dkdv", 64): Config(32, 64, 4, 2),
+    ("bwd_dkdv", 128): Config(32, 64, 4, 1),
+    ("bwd_dkdv", 256): Config(16, 64, 4, 1),
+    ("bwd_dq", 64): Config(64, 64, 4, 2),
+    ("bwd_dq", 128): Config(64, 32, 4, 2),
+    ("bwd_dq", 256): Config(32, 32, 4, 1),
 }
 #: float32 takes twice the shared memory and has no tensor cores in full precision: compiled, but never measured.
 _FULL_PRECISION = {
     ("forward", 64): Config(32, 32, 4, 1),
     ("forward", 128): Config(32, 32, 8, 1),
     ("forward", 256): Config(16, 32, 8, 1),
-    ("by_keys", 64): Config(32, 32, 4, 1),
-    ("by_keys", 128): Config(16, 32, 8, 1),
-    ("by_keys", 256): Config(16, 16, 8, 1),
-    ("by_queries", 64): Config(32, 32, 4, 1),
-    ("by_queries", 128): Config(32, 32, 8, 1),
-    ("by_queries", 256): Config(16, 16, 8, 1),
+    ("bwd_dkdv", 64): Config(32, 32, 4, 1),
+    ("bwd_dkdv", 128): Config(16, 32, 8, 1),
+    ("bwd_dkdv", 256): Config(16, 16, 8, 1),
+    ("bwd_dq", 64): Config(32, 32, 4, 1),
+    ("bwd_dq", 128): Config(32, 32, 8, 1),
+    ("bwd_dq", 256): Config(16, 16, 8, 1),
 }
 #: Interpreted, small blocks show every edge at small shapes.
 _INTERPRETED = Config(32, 32, 1, 1)
@@ -168,8 +168,8 @@ def has_descriptors(device: torch.device) -> bool:
 
 def candidates(direction: str, most: int) -> Iterator[Config]:
     """What is worth trying on a device; some do not fit and fail to launch."""
-    rows = {"forward": (64, 128), "by_keys": (32, 64, 128), "by_queries": (64, 128)}[direction]
-    columns = {"forward": (32, 64, 128), "by_keys": (64, 128), "by_queries": (32, 64)}[direction]
+    rows = {"forward": (64, 128), "bwd_dkdv": (32, 64, 128), "bwd_dq": (64, 128)}[direction]
+    columns = {"forward": (32, 64, 128), "bwd_dkdv": (64, 128), "bwd_dq": (32, 64)}[direction]
     for block_m, block_n, warps, stages in product(rows, columns, (4, 8), (2, 3)):
         if most <= 128 or block_m * block_n <= 64 * 64:
             yield Config(block_m, block_n, warps, stages)

@@ -18,7 +18,7 @@ from meshflash.kernels.contract import (
     accumulator_dtype,
     new_outputs,
 )
-from meshflash.kernels.triton.block_tables import Blocks, blocks
+from meshflash.kernels.triton.block_tables import TileTable, make_tile_table
 from meshflash.kernels.triton.configs import MAX_DIM
 from meshflash.kernels.triton.launch import (
     config_of,
@@ -67,9 +67,9 @@ class Triton(Kernel):
         given = (x, q, k, v, dout, rows, grads)
         atomic = not self.deterministic
         dq = dq_sums(q, grads) if atomic else grads.dq_BTHD
-        launch_bwd_dkdv(*given, dq, atomic, _tables(x, "by_keys"))
+        launch_bwd_dkdv(*given, dq, atomic, _tables(x, "bwd_dkdv"))
         if self.deterministic:
-            launch_bwd_dq(*given, _tables(x, "by_queries"))
+            launch_bwd_dq(*given, _tables(x, "bwd_dq"))
         elif dq is not grads.dq_BTHD:
             grads.dq_BTHD.copy_(dq)
         return grads
@@ -82,8 +82,9 @@ def dq_sums(q: Tensor, grads: Grads) -> Tensor:
     return torch.zeros_like(q, dtype=accumulator_dtype(q.dtype), memory_format=torch.contiguous_format)
 
 
-def _tables(x: Inputs, direction: str) -> Blocks:
+def _tables(x: Inputs, direction: str) -> TileTable:
     """The whole worklist in tiles of the size that the pass is configured for."""
-    by_key = direction == "by_keys"
+    by_key = direction == "bwd_dkdv"
     chosen = config_of(direction, x)
-    return blocks(x.work, by_key, chosen.block_n if by_key else chosen.block_m, x.q_BTHD.shape[0], x.q_BTHD.device)
+    size = chosen.block_n if by_key else chosen.block_m
+    return make_tile_table(x.work, by_key, size, x.q_BTHD.shape[0], x.q_BTHD.device)

@@ -1,7 +1,7 @@
-"""Passes over rows of attention results in Triton: merging two, the gradient of that, and a backward's delta.
+"""Row-wise passes over attention results in Triton: merge two partial results, its gradient, and a backward's delta.
 
-Each reads and writes every number once. An instance has a block of the rows of one head; tensors may have
-any strides. Sums are in float32. What an empty part's `out` holds, NaN included, never reaches a result.
+Each reads and writes every element once. A CTA has a block of rows of one head; tensors may have any strides. Sums are
+in float32. Whatever `out` of an empty row (LSE -inf) holds, NaN included, never reaches a result.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from meshflash.kernels.triton.common import INF, LN2, LOG2E
 
-#: Numbers of each tensor that an instance of WARPS warps holds, and rows at most: no target spills at them (sm_80,
-#: sm_90, sm_100, gfx942; twice the numbers does on sm_80). Not timed.
-NUMBERS, ROWS, WARPS = 2048, 128, 4
-#: Interpreted, small blocks show every edge at small shapes.
+#: The most elements of each tensor and the most rows that a CTA of WARPS warps holds. No target spills with them
+#: (sm_80, sm_90, sm_100, gfx942); twice the elements spill on sm_80. Not timed.
+MAX_ELEMENTS, MAX_ROWS, WARPS = 2048, 128, 4
+#: Rows of a CTA under the interpreter: few, so that tests meet partial blocks at small shapes.
 INTERPRETED_ROWS = 16
 
 
 @triton.jit
-def _place(tokens, heads, E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr):
-    """(batch row, head, rows, columns, which rows are there, which numbers) of this instance, in 64 bits.
+def _locate_rows(tokens, heads, E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return (batch row, head, rows, columns, mask of rows, mask of elements) of this CTA, in 64 bits.
 
-    Heads come first, then blocks of rows: neighbours in memory are worked on at the same time.
+    CTAs go over heads first, then over blocks of rows, so that CTAs that run together read neighbouring memory.
     """
     index = tl.program_id(0)
     head = index % heads
@@ -34,21 +34,21 @@ def _place(tokens, heads, E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr
     blocks = tl.cdiv(tokens, BLOCK)
     t = (index % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     e = tl.arange(0, EP).to(tl.int64)
-    there = t < tokens
-    return (index // blocks).to(tl.int64), head.to(tl.int64), t, e, there, there[:, None] & (e[None, :] < E)
+    in_range = t < tokens
+    return (index // blocks).to(tl.int64), head.to(tl.int64), t, e, in_range, in_range[:, None] & (e[None, :] < E)
 
 
 @triton.jit
-def _rows(X, x_b, x_t, x_h, x_e, b, t, h, e, numbers):
-    """A block of rows, in float32."""
+def _load_rows(X, x_b, x_t, x_h, x_e, b, t, h, e, in_bounds):
+    """Load a block of rows as float32."""
     at = X + b * x_b + h * x_h + t[:, None] * x_t + e[None, :] * x_e
-    return tl.load(at, mask=numbers, other=0.0).to(tl.float32)
+    return tl.load(at, mask=in_bounds, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_rows(X, x_b, x_t, x_h, x_e, b, t, h, e, numbers, value):
+def _store_rows(X, x_b, x_t, x_h, x_e, b, t, h, e, in_bounds, value):
     at = X + b * x_b + h * x_h + t[:, None] * x_t + e[None, :] * x_e
-    tl.store(at, value.to(X.dtype.element_ty), mask=numbers)
+    tl.store(at, value.to(X.dtype.element_ty), mask=in_bounds)
 
 
 @triton.jit(do_not_specialize=["l_b", "l_h", "ol_b", "ol_h", "il_b", "il_h", "tokens", "heads"])
@@ -58,49 +58,49 @@ def _merge(
     i_b, i_t, i_h, i_e, il_b, il_h, il_t, tokens, heads,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, HAS_OTHER: tl.constexpr,
 ):  # fmt: skip
-    b, h, t, e, there, numbers = _place(tokens, heads, E, EP, BLOCK)
-    lse = tl.load(LSE + b * l_b + h * l_h + t * l_t, mask=there, other=-INF)
-    other_lse = tl.load(OTHER_LSE + b * ol_b + h * ol_h + t * ol_t, mask=there, other=-INF)
-    out = _rows(OUT, o_b, o_t, o_h, o_e, b, t, h, e, numbers)
-    top = tl.maximum(lse, other_lse)
-    empty = top == -INF
-    reference = tl.where(empty, 0.0, top)
+    b, h, t, e, in_range, in_bounds = _locate_rows(tokens, heads, E, EP, BLOCK)
+    lse = tl.load(LSE + b * l_b + h * l_h + t * l_t, mask=in_range, other=-INF)
+    other_lse = tl.load(OTHER_LSE + b * ol_b + h * ol_h + t * ol_t, mask=in_range, other=-INF)
+    out = _load_rows(OUT, o_b, o_t, o_h, o_e, b, t, h, e, in_bounds)
+    new_max = tl.maximum(lse, other_lse)
+    empty = new_max == -INF
+    reference = tl.where(empty, 0.0, new_max)
     mine = tl.math.exp2((lse - reference) * LOG2E)
     theirs = tl.math.exp2((other_lse - reference) * LOG2E)
-    total = tl.where(empty, 1.0, mine + theirs)
-    merged = tl.where((lse == -INF)[:, None], 0.0, out) * (mine / total)[:, None]
+    row_sum = tl.where(empty, 1.0, mine + theirs)
+    merged = tl.where((lse == -INF)[:, None], 0.0, out) * (mine / row_sum)[:, None]
     if HAS_OTHER:
-        other = _rows(OTHER, ot_b, ot_t, ot_h, ot_e, b, t, h, e, numbers)
-        merged += tl.where((other_lse == -INF)[:, None], 0.0, other) * (theirs / total)[:, None]
-    _store_rows(INTO, i_b, i_t, i_h, i_e, b, t, h, e, numbers, merged)
-    merged_lse = tl.where(empty, -INF, reference + tl.math.log2(total) * LN2)
-    tl.store(INTO_LSE + b * il_b + h * il_h + t * il_t, merged_lse, mask=there)
+        other = _load_rows(OTHER, ot_b, ot_t, ot_h, ot_e, b, t, h, e, in_bounds)
+        merged += tl.where((other_lse == -INF)[:, None], 0.0, other) * (theirs / row_sum)[:, None]
+    _store_rows(INTO, i_b, i_t, i_h, i_e, b, t, h, e, in_bounds, merged)
+    merged_lse = tl.where(empty, -INF, reference + tl.math.log2(row_sum) * LN2)
+    tl.store(INTO_LSE + b * il_b + h * il_h + t * il_t, merged_lse, mask=in_range)
 
 
 @triton.jit(do_not_specialize=["dl_b", "dl_h", "pl_b", "pl_h", "l_b", "l_h", "dpl_b", "dpl_h", "tokens", "heads"])
 def _merge_gradient(
-    DOUT, DLSE, PART, PART_LSE, OUT, LSE, DPART, DPART_LSE,
+    DOUT, DLSE, PARTIAL, PARTIAL_LSE, OUT, LSE, DPARTIAL, DPARTIAL_LSE,
     do_b, do_t, do_h, do_e, dl_b, dl_h, dl_t, p_b, p_t, p_h, p_e, pl_b, pl_h, pl_t,
     o_b, o_t, o_h, o_e, l_b, l_h, l_t, dp_b, dp_t, dp_h, dp_e, dpl_b, dpl_h, dpl_t, tokens, heads,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, HAS_DOUT: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    b, h, t, e, there, numbers = _place(tokens, heads, E, EP, BLOCK)
-    part_lse = tl.load(PART_LSE + b * pl_b + h * pl_h + t * pl_t, mask=there, other=-INF)
-    lse = tl.load(LSE + b * l_b + h * l_h + t * l_t, mask=there, other=-INF)
-    empty = part_lse == -INF
-    weight = tl.math.exp2((part_lse - tl.where(empty, 0.0, lse)) * LOG2E)
+    b, h, t, e, in_range, in_bounds = _locate_rows(tokens, heads, E, EP, BLOCK)
+    partial_lse = tl.load(PARTIAL_LSE + b * pl_b + h * pl_h + t * pl_t, mask=in_range, other=-INF)
+    lse = tl.load(LSE + b * l_b + h * l_h + t * l_t, mask=in_range, other=-INF)
+    empty = partial_lse == -INF
+    weight = tl.math.exp2((partial_lse - tl.where(empty, 0.0, lse)) * LOG2E)
     inner = tl.zeros([BLOCK], tl.float32)
     if HAS_DOUT:
-        dout = _rows(DOUT, do_b, do_t, do_h, do_e, b, t, h, e, numbers)
-        part = _rows(PART, p_b, p_t, p_h, p_e, b, t, h, e, numbers)
-        out = _rows(OUT, o_b, o_t, o_h, o_e, b, t, h, e, numbers)
-        inner = tl.sum(dout * (part - out), 1)
-        dpart = tl.where(empty[:, None], 0.0, weight[:, None] * dout)
-        _store_rows(DPART, dp_b, dp_t, dp_h, dp_e, b, t, h, e, numbers, dpart)
+        dout = _load_rows(DOUT, do_b, do_t, do_h, do_e, b, t, h, e, in_bounds)
+        partial = _load_rows(PARTIAL, p_b, p_t, p_h, p_e, b, t, h, e, in_bounds)
+        out = _load_rows(OUT, o_b, o_t, o_h, o_e, b, t, h, e, in_bounds)
+        inner = tl.sum(dout * (partial - out), 1)
+        dpartial = tl.where(empty[:, None], 0.0, weight[:, None] * dout)
+        _store_rows(DPARTIAL, dp_b, dp_t, dp_h, dp_e, b, t, h, e, in_bounds, dpartial)
     if HAS_DLSE:
-        inner += tl.load(DLSE + b * dl_b + h * dl_h + t * dl_t, mask=there, other=0.0).to(tl.float32)
-    dpart_lse = tl.where(empty, 0.0, weight * inner)
-    tl.store(DPART_LSE + b * dpl_b + h * dpl_h + t * dpl_t, dpart_lse, mask=there)
+        inner += tl.load(DLSE + b * dl_b + h * dl_h + t * dl_t, mask=in_range, other=0.0).to(tl.float32)
+    dpartial_lse = tl.where(empty, 0.0, weight * inner)
+    tl.store(DPARTIAL_LSE + b * dpl_b + h * dpl_h + t * dpl_t, dpartial_lse, mask=in_range)
 
 
 @triton.jit(do_not_specialize=["l_b", "l_h", "dl_b", "dl_h", "de_b", "de_h", "tokens", "heads"])
@@ -109,15 +109,15 @@ def _delta(
     o_b, o_t, o_h, o_e, do_b, do_t, do_h, do_e, l_b, l_h, l_t, dl_b, dl_h, dl_t, de_b, de_h, de_t, tokens, heads,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    b, h, t, e, there, numbers = _place(tokens, heads, E, EP, BLOCK)
-    out = _rows(OUT, o_b, o_t, o_h, o_e, b, t, h, e, numbers)
-    dout = _rows(DOUT, do_b, do_t, do_h, do_e, b, t, h, e, numbers)
+    b, h, t, e, in_range, in_bounds = _locate_rows(tokens, heads, E, EP, BLOCK)
+    out = _load_rows(OUT, o_b, o_t, o_h, o_e, b, t, h, e, in_bounds)
+    dout = _load_rows(DOUT, do_b, do_t, do_h, do_e, b, t, h, e, in_bounds)
     delta = tl.sum(dout * out, 1)
     if HAS_DLSE:
-        lse = tl.load(LSE + b * l_b + h * l_h + t * l_t, mask=there, other=-INF)
-        dlse = tl.load(DLSE + b * dl_b + h * dl_h + t * dl_t, mask=there, other=0.0).to(tl.float32)
+        lse = tl.load(LSE + b * l_b + h * l_h + t * l_t, mask=in_range, other=-INF)
+        dlse = tl.load(DLSE + b * dl_b + h * dl_h + t * dl_t, mask=in_range, other=0.0).to(tl.float32)
         delta = tl.where(lse == -INF, 0.0, delta - dlse)
-    tl.store(DELTA + b * de_b + h * de_h + t * de_t, delta, mask=there)
+    tl.store(DELTA + b * de_b + h * de_h + t * de_t, delta, mask=in_range)
 
 
 def merge(
@@ -128,9 +128,15 @@ def merge(
     into_BTHE: Tensor,
     into_lse_BHT: Tensor,
 ) -> None:
-    """Write two results over different keys as one, in the dtype of `into`, which may be either of them.
+    """Merge two partial results over different keys, in the dtype of `into`, which may be either of them.
 
-    Without `other` there is only its weight, as for a sink.
+    Args:
+        out_BTHE: The first result's output.
+        lse_BHT: The first result's LSE.
+        other_BTHE: The second result's output; None means that it has a weight but no value, as a sink has.
+        other_lse_BHT: The second result's LSE.
+        into_BTHE: Where the merged output goes.
+        into_lse_BHT: Where the merged LSE goes.
     """
     other = out_BTHE if other_BTHE is None else other_BTHE
     given = (out_BTHE, lse_BHT, other, other_lse_BHT, into_BTHE, into_lse_BHT)
@@ -147,7 +153,18 @@ def merge_gradient(
     dpart_BTHE: Tensor,
     dpart_lse_BHT: Tensor,
 ) -> None:
-    """Write the gradients of one part of the merged (out, lse); that of its out only where there is a dout."""
+    """Write the gradients of one partial result of a merge.
+
+    Args:
+        dout_BTHE: The gradient of the merged output, or None for 0.
+        dlse_BHT: The gradient of the merged LSE, or None for 0; one of the two gradients is given.
+        part_BTHE: The output of the partial result.
+        part_lse_BHT: The LSE of the partial result.
+        out_BTHE: The output of the merged result.
+        lse_BHT: The LSE of the merged result.
+        dpart_BTHE: Where the gradient of the partial output goes; without dout it is not written.
+        dpart_lse_BHT: Where the gradient of the partial LSE goes.
+    """
     dout = part_BTHE if dout_BTHE is None else dout_BTHE
     dlse = part_lse_BHT if dlse_BHT is None else dlse_BHT
     given = (dout, dlse, part_BTHE, part_lse_BHT, out_BTHE, lse_BHT, dpart_BTHE, dpart_lse_BHT)
@@ -156,18 +173,18 @@ def merge_gradient(
 
 
 def delta(out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, dlse_BHT: Tensor | None, delta_BHT: Tensor) -> None:
-    """Write sum(dout * out), less dlse where there is one, and 0 there in empty rows."""
+    """Write delta of each row: sum(dout * out), minus dlse unless it is None; with dlse, 0 in rows that see nothing."""
     dlse = lse_BHT if dlse_BHT is None else dlse_BHT
     _launch(_delta, out_BTHE, (out_BTHE, dout_BTHE, lse_BHT, dlse, delta_BHT), HAS_DLSE=dlse_BHT is not None)
 
 
 def _launch(kernel: Any, like_BTHE: Tensor, tensors: tuple[Tensor, ...], **constants: bool) -> None:
-    """One instance for each block of rows and head, on the device of the tensors."""
+    """Launch one CTA for each block of rows and head, on the device of the tensors."""
     batch, tokens, heads, dim = like_BTHE.shape
     if not batch * tokens * heads:
         return
     width = triton.next_power_of_2(dim)
-    rows = min(ROWS if like_BTHE.is_cuda else INTERPRETED_ROWS, max(1, NUMBERS // width))
+    rows = min(MAX_ROWS if like_BTHE.is_cuda else INTERPRETED_ROWS, max(1, MAX_ELEMENTS // width))
     rows = min(rows, triton.next_power_of_2(tokens))
     strides = [stride for x in tensors for stride in x.stride()]
     with torch.cuda.device_of(like_BTHE):
