@@ -1,4 +1,4 @@
-"""What a kernel is: attention on one device over a worklist, and what it must say it cannot do.
+"""The kernel contract: attention on one device over a worklist, forward and backward, and what a kernel supports.
 
 Shapes, here and in every kernel: B batch, T query tokens, S key tokens, H query heads, K key heads,
 G = H / K, D head dim, E value dim. Inputs are `[B, T, H, D]`; LSE and delta are `[B, H, T]`.
@@ -21,13 +21,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What partial results and the LSE are kept in: float64 for float64, float32 for all else."""
+    """Return the dtype of partial results, sums and the LSE: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The numbers of one call besides q, k and v. Positions and heads are global ones.
+    """The parameters of one call besides q, k and v; positions and heads are global.
 
     A score is `softcap * tanh(scale * q.k / softcap) - slope * |i - j|`; 0 means no softcap. A kept
     probability is divided by `1 - dropout`. Each head's sink logit joins the softmax without a value:
@@ -46,7 +46,7 @@ class Features:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What one call computes: queries against keys and values, over a worklist."""
+    """The inputs of one call: queries, keys and values, the worklist to compute, and its features."""
 
     q_BTHD: Tensor
     k_BSKD: Tensor
@@ -60,7 +60,7 @@ Outputs = tuple[Tensor, Tensor]
 
 
 def new_outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> Outputs:
-    """Room for the final (out, lse)."""
+    """Allocate the final (out, lse) of a call."""
     batch, tokens, heads, _ = q_BTHD.shape
     out_BTHE = q_BTHD.new_empty(batch, tokens, heads, v_BSKE.shape[-1])
     return out_BTHE, q_BTHD.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q_BTHD.dtype))
@@ -68,9 +68,9 @@ def new_outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> Outputs:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a backward knows of its query rows, over all the keys that there are: delta = sum(dout * out) - dlse.
+    """What a backward needs of its query rows, over all keys: out, dout, lse, and delta = sum(dout * out) - dlse.
 
-    Where the kernel has said that it does not read delta, there may be none.
+    `delta` may be None for a kernel whose `reads_delta` is False.
     """
 
     out_BTHE: Tensor
@@ -80,14 +80,17 @@ class Rows:
 
     @property
     def delta_BHT(self) -> Tensor:  # noqa: N802 - shapes are part of names
-        """Delta, for a kernel that reads it."""
-        assert self.delta is not None, "this kernel said that it does not read delta"
+        """Return delta, for a kernel that reads it."""
+        assert self.delta is not None, "delta is None: this kernel declares that it does not read delta"
         return self.delta
 
 
 @dataclass(frozen=True, eq=False)
 class Grads:
-    """Where gradients go. What is added to is in the accumulator's dtype; the rest is overwritten."""
+    """The buffers that gradients go to.
+
+    With `add_dq` or `add_dkv` a buffer is in the accumulator's dtype and added to; otherwise it is overwritten.
+    """
 
     dq_BTHD: Tensor
     dk_BSKD: Tensor
@@ -97,14 +100,17 @@ class Grads:
 
     @staticmethod
     def like(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor) -> Grads:
-        """Room for the final gradients of q, k and v."""
+        """Allocate the final gradients of q, k and v."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHD, k_BSKD, v_BSKE))
         return Grads(dq, dk, dv)
 
 
 @dataclass(frozen=True, eq=False)
 class KernelRequest:
-    """What one call asks of a kernel. `partial` results are continued or summed, in the accumulator's dtype."""
+    """Everything about a call that decides which kernel can serve it, without its tensors.
+
+    With `partial`, results are continued or summed over several calls, in the accumulator's dtype.
+    """
 
     direction: Pass
     device: torch.device
@@ -121,19 +127,20 @@ class KernelRequest:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All of it but the worklist, by which a choice can be remembered."""
+        """Return a key of everything but the worklist, under which a choice is cached."""
         x = self.features
-        asked = (x.scale > 0, x.softcap > 0, x.dropout > 0, x.alibi_slopes_BH is None, x.sink_logits_H is None)
+        features = (x.scale > 0, x.softcap > 0, x.dropout > 0, x.alibi_slopes_BH is None, x.sink_logits_H is None)
         sizes = (self.head_dim, self.value_dim, self.batch, self.heads)
-        ways = (self.partial, self.lse_gradient, self.deterministic)
-        return self.direction, self.device, self.dtype, sizes, ways, asked
+        modes = (self.partial, self.lse_gradient, self.deterministic)
+        return self.direction, self.device, self.dtype, sizes, modes, features
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel in the words of a table of rates: so many visible pairs for a head and batch row.
+    """One launch of a kernel, as a table of rates predicts its time.
 
-    `keys` are those that the last query sees, or all; what is not for every batch row is for one.
+    `pairs` are the visible (query, key) pairs of one head and batch row; `keys` is how many keys the last query sees.
+    A launch serves every batch row, or one.
     """
 
     pairs: float
@@ -143,27 +150,27 @@ class Launch:
 
 
 class Kernel(ABC):
-    """Attention on one device over a worklist, forward and backward."""
+    """Attention on one device over a worklist, forward and backward; the registry holds one instance of each."""
 
     name: str
     summary: str
-    #: Whether its backward reads delta, or works it out for itself.
+    #: Whether the backward reads delta; other kernels compute it themselves.
     reads_delta = True
 
     def missing(self) -> str | None:
-        """Why this kernel cannot run on this machine at all, or None."""
+        """Return why this kernel cannot run on this machine at all, or None."""
         return None
 
     @abstractmethod
     def unsupported_reason(self, ask: KernelRequest) -> str | None:
-        """What this kernel lacks for a call, in words that follow "lacks", or None if it can do it."""
+        """Return what about a call this kernel does not support, as a noun phrase, or None if it supports the call."""
 
     def serving(self, ask: KernelRequest) -> Kernel:
-        """This kernel as it serves a call; another one of the same name where it must go about it otherwise."""
+        """Return the instance that serves a call: this one, or one of the same name with other settings."""
         return self
 
     def launches(self, ask: KernelRequest) -> tuple[Launch, ...]:
-        """What a call amounts to, for predicting its time; by default a single launch for all of the worklist."""
+        """Return the launches of a call, to predict its time; by default one launch for the whole worklist."""
         segments, spans = ask.work.by_query.segments, ask.work.by_query.spans
         queries = int(segments[:, 2].sum())
         if not queries or not len(spans):
@@ -174,14 +181,24 @@ class Kernel(ABC):
 
     @abstractmethod
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
-        """Compute every row of (out, lse), into `outputs` where they are given, and return them.
+        """Compute and return every row of (out, lse).
 
-        `out` in the accumulator's dtype is a partial result, in the input's dtype the final one; what the
-        kernel makes itself is final, contiguous and new. `carry` is the (out, lse) of earlier calls over
-        other keys, in the accumulator's dtype, and is continued; it may be the very tensors that are
-        written. Rows that see no key get 0 and -inf.
+        Rows that see no key get 0 and -inf.
+
+        Args:
+            x: The inputs.
+            outputs: Where the results go. `out` in the accumulator's dtype is a partial result, in the inputs' dtype
+                the final one. By default the kernel allocates final, contiguous results.
+            carry: The (out, lse) of earlier calls over other keys, in the accumulator's dtype, which is continued. It
+                may be the same tensors as `outputs`.
         """
 
     @abstractmethod
     def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
-        """Compute this worklist's share of the gradients, into `grads` where they are given, and return them."""
+        """Compute and return this worklist's share of the gradients.
+
+        Args:
+            x: The inputs.
+            rows: What is known of the query rows, over all keys.
+            grads: Where the gradients go; by default the kernel allocates final ones.
+        """

@@ -1,7 +1,7 @@
-"""Merging partial results by their LSE, and what else is done row by row to results and their gradients.
+"""Merge partial results by their LSE, and other row-wise passes over results and their gradients.
 
-Sums are in the accumulator's dtype. Empty parts, of LSE -inf, weigh nothing, and what their `out` holds,
-NaN included, never reaches a result. On GPUs each function is one fused pass, in float64 plain torch.
+Sums are in the accumulator's dtype. Empty rows (LSE -inf) have weight 0, and whatever their `out` holds, NaN included,
+never reaches a result. On GPUs each function is one fused Triton kernel; float64 runs in plain torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from meshflash.kernels.contract import HALF, Outputs
 
 
 def merge_(out_BTHE: Tensor, lse_BHT: Tensor, other_BTHE: Tensor | None, other_lse_BHT: Tensor) -> None:
-    """Merge another partial result over other keys into this one, in place. Without values it is a sink."""
+    """Merge another partial result over other keys into this one, in place; without `other_BTHE` it is a sink."""
     merge((out_BTHE, lse_BHT), (other_BTHE, other_lse_BHT), (out_BTHE, lse_BHT))
 
 
 def merge(mine: Outputs, other: tuple[Tensor | None, Tensor], into: Outputs) -> None:
-    """Write two results over different keys as one, into tensors of any dtype, which may be `mine`."""
+    """Merge two partial results over different keys, into tensors of any dtype, which may be `mine`."""
     (out_BTHE, lse_BHT), (other_BTHE, other_lse_BHT), (into_BTHE, into_lse_BHT) = mine, other, into
     if _fused(out_BTHE, lse_BHT, other_BTHE, other_lse_BHT, into_BTHE, into_lse_BHT):
         from meshflash.kernels.triton import rowwise
@@ -43,9 +43,9 @@ def merge(mine: Outputs, other: tuple[Tensor | None, Tensor], into: Outputs) -> 
 def merge_gradient(
     dout_BTHE: Tensor | None, dlse_BHT: Tensor | None, part: Outputs, merged: Outputs
 ) -> tuple[Tensor | None, Tensor]:
-    """The gradients of one part's (out, lse) from those of the merged ones, of which at most one is None.
+    """Return the gradients of one partial result's (out, lse), given those of the merged result.
 
-    Without a dout that of the part's out is None: it is 0.
+    At most one of the given gradients is None. Without `dout_BTHE` the gradient of the partial out is 0: None.
     """
     (part_BTHE, part_lse_BHT), (out_BTHE, lse_BHT) = part, merged
     if _fused(dout_BTHE, dlse_BHT, *part, *merged):
@@ -68,7 +68,7 @@ def merge_gradient(
 
 
 def delta(out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, dlse_BHT: Tensor | None) -> Tensor:
-    """What a backward needs of each row: sum(dout * out), less dlse where there is one; in the dtype of lse."""
+    """Return delta of each row, sum(dout * out) minus dlse unless it is None, in the dtype of lse."""
     delta_BHT = torch.empty_like(lse_BHT, memory_format=torch.contiguous_format)
     delta_(delta_BHT, out_BTHE, dout_BTHE, lse_BHT, dlse_BHT)
     return delta_BHT
@@ -77,7 +77,7 @@ def delta(out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, dlse_BHT: Tensor
 def delta_(
     delta_BHT: Tensor, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, dlse_BHT: Tensor | None = None
 ) -> None:
-    """The same, into a tensor of the dtype of lse."""
+    """Write delta, as `delta` returns it, into a tensor of the dtype of lse."""
     if _fused(out_BTHE, dout_BTHE, lse_BHT, dlse_BHT):
         from meshflash.kernels.triton import rowwise
 
@@ -85,17 +85,17 @@ def delta_(
         return
     torch.sum(dout_BTHE.to(lse_BHT.dtype) * out_BTHE, dim=-1, out=delta_BHT.transpose(1, 2))
     if dlse_BHT is not None:
-        # the LSE of an empty row is -inf whatever the inputs are: what comes back there has no meaning
+        # the LSE of an empty row is -inf whatever the inputs are, so its gradient has no meaning
         delta_BHT.sub_(dlse_BHT).masked_fill_(lse_BHT == -torch.inf, 0.0)
 
 
 def add_sinks_(out_BTHE: Tensor, lse_BHT: Tensor, sink_logits_H: Tensor) -> None:
-    """Let each head's sink logit join the softmax of a result over all keys, in place."""
+    """Add each head's sink logit to the softmax of a result over all keys, in place."""
     merge_(out_BTHE, lse_BHT, None, sink_logits_H.to(lse_BHT.dtype)[None, :, None].expand_as(lse_BHT))
 
 
 def _fused(*tensors: Tensor | None) -> bool:
-    """Whether the Triton kernels serve these tensors."""
+    """Whether the fused Triton kernels support these tensors."""
     fits = all(x is None or (x.is_cuda and x.dtype in (torch.float32, *HALF)) for x in tensors)
     return fits and _has_triton()
 
@@ -106,13 +106,13 @@ def _has_triton() -> bool:
 
 
 def _without_empty(x_BTHE: Tensor, lse_BHT: Tensor) -> Tensor:
-    """The values of a part, 0 in its empty rows."""
+    """The output of a partial result, with 0 in its empty rows."""
     empty = lse_BHT == -torch.inf
-    if x_BTHE.device.type == "cpu" and not empty.any():  # a pass less; on other devices the host would wait
+    if x_BTHE.device.type == "cpu" and not empty.any():  # saves a pass; on a GPU the check would synchronize
         return x_BTHE
     return x_BTHE.masked_fill(_per_row(empty), 0.0)
 
 
 def _per_row(x_BHT: Tensor) -> Tensor:
-    """One number for each row of a `[B, T, H, E]`."""
+    """A value of each row, shaped to broadcast over `[B, T, H, E]`."""
     return x_BHT.transpose(1, 2).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""How fast each kernel is on a device, as measured, and what that predicts for a call.
+"""Measured rates of each kernel on a device, and the time they predict for a call.
 
 Tables lie beside this file under `measured/`, one for each device that was measured; `meshflash calibrate`
 writes one for the device at hand into the user's own folder, which goes first. A device without a table takes
@@ -24,15 +24,15 @@ from meshflash.core import files
 from meshflash.core.reading import read_json
 from meshflash.kernels.contract import KernelRequest, Launch, Pass
 
-#: Where the tables are that come with meshflash.
+#: The folder of the tables that meshflash ships.
 SHIPPED = Path(__file__).parent / "measured"
-#: Backward has five products where forward has two.
+#: FLOPs of a backward relative to a forward: five matrix multiplies instead of two.
 BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What one kernel reached in one pass: useful TFLOP/s at this head dim, mask and number of keys."""
+    """The TFLOP/s of one kernel in one pass, at a head dim, mask and length; masked pairs do not count as work."""
 
     kernel: str
     direction: Pass
@@ -44,9 +44,9 @@ class Rate:
 
 @dataclass(frozen=True, eq=False)
 class Rates:
-    """The measured rates of a device, and the microseconds that the host takes for a call of each kernel.
+    """The measured rates of a device, and the host time of a call of each kernel, in microseconds.
 
-    `configs` are those of the Triton kernels that turned out best there, where they were tried.
+    `configs` are the fastest configurations of the portable Triton kernels, where they were tuned.
     """
 
     device: str
@@ -57,7 +57,7 @@ class Rates:
     configs: dict[str, list[int]] = field(default_factory=dict)
 
     def seconds(self, kernel: str, ask: KernelRequest, launches: Iterable[Launch]) -> float | None:
-        """How long a call should take; None where this kernel was not measured."""
+        """Predict how many seconds a call takes; None where the kernel was not measured."""
         device = host = 0.0
         for launch in launches:
             rate = self._rate(kernel, ask.direction, launch.causal, ask.head_dim, launch.keys)
@@ -69,7 +69,7 @@ class Rates:
         return max(host, device * (BACKWARD if ask.direction == "backward" else 1.0))
 
     def _rate(self, kernel: str, direction: Pass, causal: bool, dim: int, keys: int) -> float | None:
-        """TFLOP/s: of the next wider head that was measured, and between the nearest numbers of keys."""
+        """Interpolate TFLOP/s between the nearest lengths, at the next wider head dim that was measured."""
         curves = self._curves.get((kernel, direction, causal))
         if not curves:
             return None
@@ -93,7 +93,7 @@ class Rates:
         return out
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written."""
+        """Return the table as JSON data."""
         return {
             "device": self.device,
             "architecture": self.architecture,
@@ -115,7 +115,7 @@ class Rates:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Rates:
-        """As it was written."""
+        """Return the table of JSON data; ValueError or KeyError where it is malformed."""
         rates = tuple(
             Rate(row["kernel"], row["pass"], row["mask"] == "causal", row["head_dim"], row["tokens"], row["tflops"])
             for row in data["rates"]
@@ -136,14 +136,14 @@ def _is_config(numbers: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class Known:
-    """A table, and how it came to be used, in words."""
+    """A table of rates, and in words why it is the one in use."""
 
     rates: Rates
     source: str
 
 
 def known(device: torch.device) -> Known | None:
-    """The table for a device: the user's own, the one that comes with meshflash, or one of its architecture."""
+    """Return the table for a device: the user's own, the shipped one, or one of the same architecture."""
     if device.type != "cuda":
         return None
     return _known(*identity(device))
@@ -151,7 +151,7 @@ def known(device: torch.device) -> Known | None:
 
 @cache
 def identity(device: torch.device) -> tuple[str, str]:
-    """The name of a device and its architecture, as tables give them."""
+    """Return the name of a device and its architecture, as tables spell them."""
     properties = torch.cuda.get_device_properties(device)
     name = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
     return properties.name, name or f"sm_{properties.major}{properties.minor}"
@@ -164,15 +164,15 @@ def _known(name: str, architecture: str) -> Known | None:
 
 
 class Measured(Protocol):
-    """A table of what was measured on a device."""
+    """A table of measurements on a device."""
 
     @property
     def device(self) -> str:
-        """Its name."""
+        """The name of the device."""
 
     @property
     def architecture(self) -> str:
-        """What it has in common with others."""
+        """The architecture, which similar devices share."""
 
 
 M = TypeVar("M", bound=Measured)
@@ -181,7 +181,15 @@ M = TypeVar("M", bound=Measured)
 def pick(
     name: str, architecture: str, own: Callable[[], Path], shipped: Path, read: Callable[[Path], M]
 ) -> tuple[M, str] | None:
-    """The table of a device, and in words which it is: the user's own, or of those in a folder the nearest."""
+    """Return the table of a device and in words which it is, or None.
+
+    Args:
+        name: The name of the device.
+        architecture: The architecture of the device.
+        own: Returns the path of the user's own table, which goes first.
+        shipped: The folder of shipped tables.
+        read: Reads a table.
+    """
     file = _there(own)
     if file:
         return read(file), f"measured here, in {file}"
@@ -196,7 +204,7 @@ def pick(
 
 
 def own_file(name: str) -> Path:
-    """Where the user's own table of a device is: under MESHFLASH_RATES, or the user's cache."""
+    """Return the path of the user's own table of a device: under MESHFLASH_RATES, or in the user's cache."""
     folder = os.environ.get("MESHFLASH_RATES")
     if not folder:
         folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshflash")
@@ -205,7 +213,7 @@ def own_file(name: str) -> Path:
 
 
 def _there(own: Callable[[], Path]) -> Path | None:
-    """The user's own table, if there is one; a home that is not there or not ours has none."""
+    """The path of the user's own table, if it exists; a missing or unreadable home has none."""
     try:
         path = own()
         return path if path.exists() else None
@@ -214,18 +222,18 @@ def _there(own: Callable[[], Path]) -> Path | None:
 
 
 def write(rates: Rates, path: Path) -> None:
-    """Write a table, which is read from now on."""
+    """Write a table of rates, and use it from now on."""
     write_whole(rates.to_json(), path)
     forget()
 
 
 def write_whole(table: dict[str, Any], path: Path) -> None:
-    """Write a table at once or not at all: other processes may be reading it."""
+    """Write a table atomically: other processes may be reading it."""
     files.write_whole(path, json.dumps(table, indent=1) + "\n")
 
 
 def forget() -> None:
-    """Read tables anew."""
+    """Drop cached tables, so that they are read again."""
     _known.cache_clear()
 
 

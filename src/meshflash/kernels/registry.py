@@ -1,4 +1,4 @@
-"""The kernels there are, and the choice of one: the fastest that can do all that is asked."""
+"""The registry of kernels, and the choice of one for a call: the fastest that supports it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshflash.kernels.triton.kernel import Triton
 from meshflash.kernels.vendor.cpu import Vendor
 from meshflash.kernels.vendor.gpu import Cudnn, Flash2, Flash2Package, Flash3, Flash4
 
-#: In the order in which they are taken where no rates are known. The oracle is never chosen by itself.
+#: In order of preference where no rates are known. "auto" never chooses the oracle.
 _KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
@@ -46,14 +46,14 @@ class Choice:
 
 
 class KernelLog(list[tuple[str, Pass]]):
-    """The (kernel, pass) that ran, in order, and why each was taken."""
+    """The (kernel, pass) pairs that ran, in order, and why each was taken; `record_kernels` makes one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reasons: dict[tuple[str, Pass], str] = {}
 
     def note(self, choice: Choice, direction: Pass) -> None:
-        """Add a call."""
+        """Append a call."""
         entry = (choice.kernel.name, direction)
         self.append(entry)
         self.reasons[entry] = choice.reason
@@ -63,17 +63,17 @@ class KernelLog(list[tuple[str, Pass]]):
         return ", ".join(dict.fromkeys(name for name, ran_in in self if ran_in == direction))
 
 
-_spies: list[KernelLog] = []
-_chosen: WeakKeyDictionary[Worklist, dict[Any, Choice]] = WeakKeyDictionary()
+_logs: list[KernelLog] = []
+_choices: WeakKeyDictionary[Worklist, dict[Any, Choice]] = WeakKeyDictionary()
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """Every kernel, in the order in which they are taken where no rates are known."""
+    """Return every kernel, in order of preference where no rates are known."""
     return tuple(_KERNELS.values())
 
 
 def names() -> tuple[str, ...]:
-    """What `kernel=` takes."""
+    """Return the names that `kernel=` accepts."""
     return _NAMES
 
 
@@ -81,8 +81,11 @@ _NAMES = ("auto", *_KERNELS)
 
 
 def choose(name: str, ask: KernelRequest) -> Choice:
-    """The kernel of this name, or with "auto" the fastest that can do all that is asked; remembered."""
-    kept = _chosen.setdefault(ask.work, {})
+    """Return the kernel of this name, or with "auto" the fastest one that supports a call; cached with the worklist.
+
+    Raises ValueError where the named kernel does not support the call.
+    """
+    kept = _choices.setdefault(ask.work, {})
     key = (name, ask.key)
     found = kept.get(key)
     if found is None:
@@ -91,15 +94,15 @@ def choose(name: str, ask: KernelRequest) -> Choice:
 
 
 def forget() -> None:
-    """Choose anew: other rates are known."""
+    """Drop all cached choices and tables of rates, so that new rates take effect."""
     global _generation
     rates.forget()
-    _chosen.clear()
+    _choices.clear()
     _generation += 1
 
 
 def generation() -> int:
-    """How often all choices were forgotten: what was kept from before is not to be used."""
+    """Return how often `forget` was called: choices cached elsewhere under an older number are stale."""
     return _generation
 
 
@@ -114,22 +117,26 @@ def _choose(name: str, ask: KernelRequest) -> Choice:
             others = ", ".join(other.name for other in kernels() if refusal(other, ask) is None)
             raise ValueError(f'kernel="{name}" {reason}; supported here: {others}, or "auto"')
         return Choice(kernel.serving(ask), "asked for")
-    able = [kernel for kernel in kernels() if may_be_chosen(kernel, ask) and refusal(kernel, ask) is None]
-    assert able, "the tiled kernel can do everything"
+    supported = [kernel for kernel in kernels() if may_be_chosen(kernel, ask) and refusal(kernel, ask) is None]
+    assert supported, "the tiled kernel can do everything"
     known = rates.known(ask.device) if ask.dtype in HALF else None
-    if known is None or len(able) == 1:
-        others = f"before {', '.join(kernel.name for kernel in able[1:])}" if able[1:] else "the only supported one"
-        return Choice(able[0].serving(ask), others + (", by a fixed order" if able[1:] else ""))
-    predicted = [(known.rates.seconds(kernel.name, ask, kernel.launches(ask)), kernel) for kernel in able]
+    if known is None or len(supported) == 1:
+        others = (
+            f"before {', '.join(kernel.name for kernel in supported[1:])}"
+            if supported[1:]
+            else "the only supported one"
+        )
+        return Choice(supported[0].serving(ask), others + (", by a fixed order" if supported[1:] else ""))
+    predicted = [(known.rates.seconds(kernel.name, ask, kernel.launches(ask)), kernel) for kernel in supported]
     measured = sorted(((t, kernel) for t, kernel in predicted if t is not None), key=lambda pair: pair[0])
     if not measured:
-        return Choice(able[0].serving(ask), f"by a fixed order: no supported kernel is in {known.source}")
+        return Choice(supported[0].serving(ask), f"by a fixed order: no supported kernel is in {known.source}")
     times = ", ".join(f"{kernel.name} {t * 1e3:.3g} ms" for t, kernel in measured[:3])
     return Choice(measured[0][1].serving(ask), f"predicted: {times}, by {known.source}")
 
 
 def may_be_chosen(kernel: Kernel, ask: KernelRequest) -> bool:
-    """Whether "auto" considers it: not the oracle, and nothing interpreted."""
+    """Return whether "auto" considers a kernel: not the oracle, and nothing that would run in an interpreter."""
     return kernel.name not in _BY_NAME_ONLY and not (kernel.name == "triton" and ask.device.type == "cpu")
 
 
@@ -146,7 +153,7 @@ def refusal(kernel: Kernel, ask: KernelRequest) -> str | None:
 
 @contextmanager
 def record_kernels() -> Iterator[KernelLog]:
-    """Collect the (kernel, pass) that run inside the block.
+    """Collect the (kernel, pass) pairs that run inside of the block.
 
     >>> import torch, meshflash
     >>> x = torch.zeros(1, 4, 1, 8)
@@ -155,15 +162,15 @@ def record_kernels() -> Iterator[KernelLog]:
     >>> ran
     [('vendor', 'forward')]
     """
-    ran = KernelLog()
-    _spies.append(ran)
+    log = KernelLog()
+    _logs.append(log)
     try:
-        yield ran
+        yield log
     finally:
-        _spies[:] = [other for other in _spies if other is not ran]
+        _logs[:] = [other for other in _logs if other is not log]
 
 
 def log_kernel(choice: Choice, direction: Pass) -> None:
-    """Let every spy know which kernel runs."""
-    for ran in _spies:
-        ran.note(choice, direction)
+    """Record a call in every open `KernelLog`."""
+    for log in _logs:
+        log.note(choice, direction)
