@@ -1,7 +1,7 @@
-"""The oracle: dense attention, plainly written. The only dense code that calls can reach.
+"""The oracle: dense attention, written for clarity; the only dense code that calls can reach.
 
-It reads the mask by `Mask.visible` and never the tiles, so that it can judge them. As a kernel it
-computes in float64 whatever it is given.
+It evaluates the mask by `Mask.visible` and never reads tiles, so that it can check them. As a kernel it computes in
+float64 whatever the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from meshflash.kernels.merge import merge_
 def dense_attention(
     q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, mask: Mask, features: Features, q_offset: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the dtype of the inputs, differentiable by autograd."""
+    """Return (out, lse) in the dtype of the inputs, differentiable by autograd.
+
+    Args:
+        q_BTHD: The queries.
+        k_BSKD: The keys.
+        v_BSKE: The values.
+        mask: Which keys each query sees.
+        features: The other parameters of the call.
+        q_offset: The position of the first query; keys begin at position 0.
+    """
     positions = (range(q_offset, q_offset + q_BTHD.shape[1]),), (range(k_BSKD.shape[1]),)
     s_BHTS, _, visible, keep = _scores(q_BTHD, k_BSKD, mask, *positions, features)
     lse_BHT = torch.logsumexp(s_BHTS, dim=-1)
@@ -30,7 +39,7 @@ def dense_attention(
 
 
 class Reference(Kernel):
-    """Dense attention in float64."""
+    """Dense attention in float64, which the tests compare other kernels with."""
 
     name = "reference"
     summary = "dense float64, the oracle: O(T^2) memory"
@@ -79,7 +88,7 @@ def _scores(
     k_ranges: tuple[range, ...],
     features: Features,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Masked scores, the slope of the softcap, what is visible, and dropout's factor; `[B, H, T, S]`."""
+    """Masked scores, the slope of the softcap, the mask, and the factor of dropout; `[B, H, T, S]`."""
     device, dtype = q_BTHD.device, q_BTHD.dtype
     i, j = (_positions(ranges, device) for ranges in (q_ranges, k_ranges))
     i_T1, j_1S = i[:, None], j[None, :]

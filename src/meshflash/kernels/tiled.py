@@ -29,15 +29,15 @@ from meshflash.kernels.contract import (
     new_outputs,
 )
 
-#: Elements of scores in one block of queries x keys, over batch and heads; measured on two Neoverse-N1 cores,
-#: where 2**20 was 10% slower for causal masks and 2**22 for 32 heads.
+#: Scores in one block of queries x keys, over batch and heads. Measured on two Neoverse-N1 cores, where 2**20 was 10%
+#: slower for causal masks, and 2**22 for 32 heads.
 BLOCK_ELEMENTS = 2**21
 MIN_BLOCK, MAX_BLOCK = 64, 1024
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Query rows, and the key blocks they see."""
+    """A block of query rows, and the key blocks they see."""
 
     batch: slice
     q: slice
@@ -47,7 +47,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Key rows at affine positions, with the band where it crosses this block."""
+    """A block of key rows at affine positions, and its band; `crossed` says whether the block needs a mask."""
 
     k: slice
     j: range
@@ -77,36 +77,36 @@ class Tiled(Kernel):
             shape = (*q.shape[:-1], v_BSKE.shape[-1])
             if carry is None:
                 acc = q.new_zeros(shape)
-                top = q.new_full(shape[:-1], -torch.inf)
-                total = torch.zeros_like(top)
+                row_max = q.new_full(shape[:-1], -torch.inf)
+                row_sum = torch.zeros_like(row_max)
             else:
                 # a carried (out, lse) is a running softmax whose maximum is lse and whose sum is 1
                 acc = _by_head(carry[0][block.batch, block.q], kv_heads)
-                top = carry[1][block.batch, :, block.q].reshape(shape[:-1]).to(acc.dtype)
-                total = (top > -torch.inf).to(acc.dtype)
+                row_max = carry[1][block.batch, :, block.q].reshape(shape[:-1]).to(acc.dtype)
+                row_sum = (row_max > -torch.inf).to(acc.dtype)
             for keys in block.keys:
                 k, v = (_by_head(y[block.batch, keys.k], kv_heads) for y in (k_BSKD, v_BSKE))
                 s, _ = _scores(q, k, block, keys, features, kv_heads)
-                new_top = torch.maximum(top, s.amax(dim=-1))
-                reference = new_top.masked_fill(new_top == -torch.inf, 0.0)
+                new_max = torch.maximum(row_max, s.amax(dim=-1))
+                reference = new_max.masked_fill(new_max == -torch.inf, 0.0)
                 p = s.sub_(reference[..., None]).exp_()
-                decay = torch.exp(top - reference)
-                total = total * decay + p.sum(dim=-1)
+                alpha = torch.exp(row_max - reference)
+                row_sum = row_sum * alpha + p.sum(dim=-1)
                 if features.dropout:
                     p.mul_(_keep(p, block, keys, features, kv_heads))
-                acc.mul_(decay[..., None]).add_(p @ v)
-                top = new_top
+                acc.mul_(alpha[..., None]).add_(p @ v)
+                row_max = new_max
             if features.sink_logits_H is not None:
-                sink = _sinks(features.sink_logits_H, top, kv_heads)
-                new_top = torch.maximum(top, sink)
-                reference = new_top.masked_fill(new_top == -torch.inf, 0.0)
-                decay = torch.exp(top - reference)
-                total = total * decay + torch.exp(sink - reference)
-                acc.mul_(decay[..., None])
-                top = new_top
-            acc.div_(total.masked_fill(total == 0, 1.0)[..., None])
+                sink = _sinks(features.sink_logits_H, row_max, kv_heads)
+                new_max = torch.maximum(row_max, sink)
+                reference = new_max.masked_fill(new_max == -torch.inf, 0.0)
+                alpha = torch.exp(row_max - reference)
+                row_sum = row_sum * alpha + torch.exp(sink - reference)
+                acc.mul_(alpha[..., None])
+                row_max = new_max
+            acc.div_(row_sum.masked_fill(row_sum == 0, 1.0)[..., None])
             out_BTHE[block.batch, block.q] = _by_token(acc, block).to(out_BTHE.dtype)
-            lse = (top + torch.log(total)).to(lse_BHT.dtype)
+            lse = (row_max + torch.log(row_sum)).to(lse_BHT.dtype)
             lse_BHT[block.batch, :, block.q] = lse.view(lse.shape[0], -1, len(block.i))
         return out_BTHE, lse_BHT
 
@@ -152,7 +152,7 @@ class Tiled(Kernel):
         return grads
 
     def _size(self, x: Inputs) -> int:
-        """Rows of a block: a power of two, no wider than the widest band, for what lies beside it is wasted."""
+        """The rows of a block: a power of two, no wider than the widest band, because masked pairs are wasted work."""
         if self.block_size is not None:
             return self.block_size
         size = math.isqrt(BLOCK_ELEMENTS // max(1, x.q_BTHD.shape[0] * x.q_BTHD.shape[2]))
@@ -163,7 +163,7 @@ class Tiled(Kernel):
 
 
 def _blocks(work: Worklist, size: int) -> Iterator[_Block]:
-    """The worklist in blocks of at most size x size; blocks that the band misses are left out."""
+    """Cut the worklist into blocks of at most size x size; blocks outside of the band are left out."""
     table = work.by_query
     spans = table.spans.tolist()
     for s, (batch, row, rows, position, step) in enumerate(table.segments.tolist()):
@@ -200,7 +200,7 @@ def _by_token(x: Tensor, block: _Block) -> Tensor:
 def _scores(
     q: Tensor, k: Tensor, block: _Block, keys: _Keys, features: Features, kv_heads: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores of scaled queries, -inf where not visible, and the softcap's slope; `[B, K, G * T, S]`."""
+    """Scores of scaled queries, -inf where masked, and the slope of the softcap; `[B, K, G * T, S]`."""
     s, slope = q @ k.mT, None
     if features.softcap:
         capped = s.div_(features.softcap).tanh_()

@@ -1,7 +1,7 @@
-"""How the Triton kernels are launched: a table by architecture, pass and head dim, never measured in a call.
+"""Launch configurations of the portable Triton kernels, by architecture, pass and head dim; no call measures anything.
 
-`meshflash calibrate --tune` tries the candidates of a device and writes the best into the user's own table of
-rates, which goes before the one here.
+`meshflash calibrate --tune` tries the candidates on a device and writes the fastest into the user's own table of rates,
+which takes precedence over the tables here.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from meshflash.kernels import rates
 from meshflash.kernels.contract import HALF
 
-#: The widest head that the configurations serve.
+#: The largest head dim that the configurations serve.
 MAX_DIM = 256
-#: The kernels' passes: forward, gradients by keys, gradients by queries.
+#: The passes: forward, backward by keys for dK and dV, backward by queries for dQ.
 PASSES = ("forward", "bwd_dkdv", "bwd_dq")
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is launched: query and key rows of a block, warps, stages of the pipeline.
+    """The configuration of a launch: query and key rows of a block, warps of a CTA, stages of the software pipeline.
 
-    `registers` is what a thread may have at most, so that more blocks run beside each other; 0 leaves it open.
+    `registers` caps the registers of a thread, so that more CTAs share an SM; 0 means no cap.
     """
 
     block_m: int
@@ -102,7 +102,7 @@ _FULL_PRECISION = {
     ("bwd_dq", 128): Config(32, 32, 8, 1),
     ("bwd_dq", 256): Config(16, 16, 8, 1),
 }
-#: Interpreted, small blocks show every edge at small shapes.
+#: Under the interpreter: small, so that tests meet partial blocks at small shapes.
 _INTERPRETED = Config(32, 32, 1, 1)
 
 
@@ -110,12 +110,20 @@ _forced: dict[str, Config] = {}
 
 
 def config(direction: str, dim: int, dtype: torch.dtype, device: torch.device, plain: bool = True) -> Config:
-    """The configuration of a pass for heads up to this wide; for more than plain scores, with more registers."""
+    """Return the configuration of a pass.
+
+    Args:
+        direction: One of `PASSES`.
+        dim: The larger of head dim and value dim.
+        dtype: The dtype of the inputs.
+        device: The device.
+        plain: Whether scores are `scale * q.k` alone; others get more registers in the forward.
+    """
     if device.type == "cpu":
         return _INTERPRETED
     if dtype not in HALF:
         chosen = _FULL_PRECISION[direction, widest(dim)]
-        return replace(chosen, warps=4) if torch.version.hip else chosen  # warps are twice as wide there
+        return replace(chosen, warps=4) if torch.version.hip else chosen  # AMD warps have 64 threads
     chosen = _forced.get(name(direction, widest(dim))) or _settled(direction, widest(dim), device)
     if plain or direction != "forward" or torch.version.hip:
         return chosen
@@ -140,7 +148,7 @@ def _table(device: torch.device) -> dict[tuple[str, int], Config]:
 
 @contextmanager
 def forced(which: str, chosen: Config) -> Iterator[None]:
-    """Inside the block the pass of this name runs in this configuration, on every device."""
+    """Run the pass of this name in this configuration inside of the block, on every device."""
     _forced[which] = chosen
     try:
         yield
@@ -149,12 +157,12 @@ def forced(which: str, chosen: Config) -> Iterator[None]:
 
 
 def name(direction: str, most: int) -> str:
-    """What a configuration is called in a table."""
+    """Return the name of a configuration in a table of rates."""
     return f"{direction}/{most}"
 
 
 def widest(dim: int) -> int:
-    """The head dim under which a configuration is listed."""
+    """Return the head dim under which the configuration of a head dim is listed."""
     if dim > MAX_DIM:
         raise ValueError(f"head dim {dim}: the Triton kernel serves up to {MAX_DIM}")
     return 64 if dim <= 64 else 128 if dim <= 128 else MAX_DIM
@@ -162,12 +170,12 @@ def widest(dim: int) -> int:
 
 @cache
 def has_descriptors(device: torch.device) -> bool:
-    """Whether tensor descriptors are copied by hardware there: NVIDIA's GPUs from Hopper on."""
+    """Return whether a device has TMA, which loads by tensor descriptors: NVIDIA GPUs from Hopper on."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def candidates(direction: str, most: int) -> Iterator[Config]:
-    """What is worth trying on a device; some do not fit and fail to launch."""
+    """Yield the configurations worth trying on a device; some do not fit, and fail to launch."""
     rows = {"forward": (64, 128), "bwd_dkdv": (32, 64, 128), "bwd_dq": (64, 128)}[direction]
     columns = {"forward": (32, 64, 128), "bwd_dkdv": (64, 128), "bwd_dq": (32, 64)}[direction]
     for block_m, block_n, warps, stages in product(rows, columns, (4, 8), (2, 3)):
@@ -178,5 +186,5 @@ def candidates(direction: str, most: int) -> Iterator[Config]:
 
 
 def written(chosen: Config) -> list[int]:
-    """As a table has it."""
+    """Return a configuration as a table of rates holds it."""
     return list(astuple(chosen))

@@ -1,7 +1,7 @@
-"""Kernels of others for GPUs, wrapped to the contract: cuDNN and FlashAttention 2, 3 and 4.
+"""Vendor kernels for GPUs behind the contract: cuDNN and FlashAttention 2, 3 and 4.
 
-Each takes half precision, and gives partial results in it: what is merged or summed afterwards is float32,
-but was rounded once on the way. Packages are used where they can be imported, and never installed.
+Each takes half precision and returns partial results in it: they are merged and summed in float32, but were rounded to
+half precision once. Packages are used where they can be imported, and never installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshflash.kernels.vendor.rectangles import Rectangles
 
 
 class _OnGpu(Rectangles):
-    """What they share: half precision, dims in steps of 8, up to a widest."""
+    """Base of the GPU vendor kernels: half precision, head dims in steps of 8 up to a maximum."""
 
     #: The widest head.
     widest = 256
@@ -136,7 +136,7 @@ class Flash2(_OnGpu):
 
 
 class _Package(_OnGpu):
-    """A package of FlashAttention's authors. Versions differ in the names of arguments: each gets those it has."""
+    """A package of FlashAttention's authors; versions differ in argument names, so each call passes those it has."""
 
     module: str
     #: What forward and backward are called there.
@@ -200,7 +200,7 @@ class Flash4(_Package):
     functions = ("_flash_attn_fwd", "_flash_attn_bwd")
 
 
-#: What is the same in every call of a package, under all the names that it has in one version or another.
+#: Arguments with the same value in every call, under all names that versions of the packages give them.
 _PLAIN: dict[str, Any] = {
     "dropout_p": 0.0,
     "window_size": (-1, -1),
@@ -213,7 +213,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def _call(module: str, name: str, **values: Any) -> Any:
-    """Call a package's function with those of the values that it takes; what it asks for beyond them is None."""
+    """Call a package's function with the values that it takes; other required arguments are None."""
     function, takes = _function(module, name)
     chosen = {key: values[key] for key in takes if key in values}
     return function(**{key: None for key, needed in takes.items() if needed and key not in chosen} | chosen)
@@ -221,7 +221,7 @@ def _call(module: str, name: str, **values: Any) -> Any:
 
 @cache
 def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, bool]]:
-    """A package's function, and its parameters: whether each must be given."""
+    """A package's function, and for each of its parameters whether it is required."""
     function = getattr(_found(module), name)
     takes = {
         key: parameter.default is inspect.Parameter.empty
@@ -232,7 +232,7 @@ def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, boo
 
 @cache
 def _found(module: str) -> Any:
-    """A module, or None where it cannot be imported, for whatever reason."""
+    """A module, or None where importing it fails for any reason."""
     try:
         return importlib.import_module(module) if find_spec(module.partition(".")[0]) else None
     except Exception:
@@ -246,5 +246,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The state of a random generator that nothing is drawn from."""
+    """The seed and offset that the backward wants, unused without dropout."""
     return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)

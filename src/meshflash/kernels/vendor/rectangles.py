@@ -1,8 +1,8 @@
-"""Kernels that know rectangles of queries and keys, whole or causal, and nothing else: those of others.
+"""Base of the vendor kernels, which compute full or causal rectangles of queries and keys, and nothing else.
 
-A worklist is cut into rectangles; where rows take part in several, their partial results are merged here, in
-the accumulator's dtype. Every row of a rectangle sees a key, so what a kernel makes of rows that see none
-(an LSE of +inf in one, -inf in another) never shows.
+A worklist is cut into rectangles. Where rows take part in several, their partial results are merged here, in the
+accumulator's dtype. Every row of a rectangle sees a key, so it does not matter what LSE a vendor kernel returns for
+rows that see none (some return +inf, others -inf).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshflash.kernels.merge import add_sinks_, merge_
 
 
 class Rectangles(Kernel):
-    """Attention by another's kernel, one rectangle at a time."""
+    """A vendor kernel, called for one rectangle at a time; subclasses wrap one library each."""
 
     #: Where a causal rectangle is not square, whether its first query sees its first key (and no other).
     from_the_top = True
@@ -38,13 +38,13 @@ class Rectangles(Kernel):
 
     @abstractmethod
     def attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, causal: bool, scale: float) -> Outputs:
-        """(out_BTHE, lse_BHT) of a rectangle."""
+        """Return (out_BTHE, lse_BHT) of a rectangle."""
 
     @abstractmethod
     def gradients(
         self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, rows: Rows, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of a rectangle, given the rows' results over all keys."""
+        """Return (dq, dk, dv) of a rectangle, given the rows' results over all keys."""
 
     def unsupported_reason(self, ask: KernelRequest) -> str | None:
         for name, wanted in (
@@ -121,7 +121,7 @@ class Rectangles(Kernel):
         return grads
 
     def _cut(self, rectangles: tuple[Rectangle, ...] | None) -> tuple[Rectangle, ...]:
-        """The rectangles as this kernel can do them."""
+        """Cut rectangles into those that this kernel supports."""
         assert rectangles is not None
         if self.from_the_top or all(_square(r) for r in rectangles):
             return rectangles
@@ -140,7 +140,7 @@ class Rectangles(Kernel):
 
 
 def _alone(x: Inputs, rectangles: tuple[Rectangle, ...]) -> bool:
-    """Whether there is one rectangle, and it is that of every batch row."""
+    """Whether there is one rectangle, and it covers every batch row."""
     return len(rectangles) == 1 and (rectangles[0].batch < 0 or x.q_BTHD.shape[0] == 1)
 
 
@@ -149,9 +149,9 @@ def _batch(r: Rectangle) -> slice:
 
 
 def _rows(x_BTHD: Tensor, r: Rectangle, rows: slice) -> Tensor:
-    """A rectangle's rows of a tensor; the numbers of a row as neighbours, which kernels take for granted.
+    """A rectangle's rows of a tensor, with contiguous rows, which vendor kernels rely on.
 
-    What was expanded is copied: a BLAS sums it in another order, with an error that grows by the row.
+    Expanded tensors are copied: BLAS sums them in another order, with an error that grows with the row.
     """
     if x_BTHD.stride(-1) != 1 or 0 in x_BTHD.stride():
         x_BTHD = x_BTHD.contiguous()
@@ -172,7 +172,7 @@ def _square(r: Rectangle) -> bool:
 
 
 def _squared(r: Rectangle) -> Iterable[Rectangle]:
-    """A causal rectangle as a square one and, where there are more queries than keys, a whole one below it."""
+    """Cut a causal rectangle into a square one and, where it has more queries than keys, a full one below it."""
     q, k = _sizes(r)
     side = min(q, k)
     middle = r.q.start + side
