@@ -210,7 +210,7 @@ def case(target: str, call: Call) -> object:
 
 
 @pytest.mark.parametrize(("target", "call"), cases(FEW))
-def test_a_few_fit(few, target, call):
+def test_a_few_configurations_fit(few, target, call):
     check(kernels(few, target, call), target, call)
 
 
@@ -226,7 +226,7 @@ def local_of_backward(built: list[Built]) -> int:
     return local
 
 
-def test_blocks_that_no_mask_cuts_spill_next_to_nothing(few):
+def test_unmasked_loop_of_backward_hardly_spills(few):
     """Those that one cuts are in a loop of their own, which does."""
     assert local_of_backward(kernels(few, "sm_90", Call("backward", 128, gluon=True))) <= 2
 
@@ -256,6 +256,6 @@ def test_hot_loops_of_forward_stay_in_registers(every, dim):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dim", "mask", "tiled"), [(64, "full", True), (64, "causal", False), (128, "full", False)])
-def test_a_step_of_many_keys_adds_to_its_sums_at_the_end(every, dim, mask, tiled):
+def test_ring_step_over_many_keys_adds_dq_in_tiles(every, dim, mask, tiled):
     built = kernels(every, "sm_90", Call("backward", dim, gluon=True, mask=mask, partial=True))
     assert ("gather_dq" in [kernel.kernel for kernel in built]) == tiled

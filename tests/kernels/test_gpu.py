@@ -87,7 +87,7 @@ def hopper_or_triton(case):
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("kernel", OTHERS)
-def test_kernels_of_others_at_real_shapes(kernel, name):
+def test_vendor_kernels_at_real_shapes(kernel, name):
     case = REAL[name]
     leaves = case.inputs(torch.bfloat16, "cuda")
     q, k, v = (leaves[name].detach() for name in "qkv")
@@ -162,7 +162,7 @@ def test_fifty_random_cases(kernel, dtype):
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("kernel", ["auto", "hopper", "triton"])
-def test_the_same_bits_twice(kernel, name):
+def test_deterministic_calls_repeat_bit_for_bit(kernel, name):
     """Torch then fills what is allocated with NaN besides, which shows what is read and was never written."""
     kernel = hopper_or_triton(REAL[name]) if kernel == "hopper" else kernel
     torch.use_deterministic_algorithms(True)
@@ -180,7 +180,7 @@ def test_dropout_keeps_the_same_pairs_on_a_gpu_and_on_a_cpu():
     assert torch.allclose(case.run(leaves)[0], case.run(on_gpu)[0].cpu(), atol=1e-5)
 
 
-def test_partial_results_of_others_are_merged_in_float32():
+def test_partial_results_of_vendor_kernels_are_merged_in_float32():
     """Two halves of the keys by cuDNN, merged, are about as exact as all keys at once."""
     case = Case(batch=1, tokens=1024, heads=4, dim=64)
     leaves = case.inputs(torch.bfloat16, "cuda")

@@ -54,7 +54,7 @@ def test_reference(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_vendor_serves_or_says_what_it_lacks(name, dtype):
+def test_vendor_runs_or_names_what_it_does_not_support(name, dtype):
     case, full_precision, half_precision = CASES[name]
     if half_precision if dtype in HALF else full_precision:
         _run(case, dtype, "vendor")

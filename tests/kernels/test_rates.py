@@ -177,7 +177,7 @@ def test_every_shipped_table_can_be_read():
             triton_configs.Config(*values)
 
 
-def test_calibrating_measures_every_able_kernel(monkeypatch):
+def test_calibrating_measures_every_supported_kernel(monkeypatch):
     monkeypatch.setattr(rates, "identity", lambda device: ("A CPU", "none"))
     monkeypatch.setattr(calibrate, "ALL_TOKENS", 32)
     monkeypatch.setattr(calibrate, "WIDTH", 32)

@@ -129,7 +129,7 @@ def left_to_the_rest(left, mine):
 
 @pytest.mark.parametrize(("size", "other"), [(128, 128), (192, 128)])
 @pytest.mark.parametrize("name", WORK)
-def test_a_forward_meets_every_visible_pair_once(name, size, other):
+def test_forward_tables_cover_every_visible_pair_once(name, size, other):
     want = dense(name)
     served, left = make_run_tables(worklist(*WORK[name]), False, size, other, 64, len(want), torch.device("cpu"))
     got = np.zeros(want.shape, int)
@@ -147,7 +147,7 @@ def test_a_forward_meets_every_visible_pair_once(name, size, other):
 
 @pytest.mark.parametrize("other", [64, 128])
 @pytest.mark.parametrize("name", WORK)
-def test_a_backward_meets_every_visible_pair_once(name, other):
+def test_backward_tables_cover_every_visible_pair_once(name, other):
     want = dense(name).swapaxes(1, 2)
     served, left = make_run_tables(worklist(*WORK[name]), True, 128, other, 64, len(want), torch.device("cpu"), True)
     got = np.zeros(want.shape, int)
@@ -183,7 +183,7 @@ BEGINS_WITHIN = (
 
 @pytest.mark.parametrize("other", [64, 128])
 @pytest.mark.parametrize("name", WORK)
-def test_a_backward_on_a_grid_meets_every_visible_pair_once(name, other):
+def test_backward_tables_on_a_grid_cover_every_visible_pair_once(name, other):
     want = dense(name).swapaxes(1, 2)
     batch_rows, keys, queries = want.shape
     work = worklist(*WORK[name])
@@ -215,7 +215,7 @@ def test_a_backward_on_a_grid_meets_every_visible_pair_once(name, other):
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
 @pytest.mark.parametrize("grid", [False, True])
 @pytest.mark.parametrize("name", WORK)
-def test_heads_of_a_group_meet_the_same_blocks(name, grid, group, rotate, numbers):
+def test_query_heads_of_a_kv_head_walk_the_same_blocks(name, grid, group, rotate, numbers):
     """One loop over heads and blocks: each head meets what a walk of its own would, and none is left or met twice."""
     served, _ = make_run_tables(worklist(*WORK[name]), True, 128, 64, 64, 1, torch.device("cpu"), True, grid)
     rotate *= served.single_run  # as it is launched
@@ -245,7 +245,7 @@ def test_heads_of_a_group_meet_the_same_blocks(name, grid, group, rotate, number
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_tiles_of_dq_become_rows(dim, given):
+def test_gather_dq_converts_tiles_to_rows(dim, given):
     """In the order in which `_compute` stores a part: each half of a block is 64 x 64, by rows at dim 64."""
     size, scale, (batch, tokens, heads) = hopper_launch.BACKWARD[dim].block_m, 0.5, (2, 300, 3)
     tiles = -(-tokens // size)
@@ -265,7 +265,7 @@ def test_tiles_of_dq_become_rows(dim, given):
     torch.testing.assert_close(dq, wide[:, :tokens] * scale + given)
 
 
-def test_runs_are_whole_blocks_inside_of_their_spans():
+def test_runs_are_full_blocks_inside_their_spans():
     mask = CAUSAL & Mask.documents([40, 10, 61])
     for by_key in (False, True):
         work = worklist(mask, (range(111),), (range(111),))
@@ -281,14 +281,14 @@ def test_runs_are_whole_blocks_inside_of_their_spans():
         assert served.lower  # a last block overlaps, and seen from keys the diagonal is below
 
 
-def test_the_first_tile_of_a_forward_is_the_short_one():
+def test_first_forward_tile_is_the_short_one():
     served, _ = make_run_tables(
         worklist(CAUSAL, (range(448),), (range(448),)), False, 192, 64, 64, 1, torch.device("cpu")
     )
     assert sorted((row, rows) for _, row, rows, *_ in served.tiles.tolist()) == [(0, 64), (64, 192), (256, 192)]
 
 
-def test_bands_over_other_steps_are_left_to_the_rest():
+def test_bands_over_different_position_steps_go_to_the_portable_kernel():
     def served(mask, step):
         work = worklist(mask, (range(0, 256, 4),), (range(1, 256, step),))
         mine, rest = make_run_tables(work, False, 32, 16, 32, 1, torch.device("cpu"))
@@ -300,7 +300,7 @@ def test_bands_over_other_steps_are_left_to_the_rest():
 
 
 @pytest.mark.parametrize(("tiles", "heads", "section"), [(5, 6, 6), (5, 7, 3), (3, 8, 1), (1, 4, 4)])
-def test_every_tile_of_every_head_is_one_piece_of_work(tiles, heads, section, monkeypatch):
+def test_every_tile_of_every_head_is_one_work_item(tiles, heads, section, monkeypatch):
     forward = pytest.importorskip("meshflash.kernels.hopper.forward")
     monkeypatch.setattr(forward, "gl", SimpleNamespace(minimum=min))
     work = tiles * heads
@@ -309,7 +309,7 @@ def test_every_tile_of_every_head_is_one_piece_of_work(tiles, heads, section, mo
     assert [head // section for _, head in pieces] == sorted(head // section for _, head in pieces)
 
 
-def test_parts_of_the_last_tiles_are_the_last_pieces_of_work(monkeypatch):
+def test_splits_of_the_tail_wave_are_the_last_work_items(monkeypatch):
     forward = pytest.importorskip("meshflash.kernels.hopper.forward")
     monkeypatch.setattr(forward, "gl", SimpleNamespace(minimum=min, where=lambda c, x, y: x if c else y))
     tiles, heads, left, parts = 5, 3, 2, 4
@@ -331,7 +331,7 @@ def test_parts_of_the_last_tiles_are_the_last_pieces_of_work(monkeypatch):
         (65536, CAUSAL & Mask.documents([4096] * 16), False),
     ],
 )
-def test_heads_of_a_group_are_spread_where_tiles_are_long(dim, tokens, mask, spread):
+def test_query_heads_are_spread_over_ctas_where_tiles_meet_many_queries(dim, tokens, mask, spread):
     config = hopper_launch.BACKWARD[dim]
     work = worklist(mask, (range(tokens),), (range(tokens),))
     tables, rest = make_run_tables(work, True, 128, config.block_m, 128, 1, torch.device("cpu"), filled=True, grid=True)
@@ -351,7 +351,7 @@ MASKS = [CAUSAL, Mask.full(), *(Mask.window(*width) for width in ((0, 0), (100, 
         (range(576), range(150, 551)),
     ],
 )
-def test_groups_let_go_by_only_what_their_rows_do_not_see(queries, keys, groups, numbers, monkeypatch):
+def test_warpgroups_skip_only_blocks_that_their_rows_do_not_see(queries, keys, groups, numbers, monkeypatch):
     forward = pytest.importorskip("meshflash.kernels.hopper.forward")
     monkeypatch.setattr(forward, "gl", numbers)
     rows_each, size, skipped = 64, 128, 0
@@ -414,7 +414,7 @@ def hidden(met, at, least, most):
         (CAUSAL & Mask.first(128) | Mask.window(0, 0), range(1024), range(1024), False),
     ],
 )
-def test_only_the_first_block_is_cut_where_tables_say_so(mask, queries, keys, once, groups, numbers, monkeypatch):
+def test_masks_first_only_means_that_later_blocks_need_no_mask(mask, queries, keys, once, groups, numbers, monkeypatch):
     forward = pytest.importorskip("meshflash.kernels.hopper.forward")
     monkeypatch.setattr(forward, "gl", numbers)
     served, _ = make_run_tables(
@@ -437,7 +437,7 @@ def test_only_the_first_block_is_cut_where_tables_say_so(mask, queries, keys, on
 
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("name", WORK)
-def test_blocks_that_are_cut_come_last(name, size):
+def test_masked_blocks_come_last_where_the_masked_loop_is_split(name, size):
     served, _ = make_run_tables(worklist(*WORK[name]), True, 128, size, 64, 1, torch.device("cpu"), True, True)
     if name in ("causal", "even", "more keys", "striped"):
         assert served.splits_masked_loop

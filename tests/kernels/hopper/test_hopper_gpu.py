@@ -131,7 +131,7 @@ def of_dim(case: Case, dim: int) -> Case:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", CASES)
-def test_against_the_oracle(name, dim, dtype, ran):
+def test_gradients_match_the_oracle(name, dim, dtype, ran):
     case = of_dim(CASES[name], dim)
     for seed in range(2):
         leaves = case.inputs(dtype, "cuda", seed)
@@ -149,13 +149,13 @@ def groups(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kv_heads])
-def test_heads_that_share_keys(name, dim, dtype, ran):
-    test_against_the_oracle(name, dim, dtype, ran)
+def test_gqa_matches_the_oracle(name, dim, dtype, ran):
+    test_gradients_match_the_oracle(name, dim, dtype, ran)
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_bits_twice(name, dim, ran):
+def test_deterministic_backward_repeats_bit_for_bit(name, dim, ran):
     case = of_dim(CASES[name], dim)
     leaves = case.inputs(torch.bfloat16, "cuda")
     tensors = [leaves[key] for key in "qkv"]
@@ -196,7 +196,7 @@ def test_softcap_in_a_step_of_a_ring(softcap, deterministic, ran):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("mask", [CAUSAL, Mask.full(), CAUSAL & Mask.documents([1500, 36, 2560])], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_groups_that_do_not_wait_for_each_other_lose_nothing(kv_heads, mask, dim, ran):
+def test_deferred_dq_loses_no_block(kv_heads, mask, dim, ran):
     """A group may be a block ahead of the other: gradients again and again, beside those of a backward without dQ."""
     case = Case(mask, batch=2, tokens=4096, heads=4, kv_heads=kv_heads, dim=dim)
     leaves = case.inputs(torch.bfloat16, "cuda")
@@ -214,7 +214,7 @@ def test_groups_that_do_not_wait_for_each_other_lose_nothing(kv_heads, mask, dim
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
-def test_a_ring_of_two(dim, deterministic, ran):
+def test_two_ring_steps_match_one_call(dim, deterministic, ran):
     """Keys in two halves: sums are carried in place, gradients added."""
     tokens, heads = 1024, 2
     q, k, v, dout = (torch.randn(1, tokens, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -254,7 +254,7 @@ def test_sections_of_heads(dim, monkeypatch):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_a_graph_that_runs_again(dim, ran):
+def test_cuda_graph_replays_match_eager_calls(dim, ran):
     # more pieces of work than processors, so that a counter deals them
     q, k, v = (torch.randn(2, 2044, 8, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
@@ -281,7 +281,7 @@ def test_a_graph_that_runs_again(dim, ran):
     assert ran["forward"]
 
 
-def test_a_gpu_that_is_never_idle_between_calls():
+def test_tile_counter_survives_back_to_back_calls_on_two_streams():
     """Counters of tiles are at 0 again when a kernel ends: many calls, behind each other and on two streams."""
     q, k, v = (torch.randn(1, 4096, 16, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     want = flash_attention(q, k, v, mask=CAUSAL, kernel="hopper")
@@ -298,7 +298,7 @@ def test_a_gpu_that_is_never_idle_between_calls():
 @pytest.mark.usefixtures("added")
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dim", DIMS)
-def test_sums_that_both_kernels_add_to(dim, group, ran):
+def test_gluon_and_portable_kernels_add_to_the_same_sums(dim, group, ran):
     """Where most documents are shorter than a block, these are left to the ordinary kernel."""
     work = worklist(CAUSAL & Mask.documents([256, *[64] * 10, 128]), (range(1024),), (range(1024),))
     config = hopper_launch.BACKWARD[dim]
@@ -324,7 +324,7 @@ def test_sums_that_both_kernels_add_to(dim, group, ran):
     ],
 )
 @pytest.mark.parametrize("dim", DIMS)
-def test_documents_of_any_length_lie_on_a_grid(dim, mask, group, deterministic, ran):
+def test_documents_of_any_length_are_served_on_a_grid(dim, mask, group, deterministic, ran):
     work = worklist(mask, (range(700),), (range(700),))
     config = hopper_launch.BACKWARD[dim]
     sizes = config.block_n, config.block_m, 64, 2
@@ -343,7 +343,7 @@ def test_documents_of_any_length_lie_on_a_grid(dim, mask, group, deterministic, 
     [([400, 237], False), ([397, 243], True), ([[5, 635], [400, 0]], False), ([[5, 635], [384, 0]], True)],
 )
 @pytest.mark.parametrize("dim", DIMS)
-def test_padding_may_hold_anything(dim, lengths, grid, deterministic, ran):
+def test_nan_in_padding_does_not_reach_gradients(dim, lengths, grid, deterministic, ran):
     mask = CAUSAL & Mask.documents(lengths, pad=True)
     work = worklist(mask, (range(700),), (range(700),))
     config = hopper_launch.BACKWARD[dim]
@@ -387,7 +387,7 @@ def test_steps_of_a_ring_by_chunks_and_stripes(dim, kind, deterministic, ran):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_a_carry_that_meets_sinks_at_the_end(dim, ran):
+def test_carry_and_sinks_match_the_oracle(dim, ran):
     q, k, v, _ = tensors(2, 1024, 1024, 4, 2, dim)
     sinks = torch.randn(4, device="cuda")
     scale, kernel = dim**-0.5, Hopper()
@@ -413,7 +413,7 @@ def test_a_carry_that_meets_sinks_at_the_end(dim, ran):
 )
 @pytest.mark.parametrize("tokens", [1344, 1408, 1410])
 @pytest.mark.parametrize("dim", DIMS)
-def test_what_is_carried_through_many_tiles_of_a_program(dim, tokens, mask, into, ran, monkeypatch):
+def test_carry_through_many_tiles_of_a_persistent_cta(dim, tokens, mask, into, ran, monkeypatch):
     """By descriptors where all tiles are level and sums stay sums; some groups of the short tile have no rows."""
     monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 3)
     q, k, v, _ = tensors(2, tokens, tokens, 4, 2, dim)
@@ -448,7 +448,7 @@ def test_deterministic_gradients_of_sinks(dim, name, ran):
 
 @pytest.mark.usefixtures("added")
 @pytest.mark.parametrize("dim", DIMS)
-def test_strides_of_dimensions_of_one_may_be_any(dim, ran):
+def test_strides_of_size_one_dimensions_may_be_anything(dim, ran):
     def odd(x, **options):
         """Ones like it, or itself, where a batch row and a head have strides that no descriptor takes."""
         made = torch.ones_like(x, **options) if options else x
@@ -488,7 +488,7 @@ ROUNDS = [(64, 1, 3, 3, 8), (64, 2, 4, 2, 9), (128, 1, 3, 3, 23), (128, 2, 4, 2,
 
 
 @pytest.mark.parametrize(("dim", "batch", "heads", "kv_heads", "processors"), ROUNDS)
-def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, parts, monkeypatch):
+def test_split_kv_tail_wave_matches_the_oracle(dim, batch, heads, kv_heads, processors, parts, monkeypatch):
     monkeypatch.setattr(hopper_launch, "num_sms", lambda device: processors)
     for seed in range(3):
         torch.manual_seed(seed)
@@ -505,7 +505,7 @@ def test_a_last_round_split_by_keys(dim, batch, heads, kv_heads, processors, par
 @pytest.mark.parametrize("queries", [1152, 1100])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("dim", "batch", "heads", "kv_heads", "processors"), ROUNDS)
-def test_what_is_carried_to_a_last_round(
+def test_carry_reaches_a_split_tail_wave(
     dim, batch, heads, kv_heads, processors, wide, queries, ran, parts, monkeypatch
 ):
     """Into the very room of what is carried, or in half precision; first keys, and then all others."""
@@ -544,7 +544,9 @@ def test_what_is_carried_to_a_last_round(
 @pytest.mark.parametrize(
     ("dim", "batch", "heads", "kv_heads"), [(64, 1, 3, 3), (64, 2, 4, 2), (128, 1, 6, 2), (128, 2, 3, 3)]
 )
-def test_a_last_round_split_by_queries(dim, batch, heads, kv_heads, queries, blind, keys, add, parts, monkeypatch):
+def test_backward_tail_wave_split_by_queries_matches_the_oracle(
+    dim, batch, heads, kv_heads, queries, blind, keys, add, parts, monkeypatch
+):
     """Where the first queries see nothing, blocks begin anywhere, and lse and delta are there four times."""
     mask = Mask.documents([blind, queries - blind], k_lengths=[0, keys]) if blind else Mask.full()
     programs = -(-keys // 128) * batch * (kv_heads if hopper_launch.MIN_QUERIES_TO_SPREAD else heads)
@@ -598,7 +600,7 @@ SKIPPING = {
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", SKIPPING)
-def test_groups_that_skip_blocks(name, dim, ran):
+def test_warpgroups_that_skip_blocks_match_the_oracle(name, dim, ran):
     mask, queries, keys = SKIPPING[name]
     work = worklist(mask, (queries,), (keys,))
     config = hopper_launch.FORWARD[dim]

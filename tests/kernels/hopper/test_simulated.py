@@ -89,7 +89,7 @@ WORK = {
 
 @pytest.mark.parametrize("into", ["new", "rows", "tiles"])
 @pytest.mark.parametrize("name", WORK)
-def test_gradients(name, into, kernel, monkeypatch):
+def test_simulated_backward_matches_float64(name, into, kernel, monkeypatch):
     """New ones, or sums that are given, in rows or by way of tiles; by turns at either dim, and with shared keys."""
     number = list(WORK).index(name) + len(into)
     configs = {
@@ -108,7 +108,7 @@ def test_gradients(name, into, kernel, monkeypatch):
 
 
 @pytest.mark.parametrize(("kv_heads", "spread_from"), [(2, 1 << 30), (1, 0)])
-def test_what_is_left_to_the_ordinary_kernel(kv_heads, spread_from, kernel, monkeypatch):
+def test_portable_kernel_serves_the_remaining_tiles(kv_heads, spread_from, kernel, monkeypatch):
     """Some documents are its, and both add to the same sums; it writes dK and dV after those that are added up."""
     monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", spread_from)
     check(one(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, kv_heads, add=False, apart=False)
@@ -120,7 +120,7 @@ def test_what_is_left_to_the_ordinary_kernel(kv_heads, spread_from, kernel, monk
 @pytest.mark.parametrize("into", ["new", "rows", "tiles"])
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("name", ["full", "full, odd", "queries that see nothing", "causal, odd", "window"])
-def test_parts_of_a_last_round_and_heads_apart(name, spread, into, kernel, monkeypatch):
+def test_split_tail_wave_and_spread_heads_match_float64(name, spread, into, kernel, monkeypatch):
     from meshflash.kernels.hopper import split_kv
 
     for cost in ("SPLIT_COST", "BACKWARD_COST", "TRAFFIC_COST"):
@@ -153,7 +153,7 @@ def test_parts_of_a_last_round_and_heads_apart(name, spread, into, kernel, monke
         assert (each.ACCUMULATE and each.D == 128 and not each.PARTIAL_TILES) == each.TMA_REDUCE_DKDV
 
 
-def test_sums_whose_rows_begin_anywhere_are_added_to_number_by_number(kernel, monkeypatch):
+def test_unaligned_sums_are_added_to_by_atomics(kernel, monkeypatch):
     monkeypatch.setattr(hopper_launch, "tma_aligned", lambda x: x.dtype != torch.float32)
     monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", 0)
     check(one(FULL, 256), 128, 1, 4, 2, add=False, apart=False)

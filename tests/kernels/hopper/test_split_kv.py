@@ -40,7 +40,7 @@ def tables_of_keys(queries, keys, batch, mask=None):
     ("queries", "keys", "batch", "heads", "num_sms"),
     [(512, 640, 1, 3, 5), (384, 384, 2, 3, 8), (640, 512, 3, 2, 13), (300, 640, 2, 2, 5)],
 )
-def test_every_block_of_keys_of_every_tile_once(queries, keys, batch, heads, num_sms):
+def test_forward_splits_cover_every_key_block_once(queries, keys, batch, heads, num_sms):
     served, _work = tables(queries, keys, batch)
     found = last.split_tail_wave(served, heads, num_sms, SIZE, appended=True)
     assert found is not None
@@ -65,7 +65,7 @@ def test_every_block_of_keys_of_every_tile_once(queries, keys, batch, heads, num
     ("queries", "keys", "batch", "heads", "num_sms"),
     [(640, 512, 1, 3, 5), (384, 384, 2, 3, 8), (500, 640, 3, 2, 13), (640, 300, 2, 2, 5), (641, 129, 2, 2, 3)],
 )
-def test_every_block_of_queries_of_every_tile_once(queries, keys, batch, heads, num_sms):
+def test_backward_splits_cover_every_query_block_once(queries, keys, batch, heads, num_sms):
     served, _work = tables_of_keys(queries, keys, batch)
     found = last.split_tail_wave(served, heads, num_sms, 64, 2)
     assert found is not None
@@ -107,13 +107,13 @@ def test_every_block_of_queries_of_every_tile_once(queries, keys, batch, heads, 
         (92, 128, 1, last.COMBINE_COST, 1, 1),
     ],
 )
-def test_as_many_parts_as_pay(left, num_blocks, group, further, most, parts, monkeypatch):
+def test_number_of_splits_minimizes_the_predicted_time(left, num_blocks, group, further, most, parts, monkeypatch):
     monkeypatch.undo()
     assert last._best_num_splits(left, num_blocks, group, 132, further, most) == parts
 
 
 @pytest.mark.parametrize("appended", [True, False])
-def test_parts_of_a_forward_have_one_round(appended):
+def test_forward_splits_fit_one_wave(appended):
     served, _work = tables(768, 1024, 1)
     found = last.split_tail_wave(served, 2, 7, SIZE, appended=appended)  # five of twelve tiles are left
     assert (found is None) == appended
@@ -130,7 +130,7 @@ def test_parts_of_a_forward_have_one_round(appended):
         (640, 640, 1, 4, Mask.causal()),
     ],
 )
-def test_what_is_left_as_it_is(queries, keys, heads, num_sms, mask):
+def test_full_long_short_or_masked_waves_are_not_split(queries, keys, heads, num_sms, mask):
     served, _work = tables(queries, keys, 1, mask)
     assert last.split_tail_wave(served, heads, num_sms, SIZE, appended=True) is None
 
@@ -138,7 +138,7 @@ def test_what_is_left_as_it_is(queries, keys, heads, num_sms, mask):
 @interpreted
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_parts_joined_are_attention(batch, carried):
+def test_combined_splits_match_attention(batch, carried):
     torch.manual_seed(0)
     queries, keys, heads, num_sms, dim = 300, 640, 2, 5, 16
     served, _work = tables(queries, keys, batch)
@@ -179,7 +179,7 @@ def test_parts_joined_are_attention(batch, carried):
 
 @interpreted
 @pytest.mark.parametrize("carried", [False, True])
-def test_a_row_that_sees_nothing(carried):
+def test_combine_of_rows_that_see_nothing_is_zero(carried):
     served, _work = tables(300, 640, 1)
     found = last.split_tail_wave(served, 2, 5, SIZE, appended=True)
     assert found is not None
@@ -195,7 +195,7 @@ def test_a_row_that_sees_nothing(carried):
 
 @interpreted
 @pytest.mark.parametrize("batch", [1, 3])
-def test_sums_of_parts_become_gradients_of_their_tiles_alone(batch):
+def test_finalize_writes_only_the_rows_of_split_tiles(batch):
     served, _work = tables_of_keys(640, 300, batch)
     found = last.split_tail_wave(served, 2, 4, 64)
     assert found is not None
@@ -211,7 +211,7 @@ def test_sums_of_parts_become_gradients_of_their_tiles_alone(batch):
 
 
 @pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(100, 100), Mask.window(0, 10**6), Mask.window(639, 640)])
-def test_tiles_of_keys_that_a_mask_cuts_are_left_as_they_are(mask):
+def test_masked_key_tiles_are_not_split(mask):
     served, _work = tables_of_keys(640, 640, 1, mask)
     whole, _full = tables_of_keys(640, 640, 1)
     alike = replace(served, mean_blocks=5.0, uniform=True)  # as if all took as long
@@ -219,7 +219,7 @@ def test_tiles_of_keys_that_a_mask_cuts_are_left_as_they_are(mask):
     assert (last.split_tail_wave(alike, 3, 7, 64) is None) == (mask != Mask.window(639, 640))
 
 
-def test_tiles_that_differ_fill_a_round_by_themselves():
+def test_tiles_of_different_work_are_not_split():
     served, _work = tables_of_keys(640, 640, 1, Mask.documents([256, 384]))
     assert not served.lower
     assert not served.upper
@@ -229,7 +229,7 @@ def test_tiles_that_differ_fill_a_round_by_themselves():
     assert last.split_tail_wave(alike, 3, 7, 64) is not None
 
 
-def test_tables_are_read_from_a_device_only_for_parts(monkeypatch):
+def test_tables_are_read_back_from_the_device_only_to_split(monkeypatch):
     """The host would wait for all that was started there."""
     read = []
 
@@ -249,14 +249,14 @@ def test_tables_are_read_from_a_device_only_for_parts(monkeypatch):
     assert read == [len(served)] * 2
 
 
-def test_rounds_of_other_groups_are_their_own():
+def test_splits_are_cached_per_group_size():
     served, _work = tables_of_keys(640, 640, 1)
     once = last.split_tail_wave(served, 3, 7, 64, 1)
     assert last.split_tail_wave(served, 3, 7, 64, 2) is not once
     assert last.split_tail_wave(served, 3, 7, 64, 1) is once
 
 
-def test_lines_of_rows_that_begin_anywhere_stay_shifted():
+def test_splits_of_unaligned_tables_stay_unaligned():
     mask = Mask.documents([3, 640], k_lengths=[0, 640])  # the first queries see nothing
     served, _work = tables_of_keys(643, 640, 1, mask)
     found = last.split_tail_wave(served, 3, 7, 64)

@@ -35,14 +35,14 @@ def run(case: Case, dtype: torch.dtype, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_case(name):
+def test_every_case_matches_the_oracle(name):
     run(SMALL[name], torch.float32, deterministic=True)
 
 
 @pytest.mark.parametrize(
     "name", ["causal", "gqa", "documents by row", "sink tokens", "empty rows", "decoding", "dim 40"]
 )
-def test_gradients_of_queries_by_atomics(name):
+def test_atomic_dq_matches_the_oracle(name):
     run(SMALL[name], torch.float32, deterministic=False)
 
 
@@ -64,7 +64,7 @@ def test_half_precision(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["causal", "gqa", "documents by row", "causal window", "dim 8", "value dim below"])
-def test_by_descriptors(name, monkeypatch):
+def test_tma_descriptors_match_the_oracle(name, monkeypatch):
     made = []
 
     def keep(*x):
@@ -80,7 +80,7 @@ def test_by_descriptors(name, monkeypatch):
     assert None not in made
 
 
-def test_tensors_that_no_descriptor_describes_are_loaded_without(monkeypatch):
+def test_tensors_that_tma_cannot_address_are_loaded_by_pointers(monkeypatch):
     monkeypatch.setattr(triton_launch, "has_descriptors", lambda device: True)
     torch.manual_seed(0)  # two roundings of a value of 4 or more may be further apart than the limit
     x = torch.randn(1, 70, 2, 24, dtype=torch.bfloat16)[..., 1:17]
@@ -89,21 +89,21 @@ def test_tensors_that_no_descriptor_describes_are_loaded_without(monkeypatch):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(40, 0), (0, 40)])
-def test_descriptors_of_nothing(queries, keys, monkeypatch):
+def test_empty_tensors_with_tma_enabled(queries, keys, monkeypatch):
     monkeypatch.setattr(triton_launch, "has_descriptors", lambda device: True)
     run(Case(tokens=queries, k_tokens=keys), torch.bfloat16, deterministic=True)
 
 
 @pytest.mark.parametrize("scale", [1e-46, 1e-30])
-def test_scales_that_are_almost_nothing(scale):
+def test_denormal_scales(scale):
     run(Case(Mask.causal(), tokens=9, scale=scale), torch.float32, deterministic=True)
 
 
-def test_a_softcap_that_is_far_away():
+def test_a_very_large_softcap():
     run(Case(Mask.causal(), tokens=9, softcap=1e6), torch.float32, deterministic=True)
 
 
-def test_rows_that_are_not_there_weigh_nothing_beside_scores_far_below_zero():
+def test_padding_rows_have_no_weight_beside_very_negative_scores():
     q = torch.full((1, 37, 1, 16), 5.0).requires_grad_()
     k = (torch.full((1, 37, 1, 16), -2.5) + 0.01 * torch.randn(1, 37, 1, 16)).requires_grad_()
     v, dout = torch.randn(1, 37, 1, 16).requires_grad_(), torch.randn(1, 37, 1, 16)
@@ -116,12 +116,12 @@ def test_rows_that_are_not_there_weigh_nothing_beside_scores_far_below_zero():
 
 
 @pytest.mark.parametrize("dim", [40, 80, 96])
-def test_dims_in_two_parts(dim):
+def test_head_dims_computed_as_two_widths(dim):
     run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=dim), torch.float32, deterministic=True)
     run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=24), torch.float32, deterministic=False)
 
 
-def test_rows_that_begin_anywhere_are_not_taken_in_parts():
+def test_unaligned_rows_are_padded_to_one_width():
     """The compiler gives wrong numbers for those, on Hopper."""
     lined, padded = torch.zeros(1, 5, 2, 96), torch.zeros(1, 5, 2, 104)[..., :96]
     shifted = torch.zeros(5 * 2 * 96 + 1)[1:].view(1, 5, 2, 96)
@@ -151,7 +151,7 @@ def ask(**more):
     return replace(KernelRequest("backward", torch.device("cpu"), torch.float32, 16, 16, work, Features(1.0)), **more)
 
 
-def test_it_says_what_it_lacks(monkeypatch):
+def test_unsupported_calls_are_named(monkeypatch):
     assert refusal(Triton(), ask()) is None
     assert "float64" in (refusal(Triton(), ask(dtype=torch.float64)) or "")
     assert "above 256" in (refusal(Triton(), ask(head_dim=257)) or "")
@@ -159,17 +159,17 @@ def test_it_says_what_it_lacks(monkeypatch):
     assert "TRITON_INTERPRET=1" in (refusal(Triton(), ask()) or "")
 
 
-def test_it_is_never_interpreted_unasked():
+def test_auto_never_chooses_the_interpreter():
     assert choose("auto", ask()).kernel.name != "triton"
     assert choose("auto", ask(device=torch.device("cuda"))).kernel.name == "triton"
 
 
-def test_determinism_is_asked_for():
+def test_deterministic_calls_get_a_deterministic_kernel():
     chosen = [choose("triton", ask(deterministic=wanted)).kernel for wanted in (False, True)]
     assert [kernel.deterministic for kernel in chosen if isinstance(kernel, Triton)] == [False, True]
 
 
-def test_blocks_begin_with_the_heaviest_and_hold_every_row_once():
+def test_tiles_start_with_the_heaviest_and_hold_every_row_once():
     mask = Mask.causal() & Mask.documents([[5, 27], [32]])
     work = worklist(mask, (range(32),), (range(32),))
     for by_key in (False, True):
@@ -184,13 +184,13 @@ def test_blocks_begin_with_the_heaviest_and_hold_every_row_once():
     )
 
 
-def test_rows_that_are_not_in_line():
+def test_rows_with_strided_elements():
     q, k, v = (torch.randn(1, 2, 16, 9).transpose(1, 3) for _ in range(3))
     got = flash_attention(q, k, v, mask=Mask.causal(), kernel="triton")
     assert torch.allclose(got, flash_attention(q, k, v, mask=Mask.causal(), kernel="reference"), atol=1e-5)
 
 
-def test_heads_that_lie_more_than_two_billion_numbers_apart():
+def test_heads_more_than_two_billion_elements_apart():
     """Their memory is asked for, and next to none of it touched."""
     stride, tokens, dim = 2**30, 40, 24
     far = torch.empty(2 * stride + tokens * dim, dtype=torch.float16)

@@ -74,7 +74,7 @@ def test_flash_attention_4_is_not_asked_for_head_dims_whose_gradients_it_gets_wr
 
 
 @pytest.mark.usefixtures("hopper")
-def test_each_says_what_it_lacks():
+def test_each_names_what_it_does_not_support():
     for kernel in (Cudnn(), Flash2(), Flash2Package(), Flash3(), Flash4()):
         assert kernel.unsupported_reason(ask()) is None, kernel.name
         for wanted, word in (
