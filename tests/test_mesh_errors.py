@@ -406,7 +406,9 @@ def test_what_cannot_be_is_refused_with_what_is_expected(refused, name):
 def test_a_mesh_of_more_dimensions_than_the_schedule_has_is_refused(refused):
     wanted = r"mesh: it has 3 dimensions, and a sequence is spread over one or two; pass a sub-mesh: "
     for told in refused:
-        assert_matches(r"schedule='ring' is over one axis, .*mesh\[\"cp\"\].* by double_ring, hybrid$", told["grid"])
+        assert_matches(
+            r"schedule='ring' runs over one axis, .*mesh\[\"cp\"\].* with double_ring, hybrid$", told["grid"]
+        )
         assert_matches(r"inner=1, but mesh has 2 ranks in its inner axis$", told["another inner"])
         assert_matches(wanted + r'mesh\["pp"\]$', told["cube"])
         assert_matches(wanted + r'init_device_mesh\(..., mesh_dim_names=\("cp",\)\)\["cp"\]$', told["no names"])

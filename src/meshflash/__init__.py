@@ -1,4 +1,4 @@
-"""meshflash: exact attention over sequences that no single device can hold."""
+"""meshflash: exact attention over sequences sharded across devices."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,8 @@ __all__ = [
     "verify_programs",
 ]
 
-_HOMES = {
+#: The module that defines each public name.
+_MODULES = {
     "DisagreementError": "meshflash.comm.handshake",
     "LostRankError": "meshflash.runtime.liveness",
     "MissingRankError": "meshflash.engine.group_context",
@@ -80,12 +81,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that the command line's help does not wait for torch."""
-    if name not in _HOMES:
+    """Import a public name on first use, so that `meshflash --help` does not import torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'meshflash' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

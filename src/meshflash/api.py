@@ -1,4 +1,7 @@
-"""The public calls: exact attention over all ranks, or on one device. They compute nothing themselves."""
+"""The public calls: `attention` over the ranks of a group, and `flash_attention` on one device.
+
+They check arguments and hand over to `engine`. Nothing is computed here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from meshflash.planning import asked_for, resolve
 
 
 class FlashFeatures(TypedDict, total=False):
-    """What `flash_attention` takes by name beyond what torch's own function has."""
+    """The keyword arguments of `flash_attention` that torch's `scaled_dot_product_attention` does not have."""
 
     softcap: float | None
     sink_logits: Tensor | None
@@ -36,7 +39,7 @@ class FlashFeatures(TypedDict, total=False):
 
 
 class FlashOptions(FlashFeatures, total=False):
-    """All that `flash_attention` takes by name, for type checkers."""
+    """All keyword arguments of `flash_attention`, for type checkers."""
 
     mask: Mask | None
     scale: float | None
@@ -75,32 +78,40 @@ def flash_attention(
     return_lse: bool = False,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention on one device, in memory linear in the number of tokens.
+    """Compute exact attention on one device, in memory linear in the number of tokens.
 
     Args:
-        q: queries, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]`.
-        k: keys, `[batch, key_tokens, kv_heads, dim]`; `kv_heads` divides `heads` (GQA, MQA).
-        v: values, `[batch, key_tokens, kv_heads, value_dim]`.
-        mask: which keys a query sees; None means all. Packed sequences are `Mask.documents(lengths)`.
-        scale: what scores are multiplied by; `dim ** -0.5` by default.
-        softcap: scores become `softcap * tanh(score / softcap)`.
-        sink_logits: `[heads]`, one more logit in each softmax that carries no value; learned. -inf is none; from 1e30
-            on it takes all weight, and the LSE is 1e30.
-        alibi_slopes: `[heads]` or `[batch, heads]`; scores lose `slope * |i - j|`. Not learned; taken as within 1e20.
-        dropout: the probability with which a pair is dropped, by position: the same pairs in any kernel.
-        seed: of the dropout; drawn from torch's default generator where None.
-        q_offset: the position of the first query. 0 aligns the first query with the first key,
-            `key_tokens - tokens` the last with the last, as in decoding.
-        batch_offset: the global number of the first batch row, and
-        head_offset: that of the first head: dropout goes by them where batch or heads are split over devices.
-        kernel: "auto" takes the fastest that can do all that is asked; a name forces one.
-        deterministic: the same inputs give the same bits. On CPUs every kernel does.
-        return_lse: also return the log-sum-exp of each row's scores, `[batch, heads, tokens]`
-            (`[heads, tokens]` packed); float32, or float64 for float64. Gradients flow through it.
-        unknown: anything else raises TypeError, with the name that it has here where others call it otherwise.
+        q: The queries, `[batch, tokens, heads, dim]`, or packed as `[tokens, heads, dim]`.
+        k: The keys, `[batch, key_tokens, kv_heads, dim]`. `kv_heads` must divide `heads` (GQA, MQA).
+        v: The values, `[batch, key_tokens, kv_heads, value_dim]`. `value_dim` may differ from `dim`.
+        mask: The keys that each query may attend to. None means all keys. Use `Mask.documents(lengths)` for packed
+            sequences.
+        scale: The factor that multiplies all scores. None means `dim ** -0.5`.
+        softcap: The bound of the scores: each score becomes `softcap * tanh(score / softcap)`. None applies no bound.
+        sink_logits: One extra learned logit per head, `[heads]`, that joins each softmax and carries no value. -inf
+            switches it off. A logit of 1e30 or more takes all weight, and the LSE is then 1e30.
+        alibi_slopes: The ALiBi slopes, `[heads]` or `[batch, heads]`: each score is reduced by `slope * |i - j|`.
+            Slopes get no gradient and are clamped to +-1e20.
+        dropout: The probability of dropping a (query, key) pair. Dropped pairs depend on positions alone, so all
+            kernels drop the same pairs.
+        seed: The seed of the dropout. None draws one from torch's default generator.
+        q_offset: The position of the first query. 0 aligns the first query with the first key;
+            `key_tokens - tokens` aligns the last query with the last key, as in decoding.
+        batch_offset: The global index of the first batch row. Dropout uses it when the batch is split over devices.
+        head_offset: The global index of the first query head. Dropout uses it when heads are split over devices.
+        kernel: The kernel to run. "auto" takes the fastest one that supports the call; a name forces that kernel.
+        deterministic: Whether equal inputs must give equal bits. On CPUs every kernel is deterministic.
+        return_lse: Whether to also return the log-sum-exp of each row's scores, `[batch, heads, tokens]`, or
+            `[heads, tokens]` for packed inputs. Its dtype is float32, or float64 for float64 inputs. Gradients flow
+            through it.
+        unknown: Any other argument raises TypeError. The message gives the meshflash name of arguments that other
+            libraries call differently.
 
-    Rows that see no key are 0, with an LSE of -inf (or the sink logit) and gradients of 0. Reverse-mode
-    autograd only, and once: no forward mode, no second derivatives, no `torch.func` transforms.
+    Returns:
+        The output, `[batch, tokens, heads, value_dim]`, or `(out, lse)` with `return_lse`.
+
+    A row that sees no key is 0, has an LSE of -inf (or its sink logit) and gradients of 0. Autograd works in reverse
+    mode and once: there is no forward mode, no second derivative and no `torch.func` transform.
 
     >>> import torch
     >>> q = k = v = torch.randn(1, 5, 2, 8)
@@ -169,53 +180,60 @@ def attention(
     verify: bool = False,
     **unknown: Any,
 ) -> Any:
-    """Exact attention over a sequence that is spread over the ranks of a group; on one rank, over this device.
+    """Compute exact attention over a sequence that is sharded across the ranks of a group.
 
-    Every rank calls it with its own tokens of q, k and v and gets its own tokens of the result, and of
-    every gradient. `shard` and `unshard` spread a sequence and bring it together.
+    Every rank calls it with its own tokens of q, k and v, and gets its own tokens of the output and of every
+    gradient. `shard` and `unshard` split a sequence and put it together again. On one rank it runs on this device.
 
     Args:
-        q: this rank's queries, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]`.
-        k: this rank's keys, and
-        v: its values.
-        mesh: a process group, or a DeviceMesh; the default group where None. In a process that no launcher
-            started as one of several ranks, or over a group of one rank, this is `flash_attention`; a launched rank
-            without a process group is refused. Of a DeviceMesh of two dimensions, the second is the inner
-            axis of "hybrid" or "double_ring".
-        layout: which positions each rank holds. Where None, the home layout of the schedule for shards of
-            equal length: zigzag for zigzag, ringx3 and ringx4, striped for striped, contiguous for others.
-        k_layout: that of the keys, where it is another one (cross-attention). "gathered" where k and v are the whole
-            sequence's on every rank, in order, as `unshard` makes them: keys that several layers attend to are
-            gathered once, and their gradients are summed once.
-        schedule: how ranks work together: "ring", "zigzag", "striped", "allgather", "ringx1" to "ringx4", "ulysses",
-            "hybrid", "double_ring", or a name that was registered; options in brackets, as in
-            "allgather(head_stride=2)" or "hybrid(inner=4, ring=zigzag)". "auto" gathers while the keys and values
-            of the whole sequence take at most 64 MiB, and passes them round beyond; it never changes the layout.
-        mask: over positions of the whole sequence, the same on all ranks.
-        scale: as in `flash_attention`, like
-        softcap: this, and
-        alibi_slopes: these, and
-        dropout: this; the pairs that are dropped do not depend on how the sequence is spread.
-        seed: of the dropout; on more than one rank it must be given, the same on all.
-        q_offset: the position of the sequence's first query, on whichever rank.
-        batch_offset: as in `flash_attention`, like
-        head_offset: this.
-        kernel: which runs on each device.
-        sink_logits: its gradient is the share of this rank's tokens, to be summed over ranks like that of
-            any weight.
-        reduce_dtype: what gradients of k and v travel and are summed in on their way; float32 by default
-            (float64 for float64).
-        transport: how bytes move: "process_group" by the group's backend for the device, "symmetric" by pulling from
-            the memory of peers on the same host, "host_staged" through the host's memory by the group's backend for
-            CPUs; "auto" takes the first that can. "throttled(auto, 50, 10)" moves as if over links of 50 GB/s and
-            10 us, to measure by.
-        deterministic: the same inputs on the same ranks give the same bits.
-        return_lse: also return the log-sum-exp of each row. In "ulysses" and "hybrid" it has to travel for that: all
-            ranks ask for it there, or none.
-        return_plan: also return what ran: schedule, layout, transport, kernels, bytes, and the program.
-        verify: check 16 of this rank's rows against plainly written attention over all ranks' keys. Where inputs of a
-            rank hold NaN or infinity, all ranks raise ValueError.
-        unknown: anything else raises TypeError, with the name that it has here where others call it otherwise.
+        q: This rank's queries, `[batch, tokens, heads, dim]`, or packed as `[tokens, heads, dim]`.
+        k: This rank's keys, `[batch, key_tokens, kv_heads, dim]`. `kv_heads` must divide `heads` (GQA, MQA).
+        v: This rank's values, `[batch, key_tokens, kv_heads, value_dim]`. `value_dim` may differ from `dim`.
+        mesh: The ranks that share the sequence: a process group, or a DeviceMesh. None means the default group. A
+            group of one rank, or a process that no launcher started as one of several ranks, runs `flash_attention`.
+            A launched rank without a process group is refused. The second dimension of a two-dimensional DeviceMesh
+            is the inner axis of "hybrid" or "double_ring".
+        layout: The positions that each rank holds. None means the default layout of the schedule for shards of equal
+            length: zigzag for zigzag, ringx3 and ringx4, striped for striped, contiguous for all others.
+        k_layout: The layout of the keys where it differs from that of the queries (cross-attention). None means
+            `layout`. "gathered" means that every rank holds all keys and values, in order, as `unshard` returns them:
+            layers that attend to the same keys then gather them once and reduce their gradients once.
+        schedule: The parallel algorithm: "ring", "zigzag", "striped", "allgather", "ringx1" to "ringx4", "ulysses",
+            "hybrid", "double_ring", or a registered name. Options stand in brackets, as in
+            "allgather(head_stride=2)" or "hybrid(inner=4, ring=zigzag)". "auto" gathers while the keys and values of
+            the whole sequence take at most 64 MiB and uses a ring beyond. It never changes the layout.
+        mask: The keys that each query may attend to, by positions in the whole sequence. All ranks must pass the same
+            mask. None means all keys.
+        scale: The factor that multiplies all scores. None means `dim ** -0.5`.
+        softcap: The bound of the scores: each score becomes `softcap * tanh(score / softcap)`. None applies no bound.
+        sink_logits: One extra learned logit per head, `[heads]`, that joins each softmax and carries no value. Its
+            gradient covers this rank's tokens: sum it over the ranks, as for any replicated weight.
+        alibi_slopes: The ALiBi slopes, `[heads]` or `[batch, heads]`: each score is reduced by `slope * |i - j|`.
+            Slopes get no gradient and are clamped to +-1e20.
+        dropout: The probability of dropping a (query, key) pair. Dropped pairs depend on positions alone, so they are
+            the same for any number of ranks, layout and schedule.
+        seed: The seed of the dropout. On more than one rank it is required, and equal on all ranks.
+        q_offset: The position of the sequence's first query, whichever rank holds it.
+        batch_offset: The global index of the first batch row. Dropout uses it when the batch is split over devices.
+        head_offset: The global index of the first query head. Dropout uses it when heads are split over devices.
+        kernel: The kernel that runs on each device. "auto" takes the fastest one that supports the call.
+        reduce_dtype: The dtype in which gradients of k and v travel and are reduced. None means float32, or float64
+            for float64 inputs.
+        transport: The way bytes move. "process_group" uses the group's backend for the device, "symmetric" pulls from
+            the memory of peers on the same host, "host_staged" goes through host memory and the group's CPU backend.
+            "auto" takes the first that works here. "throttled(auto, 50, 10)" emulates links of 50 GB/s and 10 us.
+        deterministic: Whether equal inputs on equal ranks must give equal bits.
+        return_lse: Whether to also return the log-sum-exp of each row's scores. "ulysses" and "hybrid" must send it
+            between ranks, so there either all ranks ask for it or none.
+        return_plan: Whether to also return what ran: schedule, layout, transport, kernels, bytes and the program.
+        verify: Whether to check 16 of this rank's rows against a plain implementation over all ranks' keys. If any
+            rank's inputs hold NaN or infinity, all ranks raise ValueError.
+        unknown: Any other argument raises TypeError. The message gives the meshflash name of arguments that other
+            libraries call differently.
+
+    Returns:
+        This rank's tokens of the output, `[batch, tokens, heads, value_dim]`. With `return_lse` and `return_plan` a
+        tuple: the output, then the LSE, then the plan.
 
     >>> import torch
     >>> q = k = v = torch.randn(1, 5, 2, 8)
@@ -249,16 +267,18 @@ def attention(
                 "seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own"
             )
         shards = layout, k_layout, rank, world
-        lse_at_home = return_lse or verify or sink_logits is not None
+        needs_lse = return_lse or verify or sink_logits is not None
         asked = asked_for(
-            arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh), transport, lse_at_home
+            arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh), transport, needs_lse
         )
         gathered = is_gathered(asked)
         if gathered and (return_plan or verify):
-            raise ValueError(f"return_plan, verify: not where k_layout is {GATHERED!r}, for nothing moves")
+            raise ValueError(
+                f"return_plan, verify: not supported with k_layout={GATHERED!r}, which moves nothing; drop them"
+            )
     except ValueError as error:
         if world > 1 and not torch.compiler.is_compiling():
-            group_context(group).broadcast_error(error)  # so that the others need not wait for this rank
+            group_context(group).broadcast_error(error)  # the other ranks raise now instead of waiting for this one
         raise
     q, k, v = arguments.q, arguments.k, arguments.v
     if world > 1 and not gathered:
@@ -267,13 +287,13 @@ def attention(
     arguments = arguments._replace(asked=asked, will_backward=recorded)
     if verify or return_plan:
         here = group_context(group) if world > 1 else None
-        with here.in_use() if here else nullcontext():  # a call of another thread would leave its plan in place of ours
+        with here.in_use() if here else nullcontext():  # another thread's call would overwrite `last`
             with registry.record_kernels() if return_plan else nullcontext(registry.KernelLog()) as ran:
                 out, lse = attend(arguments)
             plan = here.last.plan if here else resolve(asked, q.shape[1], k.shape[1], 0, q_offset, 1)
             if verify:
                 if here:
-                    # a rank that does not verify would be waited for in vain
+                    # check_rows communicates: a rank that does not verify would block the others until the timeout
                     here.agree({"verify": True}, "It may not verify: pass verify=True on all ranks, or on none. ")
                 read = CallContext(*arguments)
                 check_rows(plan, here and here.group, rank, read.mask, read.features, q, k, v, out, lse)

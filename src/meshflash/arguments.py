@@ -1,4 +1,7 @@
-"""The checks that every call's arguments pass, and their form as arguments of the op."""
+"""Argument checks of the public calls, and the conversion of checked arguments to those of the op.
+
+Every error names the argument, its value and what to pass instead.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,11 @@ def op_arguments(
     kernel: str,
     deterministic: bool,
 ) -> tuple[Arguments, bool]:
-    """The op's arguments, and whether the inputs were packed; ValueError if any is wrong."""
+    """Return the op's arguments and whether the inputs were packed. The parameters are those of `flash_attention`.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
     _check_tensors(q, k, v)
     q, k, v = _autocast(q, k, v)
     _check_once(q, k, v, scale, softcap, dropout, q_offset, batch_offset, head_offset, kernel)
@@ -48,7 +55,7 @@ def op_arguments(
     _check_mask(mask)
     if sink_logits is not None:
         _check_per_head("sink_logits", sink_logits, q, [(heads,)])
-        # an infinite one takes all weight, and so does this; -inf is one that is not there
+        # A finite bound takes all weight just as +inf would, without inf - inf. -inf stays: it means no sink.
         sink_logits = sink_logits.clamp(max=min(LARGEST, torch.finfo(sink_logits.dtype).max))
     if alibi_slopes is not None:
         alibi_slopes = _slopes(alibi_slopes, q)
@@ -74,7 +81,8 @@ def op_arguments(
         seed if dropout else None,
         documents,
         text,
-        dim**-0.5 if scale is None else float(scale) if abs(scale) >= LEAST else 0.0,  # torch's kernel fails below it
+        # torch's CPU kernel fails for scales below LEAST
+        dim**-0.5 if scale is None else float(scale) if abs(scale) >= LEAST else 0.0,
         0.0 if softcap is None else float(softcap),
         float(dropout),
         q_offset,
@@ -86,7 +94,7 @@ def op_arguments(
     return arguments, packed
 
 
-#: What other libraries call arguments, and what says the same here.
+#: Argument names of other libraries, and what to write here instead.
 _ELSEWHERE = {
     "causal": "mask=Mask.causal()",
     "is_causal": "mask=Mask.causal()",
@@ -100,20 +108,21 @@ _ELSEWHERE = {
 
 
 def refuse_unknown(function: str, unknown: dict[str, Any]) -> None:
-    """TypeError for keyword arguments that a function does not have, with what to write instead where that is known."""
+    """Raise TypeError for unknown keyword arguments, with what to write instead where that is known."""
     for name in unknown:
         hint = f"; write {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-#: Kernels compute scores in float32, times log2(e): numbers beyond these become 0 or infinite on the way.
+#: Bounds of `scale`, `softcap` and sink logits. Kernels multiply scores by log2(e) in float32: beyond these bounds
+#: intermediate results become 0 or infinite.
 LEAST, LARGEST = 1e-30, 1e30
-#: Times a distance below 2**30 this stays finite as well.
+#: Bound of ALiBi slopes: the product with a distance below 2**30 stays finite in float32.
 LARGEST_SLOPE = 1e20
 
 
 def check_reduce_dtype(reduce_dtype: Any) -> None:
-    """ValueError unless sums may travel in this dtype."""
+    """Raise ValueError unless gradients can be reduced in this dtype."""
     if reduce_dtype is not None and reduce_dtype not in _DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise ValueError(f"reduce_dtype={reduce_dtype!r}: expected one of the torch dtypes {names}, or None")
@@ -123,16 +132,16 @@ _checked: set[Any] = set()
 
 
 def _check_once(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> None:
-    """All that shapes, dtypes, devices and plain values decide; what has passed is not looked at again."""
+    """Check shapes, dtypes, devices and plain values; remember combinations that passed and skip them next time."""
     if torch.compiler.is_compiling():
         _check_values(q, k, v, *values)
         return
-    kinds = tuple(map(type, values))  # True equals 1, and is no number of tokens
+    kinds = tuple(map(type, values))  # True == 1 and hashes alike, but is not a valid offset
     known: Any = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, values, kinds)
     try:
         if known in _checked:
             return
-    except TypeError:  # not hashable, and so not a number
+    except TypeError:  # unhashable, so not a number; _check_values raises
         known = None
     _check_values(q, k, v, *values)
     if len(_checked) >= _MOST_CHECKED:
@@ -140,7 +149,7 @@ def _check_once(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> None:
     _checked.add(known)
 
 
-#: How many kinds of calls are remembered.
+#: The number of checked combinations that are remembered before the set is cleared.
 _MOST_CHECKED = 4096
 
 
@@ -185,7 +194,7 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError where shapes do not fit together."""
+    """Raise ValueError unless the shapes fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != q.ndim or x.ndim not in (3, 4):
             raise ValueError(
@@ -215,13 +224,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not torch.compiler.is_compiling() and _may_be_swapped(q, k):
         _warn_once(
             f"q {_shape(q)} and k {_shape(k)} have {q.shape[-2]} heads and only {q.shape[-3]} tokens. {_SWAP_HINT}; "
-            "if the order is right, nothing is wrong. This is said once"
+            "if the order is right, ignore this warning. It appears once"
         )
 
 
-#: More key heads than any model has: a third size above this, and above the second, is the number of tokens.
+#: More key heads than any model has. A third size above this and above the second size is taken for tokens.
 MOST_HEADS = 512
-#: The most heads that short prompts of common models have; a warning there would be a false alarm.
+#: Up to this many heads, fewer tokens than heads are common (short prompts), and a warning would be a false alarm.
 COMMON_HEADS = 32
 _SWAP_HINT = (
     "Tokens come before heads here: for tensors [batch, heads, tokens, dim] pass x.transpose(1, 2), or call "
@@ -234,12 +243,12 @@ def _swapped(q: Tensor, what: str) -> ValueError:
 
 
 def _tokens_may_be_heads(q: Tensor, k: Tensor) -> bool:
-    """Whether the sizes that are tokens here could be numbers of heads: those of k divide those of q."""
+    """Return whether the second sizes could be head counts: that of k divides that of q."""
     return k.shape[-3] > 0 and q.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
 
 
 def _may_be_swapped(q: Tensor, k: Tensor) -> bool:
-    """Whether heads may stand where tokens should: q and k alike, several tokens, and many heads for so few."""
+    """Return whether tokens and heads may be swapped: equal heads in q and k, and many heads beside few tokens."""
     tokens, heads = q.shape[-3:-1]
     return heads > COMMON_HEADS and heads > tokens > 1 and heads == k.shape[-2] and _tokens_may_be_heads(q, k)
 
@@ -256,9 +265,9 @@ def _warn_once(message: str) -> None:
 def check_axes(
     q: Tensor, k: Tensor, mask: Mask | None, q_offset: int, layout: Any = None, rank: int = 0, world: int = 1
 ) -> None:
-    """ValueError where the layout's or the mask's tokens are the third size of q `[batch, tokens, heads, dim]`.
+    """Raise ValueError if the layout's or the mask's token count is the third size of q `[batch, tokens, heads, dim]`.
 
-    Such a call fails in any case, but not with an error that names the order of axes. Lengths are read only where there
+    Such a call fails anyway, but with an error that does not mention the order of axes. Lengths are read only if there
     are more heads than tokens.
     """
     if torch.compiler.is_compiling() or q.shape[2] <= q.shape[1]:
@@ -314,7 +323,7 @@ def _slopes(alibi_slopes: Tensor, q: Tensor) -> Tensor:
     _check_per_head("alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
     if alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes: gradients of the slopes are not computed; pass alibi_slopes.detach()")
-    largest = min(LARGEST_SLOPE, torch.finfo(alibi_slopes.dtype).max)  # an infinite one would be NaN at distance 0
+    largest = min(LARGEST_SLOPE, torch.finfo(alibi_slopes.dtype).max)  # inf * 0 would be NaN at distance 0
     return alibi_slopes.clamp(-largest, largest).expand(batch, heads)
 
 
@@ -346,7 +355,7 @@ def _check_readable(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def refuse_forward_mode(name: str, *tensors: Tensor | None) -> None:
-    """A custom op passes over forward-mode tangents in silence."""
+    """Raise ValueError for inputs with forward-mode tangents, which a custom op would drop silently."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):

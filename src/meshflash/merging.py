@@ -1,4 +1,7 @@
-"""Merging attention over several sets of keys, for those who call it once for each: differentiable, one op."""
+"""Merge attention results over disjoint sets of keys by their log-sum-exp: one differentiable op.
+
+The arithmetic is in `kernels.merge`; here are the public call, its checks and its autograd registration.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,18 @@ _DTYPES = (*HALF, torch.float32, torch.float64)
 
 
 def merge_partials(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The attention of the same queries over all keys, from its results over disjoint sets of them.
+    """Merge attention results of the same queries over disjoint sets of keys into the result over all keys.
 
     Args:
-        parts: the (out, lse) of `flash_attention(..., return_lse=True)` over each set of keys: a cached
-            prefix and new tokens, say, or a long sequence of keys in pieces. out is `[batch, tokens, heads,
-            dim]` and lse `[batch, heads, tokens]`, or packed `[tokens, heads, dim]` and `[heads, tokens]`.
-            Sink logits belong to one of the parts alone.
+        parts: The `(out, lse)` pairs of `flash_attention(..., return_lse=True)`, one for each set of keys, such as a
+            cached prefix and new tokens. `out` is `[batch, tokens, heads, dim]` and `lse` `[batch, heads, tokens]`,
+            or packed `[tokens, heads, dim]` and `[heads, tokens]`. Pass sink logits to only one of the calls.
 
     Returns:
-        (out, lse) in the dtypes of the parts; sums are in the dtype of the LSE: float32, or float64 for
-        float64.
+        `(out, lse)` in the dtypes of the parts. Sums are in the dtype of the LSE: float32, or float64 for float64.
 
-    Gradients flow to every out and lse, once. A part that saw no key for a row has an LSE of -inf there and
-    weighs nothing, whatever its out holds.
+    Gradients flow to every `out` and `lse`; there is no second derivative. A part that saw no key for a row has an LSE
+    of -inf there and weight 0, whatever its `out` holds.
 
     >>> import torch
     >>> from meshflash import flash_attention
@@ -51,7 +52,7 @@ def merge_partials(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tens
     "meshflash::merge", mutates_args=(), schema="(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)"
 )
 def merge_op(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
+    """Return the merged (out, lse)."""
     out, lse = final = _new(outs[0]), _new(lses[0])
     parts: list[tuple[Tensor | None, Tensor]] = list(zip(outs[1:], lses[1:], strict=True))
     *others, last = parts or [(None, torch.full_like(lse, -torch.inf))]
@@ -77,7 +78,7 @@ def _(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 def merge_backward_op(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, outs: list[Tensor], lses: list[Tensor]
 ) -> list[Tensor]:
-    """The gradients of every lse, and then, where there is a dout, of every out."""
+    """Return the gradients of every lse, followed by those of every out if there is a dout."""
     grads = [merge_gradient(dout, dlse, part, (out, lse)) for part in zip(outs, lses, strict=True)]
     return [dpart_lse for _, dpart_lse in grads] + [dpart for dpart, _ in grads if dpart is not None]
 
@@ -104,7 +105,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[list[
     count = len(rest) // 2
     douts: list[Tensor | None] = [None] * count
     dlses: list[Tensor | None] = [None] * count
-    # a cached prefix has no gradients, and costs none
+    # compute no gradients for parts that need none, such as a cached prefix
     wanted = [n for n, needs in enumerate(zip(*ctx.needs_input_grad, strict=True)) if any(needs)]
     if wanted and not (dout is None and dlse is None):
         parts = [rest[n] for n in wanted], [rest[count + n] for n in wanted]
@@ -119,7 +120,7 @@ merge_op.register_autograd(_backward, setup_context=_setup)
 
 
 def _check(parts: Any) -> bool:
-    """Whether the parts are packed; ValueError where they are not results of the same queries."""
+    """Return whether the parts are packed; raise ValueError unless all are results of the same queries."""
     if not isinstance(parts, Sequence) or not parts:
         got = "none" if isinstance(parts, Sequence) else type(parts).__name__
         raise ValueError(f"parts: expected a list of (out, lse), at least one; got {got}")

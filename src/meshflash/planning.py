@@ -1,7 +1,7 @@
-"""From what a call asks for (schedule, layouts) to the plan that the engine runs.
+"""Turn a request (schedule, layouts, transport) into the plan that the engine runs.
 
-What is asked travels through the op as text, without sizes, so that compiled code serves all lengths; the
-plan is made of it inside, where sizes are numbers.
+The request is encoded as the op's spec string, without sizes, so that compiled code serves all lengths. `resolve`
+decodes it inside the op, where sizes are plain numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshflash.engine.group_context import forget
 from meshflash.engine.op import GATHERED
 from meshflash.schedules import registry as schedules
 
-#: "auto" gathers keys and values while those of the whole sequence take at most so many bytes a rank.
+#: "auto" all-gathers while the keys and values of the whole sequence take at most this many bytes on each rank.
 GATHER_BYTES = 64 * 2**20
 
 
@@ -37,7 +37,7 @@ def asked_for(
     transport: str = "auto",
     lse: bool = True,
 ) -> str:
-    """What was asked for, for the op: names and texts, no sizes, so that compiled code serves all lengths."""
+    """Check the request and encode it as the op's spec string: names and texts without sizes."""
     for name, given in (("layout", layout), ("k_layout", k_layout)):
         if given is not None and not isinstance(given, Layout) and (name, given) != ("k_layout", GATHERED):
             other = f", or {GATHERED!r}" if name == "k_layout" else ""
@@ -64,12 +64,12 @@ def asked_for(
     texts = ["" if given is None else given.text() for given in (layout, k_layout)]
     dtype = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
     if not _keeps(schedule):
-        lse = True  # it is there anyway, and ranks may differ in whether they want it
+        lse = True  # these schedules always produce the LSE, and ranks may differ in whether they return it
     return "|".join((*texts, dtype, transport, "lse" if lse else "", schedule))
 
 
 def _asked_for_gathered(q: Tensor, layout: Layout | None, rank: int, world: int) -> str:
-    """The same where every rank has all keys: whose queries these are, for nothing moves."""
+    """Encode the request for keys that every rank already holds: only the layout of the queries matters."""
     layout = layout or Layout.contiguous(world * q.shape[1], world)
     if layout.world != world:
         raise ValueError(f"layout: it is for {layout.world} ranks, the group has {world}")
@@ -77,7 +77,7 @@ def _asked_for_gathered(q: Tensor, layout: Layout | None, rank: int, world: int)
 
 
 def over_two_axes(schedule: str, inner: int) -> str:
-    """A schedule for a mesh of two axes, of which the inner one has so many ranks.
+    """Return a schedule for a mesh of two axes, with `inner` set to the size of the inner axis.
 
     >>> over_two_axes("hybrid(ring=allgather)", 2)
     'hybrid(inner=2, ring=allgather, turned=False, rounds=1)'
@@ -86,8 +86,8 @@ def over_two_axes(schedule: str, inner: int) -> str:
     given = {} if schedule == "auto" else dict(schedules.parse(schedule)[1])
     if "inner" not in given:
         raise ValueError(
-            f'schedule={schedule!r} is over one axis, and mesh has two: pass one of them, as in mesh["cp"], or spread '
-            f"the sequence over both by {able}"
+            f'schedule={schedule!r} runs over one axis, but mesh has two: pass one of them, as in mesh["cp"], or '
+            f"shard the sequence over both with {able}"
         )
     if given["inner"] not in (0, inner):
         raise ValueError(f"schedule={schedule!r}: inner={given['inner']}, but mesh has {inner} ranks in its inner axis")
@@ -96,12 +96,15 @@ def over_two_axes(schedule: str, inner: int) -> str:
 
 
 def _ring_of(layout: Layout | None) -> str:
-    """The ring schedule that is at home on a layout, or that serves it."""
+    """Return the ring schedule whose default layout is this one, or plain ring."""
     return "ring" if layout is None or layout.name not in ("zigzag", "striped") else layout.name
 
 
 def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> engine.Plan:
-    """The plan for so many tokens on this rank, of whose keys and values each takes so many bytes."""
+    """Decode a spec string and return the plan for this rank's sizes.
+
+    `each` is the bytes of one token's keys and values; "auto" compares their sum with GATHER_BYTES.
+    """
     layout, k_layout, dtype, transport, lse, schedule = asked.split("|", 5)
     given, k_given = (_parsed(text) if text else None for text in (layout, k_layout))
     reason = "asked for"
@@ -124,7 +127,7 @@ def _parsed(text: str) -> Layout:
 def _held(
     name: str, layout: Layout | None, default_layout: Callable[[int, int], Layout], tokens: int, world: int
 ) -> Layout:
-    """The layout that was given, or the schedule's own for shards of equal length."""
+    """Return the given layout after checking it, or the schedule's default layout for shards of equal length."""
     if layout is None:
         return default_layout(world * tokens, world)
     if layout.world != world:
@@ -137,7 +140,7 @@ def _held(
 
 
 def saves_buffers(asked: str) -> bool:
-    """Whether the forward of what was asked for saves more than the caller's tensors."""
+    """Return whether the forward of this spec string saves buffers beyond the caller's tensors."""
     return _keeps(asked.split("|", 5)[5])
 
 
@@ -147,4 +150,4 @@ def _keeps(schedule: str) -> bool:
 
 engine.connect(schedules.build, resolve, saves_buffers)
 schedules.on_change.append(forget)
-schedules.names()  # imports them now: a compiler that traces a first call cannot
+schedules.names()  # import all schedules now: torch.compile cannot trace imports in a first call

@@ -1,4 +1,7 @@
-"""Spreading a sequence over ranks and bringing it together: token ids, labels, images, activations."""
+"""Split a sequence over ranks (`shard`) and gather it again (`unshard`): token ids, labels, images, activations.
+
+`unshard` is an all-gather whose backward is a reduce-scatter; `shard` moves nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,22 @@ from meshflash.core.layout import Layout
 from meshflash.engine.group_context import group_context
 from meshflash.groups import group_of
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # torch.distributed lacks some declarations
 
 
 def shard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor:
-    """This rank's tokens of a whole sequence, in the order of the layout.
+    """Return this rank's tokens of a whole sequence, in the order of the layout.
 
-    Every rank has the whole of x. Its gradient on each rank is that rank's share, 0 for the tokens of others. The
-    result is a copy on any number of ranks: `shard(x, layout).requires_grad_()` leaves x as it is.
+    Args:
+        x: The whole sequence, present on every rank.
+        layout: The positions that each rank holds.
+        mesh: The ranks that share the sequence: a process group, or a DeviceMesh. None means the default group.
+        dim: The dimension of x that holds the tokens.
+
+    Returns:
+        A copy of this rank's tokens, also on one rank: `shard(x, layout).requires_grad_()` leaves x unchanged.
+
+    The gradient of x on a rank is nonzero only at that rank's own tokens.
 
     >>> shard(torch.arange(6).reshape(1, 6), Layout.contiguous(6, 1)).tolist()
     [[0, 1, 2, 3, 4, 5]]
@@ -30,17 +41,25 @@ def shard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor:
     held = layout.ranges[rank]
     if not held:
         return x.narrow(dim, 0, 0).clone()  # a view would share x's version counter and autograd identity
-    # torch.cat copies, also where there is one range: the caller marks and writes the result, not x
+    # torch.cat copies even a single range: callers may modify the result or set requires_grad on it without touching x
     index = [slice(None)] * (dim % x.ndim)
     return torch.cat([x[(*index, slice(r.start, r.stop, r.step))] for r in held], dim=dim)
 
 
 def unshard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor:
-    """The whole sequence on every rank, in order, from each rank's tokens.
+    """Gather each rank's tokens and return the whole sequence, in order, on every rank.
 
-    The gradient of a token is the sum of what all ranks' losses say of it, as for torch's own all-gather, in float32
-    for half precision: where all ranks compute the same loss from the whole, divide it by their number. The result is a
-    copy on any number of ranks.
+    Args:
+        x: This rank's tokens.
+        layout: The positions that each rank holds.
+        mesh: The ranks that share the sequence: a process group, or a DeviceMesh. None means the default group.
+        dim: The dimension of x that holds the tokens.
+
+    Returns:
+        The whole sequence, as a copy, also on one rank.
+
+    The gradient of a token is the sum over the losses of all ranks, as for torch's all-gather. Half-precision gradients
+    are summed in float32. If all ranks compute the same loss from the whole sequence, divide it by the number of ranks.
 
     >>> unshard(torch.arange(6).reshape(1, 6), Layout.contiguous(6, 1)).tolist()
     [[0, 1, 2, 3, 4, 5]]
@@ -60,7 +79,7 @@ def unshard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather of shards padded to the longest; backward is its transpose, a reduce-scatter."""
+    """All-gather of shards, padded to the longest one; the backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, name: str, rank: int, dim: int) -> Tensor:
@@ -73,7 +92,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def _gather(x: Tensor, layout: Layout, name: str, dim: int) -> Tensor:
-    """The tokens of all ranks, in order."""
+    """All-gather the tokens of all ranks and put them in order."""
     longest = max(layout.lengths)
     rows = x.movedim(dim, 0)
     padded = x.new_zeros(longest, *rows.shape[1:])
@@ -85,7 +104,7 @@ def _gather(x: Tensor, layout: Layout, name: str, dim: int) -> Tensor:
 
 
 def _scatter(grad: Tensor, layout: Layout, name: str, rank: int, dim: int) -> Tensor:
-    """This rank's tokens of the sum of all ranks' gradients."""
+    """Reduce-scatter the gradients of all ranks and return the sum at this rank's tokens."""
     rows = grad.movedim(dim, 0)
     longest = max(layout.lengths)
     sums = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
@@ -100,16 +119,16 @@ def _scatter(grad: Tensor, layout: Layout, name: str, rank: int, dim: int) -> Te
     return own.to(grad.dtype).contiguous()
 
 
-# The same two as ops, for compilers: they cannot trace what finds a process group.
+# The same two functions as ops: torch.compile cannot trace the lookup of a process group.
 @torch.library.custom_op("meshflash::unshard", mutates_args=())
 def unshard_op(x: Tensor, layout: str, group: str, rank: int, dim: int) -> Tensor:
-    """The whole sequence."""
+    """Return the whole sequence."""
     return _gather(x, Layout.parse(layout), group, dim)
 
 
 @torch.library.custom_op("meshflash::unshard_backward", mutates_args=())
 def unshard_backward_op(grad: Tensor, layout: str, group: str, rank: int, dim: int) -> Tensor:
-    """The gradient of this rank's tokens."""
+    """Return the gradient of this rank's tokens."""
     return _scatter(grad, Layout.parse(layout), group, rank, dim)
 
 
@@ -124,7 +143,7 @@ def _(grad: Tensor, layout: str, group: str, rank: int, dim: int) -> Tensor:
 
 
 def _sized(x: Tensor, tokens: int, dim: int) -> Tensor:
-    """A new tensor like x, of so many tokens."""
+    """Return a new tensor like x with `tokens` tokens in dimension `dim`."""
     return x.new_empty(*x.shape[:dim], tokens, *x.shape[dim + 1 :])
 
 
@@ -138,7 +157,7 @@ unshard_op.register_autograd(
 
 
 def _places(layout: Layout, device: torch.device) -> Tensor:
-    """For each position, where it is among all ranks' tokens one after another."""
+    """Return, for each position, its index in the concatenation of all ranks' tokens."""
     order = torch.cat([torch.from_numpy(layout.positions(rank)) for rank in range(layout.world)])
     return torch.argsort(order).to(device)
 
