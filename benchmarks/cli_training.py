@@ -34,7 +34,9 @@ TrainingDtype = Annotated[
 
 
 def ddp(
-    ranks: Annotated[list[int], typer.Option(min=1, help="Ranks; repeat for several. One is among them.")] = [1, 2],  # noqa: B006
+    ranks: Annotated[
+        list[int], typer.Option("--nproc", "-n", min=1, help="Ranks; repeat for several. 1 is always measured.")
+    ] = [1, 2],  # noqa: B006
     layers: MaybeLayers = None,
     dim: MaybeDim = None,
     heads: MaybeHeads = None,
@@ -134,7 +136,7 @@ def model(
 
 def weights(
     world: Annotated[
-        list[int], typer.Option("--world", "-n", min=1, help="Ranks that train the small model; repeat for several.")
+        list[int], typer.Option("--nproc", "-n", min=1, help="Ranks that train the small model; repeat for several.")
     ] = [1, 2, 4, 8],  # noqa: B006
     output: Output = None,
     update: Update = False,

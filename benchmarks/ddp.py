@@ -86,7 +86,7 @@ def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, list
     if share_gpu and on_cpu(case.device):
         raise ValueError("mps: it divides a GPU among ranks; say --device cuda too")
     if share_gpu and counts == [1]:
-        raise ValueError("mps: a rank alone has the GPU to itself; say --ranks 2 or more too")
+        raise ValueError("mps: a rank alone has the GPU to itself; give --nproc 2 or more too")
     share = 100 // counts[-1] if share_gpu else None
     asked = [(number, share) for number in counts] + ([(1, 100)] if share_gpu else [])
     with mps() if share_gpu else nullcontext():

@@ -1,7 +1,7 @@
 """meshflash on Modal: one container with a GPU, or a cluster of containers with eight GPUs each.
 
     modal deploy deploy/modal_app.py
-    modal run deploy/modal_app.py::run --ranks 4
+    modal run deploy/modal_app.py::run --nproc 4
     modal run deploy/modal_app.py::cluster
 
 What runs there is plain data: a list of steps, each a line to print and a command. `MESHFLASH_MODAL_GPU` (H100) and
@@ -55,15 +55,15 @@ def building(project: str = PROJECT) -> Step:
     return Step(install, "🔧 Building...")
 
 
-def job(ranks: int, project: str = PROJECT) -> list[Step]:
-    """One container: the MPI job on so many ranks, which share its GPU, and the self-test on as many."""
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks}: expected 1 or more")
-    mpirun = ("mpirun", "-np", str(ranks), "--allow-run-as-root", "--oversubscribe")
+def job(nproc: int, project: str = PROJECT) -> list[Step]:
+    """One container: the MPI job on `nproc` ranks, which share its GPU, and the self-test on as many."""
+    if nproc < 1:
+        raise ValueError(f"nproc={nproc}: expected 1 or more")
+    mpirun = ("mpirun", "-np", str(nproc), "--allow-run-as-root", "--oversubscribe")
     return [
         building(project),
         Step((*mpirun, "meshflash", "checksum"), "🚀 Running distributed FlashAttention..."),
-        Step(("meshflash", "check", "-n", str(ranks), "--quick")),
+        Step(("meshflash", "check", "-n", str(nproc), "--quick")),
     ]
 
 
@@ -120,9 +120,9 @@ clustered = getattr(modal, "clustered", None) or modal.experimental.clustered
 
 
 @app.function(image=image, gpu=GPU, timeout=HOUR)
-def run(ranks: int = 4) -> None:
+def run(nproc: int = 4) -> None:
     """The MPI job and the self-test in one container with one GPU."""
-    carry_out(opening(), job(ranks))
+    carry_out(opening(), job(nproc))
 
 
 @app.function(image=image, gpu=f"{GPU}:8", timeout=HOUR)

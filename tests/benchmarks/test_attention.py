@@ -71,7 +71,7 @@ def test_impossible_speeds_are_flagged_and_spread_is_shown():
     assert " 20% " in words
     assert "13.59!" in words
     assert "1.90!" not in words
-    assert "! impossible: more than the 2 times one rank's speed" in words
+    assert "! impossible: above 2, the most that these ranks and cores could give" in words
     assert "kernels that ran: forward vendor" in words
     assert "exposed communication, measured" in words
     (calm,) = tables.schedules([slow], "one rank")
@@ -103,7 +103,11 @@ def test_demo_proves_draws_and_writes(tmp_path):
     assert all(row["error"] < 1e-5 for row in rows)
     assert ElementTree.fromstring((tmp_path / "demo.svg").read_text()).tag.endswith("svg")
     page = (tmp_path / "index.html").read_text()
-    assert page.count("<svg") == page.count("<h2>") == 4
+    assert (page.count("<svg"), page.count("<h2>"), page.count("<table>")) == (4, 5, 2)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    for label in ("training step", "loss (cross-entropy, nats)", "exposed comm (ms)", "single device (baseline)"):
+        assert label in page
+    assert "…" not in result.output  # nothing is cut at 80 columns
     for text in (page, result.output):
         assert "zigzag forward on 3 ranks, simulated (links of 1 GB/s, kernel rate of the single-device run)" in text
         assert "zigzag forward on 3 ranks, measured" in text

@@ -317,7 +317,7 @@ def test_losses_are_told():
     [
         ("--fused --layout nn", "--layout: not with --fused"),
         ("--fused --calibrate --device cpu", "kernels are interpreted, and have no rates"),
-        ("-n 2 --mps", "--num-gpus, --mps: not without --fused"),
+        ("-n 2 --mps", "--nproc, --mps: not without --fused"),
         ("--fused --device cpu --mps", "share a GPU"),
         ("--fused --device cpu --heap symmetric", "expected local or shared"),
     ],

@@ -1,11 +1,14 @@
-"""The command line: answers without torch, and what `doctor` prints and exits with."""
+"""The command line: what starts without torch, how errors and Ctrl-C end it, and what `doctor` prints."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -43,18 +46,99 @@ def test_help_and_version_do_not_wait_for_torch(words: list[str]) -> None:
     assert "meshflash" in done.stdout
 
 
-def test_python_m_meshflash() -> None:
+def test_draw_starts_without_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from meshflash.cli import app\n"
+        "try:\n"
+        "    app(sys.argv[1:], prog_name='meshflash')\n"
+        "finally:\n"
+        "    heavy = {'torch', 'triton'} & set(sys.modules)\n"
+        "    assert not heavy, heavy\n"
+    )
+    words = ["draw", "zigzag", "--mask", "documents-3", "--backward", "--svg", str(tmp_path / "x.svg")]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "proved right" in done.stdout
+    assert (tmp_path / "x.svg").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("tokens=0: expected 1 or more"),
+        RuntimeError("rank 1 of 2 raised:\nTraceback (most recent call last):\n  File x\nValueError: no"),
+        OSError("no space"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_end_a_command_without_a_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.delenv("MESHFLASH_LOG", raising=False)
+    monkeypatch.setattr("meshflash.check.checksum.run", fail)
+    done = CliRunner().invoke(app, ["checksum"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"meshflash: {str(error).splitlines()[0]}")
+    assert "Traceback" not in done.output
+    assert "File x" not in done.output
+    monkeypatch.setenv("MESHFLASH_LOG", "debug")
+    with pytest.raises(type(error)):
+        CliRunner().invoke(app, ["checksum"], catch_exceptions=False)
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("an invariant")
+
+    monkeypatch.setattr("meshflash.check.checksum.run", fail)
+    with pytest.raises(AssertionError, match="an invariant"):
+        CliRunner().invoke(app, ["checksum"], catch_exceptions=False)
+
+
+def test_ctrl_c_ends_a_command_and_its_ranks_without_tracebacks() -> None:
+    words = [sys.executable, "-m", "meshflash", "bench", "attention", "-n", "2", "--rounds", "100000"]
+    with subprocess.Popen(
+        [*words, "--output", os.devnull],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a group of its own, so that the signal reaches its ranks as from a terminal
+    ) as job:
+        assert job.stdout is not None
+        first = job.stdout.readline()  # progress: its ranks run
+        os.killpg(job.pid, signal.SIGINT)
+        output = first + job.communicate(timeout=60)[0]
+    assert job.returncode == 130, output
+    assert output.splitlines()[-1] == "meshflash: interrupted"
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "command", ["check", "checksum", "demo", "draw", "generate", "predict", "train", "launch", "gemm"]
+)
+def test_the_number_of_ranks_is_nproc_in_every_command(command: str) -> None:
+    from typer.main import get_command
+
+    group: Any = get_command(app)
+    options = [option for parameter in group.commands[command].params for option in parameter.opts]
+    assert {"-n", "--nproc"} <= set(options)
+    assert not {"--world", "--ranks"} & set(options)
+
+
+def test_python_dash_m_meshflash_prints_the_version() -> None:
     command = [sys.executable, "-m", "meshflash", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"meshflash {__version__}\n")
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     done = CliRunner().invoke(app, ["--version"])
     assert (done.exit_code, done.stdout) == (0, f"meshflash {__version__}\n")
 
 
-def test_without_words_it_shows_its_commands() -> None:
+def test_without_arguments_it_lists_its_commands() -> None:
     assert "doctor" in CliRunner().invoke(app, []).output
 
 
@@ -76,7 +160,7 @@ def test_doctor_without_problems_exits_0(findings: list[Finding]) -> None:
 
 
 @pytest.mark.parametrize("problems", [0, 1])
-def test_doctor_json(findings: list[Finding], problems: int) -> None:
+def test_doctor_prints_json(findings: list[Finding], problems: int) -> None:
     findings += [FINE, NOTE, *[PROBLEM] * problems]
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == problems
@@ -85,7 +169,7 @@ def test_doctor_json(findings: list[Finding], problems: int) -> None:
     assert [Finding(**finding) for finding in report["findings"]] == findings
 
 
-def test_doctor_on_this_machine() -> None:
+def test_doctor_runs_on_this_machine() -> None:
     problems = sum(finding.status == "problem" for finding in examine())
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == min(problems, 1)
@@ -93,7 +177,7 @@ def test_doctor_on_this_machine() -> None:
 
 
 @pytest.mark.parametrize("words", [["checksum"], ["train", "gpt", "--steps", "1"], ["gemm", "--device", "cpu"]])
-def test_a_rank_that_cannot_join_says_so_in_a_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_join_prints_one_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shutdown()  # an earlier test may have left a world of one rank
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -103,13 +187,13 @@ def test_a_rank_that_cannot_join_says_so_in_a_line(words: list[str], monkeypatch
     assert line.startswith("meshflash: RANK=1 is set, as by variables, and WORLD_SIZE is not: ")
 
 
-def test_a_script_that_is_not_there_is_not_started() -> None:
+def test_launch_refuses_a_missing_script() -> None:
     done = CliRunner().invoke(app, ["launch", "-n", "2", "nowhere.py"])
     assert done.exit_code == 2
     assert "nowhere.py: there is no such file or folder" in done.output
 
 
-def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_train_refuses_an_output_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = CliRunner().invoke(app, ["train", "gpt", "--output", str(tmp_path / "file")])
     assert done.exit_code == 2

@@ -129,7 +129,7 @@ def test_real_processes_interpret_kernels_by_themselves():
 def test_help_by_its_short_name():
     done = invoke("-h")
     assert done.exit_code == 0
-    assert "--num-gpus" in done.output
+    assert "--nproc" in done.output
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_modal_prints_and_runs(modal_app: Any, tmp_path: Path, capsys: pytest.Ca
 
 def test_modal_on_other_ranks(modal_app: Any) -> None:
     assert [step.command[2:4] for step in modal_app.job(2)[1:]] == [("2", "--allow-run-as-root"), ("-n", "2")]
-    with pytest.raises(ValueError, match="ranks=0"):
+    with pytest.raises(ValueError, match="nproc=0"):
         modal_app.job(0)
 
 
@@ -188,7 +188,7 @@ def test_modal_reads_the_command_line() -> None:
     environment = {**os.environ, "MODAL_CONFIG_PATH": os.devnull, "COLUMNS": "100"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "--ranks" in done.stdout
+    assert "--nproc" in done.stdout
 
 
 def test_modal_uploads_what_is_installed_and_no_more() -> None:

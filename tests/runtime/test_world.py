@@ -381,7 +381,17 @@ def test_the_checksum_job_over_ranks_of_this_machine():
     total = next(line for line in job.text.splitlines() if line.startswith("Global checksum"))
     assert float(total.split(":")[1]) == pytest.approx(3112.1980, rel=1e-4)
     assert "World size = 4, CPU devices on node = 1\n" in job.text
-    assert job.text.count("World size (num ranks / GPUs)   : 4\n") == 1
+    assert job.text.count("World size (num ranks / devices)   : 4\n") == 1
+    assert "GPU" not in job.text
+    assert job.text.count("PASS (relative error ") == 1
+
+
+def test_a_wrong_checksum_fails_and_names_the_rank(monkeypatch):
+    attend = checksum.flash_attention
+    monkeypatch.setattr(checksum, "flash_attention", lambda *tensors: attend(*tensors) * 1.001)
+    result = CliRunner().invoke(app, ["checksum", "--batch", "4"])
+    assert result.exit_code == 1, result.output
+    assert result.output.splitlines()[-1].startswith("FAIL: wrong on rank 0 (relative error 1.0e-03")
 
 
 def test_shares_of_the_checksum_job():

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from meshflash.bench.masks import parse_mask
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import worklist
 from meshflash.runtime.devices import CPU, kind_here
 
 #: No time is shown of what has a relative error above this; plain PyTorch stays well below.
 WORST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-10}
-#: The standard deviation of the logarithm of lengths in `documents-lognormal-N`: a few long ones hold most tokens.
-SIGMA = 1.0
 
 #: q, k, v and the gradient of the output.
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -96,41 +94,3 @@ def pick_dtype(name: str | None, device: str) -> str:
 def on_cpu(device: str) -> bool:
     """Whether the device of this name is the CPU."""
     return torch.device(device).type == CPU
-
-
-def parse_mask(name: str, tokens: int) -> Mask:
-    """A mask by name: full, causal, or one of these, all causal.
-
-    window-N: N keys back. documents-N: N documents of equal length. documents-lognormal-N: documents with
-    lengths drawn from a lognormal distribution of mean N, the same each time; the last is cut to fit.
-
-    >>> parse_mask("window-4", 16)
-    window(4, 0)
-    """
-    kind, _, number = name.rpartition("-")
-    count = int(number) if number.isdigit() else 0
-    if name == "full":
-        return Mask.full()
-    if name == "causal":
-        return Mask.causal()
-    if kind == "window" and count:
-        return Mask.causal() & Mask.window(count, 0)
-    if kind == "documents" and 0 < count <= tokens:
-        return Mask.causal() & Mask.documents([tokens // count + (n < tokens % count) for n in range(count)])
-    if kind == "documents-lognormal" and count:
-        return Mask.causal() & Mask.documents(_lognormal(count, tokens))
-    raise ValueError(
-        f"mask {name!r}: expected full, causal, window-N, documents-N or documents-lognormal-N, such as window-512"
-    )
-
-
-def _lognormal(mean: int, tokens: int) -> list[int]:
-    """Document lengths of this mean, that of the distribution before rounding and cutting, adding up to `tokens`."""
-    generator = np.random.default_rng(0)
-    lengths: list[int] = []
-    left = tokens
-    while left:
-        drawn = generator.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA)
-        lengths.append(min(left, max(1, round(drawn))))
-        left -= lengths[-1]
-    return lengths

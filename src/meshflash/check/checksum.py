@@ -1,6 +1,7 @@
-"""A small job with a known answer: a batch is split over ranks, each runs attention, and the outputs are summed.
+"""A small job with a known answer: attention on a batch split over ranks, and the sum of all outputs.
 
-Inputs come from a formula, so the checksums do not depend on a random generator or a machine.
+Every rank computes its inputs by a formula, so the sums depend on no random generator and no machine. The expected sums
+come from plain float64 attention on the same inputs.
 """
 
 from __future__ import annotations
@@ -18,23 +19,34 @@ from meshflash.api import flash_attention
 from meshflash.runtime import devices
 from meshflash.runtime.world import World
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+#: The largest relative error of a checksum that passes: that of float32 kernels, with room for their order of sums.
+TOLERANCE = 1e-4
+#: Scores that the reference holds at a time; bounds its memory to 128 MiB in float64.
+REFERENCE_SCORES = 2**24
+
+dist: Any = _distributed  # torch.distributed lacks some declarations
 
 
 @dataclass(frozen=True)
 class Part:
-    """The result of one rank."""
+    """The result of one rank, which `run` gathers on rank 0."""
 
     rank: int
     device: str
     local_batch: int
     start: int
     checksum: float
+    expected: float
     milliseconds: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the checksum matches the expected one."""
+        return abs(self.checksum - self.expected) <= TOLERANCE * abs(self.expected)
 
 
 def share(batch: int, world: int, rank: int) -> tuple[int, int]:
-    """Return the number of batch rows of a rank, and its first row; the first ranks take the remainder.
+    """Return how many rows of a batch a rank has, and its first row; the first ranks take the remainder.
 
     >>> [share(10, 4, rank) for rank in range(4)]
     [(3, 0), (3, 3), (2, 6), (2, 8)]
@@ -70,13 +82,13 @@ def run(world: World, batch: int, tokens: int, dim: int) -> list[Part] | None:
     """
     local, start = share(batch, world.world_size, world.rank)
     q, k, v = inputs(world.rank, local, tokens, dim, world.device)
-    total, ms = 0.0, 0.0
+    total, expected, ms = 0.0, 0.0, 0.0
     if local:
         flash_attention(q, k, v)  # the first call compiles
         out, ms = timed(lambda: flash_attention(q, k, v), world.device)
-        total = float(out.double().sum())
+        total, expected = float(out.double().sum()), reference(q, k, v)
     index = world.device.index
-    mine = Part(world.rank, world.device.type if index is None else str(index), local, start, total, ms)
+    mine = Part(world.rank, world.device.type if index is None else str(index), local, start, total, expected, ms)
     if world.world_size == 1:
         return [mine]
     parts: list[Any] | None = None if world.rank else [None] * world.world_size
@@ -84,8 +96,25 @@ def run(world: World, batch: int, tokens: int, dim: int) -> list[Part] | None:
     return parts
 
 
+def reference(q: Tensor, k: Tensor, v: Tensor) -> float:
+    """Return the sum of the attention outputs of one head in float64, by the definition.
+
+    >>> x = torch.zeros(1, 3, 1, 2)
+    >>> reference(x, x, x + 1)
+    6.0
+    """
+    q, k, v = (x.squeeze(2).double() for x in (q, k, v))
+    sums = v.sum(-1, keepdim=True)  # only the sum over the head dim is wanted: it commutes with the weights
+    block = max(1, REFERENCE_SCORES // max(1, k.shape[1]))
+    total = 0.0
+    for q_b, k_b, sums_b in zip(q, k, sums, strict=True):
+        for rows in q_b.split(block):
+            total += float((torch.softmax(rows @ k_b.T * q.shape[-1] ** -0.5, dim=-1) @ sums_b).sum())
+    return total
+
+
 def timed(function: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
-    """Return the result of a function, and its milliseconds on the device."""
+    """Return the result of a function, and the milliseconds that the device takes for it."""
     if device.type == devices.CPU:
         begin = time.perf_counter()
         out = function()
@@ -100,8 +129,13 @@ def timed(function: Callable[[], Tensor], device: torch.device) -> tuple[Tensor,
 
 
 def report(parts: list[Part], world: World, batch: int, tokens: int, dim: int) -> str:
-    """Return the report that the job prints."""
+    """Return the lines that the job prints: each rank's sums and times, those of all ranks, and PASS or FAIL."""
     kind = world.device.type
+    devices_name = "devices" if kind == devices.CPU else "GPUs"
+    total, expected = (sum(getattr(part, name) for part in parts) for name in ("checksum", "expected"))
+    wrong = [part.rank for part in parts if not part.is_right]
+    apart = abs(total - expected) / abs(expected) if expected else abs(total)
+    verdict = f"FAIL: wrong on rank {', '.join(map(str, wrong))}" if wrong else "PASS"
     rule = "=" * 53
     lines = [
         f"World size = {world.world_size}, {kind.upper()} devices on node = {devices.count(kind) or 1}",
@@ -113,9 +147,11 @@ def report(parts: list[Part], world: World, batch: int, tokens: int, dim: int) -
             for part in parts
         ),
         rule,
-        f"Global checksum across all GPUs : {sum(part.checksum for part in parts):.6f}",
-        f"Max kernel time among all ranks : {max(part.milliseconds for part in parts):.3f} ms",
-        f"World size (num ranks / GPUs)   : {world.world_size}",
+        f"{f'Global checksum across all {devices_name}':<34} : {total:.6f}",
+        f"{'Expected checksum (float64)':<34} : {expected:.6f}",
+        f"{'Max kernel time among all ranks':<34} : {max(part.milliseconds for part in parts):.3f} ms",
+        f"{f'World size (num ranks / {devices_name})':<34} : {world.world_size}",
         rule,
+        f"{verdict} (relative error {apart:.1e}, at most {TOLERANCE:g})",
     ]
     return "\n".join(lines)

@@ -1,10 +1,12 @@
-"""The command line: one small file per command, each with a function that `app` names below.
+"""The command line: one file per command, whose function is registered with `app` below.
 
-Nothing here imports torch before a command runs, so help answers at once.
+Nothing here imports torch before a command runs, so help answers at once. Errors and Ctrl-C end a command with one line
+and an exit code, without a traceback.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -27,20 +29,43 @@ from meshflash.cli import (
     trace,
     train,
 )
-from meshflash.core.files import OutputError
-from meshflash.runtime.launchers import LaunchError
+
+#: Exit code of a command that Ctrl-C ended: 128 + SIGINT, as shells expect.
+INTERRUPTED = 130
+#: Errors with a message for the user: wrong values, files, lost ranks, memory. Any other exception is a bug and keeps
+#: its traceback.
+EXPECTED = (ValueError, OSError, RuntimeError)
 
 
 class Commands(TyperGroup):
-    """All of them: what keeps a rank out of its job, or a file from being written, is one line, whichever runs."""
+    """The group of all commands. It prints errors as one line; with `MESHFLASH_LOG=debug` they keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except (LaunchError, OutputError) as error:
-            typer.echo(f"meshflash: {error}", err=True)
+        except (typer.Exit, typer.Abort):  # these are RuntimeErrors too
+            raise
+        except KeyboardInterrupt:
+            typer.echo("meshflash: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except EXPECTED as error:
+            if os.environ.get("MESHFLASH_LOG", "").lower() == "debug":
+                raise
+            typer.echo(f"meshflash: {without_tracebacks(str(error)) or type(error).__name__}", err=True)
             raise typer.Exit(1) from error
+
+
+def without_tracebacks(message: str) -> str:
+    r"""Return a message without the tracebacks of ranks that it quotes; the line with the error stays.
+
+    >>> without_tracebacks("rank 1 of 2 raised:\nTraceback (most recent call last):\n  File ...\nValueError: no")
+    'rank 1 of 2 raised:\nValueError: no'
+    """
+    if "Traceback (most recent call last):" not in message:
+        return message
+    lines = message.splitlines()
+    return "\n".join(line for line in lines if line.strip() and not line.startswith((" ", "Traceback (most recent")))
 
 
 app = typer.Typer(
@@ -78,7 +103,7 @@ def _print_version(wanted: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Exact attention over sequences that no single device can hold."""
+    """Exact attention over sequences sharded across devices."""

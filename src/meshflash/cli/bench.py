@@ -85,7 +85,7 @@ def attention(
         list[str],
         typer.Option(help='A schedule, with options as in "allgather(head_stride=2)", or "torch all-gather"; repeat.'),
     ] = ["zigzag", "ring", "striped", "allgather", "torch all-gather"],  # noqa: B006
-    world: Annotated[int, typer.Option("--world", "-n", min=1, help="Ranks, each a process of this machine.")] = 2,
+    world: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks, one process of this machine each.")] = 2,
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 8192,
     batch: Batch = 1,
     heads: Heads = 8,

@@ -53,7 +53,8 @@ def gemm(
         typer.Option("--collective", "-c", help="With --fused: all_scatter, all_reduce, ag_gemm or gemm_rs; repeat."),
     ] = None,
     world: Annotated[
-        int | None, typer.Option("--num-gpus", "-n", min=1, max=64, help="With --fused: ranks; 4, on a CPU 2.")
+        int | None,
+        typer.Option("--nproc", "--num-gpus", "-n", min=1, max=64, help="With --fused: ranks; 4, on a CPU 2."),
     ] = None,
     heap: Annotated[
         str, typer.Option(help="With --fused: local, one process plays all ranks; symmetric or shared, one each.")
@@ -71,7 +72,7 @@ def gemm(
     """
     others = given(context, bench_fused.DECIDED if fused else bench_fused.OWN)
     if others:
-        words = ", ".join("--num-gpus" if name == "world" else f"--{name}" for name in others)
+        words = ", ".join("--nproc" if name == "world" else f"--{name}" for name in others)
         raise typer.BadParameter(f"{words}: not {'with' if fused else 'without'} --fused")
     if fused:
         cells = (shape, dtype, collective, world, heap, mps)

@@ -1,4 +1,4 @@
-"""`meshflash check`: every schedule on this machine, against float64."""
+"""`meshflash check`: compare every schedule on this machine with float64 attention."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ from typing import Annotated
 import typer
 
 from meshflash.cli.outputs import writable
-from meshflash.cli.ranks import Nproc, rerun
 
 
 def command(
-    world: Annotated[
+    nproc: Annotated[
         int | None,
-        typer.Option("--world", "-n", min=1, max=16, help="Ranks, each a process: 4, and 2, 3 and 4 for --fuzz."),
+        typer.Option("--nproc", "-n", min=1, max=16, help="Ranks, one process each: 4, and 2, 3 and 4 for --fuzz."),
     ] = None,
-    schedule: Annotated[list[str], typer.Option(help="A schedule, with its options; repeat. All by default.")] = [],  # noqa: B006
-    quick: Annotated[bool, typer.Option("--quick", help="Own layouts, some masks, features by turns.")] = False,
-    fuzz: Annotated[int, typer.Option(min=0, help="Run this many cases at random instead; goes on from --output.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the cases at random.")] = 0,
-    case: Annotated[str, typer.Option(help="Run these cases of --fuzz again, such as 12 or 3-7.")] = "",
+    schedule: Annotated[
+        list[str], typer.Option(help="A schedule, with its options; repeat for several. Default: all.")
+    ] = [],  # noqa: B006
+    quick: Annotated[bool, typer.Option("--quick", help="Default layouts, some masks, one feature a case.")] = False,
+    fuzz: Annotated[int, typer.Option(min=0, help="Run this many random cases instead; resumes from --output.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random cases.")] = 0,
+    case: Annotated[str, typer.Option(help="Repeat these cases of --fuzz, such as 12 or 3-7.")] = "",
     threads: Annotated[
-        bool | None, typer.Option("--threads/--no-threads", help="Whether cases at random use threads.")
+        bool | None, typer.Option("--threads/--no-threads", help="Whether random cases use threads.")
     ] = None,
-    limit: Annotated[float, typer.Option(min=1.0, help="Seconds after which a case at random is missed.")] = 60.0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a campaign of --fuzz anew.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda; ranks share GPUs where there are more of them.")] = "cpu",
-    transport: Annotated[str, typer.Option(help="As in attention.")] = "auto",
+    limit: Annotated[float, typer.Option(min=1.0, help="Seconds after which a random case fails.")] = 60.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Restart a --fuzz campaign from its beginning.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda; ranks share GPUs if there are fewer GPUs.")] = "cpu",
+    transport: Annotated[str, typer.Option(help="A transport, as in attention().")] = "auto",
     output: Annotated[
-        Path | None, typer.Option(help="JSON report to write; of --fuzz, fuzz-seedS.json by default.")
+        Path | None, typer.Option(help="JSON report to write; with --fuzz, fuzz-seedS.json by default.")
     ] = None,
-    nproc: Nproc = 1,
 ) -> None:
     """Check every schedule, layout, mask family and feature over ranks: forward and gradients against float64.
 
-    Errors are held to FlashAttention's tolerance rule, and bytes to what the verifier counts. Ends with 1 if
-    anything is missed. Started by torchrun, mpiexec or srun, the ranks are those of the job.
+    Errors must be within FlashAttention's tolerance rule, and bytes must match the verifier's count. Exits with 1 if
+    any check fails. Under torchrun, mpiexec or srun the ranks are those of the job.
     """
-    rerun(nproc)
     from rich.console import Console
 
     from meshflash.bench import record, tables
@@ -64,7 +63,7 @@ def command(
     here = init() if detect().world_size > 1 else None
     console = Console(quiet=bool(here and here.rank))
     if fuzz or cases:
-        ranks = here.world_size if here else world
+        ranks = here.world_size if here else nproc
         settings = check_fuzz.settings_of(seed, ranks, schedule, device, transport, threads)
         if cases:
             if here:
@@ -75,7 +74,7 @@ def command(
         if here:
             shutdown()
         return
-    world = here.world_size if here else world or 4
+    world = here.world_size if here else nproc or 4
     chosen = tuple(schedule) or schedule_variants(world)
     checks = suite.everything(chosen, world, quick, device, transport)
     with console.status(f"{len(checks)} checks over {world} ranks") as status:

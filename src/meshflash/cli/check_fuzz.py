@@ -101,9 +101,9 @@ def _progress(console: Console, update: Callable[[str], None]) -> Callable[[str]
 
 def _show(console: Console, record: Record) -> None:
     """Counts by schedule, by each other dimension in a line, and what was refused."""
-    from rich.table import Table
+    from meshflash.bench.tables import blank
 
-    table = Table("schedule", "right", "refused", "missed", title="cases that call it", title_justify="left")
+    table = blank("cases that call each schedule", "schedule", "right", "refused", "missed")
     for name, counts in sorted(record.dimensions.get("schedule", {}).items()):
         table.add_row(name, *(str(counts[outcome]) for outcome in ("right", "refused", "missed")))
     console.print(table)

@@ -1,4 +1,4 @@
-"""`meshflash draw`: a schedule's programs as pictures and as text, proved before they are drawn."""
+"""`meshflash draw`: verify a schedule's programs and draw them, as text and as SVG. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from meshflash.cli.outputs import writable
 def command(
     schedule: Annotated[str, typer.Argument(help='A schedule, with options as in "allgather(head_stride=1)".')],
     tokens: Annotated[int, typer.Option(min=1, max=1024, help="Sequence length.")] = 256,
-    world: Annotated[int, typer.Option("--world", "-n", min=1, max=16, help="Ranks.")] = 4,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, max=16, help="Ranks.")] = 4,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 2,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; as many as query heads by default.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; default: as many as query heads.")] = None,
     mask: Annotated[str, typer.Option(help="full, causal, window-N or documents-N.")] = "causal",
-    backward: Annotated[bool, typer.Option(help="The backward pass instead of the forward.")] = False,
-    steps: Annotated[bool, typer.Option(help="Print the steps of every rank too.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Write the pictures to this file as well.")] = None,
+    backward: Annotated[bool, typer.Option(help="Draw the backward pass instead of the forward.")] = False,
+    steps: Annotated[bool, typer.Option(help="Also print the steps of every rank.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Also write the pictures to this SVG file.")] = None,
 ) -> None:
-    """Which rank attends to what, in which step, and when bytes move: after proving that the programs are right."""
-    from meshflash.bench.cases import parse_mask
+    """Verify a schedule's programs, then draw which rank attends to which keys in which step, and when bytes move."""
+    from meshflash.bench.masks import parse_mask
     from meshflash.bench.pictures import draw, prove
     from meshflash.core.files import write_whole
 
@@ -30,10 +30,10 @@ def command(
         writable(svg)
     try:
         rule = parse_mask(mask, tokens)
-        proved = prove(schedule, tokens, world, heads, kv_heads or heads, rule, "backward" if backward else "forward")
+        proved = prove(schedule, tokens, nproc, heads, kv_heads or heads, rule, "backward" if backward else "forward")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    drawn = draw(proved, f"{schedule}: {tokens:,} tokens over {world} ranks, {mask}")
+    drawn = draw(proved, f"{schedule}: {tokens:,} tokens over {nproc} ranks, {mask}")
     if steps:
         for program in proved.programs:
             typer.echo(program.text() + "\n")

@@ -16,6 +16,7 @@ def command(
     world: Annotated[
         int | None,
         typer.Option(
+            "--nproc",
             "--num-gpus",
             "-n",
             min=1,

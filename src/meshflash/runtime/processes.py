@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -55,7 +57,8 @@ def run_ranks(
             ours, theirs = context.Pipe(duplex=False)
             call = (rank, world, theirs, str(Path(folder) / "store"), threads, timeout, function, args)
             process = context.Process(target=_rank, args=call, daemon=True, name=f"rank {rank}")
-            process.start()
+            with _ignored_interrupts():
+                process.start()
             theirs.close()
             processes.append(process)
             pipes[ours] = rank
@@ -140,6 +143,23 @@ def _rank(
         pipe.send(("result", result))
     except BaseException:
         pipe.send(("failure", f"of {world} raised:\n{traceback.format_exc()}"))
+
+
+@contextmanager
+def _ignored_interrupts() -> Iterator[None]:
+    """Let a process that starts here ignore Ctrl-C, which a terminal sends to all processes.
+
+    The starting process handles it and ends the ranks. Ranks that handled it too would print a traceback each. Only the
+    main thread may change how signals are handled; ranks that another thread starts are left as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the new process
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _environment(threads: int) -> AbstractContextManager[None]:
