@@ -319,7 +319,7 @@ def test_fuzzing_finds_a_wrong_kernel_and_names_its_cases(pool, monkeypatch, tmp
         assert " dk: error" in miss["message"]
         command = f"meshflash check --case {miss['case']} --seed 6 -n 2 --schedule 'ring' --no-threads"
         assert miss["rerun"] == command
-        assert f"again: {command}" in result.output
+        assert f"repeat: {command}" in result.output
     again = CliRunner().invoke(app, ["check", "--case", str(record["misses"][0]["case"]), *options[1:3], *options[5:]])
     assert again.exit_code == 1
     assert "1 of 1 cases missed" in again.output

@@ -88,7 +88,7 @@ def test_the_command_draws_it(events, tmp_path):
     assert "ring forward on 3 ranks, measured" in result.output
     assert svg.read_text().startswith("<svg")
     assert len(json.loads(merged.read_text())["traceEvents"]) == len(found)
-    for arguments, message in (([str(folder), "--call", "9"], "4 were recorded"), ([str(tmp_path)], "no trace-")):
+    for arguments, message in (([str(folder), "--call", "9"], "4 calls were recorded"), ([str(tmp_path)], "no trace-")):
         result = CliRunner().invoke(app, ["trace", *arguments])
         assert result.exit_code == 2
         assert message in " ".join(result.output.replace("│", " ").split())

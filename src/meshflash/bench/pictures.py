@@ -1,4 +1,7 @@
-"""What `demo` and `draw` show: a schedule's programs, their timeline at given rates, and beside it a measured one."""
+"""The pictures of `demo` and `draw`: coverage and timelines of a schedule's programs, as text and as SVG.
+
+A timeline is simulated from rates, and its title says so; a measured one may stand beside it. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from meshflash.schedules import registry
 from meshflash.viz.draw import coverage_svg, coverage_text, picture_svg, timeline_svg, timeline_text
 from meshflash.viz.timeline import Rates, Timeline, simulate
 
-#: What a timeline is drawn for where nothing was measured, said in its title: it shows an order, not a speed.
+#: Rates of no machine, for timelines without a measurement. The title gives them: the picture shows order, not speed.
 RATES = Rates(pairs_per_second=1e9, bytes_per_second=2e10, latency=1e-7)
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs of all ranks, and what they solve."""
+    """The programs of all ranks, and the problem that they solve. `programs` makes it."""
 
     problem: Problem
     programs: tuple[Program, ...]
@@ -27,14 +30,17 @@ class Programs:
 
 @dataclass(frozen=True)
 class Proved(Programs):
-    """Programs that the verifier has passed, and what it says of them."""
+    """Programs that passed the verifier, and its report. `prove` makes it."""
 
     report: Report
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """The pictures of one schedule as text and as SVG; the measured timeline is there where one was given."""
+    """The pictures of one schedule, as text and as SVG. `measured` is empty if no measured timeline was given.
+
+    `parts` holds the SVG of each picture by name: coverage, simulated and, if given, measured. `draw` makes it.
+    """
 
     coverage: str
     timeline: str
@@ -46,7 +52,7 @@ class Drawing:
 def programs(
     schedule: str, tokens: int, world: int, heads: int, kv_heads: int, mask: Mask, direction: Direction, sizes: Sizes
 ) -> Programs:
-    """The programs of a schedule on its own layout."""
+    """Return the programs of a schedule on its default layout, without verifying them."""
     layout = registry.default_layout(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads)
     return Programs(problem, tuple(registry.build(schedule, problem, rank, direction) for rank in range(world)), sizes)
@@ -55,7 +61,11 @@ def programs(
 def prove(
     schedule: str, tokens: int, world: int, heads: int, kv_heads: int, mask: Mask, direction: Direction = "forward"
 ) -> Proved:
-    """The programs of a schedule on its own layout, after the verifier has passed them."""
+    """Return the programs of a schedule on its default layout after verifying them.
+
+    Raises:
+        ValueError: the schedule is unknown, or its programs are wrong.
+    """
     built = programs(schedule, tokens, world, heads, kv_heads, mask, direction, Sizes())
     report = registry.verified(schedule, built.problem, built.sizes)[direction]
     return Proved(built.problem, built.programs, built.sizes, report)
@@ -64,9 +74,14 @@ def prove(
 def draw(
     built: Programs, title: str, rates: Rates = RATES, assumes: str = "", measured: Timeline | None = None
 ) -> Drawing:
-    """Draw which rank attends to what, the timeline that these rates give, and a measured one where there is one.
+    """Draw the coverage of programs, their timeline simulated at these rates, and a measured timeline if given.
 
-    `assumes` says where the rates come from; by default they are no machine's, and the title gives them.
+    Args:
+        built: The programs to draw.
+        title: The title above all pictures.
+        rates: The rates of kernels and links that the simulation assumes.
+        assumes: Where the rates come from, for the title of the timeline. Empty means no machine's.
+        measured: A timeline recorded over ranks, drawn below the simulated one.
     """
     assumes = assumes or (
         f"no machine's rates: {rates.pairs_per_second:.1e} pairs a second, "

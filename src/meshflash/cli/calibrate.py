@@ -1,4 +1,4 @@
-"""`meshflash calibrate`: measure this machine's kernels once, for the choice of "auto"."""
+"""`meshflash calibrate`: measure this GPU's kernels once; `kernel="auto"` chooses by the measured rates."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from meshflash.cli.outputs import writable
 
 def command(
     tune: Annotated[
-        bool, typer.Option(help="First try configurations of the Triton kernel; takes minutes of compiling.")
+        bool, typer.Option(help="Tune the Triton kernel's configurations first; compiling takes minutes.")
     ] = False,
-    dim: Annotated[list[int] | None, typer.Option(min=8, max=256, help="Head dim; repeat. 64 and 128.")] = None,
-    tokens: Annotated[
-        list[int] | None, typer.Option(min=16, help="Length; repeat for several. 512, 2,048, 8,192 and 32,768.")
+    dim: Annotated[
+        list[int] | None, typer.Option(min=8, max=256, help="Head dim; repeat for several. Default: 64 and 128.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every kernel takes its turn.")] = 5,
-    device: Annotated[str | None, typer.Option(help="Which GPU; the first by default.")] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=16, help="Sequence length; repeat for several. Default: 512, 2,048, 8,192 and 32,768."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that time every kernel once each.")] = 5,
+    device: Annotated[str | None, typer.Option(help="The GPU to measure. Default: the first.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="File to write; by default where calls on this device look for it.")
+        Path | None, typer.Option(help="File to write. Default: where calls on this device look for it.")
     ] = None,
 ) -> None:
-    """Measure every kernel on this GPU and write the rates that kernel="auto" goes by.
+    """Measure every kernel on this GPU and write the rates by which kernel="auto" chooses.
 
-    Calls never measure anything themselves. Without a table for a device they take that of its architecture,
-    or else a fixed order; MESHFLASH_RATES names the folder of tables, else they lie in the user's cache.
+    Calls never measure anything themselves. Without a table for a device they use that of its architecture, or else a
+    fixed order. Tables are in the folder MESHFLASH_RATES, or in the user's cache.
     """
     import torch
     from rich.console import Console
@@ -43,7 +46,7 @@ def command(
         raise typer.BadParameter(str(error)) from error
     if on_cpu(device):
         raise typer.BadParameter(
-            f"device {device!r}: on CPUs the order of kernels is fixed; there is nothing to measure"
+            f"device {device!r}: on CPUs the order of kernels is fixed, so there is nothing to measure; give a GPU"
         )
     path = writable(output or rates.own_file(rates.identity(torch.device(device))[0]))
     dims, lengths = tuple(dim or calibrate.DIMS), tuple(tokens or calibrate.TOKENS)

@@ -67,8 +67,10 @@ def command(
         settings = check_fuzz.settings_of(seed, ranks, schedule, device, transport, threads)
         if cases:
             if here:
-                raise typer.BadParameter("start it without a launcher; -n gives the ranks", param_hint="--case")
-            check_fuzz.again(console, settings, cases, limit)
+                raise typer.BadParameter(
+                    "start it without a launcher; -n gives the number of ranks", param_hint="--case"
+                )
+            check_fuzz.repeat(console, settings, cases, limit)
         else:
             check_fuzz.fuzz(console, settings, fuzz, output, fresh, limit, here)
         if here:

@@ -1,4 +1,4 @@
-"""`meshflash check --fuzz N` and `--case NUMBER`: a campaign of cases at random, and any of its cases again."""
+"""`meshflash check --fuzz N` runs a campaign of random cases; `--case NUMBER` repeats one of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from meshflash.check.fuzz import Settings
     from meshflash.runtime.world import World
 
-#: Seconds between two lines of progress where there is no terminal.
-LINE_EVERY = 60.0
-#: Misses that are printed.
-SHOWN = 10
+#: Seconds between two lines of progress if the output is not a terminal.
+PROGRESS_SECONDS = 60.0
+#: The number of failed cases, refusals and descriptions that are printed.
+MAX_SHOWN = 10
 
 
 def settings_of(
     seed: int, world: int | None, schedules: Sequence[str], device: str, transport: str, threads: bool | None
 ) -> Settings:
-    """What the cases are derived from."""
+    """Return the settings that random cases are derived from."""
     from meshflash.check.fuzz import THREADS, WORLDS, Settings
 
     worlds = WORLDS if world is None else (world,)
@@ -35,47 +35,47 @@ def settings_of(
 def fuzz(
     console: Console, settings: Settings, count: int, output: Path | None, fresh: bool, limit: float, here: World | None
 ) -> None:
-    """Run the cases of a campaign that are not in its record yet, and show all of it; exit with 1 after a miss."""
+    """Run the cases of a campaign that its record lacks, and print all of it; exit with 1 if a case failed."""
     from meshflash.bench import record as records
     from meshflash.check.campaign import Campaign, Record, RecordError, go_on
 
     path = output or Path(f"fuzz-seed{settings.seed}.json")
     header = records.header(records.command_line())
     record = Record(settings, header)
-    keeps = here is None or here.rank == 0
-    if keeps and path.exists() and not fresh:
+    writes_record = here is None or here.rank == 0
+    if writes_record and path.exists() and not fresh:
         try:
             record = go_on(path, settings, header)
         except RecordError as error:
             raise typer.BadParameter(str(error), param_hint="--output") from error
-        console.print(f"{path}: {len(record.done)} cases are done; --fresh to begin anew", soft_wrap=True)
-    if keeps:
+        console.print(f"{path}: {len(record.done)} cases are done; --fresh to start again", soft_wrap=True)
+    if writes_record:
         try:
-            record.write(path)  # before the work: a path that cannot be written is known now
+            record.write(path)  # before the work, so that a path that cannot be written fails now
         except OSError as error:
             raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint="--output") from error
     with console.status("starting") as status:
-        campaign = Campaign(record, path if keeps else None, _progress(console, status.update), limit)
+        campaign = Campaign(record, path if writes_record else None, _progress(console, status.update), limit)
         try:
             if here:
                 campaign.run_here(range(count), here)
             else:
                 campaign.run(range(count))
         except KeyboardInterrupt:
-            console.print(f"interrupted after {len(record.done)} cases: the same command goes on from {path}")
+            console.print(f"interrupted after {len(record.done)} cases: the same command resumes from {path}")
             raise typer.Exit(130) from None
-    if keeps:
+    if writes_record:
         _show(console, record)
         console.print(f"written: {path}", soft_wrap=True)
         _end(console, record)
 
 
-def again(console: Console, settings: Settings, numbers: Sequence[int], limit: float) -> None:
-    """Run cases of a campaign again, in their order in the same ranks; exit with 1 after a miss."""
+def repeat(console: Console, settings: Settings, numbers: Sequence[int], limit: float) -> None:
+    """Repeat cases of a campaign, in order and in the same processes; exit with 1 if one fails."""
     from meshflash.check.campaign import Campaign, Record
     from meshflash.check.fuzz import derive
 
-    for number in numbers[:SHOWN]:
+    for number in numbers[:MAX_SHOWN]:
         for line in derive(settings, number).describe():
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     record = Record(settings)
@@ -87,12 +87,12 @@ def again(console: Console, settings: Settings, numbers: Sequence[int], limit: f
 
 
 def _progress(console: Console, update: Callable[[str], None]) -> Callable[[str], None]:
-    """Say how far a campaign is: all the time on a terminal, now and then elsewhere."""
+    """Return a function that reports progress: at once on a terminal, every PROGRESS_SECONDS elsewhere."""
     last = [time.monotonic()]
 
     def say(text: str) -> None:
         update(f"fuzz: {text}")
-        if not console.is_terminal and time.monotonic() - last[0] > LINE_EVERY:
+        if not console.is_terminal and time.monotonic() - last[0] > PROGRESS_SECONDS:
             last[0] = time.monotonic()
             console.print(text)
 
@@ -100,7 +100,7 @@ def _progress(console: Console, update: Callable[[str], None]) -> Callable[[str]
 
 
 def _show(console: Console, record: Record) -> None:
-    """Counts by schedule, by each other dimension in a line, and what was refused."""
+    """Print counts by schedule and by each other dimension, and the refused calls."""
     from meshflash.bench.tables import blank
 
     table = blank("cases that call each schedule", "schedule", "right", "refused", "missed")
@@ -111,7 +111,7 @@ def _show(console: Console, record: Record) -> None:
         if name != "schedule":
             told = ", ".join(f"{value} {_count(counts)}" for value, counts in sorted(values.items()))
             console.print(f"{name}: {told}", soft_wrap=True, highlight=False, markup=False)
-    for refusal, number in sorted(record.refusals.items(), key=lambda pair: -pair[1])[:SHOWN]:
+    for refusal, number in sorted(record.refusals.items(), key=lambda pair: -pair[1])[:MAX_SHOWN]:
         console.print(f"refused: {number} x {refusal}", soft_wrap=True, markup=False)
     console.print(f"refused: {record.refused_share:.1%} of {sum(record.calls.values())} calls")
     if record.largest_error:
@@ -126,12 +126,17 @@ def _count(counts: dict[str, Any]) -> str:
 
 
 def _end(console: Console, record: Record) -> None:
-    """The last lines, and the exit code."""
-    for miss in record.misses[:SHOWN]:
+    """Print the failed cases and the verdict; exit with 1 if a case failed."""
+    for miss in record.misses[:MAX_SHOWN]:
         console.print(f"missed: case {miss['case']}: {miss['message']}", soft_wrap=True, markup=False)
-        console.print(f"  again: {miss['rerun']}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"  repeat: {miss['rerun']}", soft_wrap=True, highlight=False, markup=False)
         if before := miss.get("rerun with those before"):
-            console.print(f"  with what its ranks ran before: {before}", soft_wrap=True, highlight=False, markup=False)
+            console.print(
+                f"  repeat with the earlier cases of its processes: {before}",
+                soft_wrap=True,
+                highlight=False,
+                markup=False,
+            )
     done = len(record.done)
     if record.misses:
         console.print(f"{len(record.misses)} of {done} cases missed")

@@ -1,4 +1,4 @@
-"""Paths that commands write to: an option that cannot be written is refused before the work, not after it."""
+"""Check output paths before the work begins, so that a typing error does not cost the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def writable(path: P, *more: Path | None) -> P:
 
 
 def writable_folder(path: Path) -> Path:
-    """Return `path`; BadParameter unless files can be written to the folder now."""
+    """Return `path`; raise BadParameter unless files can be written to this folder."""
     _explained(check_folder, path)
     return path
 

@@ -1,4 +1,4 @@
-"""`meshflash trace`: what ranks did and when, from the files that a real run left."""
+"""`meshflash trace`: draw the timeline of a recorded run, or merge its traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from meshflash.cli.outputs import writable
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Where MESHFLASH_TRACE had ranks write.")],
-    call: Annotated[int, typer.Option(help="Which call; -1 is the last one.")] = -1,
-    svg: Annotated[Path | None, typer.Option(help="Draw its timeline to this file.")] = None,
-    merged: Annotated[Path | None, typer.Option(help="Write all ranks' events to one file for Perfetto.")] = None,
+    folder: Annotated[Path, typer.Argument(help="The folder that MESHFLASH_TRACE named in the run.")],
+    call: Annotated[int, typer.Option(help="The call to draw; -1 is the last one.")] = -1,
+    svg: Annotated[Path | None, typer.Option(help="Write the timeline to this SVG file.")] = None,
+    merged: Annotated[
+        Path | None, typer.Option(help="Write the events of all ranks to one JSON file for Perfetto.")
+    ] = None,
 ) -> None:
-    """Draw a call of a run that was recorded with MESHFLASH_TRACE=FOLDER: when ranks attended, moved and waited."""
+    """Draw one call of a run that was recorded with MESHFLASH_TRACE=FOLDER: when ranks computed, sent and waited."""
     import json
 
     from meshflash.core.files import write_whole
@@ -32,7 +34,9 @@ def command(
     found = recorded.calls(events)
     number = call if call >= 0 else len(found) + call
     if not 0 <= number < len(found):
-        raise typer.BadParameter(f"call {call}: {len(found)} were recorded")
+        raise typer.BadParameter(
+            f"call {call}: {len(found)} calls were recorded; give 0 to {len(found) - 1}, or -1 for the last"
+        )
     timeline = recorded.timeline(events, *found[number])
     typer.echo(f"call {number} of {len(found)}\n\n{timeline_text(timeline)}")
     if svg is not None:
