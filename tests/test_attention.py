@@ -61,7 +61,7 @@ def test_flash_forward_and_backward_triton(is_causal):
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, wanted, strict=True))
 
 
-def test_determinism_is_asked_of_the_kernel():
+def test_deterministic_mode_reaches_the_kernel():
     q, k, v, _ = _inputs(2, 9, 8)
     torch.use_deterministic_algorithms(True)
     try:
@@ -73,7 +73,7 @@ def test_determinism_is_asked_of_the_kernel():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block_size", [1, 7, 64])
-def test_flash_attention_forward(is_causal, block_size):
+def test_flash_attention_forward_matches_reference(is_causal, block_size):
     q, k, v, _ = _inputs(2, 3, 37, 16)
     out, lse = flash_attention_forward(q, k, v, is_causal, block_size)
     want, want_lse = _attention_and_lse(q, k, v, is_causal)
@@ -81,14 +81,14 @@ def test_flash_attention_forward(is_causal, block_size):
     assert torch.allclose(lse, want_lse, atol=1e-5)
 
 
-def test_is_causal_is_false_by_default_and_names_are_the_same():
+def test_is_causal_defaults_to_false_and_aliases_are_equal():
     q, k, v, _ = _inputs(2, 9, 8)
     assert FlashAttentionFunction is FlashAttentionTorch
     assert torch.equal(FlashAttentionTorch.apply(q, k, v), FlashAttentionTorch.apply(q, k, v, False))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_causal_is_aligned_at_the_top_left(is_causal):
+def test_causal_mask_aligns_first_query_with_first_key(is_causal):
     q, k, v, _ = _inputs(2, 9, 8)
     for queries, keys in ((q[:, :4], k), (q, k[:, :4])):
         values = v[:, : keys.shape[1]]
@@ -97,7 +97,7 @@ def test_causal_is_aligned_at_the_top_left(is_causal):
         assert torch.allclose(standard_attention(queries, keys, values, is_causal), want, atol=1e-5)
 
 
-def test_autocast_does_not_round_the_accumulators():
+def test_autocast_keeps_float32_accumulators():
     q, k, v, _ = _inputs(2, 65, 16)
     plain, wanted = FlashAttentionTorch.apply(q, k, v, True), flash_attention_forward(q, k, v, True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -113,7 +113,7 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 8), (0, 9, 8)])
-def test_nothing_to_attend(shape):
+def test_empty_inputs_give_zero_outputs_and_gradients(shape):
     q, k, v, _ = _inputs(*shape)
     out = FlashAttentionTorch.apply(q, k, v, True)
     out.sum().backward()
@@ -121,7 +121,7 @@ def test_nothing_to_attend(shape):
     assert q.grad.shape == shape
 
 
-def test_inside_compiled_code():
+def test_autograd_function_runs_inside_compiled_code():
     torch._dynamo.reset()
     q, k, v, dout = _inputs(2, 9, 8)
     compiled = torch.compile(
@@ -132,14 +132,14 @@ def test_inside_compiled_code():
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
 
 
-def test_the_forward_alone_builds_no_graph():
+def test_forward_function_records_no_graph():
     q, k, v, _ = _inputs(2, 9, 8)
     out, lse = flash_attention_forward(q, k, v, True)
     assert not out.requires_grad
     assert not lse.requires_grad
 
 
-def test_errors():
+def test_errors_name_the_expected_shapes():
     q, k, v, _ = _inputs(2, 9, 8)
     with pytest.raises(ValueError, match=r"same leading dimensions; got \[2, 9, 8\], \[1, 9, 8\]"):
         FlashAttentionTorch.apply(q, k[:1], v)

@@ -27,7 +27,7 @@ def warnings(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("call", [flash_attention, attention])
-def test_more_key_heads_than_any_model_has_are_tokens(call):
+def test_too_many_key_heads_are_refused_as_swapped_axes(call):
     x = zeros(8, 1024)
     with pytest.raises(ValueError, match=rf"q \[1, 8, 1024, 8\]: 1024 heads and 8 tokens\. .*{HINT}"):
         call(x, x, x)
@@ -35,7 +35,7 @@ def test_more_key_heads_than_any_model_has_are_tokens(call):
         call(x[0], x[0, :2], x[0, :2])
 
 
-def test_keys_of_another_length_name_the_order_of_axes():
+def test_swapped_axes_with_other_key_length_name_the_order_of_axes():
     with pytest.raises(ValueError, match=rf"77 heads in k do not divide 100 heads in q.*{HINT}"):
         flash_attention(zeros(8, 100), zeros(8, 77), zeros(8, 77))
     with pytest.raises(ValueError, match=rf"100 heads in k do not divide 1 heads in q.*{HINT}"):  # decoding
@@ -43,7 +43,7 @@ def test_keys_of_another_length_name_the_order_of_axes():
 
 
 @pytest.mark.parametrize("call", [flash_attention, attention])
-def test_documents_of_the_third_size_are_refused(call):
+def test_documents_that_match_the_third_size_are_refused(call):
     x = zeros(8, 20)
     with pytest.raises(ValueError, match=rf"documents have 20 tokens, by the third size of q.*{HINT}"):
         call(x, x, x, mask=Mask.causal() & Mask.documents([15, 5]))
@@ -51,7 +51,7 @@ def test_documents_of_the_third_size_are_refused(call):
         call(x, x, x, mask=Mask.documents([15, 4]))
 
 
-def test_a_layout_of_the_third_size_is_refused():
+def test_layout_that_matches_the_third_size_is_refused():
     x = zeros(8, 20)
     with pytest.raises(ValueError, match=rf"q has 8 tokens, its layout gives rank 0 20, the third size of q.*{HINT}"):
         attention(x, x, x, layout=Layout.zigzag(20, 1))
@@ -70,11 +70,11 @@ def over_ranks(rank, world, group):
     attention(mine, mine, mine, mask=Mask.documents([2, 4]))
 
 
-def test_ranks_refuse_alike(pool):
+def test_all_ranks_refuse_swapped_axes(pool):
     pool.run(2, over_ranks)
 
 
-def test_one_warning_where_the_order_may_be_another(warnings):
+def test_suspicious_axes_warn_once(warnings):
     for heads in (64, 128, 200):
         x = zeros(8, heads)
         flash_attention(x, x, x)
@@ -85,7 +85,7 @@ def test_one_warning_where_the_order_may_be_another(warnings):
     assert "meshflash.integrations.sdpa" in warnings()[0]
 
 
-def test_calls_in_the_right_order_raise_no_alarm(warnings):
+def test_right_axes_do_not_warn(warnings):
     for tokens, heads, k_tokens, kv_heads in (
         (1, 128, 300, 128),  # decoding
         (1, 1024, 300, 1024),  # with the batch in the heads
@@ -116,6 +116,6 @@ def test_calls_in_the_right_order_raise_no_alarm(warnings):
         (dict(moon=1), r"unexpected keyword argument 'moon'$"),
     ],
 )
-def test_arguments_of_other_libraries_are_named(call, given, message):
+def test_arguments_of_other_libraries_name_their_replacement(call, given, message):
     with pytest.raises(TypeError, match=rf"{call.__name__}\(\) got an {message}"):
         call(zeros(5, 2), zeros(5, 2), zeros(5, 2), **given)

@@ -165,7 +165,7 @@ def assert_dense(call):
 
 
 @pytest.mark.parametrize("page", BLOCKS)
-def test_python_blocks_give_the_values_and_gradients_of_dense_attention(page, calls_in_models):
+def test_python_blocks_match_dense_attention(page, calls_in_models):
     block, before = BLOCKS[page], names()
     calls, space = run(block, public())
     for name in set(names()) - set(before):
@@ -180,14 +180,14 @@ def test_python_blocks_give_the_values_and_gradients_of_dense_attention(page, ca
     assert any("dout" in call for call in calls_in_models) == ("GPT(" in block)
 
 
-def test_the_comparison_fails_where_shard_returns_the_callers_tensor():
+def test_comparison_fails_if_shard_returns_the_callers_tensor():
     block = BLOCKS["README.md-0"]
     wrong = run(block, public() | {"shard": lambda x, layout: x})
     with pytest.raises(AssertionError):
         assert_same(wrong[1], run(block, DENSE)[1])
 
 
-def test_the_comparison_fails_where_a_gradient_is_missing():
+def test_comparison_fails_if_a_gradient_is_missing():
     attention = meshflash.attention
     block = BLOCKS["README.md-0"]
     wrong = run(block, public() | {"attention": lambda q, k, v, **given: attention(q, k.detach(), v, **given)})
@@ -195,12 +195,12 @@ def test_the_comparison_fails_where_a_gradient_is_missing():
         assert_same(wrong[1], run(block, DENSE)[1])
 
 
-def test_there_are_blocks():
+def test_docs_contain_python_blocks():
     assert len(BLOCKS) >= 4
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.stem)
-def test_pictures_are_those_of_proved_programs(picture, tmp_path):
+def test_committed_pictures_are_current(picture, tmp_path):
     pages = "\n".join(page.read_text() for page in PAGES)
     command = re.search(rf"`meshflash (draw .*? --svg docs/images/{picture.name})`", pages)
     assert command is not None

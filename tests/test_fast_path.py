@@ -35,7 +35,7 @@ def dense(q, k, v, scale=None):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_other_numbers_of_the_same_shape(grad):
+def test_repeated_shapes_with_new_values_match_first_call(grad):
     for _ in range(3):
         x = leaves(grad=grad)
         got, want = flash_attention(*x, mask=CAUSAL), dense(*x)
@@ -48,7 +48,7 @@ def test_other_numbers_of_the_same_shape(grad):
     assert len(fast_path._known) == 1
 
 
-def test_gradients_after_a_call_without_and_the_other_way_round():
+def test_calls_with_and_without_gradients_may_alternate():
     x = leaves()
     with torch.no_grad():
         assert not flash_attention(*x, mask=CAUSAL).requires_grad
@@ -58,7 +58,7 @@ def test_gradients_after_a_call_without_and_the_other_way_round():
     assert not flash_attention(*[y.detach() for y in x], mask=CAUSAL).requires_grad
 
 
-def test_every_value_that_matters_is_told_apart():
+def test_calls_with_different_arguments_do_not_share_an_entry():
     x = leaves(grad=False)
     plain = flash_attention(*x, mask=CAUSAL)
     others = [
@@ -80,7 +80,7 @@ def test_every_value_that_matters_is_told_apart():
     assert lse.shape == (2, 2, 9)
 
 
-def test_documents_that_change_in_place():
+def test_document_lengths_changed_in_place_take_effect():
     x, lengths = leaves(grad=False), torch.tensor([4, 5])
     mask = CAUSAL & Mask.documents(lengths)
     before = flash_attention(*x, mask=mask)
@@ -89,7 +89,7 @@ def test_documents_that_change_in_place():
     assert not torch.allclose(before, dense(*x), atol=1e-5)
 
 
-def test_layouts_are_not_remembered():
+def test_repeated_calls_with_other_strides_match_first_call():
     x = leaves(grad=False)
     want = flash_attention(*x, mask=CAUSAL)
     turned = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
@@ -98,7 +98,7 @@ def test_layouts_are_not_remembered():
     assert torch.allclose(flash_attention(*odd, mask=CAUSAL), want, atol=1e-6)
 
 
-def test_what_is_refused_stays_refused():
+def test_refused_arguments_stay_refused_after_valid_calls():
     x = leaves(grad=False)
     for _ in range(2):
         flash_attention(*x, mask=CAUSAL, q_offset=1)
@@ -120,7 +120,7 @@ def test_what_is_refused_stays_refused():
         flash_attention(forward_ad.make_dual(x[0], x[0]), *x[1:], mask=CAUSAL)
 
 
-def test_autocast_has_its_say():
+def test_autocast_applies_to_repeated_calls():
     x = leaves(grad=False)
     assert flash_attention(*x, mask=CAUSAL).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -128,7 +128,7 @@ def test_autocast_has_its_say():
     assert flash_attention(*x, mask=CAUSAL).dtype == torch.float32
 
 
-def test_modes_and_other_devices_see_the_op():
+def test_dispatch_modes_and_meta_device_use_the_op():
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(str(func))
@@ -145,7 +145,7 @@ def test_modes_and_other_devices_see_the_op():
         assert flash_attention(*meta, mask=CAUSAL).is_meta
 
 
-def test_a_choice_that_is_forgotten_is_made_anew():
+def test_cleared_kernel_choice_is_made_again():
     x = leaves(grad=False)
     flash_attention(*x, mask=CAUSAL)
     registry.forget()
@@ -156,14 +156,14 @@ def test_a_choice_that_is_forgotten_is_made_anew():
     assert len(fast_path._known) == 1
 
 
-def test_shapes_that_are_symbols():
+def test_symbolic_shapes_bypass_the_fast_path():
     x = leaves(grad=False)
     flash_attention(*x, mask=CAUSAL)
     traced = make_fx(torch.func.functionalize(lambda q: flash_attention(q, q, q, mask=CAUSAL)), tracing_mode="symbolic")
     assert "meshflash" in traced(x[0]).code
 
 
-def test_only_so_many_are_remembered(monkeypatch):
+def test_number_of_entries_is_bounded(monkeypatch):
     monkeypatch.setattr(fast_path, "_MOST", 3)
     for tokens in range(1, 9):
         flash_attention(*leaves(grad=False, tokens=tokens), mask=CAUSAL)

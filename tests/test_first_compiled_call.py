@@ -46,11 +46,11 @@ def compiled_before_anything_else(rank, world, group):
     once("hybrid", dist.init_device_mesh("cpu", (1, world), mesh_dim_names=("a", "b")))
 
 
-def test_a_first_call_can_be_compiled_as_one_graph(pool):
+def test_first_call_compiles_as_one_graph(pool):
     pool.run(2, compiled_before_anything_else)
 
 
-def test_schedules_are_imported_before_a_first_call():
+def test_schedules_are_imported_before_the_first_call():
     """A compiler that traces it cannot import them."""
     code = "from meshflash import attention; from meshflash.schedules import registry; assert registry._loaded"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -70,5 +70,5 @@ def copied(rank, world, group):
     assert torch.equal(deepcopy(theirs)(x, x, x), theirs(x, x, x))
 
 
-def test_a_copy_of_a_module_works_over_the_same_ranks(pool):
+def test_deepcopy_of_a_module_uses_the_same_ranks(pool):
     pool.run(2, copied)

@@ -22,7 +22,7 @@ def qkv(*shape, dtype=torch.float32, requires_grad=True):
 
 
 @pytest.mark.parametrize("kernel", ["auto", "tiled"])
-def test_non_contiguous_inputs_and_gradients(kernel):
+def test_non_contiguous_inputs_and_gradients_match_contiguous_ones(kernel):
     case = Case(CAUSAL, heads=4, kv_heads=2)
     leaves = case.inputs(torch.float32)
     strided = {}
@@ -34,7 +34,7 @@ def test_non_contiguous_inputs_and_gradients(kernel):
     check(gradients(case.run(strided, kernel), strided, case), case, leaves)
 
 
-def test_an_expanded_gradient():
+def test_expanded_upstream_gradient_matches_contiguous_one():
     q, k, v = qkv(1, 7, 2, 8)
     flash_attention(q, k, v).sum().backward()
     want = torch.autograd.grad(flash_attention(q, k, v), q, torch.ones(1, 7, 2, 8))[0]
@@ -43,7 +43,7 @@ def test_an_expanded_gradient():
 
 
 @pytest.mark.parametrize("kernel", ["auto", "tiled"])
-def test_expanded_keys(kernel):
+def test_expanded_keys_match_contiguous_ones(kernel):
     q, k, v = qkv(2, 7, 4, 8)
     one, other = k[:1, :, :1].detach(), v[:1, :, :1].detach()
     wide = [x.expand(2, 7, 4, 8) for x in (one, other)]
@@ -51,7 +51,7 @@ def test_expanded_keys(kernel):
     assert torch.equal(got, flash_attention(q, *(x.contiguous() for x in wide), mask=CAUSAL, kernel=kernel))
 
 
-def test_packed_tokens_are_a_batch_of_one():
+def test_packed_inputs_match_a_batch_of_one():
     q, k, v = qkv(11, 4, 8)
     mask = CAUSAL & Mask.documents([4, 7])
     out, lse = flash_attention(q, k[:, :2], v[:, :2], mask=mask, return_lse=True)
@@ -61,14 +61,14 @@ def test_packed_tokens_are_a_batch_of_one():
     assert torch.equal(out, batched[0])
 
 
-def test_documents_are_separate_calls():
+def test_documents_match_separate_calls():
     q, k, v = qkv(11, 2, 8)
     packed = flash_attention(q, k, v, mask=CAUSAL & Mask.documents([4, 7]))
     alone = [flash_attention(q[s], k[s], v[s], mask=CAUSAL) for s in (slice(0, 4), slice(4, 11))]
     assert torch.allclose(packed, torch.cat(alone), atol=1e-6)
 
 
-def test_only_some_inputs_need_gradients():
+def test_gradients_of_some_inputs_match_those_of_all():
     q, k, v = qkv(1, 7, 2, 8, requires_grad=False)
     v.requires_grad_()
     flash_attention(q, k, v, mask=CAUSAL).sum().backward()
@@ -76,7 +76,7 @@ def test_only_some_inputs_need_gradients():
     assert q.grad is None
 
 
-def test_gradient_of_the_lse_alone():
+def test_gradients_flow_through_the_lse_alone():
     case = Case(CAUSAL)
     q, k, v = case.inputs(torch.float64).values()
     _, lse = flash_attention(q, k, v, mask=CAUSAL, return_lse=True)
@@ -85,7 +85,7 @@ def test_gradient_of_the_lse_alone():
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(got, want, strict=True))
 
 
-def test_autocast():
+def test_autocast_casts_inputs():
     q, k, v = qkv(1, 7, 2, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, lse = flash_attention(q, k, v, mask=CAUSAL, return_lse=True)
@@ -98,7 +98,7 @@ def test_autocast():
 
 
 @pytest.mark.parametrize("features", [dict(softcap=30.0), dict(mask=Mask.window(9, 0))], ids=str)
-def test_autocast_leaves_the_accumulators_alone(features):
+def test_autocast_keeps_float32_accumulators(features):
     q, k, v = qkv(1, 65, 2, 16, dtype=torch.bfloat16)
     plain, plain_lse = flash_attention(q, k, v, return_lse=True, **features)
     wanted = torch.autograd.grad(plain.float().square().sum(), (q, k, v))
@@ -111,13 +111,13 @@ def test_autocast_leaves_the_accumulators_alone(features):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
-def test_autocast_does_not_hide_other_dtypes(dtype):
+def test_autocast_refuses_unsupported_dtypes(dtype):
     q, k, v = qkv(1, 7, 2, 8, requires_grad=False)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="must share one of the dtypes"):
         flash_attention(q, k.to(dtype), v)
 
 
-def test_tensors_without_values():
+def test_meta_tensors_give_output_and_lse_shapes():
     q, k, v = (torch.empty(1, 7, 2, 8, device="meta") for _ in range(3))
     out, lse = flash_attention(q, k, v, mask=CAUSAL, return_lse=True)
     assert out.shape == (1, 7, 2, 8)
@@ -125,7 +125,7 @@ def test_tensors_without_values():
     assert out.is_meta
 
 
-def test_dropout_under_another_default_device():
+def test_dropout_seed_ignores_the_default_device():
     q, k, v = qkv(1, 7, 2, 8)
     torch.manual_seed(0)
     plain = flash_attention(q, k, v, dropout=0.5)
@@ -144,7 +144,7 @@ def test_forward_mode_is_refused():
         flash_attention(x, x, x)
 
 
-def test_a_mask_does_not_follow_a_reused_buffer():
+def test_mask_copies_document_lengths():
     q, k, v = qkv(9, 2, 8)
     cu_seqlens = torch.tensor([0, 4, 9])
     mask = Mask.from_cu_seqlens(cu_seqlens)
@@ -155,7 +155,7 @@ def test_a_mask_does_not_follow_a_reused_buffer():
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "reference"])
-def test_what_comes_back_through_the_lse_of_an_empty_row_has_no_meaning(kernel):
+def test_nan_gradients_of_the_lse_of_empty_rows_are_ignored(kernel):
     q, k, v = qkv(1, 9, 2, 8)
     mask = Mask.window(2, 0) & Mask.first(3)
     out, lse = flash_attention(q, k, v, mask=mask, kernel=kernel, return_lse=True)
@@ -164,7 +164,7 @@ def test_what_comes_back_through_the_lse_of_an_empty_row_has_no_meaning(kernel):
     assert not any(grad.isnan().any() for grad in grads)
 
 
-def test_inputs_changed_before_the_backward_are_noticed():
+def test_inputs_changed_before_backward_raise():
     q, k, v = qkv(1, 7, 2, 8)
     out = flash_attention(q * 1, k, v)
     k.data.add_(0)  # not a change that autograd sees
@@ -187,7 +187,7 @@ def test_activation_checkpointing_replays_dropout():
     assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
 
 
-def test_gradient_accumulation():
+def test_gradients_accumulate():
     q, k, v = qkv(1, 7, 2, 8)
     for _ in range(2):
         flash_attention(q, k, v, mask=CAUSAL).sum().backward()
@@ -228,7 +228,7 @@ def _op_arguments(features, mask):
 
 
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"softcap": 2.0, "alibi": True, "dropout": 0.2}], ids=str)
-def test_opcheck(features):
+def test_op_passes_opcheck(features):
     torch.library.opcheck(attention_op, _op_arguments(features, CAUSAL & Mask.documents([4, 5])))
 
 
@@ -267,7 +267,7 @@ def test_fifty_packings_compile_at_most_twice(function, argument):
     assert counter.frame_count <= 2
 
 
-def test_compiled_gradients_of_every_feature():
+def test_compiled_gradients_match_eager_for_every_feature():
     torch._dynamo.reset()
     case = Case(CAUSAL & (Mask.window(6, 0) | Mask.first(2)), heads=4, kv_heads=2, softcap=2.0, sinks=True)
     leaves = case.inputs(torch.float32)
@@ -292,7 +292,7 @@ def test_compiled_gradients_of_every_feature():
 
 
 @pytest.mark.slow
-def test_inductor():
+def test_inductor_matches_eager():
     torch._dynamo.reset()
     q, k, v = qkv(1, 33, 2, 8)
     compiled = torch.compile(lambda *x: flash_attention(*x, mask=CAUSAL) * 2, fullgraph=True)
@@ -301,7 +301,7 @@ def test_inductor():
     out.sum().backward()
 
 
-def test_spy_tells_which_kernel_ran():
+def test_record_kernels_names_the_kernel_that_ran():
     q, k, v = qkv(1, 7, 2, 8)
     with record_kernels() as outer, record_kernels() as inner:
         flash_attention(q, k, v, kernel="tiled").sum().backward()
@@ -398,7 +398,7 @@ def test_errors_name_the_argument_and_what_is_expected(name):
         flash_attention(**({"q": X, "k": X, "v": X} | arguments))
 
 
-def test_on_the_meta_device_nothing_is_computed():
+def test_meta_tensors_give_meta_results():
     q, k, v = (torch.empty(1, 4096, 2, 8, device="meta", requires_grad=True) for _ in range(3))
     with record_kernels() as ran:
         out = flash_attention(q, k, v, mask=CAUSAL, dropout=0.1, seed=3)
@@ -408,20 +408,20 @@ def test_on_the_meta_device_nothing_is_computed():
     assert not ran
 
 
-def test_batched_gradients_are_refused_as_other_transforms_are():
+def test_batched_gradients_are_refused():
     q, k, v = qkv(1, 7, 2, 8)
     out = flash_attention(q, k, v, mask=CAUSAL & Mask.documents([3, 4]))
     with pytest.raises(RuntimeError):
         torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
 
 
-def test_positions_beyond_what_tables_hold_are_refused():
+def test_positions_beyond_the_limit_of_tables_are_refused():
     x = torch.zeros(1, 4, 1, 8)
     with pytest.raises(ValueError, match="positions up to"):
         flash_attention(x, x, x, mask=CAUSAL, q_offset=2**30 - 5)
 
 
-def test_what_passed_once_does_not_let_its_equal_pass():
+def test_equal_values_of_other_types_are_still_checked():
     x = torch.zeros(1, 4, 1, 8)
     flash_attention(x, x, x, mask=CAUSAL, q_offset=1)
     with pytest.raises(ValueError, match="q_offset=True: expected an integer"):

@@ -30,5 +30,5 @@ def in_different_ways(rank, world, group):
         assert torch.allclose(out, want.chunk(world, dim=1)[rank], rtol=0, atol=1e-12)
 
 
-def test_ranks_agree_on_a_mask_that_each_wrote_in_its_own_way(pool):
+def test_ranks_agree_on_equal_masks_written_differently(pool):
     pool.run(2, in_different_ways)

@@ -56,14 +56,14 @@ def check_parts(dtype, cuts, tolerance, tokens=9, prefix=14, **more):
 
 
 @pytest.mark.parametrize("cuts", [(14,), (5, 14)], ids=["2 parts", "3 parts"])
-def test_parts_are_the_whole(cuts):
+def test_merged_parts_match_attention_over_all_keys(cuts):
     check_parts(torch.float64, cuts, 1e-12)
     check_parts(torch.float32, cuts, 1e-5)
     check_parts(torch.bfloat16, cuts, 6e-2)
 
 
 @pytest.mark.parametrize("cuts", [(14,), (5, 14)], ids=["2 parts", "3 parts"])
-def test_parts_are_the_whole_interpreted(interpreted, cuts):
+def test_merged_parts_match_attention_over_all_keys_in_interpreted_triton(interpreted, cuts):
     check_parts(torch.float32, cuts, 1e-5)
     check_parts(torch.float16, cuts, 1e-2)
 
@@ -71,7 +71,7 @@ def test_parts_are_the_whole_interpreted(interpreted, cuts):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("cuts", [(700,), (300, 700)], ids=["2 parts", "3 parts"])
-def test_parts_are_the_whole_on_a_gpu(cuts):
+def test_merged_parts_match_attention_over_all_keys_on_a_gpu(cuts):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 6e-2)):
         check_parts(dtype, cuts, tolerance, tokens=333, prefix=700, device="cuda", dim=64)
 
@@ -84,19 +84,19 @@ def parts_of(count, batch=1, tokens=3, heads=2, dim=2, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_gradcheck(count):
+def test_gradients_pass_gradcheck(count):
     leaves, _ = parts_of(count)
     assert torch.autograd.gradcheck(lambda *x: merge_partials(list(zip(x[::2], x[1::2], strict=True))), leaves)
 
 
 @pytest.mark.parametrize("result", [0, 1], ids=["out", "lse"])
-def test_gradcheck_of_one_result_alone(result):
+def test_gradients_of_one_result_pass_gradcheck(result):
     leaves, _ = parts_of(2)
     merged = lambda *x: merge_partials(list(zip(x[::2], x[1::2], strict=True)))[result]  # noqa: E731
     assert torch.autograd.gradcheck(merged, leaves)
 
 
-def test_one_part_is_itself():
+def test_single_part_is_returned_as_an_equal_copy():
     (out, lse), parts = parts_of(1)
     merged = merge_partials(parts)
     assert all(torch.equal(a, b) and a is not b for a, b in zip(merged, (out, lse), strict=True))
@@ -105,7 +105,7 @@ def test_one_part_is_itself():
     )
 
 
-def test_rows_that_a_part_does_not_see():
+def test_rows_that_one_part_does_not_see_have_weight_zero():
     q, k, v = qkv(5, 4)
     later = Mask.documents([2, 3], k_lengths=[0, 5])
     parts = [
@@ -123,7 +123,7 @@ def test_rows_that_a_part_does_not_see():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_rows_that_no_part_sees(count):
+def test_rows_that_no_part_sees_are_zero(count):
     leaves, parts = parts_of(count, dtype=torch.float32)
     with torch.no_grad():
         for out, lse in parts:
@@ -137,7 +137,7 @@ def test_rows_that_no_part_sees(count):
     assert not any(g.isnan().any() for g in grads)
 
 
-def test_packed_parts_are_a_batch_of_one():
+def test_packed_parts_match_a_batch_of_one():
     _, parts = parts_of(2)
     out, lse = merge_partials([(out[0], lse[0]) for out, lse in parts])
     want = merge_partials(parts)
@@ -145,7 +145,7 @@ def test_packed_parts_are_a_batch_of_one():
     assert torch.equal(lse, want[1][0])
 
 
-def test_a_cached_part_costs_no_gradient(monkeypatch):
+def test_parts_without_gradients_cost_no_backward(monkeypatch):
     leaves, parts = parts_of(3)
     want = torch.autograd.grad(merge_partials(parts)[0].sum(), leaves)
     for x in leaves[:2]:
@@ -157,14 +157,14 @@ def test_a_cached_part_costs_no_gradient(monkeypatch):
     assert all(map(torch.equal, got, want[2:]))
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_not_modified():
     leaves, parts = parts_of(3, dtype=torch.float32)
     before = [x.detach().clone() for x in leaves]
     merge_partials(parts)[0].sum().backward()
     assert all(map(torch.equal, leaves, before))
 
 
-def test_compiled_in_one_graph():
+def test_merge_compiles_as_one_graph():
     torch._dynamo.reset()
     q, k, v = qkv(5, 6, torch.float32)
     compiled = torch.compile(in_parts, backend="aot_eager", fullgraph=True)
@@ -173,7 +173,7 @@ def test_compiled_in_one_graph():
 
 
 @pytest.mark.slow
-def test_inductor():
+def test_inductor_matches_eager():
     torch._dynamo.reset()
     leaves, _ = parts_of(2, dtype=torch.float32)
 
@@ -186,7 +186,7 @@ def test_inductor():
         torch.testing.assert_close(a, b)
 
 
-def test_the_ops_are_what_they_say():
+def test_ops_pass_opcheck():
     leaves, _ = parts_of(2, dtype=torch.float32)
     outs, lses = leaves[::2], leaves[1::2]
     torch.library.opcheck(merge_op, (outs, lses))

@@ -45,7 +45,7 @@ def half(schedule, world, other=False):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_case(pool, world, schedule):
+def test_every_case_matches_reference(pool, world, schedule):
     """All on two ranks; on three one half, on four the other."""
     cases = CASES.values() if world == 2 else half(schedule, world)
     run(pool, [Item(case, schedule, world) for case, _, _ in cases])
@@ -54,12 +54,12 @@ def test_every_case(pool, world, schedule):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world", [3, 4])
-def test_the_other_cases(pool, world, schedule):
+def test_remaining_cases_match_reference(pool, world, schedule):
     run(pool, [Item(case, schedule, world) for case, _, _ in half(schedule, world, other=True)])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_mask_in_every_dtype_and_with_every_ratio_of_heads(pool, schedule):
+def test_every_mask_dtype_and_gqa_ratio_matches_reference(pool, schedule):
     dtypes = (torch.float64, torch.bfloat16, torch.float16)
     items = []
     for n, mask in enumerate(FAMILIES.values()):
@@ -70,12 +70,12 @@ def test_every_mask_in_every_dtype_and_with_every_ratio_of_heads(pool, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lengths_from_1_that_divide_nothing(pool, schedule):
+def test_lengths_that_do_not_divide_match_reference(pool, schedule):
     cases = [Case(CAUSAL, batch=1 + tokens % 2, tokens=tokens) for tokens in (1, 2, 3, 5, 7, 11, 29)]
     run(pool, [Item(case, schedule, 4) for case in cases])
 
 
-def test_any_schedule_on_any_layout(pool):
+def test_every_schedule_matches_reference_on_every_layout(pool):
     tokens = 41
     odd = Layout(((range(40, 41), range(3, 9, 2)), (), (range(9, 40), range(3), range(4, 9, 2))))
     layouts = [Layout.balanced(CAUSAL, tokens, 3), odd, *(make(tokens, 3) for make in (Layout.zigzag, Layout.striped))]
@@ -88,11 +88,11 @@ def test_any_schedule_on_any_layout(pool):
     run(pool, items)
 
 
-def test_gradients_may_travel_in_bfloat16(pool):
+def test_bfloat16_reduce_dtype_is_within_tolerance(pool):
     case = Case(CAUSAL, heads=4, kv_heads=2)
     items = [Item(case, schedule, 3, torch.bfloat16, reduce_dtype=torch.bfloat16) for schedule in SCHEDULES]
     run(pool, items)
 
 
-def test_world_1(pool):
+def test_single_rank_matches_reference(pool):
     run(pool, [Item(case, "zigzag", 1) for case, _, _ in list(CASES.values())[::7]])

@@ -141,7 +141,7 @@ def differences(pool):
 
 @pytest.mark.parametrize("bad", [1, 2])
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_a_difference_names_rank_and_field_on_every_rank(differences, name, bad):
+def test_disagreement_names_rank_and_field_on_every_rank(differences, name, bad):
     told = [messages[name] for messages in differences[bad]]
     assert told == [told[0]] * WORLD
     assert_matches(r"^ranks disagree in " + DIFFERENCES[name][2].format(bad), told[0])
@@ -156,7 +156,7 @@ def rank_0_differs(rank, world, group):
     return message(DisagreementError, call, world, scale=0.5 if rank == 0 else 0.25)[0]
 
 
-def test_if_rank_0_differs_it_is_compared_with_rank_1(pool):
+def test_disagreement_of_rank_0_is_reported_against_rank_1(pool):
     told = pool.run(WORLD, rank_0_differs)
     want = "ranks disagree in scale: rank 0 has 0.5, rank 1 has 0.25"
     assert all(text.startswith(want) for text in told)
@@ -167,7 +167,7 @@ def sub_group(rank, world, group):
     return message(DisagreementError, call, 2, mesh=half, scale=float(rank + 1))[0]
 
 
-def test_messages_number_ranks_as_the_job_does(pool):
+def test_messages_use_global_rank_numbers(pool):
     told = pool.run(4, sub_group)
     assert [text.partition(";")[0] for text in told] == [
         *["ranks disagree in scale: rank 0 has 1.0, rank 1 has 2.0"] * 2,
@@ -183,7 +183,7 @@ def wrong_length(rank, world, group, bad):
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_wrong_length_on_one_rank_raises_on_all(pool, bad):
+def test_wrong_length_on_one_rank_raises_on_all(pool, bad):
     for rank, (length, documents) in enumerate(pool.run(2, wrong_length, bad)):
         told = "" if rank == bad else f"rank {bad} raised: "
         layout = "its layout (contiguous, 8 tokens over 2 ranks) gives it 4"
@@ -197,7 +197,7 @@ def wrong_length_later(rank, world, group):
         return message(ValueError if rank else TransportError, call, world, tokens=5 if rank else 4)
 
 
-def test_a_wrong_length_in_a_repeated_call(pool):
+def test_wrong_length_in_a_repeated_call_raises_on_all(pool):
     (lost, waited), (wrong, _) = pool.run(2, wrong_length_later)
     assert wrong.startswith("q has 5 tokens on rank 1 of the group; its layout (contiguous, 8 tokens over 2 ranks)")
     assert lost.startswith("rank 1 did not join forward pass 2 of the process group: it raised ValueError: q has 5")
@@ -213,7 +213,7 @@ def skips_the_backward(rank, world, group):
         return message(TransportError, out.sum().backward)
 
 
-def test_a_rank_that_skips_the_backward_is_named_as_that(pool):
+def test_rank_that_skips_the_backward_is_named(pool):
     for rank, (told, waited) in enumerate(pool.run(3, skips_the_backward)):
         if rank != 1:
             assert told.startswith(
@@ -233,7 +233,7 @@ def forward_instead_of_backward(rank, world, group):
         return message(TransportError, out.sum().backward)[0]
 
 
-def test_messages_of_a_forward_and_a_backward_are_never_mixed_up(pool):
+def test_forward_and_backward_messages_are_never_confused(pool):
     told = pool.run(2, forward_instead_of_backward)
     assert sum("did not join" in text for text in told) == 2
 
@@ -246,7 +246,7 @@ def missing(rank, world, group, absent):
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_never_calls_is_named(pool, absent):
+def test_rank_that_never_calls_is_named(pool, absent):
     for rank, (told, waited) in enumerate(pool.run(WORLD, missing, absent)):
         if rank != absent:
             assert told.startswith(f"rank {absent} did not come to handshake 0 within 0.7 s. It may have raised,")
@@ -264,7 +264,7 @@ def late(rank, world, group):
     return first
 
 
-def test_a_rank_that_comes_late_is_told_and_the_next_call_works(pool):
+def test_late_rank_gets_the_error_and_the_next_call_works(pool):
     told = pool.run(2, late)
     assert all(text.startswith("rank 1 did not come to handshake 0 within 0.5 s") for text in told)
 
@@ -281,7 +281,7 @@ def absent_later(rank, world, group, options):
     [("ring", CAUSAL), ("allgather", CAUSAL), ("allgather", None)],
     ids=["messages", "messages of a gather", "a collective"],
 )
-def test_a_rank_that_is_missing_in_a_repeated_call_is_named(pool, schedule, mask):
+def test_missing_rank_in_a_repeated_call_is_named(pool, schedule, mask):
     (told, waited), _ = pool.run(2, absent_later, dict(schedule=schedule, mask=mask))
     assert told.startswith(
         "rank 1 did not join forward pass 2 of the process group: it finished forward pass 1 and has made no call since"
@@ -298,7 +298,7 @@ def another_call(rank, world, group):
         return message((TransportError, MissingRankError), call, world, scale=0.5)
 
 
-def test_a_new_call_beside_a_known_one_ends_in_time(pool):
+def test_new_call_beside_a_cached_call_raises_within_the_timeout(pool):
     (new, waited), (known, also) = pool.run(2, another_call)
     assert new.startswith("rank 1 did not come to handshake 1 within 2 s. It may have raised, been ended, or be in")
     assert known.startswith("rank 0 did not join forward pass 2 of the process group: it is in handshake 1")
@@ -315,7 +315,7 @@ def one_verifies(rank, world, group):
         return message(MissingRankError, call, world, verify=True)
 
 
-def test_a_rank_that_alone_verifies_ends_in_time(pool):
+def test_verify_on_one_rank_raises_within_the_timeout(pool):
     (told, waited), _ = pool.run(2, one_verifies)
     assert told.startswith("rank 1 did not come to handshake 1 within 0.7 s")
     assert "pass verify=True on all ranks, or on none" in told
@@ -331,7 +331,7 @@ def dies(rank, world, group):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_in_a_repeated_call_is_named_at_once(pool):
+def test_killed_rank_in_a_repeated_call_is_named_at_once(pool):
     began = time.monotonic()
     with pytest.raises(WorkerError) as error:
         pool.run(2, dies, timeout=20)
@@ -398,12 +398,12 @@ def refused(pool):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_with_what_is_expected(refused, name):
+def test_invalid_arguments_raise_with_the_expected_values(refused, name):
     for told in refused:
         assert_matches(REFUSED[name][1], told[name])
 
 
-def test_a_mesh_of_more_dimensions_than_the_schedule_has_is_refused(refused):
+def test_mesh_with_more_dimensions_than_the_schedule_is_refused(refused):
     wanted = r"mesh: it has 3 dimensions, and a sequence is spread over one or two; pass a sub-mesh: "
     for told in refused:
         assert_matches(
@@ -414,12 +414,12 @@ def test_a_mesh_of_more_dimensions_than_the_schedule_has_is_refused(refused):
         assert_matches(wanted + r'init_device_mesh\(..., mesh_dim_names=\("cp",\)\)\["cp"\]$', told["no names"])
 
 
-def test_a_group_without_this_rank_is_refused(refused):
+def test_group_without_this_rank_is_refused(refused):
     assert_matches(r"mesh: expected a process group that this rank is in", refused[1]["foreign"])
 
 
 @pytest.mark.parametrize("text", TIMEOUTS)
-def test_a_timeout_is_a_number_of_seconds(refused, text):
+def test_timeout_must_be_a_number_of_seconds(refused, text):
     for told in refused:
         assert told[f"timeout {text}"] == f"MESHFLASH_TIMEOUT={text!r}: expected a number of seconds > 0"
 
@@ -437,7 +437,7 @@ def handshakes(rank, world, group):
     assert here.handshakes == 3
 
 
-def test_ranks_shake_hands_once_for_each_kind_of_call(pool):
+def test_handshake_runs_once_for_each_kind_of_call(pool):
     pool.run(2, handshakes)
 
 
@@ -456,13 +456,13 @@ def not_finite(rank, world, group, bad, name, value):
 
 
 @pytest.mark.parametrize(("bad", "name", "value"), [(2, "k", torch.nan), (1, "q", torch.nan), (2, "v", -torch.inf)])
-def test_verify_names_the_rank_and_the_tensor_that_are_not_finite(pool, bad, name, value):
+def test_verify_names_the_rank_and_tensor_with_nonfinite_values(pool, bad, name, value):
     _, *messages = pool.run(WORLD, not_finite, bad, name, value)
     assert messages[0] == messages[1]
     assert f"verify: {name} of rank {bad} holds 2 {'inf' if value == -torch.inf else 'NaN'}." in messages[0]
 
 
-def test_verify_names_what_is_not_finite_on_one_rank():
+def test_verify_names_the_nonfinite_tensor_on_one_rank():
     x = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"verify: v of rank 0 holds 64 NaN\. .*cannot be checked"):
         attention(x, x, x * torch.nan, verify=True)

@@ -66,14 +66,14 @@ def table(rank, world, group, schedule, patterns, sinks, frozen):
 
 
 @pytest.mark.parametrize("schedule", schedule_variants(2))
-def test_losses_that_read_different_results_on_each_rank(pool, schedule):
+def test_ranks_may_use_different_results_in_their_losses(pool, schedule):
     patterns = list(itertools.product(READS, repeat=2))
     for errors in pool.run(2, table, schedule, patterns, False, ()):
         assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
 
 
 @pytest.mark.parametrize("schedule", schedule_variants(4))
-def test_one_of_four_ranks_reads_the_lse(pool, schedule):
+def test_one_of_four_ranks_may_use_the_lse(pool, schedule):
     patterns = [("out",) * n + ("both",) + ("out",) * (3 - n) for n in range(4)]
     for errors in pool.run(4, table, schedule, patterns, False, ()):
         assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
@@ -81,7 +81,7 @@ def test_one_of_four_ranks_reads_the_lse(pool, schedule):
 
 @pytest.mark.parametrize("frozen", [(), (1,)], ids=["learned", "frozen on one rank"])
 @pytest.mark.parametrize("schedule", schedule_variants(2))
-def test_sink_logits_beside_losses_that_differ(pool, schedule, frozen):
+def test_sink_logit_gradients_with_different_losses_per_rank(pool, schedule, frozen):
     patterns = [("both", "out"), ("out", "lse")]
     for errors in pool.run(2, table, schedule, patterns, True, frozen):
         assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
@@ -96,7 +96,7 @@ def one_without_autograd(rank, world, group, schedule):
 
 
 @pytest.mark.parametrize("schedule", schedule_variants(2))
-def test_a_rank_whose_call_autograd_does_not_record_is_named_by_all(pool, schedule):
+def test_rank_without_autograd_is_named_on_all_ranks(pool, schedule):
     pool.run(2, one_without_autograd, schedule)
 
 
@@ -109,5 +109,5 @@ def watched_on_one_rank(rank, world, group):
     attention(x, x, x, schedule="zigzag").sum().backward()
 
 
-def test_a_mode_that_watches_one_rank_changes_nothing(pool):
+def test_dispatch_mode_on_one_rank_changes_nothing(pool):
     pool.run(2, watched_on_one_rank)

@@ -69,7 +69,7 @@ def unpicklable(rank: int, world: int, group: Any) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_ranks_share_a_group_of_their_own(pool: Pool, world: int) -> None:
+def test_ranks_of_a_run_share_a_process_group(pool: Pool, world: int) -> None:
     results = pool.run(world, reduce, Case(2.0, torch.ones(3)))
     assert len(results) == world
     for result in results:
@@ -77,57 +77,57 @@ def test_ranks_share_a_group_of_their_own(pool: Pool, world: int) -> None:
         torch.testing.assert_close(result.x, torch.full((3,), 2.0 * sum(range(world))))
 
 
-def test_workers_stay_from_one_run_to_the_next(pool: Pool) -> None:
+def test_workers_are_reused_by_the_next_run(pool: Pool) -> None:
     first = pool.run(2, process)
     assert pool.run(2, process) == first
     assert os.getpid() not in first
 
 
-def test_an_exception_names_its_rank_and_keeps_the_workers(pool: Pool) -> None:
+def test_exception_names_its_rank_and_keeps_the_workers(pool: Pool) -> None:
     before = pool.run(3, process)
     with pytest.raises(WorkerError, match=r"(?s)rank 1 of 3 raised:.*raise_on.*KeyError: 'the message'"):
         pool.run(3, raise_on, 1)
     assert pool.run(3, process) == before
 
 
-def test_what_a_run_leaves_in_its_group_does_not_reach_the_next(pool: Pool) -> None:
+def test_pending_messages_do_not_reach_the_next_run(pool: Pool) -> None:
     pool.run(2, leave_unmatched)
     pool.run(2, reduce, Case(1.0, torch.ones(1)))
 
 
-def test_a_result_that_cannot_be_sent_names_its_rank(pool: Pool) -> None:
+def test_unpicklable_result_names_its_rank(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"(?s)rank 0 of 1 raised:.*pickle"):
         pool.run(1, unpicklable)
 
 
 @pytest.mark.parametrize("function", [lambda rank, world, group: None, len])
-def test_refuses_a_function_that_a_worker_cannot_find(pool: Pool, function: Any) -> None:
+def test_function_that_a_worker_cannot_import_is_refused(pool: Pool, function: Any) -> None:
     with pytest.raises(ValueError, match="top level of a module"):
         pool.run(1, function)
 
 
 @pytest.mark.parametrize("world", [0, 5])
-def test_refuses_a_world_it_cannot_hold(pool: Pool, world: int) -> None:
+def test_world_larger_than_the_pool_is_refused(pool: Pool, world: int) -> None:
     with pytest.raises(ValueError, match="expected 1 to 4"):
         pool.run(world, process)
 
 
 @pytest.mark.slow
-def test_a_rank_that_others_wait_for_fails_soon(pool: Pool) -> None:
+def test_failed_rank_ends_the_ranks_that_wait_for_it(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"(?s)^rank 1 of 2 raised:.*ended: rank 0"):
         pool.run(2, raise_before_barrier, 1, timeout=60)
     assert len(pool.run(2, process)) == 2
 
 
 @pytest.mark.slow
-def test_a_death_names_its_rank_and_the_pool_recovers(pool: Pool) -> None:
+def test_killed_worker_is_named_and_the_pool_recovers(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="rank 1 died with SIGKILL"):
         pool.run(2, die_on, 1)
     assert len(pool.run(2, process)) == 2
 
 
 @pytest.mark.slow
-def test_a_hang_ends_in_time_shows_where_and_the_pool_recovers(pool: Pool) -> None:
+def test_hanging_worker_is_ended_with_its_stack_and_the_pool_recovers(pool: Pool) -> None:
     pool.run(2, process)
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)rank 1 did not end in 0.5 s.*in sleep_on"):

@@ -61,7 +61,7 @@ def round_trips(rank, world, group):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_every_layout_round_trips(pool, world):
+def test_shard_and_unshard_round_trip_on_every_layout(pool, world):
     pool.run(world, round_trips)
 
 
@@ -72,7 +72,7 @@ def without_a_group():
     return True
 
 
-def test_without_a_group_there_is_one_rank():
+def test_shard_and_unshard_copy_without_a_process_group():
     assert not dist.is_initialized()
     assert without_a_group()
 
@@ -103,7 +103,7 @@ def gradients(rank, world, group):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_gradients(pool, world):
+def test_gradients_of_shard_and_unshard_match_one_device(pool, world):
     pool.run(world, gradients)
 
 
@@ -132,11 +132,11 @@ def independent_results(rank, world, group):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_results_share_nothing_with_the_callers_tensors(pool, world):
+def test_results_do_not_alias_the_callers_tensors(pool, world):
     pool.run(world, independent_results)
 
 
-def test_a_compiled_shard_shares_nothing_with_the_callers_tensor():
+def test_compiled_shard_does_not_alias_the_callers_tensor():
     torch._dynamo.reset()
     layout = Layout.zigzag(6, 1)
     compiled = torch.compile(lambda x: shard(x, layout), fullgraph=True, backend="aot_eager")
@@ -161,7 +161,7 @@ def a_loss_of_the_whole(rank, world, group):
     assert torch.allclose(grad, want, rtol=0, atol=1e-14)
 
 
-def test_a_loss_of_the_whole_is_divided_by_the_ranks_that_compute_it(pool):
+def test_loss_over_the_whole_sequence_divided_by_ranks_matches_one_device(pool):
     pool.run(3, a_loss_of_the_whole)
 
 
@@ -175,7 +175,7 @@ def other_meshes(rank, world, group):
         assert torch.equal(unshard(mine, layout, mesh), x)
 
 
-def test_a_part_of_the_ranks(pool):
+def test_shard_and_unshard_work_on_a_subgroup(pool):
     pool.run(4, other_meshes)
 
 
@@ -199,7 +199,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_say_what_is_expected(name):
+def test_errors_name_the_expected_value(name):
     function, arguments, message = ERRORS[name]
     with pytest.raises(ValueError, match=message):
         function(**(dict(x=X, layout=Layout.zigzag(7, 1)) | arguments))
@@ -212,5 +212,5 @@ def wrong_on_every_rank(rank, world, group):
         unshard(X, Layout.zigzag(7, world), dist.init_device_mesh("cpu", (world, 1, 1)))
 
 
-def test_a_shard_of_another_length(pool):
+def test_shard_of_wrong_length_is_refused(pool):
     pool.run(2, wrong_on_every_rank)

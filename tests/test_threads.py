@@ -35,7 +35,7 @@ def run_in_threads(functions):
     return results
 
 
-def test_flash_attention_of_changing_shapes_from_eight_threads(monkeypatch):
+def test_eight_threads_may_call_flash_attention_with_changing_shapes(monkeypatch):
     monkeypatch.setattr(fast_path, "_MOST", 8)  # so that entries come and go all the time
     x = torch.randn(1, 64, 2, 8)
     want = {n: flash_attention(x[:, :n], x[:, :n], x[:, :n], mask=CAUSAL) for n in range(1, 65)}
@@ -74,7 +74,7 @@ def two_groups(rank, world, group, schedules):
 @pytest.mark.parametrize(
     "schedules", [("zigzag", "zigzag"), ("ulysses", "ringx1"), ("allgather", "double_ring(inner=2)")]
 )
-def test_two_threads_of_each_rank_drive_two_groups(pool, schedules):
+def test_two_threads_of_a_rank_may_use_two_groups(pool, schedules):
     pool.run(4 if "inner" in schedules[1] else 2, two_groups, schedules)
 
 
@@ -98,7 +98,7 @@ def one_group(rank, world, group):
     return refused
 
 
-def test_two_threads_that_drive_one_group_are_refused(pool):
+def test_two_threads_that_use_one_group_are_refused(pool):
     for refused in pool.run(2, one_group):
         assert len(refused) == 1
         assert "two threads call attention over one process group" in refused[0]
@@ -128,6 +128,6 @@ def explained(rank, world, group):
     return plan.schedule, len(refused)
 
 
-def test_the_plan_that_a_call_returns_is_its_own(pool):
+def test_concurrent_calls_return_their_own_plans(pool):
     """No other thread can call between a call and the reading of its plan."""
     assert pool.run(2, explained) == [("ring", 1)] * 2

@@ -73,7 +73,7 @@ def test_impossible_speeds_are_flagged_and_spread_is_shown():
     assert "1.90!" not in words
     assert "! impossible: above 2, the most that these ranks and cores could give" in words
     assert "kernels that ran: forward vendor" in words
-    assert "exposed communication, measured" in words
+    assert "exposed comm: measured" in words
     (calm,) = tables.schedules([slow], "one rank")
     assert "impossible" not in str(calm.caption)
 

@@ -56,7 +56,7 @@ def started(monkeypatch, pool, function):
     monkeypatch.setattr(fused, "run_ranks", lambda world, _, *args, **more: pool.run(world, function, *args))
 
 
-def test_every_rank_is_checked_timed_written_and_drawn(tmp_path, monkeypatch, pool):
+def test_gemm_checks_times_records_and_draws_every_rank(tmp_path, monkeypatch, pool):
     started(monkeypatch, pool, measure)
     monkeypatch.setattr("sys.argv", ["meshflash", "gemm"])
     record, picture = tmp_path / "new" / "gemm.json", tmp_path / "gemm.svg"
@@ -82,7 +82,7 @@ def test_every_rank_is_checked_timed_written_and_drawn(tmp_path, monkeypatch, po
     assert "received after" in drawn
 
 
-def test_a_wrong_rank_is_named_and_the_command_ends_with_1(monkeypatch, pool):
+def test_wrong_rank_is_named_and_the_exit_code_is_1(monkeypatch, pool):
     started(monkeypatch, pool, broken)
     done = invoke(f"-n 2 -c ag_gemm --variant epilogue {TINY}")
     assert done.exit_code == 1
@@ -92,7 +92,7 @@ def test_a_wrong_rank_is_named_and_the_command_ends_with_1(monkeypatch, pool):
     assert wrong[1].startswith("wrong: rank 1, epilogue by shared heap: other bits than rank 0 has")
 
 
-def test_as_ranks_of_a_launcher(pool):
+def test_gemm_runs_as_ranks_of_a_launcher(pool):
     case = Case("gemm_rs", 9, 20, 8, 2)
     first, second = pool.run(2, here, case, Setup(rounds=1))
     assert second is None
@@ -102,7 +102,7 @@ def test_as_ranks_of_a_launcher(pool):
 
 
 @pytest.mark.parametrize("collective", ["all_scatter", "ag_gemm"])
-def test_one_process_plays_all_ranks(tmp_path, collective):
+def test_local_heap_runs_all_ranks_in_one_process(tmp_path, collective):
     picture = tmp_path / "gemm.svg"
     done = invoke(f"-n 3 -c {collective} --heap local --seed 4 --dtype bfloat16 {TINY}", "--timeline", picture)
     assert done.exit_code == 0, done.output
@@ -115,7 +115,7 @@ def test_one_process_plays_all_ranks(tmp_path, collective):
         assert not picture.exists()
 
 
-def test_real_processes_interpret_kernels_by_themselves():
+def test_processes_on_a_cpu_interpret_kernels_without_a_variable():
     """As one types it: nothing is set, and ranks are started."""
     words = f"-n 2 -c gemm_rs {TINY}".split()
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -126,7 +126,7 @@ def test_real_processes_interpret_kernels_by_themselves():
     assert done.stdout.count("shared heap") == 2
 
 
-def test_help_by_its_short_name():
+def test_short_help_option_lists_nproc():
     done = invoke("-h")
     assert done.exit_code == 0
     assert "--nproc" in done.output
@@ -144,13 +144,13 @@ def test_help_by_its_short_name():
         ("--mps", "share a GPU"),
     ],
 )
-def test_what_cannot_be_is_said(words, message):
+def test_invalid_arguments_name_the_remedy(words, message):
     done = invoke(f"{TINY} {words}")
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
 
 
-def test_without_the_interpreter_it_says_what_to_set(monkeypatch):
+def test_missing_interpreter_names_the_variable_to_set(monkeypatch):
     monkeypatch.setattr("meshflash.kernels.triton.common.INTERPRETED", False)
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
         fused.run(replace(Case("ag_gemm", 4, 4, 4, 2), seed=1), Setup())

@@ -51,7 +51,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_path_that_cannot_be_written_is_refused_before_the_work(
+def test_unwritable_path_is_refused_before_the_work(
     words: list[str], below_a_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(*_: object, **__: object) -> None:
@@ -68,7 +68,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
     assert f"{below_a_file}: it cannot be written (" in done.output
 
 
-def test_a_trace_is_not_read_for_a_picture_that_cannot_be_written(tmp_path: Path, below_a_file: str) -> None:
+def test_trace_refuses_an_unwritable_picture_before_reading(tmp_path: Path, below_a_file: str) -> None:
     for option in ("--svg", "--merged"):
         done = ran(["trace", str(tmp_path), option, below_a_file])
         assert (done.exit_code, "it cannot be written (" in done.output) == (2, True)
@@ -82,7 +82,7 @@ def test_a_trace_is_not_read_for_a_picture_that_cannot_be_written(tmp_path: Path
     ],
     ids=" ".join,
 )
-def test_a_full_disk_is_a_line(words: list[str]) -> None:
+def test_full_disk_prints_one_line(words: list[str]) -> None:
     done = ran([*words, "/dev/full"])
     assert done.exit_code == 1
     assert done.stderr == "meshflash: /dev/full: it cannot be written (No space left on device)\n"
@@ -102,7 +102,7 @@ def test_a_full_disk_is_a_line(words: list[str]) -> None:
     ids=lambda x: " ".join(x) if isinstance(x, list) else x,
 )
 @pytest.mark.parametrize("content", ['{"rows": [', "[]", '{"rows": 3}'])
-def test_json_that_does_not_parse_is_named(words: list[str], name: str, content: str, tmp_path: Path) -> None:
+def test_invalid_json_is_named(words: list[str], name: str, content: str, tmp_path: Path) -> None:
     file = tmp_path / (name or "trace-0.json")
     file.write_text(content)
     done = ran([*words, str(tmp_path / name)])
@@ -120,7 +120,7 @@ def test_json_that_does_not_parse_is_named(words: list[str], name: str, content:
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_a_folder_that_does_not_exist_is_said_to_be_missing(
+def test_missing_folder_is_named(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,7 +130,7 @@ def test_a_folder_that_does_not_exist_is_said_to_be_missing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_record_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "x.json"
     record.write(path, [{"a": 1}], "meshflash bench")
     assert record.read(path)["rows"] == [{"a": 1}]

@@ -143,7 +143,7 @@ def test_modal_functions(modal_app: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(modal_app, "opening", lambda: ["here"])
     monkeypatch.setattr(modal_app, "carry_out", lambda lines, steps: carried.append((lines, steps)))
     modal_app.run()
-    modal_app.run(ranks=2)
+    modal_app.run(nproc=2)
     modal_app.cluster()
     steps = [modal_app.job(4), modal_app.job(2), modal_app.cluster_job(1, ["fd00::1", "fd00::2"])]
     assert carried == [(["here"], one) for one in steps]

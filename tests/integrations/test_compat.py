@@ -89,7 +89,7 @@ def joined(parts, layout):
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense(pool, name):
+def test_dense_functions_match_reference(pool, name):
     layout = getattr(Layout, DENSE[name])(TOKENS, 2)
     forms = ("", "kvpacked_", "qkvpacked_") if not name.startswith("ringX") else ("",)
     for form in forms:
@@ -102,7 +102,7 @@ def test_dense(pool, name):
 
 @pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("name", ["sp_aurora", "ulysses_flash_attn"])
-def test_sp_aurora_at_odd_lengths(pool, name, world):
+def test_sp_aurora_matches_reference_at_odd_lengths(pool, name, world):
     layout = Layout.contiguous(13 * world, world)
     for causal in (True, False):
         case = Case(Mask.causal() if causal else Mask.full(), tokens=13 * world, heads=4, kv_heads=2)
@@ -114,7 +114,7 @@ def test_sp_aurora_at_odd_lengths(pool, name, world):
 @pytest.mark.parametrize(
     "name", ["ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn", "llama3_flash_attn"]
 )
-def test_packed_documents(pool, name, form):
+def test_varlen_functions_match_reference_on_packed_documents(pool, name, form):
     world, held = (
         2,
         getattr(ring_flash_attn, {"r": "_contiguous", "z": "_zigzag", "s": "_striped"}.get(name[0], "_zigzag")),
@@ -133,7 +133,7 @@ def test_packed_documents(pool, name, form):
 
 
 @pytest.mark.parametrize("name", [*DENSE, "ring_flash_attn_varlen", "llama3_flash_attn_varlen"])
-def test_arguments_have_the_names_and_the_order_of_the_peers(name):
+def test_functions_have_the_argument_names_and_order_of_the_originals(name):
     function = find(f"{name}_func")
     names = list(inspect.signature(function).parameters)
     assert names[:3] == ["q", "k", "v"]
@@ -147,7 +147,7 @@ def test_arguments_have_the_names_and_the_order_of_the_peers(name):
     assert between == expected.get(name, [])
 
 
-def test_sp_aurora_has_the_ring_by_its_old_name():
+def test_sp_aurora_ring_has_its_ring_flash_attn_alias():
     for form in ("", "kvpacked_", "qkvpacked_"):
         names = [
             list(inspect.signature(getattr(module, f"ring_flash_attn_{form}func")).parameters)
@@ -160,7 +160,7 @@ def test_sp_aurora_has_the_ring_by_its_old_name():
         assert torch.equal(out, ring_flash_attn.ring_flash_attn_func(q, q, q, causal=True))
 
 
-def test_without_ranks_it_is_attention_on_one_device():
+def test_functions_run_on_one_device_without_a_process_group():
     case = Case(Mask.causal(), tokens=11)
     leaves = case.inputs(torch.float32)
     made = ringx.ringX4_attn_func(*leaves.values(), causal=True, return_attn_probs=True)
@@ -169,7 +169,7 @@ def test_without_ranks_it_is_attention_on_one_device():
     assert torch.equal(out, made[0])
 
 
-def test_alibi_and_scale_work():
+def test_alibi_and_scale_match_reference():
     case = Case(Mask.full(), tokens=11, scale=0.3, alibi=True)
     leaves = case.inputs(torch.float32)
     made = ring_flash_attn.stripe_flash_attn_func(
@@ -178,12 +178,12 @@ def test_alibi_and_scale_work():
     check(gradients(made[:2], leaves, case), case, leaves)
 
 
-def test_what_cannot_be_right_is_refused():
+def test_unsupported_arguments_raise_with_a_remedy():
     q = torch.randn(1, 4, 1, 8)
-    with pytest.raises(ValueError, match="ranks would drop other pairs each"):
+    with pytest.raises(ValueError, match="each rank would drop different pairs"):
         ring_flash_attn.ring_flash_attn_func(q, q, q, 0.1)
     x, cuts = torch.randn(3, 1, 8), torch.tensor([0, 3])
-    with pytest.raises(ValueError, match="not two pieces of the same length"):
+    with pytest.raises(ValueError, match="zigzag needs two equal chunks"):
         ring_flash_attn.zigzag_ring_flash_attn_varlen_func(x, x, x, cuts, 3, causal=True)
     with pytest.raises(ValueError, match="the very tensor"):
         ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, cuts, cuts, 3, 3, 1, slice(0, 3), causal=True)
@@ -195,7 +195,7 @@ def test_what_cannot_be_right_is_refused():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_prepared_cuts_cover_what_a_rank_sees(causal):
+def test_prepared_cu_seqlens_cover_the_visible_keys_of_a_rank(causal):
     cuts = torch.tensor([0, 2, 9, 10, 24])
     for rank in range(4):
         q, k, longest_q, longest_k, keys = llama3_flash_attn_prepare_cu_seqlens(cuts, causal, rank, 4)
@@ -243,7 +243,7 @@ def check_module(pool, make, kind, table, case, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize("kind", ["basic", "zigzag", "strip"])
 @pytest.mark.parametrize("table", [*((*table, True) for table in TABLES), (4, 2, 2, False)], ids=str)
-def test_long_context_attention(pool, kind, table):
+def test_long_context_attention_matches_reference(pool, kind, table):
     """At 7 tokens a rank, of which not all lengths are ones that yunchang can cut."""
     case = Case(Mask.causal(), tokens=7 * table[0], heads=4, kv_heads=2, dim=40)
     check_module(pool, "LongContextAttention", kind, table, case, causal=True)
@@ -252,7 +252,7 @@ def test_long_context_attention(pool, kind, table):
 
 @pytest.mark.parametrize("low", [True, False])
 @pytest.mark.parametrize("kind", ["zigzag", "strip"])
-def test_long_context_attention_has_all_features(pool, kind, low):
+def test_long_context_attention_supports_all_features(pool, kind, low):
     mask = Mask.causal() & Mask.window(9, 0)
     case = Case(mask, tokens=20, heads=4, kv_heads=1, scale=0.3, softcap=2.0, alibi=True)
     check_module(
@@ -261,14 +261,14 @@ def test_long_context_attention_has_all_features(pool, kind, low):
     )  # fmt: skip
 
 
-def test_packed_long_context_attention(pool):
+def test_qkvpacked_long_context_attention_matches_reference(pool):
     for kind in ("basic", "zigzag", "strip"):
         case = Case(Mask.causal(), tokens=20, heads=4)
         check_module(pool, "LongContextAttentionQKVPacked", kind, (4, 2, 2, True), case, causal=True)
 
 
 @pytest.mark.parametrize("table", [(4, 2, 1, True), (4, 1, 2, True), (4, 1, 1, True)], ids=str)
-def test_every_sequence_has_its_own_ranks(pool, table):
+def test_several_sequences_use_separate_groups_of_ranks(pool, table):
     case = Case(Mask.causal(), tokens=10, heads=2)
     check_module(pool, "LongContextAttention", "zigzag", table, case, causal=True)
 
@@ -281,19 +281,19 @@ def run_compiled(rank, world, group):
 
 
 @pytest.mark.slow
-def test_long_context_attention_compiles(pool):
+def test_long_context_attention_compiles_with_graph_breaks(pool):
     assert all(pool.run(2, run_compiled))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_ulysses_attention(pool, world):
+def test_ulysses_attention_matches_reference(pool, world):
     case = Case(Mask.causal(), tokens=9 * world, heads=4, kv_heads=2)
     check_module(pool, "UlyssesAttention", "basic", (world, world, 1, True), case, causal=True)
     check_module(pool, "UlyssesAttention", "basic", (world, world, 1, True), replace(case, mask=Mask.full()))
 
 
 @pytest.mark.parametrize("table", [(2, 2, 1, True), (2, 1, 2, True)], ids=str)
-def test_keys_of_another_length(pool, table):
+def test_keys_may_have_another_length_without_a_mask(pool, table):
     case = Case(Mask.full(), tokens=10, k_tokens=14, heads=2)
     check_module(pool, "LongContextAttention", "basic", table, case)
     check_module(pool, "UlyssesAttention", "basic", (2, 2, 1, True), case)
@@ -310,9 +310,9 @@ def test_keys_of_another_length(pool, table):
         ("strip", False, [0, 1, 8, 9], 2),
     ],
 )
-def test_what_a_rank_holds(monkeypatch, kind, low, firsts, step):
+def test_extract_functions_return_the_positions_of_the_layout(monkeypatch, kind, low, firsts, step):
     """As yunchang's own functions cut it, where neighbours exchange; else as its modules take it to be cut."""
-    monkeypatch.setattr(yunchang, "_told", (yunchang._Degrees(2, 2, low), None))
+    monkeypatch.setattr(yunchang, "_config", (yunchang._Degrees(2, 2, low), None))
     ring = {"basic": "ring", "strip": "striped"}.get(kind, kind)
     schedule = yunchang.LongContextAttention(ring_impl_type=kind).schedule
     assert schedule == f"hybrid(inner=2, ring={ring}, turned={not low})"
@@ -325,7 +325,7 @@ def test_what_a_rank_holds(monkeypatch, kind, low, firsts, step):
         assert torch.equal(across, cut.T)
 
 
-def test_modules_have_the_arguments_of_the_peer():
+def test_modules_have_the_argument_names_and_order_of_yunchang():
     made = {
         yunchang.LongContextAttention: ["ring_impl_type", "use_pack_qkv", "use_sync", "attn_type", "attn_processor"],
         yunchang.LongContextAttentionQKVPacked: ["ring_impl_type", "use_sync", "attn_type"],
@@ -342,7 +342,7 @@ def test_modules_have_the_arguments_of_the_peer():
     assert names == ["sp_ulysses_degree", "sp_ring_degree", "rank", "world_size", "use_ulysses_low"]
 
 
-def test_what_changes_no_result_is_taken():
+def test_arguments_without_effect_are_accepted():
     yunchang.set_seq_parallel_pg(1, 1, 0, 1)
     q = torch.randn(1, 5, 2, 8)
     out = yunchang.LongContextAttention(2, 1, "basic_pytorch", True, True, yunchang.AttnType.FA3)(
@@ -352,21 +352,21 @@ def test_what_changes_no_result_is_taken():
     assert torch.equal(yunchang.basic_extract_local(q, 0, 1), q)
 
 
-def test_what_yunchang_takes_and_cannot_be_right_is_refused(monkeypatch):
+def test_unsupported_yunchang_arguments_raise_with_a_remedy(monkeypatch):
     q = torch.randn(1, 4, 2, 8)
-    monkeypatch.setattr(yunchang, "_told", None)
+    monkeypatch.setattr(yunchang, "_config", None)
     with pytest.raises(ValueError, match="set_seq_parallel_pg first"):
         yunchang.LongContextAttention()
     with pytest.raises(ValueError, match=r"this is rank 0 of 1; .*init_process_group first"):
         yunchang.set_seq_parallel_pg(2, 1, 0, 2)
     with pytest.raises(ValueError, match=r"sp_ring_degree=2: .* divides world_size=1"):
         yunchang.set_seq_parallel_pg(1, 2, 0, 1)
-    with pytest.raises(ValueError, match="5 tokens on 4 ranks"):
+    with pytest.raises(ValueError, match="5 tokens do not divide by 4 ranks"):
         yunchang.zigzag_extract_local(torch.zeros(1, 5), 0, 4, 2, 2)
     with pytest.raises(ValueError, match=r"expected rd \* ud ranks"):
         yunchang.stripe_extract_local(torch.zeros(1, 8), 0, 4, 4, 2)
     yunchang.set_seq_parallel_pg(1, 1, 0, 1)
-    with pytest.raises(ValueError, match="set_seq_parallel_pg was told: rd=1, ud=1"):
+    with pytest.raises(ValueError, match="set_seq_parallel_pg got: rd=1, ud=1"):
         yunchang.zigzag_extract_local(torch.zeros(1, 8), 0, 4, 2, 2)
     for arguments, message in (
         ({"scatter_idx": 1, "gather_idx": 2}, "transpose the tensors"),
@@ -380,18 +380,18 @@ def test_what_yunchang_takes_and_cannot_be_right_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"expected 3 and 1.*\[batch, tokens, 3, heads, dim\]"):
         yunchang.LongContextAttentionQKVPacked(scatter_idx=2)
     for module in (yunchang.LongContextAttention(), yunchang.UlyssesAttention()):
-        with pytest.raises(ValueError, match="ranks would drop other pairs each"):
+        with pytest.raises(ValueError, match="each rank would drop different pairs"):
             module(q, q, q, dropout_p=0.1)
-        with pytest.raises(ValueError, match="1 arguments too many"):
+        with pytest.raises(ValueError, match="1 surplus positional arguments"):
             module(q, q, q, 0.0, None, True, (-1, -1), 0.0, None, False, False, "more")
         for options in ({"causal": True}, {"window_size": (0, -1)}, {"alibi_slopes": torch.ones(2)}):
-            with pytest.raises(ValueError, match="q has 3 tokens and k 4"):
+            with pytest.raises(ValueError, match="q has 3 tokens, k has 4"):
                 module(q[:, :3], q, q, **options)
 
 
-def test_lengths_that_others_would_align_by_their_ends_are_refused():
+def test_different_lengths_with_a_mask_are_refused():
     q, k = torch.zeros(1, 3, 2, 8), torch.zeros(1, 4, 2, 8)
     for causal, window in ((True, (-1, -1)), (False, (2, 2))):
-        with pytest.raises(ValueError, match="q has 3 tokens and k 4, and nothing says which positions they are"):
+        with pytest.raises(ValueError, match="q has 3 tokens, k has 4, and their positions are not defined"):
             ring_flash_attn.ring_flash_attn_func(q, k, k, causal=causal, window_size=window)
     assert ring_flash_attn.ring_flash_attn_func(q, k, k).shape == q.shape

@@ -168,7 +168,7 @@ def kept(model, optimizer, want, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ddp_and_fsdp_are_one_process(pool, world):
+def test_ddp_and_fsdp_match_a_single_process(pool, world):
     pool.run(world, adapters)
 
 
@@ -199,7 +199,7 @@ def half(rank, world, group):
     assert 1e-5 < error < 0.05  # of bfloat16, and not of more
 
 
-def test_compute_dtype_leaves_the_masters_as_they_are(pool):
+def test_compute_dtype_keeps_the_dtype_of_master_weights(pool):
     pool.run(2, half)
 
 
@@ -247,11 +247,11 @@ def sharded_optimizers(rank, world, group):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_sharded_optimizer_is_the_whole_one_in_parts(pool, world):
+def test_sharded_optimizer_matches_the_unsharded_one(pool, world):
     pool.run(world, sharded_optimizers)
 
 
-def test_one_process_gets_a_plain_optimizer():
+def test_single_process_gets_an_unsharded_optimizer():
     model = made(0)
     optimizer = cs336.get_sharded_optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     assert type(optimizer) is torch.optim.SGD
@@ -330,7 +330,7 @@ def trainings(rank, world, group):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_training_is_that_of_one_process(pool, world):
+def test_training_matches_a_single_process(pool, world):
     pool.run(world, trainings)
 
 
@@ -364,7 +364,7 @@ def bucket_sum(calls, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
 
-def test_gradients_travel_with_the_last_batch_of_a_step(pool):
+def test_gradients_are_reduced_only_in_the_last_batch_of_a_step(pool):
     pool.run(2, counted)
 
 
@@ -402,13 +402,13 @@ def started(rank, world, group, port):
             os.environ.pop(name, None)
 
 
-def test_setup_and_cleanup_twice(pool):
+def test_setup_and_cleanup_can_be_repeated(pool):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     pool.run(2, started, port)
 
 
-def test_one_process_alone_trains_without_a_group():
+def test_single_process_trains_without_a_process_group():
     assert not dist.is_initialized()
     ids, labels = drawn(7)
     losses, weights = steps_of(ids, labels, [[0, 1, 2, 3], [4, 5, 6]], 1)
@@ -427,14 +427,14 @@ def test_one_process_alone_trains_without_a_group():
         assert not dist.is_initialized()
 
 
-def test_errors_say_what_to_write(monkeypatch):
+def test_errors_name_the_argument_and_a_remedy(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(ValueError, match="give both rank and world_size"):
+    with pytest.raises(ValueError, match="pass both rank and world_size"):
         cs336.setup_ddp(rank=0)
     with pytest.raises(ValueError, match="expected 0 to 1 of world_size=2"):
         cs336.setup_ddp(2, 2)
-    with pytest.raises(ValueError, match="set MASTER_ADDR, where ranks meet"):
+    with pytest.raises(ValueError, match="set MASTER_ADDR, where ranks connect"):
         cs336.setup_ddp(0, 2)
     with pytest.raises(ValueError, match="bucket_size_mb=0"):
         cs336.get_ddp_bucketed(made(0), 0)
@@ -466,7 +466,7 @@ def timed(rank, world, group):
     return seconds, printed.getvalue()
 
 
-def test_the_benchmark_returns_seconds_and_rank_0_prints_them(pool):
+def test_benchmark_returns_seconds_and_rank_0_prints_them(pool):
     (seconds, printed), (_, silence) = pool.run(2, timed)
     assert silence == ""
     *epochs, average = re.findall(r"^(Epoch 0|Epoch 1|Average per epoch): (\d+\.\d\d)s$", printed, re.MULTILINE)
@@ -475,7 +475,7 @@ def test_the_benchmark_returns_seconds_and_rank_0_prints_them(pool):
     assert seconds > 0
 
 
-def test_times_are_taken_when_the_device_is_done(monkeypatch):
+def test_benchmark_synchronizes_the_device_before_taking_times(monkeypatch):
     events: list[str] = []
 
     class Module:

@@ -14,7 +14,7 @@ def _qkv(*shape):
 
 @pytest.mark.parametrize("shape", [(2, 3, 17, 8), (3, 17, 8), (2, 2, 3, 17, 8), (17, 8), (2, 3, 0, 8)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_equals_torch(shape, is_causal):
+def test_matches_torch_sdpa(shape, is_causal):
     q, k, v = _qkv(*shape)
     ours = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=0.3)
     theirs = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=0.3)
@@ -24,13 +24,13 @@ def test_equals_torch(shape, is_causal):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_gqa_and_cross_attention():
+def test_gqa_and_cross_attention_match_torch_sdpa():
     q, (k, v, _) = torch.randn(2, 4, 5, 8), _qkv(2, 2, 17, 8)
     ours = scaled_dot_product_attention(q, k, v, enable_gqa=True)
     assert torch.allclose(ours, functional.scaled_dot_product_attention(q, k, v, enable_gqa=True), atol=1e-6)
 
 
-def test_masks_and_features():
+def test_masks_match_torch_sdpa_and_features_are_accepted():
     q, k, v = _qkv(1, 2, 17, 8)
     documents = Mask.causal() & Mask.documents([5, 12])
     i, j = torch.arange(17)[:, None].numpy(), torch.arange(17).numpy()
@@ -44,15 +44,15 @@ def test_masks_and_features():
     ("arguments", "message"),
     [
         (dict(attn_mask=torch.ones(17, 17)), "attn_mask: expected a meshflash.Mask"),
-        (dict(attn_mask=Mask.full(), is_causal=True), "is_causal=True with attn_mask: give one of them"),
-        (dict(key=torch.zeros(1, 1, 17, 8)), "2 heads in query, 1 in key: enable_gqa=True"),
+        (dict(attn_mask=Mask.full(), is_causal=True), "is_causal=True with attn_mask: pass one of them"),
+        (dict(key=torch.zeros(1, 1, 17, 8)), "2 heads in query, 1 in key: pass enable_gqa=True"),
         (dict(key=torch.zeros(3, 2, 17, 8)), "must have the same batch"),
         (dict(query=torch.zeros(17, 8)), "the same number of dimensions, at least"),
         (dict(return_lse=True), "return_lse: expected only softcap, sink_logits"),
         (dict(mask=Mask.causal()), "mask: expected only softcap, sink_logits"),
     ],
 )
-def test_errors(arguments, message):
+def test_errors_name_the_argument_and_a_remedy(arguments, message):
     x = torch.zeros(1, 2, 17, 8)
     with pytest.raises(ValueError, match=message):
         scaled_dot_product_attention(**{"query": x, "key": x, "value": x, **arguments})

@@ -1,1 +1,1 @@
-"""Other projects' calling conventions, served by meshflash."""
+"""Calling conventions of other projects: torch's SDPA signature, and drop-in names in `compat`."""

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` with torch's signature and `[batch, heads, tokens, dim]`, by meshflash."""
+"""`scaled_dot_product_attention` with torch's signature and its order of axes, `[batch, heads, tokens, dim]`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,22 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     **features: Unpack[FlashFeatures],
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, with a `Mask` where that takes a matrix.
+    """Compute what `torch.nn.functional.scaled_dot_product_attention` does, with a `Mask` in place of a matrix.
 
-    `is_causal` aligns the first query with the first key, as torch does. `features` are those of
-    `meshflash.flash_attention` (softcap, sink_logits, alibi_slopes, seed, kernel, ...).
+    Args:
+        query: The queries, `[..., heads, tokens, dim]`, or `[tokens, dim]`.
+        key: The keys, `[..., kv_heads, key_tokens, dim]`.
+        value: The values, `[..., kv_heads, key_tokens, value_dim]`.
+        attn_mask: The keys that each query may attend to. None means all keys. A tensor is refused.
+        dropout_p: The probability of dropping a (query, key) pair.
+        is_causal: Whether the mask is causal. The first query is aligned with the first key, as in torch.
+        scale: The factor that multiplies all scores. None means `dim ** -0.5`.
+        enable_gqa: Whether `kv_heads` may be smaller than `heads`.
+        features: Further arguments of `meshflash.flash_attention`, such as softcap, sink_logits, alibi_slopes, seed
+            and kernel.
+
+    Returns:
+        The output, `[..., heads, tokens, value_dim]`.
 
     >>> import torch
     >>> x = torch.randn(1, 2, 5, 8)
@@ -37,10 +49,10 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, Tensor):
         raise ValueError(
             "attn_mask: expected a meshflash.Mask, such as Mask.causal() & Mask.documents(lengths); got a tensor. "
-            "A matrix of the whole mask is what this library avoids"
+            "Masks are rules on positions here, so that no matrix of all pairs is stored"
         )
     if is_causal and attn_mask is not None:
-        raise ValueError("is_causal=True with attn_mask: give one of them; Mask.causal() & other combines two")
+        raise ValueError("is_causal=True with attn_mask: pass one of them; Mask.causal() & other combines two")
     unknown = features.keys() - FlashFeatures.__annotations__.keys()
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: expected only {', '.join(FlashFeatures.__annotations__)}")
@@ -49,12 +61,12 @@ def scaled_dot_product_attention(
             f"query, key and value must have the same number of dimensions, at least [tokens, dim]; got "
             f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
         )
-    alone = query.ndim == 2
-    if alone:
+    is_single_head = query.ndim == 2
+    if is_single_head:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise ValueError(
-            f"{query.shape[-3]} heads in query, {key.shape[-3]} in key: enable_gqa=True if they are to be shared"
+            f"{query.shape[-3]} heads in query, {key.shape[-3]} in key: pass enable_gqa=True to share key heads"
         )
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(
@@ -70,4 +82,4 @@ def scaled_dot_product_attention(
         **features,
     )
     out = out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
-    return out.squeeze(0) if alone else out
+    return out.squeeze(0) if is_single_head else out

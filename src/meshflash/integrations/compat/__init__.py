@@ -1,1 +1,1 @@
-"""Drop-in names of other implementations: the same argument names, order and returns."""
+"""Drop-in names of other libraries, with their argument names, argument order and return values."""

@@ -1,8 +1,8 @@
-"""What the drop-in names share: FlashAttention's way to call, over the ranks of a group.
+"""Shared code of the drop-in names: FlashAttention's signature over the ranks of a group.
 
-Each name takes this rank's share, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]` with the local
-`cu_seqlens`. What others accept and ignore works here (windows, ALiBi, deterministic), or raises (dropout without a
-seed that all ranks share).
+Each function takes this rank's tokens, `[batch, tokens, heads, dim]`, or packed `[tokens, heads, dim]` with the local
+`cu_seqlens`. Arguments that the originals accept and ignore either work here (windows, ALiBi, deterministic) or raise
+(dropout, which needs a seed that all ranks share).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from meshflash.core.mask import Mask
 from meshflash.groups import group_of
 
 Window = tuple[int, int]
-#: For q, k and v; for k and v in one tensor; for all three in one.
+#: The three forms of a function: for q, k and v; for k and v in one tensor; for all three in one tensor.
 Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-#: The ranges of one document that a rank holds: from its first position, local length, rank and world.
-Held = Callable[[int, int, int, int], list[range]]
+#: Returns the ranges of one document that a rank holds, from its first position, local length, rank and world size.
+DocumentRanges = Callable[[int, int, int, int], list[range]]
 
 
 def mask_of(causal: bool, window_size: Window, documents: list[int] | None = None) -> Mask:
-    """The mask of FlashAttention's arguments: -1 is no limit, and causal looks at nothing ahead.
+    """Return the mask for FlashAttention's arguments; -1 means no limit on that side of the window.
 
     >>> mask_of(True, (4, -1))
     window(4, 0)
@@ -59,11 +59,11 @@ def call(
     softcap: float = 0.0,
     k_layout: Layout | None = None,
 ) -> Any:
-    """The output, or with `return_attn_probs` (output, LSE, None), as FlashAttention returns them."""
+    """Call `attention`; return the output, or (output, LSE, None) with `return_attn_probs`, as FlashAttention does."""
     if dropout_p:
         raise ValueError(
-            f"dropout_p={dropout_p}: ranks would drop other pairs each, for these names have no seed; call "
-            "meshflash.attention(..., dropout=, seed=) with a seed that all ranks share"
+            f"dropout_p={dropout_p}: this function has no seed, so each rank would drop different pairs; call "
+            "meshflash.attention(..., dropout=, seed=) with the same seed on all ranks"
         )
     out, lse = attention(
         q, k, v, mesh=group, layout=layout, k_layout=k_layout, schedule=schedule, mask=mask, scale=softmax_scale,
@@ -73,17 +73,17 @@ def call(
 
 
 def check_lengths(q: Tensor, k: Tensor, mask: Mask, alibi_slopes: Tensor | None) -> None:
-    """ValueError where positions matter, and queries and keys have other ones: others align their ends, or nothing."""
+    """Raise ValueError if positions matter and q and k differ in length: the originals do not define an alignment."""
     tokens, k_tokens = q.shape[-3], k.shape[-3]
     if tokens != k_tokens and (mask != Mask.full() or alibi_slopes is not None):
         raise ValueError(
-            f"q has {tokens} tokens and k {k_tokens}, and nothing says which positions they are; call "
+            f"q has {tokens} tokens, k has {k_tokens}, and their positions are not defined; call "
             "meshflash.attention(..., layout=, k_layout=, q_offset=)"
         )
 
 
 def dense(name: str, schedule: str) -> Functions:
-    """The functions of a schedule for q, k and v, for k and v in one tensor, and for all three in one."""
+    """Return the three forms of a function that runs `schedule` on its default layout."""
 
     def func(
         q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
@@ -98,8 +98,8 @@ def dense(name: str, schedule: str) -> Functions:
     return forms(f"{name}_", func)
 
 
-def varlen(name: str, schedule: str, held: Held) -> Functions:
-    """The same for packed documents, of each of which every rank holds as many tokens."""
+def varlen(name: str, schedule: str, ranges_of: DocumentRanges) -> Functions:
+    """Return the three forms of a function for packed documents; all ranks hold equally many tokens of each."""
 
     def func(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
@@ -112,7 +112,9 @@ def varlen(name: str, schedule: str, held: Held) -> Functions:
         lengths = [end - begin for begin, end in pairwise(cuts)]
         layout = Layout(
             tuple(
-                tuple(r for begin, n in zip(cuts, lengths, strict=False) for r in held(begin * world, n, rank, world))
+                tuple(
+                    r for begin, n in zip(cuts, lengths, strict=False) for r in ranges_of(begin * world, n, rank, world)
+                )
                 for rank in range(world)
             )
         )
@@ -124,7 +126,7 @@ def varlen(name: str, schedule: str, held: Held) -> Functions:
 
 
 def forms(name: str, func: Callable[..., Any]) -> Functions:
-    """A function of q, k and v, and the same for tensors that hold two or all three of them, by their names."""
+    """Return a function of q, k and v with its kvpacked and qkvpacked forms, all named as in the original."""
 
     def kvpacked(q: Tensor, kv: Tensor, *arguments: Any, **named: Any) -> Any:
         return func(q, *kv.unbind(-3), *arguments, **named)
@@ -134,5 +136,5 @@ def forms(name: str, func: Callable[..., Any]) -> Functions:
 
     for function, form in ((func, ""), (kvpacked, "kvpacked_"), (qkvpacked, "qkvpacked_")):
         function.__name__ = function.__qualname__ = f"{name}{form}func"
-        function.__doc__ = f"`{function.__name__}` by meshflash, over the ranks of a group."
+        function.__doc__ = f"Compute `{function.__name__}` with meshflash, over the ranks of a group."
     return func, kvpacked, qkvpacked

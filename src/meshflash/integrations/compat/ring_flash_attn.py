@@ -1,4 +1,4 @@
-"""The names of ring-flash-attention: ring, zigzag and stripe, dense and packed, and llama3's all-gather.
+"""Names of ring-flash-attention: ring, zigzag and stripe, dense and varlen, and llama3's all-gather.
 
 >>> from meshflash.integrations.compat.ring_flash_attn import zigzag_ring_flash_attn_func
 """
@@ -22,7 +22,7 @@ def _contiguous(first: int, n: int, rank: int, world: int) -> list[range]:
 
 def _zigzag(first: int, n: int, rank: int, world: int) -> list[range]:
     if n % 2:
-        raise ValueError(f"cu_seqlens: {n} tokens of a document on each rank are not two pieces of the same length")
+        raise ValueError(f"cu_seqlens: {n} tokens of a document on each rank are odd; zigzag needs two equal chunks")
     half = n // 2
     pieces = (first + rank * half, first + (2 * world - 1 - rank) * half)
     return [range(begin, begin + half) for begin in pieces] if n else []
@@ -51,14 +51,25 @@ stripe_flash_attn_varlen_func, stripe_flash_attn_varlen_kvpacked_func, stripe_fl
     "stripe_flash_attn", "striped", _striped
 )
 
-#: Where a prepared `cu_seqlens_q` keeps the documents of the whole sequence.
+#: Attribute of a prepared `cu_seqlens_q` that holds the document lengths of the whole sequence. The original recomputes
+#: them from gathered keys; here the mask needs them.
 _DOCUMENTS = "_meshflash_documents"
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
-    """This rank's share of packed documents: cuts of queries and keys, the longest of each, and the slice of keys.
+    """Return this rank's part of packed documents, for `llama3_flash_attn_varlen_func`.
+
+    Args:
+        cu_seqlens: The cumulative document lengths of the whole sequence.
+        causal: Whether the mask is causal: later keys are then left out.
+        rank: This rank.
+        world_size: The number of ranks; it must divide the number of tokens.
+
+    Returns:
+        `(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)`. Pass the very tensor `cu_seqlens_q`
+        on: it carries the document lengths of the whole sequence.
 
     >>> cuts = torch.tensor([0, 3, 8], dtype=torch.int32)
     >>> q, k, longest_q, longest_k, keys = llama3_flash_attn_prepare_cu_seqlens(cuts, True, rank=1, world_size=2)
@@ -68,7 +79,9 @@ def llama3_flash_attn_prepare_cu_seqlens(
     cuts = cu_seqlens.tolist()
     total = cuts[-1]
     if total % world_size:
-        raise ValueError(f"cu_seqlens: {total} tokens on {world_size} ranks; meshflash.attention takes any length")
+        raise ValueError(
+            f"cu_seqlens: {total} tokens do not divide by {world_size} ranks; meshflash.attention takes any length"
+        )
     begin, end = (n * total // world_size for n in (rank, rank + 1))
     mine = [(a, b) for a, b in pairwise(cuts) if a < end and b > begin]
     q_cuts = [0, *(min(b, end) - begin for _, b in mine)]
@@ -90,7 +103,7 @@ def _llama3(
     documents = getattr(cu_seqlens_q, _DOCUMENTS, None)
     if documents is None:
         raise ValueError(
-            "cu_seqlens_q: it does not know the documents of the whole sequence; pass the very tensor that "
+            "cu_seqlens_q: it lacks the document lengths of the whole sequence; pass the very tensor that "
             "llama3_flash_attn_prepare_cu_seqlens of this module returned, or call "
             "meshflash.attention(..., mask=Mask.documents(lengths), schedule='allgather')"
         )
@@ -108,12 +121,12 @@ def _llama3(
 
 
 def substitute_hf_flash_attn(*arguments: Any, **named: Any) -> None:
-    """Not there yet: it becomes the integration with Transformers."""
+    """Raise NotImplementedError: there is no integration with Transformers yet."""
     raise NotImplementedError(
         "meshflash has no integration with Transformers yet; call meshflash.attention in the model"
     )
 
 
 def update_ring_flash_attn_params(*arguments: Any, **named: Any) -> None:
-    """Not there yet: it becomes the integration with Transformers."""
+    """Raise NotImplementedError: there is no integration with Transformers yet."""
     substitute_hf_flash_attn()

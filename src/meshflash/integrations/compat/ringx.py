@@ -1,4 +1,7 @@
-"""ringX's names: `ringX1_attn_func` to `ringX4_attn_func`, with the variants that overlap, which all of these do."""
+"""Names of ringX: `ringX1_attn_func` to `ringX4_attn_func`.
+
+The variants with `o` and `b` are the same functions: all schedules overlap communication.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""sp-aurora's names: `sp_aurora_func` is a ring, `ulysses_flash_attn_func` exchanges heads for sequence.
+"""Names of sp-aurora: `sp_aurora_func` runs a ring, `ulysses_flash_attn_func` exchanges heads for sequence.
 
-`setup_mpi_distributed` and its like start a rank under torchrun, mpiexec or alone.
+`setup_mpi_distributed` and the functions beside it start a rank under torchrun, mpiexec or alone.
 
 >>> from meshflash.integrations.compat.sp_aurora import sp_aurora_func
 """
@@ -21,35 +21,42 @@ from meshflash.runtime.launchers import LaunchError, detect
 from meshflash.runtime.log import log
 
 
-def _two(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with (output, LSE) for `return_attn_probs`: two values, as Ulysses returns them there."""
+def _with_two_results(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return (output, LSE) for `return_attn_probs`: two values, as the original's Ulysses does."""
 
     @wraps(func)
-    def two(*arguments: Any, **named: Any) -> Any:
+    def wrapped(*arguments: Any, **named: Any) -> Any:
         made = func(*arguments, **named)
         return made[:2] if isinstance(made, tuple) else made
 
-    return two
+    return wrapped
 
 
 sp_aurora_func, sp_aurora_kvpacked_func, sp_aurora_qkvpacked_func = dense("sp_aurora", "ring")
 ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = dense("ring_flash_attn", "ring")
 ulysses_flash_attn_func, ulysses_flash_attn_kvpacked_func, ulysses_flash_attn_qkvpacked_func = forms(
-    "ulysses_flash_attn_", _two(dense("ulysses_flash_attn", "ulysses")[0])
+    "ulysses_flash_attn_", _with_two_results(dense("ulysses_flash_attn", "ulysses")[0])
 )
 
 
-#: The variables by which sp-aurora tells that MPI started a process.
+#: The environment variables by which sp-aurora detects MPI.
 MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "MPI_RANK")
 
 
 def detect_mpi_environment() -> bool:
-    """Whether MPI started this process."""
+    """Return whether MPI started this process."""
     return any(name in os.environ for name in MPI_VARIABLES)
 
 
 def setup_mpi_distributed(backend: str | None = None) -> dict[str, Any]:
-    """This process as a rank: rank, world_size, local_rank, device, launcher (torchrun, mpiexec, single), backend."""
+    """Make this process a rank of its job.
+
+    Args:
+        backend: The backend of the process group; None takes the best one for the device.
+
+    Returns:
+        A dict of rank, world_size, local_rank, device, launcher (torchrun, mpiexec or single) and backend.
+    """
     world = init(_backend(backend))
     return {
         "rank": world.rank,
@@ -61,12 +68,17 @@ def setup_mpi_distributed(backend: str | None = None) -> dict[str, Any]:
     }
 
 
-#: Any other is an MPI's, or Slurm's.
+#: sp-aurora's names of launchers by ours; all others are MPI or Slurm, which it calls mpiexec.
 _LAUNCHERS = {"torchrun": "torchrun", "variables": "torchrun", "single": "single"}
 
 
 def init_distributed_backend(backend: str | None = None, timeout_seconds: int = 1800) -> bool:
-    """Initialise the process group; False, with the reason in the log, where that cannot be done."""
+    """Initialize the process group; return False and log the reason if that fails.
+
+    Args:
+        backend: The backend of the process group; None takes the best one for the device.
+        timeout_seconds: The timeout of its operations.
+    """
     try:
         init(_backend(backend), float(timeout_seconds))
     except (LaunchError, ValueError) as error:
@@ -76,15 +88,19 @@ def init_distributed_backend(backend: str | None = None, timeout_seconds: int = 
 
 
 def cleanup_distributed() -> None:
-    """End what the two above began."""
+    """Shut down what `setup_mpi_distributed` or `init_distributed_backend` started."""
     shutdown()
 
 
 def get_device_for_rank(rank: int | None = None) -> torch.device:
-    """The device of a rank of this node; of this process where None."""
+    """Return the device of a rank of this node.
+
+    Args:
+        rank: The local rank; None means this process.
+    """
     return device_of(detect().local_rank if rank is None else rank)
 
 
 def _backend(name: str | None) -> str | None:
-    """Their "ccl" is whatever Intel's devices have."""
+    """Translate sp-aurora's "ccl" to torch's own backend for Intel GPUs, if it is available."""
     return "xccl" if name == "ccl" and available("xccl") else name

@@ -1,7 +1,7 @@
-"""yunchang's names (long-context-attention, USP): modules that exchange heads for sequence and run a ring across.
+"""Names of yunchang (long-context-attention, USP): modules that combine Ulysses and a ring.
 
-`set_seq_parallel_pg` says how many ranks exchange and how many are a ring, `ring_impl_type` which positions a rank
-holds; `EXTRACT_FUNC_DICT` has the functions that cut them from a whole sequence.
+`set_seq_parallel_pg` sets the Ulysses and ring degrees, `ring_impl_type` the positions that a rank holds.
+`EXTRACT_FUNC_DICT` has the functions that extract them from a whole sequence.
 
 >>> from meshflash.integrations.compat.yunchang import LongContextAttention, set_seq_parallel_pg
 """
@@ -20,19 +20,19 @@ from meshflash.core.layout import Layout, positions
 from meshflash.groups import SharesGroup, dist, group_of
 from meshflash.integrations.compat.calls import Window, call, check_lengths, mask_of
 
-#: By `ring_impl_type`: the schedule of the ring, and which positions each of its places holds.
+#: By `ring_impl_type`: the schedule of the ring, and the layout over the ranks of the ring.
 _RINGS = {
     "basic": ("ring", Layout.contiguous),
     "zigzag": ("zigzag", Layout.zigzag),
     "strip": ("striped", Layout.striped),
 }
-#: The same with other kernels.
+#: The same rings with other kernels.
 _RINGS |= {f"basic_{kernel}": _RINGS["basic"] for kernel in ("pytorch", "flashinfer", "npu", "xpu")}
 _RINGS["zigzag_npu"] = _RINGS["zigzag"]
 
 
 class AttnType(Enum):
-    """yunchang's kernels. Those that compute attention are all the same here; those that approximate it are refused."""
+    """Kernels of yunchang. Exact ones all select meshflash's own choice; approximate ones are refused."""
 
     AITER = "aiter"
     FA = "fa"
@@ -54,7 +54,7 @@ class AttnType(Enum):
 
     @classmethod
     def from_string(cls, s: str) -> AttnType:
-        """The kernel of this name.
+        """Return the kernel of this name.
 
         >>> AttnType.from_string("fa3")
         <AttnType.FA3: 'fa3'>
@@ -66,10 +66,7 @@ class AttnType(Enum):
 
 @dataclass(frozen=True)
 class _Degrees:
-    """The ranks of a sequence as a table: `ulysses` of them exchange heads, `ring` are a ring.
-
-    With `low`, neighbours exchange; without, neighbours are a ring.
-    """
+    """The Ulysses and ring degrees of a sequence. With `low`, neighbours form Ulysses groups, otherwise rings."""
 
     ulysses: int
     ring: int
@@ -77,11 +74,11 @@ class _Degrees:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
+        """The number of ranks of one sequence."""
         return self.ulysses * self.ring
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """A rank's place in its ring, and among those that it exchanges with."""
+    def indices(self, rank: int) -> tuple[int, int]:
+        """Return a rank's index in its ring, and in its Ulysses group."""
         if self.low:
             ring, ulysses = divmod(rank, self.ulysses)
         else:
@@ -91,24 +88,24 @@ class _Degrees:
 
 @lru_cache(maxsize=256)
 def _held(kind: str, tokens: int, degrees: _Degrees) -> Layout:
-    """What each rank holds: what its place in the ring does, cut into as many equal runs as ranks exchange.
+    """Return the layout: the tokens of each ring rank, split into equal consecutive parts over its Ulysses group.
 
     >>> _held("zigzag", 16, _Degrees(2, 2)).ranges
     ((range(0, 4),), (range(12, 16),), (range(4, 8),), (range(8, 12),))
     >>> _held("strip", 8, _Degrees(2, 2, low=False)).ranges
     ((range(0, 4, 2),), (range(1, 5, 2),), (range(4, 8, 2),), (range(5, 9, 2),))
     """
-    places = _RINGS[kind][1](tokens, degrees.ring)
+    ring_layout = _RINGS[kind][1](tokens, degrees.ring)
     each = tokens // degrees.world
     ranges = []
     for rank in range(degrees.world):
-        ring, ulysses = degrees.place(rank)
-        ranges.append(_rows(places.ranges[ring], ulysses * each, (ulysses + 1) * each))
+        ring, ulysses = degrees.indices(rank)
+        ranges.append(_rows(ring_layout.ranges[ring], ulysses * each, (ulysses + 1) * each))
     return Layout(tuple(ranges))
 
 
 def _rows(ranges: tuple[range, ...], first: int, last: int) -> tuple[range, ...]:
-    """Some rows of what these ranges hold one after another."""
+    """Return rows `first` to `last` of the concatenation of these ranges."""
     found, row = [], 0
     for r in ranges:
         found.append(r[max(0, first - row) : max(0, last - row)])
@@ -116,20 +113,26 @@ def _rows(ranges: tuple[range, ...], first: int, last: int) -> tuple[range, ...]
     return tuple(r for r in found if len(r))
 
 
-#: What `set_seq_parallel_pg` was told, and the group of this rank's sequence; None is the default group.
-_told: tuple[_Degrees, Any] | None = None
+#: The degrees that `set_seq_parallel_pg` got, and the group of this rank's sequence (None: the default group).
+_config: tuple[_Degrees, Any] | None = None
 
 
 def set_seq_parallel_pg(
     sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
 ) -> None:
-    """Say how the ranks of a sequence work together; every rank calls it, before any module is made.
+    """Set the degrees of sequence parallelism. Every rank calls it before it makes a module.
 
-    Where there are more ranks than one sequence takes, each run of so many has one of its own.
+    Args:
+        sp_ulysses_degree: The number of ranks that exchange heads for sequence.
+        sp_ring_degree: The number of ranks of a ring.
+        rank: This rank of the default process group.
+        world_size: The size of the default process group. If it exceeds the product of the degrees, each block of that
+            many consecutive ranks has a sequence of its own.
+        use_ulysses_low: Whether neighbouring ranks form Ulysses groups; otherwise they form rings.
 
     >>> set_seq_parallel_pg(1, 1, rank=0, world_size=1)
     """
-    global _told
+    global _config
     _, here, ranks = group_of(None)
     if (rank, world_size) != (here, ranks):
         raise ValueError(
@@ -147,55 +150,64 @@ def set_seq_parallel_pg(
         firsts = range(0, world_size, degrees.world)
         groups = [dist.new_group(list(range(first, first + degrees.world))) for first in firsts]
         group = groups[rank // degrees.world]
-    _told = degrees, group
+    _config = degrees, group
 
 
 def _extract(kind: str, value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int) -> Tensor:
-    told = _told[0] if _told else _Degrees(ud, rd)
-    if rd * ud != world_size or (rd, ud) != (told.ring, told.ulysses):
+    current = _config[0] if _config else _Degrees(ud, rd)
+    if rd * ud != world_size or (rd, ud) != (current.ring, current.ulysses):
         raise ValueError(
             f"world_size={world_size}, rd={rd}, ud={ud}: expected rd * ud ranks, and the degrees that "
-            f"set_seq_parallel_pg was told: rd={told.ring}, ud={told.ulysses}"
+            f"set_seq_parallel_pg got: rd={current.ring}, ud={current.ulysses}"
         )
     tokens = value.shape[dim]
     if tokens % world_size:
         raise ValueError(
-            f"value: {tokens} tokens on {world_size} ranks; pad it, or call meshflash.attention, which takes any length"
+            f"value: {tokens} tokens do not divide by {world_size} ranks; pad it, or call meshflash.attention, which "
+            "takes any length"
         )
-    rows = torch.from_numpy(positions(_held(kind, tokens, told), rank))
+    rows = torch.from_numpy(positions(_held(kind, tokens, current), rank))
     return value.index_select(dim, rows.to(value.device))
 
 
 def basic_extract_local(
     value: Tensor, rank: int, world_size: int, rd: int | None = None, ud: int | None = None, dim: int = 1
 ) -> Tensor:
-    """A rank's run of a whole sequence, without a gradient.
+    """Return a rank's contiguous tokens of a whole sequence, detached.
+
+    Args:
+        value: The whole sequence.
+        rank: The rank.
+        world_size: The number of ranks of the sequence.
+        rd: The ring degree; None means that of `set_seq_parallel_pg`.
+        ud: The Ulysses degree; None means that of `set_seq_parallel_pg`.
+        dim: The dimension of the tokens.
 
     >>> set_seq_parallel_pg(1, 1, rank=0, world_size=1)
     >>> basic_extract_local(torch.arange(3).view(1, 3), rank=0, world_size=1).tolist()
     [[0, 1, 2]]
     """
-    told = _told[0] if _told else _Degrees(world_size, 1)
-    return _extract("basic", value, rank, world_size, rd or told.ring, ud or told.ulysses, dim).detach()
+    current = _config[0] if _config else _Degrees(world_size, 1)
+    return _extract("basic", value, rank, world_size, rd or current.ring, ud or current.ulysses, dim).detach()
 
 
 def zigzag_extract_local(value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1) -> Tensor:
-    """A rank's share of a piece from the front and one from the back."""
+    """Return a rank's tokens of a whole sequence for the zigzag ring; arguments as in `basic_extract_local`."""
     return _extract("zigzag", value, rank, world_size, rd, ud, dim)
 
 
 def stripe_extract_local(value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1) -> Tensor:
-    """A rank's share of every rd-th token."""
+    """Return a rank's tokens of a whole sequence for the striped ring; arguments as in `basic_extract_local`."""
     return _extract("strip", value, rank, world_size, rd, ud, dim)
 
 
-_CUTS = {"ring": basic_extract_local, "zigzag": zigzag_extract_local, "striped": stripe_extract_local}
-#: By `ring_impl_type`: the function `(value, rank, world_size, rd, ud)` that cuts what a rank holds.
-EXTRACT_FUNC_DICT = {kind: _CUTS[schedule] for kind, (schedule, _) in _RINGS.items()}
+_EXTRACT = {"ring": basic_extract_local, "zigzag": zigzag_extract_local, "striped": stripe_extract_local}
+#: By `ring_impl_type`: the function `(value, rank, world_size, rd, ud)` that returns a rank's tokens.
+EXTRACT_FUNC_DICT = {kind: _EXTRACT[schedule] for kind, (schedule, _) in _RINGS.items()}
 
 
 def _check_exchange(scatter_idx: int, gather_idx: int, heads: int) -> None:
-    """ValueError unless heads, in this dimension, are scattered and tokens gathered."""
+    """Raise ValueError unless heads, in dimension `heads`, are scattered and tokens gathered."""
     if (scatter_idx, gather_idx) != (heads, 1):
         raise ValueError(
             f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: expected {heads} and 1, the heads and the tokens of "
@@ -204,7 +216,7 @@ def _check_exchange(scatter_idx: int, gather_idx: int, heads: int) -> None:
 
 
 class _Attention(SharesGroup, nn.Module):
-    """What the modules share: attention over a group, by a schedule, of what each rank holds."""
+    """Base class of the modules: attention over a group by a schedule."""
 
     _shared = ("group",)
 
@@ -213,12 +225,12 @@ class _Attention(SharesGroup, nn.Module):
         name = getattr(attn_type, "value", attn_type)
         if "sage" in AttnType.from_string(name).value:
             raise ValueError(
-                f"attn_type={name!r}: it approximates attention, and meshflash computes it; leave attn_type out"
+                f"attn_type={name!r}: it approximates attention, and meshflash is exact; leave attn_type out"
             )
         self.group, self.schedule = group, schedule
 
     def layout(self, tokens: int) -> Layout | None:
-        """Which positions ranks hold that have so many tokens each; None where the schedule is at home."""
+        """Return the layout for `tokens` tokens on each rank; None means the schedule's default."""
         return None
 
     def forward(
@@ -226,9 +238,9 @@ class _Attention(SharesGroup, nn.Module):
         causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
         deterministic: bool = False, return_attn_probs: bool = False, *args: Any,
     ) -> Any:  # fmt: skip
-        """This rank's output; as in yunchang, it alone comes back for `return_attn_probs` too."""
+        """Return this rank's output; as in yunchang, `return_attn_probs` adds nothing to it."""
         if args:
-            raise ValueError(f"{len(args)} arguments too many: they would have no effect; leave them out")
+            raise ValueError(f"{len(args)} surplus positional arguments: they would have no effect; leave them out")
         mask, layouts = mask_of(causal, window_size), [self.layout(x.shape[1]) for x in (query, key)]
         check_lengths(query, key, mask, alibi_slopes)
         return call(query, key, value, mask, self.schedule, layouts[0], dropout_p, softmax_scale, alibi_slopes,
@@ -236,9 +248,14 @@ class _Attention(SharesGroup, nn.Module):
 
 
 class UlyssesAttention(_Attention):
-    """Heads for sequence between all ranks of a group, each of which holds a run of the sequence.
+    """Ulysses attention over all ranks of a group; each rank holds a contiguous chunk of the sequence.
 
-    `use_sync`, and the kernel that `attn_type` names, change no result and nothing here.
+    Args:
+        sequence_process_group: The process group; None means the default group.
+        scatter_idx: The dimension of the heads, 2.
+        gather_idx: The dimension of the tokens, 1.
+        use_sync: Has no effect.
+        attn_type: Has no effect, except that approximate kernels are refused.
 
     >>> q = k = v = torch.randn(1, 5, 2, 8)
     >>> UlyssesAttention()(q, k, v, causal=True).shape
@@ -258,10 +275,16 @@ class UlyssesAttention(_Attention):
 
 
 class LongContextAttention(_Attention):
-    """Heads for sequence between some ranks and a ring across them, as `set_seq_parallel_pg` was told.
+    """Ulysses within groups of ranks and a ring across them, with the degrees of `set_seq_parallel_pg`.
 
-    `use_pack_qkv`, `use_sync`, and the kernel that `attn_type` or `ring_impl_type` names, change no result and nothing
-    here. An `attn_processor` would, and is refused.
+    Args:
+        scatter_idx: The dimension of the heads, 2.
+        gather_idx: The dimension of the tokens, 1.
+        ring_impl_type: The ring, and so the positions that ranks hold. The kernel in its name has no effect.
+        use_pack_qkv: Has no effect.
+        use_sync: Has no effect.
+        attn_type: Has no effect, except that approximate kernels are refused.
+        attn_processor: Refused: it would replace the kernel.
 
     >>> set_seq_parallel_pg(1, 1, rank=0, world_size=1)
     >>> q = k = v = torch.randn(1, 5, 2, 8)
@@ -284,21 +307,21 @@ class LongContextAttention(_Attention):
             raise ValueError(f"ring_impl_type={ring_impl_type!r}: expected one of {', '.join(_RINGS)}")
         if attn_processor is not None:
             raise ValueError("attn_processor: it would replace the kernel, and meshflash has its own; leave it out")
-        if _told is None:
-            raise ValueError("call set_seq_parallel_pg first, on every rank: it says which ranks exchange heads")
-        degrees, group = _told
+        if _config is None:
+            raise ValueError("call set_seq_parallel_pg first, on every rank: it sets the Ulysses and ring degrees")
+        degrees, group = _config
         ring = _RINGS[ring_impl_type][0]
         schedule = f"hybrid(inner={degrees.ulysses}, ring={ring}, turned={not degrees.low})"
         super().__init__(group, schedule, attn_type)
         self.ring_impl_type, self.degrees = ring_impl_type, degrees
 
-    @torch.compiler.disable  # compiled code cannot follow how a layout with steps is checked
+    @torch.compiler.disable  # torch.compile cannot trace the checks of a layout of strided ranges
     def layout(self, tokens: int) -> Layout | None:
         return _held(self.ring_impl_type, tokens * self.degrees.world, self.degrees)
 
 
 class LongContextAttentionQKVPacked(nn.Module):
-    """The same for queries, keys and values in one tensor, `[batch, tokens, 3, heads, dim]`."""
+    """`LongContextAttention` for q, k and v in one tensor, `[batch, tokens, 3, heads, dim]`; arguments as there."""
 
     def __init__(
         self,
@@ -313,5 +336,5 @@ class LongContextAttentionQKVPacked(nn.Module):
         self.attention = LongContextAttention(ring_impl_type=ring_impl_type, attn_type=attn_type)
 
     def forward(self, qkv: Tensor, *arguments: Any, **named: Any) -> Any:
-        """This rank's output; the other arguments are those of LongContextAttention."""
+        """Return this rank's output; further arguments are those of `LongContextAttention`."""
         return self.attention(*qkv.unbind(-3), *arguments, **named)

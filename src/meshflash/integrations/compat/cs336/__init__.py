@@ -1,14 +1,14 @@
-"""The names of Stanford's CS336, assignment 2: FlashAttention, DDP, FSDP, a sharded optimizer, and training by them.
+"""Names of Stanford's CS336, assignment 2: FlashAttention, DDP, FSDP, a sharded optimizer, and training loops.
 
-They are those of the assignment's adapters, and of a study plan that goes with it; all of it is torch's own DDP,
-`fully_shard` and ZeroRedundancyOptimizer over the default process group. No name needs another one of these.
+The names are those of the assignment's adapters and of a study plan for it. The implementations are torch's DDP,
+`fully_shard` and ZeroRedundancyOptimizer over the default process group. Each name works without the others.
 """
 
 from meshflash.integrations.compat.cs336.attention import (
     FlashAttentionFunction,
     FlashAttentionTorch,
     FlashAttentionTriton,
-    _op_arguments,  # noqa: F401 what a call hands to the kernels
+    _op_arguments,  # noqa: F401 tests read the arguments that kernels get
     flash_attention_forward,
     get_flashattention_autograd_function_pytorch,
     get_flashattention_autograd_function_triton,

@@ -1,7 +1,7 @@
-"""CS336's FlashAttention: attention on `[..., tokens, dim]`, causal from the top left.
+"""FlashAttention of CS336: attention on `[..., tokens, dim]`; a causal mask aligns the first query and key.
 
-`FlashAttentionTorch.apply(q, k, v, is_causal)` runs the tiled kernel, `FlashAttentionTriton.apply` the one in
-Triton; both save, beside their inputs and output, one tensor of shape `q.shape[:-1]`: the log-sum-exp.
+`FlashAttentionTorch.apply(q, k, v, is_causal)` runs the tiled kernel, `FlashAttentionTriton.apply` the Triton kernel.
+Both save their inputs, the output and one tensor of shape `q.shape[:-1]`, the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @classmethod
     def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Any:
-        """Attention of `[..., tokens, dim]` tensors."""
+        """Compute attention of `[..., tokens, dim]` tensors."""
         return super().apply(q, k, v, is_causal)
 
     @staticmethod
@@ -48,7 +48,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
 
 class FlashAttentionTriton(FlashAttentionTorch):
-    """FlashAttention-2 in Triton, as an autograd function: on GPUs, or on CPUs where TRITON_INTERPRET=1 is set."""
+    """FlashAttention-2 in Triton, as an autograd function: on GPUs, or on CPUs with TRITON_INTERPRET=1."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -67,12 +67,12 @@ FlashAttentionFunction = FlashAttentionTorch
 
 
 def get_flashattention_autograd_function_pytorch() -> type[FlashAttentionTorch]:
-    """The class in plain PyTorch."""
+    """Return the class in plain PyTorch."""
     return FlashAttentionTorch
 
 
 def get_flashattention_autograd_function_triton() -> type[FlashAttentionTriton]:
-    """The class in Triton."""
+    """Return the class in Triton."""
     return FlashAttentionTriton
 
 
@@ -80,7 +80,14 @@ def get_flashattention_autograd_function_triton() -> type[FlashAttentionTriton]:
 def flash_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, block_size: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `[..., tokens, dim]` tensors, in blocks of `block_size` queries and keys.
+    """Return (out, lse) of attention on `[..., tokens, dim]` tensors.
+
+    Args:
+        q: The queries.
+        k: The keys.
+        v: The values.
+        is_causal: Whether the mask is causal.
+        block_size: The number of queries and keys in a block.
 
     >>> q = k = v = torch.randn(1, 2, 5, 8)
     >>> out, lse = flash_attention_forward(q, k, v, True, block_size=2)
@@ -97,7 +104,7 @@ def flash_attention_forward(
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Dense attention of `[..., tokens, dim]` tensors: what the others are measured against."""
+    """Compute dense attention of `[..., tokens, dim]` tensors: the baseline of benchmarks."""
     inputs, mask, scale = _one_head(q, k, v, is_causal)
     out, _ = dense_attention(*inputs, mask, Features(scale))
     return out.view(*q.shape[:-1], v.shape[-1])
@@ -110,7 +117,7 @@ def _op_arguments(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str)
 
 
 def _one_head(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Mask, float]:
-    """The inputs as `[batch, tokens, 1, dim]`, the mask and the scale."""
+    """Return the inputs as `[batch, tokens, 1, dim]`, the mask and the scale."""
     if q.ndim < 2 or not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
         raise ValueError(
             f"expected q, k and v of shape [..., tokens, dim] with the same leading dimensions; got "

@@ -1,9 +1,8 @@
-"""CS336's training by DDP and FSDP: a process as a rank, a small loop for each, and its time.
+"""Training loops of CS336 by DDP and FSDP: start a rank, train, and time an epoch.
 
-A batch's loss is a mean over its samples, and a step is to be that of one process with all samples of all ranks. So
-losses are weighted by samples, which `meshflash.parallel.accumulate` does by labels: it wants models that return sums
-over them, and blanks them where a rank has no batch. Models and losses here are anyone's; such a rank repeats a batch
-with the weight 0.
+A step equals that of one process with the samples of all ranks, so losses are weighted by the number of samples. A rank
+that has run out of batches repeats one with weight 0, because backward is a collective. `meshflash.parallel.accumulate`
+does the same for models that return sums over labels; models and losses here are arbitrary.
 """
 
 from __future__ import annotations
@@ -30,21 +29,26 @@ from meshflash.job import init, shutdown
 from meshflash.parallel import MeshSampler, init_mesh, synchronized
 from meshflash.runtime.devices import BACKENDS, CPU, GLOO, available, count, current, kind_here, take_device
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # torch.distributed lacks some declarations
 
 Loss = Callable[[Any, Any], Tensor]
 
-#: How often a rank tries to meet the others.
-MEETINGS = 20
+#: The number of times that a rank tries to connect to the store of rank 0.
+CONNECT_ATTEMPTS = 20
 
 
 def setup_ddp(
     rank: int | None = None, world_size: int | None = None, backend: str | None = None
 ) -> tuple[int, int, int]:
-    """(rank, world_size, local_rank) of this process, with its device taken and the default process group made.
+    """Select this process's device, make the default process group and return (rank, world_size, local_rank).
 
-    By default as its launcher says, see `meshflash.init`; a process alone has no group. With `rank` and `world_size`,
-    as under `torch.multiprocessing.spawn`, ranks meet at MASTER_ADDR and MASTER_PORT. A group that is there is taken.
+    An existing process group is used as it is. A process alone has none.
+
+    Args:
+        rank: The rank of this process, as under `torch.multiprocessing.spawn`; ranks then connect at MASTER_ADDR and
+            MASTER_PORT. None means what the launcher says, see `meshflash.init`.
+        world_size: The number of ranks. Give it with `rank`, or neither.
+        backend: The backend of the process group; None takes the best one for the device.
 
     >>> setup_ddp()
     (0, 1, 0)
@@ -52,7 +56,7 @@ def setup_ddp(
     """
     if rank is None or world_size is None:
         if rank is not None or world_size is not None:
-            raise ValueError("setup_ddp: give both rank and world_size, or neither for what the launcher says")
+            raise ValueError("setup_ddp: pass both rank and world_size, or neither to use the launcher's")
         here = init(backend)
         return here.rank, here.world_size, here.local_rank
     if not 0 <= rank < world_size:
@@ -62,58 +66,60 @@ def setup_ddp(
     if not dist.is_initialized():
         absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if absent:
-            raise ValueError(f"setup_ddp: set {' and '.join(absent)}, where ranks meet, or give no rank and world_size")
+            raise ValueError(
+                f"setup_ddp: set {' and '.join(absent)}, where ranks connect, or pass no rank and world_size"
+            )
         take_device(kind, local_rank)
-        _meet(backend or _backend(kind), rank, world_size)
+        _init_process_group(backend or _backend(kind), rank, world_size)
     elif (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         raise ValueError(
-            f"setup_ddp: rank {rank} of {world_size}, and this process is rank {dist.get_rank()} of "
+            f"setup_ddp: rank={rank}, world_size={world_size}, but this process is rank {dist.get_rank()} of "
             f"{dist.get_world_size()} already; call cleanup_ddp first"
         )
     return rank, world_size, local_rank
 
 
-def _meet(backend: str, rank: int, world_size: int) -> None:
-    """Make the group. Rank 0's store of the group before may still answer, and end meanwhile: then once more.
+def _init_process_group(backend: str, rank: int, world_size: int) -> None:
+    """Make the default process group at MASTER_ADDR and MASTER_PORT.
 
-    That store has the addresses of the group before: rank 0 answers a question of each rank, which it does in its own
-    store alone.
+    The store of an earlier group may still listen there, with that group's addresses. So each rank writes a nonce and
+    waits for rank 0's answer, which only its new store gives. If the old store closes meanwhile, try again.
     """
-    for left in reversed(range(MEETINGS)):
+    for attempts_left in reversed(range(CONNECT_ATTEMPTS)):
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, world_size))
             if rank:
-                question = uuid.uuid4().hex
-                store.set(f"question/{rank}", question)
-                store.get(f"answer/{question}")
+                nonce = uuid.uuid4().hex
+                store.set(f"question/{rank}", nonce)
+                store.get(f"answer/{nonce}")
             else:
                 for other in range(1, world_size):
                     store.set(f"answer/{store.get(f'question/{other}').decode()}", "here")
             break
         except dist.DistNetworkError:
-            if rank == 0 or not left:
+            if rank == 0 or not attempts_left:
                 raise
             time.sleep(0.2)
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size)
 
 
 def cleanup_ddp() -> None:
-    """End the default process group, and free what was kept for it. Without one nothing is done."""
+    """Destroy the default process group and free the memory kept for it; do nothing without one."""
     shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def train_with_ddp(rank: int | None = None, world_size: int | None = None, **named: Any) -> list[float]:
-    """Train a model that every rank keeps, and return the loss of each step, the same on all ranks.
+    """Train a model by DDP and return the loss of each step, the same on all ranks.
 
-    Weights and losses are those of one process with the samples of all ranks, whatever number each has. The model is
-    trained where it is: afterwards it has the weights. A process group that is not there yet is made, and ended.
+    Weights and losses are those of one process with the samples of all ranks, however many each has. The model is
+    trained in place. If there is no process group, one is made and destroyed at the end.
 
     Args:
-        rank: as `setup_ddp` takes it; by default what the launcher says.
-        world_size: likewise.
-        named: of `train`.
+        rank: The rank of this process, as in `setup_ddp`. None means what the launcher says.
+        world_size: The number of ranks, as in `setup_ddp`.
+        named: Keyword arguments of `train`.
     """
     return train(get_ddp, rank, world_size, **named)
 
@@ -121,13 +127,13 @@ def train_with_ddp(rank: int | None = None, world_size: int | None = None, **nam
 def train_with_fsdp(
     rank: int | None = None, world_size: int | None = None, *, compute_dtype: torch.dtype | None = None, **named: Any
 ) -> list[float]:
-    """The same with weights in parts on all ranks; the model then has this rank's, see `after`.
+    """Train a model by FSDP and return the loss of each step. The model keeps this rank's shards; see `after`.
 
     Args:
-        rank: as `setup_ddp` takes it; by default what the launcher says.
-        world_size: likewise.
-        compute_dtype: see `get_fsdp`.
-        named: of `train`.
+        rank: The rank of this process, as in `setup_ddp`. None means what the launcher says.
+        world_size: The number of ranks, as in `setup_ddp`.
+        compute_dtype: The dtype of gathered weights, as in `get_fsdp`.
+        named: Keyword arguments of `train`.
     """
     return train(lambda model: get_fsdp(model, compute_dtype), rank, world_size, **named)
 
@@ -150,30 +156,31 @@ def train(
     after: Callable[[nn.Module], Any] | None = None,
     **options: Any,
 ) -> list[float]:
-    """The loop of `train_with_ddp` and `train_with_fsdp`.
+    """Run the loop of `train_with_ddp` and `train_with_fsdp`; return the loss of each step.
 
     Args:
-        wrap: `get_ddp` or `get_fsdp`.
-        rank: as `setup_ddp` takes it.
-        world_size: likewise.
-        model: or a function that makes one.
-        data: a Dataset, of which each rank takes its samples by `MeshSampler`; or this rank's batches, as of a
-            DataLoader, to be gone through once an epoch. Samples are in the first dimension of all tensors.
-        loss: of `model(inputs)` and targets, where a batch is a pair of them; without it `model(batch)` is the loss.
-            It is a mean over samples.
-        optimizer: a class, or what makes one of parameters.
-        epochs: how often the data is gone through.
-        accumulation_steps: batches of each rank to a step. The last step of an epoch takes what is left.
-        batch_size: samples of a rank's batch, of a Dataset.
-        shuffle: whether each epoch of a Dataset has an order of its own.
-        seed: of these orders.
-        backend: of the process group.
-        after: called with the wrapped model at the end, while there are ranks, as `fsdp_gather_full_params` needs.
-        options: of the optimizer, as `lr`.
+        wrap: The function that wraps the model: `get_ddp` or `get_fsdp`.
+        rank: The rank of this process, as in `setup_ddp`.
+        world_size: The number of ranks, as in `setup_ddp`.
+        model: The model, or a function that makes it.
+        data: A Dataset, whose samples `MeshSampler` distributes; or this rank's batches, such as a DataLoader, iterated
+            once per epoch. The first dimension of all tensors counts samples.
+        loss: A function of `model(inputs)` and targets, for batches that are pairs. It returns a mean over samples.
+            None means that `model(batch)` is the loss.
+        optimizer: The class of the optimizer, or a function that makes one from parameters.
+        epochs: The number of passes over the data.
+        accumulation_steps: The number of batches of each rank in a step. The last step of an epoch may have fewer.
+        batch_size: The number of samples in a batch of a rank, for a Dataset.
+        shuffle: Whether each epoch has its own order, for a Dataset.
+        seed: The seed of these orders.
+        backend: The backend of the process group, as in `setup_ddp`.
+        after: A function that gets the wrapped model at the end, while the process group exists. Call
+            `fsdp_gather_full_params` there.
+        options: Options of the optimizer, such as `lr`.
     """
     if epochs < 1 or accumulation_steps < 1:
         raise ValueError(f"epochs={epochs}, accumulation_steps={accumulation_steps}: expected at least 1 of each")
-    began = not dist.is_initialized()
+    owns_group = not dist.is_initialized()
     setup_ddp(rank, world_size, backend)
     try:
         model = model if isinstance(model, nn.Module) else model()
@@ -190,7 +197,7 @@ def train(
         if after is not None:
             after(wrapped)
     finally:
-        if began:
+        if owns_group:
             cleanup_ddp()
     return losses
 
@@ -202,21 +209,22 @@ def benchmark_ddp(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
 ) -> float:
-    """Average seconds that an epoch takes on this rank; rank 0 prints each, and the average.
+    """Return the average seconds of an epoch on this rank; rank 0 prints each epoch and the average.
 
-    Times are taken when the device has done its work. All ranks have equally many batches.
+    The device is synchronized before each time is taken. All ranks must have equally many batches.
 
     Args:
-        model: of `get_ddp` or `get_fsdp`, or any other.
-        dataloader: this rank's batches, to be gone through once an epoch.
-        epochs: how many are timed.
-        optimizer: makes a step after each batch; without it gradients are dropped.
-        loss: of `model(inputs)` and targets, where a batch is a pair of them; without it `model(batch)` is the loss.
+        model: The model, wrapped by `get_ddp` or `get_fsdp`, or plain.
+        dataloader: This rank's batches, iterated once per epoch.
+        epochs: The number of epochs to time.
+        optimizer: The optimizer, which makes a step after each batch. Without it gradients are dropped.
+        loss: A function of `model(inputs)` and targets, for batches that are pairs. None means that `model(batch)` is
+            the loss.
     """
     if epochs < 1:
         raise ValueError(f"epochs={epochs}: expected at least 1")
     device = next(model.parameters()).device
-    speaks = not dist.is_initialized() or dist.get_rank() == 0
+    prints = not dist.is_initialized() or dist.get_rank() == 0
     times = []
     for epoch in range(epochs):
         start = _now(device)
@@ -226,18 +234,18 @@ def benchmark_ddp(
                 optimizer.step()
             model.zero_grad()
         times.append(_now(device) - start)
-        if speaks:
+        if prints:
             print(f"Epoch {epoch}: {times[-1]:.2f}s")
     average = sum(times) / len(times)
-    if speaks:
+    if prints:
         print(f"Average per epoch: {average:.2f}s")
     return average
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, group: list[tuple[Any, int]], loss: Loss | None) -> float:
-    """One step with the batches of a group and their numbers of samples; the mean loss over all ranks' samples."""
+    """Make one step with a group of (batch, number of samples); return the mean loss over all ranks' samples."""
     device = next(model.parameters()).device
-    samples = int(_over_ranks(float(sum(number for _, number in group)))[0])
+    samples = int(_all_reduce(float(sum(number for _, number in group)))[0])
     lost = torch.zeros((), dtype=torch.float64, device=device)
     for n, (batch, number) in enumerate(group):
         last = n == len(group) - 1
@@ -251,7 +259,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, group: list[tuple[
     (fsdp_on_after_backward if isinstance(model, FullySharded) else ddp_on_after_backward)(model, optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    return _over_ranks(float(lost))[0] / samples
+    return _all_reduce(float(lost))[0] / samples
 
 
 def _loss(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
@@ -264,17 +272,17 @@ def _loss(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
 
 
 def _groups(loader: Iterable[Any], number: int) -> Iterator[list[tuple[Any, int]]]:
-    """Batches of each step with their numbers of samples, equally many on all ranks."""
+    """Yield the (batch, number of samples) pairs of each step, equally many on all ranks."""
     source = ((batch, samples) for batch in loader if (samples := _samples(batch)))
     last: Any = None
     while True:
         group = [pair for _, pair in zip(range(number), source, strict=False)]
         if group:
             last = group[-1][0]
-        most, lacks = _over_ranks(float(len(group)), float(last is None), operation="MAX")
-        if lacks:  # asked of all ranks, so that all raise
+        most, is_empty = _all_reduce(float(len(group)), float(last is None), operation="MAX")
+        if is_empty:  # a maximum over ranks, so that all ranks raise
             raise ValueError(
-                "data: a rank has no samples in an epoch; give each at least one, and what can be gone through again"
+                "data: a rank has no samples in an epoch; give each rank at least one, in data that can be reused"
             )
         if not most:
             return
@@ -282,7 +290,7 @@ def _groups(loader: Iterable[Any], number: int) -> Iterator[list[tuple[Any, int]
 
 
 def _samples(batch: Any) -> int:
-    """How many samples a batch has.
+    """Return the number of samples of a batch.
 
     >>> _samples({"x": [torch.zeros(3, 2), torch.zeros(3)]})
     3
@@ -299,7 +307,7 @@ def _samples(batch: Any) -> int:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    """A batch on a device."""
+    """Move a batch to a device."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, dict):
@@ -311,28 +319,28 @@ def _to(batch: Any, device: torch.device) -> Any:
 
 
 def _loader(data: Iterable[Any] | Dataset[Any], batch_size: int, shuffle: bool, seed: int) -> Iterable[Any]:
-    """A rank's batches: of a Dataset those of its samples, else the data itself."""
+    """Return this rank's batches: a DataLoader over its samples of a Dataset, or the data itself."""
     if not isinstance(data, Dataset) or isinstance(data, IterableDataset):
         return data
     sampler = MeshSampler(data, init_mesh(), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
     return DataLoader(data, batch_size, sampler=sampler)
 
 
-def _over_ranks(*numbers: float, operation: str = "SUM") -> list[float]:
-    """The sums, or the largest, of all ranks' numbers."""
+def _all_reduce(*numbers: float, operation: str = "SUM") -> list[float]:
+    """All-reduce numbers over ranks: sums, or maxima with `operation="MAX"`."""
     found = torch.tensor(numbers, dtype=torch.float64, device=current())
     dist.all_reduce(found, getattr(dist.ReduceOp, operation))
     return list(found.tolist())
 
 
 def _backend(kind: str) -> str:
-    """The best backend for devices of a kind, beside the one for CPUs."""
+    """Return the best backend for devices of a kind, with gloo for CPU tensors."""
     best = next((name for name in BACKENDS.get(kind, ()) if available(name)), None)
     return GLOO if best is None else f"{CPU}:{GLOO},{kind}:{best}"
 
 
 def _now(device: torch.device) -> float:
-    """The time at which a device has done all that it was given."""
+    """Synchronize the device and return the time in seconds."""
     if device.type != CPU:
         torch.get_device_module(device).synchronize(device)
     return time.perf_counter()

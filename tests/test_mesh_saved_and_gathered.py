@@ -1,4 +1,4 @@
-"""What forwards save, keys that were gathered, transports, and ways to write a schedule: over a mesh, as users call."""
+"""Saved buffers, gathered keys, transports, optional LSE and spellings of a schedule, over a mesh."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import distributed as _distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mesh_cases import assert_close, compare, cut, leaves, qkv
 from meshflash import Layout, Mask, attention, flash_attention, register_schedule, shard, unshard
 from meshflash.core.program import Buffer, Copy, Slice
 from meshflash.engine.group_context import group_context
 from meshflash.schedules import allgather, registry
 from meshflash.schedules.compose import heads_for_sequence
-from test_mesh_calls import assert_close, compare, cut, leaves, qkv
 
 CAUSAL = Mask.causal()
 dist: Any = _distributed  # torch does not declare all that it exports here
@@ -48,7 +48,7 @@ def what_is_saved(rank, world, group):
         registry.unregister_schedule("mixed")
 
 
-def test_a_backward_finds_what_its_forward_saved_and_nothing_else(pool):
+def test_backward_uses_only_buffers_saved_by_its_forward(pool):
     pool.run(2, what_is_saved)
 
 
@@ -67,7 +67,7 @@ def changed_after(rank, world, group):
         assert q.grad.abs().sum() > 0
 
 
-def test_what_was_exchanged_is_not_kept(pool):
+def test_ulysses_does_not_keep_inputs_beside_exchanged_heads(pool):
     pool.run(2, changed_after)
 
 
@@ -86,7 +86,7 @@ def without_memory(rank, world, group):
     assert_close([compiled(*inputs)], [call(*inputs) * 2])
 
 
-def test_shapes_are_known_without_memory_and_two_axes_compile(pool):
+def test_fake_tensors_and_compilation_work_on_two_axes(pool):
     pool.run(2, without_memory)
 
 
@@ -105,7 +105,7 @@ def one_way_or_another(rank, world, group):
     assert len(dist.distributed_c10d._world.pg_names) == before  # gloo tells groups apart by tags
 
 
-def test_a_schedule_is_what_it_means_and_groups_are_shared(pool):
+def test_equivalent_schedule_strings_agree_and_groups_do_not_leak(pool):
     pool.run(2, one_way_or_another)
 
 
@@ -147,7 +147,7 @@ def gathered_once(rank, world, group):
         layer(own[0], k, v, k_layout="whole")
 
 
-def test_keys_may_be_gathered_once_for_several_layers(pool):
+def test_keys_gathered_once_serve_several_layers(pool):
     for world in (2, 3):
         pool.run(world, gathered_once)
 
@@ -167,7 +167,7 @@ def by_transport(rank, world, group):
             attention(*local, mesh=group, layout=layout, transport=transport)
 
 
-def test_a_transport_may_be_asked_for(pool):
+def test_transport_argument_selects_the_transport(pool):
     pool.run(2, by_transport)
 
 
@@ -182,7 +182,7 @@ def one_wants_the_lse(rank, world, group):
     assert_close(lses, [cut(want, layout, rank, 2)])
 
 
-def test_ranks_may_differ_in_asking_for_the_lse(pool):
+def test_ranks_may_differ_in_return_lse(pool):
     pool.run(3, one_wants_the_lse)
 
 
@@ -200,7 +200,7 @@ def unasked(rank, world, group):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_an_lse_that_nobody_asked_for_is_not_missed(pool, world):
+def test_results_do_not_depend_on_return_lse(pool, world):
     pool.run(world, unasked)
 
 
@@ -214,7 +214,7 @@ def after_inference_mode(rank, world, group):
     assert x.grad is not None
 
 
-def test_a_call_after_one_in_inference_mode(pool):
+def test_call_after_inference_mode_has_gradients(pool):
     pool.run(2, after_inference_mode)
 
 
@@ -232,5 +232,5 @@ def strided_gradient(rank, world, group, schedule):
 
 
 @pytest.mark.parametrize("schedule", ["ulysses", "ringx1", "zigzag"])
-def test_upstream_gradients_of_any_stride(pool, schedule):
+def test_upstream_gradients_may_have_any_stride(pool, schedule):
     pool.run(2, strided_gradient, schedule)

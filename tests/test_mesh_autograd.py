@@ -1,0 +1,182 @@
+"""Autograd over a mesh: strides, partial gradients, activation checkpointing, autocast and `torch.compile`."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed as _distributed
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from mesh_cases import CAUSAL, assert_close, assert_equal, cut, gradients, leaves, qkv
+from meshflash import Layout, Mask, attention, flash_attention
+
+dist: Any = _distributed  # torch does not declare all that it exports here
+
+
+def memory(rank, world, group):
+    layout = Layout.zigzag(25, world)
+    whole = qkv()
+    out, *grads = gradients(lambda *x: flash_attention(*x, mask=CAUSAL), *whole)
+    local = [cut(x, layout, rank) for x in whole]
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in local]
+    wide = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in local]
+    assert not any(x.is_contiguous() for x in (*strided, *wide))
+    for inputs in (strided, wide):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        got = attention(*inputs, layout=layout, mask=CAUSAL)
+        # an upstream gradient that is no contiguous tensor either
+        upstream = got.detach().transpose(1, 2).contiguous().transpose(1, 2)
+        grads_here = torch.autograd.grad(got, inputs, upstream)
+        assert_close([got.detach(), *grads_here], [cut(x, layout, rank) for x in (out, *grads)])
+    inputs = leaves(*local)
+    attention(*inputs, layout=layout).sum().backward()  # an expanded gradient
+    ones = torch.autograd.grad(attention(*inputs, layout=layout), inputs, torch.ones_like(cut(out, layout, rank)))
+    assert_equal([x.grad for x in inputs], ones)
+
+
+def test_strided_inputs_and_gradients_match_one_device(pool):
+    pool.run(2, memory)
+
+
+def autograd(rank, world, group):
+    layout, whole = Layout.zigzag(25, world), qkv()
+    call: dict[str, Any] = dict(layout=layout, mask=CAUSAL)
+    local = [cut(x, layout, rank) for x in whole]
+    grads = gradients(lambda *x: flash_attention(*x, mask=CAUSAL), *whole)
+    want = [cut(x, layout, rank) for x in grads]
+
+    # only some inputs need gradients
+    q, k, v = leaves(*local)
+    (dq,) = torch.autograd.grad(attention(q, k.detach(), v.detach(), **call).square().sum() / 2, (q,))
+    (dv,) = torch.autograd.grad(attention(q.detach(), k.detach(), v, **call).square().sum() / 2, (v,))
+    assert_close([dq, dv], [want[1], want[3]])
+
+    # none does
+    with torch.no_grad():
+        assert not attention(q, k, v, **call).requires_grad
+    assert not attention(*local, **call).requires_grad
+    with torch.inference_mode():
+        assert_close([attention(*local, **call).clone()], want[:1])
+
+    # through the LSE alone
+    inputs = leaves(*whole)
+    lse = flash_attention(*inputs, mask=CAUSAL, return_lse=True)[1]
+    whole_grads = torch.autograd.grad(lse.sin().sum(), inputs[:2])
+    lse = attention(q, k, v, **call, return_lse=True)[1]
+    assert_close(torch.autograd.grad(lse.sin().sum(), (q, k)), [cut(x, layout, rank) for x in whole_grads])
+
+    # gradients add up
+    inputs = leaves(*local)
+    for _ in range(2):
+        (attention(*inputs, **call).square().sum() / 2).backward()
+    assert_close([x.grad for x in inputs], [2 * x for x in want[1:]])
+
+    # two forwards, and their backwards in the order that autograd or the user chooses
+    first, second = leaves(*local), leaves(*(2 * x for x in local))
+    one, two = attention(*first, **call), attention(*second, **call, scale=0.1)
+    late = torch.autograd.grad(two.square().sum() / 2, second)
+    early = torch.autograd.grad(one.square().sum() / 2, first)
+    assert_close(early, want[1:])
+    again = [attention(*first, **call).square().sum() / 2, attention(*second, **call, scale=0.1).square().sum() / 2]
+    assert_equal(torch.autograd.grad(sum(again), (*first, *second)), (*early, *late))
+
+    # one call's result in the next
+    def twice(run, q, k, v):
+        return run(run(q, k, v), k, v)
+
+    deep = gradients(lambda *x: twice(lambda *y: flash_attention(*y, mask=CAUSAL), *x), *whole)
+    got = gradients(lambda *x: twice(lambda *y: attention(*y, **call), *x), *local)
+    assert_close(got, [cut(x, layout, rank) for x in deep])
+
+    # checkpoints run the forward again within the backward
+    dropped = gradients(partial(flash_attention, mask=CAUSAL, dropout=0.3, seed=4), *whole)
+    for reentrant in (False, True):
+        run = partial(checkpoint, partial(attention, **call, dropout=0.3, seed=4), use_reentrant=reentrant)
+        assert_close(gradients(run, *local), [cut(x, layout, rank) for x in dropped])
+
+
+def test_autograd_matches_one_device(pool):
+    pool.run(2, autograd)
+
+
+def autocast(rank, world, group):
+    layout, whole = Layout.zigzag(65, world), qkv(65, dtype=torch.float32, dim=16)
+    local = [cut(x, layout, rank) for x in whole]
+    rounded = gradients(lambda *x: attention(*x, layout=layout, mask=CAUSAL), *(x.bfloat16() for x in local))
+
+    def call(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attention(q, k, v, layout=layout, mask=CAUSAL)
+
+    got = gradients(call, *local)
+    assert got[0].dtype == torch.bfloat16
+    assert all(x.dtype == torch.float32 for x in got[1:])
+    assert_equal([got[0], *(x.bfloat16() for x in got[1:])], rounded)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = gradients(lambda *x: attention(*x, layout=layout, mask=CAUSAL), *(x.bfloat16() for x in local))
+    assert_equal(inside, rounded)
+
+
+def test_autocast_matches_bfloat16_inputs(pool):
+    pool.run(2, autocast)
+
+
+def compiled_once(function, calls, most):
+    """Assert that compiled code gives the output and gradients of eager code, in at most `most` compilations."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(function, fullgraph=True, backend=counter)
+    for q, k, v, *more in calls:
+        got = gradients(lambda *x, more=more: fast(*x, *more), q, k, v)
+        assert_equal(got, gradients(lambda *x, more=more: function(*x, *more), q, k, v))
+    assert counter.frame_count <= most, f"{counter.frame_count} compilations"
+
+
+def compiled(rank, world, group):
+    layouts = Layout.zigzag(24, world), Layout.balanced(CAUSAL, 24, world), Layout(((range(12, 24),), (range(12),)))
+    grid = dist.init_device_mesh("cpu", (world,))
+    inputs = [[x[:, :12] for x in qkv(12, dtype=torch.float32, seed=10 * n + rank)] for n in range(3)]
+    for mesh in (None, group, grid):
+        compiled_once(lambda *x, mesh=mesh: attention(*x, mesh=mesh, mask=CAUSAL) * 2, inputs, 1)
+    for layout in layouts:
+        compiled_once(lambda *x, layout=layout: attention(*x, layout=layout, mask=CAUSAL) * 2, inputs, 1)
+    arguments = [(*each, Layout.zigzag(24, world)) for each in inputs]
+    compiled_once(lambda q, k, v, layout: attention(q, k, v, layout=layout, schedule="ring"), arguments, 1)
+    compiled_once(lambda *x: attention(*x, layout=Layout.zigzag(24, world), schedule="zigzag"), inputs, 1)
+
+    def everything(q, k, v, logits, seed):
+        call: dict[str, Any] = dict(mask=CAUSAL, softcap=2.0, dropout=0.2, seed=seed, layout=layouts[0])
+        return attention(q, k, v, **call, sink_logits=logits, reduce_dtype=torch.bfloat16, return_lse=True)[0]
+
+    compiled_once(everything, [(*each, torch.ones(4), torch.tensor(n)) for n, each in enumerate(inputs)], 1)
+
+
+def test_compiled_calls_equal_eager_calls(pool):
+    pool.run(2, compiled)
+
+
+def compiled_often(rank, world, group):
+    draw = random.Random(0)  # the same on all ranks
+
+    def packing():
+        return torch.tensor([0, *sorted(draw.sample(range(1, 24), draw.randint(1, 5))), 24])
+
+    layout = Layout.zigzag(24, world)
+    packings = [(*qkv(12, dtype=torch.float32, seed=n), packing()) for n in range(10)]
+    compiled_once(lambda q, k, v, cu: attention(q, k, v, mask=CAUSAL & Mask.from_cu_seqlens(cu)), packings, 2)
+    lengths = [(*x, cu.diff()) for *x, cu in packings]
+    compiled_once(
+        lambda q, k, v, n: attention(q, k, v, mask=CAUSAL & Mask.documents(n), layout=layout, schedule="zigzag"),
+        lengths,
+        2,
+    )
+    sizes = [qkv(n, dtype=torch.float32, batch=1) for n in range(8, 16)]
+    compiled_once(lambda *x: attention(*x, mask=CAUSAL, schedule="zigzag"), sizes, 2)
+
+
+def test_changing_lengths_compile_at_most_twice(pool):
+    pool.run(2, compiled_often)

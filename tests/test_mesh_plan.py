@@ -1,0 +1,127 @@
+"""`schedule="auto"`, `return_plan` and `verify` over a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mesh_cases import CAUSAL, SCHEDULES, cut, default_layout, qkv
+from meshflash import Layout, Mask, attention
+from meshflash.engine import mesh as engine
+from meshflash.engine.check import WrongResultError
+from meshflash.engine.explain import Explanation
+from meshflash.engine.group_context import group_context
+
+
+def plan(rank, world, group):
+    inputs = [cut(x, Layout.zigzag(32, world), rank) for x in qkv(32, dtype=torch.float32)]
+    out, lse, ran = attention(
+        *inputs, schedule="zigzag", mask=CAUSAL, kernel="tiled", return_lse=True, return_plan=True
+    )
+    assert isinstance(ran, Explanation)
+    assert out.shape == inputs[0].shape
+    assert lse.shape == (2, 4, 16)
+    assert (ran.schedule, ran.layout, ran.world, ran.transport) == ("zigzag", "zigzag", world, "gloo")
+    assert (ran.reason, ran.kernels) == ("asked for", ("tiled",))
+    assert ran.program is group_context(group.group_name).last.program("forward")
+    assert (ran.program.rank, ran.program.world, ran.program.direction) == (rank, world, "forward")
+    mover = group_context(group.group_name).transport(torch.device("cpu"))
+    mover.counters.clear()
+    attention(*inputs, schedule="zigzag", mask=CAUSAL)
+    assert ran.received_bytes == mover.counters.received_bytes > 0
+    assert ran.scratch_bytes > 0
+    text = f"zigzag (asked for) over {world} ranks, layout zigzag, by gloo; kernels: tiled (asked for); forward: "
+    assert str(ran) == f"{text}{ran.received_bytes:,} bytes received, {ran.scratch_bytes:,} of scratch"
+    ran = attention(*inputs, mask=CAUSAL, return_plan=True)[1]
+    assert ran.schedule == "allgather"
+    assert ran.reason == "auto: keys and values of the whole sequence take at most 64 MiB a rank"
+    assert ran.kernels == ("vendor",)
+
+
+def test_plan_names_schedule_kernels_and_bytes(pool):
+    pool.run(2, plan)
+
+
+def auto(rank, world, group, limit):
+    inputs = [cut(x, Layout.zigzag(16, world), rank) for x in qkv(16, dtype=torch.float32)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshflash.planning.GATHER_BYTES", limit)
+        ran = attention(*inputs, layout=Layout.zigzag(16, world), mask=CAUSAL, return_plan=True)[1]
+        other = attention(*inputs, mask=CAUSAL, return_plan=True)[1]
+    return [(each.schedule, each.layout) for each in (ran, other)]
+
+
+def test_auto_gathers_up_to_a_limit_and_keeps_the_layout(pool):
+    whole = 16 * 2 * 2 * (8 + 8) * 4  # tokens, batch, key heads, dims, bytes
+    for limit, schedules in ((whole, ["allgather", "allgather"]), (whole - 1, ["zigzag", "ring"])):
+        for ran in pool.run(2, auto, limit):
+            assert ran == list(zip(schedules, ["zigzag", "contiguous"], strict=True))
+
+
+def auto_uneven(rank, world, group, limit):
+    layout = Layout(((range(3),), (range(3, 7),)))
+    inputs = [cut(x, layout, rank) for x in qkv(7, batch=1, kv_heads=4, dim=8, dtype=torch.float32)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshflash.planning.GATHER_BYTES", limit * 4 * (8 + 8) * 4)  # tokens, heads, dims, bytes
+        return attention(*inputs, layout=layout, mask=CAUSAL, return_plan=True)[1].schedule
+
+
+@pytest.mark.parametrize(("limit", "schedule"), [(7, "allgather"), (6, "ring")])
+def test_auto_takes_the_same_schedule_on_uneven_shards(pool, limit, schedule):
+    assert pool.run(2, auto_uneven, limit) == [schedule] * 2
+
+
+def verify(rank, world, group):
+    whole = qkv(40, dtype=torch.float32)
+    for schedule in SCHEDULES:
+        layout = default_layout(schedule, 40, world)
+        inputs = [cut(x, layout, rank) for x in whole]
+        call: dict[str, Any] = dict(schedule=schedule, layout=layout, mask=CAUSAL, verify=True)
+        features: dict[str, Any] = dict(
+            sink_logits=torch.randn(4, generator=torch.Generator().manual_seed(0)), softcap=3.0
+        )
+        features |= dict(alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]), dropout=0.3, seed=3, q_offset=2)
+        attention(*inputs, **call)
+        attention(*inputs, **(call | features))
+        attention(*(x.bfloat16() for x in inputs), **call)
+    short = Layout(((range(3),), *[()] * (world - 1)))
+    attention(*(cut(x, short, rank) for x in whole), layout=short, mask=CAUSAL & Mask.window(1, 0), verify=True)
+
+
+def test_verify_accepts_right_results(pool):
+    pool.run(3, verify)
+
+
+def tampered(rank, world, group, bad, how):
+    plain = engine.forward
+
+    def wrong(*arguments):
+        out, lse, saved = plain(*arguments)
+        if how == "out":
+            out *= 1.01
+        elif how == "row":
+            out[:, -1] += 1
+        elif how == "nan":
+            out[0, 0, 0, 0] = torch.nan
+        else:
+            lse[..., 0] = -torch.inf
+        return out, lse, saved
+
+    inputs = [cut(x, Layout.zigzag(42, world), rank) for x in qkv(42, dtype=torch.float32)]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == bad:
+            patch.setattr(engine, "forward", wrong)
+        with pytest.raises(WrongResultError) as error:
+            attention(*inputs, schedule="zigzag", mask=CAUSAL, verify=True)
+    attention(*inputs, schedule="zigzag", mask=CAUSAL, verify=True)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("bad", "how"), [(1, "out"), (0, "row"), (2, "nan"), (1, "lse")])
+def test_verify_raises_on_every_rank_if_one_is_wrong(pool, bad, how):
+    messages = pool.run(3, tampered, bad, how)
+    assert len(set(messages)) == 1
+    assert f"verify: rank {bad} of the group is off by" in messages[0]
+    assert "schedule zigzag, layout zigzag, mask causal" in messages[0]
