@@ -141,7 +141,7 @@ def gathered_once(rank, world, group):
         layer(own[0], k, v, reduce_dtype=torch.float32)
     with pytest.raises(ValueError, match="q has 1 tokens, its layout gives rank"):
         layer(own[0][:, :1], k, v)
-    with pytest.raises(ValueError, match="return_plan, verify: not where k_layout is 'gathered'"):
+    with pytest.raises(ValueError, match="return_plan, verify: not supported with k_layout='gathered'"):
         layer(own[0], k, v, verify=True)
     with pytest.raises(ValueError, match=r"k_layout: expected a meshflash.Layout, .* or 'gathered'; got 'whole'"):
         layer(own[0], k, v, k_layout="whole")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from benchmarks import __main__ as outside
 from benchmarks import step
 from commands import app
-from meshflash.bench import attention, record
+from meshflash.bench import attention, learning, record
 from meshflash.cli import bench
 
 WIDE = {"COLUMNS": "300"}
@@ -59,7 +59,8 @@ def test_unwritable_path_is_refused_before_the_work(
 
     monkeypatch.chdir(Path(below_a_file).parent.parent)
     monkeypatch.setattr("meshflash.runtime.processes.run_ranks", work)
-    monkeypatch.setattr(attention, "run_ranks", work)
+    for module in (attention, learning):  # imported above, so that none keeps `work` after the test
+        monkeypatch.setattr(module, "run_ranks", work)
     monkeypatch.setattr(step, "run", work)
     monkeypatch.setattr("meshflash.job.init", work)
     monkeypatch.setattr("os.execv", work)
