@@ -12,7 +12,7 @@ from torch import distributed as _distributed
 from torch import nn
 
 from meshflash import Layout, Mask, attention, shard, unshard
-from meshflash.engine.group_context import leave
+from meshflash.engine.group_context import close_all
 from meshflash.integrations.compat.yunchang import UlyssesAttention
 from meshflash.parallel import MeshAttention
 
@@ -31,7 +31,7 @@ def compiled_before_anything_else(rank, world, group):
             out = attention(mine, mine, mine, mesh=mesh, layout=layout, schedule=schedule, mask=Mask.causal())
             return unshard(out, layout)
 
-        leave()  # no group is known, as in a new process
+        close_all()  # no group is known, as in a new process
         plain, fast = x.clone().requires_grad_(), x.clone().requires_grad_()
         out = torch.compile(step, fullgraph=True, backend="eager")(fast)
         want = step(plain)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from meshflash.engine.group_context import leave
+from meshflash.engine.group_context import close_all
 from meshflash.engine.memory import release
 from meshflash.runtime import world
 from meshflash.runtime.world import TIMEOUT, World
 
-world.on_end[:] = [leave, release]
+world.on_end[:] = [close_all, release]
 
 
 def init(backend: str | None = None, timeout: float = TIMEOUT) -> World:
-    """This process as a rank of its job, whoever started it: torchrun, mpiexec, srun, or nobody.
+    """Make this process a rank of its job, whichever launcher started it: torchrun, mpiexec, srun or none.
 
-    Finds the other ranks, takes a device and a share of the cores, and makes the default process group. A second call
-    returns the same; a process group that was there before is taken as it is. Alone there is none, and none is needed.
+    `init` finds the other ranks, takes a device and a share of the CPU cores, and makes torch's default process group.
+    A second call returns the same World. A process group that exists already is used as it is. A single process gets
+    no process group, and needs none.
 
     Args:
-        backend: of the process group; by default the best that all ranks have for their devices.
-        timeout: seconds that ranks wait for each other, at the start and in collectives.
+        backend: The backend of the process group; by default the best one that all ranks have for their devices.
+        timeout: Seconds that ranks wait for each other, in `init` and in collectives.
 
     >>> with init() as here:
     ...     here.rank, here.world_size, here.launcher, here.backend
@@ -28,10 +29,10 @@ def init(backend: str | None = None, timeout: float = TIMEOUT) -> World:
 
 
 def shutdown() -> None:
-    """Free scratch, heaps and pinned memory, end the threads of transports, and the process group that `init` made.
+    """Free buffers, heaps and pinned memory, end the threads of transports, and the process group that `init` made.
 
-    No call may be under way. Process groups of the caller's own stay, and later calls start afresh: on all ranks, for
-    they have to agree again.
+    No call may be running. Process groups that the caller made stay. All ranks call it: later calls start afresh, and
+    ranks have to agree again.
 
     >>> shutdown()
     """

@@ -16,7 +16,7 @@ from meshflash.arguments import check_reduce_dtype
 from meshflash.comm.transports import choice as transports
 from meshflash.core.layout import Layout
 from meshflash.engine import mesh as engine
-from meshflash.engine.group_context import forget
+from meshflash.engine.group_context import clear_prepared
 from meshflash.engine.op import GATHERED
 from meshflash.schedules import registry as schedules
 
@@ -149,5 +149,5 @@ def _keeps(schedule: str) -> bool:
 
 
 engine.connect(schedules.build, resolve, saves_buffers)
-schedules.on_change.append(forget)
+schedules.on_change.append(clear_prepared)
 schedules.names()  # import all schedules now: torch.compile cannot trace imports in a first call

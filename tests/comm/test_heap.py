@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from meshflash.comm.handshake import DisagreementError, Meeting
+from meshflash.comm.handshake import DisagreementError, StoreBarrier
 from meshflash.comm.heap import gpu, shared_files
 from meshflash.comm.heap.allocator import BlockAllocator
 from meshflash.comm.heap.api import ALIGN, open_heap
@@ -258,7 +258,7 @@ def test_all_ranks_raise_when_one_fails(pool):
     assert "in call 1 of the heap: rank 0 called allocate x [2, 2] bfloat16, rank 1 allocate x [2, 3]" in zero["shapes"]
     assert "rank 0 called nothing, rank 1 free flags [4] float32; all ranks must allocate" in zero["free"]
     assert zero["left"] == "rank 1 left the heap by ZeroDivisionError: of rank 1"
-    assert "rank 1 did not come to meeting 3 of the heap's ranks within 1 s" in zero["late"]
+    assert "rank 1 did not come to exchange 3 of the heap's ranks within 1 s" in zero["late"]
     assert zero["seconds"] < 5
     assert "bytes left, and this rank's heap needs 8,192; ask for fewer bytes" in one["space"]
     assert zero["space"].startswith("rank 1 raised ValueError: /dev/shm has")
@@ -289,13 +289,13 @@ def test_sweep_removes_only_files_of_dead_processes(tmp_path, monkeypatch):
     zombie.wait()
 
 
-class TwoRanks(Meeting):
+class TwoRanks(StoreBarrier):
     """A rendezvous of two ranks on one host; the other rank sends the same payload as this one."""
 
     def __init__(self):
         self.rank, self.world = 0, 2
 
-    def share(self, make):
+    def all_gather_result(self, make):
         made = make()
         return [made, made]
 
@@ -309,9 +309,9 @@ def test_symmetric_memory_is_zeroed_before_any_rank_uses_it(monkeypatch):
     class Fake(TwoRanks):
         def __init__(self, group, seconds):
             super().__init__()
-            self._said, self._ranks = [{"host": "a"}, {"host": group}], [0, 1]
+            self._processes, self._global_ranks = [{"host": "a"}, {"host": group}], [0, 1]
 
-        def all(self, word):
+        def all_gather(self, word):
             done.append(str(word))
             return [word, word]
 
@@ -320,7 +320,7 @@ def test_symmetric_memory_is_zeroed_before_any_rank_uses_it(monkeypatch):
 
     streams = SimpleNamespace(device=lambda device: nullcontext(), synchronize=lambda device: done.append("finished"))
     monkeypatch.setattr(gpu, "symmetric_memory", lambda kind: True)
-    monkeypatch.setattr(gpu, "Meeting", Fake)
+    monkeypatch.setattr(gpu, "StoreBarrier", Fake)
     monkeypatch.setattr(gpu, "TorchHeap", made)
     monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
     with pytest.raises(ValueError, match="the ranks are on 2 hosts"):

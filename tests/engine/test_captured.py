@@ -10,7 +10,7 @@ import torch
 from meshflash import Layout, Mask, attention, shutdown
 from meshflash.comm.transports.contract import Transport
 from meshflash.engine import binding, mesh
-from meshflash.engine.group_context import _members, group_context
+from meshflash.engine.group_context import _contexts, group_context
 from meshflash.engine.memory import _pools, pool
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def ended(rank, world, group):
     assert any(found._free for found in _pools.values())
     shutdown()
     assert not any(found._free for found in _pools.values())
-    assert not _members
+    assert not _contexts
     call(world)  # afresh
     assert group_context(group.group_name).handshakes == 1
     assert all(found.usage.live == 0 for found in _pools.values())

@@ -81,7 +81,7 @@ def groups_come_and_go(rank, world, group):
         distributed.destroy_process_group(own)
     own = distributed.new_group([0, 1])
     call(mesh=own)
-    return len(group_context._members)
+    return len(group_context._contexts)
 
 
 def test_groups_that_are_gone_are_forgotten(pool):

@@ -17,8 +17,10 @@ import pytest
 from torch import distributed as _distributed
 
 from meshflash.runtime import guard, listen, rendezvous
+from meshflash.runtime.handshake import Handshake
 from meshflash.runtime.launchers import LaunchError, Place
 from meshflash.runtime.log import log
+from meshflash.runtime.store import BoundedStore
 from runtime import jobs
 from runtime.jobs import by_hand, check, ended, free_port, run, told_in
 
@@ -72,9 +74,9 @@ def test_the_store_listens_at_the_address_of_master_addr_and_no_other(monkeypatc
     monkeypatch.setenv("MASTER_PORT", str(port))
     for address in ("127.0.0.1", "localhost"):
         monkeypatch.setenv("MASTER_ADDR", address)
-        met = rendezvous.meet(place(0), 10.0)
+        met = rendezvous.open_rendezvous(place(0), 10.0)
         assert loopback(port)
-        other = rendezvous.meet(place(1), 10.0)
+        other = rendezvous.open_rendezvous(place(1), 10.0)
         other.store.set("a", "b")
         assert met.store.get("a") == b"b"
         del met, other
@@ -84,7 +86,7 @@ def test_the_store_listens_at_the_address_of_an_interface(monkeypatch):
     address, port = own_address(), free_port()
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", str(port))
-    met = rendezvous.meet(Place("variables", 0, 4, 0, 2), 10.0)
+    met = rendezvous.open_rendezvous(Place("variables", 0, 4, 0, 2), 10.0)
     assert listening(port) == [f"{struct.unpack('<I', socket.inet_aton(address))[0]:08X}"]
     del met
 
@@ -93,10 +95,10 @@ def test_a_port_that_the_system_chooses_is_on_the_loopback(tmp_path, monkeypatch
     monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(
-            lambda rank: rendezvous.meet(Place("MPICH", rank, 2, rank, 2, None, "job"), 10.0), (0, 1)
+            lambda rank: rendezvous.open_rendezvous(Place("MPICH", rank, 2, rank, 2, None, "job"), 10.0), (0, 1)
         )
-    assert loopback(int(first.where.rpartition(":")[2]))
-    assert first.where == second.where
+    assert loopback(int(first.address.rpartition(":")[2]))
+    assert first.address == second.address
 
 
 @pytest.mark.parametrize(
@@ -139,19 +141,19 @@ def test_the_address_to_listen_at_may_be_given(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("MESHFLASH_LISTEN", "0.0.0.0")
-    met = rendezvous.meet(place(0), 10.0)
+    met = rendezvous.open_rendezvous(place(0), 10.0)
     assert listening(port) == ["00000000"]
     del met
     monkeypatch.setenv("MESHFLASH_LISTEN", "203.0.113.7")
     with pytest.raises(LaunchError, match=r"MESHFLASH_LISTEN='203.0.113.7': expected an address of this host"):
-        rendezvous.meet(place(0), 10.0)
+        rendezvous.open_rendezvous(place(0), 10.0)
 
 
 def test_ranks_with_one_token_meet_and_their_keys_lie_below_it(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
-    first, second = (rendezvous.meet(place(rank), 10.0) for rank in range(2))
+    first, second = (rendezvous.open_rendezvous(place(rank), 10.0) for rank in range(2))
     first.store.set("address", "here")
     assert second.store.get("address") == b"here"
     stray = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))
@@ -160,7 +162,7 @@ def test_ranks_with_one_token_meet_and_their_keys_lie_below_it(monkeypatch):
     stray.delete_key("meshflash/1/address")
     assert second.store.get("address") == b"here"
     keys = [key.lstrip("/") for key in stray.list_keys()] if hasattr(stray, "list_keys") else []
-    assert all(key == guard.PUBLISHED or key.startswith("meshflash-") for key in keys), keys
+    assert all(key == guard.DIGEST_KEY or key.startswith("meshflash-") for key in keys), keys
     assert not any(TOKEN in key or TOKEN.encode() in stray.get(key) for key in keys)
 
 
@@ -173,15 +175,15 @@ def test_ranks_with_one_token_meet_and_their_keys_lie_below_it(monkeypatch):
     ],
 )
 def test_a_rank_with_another_token_is_refused_long_before_the_timeout(theirs, mine, message, monkeypatch):
-    monkeypatch.setattr(rendezvous, "SHORT", 0.5)
+    monkeypatch.setattr(rendezvous, "RETRY_SECONDS", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MESHFLASH_TOKEN", theirs)
-    first = rendezvous.meet(place(0), 60.0)
+    first = rendezvous.open_rendezvous(place(0), 60.0)
     monkeypatch.setenv("MESHFLASH_TOKEN", mine)
     begin = time.monotonic()
     with pytest.raises(LaunchError, match=message):
-        rendezvous.meet(place(1), 60.0)
+        rendezvous.open_rendezvous(place(1), 60.0)
     assert time.monotonic() - begin < 20
     del first
 
@@ -190,13 +192,13 @@ def test_a_rank_waits_for_a_job_with_another_token_that_is_about_to_end(monkeypa
     """The next job may take the port of the last one, whose rank 0 leaves last."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    old = rendezvous.meet(place(0), 30.0)
+    old = rendezvous.open_rendezvous(place(0), 30.0)
     monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
     with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(rendezvous.meet, place(1), 30.0)
+        later = pool.submit(rendezvous.open_rendezvous, place(1), 30.0)
         time.sleep(0.7)
         del old
-        first = rendezvous.meet(place(0), 30.0)
+        first = rendezvous.open_rendezvous(place(0), 30.0)
         first.store.set("a", "new")
         assert later.result().store.get("a") == b"new"
 
@@ -205,16 +207,16 @@ def test_tokens_are_compared_in_torchruns_store_as_well(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
-    store.set(guard.PUBLISHED, guard.published("another token, as long"))
+    store.set(guard.DIGEST_KEY, guard.token_digest("another token, as long"))
     with pytest.raises(LaunchError, match="rank 1 has another MESHFLASH_TOKEN than rank 0"):
-        rendezvous.meet(Place("torchrun", 1, 2, 1, 2), 10.0)
+        rendezvous.open_rendezvous(Place("torchrun", 1, 2, 1, 2), 10.0)
 
 
 def test_a_token_that_can_be_guessed_is_refused(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MESHFLASH_TOKEN", "secret")
     with pytest.raises(LaunchError, match="MESHFLASH_TOKEN has 6 characters: expected 16 or more"):
-        rendezvous.meet(place(0), 10.0)
+        rendezvous.open_rendezvous(place(0), 10.0)
 
 
 def test_the_folder_where_ranks_of_a_node_meet_belongs_to_this_user_alone(tmp_path, monkeypatch):
@@ -223,12 +225,12 @@ def test_the_folder_where_ranks_of_a_node_meet_belongs_to_this_user_alone(tmp_pa
     other.mkdir()
     folder.symlink_to(other)
     with pytest.raises(LaunchError, match=f"{folder} is a link, or belongs to another user: set TMPDIR"):
-        rendezvous.meet(Place("MPICH", 0, 2, 0, 2, None, "job"), 0.2)
+        rendezvous.open_rendezvous(Place("MPICH", 0, 2, 0, 2, None, "job"), 0.2)
     folder.unlink()
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     with pytest.raises(LaunchError, match="only 1 of 2 ranks came"):
-        rendezvous.meet(Place("MPICH", 0, 2, 0, 2, None, "job"), 0.2)
+        rendezvous.open_rendezvous(Place("MPICH", 0, 2, 0, 2, None, "job"), 0.2)
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -261,15 +263,17 @@ def test_garbage_neither_ends_nor_blocks_the_store(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
-    first, second = (rendezvous.meet(place(rank), 10.0) for rank in range(2))
+    first, second = (rendezvous.open_rendezvous(place(rank), 10.0) for rank in range(2))
     with contextlib.ExitStack() as held:
         for n, message in enumerate(garbage()):
             held.enter_context(sent(port, message))
             if n % 16 == 0:
                 first.store.set("n", str(n))
                 assert second.store.get("n") == str(n).encode()
-        first.gather(1, 5.0)
-        assert second.store.get("all") == b"1"
+        stores = [BoundedStore(met.store, lambda: 5.0) for met in (first, second)]
+        with ThreadPoolExecutor(2) as pool:
+            gathered = pool.map(lambda rank: Handshake(stores[rank], "info", rank, 2).all_gather(rank, 5.0), range(2))
+            assert list(gathered) == [[0, 1], [0, 1]]
 
 
 def strays(port, stop, counts, most):

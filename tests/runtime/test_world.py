@@ -21,7 +21,7 @@ from meshflash.check import checksum
 from meshflash.cli import app
 from meshflash.integrations.compat import sp_aurora
 from meshflash.runtime import cores, devices, rendezvous, world
-from meshflash.runtime.devices import Said, choose_backend
+from meshflash.runtime.devices import RankInfo, choose_backend
 from meshflash.runtime.launchers import LaunchError, Place
 from meshflash.runtime.log import log, set_up_logging
 from runtime import jobs
@@ -110,7 +110,7 @@ def test_nobody_begins_before_all_have_the_group(pool, tmp_path):
 
 
 def ranks(kind, backends, *places):
-    return [Said(host, kind, device, backends) for host, device in places]
+    return [RankInfo(host, kind, device, backends) for host, device in places]
 
 
 @pytest.mark.parametrize(
@@ -223,15 +223,15 @@ def test_logs_begin_with_the_rank(monkeypatch, capsys):
 def test_where_rank_0_is_must_be_known(monkeypatch):
     many = Place("MPI", 1, 4, 0, 2)
     with pytest.raises(LaunchError, match="rank 1 of 4, started by MPI, does not know where rank 0 is: set"):
-        rendezvous.meet(many, 1.0)
+        rendezvous.open_rendezvous(many, 1.0)
     monkeypatch.setattr(rendezvous, "starter", lambda: "")
     with pytest.raises(LaunchError, match="cannot tell its job from others on this machine: set MASTER_ADDR="):
-        rendezvous.meet(Place("variables", 1, 2, 1, 2), 1.0)
+        rendezvous.open_rendezvous(Place("variables", 1, 2, 1, 2), 1.0)
     monkeypatch.setenv("MASTER_ADDR", "here")
     for port in ("http", "70000", "0", "-1", "²"):
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(LaunchError, match=f"MASTER_PORT='{port}': expected a number from 1 to 65535"):
-            rendezvous.meet(many, 1.0)
+            rendezvous.open_rendezvous(many, 1.0)
 
 
 def test_the_whole_timeout_is_told_though_a_part_of_it_is_spent(monkeypatch):
@@ -254,7 +254,7 @@ def test_the_whole_timeout_is_told_though_a_part_of_it_is_spent(monkeypatch):
     monkeypatch.setattr(rendezvous.dist, "TCPStore", Closing)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(LaunchError, match=r"rank 1 of 2 found no rank 0 within 5 s at .* \(nobody is there\)"):
-        rendezvous.meet(Place("variables", 1, 2, 1, 2), 5.0)
+        rendezvous.open_rendezvous(Place("variables", 1, 2, 1, 2), 5.0)
     first, second = Closing.waits
     assert second <= first - 0.1
     assert first <= 5.0
@@ -263,7 +263,7 @@ def test_the_whole_timeout_is_told_though_a_part_of_it_is_spent(monkeypatch):
 def test_a_store_waits_as_long_as_was_asked_for(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    met = [rendezvous.meet(Place("variables", rank, 2, rank, 2), 10.0) for rank in range(2)]
+    met = [rendezvous.open_rendezvous(Place("variables", rank, 2, rank, 2), 10.0) for rank in range(2)]
     assert {one.store.underlying_store.timeout for one in met} == {timedelta(seconds=10)}
 
 
@@ -285,16 +285,16 @@ def test_slurm_nodes_meet_at_the_first_host_on_a_port_of_the_job(monkeypatch):
         asked.append((address, int(port)))
         return None, ""
 
-    monkeypatch.setattr(rendezvous, "_given", given)
-    monkeypatch.setattr(rendezvous, "Meeting", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "_at_master_address", given)
+    monkeypatch.setattr(rendezvous, "Rendezvous", lambda *_: None)
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[07-09]")
     for job in ("1.0", "1.0", "1.1"):
-        rendezvous.meet(Place("Slurm", 3, 6, 1, 2, 1, job), 1.0)
+        rendezvous.open_rendezvous(Place("Slurm", 3, 6, 1, 2, 1, job), 1.0)
     assert [address for address, _ in asked] == ["node07"] * 3
     assert asked[0][1] == asked[1][1] != asked[2][1]
-    assert all(port in rendezvous.PORTS for _, port in asked)
+    assert all(port in rendezvous.SLURM_PORTS for _, port in asked)
     monkeypatch.setenv("MASTER_PORT", "1234")
-    rendezvous.meet(Place("Slurm", 3, 6, 1, 2, 1, "1.0"), 1.0)
+    rendezvous.open_rendezvous(Place("Slurm", 3, 6, 1, 2, 1, "1.0"), 1.0)
     assert asked[-1] == ("node07", 1234)
 
 
@@ -303,7 +303,7 @@ def test_ranks_that_torchrun_starts_again_do_not_hear_those_before(monkeypatch):
     monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
 
     def met(rank, timeout=10.0):
-        return rendezvous.meet(Place("torchrun", rank, 2, rank, 2), timeout).store
+        return rendezvous.open_rendezvous(Place("torchrun", rank, 2, rank, 2), timeout).store
 
     for start in range(3):
         with ThreadPoolExecutor(2) as pool:  # the second rank comes first, and finds what others said
@@ -324,16 +324,16 @@ def test_a_file_that_a_dead_job_left_is_not_believed(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "_name", lambda *_: "x")
     folder = tmp_path / f"meshflash-{os.getuid()}"
     folder.mkdir()
-    (folder / "x.json").write_text('{"port": 1, "word": "old"}')
+    (folder / "x.json").write_text('{"port": 1, "token": "old"}')
     with pytest.raises(LaunchError, match="rank 1 of 2: rank 0 did not come within"):
-        rendezvous.meet(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
+        rendezvous.open_rendezvous(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / f"meshflash-{os.getuid()}").write_text("a file")
     with pytest.raises(LaunchError, match=r"ranks of a node meet by a file, and .*: set TMPDIR, or set MASTER_ADDR"):
-        rendezvous.meet(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
+        rendezvous.open_rendezvous(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
 
 
 def test_threads_of_one_core_stay_together(tmp_path, monkeypatch):
@@ -411,7 +411,7 @@ def test_launch_starts_a_script_with_lines_that_begin_with_the_rank():
 def test_devices_are_selected_in_one_room():
     """Other rooms take the device that they are given; kernels ask what theirs can do, and the doctor looks at all."""
     source = Path(meshflash.__file__).parent
-    rooms = (source / "kernels", source / "launch" / "devices.py", source / "launch" / "doctor.py")
+    rooms = (source / "kernels", source / "runtime" / "devices.py", source / "runtime" / "doctor.py")
     for file in source.rglob("*.py"):
         if not any(file.is_relative_to(room) for room in rooms):
             found = [line for line in file.read_text().splitlines() if '"cuda' in line or ".cuda()" in line]

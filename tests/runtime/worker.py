@@ -49,7 +49,7 @@ def attend(timeout: float) -> None:
             backend=world.backend,
             error=error,
             mpi="mpi4py.MPI" in sys.modules,
-            master=_world._meeting.where if _world._meeting else "",
+            master=_world._rendezvous.address if _world._rendezvous else "",
         )
 
 

@@ -1,35 +1,32 @@
-"""Where the ranks of a heap meet on the host: each says a word in the group's store, and reads those of all.
+"""The host handshake of a process group: a barrier that exchanges payloads over the group's store.
 
-Every wait ends: at the deadline, or as soon as a rank of this machine is seen to have died. Who is missing is named.
+The symmetric heap uses it. The waits, the keys and the numbering are those of `runtime/handshake.py`; this file adds
+the process group, and a check whether a rank that is awaited still runs. The environment variable MESHFLASH_TIMEOUT
+and the error of ranks whose calls differ live here too, for `GroupContext` and the heap share them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import secrets
-import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshflash.comm.transports.contract import TransportError
 from meshflash.comm.transports.process_group import dist
+from meshflash.runtime.handshake import AbsentRanksError, Handshake
 from meshflash.runtime.hosts import host_name
 from meshflash.runtime.parent import alive
+from meshflash.runtime.store import BoundedStore, StoreError
 
-#: Seconds between two looks at whether a rank that is waited for still lives.
-LOOK = 0.5
-
-
-#: Seconds that a rank waits for another, unless MESHFLASH_TIMEOUT says otherwise.
+#: Seconds that a rank waits for another, unless MESHFLASH_TIMEOUT sets another number.
 TIMEOUT = 300.0
 
 
 def timeout() -> float:
-    """Seconds that a rank waits for another."""
+    """Return the seconds that a rank waits for another: MESHFLASH_TIMEOUT, or 300."""
     text = os.environ.get("MESHFLASH_TIMEOUT", "")
     try:
         seconds = float(text) if text else TIMEOUT
@@ -41,110 +38,139 @@ def timeout() -> float:
 
 
 class DisagreementError(ValueError):
-    """Ranks called with different arguments; the message names rank and field."""
+    """Ranks called with different arguments; the message names the rank and the argument."""
 
 
-class Meeting:
-    """The ranks of a process group on the host; all must make theirs, and come to each meeting, in the same order."""
+class StoreBarrier:
+    """A barrier of the ranks of a process group on the host, which also exchanges payloads. Made by each heap.
+
+    All ranks make it together, and call `all_gather` and `all_gather_result` in the same order.
+    """
 
     def __init__(self, group: Any, seconds: float) -> None:
+        """Connect to the group's store and exchange which process each rank is.
+
+        Args:
+            group: A process group of torch. A group of the MPI backend has no store, and raises ValueError.
+            seconds: The longest time that a rank waits for the others in one exchange.
+        """
         if dist.get_backend(group) == "mpi":
-            raise ValueError("a process group of the MPI backend has no store to meet by; start with gloo or nccl")
+            raise ValueError("a process group of the MPI backend has no store to exchange by; start with gloo or nccl")
         self.rank, self.world = int(dist.get_rank(group)), int(dist.get_world_size(group))
         self.seconds = seconds
-        self._store = dist.distributed_c10d._get_process_group_store(group)
-        self._ranks = dist.get_process_group_ranks(group)
-        # a store may outlive its group: what an earlier heap left there is not for this one
-        self._name = f"meshflash/heap/{self._store.add(f'meshflash/heap/{self.rank}', 1)}"
-        self._number = 0
-        self._said: list[dict[str, Any]] = []
-        self._said = self.all({"pid": os.getpid(), "space": _space(), "host": host_name(), "job": secrets.token_hex(4)})
-        #: A name that all ranks know and no other heap has.
-        self.job: str = self._said[0]["job"]
+        self._global_ranks = dist.get_process_group_ranks(group)
+        #: The process of each rank, by rank; empty until the first exchange.
+        self._processes: list[dict[str, Any]] = []
+        with self._naming_lost_ranks():
+            store = BoundedStore(dist.distributed_c10d._get_process_group_store(group), lambda: seconds)
+            # A store may outlive its group, and a group may open several heaps. Each rank counts its heaps under a
+            # key of its own; all ranks open heaps in the same order, so the counts agree and the prefix is new.
+            epoch = store.add(f"meshflash/heap/{self.rank}", 1)
+        self._handshake = Handshake(store, f"meshflash/heap/{epoch}", self.rank, self.world)
+        process = {"pid": os.getpid(), "pid_space": _pid_namespace(), "host": host_name(), "job": secrets.token_hex(4)}
+        self._processes = self.all_gather(process)
+        #: A name that all ranks of this heap know and no other heap has: the random one of rank 0.
+        self.job: str = self._processes[0]["job"]
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the ranks are."""
-        return len({said["host"] for said in self._said})
+        """The number of hosts that the ranks run on."""
+        return len({process["host"] for process in self._processes})
 
-    def all(self, word: Any) -> list[Any]:
-        """What each rank says, by rank; TransportError that names a rank that does not come."""
-        deadline = time.monotonic() + self.seconds
-        name = f"{self._name}/{self._number}"
+    def all_gather(self, payload: Any) -> list[Any]:
+        """Post a payload and return those of all ranks, by rank; TransportError names a rank that does not come.
+
+        Args:
+            payload: Anything that JSON can hold.
+        """
+        number = self._handshake.next_number
         try:
-            self._store.set(f"{name}/{self.rank}", json.dumps(word))
-            words = [self._heard(f"{name}/{rank}", rank, deadline) for rank in range(self.world)]
-            if self._number:  # all have come to this meeting, so nobody reads of the last any more
-                self._store.delete_key(f"{self._name}/{self._number - 1}/{self.rank}")
-        except dist.DistNetworkError as error:
+            with self._naming_lost_ranks():
+                return self._handshake.all_gather(payload, self.seconds, self._check_process)
+        except AbsentRanksError as error:
             raise TransportError(
-                f"the store of the process group is gone, and with it the rank that held it{self.lost()}"
+                f"{' and '.join(map(self.named, error.ranks))} did not come to exchange {number} of the heap's ranks "
+                f"within {self.seconds:g} s. It may have raised, or be in another call; look at its output first",
+                [self._global_ranks[rank] for rank in error.ranks],
             ) from error
-        self._number += 1
-        return words
 
-    def share(self, make: Callable[[], Any]) -> list[Any]:
-        """What each rank makes, by rank; where one cannot, all raise what it says."""
+    def all_gather_result(self, make: Callable[[], Any]) -> list[Any]:
+        """Run a function on every rank and return all results, by rank; if it raises on one rank, all ranks raise.
+
+        Args:
+            make: The function. Its result must fit into JSON. Its OSError, RuntimeError or ValueError is raised on
+                this rank as it is, and on the others as a TransportError that names this rank.
+        """
         failure: Exception | None = None
         try:
-            word = {"made": make()}
+            payload = {"made": make()}
         except (OSError, RuntimeError, ValueError) as error:
-            failure, word = error, {"error": f"{type(error).__name__}: {error}"}
-        words = self.all(word)
+            # Post the error instead of raising at once: the others would wait for this rank until the timeout.
+            failure, payload = error, {"error": f"{type(error).__name__}: {error}"}
+        payloads = self.all_gather(payload)
         if failure is not None:
             raise failure
-        for rank, said in enumerate(words):
-            if "error" in said:
-                raise TransportError(f"{self.named(rank)} raised {said['error']}")
-        return [said["made"] for said in words]
+        for rank, theirs in enumerate(payloads):
+            if "error" in theirs:
+                raise TransportError(f"{self.named(rank)} raised {theirs['error']}", (self._global_ranks[rank],))
+        return [theirs["made"] for theirs in payloads]
 
-    def leave(self, word: Any) -> None:
-        """Say a word at the next meeting without coming to it: why this rank will not be there."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and who held it with it
-            self._store.set(f"{self._name}/{self._number}/{self.rank}", json.dumps(word))
+    def post_and_leave(self, payload: Any) -> None:
+        """Post a payload to the next exchange without waiting for it, to tell the others why this rank is not there.
+
+        Args:
+            payload: Anything that JSON can hold.
+        """
+        with contextlib.suppress(StoreError):  # the store is gone, and so is the rank that hosted it
+            self._handshake.post(self._handshake.next_number, payload)
 
     def named(self, rank: int) -> str:
-        """A rank as the whole job numbers it."""
-        return f"rank {self._ranks[rank]}"
+        """Return the name of a rank of this group for messages, by its number in the whole job."""
+        return f"rank {self._global_ranks[rank]}"
 
-    def gone(self, rank: int) -> bool:
-        """Whether a rank has died, as far as can be seen from here."""
-        if not self._said:
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the process of a rank has ended, as far as this process can see."""
+        if not self._processes:
             return False
-        here, there = self._said[self.rank], self._said[rank]
-        return all(here[key] == there[key] for key in ("host", "space")) and not alive(there["pid"])
+        here, there = self._processes[self.rank], self._processes[rank]
+        # A pid means something only on the same host and in the same container.
+        return all(here[key] == there[key] for key in ("host", "pid_space")) and not alive(there["pid"])
 
-    def lost(self) -> str:
-        """Which ranks have died, to end a message with."""
-        dead = [
-            f"process {self._said[rank]['pid']} of {self.named(rank)}" for rank in range(self.world) if self.gone(rank)
+    def describe_ended(self) -> str:
+        """Return which ranks have ended, as the last part of a message; empty if all run."""
+        ended = [
+            f"process {self._processes[rank]['pid']} of {self.named(rank)}"
+            for rank in range(self.world)
+            if self.has_ended(rank)
         ]
-        return f"; {', '.join(dead)} has ended" if dead else ""
+        return f"; {', '.join(ended)} has ended" if ended else ""
 
-    def _heard(self, name: str, rank: int, deadline: float) -> Any:
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                self._store.wait([name], timedelta(seconds=max(0.001, min(LOOK, left))))
-                return json.loads(bytes(self._store.get(name)))
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError as error:
-                if left > LOOK and not self.gone(rank):
-                    continue
-                if self.gone(rank):
-                    raise TransportError(
-                        f"process {self._said[rank]['pid']} of {self.named(rank)} has ended before meeting "
-                        f"{self._number} of the heap's ranks"
-                    ) from error
-                raise TransportError(
-                    f"{self.named(rank)} did not come to meeting {self._number} of the heap's ranks within "
-                    f"{self.seconds:g} s. It may have raised, or be in another call; look at its output first"
-                ) from error
+    def _check_process(self, rank: int) -> None:
+        """End a wait early: a process that has ended cannot come any more.
+
+        The process table is proof enough and opens no port: the ranks of a heap are on one host. `GroupContext`,
+        whose ranks may be on many, probes them over the network instead.
+        """
+        number = self._handshake.next_number
+        # A rank may post why it leaves and then end: its payload says more than its end.
+        if self.has_ended(rank) and not self._handshake.is_posted(number, rank):
+            raise TransportError(
+                f"process {self._processes[rank]['pid']} of {self.named(rank)} has ended before exchange {number} of "
+                "the heap's ranks",
+                (self._global_ranks[rank],),
+            )
+
+    @contextlib.contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
+        """Raise TransportError that names the ranks that ended, where the store does not answer."""
+        try:
+            yield
+        except StoreError as error:
+            raise TransportError(f"{error}{self.describe_ended()}") from error
 
 
-def _space() -> str:
-    """Which processes the numbers of processes are of: containers count their own."""
+def _pid_namespace() -> str:
+    """Return the namespace that process numbers are counted in: each container has its own."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

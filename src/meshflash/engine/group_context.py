@@ -1,8 +1,16 @@
-"""What a rank knows of a process group: its place, its transport, that all ranks agree, and which rank failed.
+"""One rank's view of a process group: its transports, the handshake before new calls, and the rank that failed first.
 
-Ranks agree by a handshake on the host, over the group's store and never over the device: once for each
-new kind of call. Rank 0 compares what all say and tells them; who disagrees or never comes is named. A rank
-that fails in a call finds out which rank failed first, and reports that one.
+Ranks agree on the host, over the group's store and never over the device, once for each new kind of call:
+
+1. Every rank posts the fields of its call under `meshflash/<epoch>/<number>/<rank>`.
+2. Rank 0 reads them in the order of ranks and compares each with its own. It posts a verdict under
+   `meshflash/<epoch>/<number>/verdict`: "agreed", "disagree" (which field, which rank) or "missing" (which rank).
+3. The other ranks wait for the verdict alone, so that all ranks raise the same error.
+
+The waits are those of `runtime/handshake.py`: each ends at the deadline MESHFLASH_TIMEOUT, on Ctrl-C, or when a probe
+shows that the awaited process has ended. The first exchange also carries the address at which each rank answers
+probes (`runtime/liveness.py`). A rank that fails in a call tells its peers before it raises; a rank that loses a
+connection first finds out which rank failed, and reports that one.
 """
 
 from __future__ import annotations
@@ -23,17 +31,18 @@ from meshflash.comm.handshake import DisagreementError, timeout
 from meshflash.comm.transports.choice import Where, choose
 from meshflash.comm.transports.contract import Transport, TransportError
 from meshflash.core.program import Direction
+from meshflash.runtime.handshake import VERDICT, AbsentRanksError, Handshake
 from meshflash.runtime.liveness import Cause, LostRankError, Status, listen_host, liveness, one_line
-from meshflash.runtime.store import BoundedStore, StoreError, where
+from meshflash.runtime.store import BoundedStore, StoreError, store_address
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
-#: Letters of a difference that are shown.
-SHOWN = 160
-#: Seconds of waiting in a handshake after which, and then again, this rank looks whether the awaited process runs.
-PROBE_AFTER = 2.0
+#: Characters of a differing field that an error message shows.
+MAX_SHOWN_CHARACTERS = 160
+#: Seconds between two probes of the process that a handshake waits for.
+PROBE_SECONDS = 2.0
 #: Passes that tags keep apart between one process group and the next one of its name.
-EPOCH = 2**20
+PASSES_PER_EPOCH = 2**20
 
 
 class MissingRankError(LostRankError):
@@ -41,7 +50,7 @@ class MissingRankError(LostRankError):
 
 
 def checks_always() -> bool:
-    """Whether ranks compare their arguments in every call: MESHFLASH_CHECK=always, for debugging."""
+    """Return whether ranks compare their arguments in every call: MESHFLASH_CHECK=always, for debugging."""
     text = os.environ.get("MESHFLASH_CHECK", "")
     if text not in ("", "first", "always"):
         raise ValueError(f"MESHFLASH_CHECK={text!r}: expected first or always")
@@ -49,75 +58,97 @@ def checks_always() -> bool:
 
 
 class GroupContext:
-    """This rank as a member of one process group."""
+    """This rank as a member of one process group. `group_context` makes one for each group."""
 
     def __init__(self, group: Any) -> None:
+        """Connect to the group's store.
+
+        Args:
+            group: A process group of torch. A group of the MPI backend has no store, and raises ValueError.
+        """
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.handshakes = 0
         #: Passes that this rank has begun, forward and backward alike; all ranks count alike.
         self.passes = 0
+        #: The error by which this rank left a call; it takes part in no further call of this group.
         self.poisoned = ""
         self.prepared: dict[Any, Any] = {}
         self.last: Any = None
-        #: The process groups by the names that programs call them; all are of the same ranks.
+        #: The process groups by the names that programs use; all have the same ranks.
         self.groups = {"mesh": group}
         self._transports: dict[tuple[torch.device, str], Transport] = {}
         self._in_use = threading.RLock()
         if dist.get_backend(group) == "mpi":
             raise ValueError("a process group of the MPI backend has no store to agree by; start with gloo or nccl")
         store = dist.distributed_c10d._get_process_group_store(group)
-        self._liveness = liveness(listen_host(where(store)))
-        #: What probes call this group: groups of one name may follow each other.
+        self._liveness = liveness(listen_host(store_address(store)))
+        #: The name of this group in probes. Groups of one name may follow each other, hence the epoch.
         self._scope = f"{group.group_name}/0"
         try:
-            self._store = BoundedStore(store, timeout, self._look_at_host)
-            # a store may outlive its group: what an earlier one of the same name left there is not for this one
+            self._store = BoundedStore(store, timeout, self._check_store_host)
+            # A store may outlive its group, and still hold the keys of an earlier group of the same name. Each rank
+            # counts such groups under a key of its own; all make them in the same order, so the counts agree.
             self._epoch = self._store.add(f"meshflash/epoch/{self.rank}", 1)
         except StoreError as error:
             raise self._missing(None, f"{error}, before the first call of this process group") from error
+        self._handshake = Handshake(self._store, f"meshflash/{self._epoch}", self.rank, self.world)
         self._scope = f"{group.group_name}/{self._epoch}"
         self._liveness.clear(self._scope)
 
-    def _look_at_host(self) -> None:
-        """Do not wait for a store whose host has ended: that of rank 0 of the job, unless a launcher holds it."""
+    @property
+    def handshakes(self) -> int:
+        """The number of handshakes that this rank has begun."""
+        return self._handshake.next_number
+
+    def _check_store_host(self) -> None:
+        """Stop waiting for a store whose host has ended: rank 0 of the job hosts it, unless a launcher does."""
         cause = self._liveness.cause(self._scope) or self._liveness.find_ended(self._scope, 0)
         if cause is not None:
             raise self._missing(cause, "which held the store that ranks agree by")
 
     def transport(self, device: torch.device, name: str = "auto") -> Transport:
-        """How this group moves tensors of a device; ValueError where it cannot, or not by this transport."""
+        """Return the transport that moves this group's tensors on a device; ValueError if there is none.
+
+        Args:
+            device: The device of the tensors.
+            name: A transport by name, or "auto" for the best one that works.
+        """
         found = self._transports.get((device, name))
         if found is None:
-            where = [] if device.type == "cpu" else self._where(device)
+            where = [] if device.type == "cpu" else self._gather_devices(device)
             found = self._transports[device, name] = choose(name, self.groups, device, timeout(), where)
         return found
 
-    def _where(self, device: torch.device) -> list[Where]:
-        """Where the devices of all ranks are; all must come to it, which they do in their first call there."""
-        key = f"meshflash/{self._epoch}/where/{device.type}"
-        self._store.set(f"{key}/{self.rank}", json.dumps(asdict(Where.here(device))))
-        names = [f"{key}/{rank}" for rank in range(self.world)]
-        if not self._store.wait(names, timeout()):
-            raise MissingRankError(f"not all ranks said within {timeout():g} s where their devices are")
-        return [Where(**json.loads(self._store.get(name))) for name in names]
+    def _gather_devices(self, device: torch.device) -> list[Where]:
+        """Return where the devices of all ranks are. All ranks call it, in their first call on such a device."""
+        # A prefix of its own: the numbers of `self._handshake` count the calls that ranks compare.
+        handshake = Handshake(self._store, f"meshflash/{self._epoch}/where/{device.type}", self.rank, self.world)
+        try:
+            found = handshake.all_gather(asdict(Where.here(device)), timeout())
+        except AbsentRanksError as error:
+            ranks = ", ".join(str(self.global_rank(rank)) for rank in error.ranks)
+            raise MissingRankError(f"rank {ranks} did not say within {timeout():g} s where its device is") from error
+        return [Where(**one) for one in found]
 
-    def join(self, names: Iterable[str]) -> None:
-        """Make the groups of these names that are not there yet; all ranks must come to it, in the same order.
+    def ensure_groups(self, names: Iterable[str]) -> None:
+        """Make the process groups of these names that do not exist yet; all ranks call it, in the same order.
 
-        What moves in one does not wait for what moves in another. On gloo messages of the same group with tags of
-        their own do not either, so that none has to be made.
+        Messages of one group do not wait for those of another. gloo tells messages apart by tags, so on gloo all
+        names stand for the same group.
+
+        Args:
+            names: The groups that a program uses.
         """
         for name in names:
             if name in self.groups:
                 continue
             backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config(self.group)).split(",")}
-            self.groups[name] = group = self.group if backends == {"gloo"} else _another(self.group, name)
+            self.groups[name] = group = self.group if backends == {"gloo"} else _duplicate_group(self.group, name)
             for transport in self._transports.values():
                 transport.add(name, group)
 
     def close(self) -> None:
-        """Free what its transports hold."""
+        """Free the memory and threads of this group's transports."""
         self.prepared.clear()
         self.last = None
         for transport in self._transports.values():
@@ -125,15 +156,18 @@ class GroupContext:
         self._transports.clear()
 
     def broadcast_error(self, error: Exception) -> None:
-        """Let the others know, if they come to a handshake, why this rank will not join their call."""
-        number = self.handshakes
-        self.handshakes += 1
+        """Tell the other ranks, if they come to the next handshake, why this rank does not join their call.
+
+        Args:
+            error: The error that this rank is about to raise.
+        """
+        number = self._handshake.begin()
         self._report(f"raised {one_line(error)}")
         with suppress(StoreError):  # the caller raises its own error, which says more
             if self.rank:
-                self._store.set(self._name(number, self.rank), json.dumps({"error": str(error)}))
+                self._handshake.post(number, {"error": str(error)})
             else:
-                self._give_verdict(number, "disagree", f"rank {self.global_rank(0)} raised: {error}")
+                self._post_verdict(number, "disagree", f"rank {self.global_rank(0)} raised: {error}")
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -149,13 +183,17 @@ class GroupContext:
             self._in_use.release()
 
     @contextmanager
-    def present(self, direction: Direction, transport: Transport) -> Iterator[None]:
-        """Take part in one pass of a call. A rank that leaves it by an error takes no part any more.
+    def run_pass(self, direction: Direction, transport: Transport) -> Iterator[None]:
+        """Take part in one pass of a call. An error in it poisons this context: later calls are refused.
 
-        Messages of others may still be on their way, and would be taken for those of a later call.
+        Messages of the other ranks may still be on their way, and a later call would take them for its own.
+
+        Args:
+            direction: "forward" or "backward".
+            transport: The transport of the pass.
         """
         self.passes += 1
-        transport.begin_pass(self._epoch * EPOCH + self.passes, direction)
+        transport.begin_pass(self._epoch * PASSES_PER_EPOCH + self.passes, direction)
         what = f"{direction} pass {self.passes}"
         self._report(f"is in {what}", direction)
         try:
@@ -163,24 +201,26 @@ class GroupContext:
         except BaseException as error:
             self.poisoned = f"{type(error).__name__}: {error}"
             if isinstance(error, TransportError):
-                raise self._explained(error, direction) from error
+                raise self._name_first_failure(error, direction) from error
+            # Tell the peers before this rank unwinds: they are about to lose their connections to it.
             self._liveness.blame(self._scope, Cause(self.global_rank(self.rank), f"raised {one_line(error)}"))
             raise
         self._report(f"finished {what} and has made no call since", direction)
 
     def _report(self, doing: str, direction: str = "") -> None:
-        """Let peers that ask know what this rank does in this group, and how many passes it has begun."""
+        """Set the answer to probes: what this rank does in this group, and how many passes it has begun."""
         self._liveness.status[self._scope] = Status(doing, self.passes, direction)
 
-    def _explained(self, error: TransportError, direction: Direction) -> TransportError:
-        """The error of a lost message as one that names the rank that failed first."""
+    def _name_first_failure(self, error: TransportError, direction: Direction) -> TransportError:
+        """Return the error of a lost message as one that names the rank that failed first."""
         ranks = [self.global_rank(rank) for rank in range(self.world)]
+        # Probe the ranks that the transport suspects, and the rest only if those answer: each probe may take seconds.
         cause, answers = self._liveness.find(self._scope, error.ranks)
         if cause is None:
             cause, more = self._liveness.find(self._scope, [rank for rank in ranks if rank not in error.ranks])
             answers |= more
         if cause is None:
-            # a rank that is ahead of this one has done its part
+            # All ranks run. Blame one that has not begun this pass; a rank that is ahead has done its part.
             behind = {
                 rank: one
                 for rank, one in answers.items()
@@ -194,8 +234,8 @@ class GroupContext:
             cause = self._liveness.blame(self._scope, Cause(rank, reason, answers=True))
         return TransportError(f"{cause}; look at its output first", (cause.rank,))
 
-    def check_here(self) -> None:
-        """Raise if this rank has left."""
+    def check_not_poisoned(self) -> None:
+        """Raise RuntimeError if this rank left an earlier call by an error."""
         if self.poisoned:
             raise RuntimeError(
                 f"this rank left an earlier call of this process group ({self.poisoned}), whose messages may still be "
@@ -203,31 +243,40 @@ class GroupContext:
             )
 
     def global_rank(self, rank: int) -> int:
-        """A rank of this group, as the whole job numbers it."""
+        """Return the number in the whole job of a rank of this group.
+
+        Args:
+            rank: The number within the group.
+        """
         return int(dist.get_global_rank(self.group, rank))
 
     def agree(self, fields: dict[str, Any], hint: str = "") -> None:
-        """Compare these fields with those of all other ranks; all must come to it, in the same order.
+        """Compare the fields of a call with those of all other ranks; all ranks call it, in the same order.
 
-        The hint says why a rank may not have come.
+        Args:
+            fields: The call, as JSON can hold it.
+            hint: A sentence that says why a rank may not have come; it ends with a space.
+
+        Raises:
+            DisagreementError: A rank has other fields, or raised before the handshake; the message names it.
+            MissingRankError: A rank has ended, or did not come within MESHFLASH_TIMEOUT; the message names it.
         """
-        number = self.handshakes
-        self.handshakes += 1
+        number = self._handshake.begin()
         deadline = time.monotonic() + timeout()
         payload: dict[str, Any] = {"fields": fields}
         if number == 0:
             payload["address"] = self._liveness.address
         self._report(f"is in handshake {number}; it may have called attention with other arguments")
         try:
-            self._store.set(self._name(number, self.rank), json.dumps(payload))
+            self._handshake.post(number, payload)
             if self.rank == 0:
                 kind, text = self._judge(number, payload, deadline, hint)
             else:
                 kind, text = self._read_verdict(number, deadline, hint)
-            if number and (self.rank or kind == "agreed"):  # all have come, and nobody reads of the last any more
-                self._store.delete(self._name(number - 1, self.rank))
-                if self.rank == 0:
-                    self._store.delete(self._name(number - 1, "verdict"))
+            # Whoever takes part in this handshake has read the verdict of the one before. Rank 0 knows that of all
+            # ranks only if they agreed: it stops to read at the first one that differs.
+            if self.rank or kind == "agreed":
+                self._handshake.discard(number - 1, () if self.rank else (VERDICT,))
         except StoreError as error:
             raise self._missing(None, f"{error}, so that ranks cannot agree in handshake {number}") from error
         if kind == "missing":
@@ -236,137 +285,136 @@ class GroupContext:
             raise DisagreementError(text)
 
     def _judge(self, number: int, mine: dict[str, Any], deadline: float, hint: str) -> tuple[str, str]:
-        """As rank 0, compare what all ranks say; the verdict, which all ranks get."""
+        """As rank 0, compare the payloads of all ranks with ours, and post the verdict."""
         addresses = {self.global_rank(0): mine.get("address")}
         kind, text = "agreed", ""
         try:
             for rank in range(1, self.world):
-                theirs = json.loads(self._read(number, rank, deadline, hint))
+                theirs = self._read(number, rank, deadline, hint)
                 addresses[self.global_rank(rank)] = theirs.get("address")
                 text = self._difference(mine["fields"], theirs, rank)
                 if text:
                     kind = "disagree"
                     break
-        except MissingRankError as missing:  # the store may end with this rank, before others know
-            self._give_verdict(number, "missing", str(missing))
+        except MissingRankError as missing:
+            # Post the cause before raising: the store may end with this rank, and the others would name rank 0.
+            self._post_verdict(number, "missing", str(missing))
             raise
         table = addresses if number == 0 and kind == "agreed" else {}
         self._liveness.know(table)
-        self._give_verdict(number, kind, text, table)
+        self._post_verdict(number, kind, text, table)
         return kind, text
 
     def _difference(self, mine: dict[str, Any], theirs: dict[str, Any], rank: int) -> str:
-        """In what another rank's call differs from rank 0's; empty where it does not."""
-        who = f"rank {self.global_rank(rank)}"
+        """Return how another rank's call differs from rank 0's; empty if it does not."""
+        name = f"rank {self.global_rank(rank)}"
         if "error" in theirs:
-            return f"{who} raised: {theirs['error']}"
+            return f"{name} raised: {theirs['error']}"
         for field in mine | theirs["fields"]:
             a, b = mine.get(field), theirs["fields"].get(field)
             if json.dumps(a) != json.dumps(b):
                 more = "; where shards differ in length, give a layout" if field == "layout" else ""
                 return (
-                    f"ranks disagree in {field}: rank {self.global_rank(0)} has {_short(a)}, {who} has "
-                    f"{_short(b)}; all ranks of a group must make the same call, each with its own shard{more}"
+                    f"ranks disagree in {field}: rank {self.global_rank(0)} has {_shorten(a)}, {name} has "
+                    f"{_shorten(b)}; all ranks of a group must make the same call, each with its own shard{more}"
                 )
         return ""
 
-    def _give_verdict(self, number: int, kind: str, text: str, addresses: dict[int, Any] | None = None) -> None:
-        verdict = {"kind": kind, "text": text, "addresses": addresses or {}}
-        self._store.set(self._name(number, "verdict"), json.dumps(verdict))
+    def _post_verdict(self, number: int, kind: str, text: str, addresses: dict[int, Any] | None = None) -> None:
+        self._handshake.post(number, {"kind": kind, "text": text, "addresses": addresses or {}}, VERDICT)
 
     def _read_verdict(self, number: int, deadline: float, hint: str) -> tuple[str, str]:
-        verdict = json.loads(self._read(number, "verdict", deadline, hint))
+        verdict = self._read(number, VERDICT, deadline, hint)
         self._liveness.know({int(rank): address for rank, address in verdict["addresses"].items()})
         return verdict["kind"], verdict["text"]
 
-    def _read(self, number: int, who: int | str, deadline: float, hint: str) -> str:
-        """What another rank wrote; on time, or an error that names those who never came."""
-        name = self._name(number, who)
-        source = 0 if isinstance(who, str) else who
-        probe_at = time.monotonic() + PROBE_AFTER
+    def _read(self, number: int, slot: int | str, deadline: float, hint: str) -> Any:
+        """Return what another rank posted; MissingRankError names the ranks that did not come."""
+        probe_at = time.monotonic() + PROBE_SECONDS
 
-        def look() -> None:
-            """Do not wait for a rank that has ended: its process cannot come any more."""
+        def watch(source: int) -> None:
+            """End the wait if a rank is known to have failed, or if the awaited process has ended."""
             nonlocal probe_at
             cause = self._liveness.cause(self._scope)
             if cause is None and time.monotonic() > probe_at:
-                probe_at = time.monotonic() + PROBE_AFTER
+                probe_at = time.monotonic() + PROBE_SECONDS
                 cause = self._liveness.find_ended(self._scope, self.global_rank(source))
             if cause is not None:
                 raise self._missing(cause, f"while ranks were in handshake {number}")
 
-        if not self._store.wait([name], max(0.001, deadline - time.monotonic()), look):
-            absent = [rank for rank in range(self.world) if not self._store.check([self._name(number, rank)])]
-            ranks = ", ".join(str(self.global_rank(rank)) for rank in absent or [0])
+        try:
+            return self._handshake.read(number, slot, deadline, watch)
+        except AbsentRanksError as error:
+            ranks = ", ".join(str(self.global_rank(rank)) for rank in error.ranks)
             raise MissingRankError(
                 f"rank {ranks} did not come to handshake {number} within {timeout():g} s. It may have raised, been "
                 f"ended, or be in another call; look at its output first. {hint}MESHFLASH_TIMEOUT sets the seconds"
-            )
-        return self._store.get(name)
+            ) from error
 
     def _missing(self, cause: Cause | None, otherwise: str) -> MissingRankError:
-        """An error that names the rank that failed, if probes find one, and else says what is known."""
+        """Return an error that names the rank that failed, if probes find one, and else says `otherwise`."""
         if cause is None:
             cause, _ = self._liveness.find(self._scope, [self.global_rank(rank) for rank in range(self.world)])
         if cause is None:
             return MissingRankError(f"{otherwise}. Rank {self.global_rank(0)} or its launcher holds the store")
         return MissingRankError(f"{cause}, {otherwise}; look at its output first")
 
-    def _name(self, number: int, who: int | str) -> str:
-        return f"meshflash/{self._epoch}/{number}/{who}"
 
-
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + " ..."
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + " ..."
 
 
-def _another(group: Any, name: str) -> Any:
-    """One more group of the same ranks and backends; one of each name serves all groups of the same ranks."""
+def _duplicate_group(group: Any, name: str) -> Any:
+    """Return one more group of the same ranks and backends; groups of the same ranks share one of each name."""
     ranks, backend = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
     key = (*ranks, backend, name)
-    found = _others.get(key)
+    found = _duplicates.get(key)
     if found is None or found not in dist.distributed_c10d._world.pg_names:
-        found = _others[key] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        found = _duplicates[key] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     return found
 
 
-_others: dict[Any, Any] = {}
-_members: dict[str, GroupContext] = {}
-_members_lock = threading.Lock()
+_duplicates: dict[Any, Any] = {}
+_contexts: dict[str, GroupContext] = {}
+_contexts_lock = threading.Lock()
 
 
 def group_context(name: str) -> GroupContext:
-    """This rank as a member of the group of this name."""
+    """Return this rank's context of a process group, made on first use.
+
+    Args:
+        name: The name of the group, as torch registers it. A new group may take the name of one that has ended.
+    """
     group = dist.distributed_c10d._resolve_process_group(name)
-    found = _members.get(name)
+    found = _contexts.get(name)
     if found is None or found.group is not group:
-        with _members_lock:
-            found = _members.get(name)
+        with _contexts_lock:
+            found = _contexts.get(name)
             if found is None or found.group is not group:
-                for other in [other for other in _members if not _there(other)]:
-                    _members.pop(other).close()
-                found = _members[name] = GroupContext(group)
+                for other in [other for other in _contexts if not _still_exists(other)]:
+                    _contexts.pop(other).close()
+                found = _contexts[name] = GroupContext(group)
     return found
 
 
-def forget() -> None:
-    """Prepare every kind of call anew: what schedules build has changed."""
-    for found in list(_members.values()):
+def clear_prepared() -> None:
+    """Drop the prepared calls of all groups: a schedule was registered or removed, and may build other programs."""
+    for found in list(_contexts.values()):
         found.prepared.clear()
 
 
-def leave() -> None:
-    """Forget all groups, and free what their transports hold."""
-    with _members_lock:
-        for found in _members.values():
+def close_all() -> None:
+    """Close the contexts of all groups, and free what their transports hold."""
+    with _contexts_lock:
+        for found in _contexts.values():
             found.close()
-        _members.clear()
+        _contexts.clear()
 
 
-def _there(name: str) -> bool:
-    """Whether the group that a member was made for still is."""
+def _still_exists(name: str) -> bool:
+    """Return whether the group that a context was made for still exists."""
     try:
-        return dist.distributed_c10d._resolve_process_group(name) is _members[name].group
+        return dist.distributed_c10d._resolve_process_group(name) is _contexts[name].group
     except (RuntimeError, LookupError):
         return False

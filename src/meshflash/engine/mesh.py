@@ -266,7 +266,7 @@ class MeshCall:
             *(f.scale, f.softcap, f.dropout, f.batch_offset, f.head_offset),
             *(f.alibi_slopes_BH is None, f.sink_logits_H is None, self.kernel, self.deterministic, self.will_backward),
         )
-        member.check_here()
+        member.check_not_poisoned()
         found = member.prepared.get(kind)
         if found is None or checks_always():
             if capturing(q.device):
@@ -280,7 +280,7 @@ class MeshCall:
                 member.broadcast_error(error)
                 raise
             member.agree({**self._fields(found.plan, q, v), "groups": found.groups})
-            member.join(found.groups)
+            member.ensure_groups(found.groups)
             found.transport(member)
             if len(member.prepared) >= PREPARED and kind not in member.prepared:
                 del member.prepared[next(iter(member.prepared))]
@@ -365,7 +365,7 @@ def forward(call: MeshCall, member: GroupContext, q: Tensor, k: Tensor, v: Tenso
         saved = q.new_empty(prepared.saved_bytes, dtype=torch.uint8)
         if q.shape[0]:
             transport = prepared.transport(member)
-            with member.present("forward", transport):
+            with member.run_pass("forward", transport):
                 prepared.run("forward", [q, k, v, out, lse, saved], call.features, transport)
     return out, lse, saved
 
@@ -393,7 +393,7 @@ def backward(
             dout = rows.dout_BTHE.contiguous()  # messages are sent from where it lies
             tensors = [q, k, v, out, lse, dout, delta, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
             transport = prepared.transport(member)
-            with member.present("backward", transport):
+            with member.run_pass("backward", transport):
                 prepared.run("backward", tensors, call.features, transport, given[1] is not None)
     return grads, rows
 

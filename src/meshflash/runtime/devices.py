@@ -1,4 +1,4 @@
-"""Which device a rank has, and by which backend devices of a kind talk: the one room that selects devices."""
+"""Select the device of a rank, and the backend by which devices of its kind communicate. No other module does so."""
 
 from __future__ import annotations
 
@@ -13,30 +13,38 @@ from typing import Any
 import torch
 from torch import distributed as _distributed
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
-#: Kinds of accelerators, the first that is there is taken; and the backends that move their tensors, best first.
+#: Kinds of accelerators, in the order in which they are tried, and their communication backends, best first.
 BACKENDS: dict[str, tuple[str, ...]] = {"cuda": ("nccl",), "xpu": ("xccl", "ccl")}
 CPU = "cpu"
-#: What torch calls the GPUs that Triton compiles for, NVIDIA's and AMD's.
+#: torch's name for the GPUs that Triton compiles for, NVIDIA's and AMD's alike.
 TRITON = "cuda"
-#: Moves tensors of CPUs, and of others by way of the host.
+#: The backend for tensors on CPUs, and for tensors of devices that are staged through the host.
 GLOO = "gloo"
 
 
 def kind_here() -> str:
-    """The kind of the devices that ranks of this machine compute on."""
+    """Return the kind of the devices that ranks of this machine compute on."""
     return next((kind for kind in BACKENDS if count(kind)), CPU)
 
 
 def count(kind: str) -> int:
-    """How many devices of a kind this process sees."""
+    """Return how many devices of a kind this process sees.
+
+    Args:
+        kind: A device type of torch, such as "cuda".
+    """
     module = getattr(torch, kind, None)
     return int(module.device_count()) if module is not None and module.is_available() else 0
 
 
 def device_of(local_rank: int, kind: str | None = None) -> torch.device:
-    """The device of a local rank; with more ranks than devices they share.
+    """Return the device of a local rank; more ranks than devices share them.
+
+    Args:
+        local_rank: The rank among those of this host.
+        kind: A device type of torch; by default the kind of this machine.
 
     >>> device_of(3, "cpu")
     device(type='cpu')
@@ -48,7 +56,10 @@ def device_of(local_rank: int, kind: str | None = None) -> torch.device:
 
 
 def current(kind: str | None = None) -> torch.device:
-    """The device of a kind, or of the one that is here, that is current: the process's own choice.
+    """Return the current device, which the process has chosen by itself.
+
+    Args:
+        kind: A device type of torch; by default the kind of this machine.
 
     >>> current("cpu")
     device(type='cpu')
@@ -58,7 +69,11 @@ def current(kind: str | None = None) -> torch.device:
 
 
 def take_device(kind: str, local_rank: int) -> torch.device:
-    """The same, from now on the current one.
+    """Make the device of a local rank the current one, and return it.
+
+    Args:
+        kind: A device type of torch.
+        local_rank: The rank among those of this host.
 
     >>> take_device("cpu", 3)
     device(type='cpu')
@@ -70,7 +85,11 @@ def take_device(kind: str, local_rank: int) -> torch.device:
 
 
 def name_of(device: torch.device) -> str:
-    """What tells a device from others of its host, whatever numbers processes know it by."""
+    """Return a name that is unique on the host: processes may number the same device differently.
+
+    Args:
+        device: A device of this process; a CPU has the empty name.
+    """
     if device.type == CPU:
         return ""
     found = torch.get_device_module(device).get_device_properties(device)
@@ -78,13 +97,21 @@ def name_of(device: torch.device) -> str:
 
 
 def symmetric_memory(kind: str) -> bool:
-    """Whether this build of torch lets ranks read each other's memory on devices of a kind."""
+    """Return whether this build of torch lets ranks read each other's memory on devices of a kind.
+
+    Args:
+        kind: A device type of torch.
+    """
     found = importlib.util.find_spec("torch.distributed._symmetric_memory")
     return kind == "cuda" and found is not None
 
 
 def pci_of(device: torch.device) -> str:
-    """Where a device hangs on the machine, as the system writes it; empty where torch does not tell."""
+    """Return the PCI address of a device; empty if torch does not know it.
+
+    Args:
+        device: A device of this process.
+    """
     if device.type == CPU:
         return ""
     found = torch.get_device_module(device).get_device_properties(device)
@@ -94,8 +121,12 @@ def pci_of(device: torch.device) -> str:
 
 
 def available(backend: str) -> bool:
-    """Whether this build of torch, or a package beside it, has a backend."""
-    if backend == "ccl":  # the bindings of before torch had its own
+    """Return whether this build of torch, or a package beside it, has a communication backend.
+
+    Args:
+        backend: The name of the backend, such as "nccl".
+    """
+    if backend == "ccl":  # Intel's bindings from before torch had xccl
         for package in ("oneccl_bindings_for_pytorch", "torch_ccl"):
             if importlib.util.find_spec(package) is not None:
                 importlib.import_module(package)
@@ -105,24 +136,31 @@ def available(backend: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a rank says of itself before all choose: its host, device, the backends that it has, its cores."""
+class RankInfo:
+    """What one rank knows of itself. `init` exchanges it before all ranks choose a backend and their cores."""
 
+    #: The host, as `host_name` returns it.
     host: str
+    #: The device type of torch, and the name of the device that is unique on the host.
     kind: str
     device: str
+    #: The communication backends that this rank has.
     backends: tuple[str, ...]
-    #: Those that it may run on, and those of them that are near its device.
+    #: The CPU cores that the rank may run on, and the cores of its device's NUMA node.
     cores: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
-    #: Where it answers probes, as `liveness.Address` reads it.
+    #: Where the rank answers probes, as `liveness.Address` reads it.
     address: tuple[str | int, ...] = ()
 
 
-def choose_backend(said: Sequence[Said], forced: str | None = None) -> tuple[str, str]:
-    """The backend of all ranks, and why it is not the best of their devices; ValueError where they cannot have one.
+def choose_backend(infos: Sequence[RankInfo], forced: str | None = None) -> tuple[str, str]:
+    """Return the backend of all ranks, and why it is not the best one for their devices; ValueError if there is none.
 
-    >>> ranks = [Said("a", "cuda", "GPU-1", ("nccl", "gloo")), Said("a", "cuda", "GPU-2", ("nccl", "gloo"))]
+    Args:
+        infos: What all ranks know of themselves, by rank.
+        forced: The backend that the user asks for, such as "gloo" or "cpu:gloo,cuda:nccl".
+
+    >>> ranks = [RankInfo("a", "cuda", "GPU-1", ("nccl", "gloo")), RankInfo("a", "cuda", "GPU-2", ("nccl", "gloo"))]
     >>> choose_backend(ranks)
     ('cpu:gloo,cuda:nccl', '')
     >>> choose_backend([ranks[0], ranks[0]])[0]
@@ -131,15 +169,15 @@ def choose_backend(said: Sequence[Said], forced: str | None = None) -> tuple[str
     if forced:
         for part in forced.split(","):
             backend = part.rpartition(":")[2]
-            lacking = [rank for rank, one in enumerate(said) if backend not in one.backends]
+            lacking = [rank for rank, one in enumerate(infos) if backend not in one.backends]
             if lacking:
                 raise ValueError(
-                    f"backend={forced!r}: rank {_list(lacking)} has no {backend}; it has {_names(said[lacking[0]])}"
+                    f"backend={forced!r}: rank {_list(lacking)} has no {backend}; it has {_names(infos[lacking[0]])}"
                 )
         return forced, ""
-    kinds = sorted({one.kind for one in said})
+    kinds = sorted({one.kind for one in infos})
     if len(kinds) > 1:
-        of = {kind: [n for n, one in enumerate(said) if one.kind == kind] for kind in kinds}
+        of = {kind: [n for n, one in enumerate(infos) if one.kind == kind] for kind in kinds}
         each = "; ".join(f"{kind}: rank {_list(ranks)}" for kind, ranks in of.items())
         raise ValueError(
             f"ranks compute on different kinds of devices ({each}). Show all of them the same kind, or none: a device "
@@ -148,18 +186,18 @@ def choose_backend(said: Sequence[Said], forced: str | None = None) -> tuple[str
     kind = kinds[0]
     if kind == CPU:
         return GLOO, ""
-    shared = len({(one.host, one.device) for one in said}) < len(said)
+    shared = len({(one.host, one.device) for one in infos}) < len(infos)
     wanted = BACKENDS[kind]
     if shared:
         return GLOO, f"ranks share a device, which {wanted[0]} refuses; tensors move by its memory, or through the host"
     for backend in wanted:
-        if all(backend in one.backends for one in said):
+        if all(backend in one.backends for one in infos):
             reason = "" if backend == wanted[0] else f"{wanted[0]} is not in this build of torch"
             return (f"{CPU}:{GLOO},{kind}:{backend}" if backend != "ccl" else backend), reason
     return GLOO, f"{' and '.join(wanted)} are missing on some rank; tensors move through the host"
 
 
-def _names(one: Said) -> str:
+def _names(one: RankInfo) -> str:
     return ", ".join(one.backends) or "none"
 
 
@@ -168,7 +206,10 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def peak_memory(device: torch.device | str) -> int:
-    """The most bytes that this process has held: tensors on a device; on a CPU, all of the process.
+    """Return the most bytes that this process has held: in tensors on a device, or in all on a CPU.
+
+    Args:
+        device: A device of this process.
 
     >>> peak_memory("cpu") > 2**20
     True

@@ -1,10 +1,20 @@
-"""How ranks find each other: a store that rank 0 holds, and everybody knows where.
+"""The rendezvous: how the ranks of a job find the store that rank 0 hosts.
 
-The first of these that applies: torchrun's own store; MASTER_ADDR and MASTER_PORT; on one node a file that names the
-port, found by what the launcher calls the job, so that jobs side by side do not meet; mpi4py, which broadcasts rank
-0's address; the first host of Slurm's node list. MPI is not started where all ranks are on one node: it is not needed,
-and one that does not fit the launcher ends the process. What a store binds to is in `listen.py`, who may join in
-`guard.py`.
+Each rank knows only its own place (rank, world size, launcher). Which host and port the store has, it learns from the
+first of these sources that applies:
+
+1. torchrun: the store of torchrun's agent, at MASTER_ADDR:MASTER_PORT. Rank 0 hosts nothing.
+2. MASTER_ADDR, and MASTER_PORT or 29500: rank 0 listens there, the other ranks connect there.
+3. All ranks on one node: rank 0 listens on 127.0.0.1 at a free port and writes the port to a file. The file's name is
+   a digest of the launcher's name for the job, so that jobs side by side do not find each other.
+4. mpi4py: rank 0 listens at a free port and broadcasts address and port.
+5. Slurm: the first host of the node list, at a port computed from the job's number.
+
+MPI is not started if all ranks are on one node: it is not needed, and an MPI that does not fit the launcher ends the
+process. `listen.py` decides to which interface a store binds, `guard.py` which ranks may join.
+
+Every wait ends within the timeout of `init`. torch's and MPI's blocking calls run in a worker thread (`run_within`),
+so that Ctrl-C ends a rank that waits.
 """
 
 from __future__ import annotations
@@ -27,24 +37,26 @@ from typing import Any
 
 from torch import distributed as _distributed
 
-from meshflash.runtime.guard import PUBLISHED, TokenError, check_token, given_token, guarded, new_token, published
+from meshflash.runtime.guard import DIGEST_KEY, TokenError, check_token, given_token, guarded, new_token, token_digest
 from meshflash.runtime.hosts import boot, hosts_of, is_loopback, reachable_address
 from meshflash.runtime.launchers import OF_MPI, LaunchError, Place
 from meshflash.runtime.listen import listener
 from meshflash.runtime.log import log
-from meshflash.runtime.store import within
+from meshflash.runtime.store import run_within
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
-#: Seconds beyond the timeout after which a rank does not wait for torch to notice it.
-GRACE = 2.0
-#: Seconds that a rank gives a store which a file names, before it reads the file again.
-SHORT = 5.0
-#: What torch takes where nothing else is said.
-PORT = 29500
-#: Ports that jobs of Slurm's choose from by their number: below those that systems hand out by themselves.
-PORTS = range(15000, 30000)
-#: Programs that start ranks, in the 15 letters that the system keeps; all ranks of a job on a node descend from one.
+#: Seconds beyond the timeout after which a rank gives up a call of torch that should have timed out by itself.
+GRACE_SECONDS = 2.0
+#: Seconds that a rank tries one store before it looks again for a better one: a port or a file may be of an old job.
+RETRY_SECONDS = 5.0
+#: Seconds between two looks at a key or a file.
+POLL_SECONDS = 0.01
+#: torch's own default for MASTER_PORT.
+DEFAULT_PORT = 29500
+#: Ports that Slurm jobs choose from by their number: below those that Linux hands out by itself (from 32768).
+SLURM_PORTS = range(15000, 30000)
+#: Programs that start ranks, by the 15 characters that /proc keeps; all ranks of a job on a node descend from one.
 STARTERS = (
     *("mpiexec", "mpirun", "mpiexec.hydra", "hydra_pmi_proxy", "pmi_proxy", "prterun", "prted", "orterun", "orted"),
     *("mpispawn", "slurmstepd", "palsd", "jsmd"),
@@ -52,197 +64,237 @@ STARTERS = (
 ADVICE = "set MASTER_ADDR to a name or address of rank 0's host that all others reach, and MASTER_PORT to a free port"
 
 
-class Meeting:
-    """A store, and where it is. What was said at an earlier meeting, in a store that is still there, is kept apart."""
+class Rendezvous:
+    """The store that all ranks of a job share, and its address. Made by `open_rendezvous`.
 
-    def __init__(self, store: Any, where: str, number: int = 1) -> None:
-        self.store, self.where = dist.PrefixStore(f"meshflash/{number}", store), where
+    A store may outlive a rendezvous: torchrun's does. So all keys of one rendezvous lie below `meshflash/<number>`.
+    """
 
-    def gather(self, world_size: int, timeout: float) -> None:
-        """Wait until all ranks have come here."""
-        if int(self.store.add("come", 1)) == world_size:
-            self.store.set("all", "1")
-        self.store.wait(["all"], timedelta(seconds=timeout))
+    def __init__(self, store: Any, address: str, number: int = 1) -> None:
+        """Take a store that all ranks have found.
 
-    def part(self, rank: int, world_size: int) -> None:
-        """Rank 0, which holds the store, leaves last, unless others take long."""
+        Args:
+            store: The store, already below the prefix that the job's token guards.
+            address: Host and port of the store.
+            number: Counts the rendezvous of this process, from 1. All ranks count alike.
+        """
+        self.store, self.address = dist.PrefixStore(f"meshflash/{number}", store), address
 
-        def wave() -> None:
-            come = int(self.store.add("bye", 1))
-            deadline = time.monotonic() + GRACE
-            while rank == 0 and come < world_size and time.monotonic() < deadline:
-                time.sleep(0.01)
-                come = int(self.store.add("bye", 0))
+    def depart(self, rank: int, world_size: int) -> None:
+        """Let rank 0, which may host the store, end after the others; wait for them no longer than GRACE_SECONDS.
 
-        with contextlib.suppress(RuntimeError, TimeoutError):  # it is gone already, or its process is stopped
-            within(2 * GRACE, wave, "")
+        Each rank adds one to the counter `bye`. Rank 0 polls it until it has reached the number of ranks.
+
+        Args:
+            rank: This rank.
+            world_size: The number of ranks.
+        """
+
+        def count_departures() -> None:
+            departed = int(self.store.add("bye", 1))
+            deadline = time.monotonic() + GRACE_SECONDS
+            while rank == 0 and departed < world_size and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                departed = int(self.store.add("bye", 0))
+
+        # The store may be gone already, or its process stopped: this rank ends all the same.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            run_within(2 * GRACE_SECONDS, count_departures, "")
 
 
-def meet(place: Place, timeout: float, number: int = 1) -> Meeting:
-    """The store of all ranks; LaunchError, within the timeout, where this one does not find it.
+def open_rendezvous(place: Place, timeout: float, number: int = 1) -> Rendezvous:
+    """Find the store of all ranks, and return it; LaunchError if this rank does not find it within the timeout.
 
-    `number` says the how manieth meeting of this process it is.
+    Args:
+        place: This process among the ranks of its job.
+        timeout: Seconds to look for the store, and afterwards to wait for a key in it.
+        number: Counts the rendezvous of this process, from 1. All ranks count alike.
     """
     try:
-        store, where = within(timeout + 2 * GRACE, partial(_found, place, timeout, number), "")
+        store, address = run_within(
+            timeout + 2 * GRACE_SECONDS, partial(_find_store, place, timeout, number), timeout_message=""
+        )
     except TimeoutError:
-        address = os.environ.get("MASTER_ADDR", "rank 0's host")
+        host = os.environ.get("MASTER_ADDR", "rank 0's host")
         raise LaunchError(
-            f"rank {place.rank} of {place.world_size}: the store at {address} accepts connections and does not answer "
+            f"rank {place.rank} of {place.world_size}: the store at {host} accepts connections and does not answer "
             f"within {timeout:g} s; the process that hosts it (rank 0, or torchrun) may be stopped"
         ) from None
-    return Meeting(store, where, number)
+    return Rendezvous(store, address, number)
 
 
-#: A store, and where it is.
+#: A store of torch, and its address "host:port".
 Store = tuple[Any, str]
 
 
-def _found(place: Place, timeout: float, number: int) -> Store:
+def _find_store(place: Place, timeout: float, number: int) -> Store:
+    """Go through the sources of the module's docstring, in that order."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     limit = timedelta(seconds=timeout)
     if place.launcher == "torchrun":
         where = f"{address}:{port}"
-        with _explained(place, where, timeout):
+        with _explaining(place, where, timeout):
             store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=limit))
-            store = _admitted(place, store, where, timeout)
-            turn = _agreed(place, store, timeout)
-        return dist.PrefixStore(turn, store), where
+            store = _check_torchrun_token(place, store, where, timeout)
+            prefix = _agree_on_prefix(place, store, timeout)
+        return dist.PrefixStore(prefix, store), where
     if address:
-        return _given(place, address, port, timeout, number)
+        return _at_master_address(place, address, port, timeout, number)
     if place.one_node:
         return _on_one_node(place, timeout, number)
     found: Store | None = None
     if place.launcher in OF_MPI:
-        with _explained(place, "MPI", timeout):
-            found = within(timeout + GRACE, partial(_by_mpi, place, timeout), "MPI did not bring all ranks together")
+        with _explaining(place, "MPI", timeout):
+            found = run_within(
+                timeout + GRACE_SECONDS, partial(_by_mpi, place, timeout), "MPI did not bring all ranks together"
+            )
     if found is not None:
         return found
     if place.launcher == "Slurm":
         hosts = hosts_of(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
         if hosts:
-            own = PORTS[zlib.crc32(place.job.encode()) % len(PORTS)]
-            return _given(place, hosts[0], port or str(own), timeout, number)
+            # All ranks compute the same port without talking; jobs of different numbers rarely share one.
+            own = SLURM_PORTS[zlib.crc32(place.job.encode()) % len(SLURM_PORTS)]
+            return _at_master_address(place, hosts[0], port or str(own), timeout, number)
     raise LaunchError(
         f"rank {place.rank} of {place.world_size}, started by {place.launcher}, does not know where rank 0 is: "
         f"{ADVICE}; or install mpi4py, which tells"
     )
 
 
-def _admitted(place: Place, store: Any, where: str, timeout: float) -> Any:
-    """Return the part of torchrun's store that the job's token guards, once this rank's is known to be rank 0's."""
+def _check_torchrun_token(place: Place, store: Any, where: str, timeout: float) -> Any:
+    """Compare this rank's token with rank 0's, and return the part of torchrun's store that the token guards.
+
+    Rank 0 writes a digest of its token under DIGEST_KEY; the other ranks wait for it, within the timeout.
+    """
     token = given_token()
     if place.rank == 0:
-        store.set(PUBLISHED, published(token))
+        store.set(DIGEST_KEY, token_digest(token))
         return guarded(store, token)
     deadline = time.monotonic() + timeout
-    while not store.check([PUBLISHED]):
+    while not store.check([DIGEST_KEY]):
         if time.monotonic() > deadline:
             raise LaunchError(f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s")
-        time.sleep(0.01)
-    check_token(_text(store, PUBLISHED), token, place.rank, where)
+        time.sleep(POLL_SECONDS)
+    check_token(_read_text(store, DIGEST_KEY), token, place.rank, where)
     return guarded(store, token)
 
 
-def _text(store: Any, key: str) -> str:
+def _read_text(store: Any, key: str) -> str:
     return bytes(store.get(key)).decode(errors="replace")
 
 
-def _agreed(place: Place, store: Any, timeout: float) -> str:
-    """A word that these very ranks share: torchrun's store outlives those that it started before, and what they said.
+def _agree_on_prefix(place: Place, store: Any, timeout: float) -> str:
+    """Return a key prefix that only these very ranks share.
 
-    Nothing that torchrun tells them would do: each node counts the starts by itself. Rank 0 says a new word, the others
-    answer with words of their own, and it repeats those: a rank that does not find its own has heard an old one.
+    torchrun's store outlives ranks that torchrun restarts, with all their keys, and each node counts restarts by
+    itself: nothing in the environment tells a rank from its predecessor. So ranks prove that they run now:
+
+    1. Rank 0 writes a fresh random prefix under `meshflash/prefix`.
+    2. Each other rank writes a fresh random nonce under `meshflash/<prefix>/<rank>`.
+    3. Rank 0 waits for all nonces and repeats them under `meshflash/<prefix>/all`.
+    4. A rank that finds its own nonce there has read the prefix of the rank 0 that runs now. Otherwise it has read an
+       old prefix, and reads again.
+
+    This cannot be a `Handshake`: that one needs a prefix which is new in the store, and this makes it.
     """
     deadline, others = time.monotonic() + timeout, range(1, place.world_size)
     if place.rank == 0:
-        word = secrets.token_hex(8)
-        store.set("meshflash/word", word)
-        answers = [f"meshflash/{word}/{rank}" for rank in others]
-        while absent := [str(rank) for rank, key in zip(others, answers, strict=True) if not store.check([key])]:
+        prefix = secrets.token_hex(8)
+        store.set("meshflash/prefix", prefix)
+        nonces = [f"meshflash/{prefix}/{rank}" for rank in others]
+        while absent := [str(rank) for rank, key in zip(others, nonces, strict=True) if not store.check([key])]:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"rank {', '.join(absent)} of {place.world_size} did not come within {timeout:g} s; look at the "
                     "first error of those ranks"
                 )
-            time.sleep(0.01)
-        store.set(f"meshflash/{word}/all", json.dumps([store.get(key).decode() for key in answers]))
-        return word
-    mine = secrets.token_hex(8)
+            time.sleep(POLL_SECONDS)
+        store.set(f"meshflash/{prefix}/all", json.dumps([store.get(key).decode() for key in nonces]))
+        return prefix
+    nonce = secrets.token_hex(8)
     while time.monotonic() < deadline:
-        if store.check(["meshflash/word"]):
-            word = store.get("meshflash/word").decode()
-            store.set(f"meshflash/{word}/{place.rank}", mine)
-            if store.check([f"meshflash/{word}/all"]) and mine in json.loads(store.get(f"meshflash/{word}/all")):
-                return word
-        time.sleep(0.01)
+        if store.check(["meshflash/prefix"]):
+            prefix = store.get("meshflash/prefix").decode()
+            store.set(f"meshflash/{prefix}/{place.rank}", nonce)
+            if store.check([f"meshflash/{prefix}/all"]) and nonce in json.loads(store.get(f"meshflash/{prefix}/all")):
+                return prefix
+        time.sleep(POLL_SECONDS)
     raise LaunchError(f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s")
 
 
-def _given(place: Place, address: str, port: str, timeout: float, number: int) -> Store:
-    """The store at an address, once rank 0 has opened it for this meeting."""
+def _at_master_address(place: Place, address: str, port: str, timeout: float, number: int) -> Store:
+    """Host the store at an address (rank 0), or connect to it once rank 0 has opened it for this rendezvous.
+
+    Rank 0 writes a digest of its token under DIGEST_KEY, and then the key `meshflash/open/<number>`. The other ranks
+    wait for both for at most RETRY_SECONDS, and then connect anew: the store that answers may be that of an earlier
+    rendezvous, or of the last job on this port, which is about to close. All tries together end at the timeout.
+    """
     if port and not (re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) < 2**16):
         raise LaunchError(f"MASTER_PORT={port!r}: expected a number from 1 to 65535")
     token, key, refused = given_token(), f"meshflash/open/{number}", 0.0
     deadline = time.monotonic() + timeout
-    while (left := deadline - time.monotonic()) > 0:
-        store, where = _at(place, address, int(port or PORT), timeout, left)
+    while (remaining := deadline - time.monotonic()) > 0:
+        store, where = _connect(place, address, int(port or DEFAULT_PORT), timeout, remaining)
         store.set_timeout(timedelta(seconds=timeout))
-        own, short = guarded(store, token), timedelta(seconds=min(SHORT, left))
+        own, short = guarded(store, token), timedelta(seconds=min(RETRY_SECONDS, remaining))
         if place.rank == 0:
-            store.set(PUBLISHED, published(token))
+            store.set(DIGEST_KEY, token_digest(token))
             own.set(key, "1")
             return own, where
         try:
-            store.wait([PUBLISHED], short)
-            check_token(_text(store, PUBLISHED), token, place.rank, where)
+            store.wait([DIGEST_KEY], short)
+            check_token(_read_text(store, DIGEST_KEY), token, place.rank, where)
             own.wait([key], short)
             return own, where
         except TokenError:
-            # It may be the last job's rank 0, which is about to leave the port to ours: look again for a while.
+            # It may be the last job's rank 0, which is about to leave the port to ours: try again for a while.
             refused = refused or time.monotonic()
-            if time.monotonic() - refused > SHORT:
+            if time.monotonic() - refused > RETRY_SECONDS:
                 raise
             time.sleep(0.5)
-        except RuntimeError:  # the store of an earlier meeting, which is about to close
+        except RuntimeError:  # the store of an earlier rendezvous, which is about to close
             time.sleep(0.1)
     raise LaunchError(
-        f"rank {place.rank} of {place.world_size}: what answers at {address}:{port or PORT} is not rank 0 of this job; "
-        f"{ADVICE}"
+        f"rank {place.rank} of {place.world_size}: what answers at {address}:{port or DEFAULT_PORT} is not rank 0 of "
+        f"this job; {ADVICE}"
     )
 
 
-def _at(place: Place, address: str, port: int, timeout: float, left: float | None = None) -> Store:
-    """The store at an address, waited for as long as is left of the timeout: an error tells the whole of it."""
-    where, left = f"{address}:{port}", timeout if left is None else left
-    with _explained(place, where, timeout):
+def _connect(place: Place, address: str, port: int, timeout: float, remaining: float | None = None) -> Store:
+    """Host the store at an address (rank 0), or connect to it, within the seconds that remain of the timeout.
+
+    An error names the whole timeout: that is the number the user has set.
+    """
+    where, remaining = f"{address}:{port}", timeout if remaining is None else remaining
+    with _explaining(place, where, timeout):
         if place.rank == 0:
-            make = partial(_hosted, place, address, port, left)
+            make = partial(_host_store, place, address, port, remaining)
         else:
-            make = partial(dist.TCPStore, address, port, **_options(place, left))
+            make = partial(dist.TCPStore, address, port, **_options(place, remaining))
         try:
-            return within(left + GRACE, make, ""), where
+            return run_within(remaining + GRACE_SECONDS, make, ""), where
         except TimeoutError:
-            raise RuntimeError(_silence(address, port)) from None
+            raise RuntimeError(_why_silent(address, port)) from None
 
 
-def _options(place: Place, left: float) -> dict[str, Any]:
-    return {"world_size": place.world_size, "timeout": timedelta(seconds=left), "wait_for_workers": False}
+def _options(place: Place, remaining: float) -> dict[str, Any]:
+    return {"world_size": place.world_size, "timeout": timedelta(seconds=remaining), "wait_for_workers": False}
 
 
-def _hosted(place: Place, address: str, port: int, left: float) -> Any:
-    """Start the store that rank 0 hosts, at the address that the others use and no other, where that can be known."""
+def _host_store(place: Place, address: str, port: int, remaining: float) -> Any:
+    """Start the store that rank 0 hosts. Bind it to the address that the other ranks use, if that is known."""
     try:
         bound = listener(address, port, place.one_node)
     except OSError as error:
         raise RuntimeError(error.strerror or str(error)) from error
-    options = _options(place, left) | {"is_master": True}
+    options = _options(place, remaining) | {"is_master": True}
     if bound is not None:
         host, port = bound.getsockname()[:2]
         address = address if host in ("0.0.0.0", "::") else host
         options["master_listen_fd"] = bound.detach()  # the store closes it
     try:
-        # The other server of torch reads from one client at a time: half a message would hold up all ranks.
+        # torch's other server reads from one client at a time: half a message from any client would block all ranks.
         return dist.TCPStore(address, port, use_libuv=True, **options)
     except RuntimeError as error:
         if "without libuv" not in str(error):
@@ -251,8 +303,8 @@ def _hosted(place: Place, address: str, port: int, left: float) -> Any:
         return dist.TCPStore(address, port, use_libuv=False, **options)
 
 
-def _silence(address: str, port: int) -> str:
-    """Why nothing came of an address."""
+def _why_silent(address: str, port: int) -> str:
+    """Return why torch got no answer from an address."""
     try:
         socket.create_connection((address, port), 1.0).close()
     except OSError as error:
@@ -260,8 +312,8 @@ def _silence(address: str, port: int) -> str:
     return "somebody listens there, and does not answer"
 
 
-class _explained:  # noqa: N801 - a context manager, named as it reads
-    """Torch's error as one that says where a rank looked, and what to set."""
+class _explaining:  # noqa: N801 - a context manager, named as it reads
+    """Turn torch's errors into a LaunchError that says where this rank looked, and what to set."""
 
     def __init__(self, place: Place, where: str, timeout: float) -> None:
         self.place, self.where, self.timeout = place, where, timeout
@@ -280,7 +332,7 @@ class _explained:  # noqa: N801 - a context manager, named as it reads
 
 
 def _on_one_node(place: Place, timeout: float, number: int) -> Store:
-    """Rank 0 takes a free port and writes it where the others, who know the name of the job, look for it."""
+    """Let rank 0 take a free port and write it to a file that the other ranks know by the name of the job."""
     job = place.job or starter()
     if not job:
         raise LaunchError(
@@ -290,13 +342,13 @@ def _on_one_node(place: Place, timeout: float, number: int) -> Store:
     try:
         folder = _own_folder(Path(tempfile.gettempdir()) / f"meshflash-{os.getuid()}")
         file = folder / f"{_name(place, job, number)}.json"
-        return _hold(place, file, timeout) if place.rank == 0 else _look(place, file, timeout)
+        return _host_by_file(place, file, timeout) if place.rank == 0 else _find_by_file(place, file, timeout)
     except OSError as error:
         raise LaunchError(f"ranks of a node meet by a file, and {error}: set TMPDIR, or {ADVICE}") from error
 
 
 def _own_folder(path: Path) -> Path:
-    """Make a folder that only this user reads and writes; OSError where another user has made it before."""
+    """Make a folder that only this user reads and writes; OSError if another user has made it before."""
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
@@ -306,47 +358,53 @@ def _own_folder(path: Path) -> Path:
     return path
 
 
-def _hold(place: Place, file: Path, timeout: float) -> Store:
-    """Host the store, and write to a file where it is and what guards it: a word that only readers of the file know.
+def _host_by_file(place: Place, file: Path, timeout: float) -> Store:
+    """Host the store on 127.0.0.1, write a file that leads to it, and wait until all ranks have connected.
 
-    The word also tells the store from one that took the port of a job that died.
+    The file holds the port, a fresh `token` that guards the keys, and a `digest` of the user's own token.
+    Only this user can read it. The fresh token also tells this store from one that took the port of a dead job. Each
+    rank that connects adds one to the counter `meshflash/come`; then the file is removed.
     """
-    token, word = given_token(), new_token()
-    store, _ = _at(place, "127.0.0.1", 0, timeout)
-    store.set(PUBLISHED, published(word))
-    own = guarded(store, word)
+    token, file_token = given_token(), new_token()
+    store, _ = _connect(place, "127.0.0.1", 0, timeout)
+    store.set(DIGEST_KEY, token_digest(file_token))
+    own = guarded(store, file_token)
+    # Write beside the file and rename: a rank that looks at this moment reads all of it, or nothing.
     written = file.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps({"port": store.port, "word": word, "guard": published(token)}))
+    written.write_text(json.dumps({"port": store.port, "token": file_token, "digest": token_digest(token)}))
     written.replace(file)
     try:
         deadline = time.monotonic() + timeout
-        while (come := int(own.add("meshflash/come", 0))) < place.world_size - 1:
+        while (num_come := int(own.add("meshflash/come", 0))) < place.world_size - 1:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"only {come + 1} of {place.world_size} ranks came within {timeout:g} s; look at the others' output"
+                    f"only {num_come + 1} of {place.world_size} ranks came within {timeout:g} s; look at the others' "
+                    "output"
                 )
-            time.sleep(0.01)
+            time.sleep(POLL_SECONDS)
     finally:
         file.unlink(missing_ok=True)
     return own, f"127.0.0.1:{store.port}"
 
 
-def _look(place: Place, file: Path, timeout: float) -> Store:
-    """Look for the file until it names a store that knows its word."""
+def _find_by_file(place: Place, file: Path, timeout: float) -> Store:
+    """Read the file again and again, until it leads to a store whose token is the file's or the timeout has passed."""
     token, deadline = given_token(), time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
-            said = json.loads(file.read_text())
-            socket.create_connection(("127.0.0.1", said["port"]), 1.0).close()
-            left = max(0.1, min(SHORT, deadline - time.monotonic()))
-            store, where = _at(place, "127.0.0.1", said["port"], timeout, left)
-            check_token(_text(store, PUBLISHED), said["word"], place.rank, where)
-            own, guard = guarded(store, said["word"]), said["guard"]
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # not there yet, or of a dead job
+            content = json.loads(file.read_text())
+            # A plain connection fails at once if nobody listens; torch's client would try until its timeout.
+            socket.create_connection(("127.0.0.1", content["port"]), 1.0).close()
+            remaining = max(0.1, min(RETRY_SECONDS, deadline - time.monotonic()))
+            store, where = _connect(place, "127.0.0.1", content["port"], timeout, remaining)
+            check_token(_read_text(store, DIGEST_KEY), content["token"], place.rank, where)
+            own, digest = guarded(store, content["token"]), content["digest"]
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            # Rank 0 has not written the file yet, or a dead job has left it.
             log.debug("%s: %s", file, error)
             time.sleep(0.02)
             continue
-        check_token(guard, token, place.rank, where)
+        check_token(digest, token, place.rank, where)
         store.set_timeout(timedelta(seconds=timeout))
         own.add("meshflash/come", 1)
         return own, where
@@ -361,13 +419,14 @@ def _name(place: Place, job: str, number: int) -> str:
 
 
 def starter() -> str:
-    """The process that started the ranks of this job on this node, by number and time; empty where none is known."""
+    """Return the process that started the ranks of this job on this node, as pid and start time; empty if unknown."""
     pid = os.getppid()
     while pid > 1:
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
             return ""
+        # "pid (name) state ppid ...": the name may hold spaces and brackets. Field 22 is the start time.
         name, rest = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
         if name in STARTERS:
             return f"{pid}.{rest[19]}"
@@ -376,34 +435,37 @@ def starter() -> str:
 
 
 def _by_mpi(place: Place, timeout: float) -> Store | None:
-    """By mpi4py, where it is there and sees the same ranks."""
+    """Host the store on rank 0 and broadcast its address by mpi4py; None if mpi4py cannot speak for these ranks.
+
+    Every rank takes part in both collectives, also if rank 0 has failed: its problem travels with the broadcast.
+    """
     comm = _communicator(place)
     if comm is None:
         return None
-    said = comm.allgather((socket.gethostname(), boot()))
-    hosts = [name for name, _ in said]
+    hosts = comm.allgather((socket.gethostname(), boot()))
     store = address = None
-    problem = secret = ""
+    problem = token = ""
     if place.rank == 0:
         try:
-            secret = given_token() or new_token()
-            others = [name for n, name in enumerate(hosts) if said[n] != said[0]]
-            address = reachable_address(others[0]) if others else "127.0.0.1"
+            token = given_token() or new_token()
+            others = [host for host in hosts if host != hosts[0]]
+            address = reachable_address(others[0][0]) if others else "127.0.0.1"
             if others and is_loopback(address):
-                raise ValueError(f"this host reaches {others[0]!r} by {address} only")
-            store, _ = _at(place, address, 0, timeout)
+                raise ValueError(f"this host reaches {others[0][0]!r} by {address} only")
+            store, _ = _connect(place, address, 0, timeout)
         except (ValueError, LaunchError) as error:
             problem = str(error)
-    address, port, problem, secret = comm.bcast((address, store.port if store else 0, problem, secret))
+    address, port, problem, token = comm.bcast((address, store.port if store else 0, problem, token))
     if problem:
         raise LaunchError(f"rank 0 has no address for the others: {problem}; {ADVICE}")
-    found = store or _at(place, address, port, timeout)[0]
-    return guarded(found, secret), f"{address}:{port}"
+    found = store or _connect(place, address, port, timeout)[0]
+    return guarded(found, token), f"{address}:{port}"
 
 
 def _communicator(place: Place) -> Any:
+    """Return mpi4py's world communicator; None if mpi4py is missing or sees other ranks than the launcher."""
     if place.launcher == "Slurm" and not any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK")):
-        return None  # MPI would start alone, in each rank
+        return None  # without a process manager MPI would start each rank as a world of its own
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.comm.handshake import DisagreementError, Meeting
+from meshflash.comm.handshake import DisagreementError, StoreBarrier
 from meshflash.comm.heap.allocator import ALIGN, BlockAllocator
 from meshflash.comm.heap.device import LIMIT, STATUS_WORDS
 from meshflash.comm.transports.contract import TransportError
@@ -49,7 +49,7 @@ class Heap(ABC):
     kind: str
 
     def __init__(
-        self, memories: Sequence[Tensor], rank: int, device: torch.device, timeout: float, rendezvous: Meeting | None
+        self, memories: Sequence[Tensor], rank: int, device: torch.device, timeout: float, rendezvous: StoreBarrier | None
     ) -> None:
         self.rank, self.world, self.device, self.timeout = rank, len(memories), device, timeout
         addresses = [memory.data_ptr() for memory in memories]
@@ -155,7 +155,7 @@ class Heap(ABC):
             if failures:
                 raise TransportError(failures)
         else:
-            payloads = self._rendezvous.all(self._payload(failures))
+            payloads = self._rendezvous.all_gather(self._payload(failures))
             reported = [payload["failures"] for payload in payloads if payload["failures"]]
             if reported:
                 raise TransportError(failures or reported[0])
@@ -210,7 +210,7 @@ class Heap(ABC):
         else:  # no warning of live allocations: they follow from the error
             if self._rendezvous is not None and not self._closed:
                 # peers that wait in a barrier raise this message instead of timing out
-                self._rendezvous.leave(
+                self._rendezvous.post_and_leave(
                     self._payload(f"{self._named(self.rank)} left the heap by {kind and kind.__name__}: {error}")
                 )
             self._release()
@@ -250,7 +250,7 @@ class Heap(ABC):
                     f"{self._named(rank)} waited {self.timeout:g} s in step {step} for {self._named(peer)}, whose "
                     f"signal stands at {seen} and was to reach {expected}"
                 )
-        ended = self._rendezvous.lost() if self._rendezvous is not None and found else ""
+        ended = self._rendezvous.describe_ended() if self._rendezvous is not None and found else ""
         return "; ".join(found) + ended
 
     def _compare(self, payloads: Sequence[dict[str, Any]]) -> None:

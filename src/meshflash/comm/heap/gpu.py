@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshflash.comm.handshake import Meeting
+from meshflash.comm.handshake import StoreBarrier
 from meshflash.comm.heap.contract import Heap
 from meshflash.comm.transports.symmetric import TorchHeap
 from meshflash.runtime.devices import current, symmetric_memory
@@ -29,24 +29,24 @@ class SymmetricHeap(Heap):
                 f"kind='symmetric': this torch has no symmetric memory on {device.type}; use kind='shared' for ranks "
                 "on CPUs, kind='local' for ranks that one process emulates"
             )
-        rendezvous = Meeting(group, timeout)
-        if rendezvous.hosts > 1:
+        barrier = StoreBarrier(group, timeout)
+        if barrier.hosts > 1:
             raise ValueError(
-                f"kind='symmetric': the ranks are on {rendezvous.hosts} hosts; all ranks of a heap must be on one host"
+                f"kind='symmetric': the ranks are on {barrier.hosts} hosts; all ranks of a heap must be on one host"
             )
         self._module: Any = torch.get_device_module(device)
         self._owner: Any
         with self._module.device(device):
             if torch.version.hip is None:
                 self._owner = TorchHeap(num_bytes, group, device, timeout)
-                memories = [self._owner.of(rank) for rank in range(rendezvous.world)]
+                memories = [self._owner.of(rank) for rank in range(barrier.world)]
             else:
-                self._owner = FineGrainedMemory(load_hip(), num_bytes, rendezvous)
+                self._owner = FineGrainedMemory(load_hip(), num_bytes, barrier)
                 memories = self._owner.memories
-            memories[rendezvous.rank].zero_()
+            memories[barrier.rank].zero_()
             self._module.synchronize(device)
-        rendezvous.all("zeroed")  # a peer that wrote earlier would see its data overwritten with zeros
-        super().__init__(memories, rendezvous.rank, device, timeout, rendezvous)
+        barrier.all_gather("zeroed")  # a peer that wrote earlier would see its data overwritten with zeros
+        super().__init__(memories, barrier.rank, device, timeout, barrier)
 
     def _finish(self) -> None:
         self._module.synchronize(self.device)
@@ -81,7 +81,7 @@ class FineGrainedMemory:
     #: Values of hipDeviceMallocFinegrained and hipIpcMemLazyEnablePeerAccess.
     FINE_GRAINED, LAZY_PEER_ACCESS = 1, 1
 
-    def __init__(self, library: Any, num_bytes: int, rendezvous: Meeting) -> None:
+    def __init__(self, library: Any, num_bytes: int, barrier: StoreBarrier) -> None:
         self._library = library
         self._own, self._opened = ctypes.c_void_p(), list[ctypes.c_void_p]()
 
@@ -95,7 +95,7 @@ class FineGrainedMemory:
         def open_all(handles: list[str]) -> None:
             for rank, text in enumerate(handles):
                 address = self._own
-                if rank != rendezvous.rank:
+                if rank != barrier.rank:
                     address = ctypes.c_void_p()
                     handle = _Handle.from_buffer_copy(bytes.fromhex(text))
                     flags = ctypes.c_uint(self.LAZY_PEER_ACCESS)
@@ -104,8 +104,8 @@ class FineGrainedMemory:
                 self.memories.append(_tensor_at(address.value or 0, num_bytes))
 
         self.memories: list[Tensor] = []
-        handles = rendezvous.share(allocate)
-        rendezvous.share(lambda: open_all(handles))
+        handles = barrier.all_gather_result(allocate)
+        barrier.all_gather_result(lambda: open_all(handles))
 
     def __del__(self) -> None:
         for address in self._opened:

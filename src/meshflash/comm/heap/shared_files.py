@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshflash.comm.handshake import Meeting
+from meshflash.comm.handshake import StoreBarrier
 from meshflash.comm.heap.contract import Heap
 from meshflash.runtime.parent import alive
 
@@ -57,13 +57,13 @@ class SharedHeap(Heap):
     kind = "shared"
 
     def __init__(self, group: object, num_bytes: int, device: torch.device, timeout: float) -> None:
-        rendezvous = Meeting(group, timeout)
-        if rendezvous.hosts > 1:
+        barrier = StoreBarrier(group, timeout)
+        if barrier.hosts > 1:
             raise ValueError(
-                f"kind='shared': the ranks are on {rendezvous.hosts} hosts; all ranks of a heap must be on one host"
+                f"kind='shared': the ranks are on {barrier.hosts} hosts; all ranks of a heap must be on one host"
             )
         sweep()
-        own = folder() / f"{PREFIX}{rendezvous.job}-{rendezvous.rank}-{os.getpid()}"
+        own = folder() / f"{PREFIX}{barrier.job}-{barrier.rank}-{os.getpid()}"
         descriptor = -1
         memories: list[Tensor] = []
 
@@ -80,14 +80,14 @@ class SharedHeap(Heap):
         try:
             # each share is also a barrier: no rank maps a file before it exists, or unlinks it before all have mapped
             # it
-            paths = rendezvous.share(create)
-            rendezvous.share(lambda: map_all(paths))
+            paths = barrier.all_gather_result(create)
+            barrier.all_gather_result(lambda: map_all(paths))
         finally:
             with contextlib.suppress(FileNotFoundError):
                 own.unlink()
             if descriptor >= 0:
                 os.close(descriptor)
-        super().__init__(memories, rendezvous.rank, device, timeout, rendezvous)
+        super().__init__(memories, barrier.rank, device, timeout, barrier)
 
     def _finish(self) -> None:
         return

@@ -220,7 +220,7 @@ def _device_share(heap: Heap) -> tuple[int, int]:
         return 1, num_sms
     if heap._rendezvous is None:  # a local heap: the ranks of this process share its device
         return heap.world, max(1, num_sms // heap.world)
-    names = heap._rendezvous.all(name_of(heap.device))
+    names = heap._rendezvous.all_gather(name_of(heap.device))
     ranks_per_device = names.count(names[heap.rank])
     return ranks_per_device, sms_per_rank(heap.device, ranks_per_device)
 
@@ -233,7 +233,7 @@ def _check_agreement(heap: Heap, plan: FusedPlan) -> None:
     # these may differ: they depend on how many ranks share a device
     for name in ("problem", "why", "num_ctas", "num_comm_sms", "time_shared"):
         del mine[name]
-    payloads = heap._rendezvous.all({name: str(value) for name, value in mine.items()})
+    payloads = heap._rendezvous.all_gather({name: str(value) for name, value in mine.items()})
     for rank, payload in enumerate(payloads):
         for name, value in payloads[0].items():
             if payload[name] != value:
