@@ -1,4 +1,4 @@
-"""Which process group a `mesh` argument means, and which rank of it this is."""
+"""Resolve a `mesh` argument to a process group, and this rank in it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from torch import distributed as _distributed
 
 from meshflash.runtime.launchers import LaunchError, detect
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
 
 def group_of(mesh: Any) -> tuple[str, int, int]:
-    """Return (name, rank, world) of a process group, of all ranks of a DeviceMesh, or of the default group.
+    """Return (name, rank, world size) of a process group, of all ranks of a DeviceMesh, or of the default group.
 
-    Without a process group this process is a world of one, unless a launcher started it as one rank of several:
-    then LaunchError, because attending to the local shard alone would be silently wrong.
+    A process without a process group is a world of one. If a launcher started it as one rank of several, LaunchError:
+    attention over the local shard alone would be silently wrong.
+
+    Args:
+        mesh: A process group, a DeviceMesh of one or two dimensions, or None for the default group.
 
     >>> group_of(None)
     ('', 0, 1)
@@ -30,7 +33,7 @@ def group_of(mesh: Any) -> tuple[str, int, int]:
     elif isinstance(mesh, dist.DeviceMesh):
         _check_mesh(mesh)
         if mesh.ndim == 2:
-            return _table(mesh)
+            return _flatten_mesh(mesh)
         group = mesh.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
@@ -40,14 +43,18 @@ def group_of(mesh: Any) -> tuple[str, int, int]:
 
 
 def inner_of(mesh: Any) -> int:
-    """How many ranks the inner axis of a DeviceMesh of two dimensions has; 0 where there is one axis."""
+    """Return the size of the inner axis of a two-dimensional DeviceMesh; 0 for anything else.
+
+    Args:
+        mesh: The `mesh` argument of a call.
+    """
     return int(mesh.size(1)) if dist.is_available() and isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0
 
 
 def _refuse_uninitialized() -> None:
-    """Raise LaunchError where a launcher started several ranks and nobody made a process group of them.
+    """Raise LaunchError if a launcher started several ranks and no process group joins them.
 
-    The environment is read once, on the first call; a compiler evaluates this while it traces.
+    The environment is read once, on the first call; torch.compile evaluates this while it traces.
     """
     global _started_alone
     if _started_alone:
@@ -62,12 +69,12 @@ def _refuse_uninitialized() -> None:
     _started_alone = True
 
 
-#: Whether the environment was read and says that this process is the only rank.
+#: Whether the environment was read, and this process is the only rank.
 _started_alone = False
 
 
 class SharesGroup:
-    """A module whose deep copies work over the same ranks: process groups cannot be copied, nor be made by one rank.
+    """A base class of modules whose deep copies share the process group: a group can neither be copied nor made alone.
 
     `_shared` names the attributes that hold a process group or a DeviceMesh.
     """
@@ -83,7 +90,7 @@ class SharesGroup:
 
 
 def _check_mesh(mesh: Any) -> None:
-    """ValueError unless this rank is in a DeviceMesh of one or two dimensions."""
+    """Raise ValueError unless this rank is in the DeviceMesh, and the mesh has one or two dimensions."""
     if mesh.get_coordinate() is None:
         raise ValueError("mesh: this rank is not in it; only its ranks may call")
     if mesh.ndim > 2:
@@ -94,10 +101,10 @@ def _check_mesh(mesh: Any) -> None:
         )
 
 
-def _table(mesh: Any) -> tuple[str, int, int]:
-    """(name, rank, world) of the ranks of a DeviceMesh of two dimensions, the last one running fastest.
+def _flatten_mesh(mesh: Any) -> tuple[str, int, int]:
+    """Return (name, rank, world size) of all ranks of a two-dimensional DeviceMesh, in row-major order.
 
-    It is the same in every call; a compiler asks once.
+    The result is the same in every call, so torch.compile evaluates it once.
     """
     ranks, group = mesh.mesh.flatten().tolist(), dist.group.WORLD
     if ranks != list(range(dist.get_world_size())):
@@ -109,6 +116,6 @@ def _table(mesh: Any) -> tuple[str, int, int]:
     return str(group.group_name), int(dist.get_rank(group)), len(ranks)
 
 
-# what torch.compiler.assume_constant_result says of it, without its import of the whole compiler
-_table._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# The effect of torch.compiler.assume_constant_result, without its import of the whole compiler.
+_flatten_mesh._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _refuse_uninitialized._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ def test_a_throttled_one_pulls_as_well():
 
 def test_a_heap_grows_on_all_ranks_and_the_old_one_goes(monkeypatch):
     heaps = FakeHeaps(2)
-    monkeypatch.setattr(symmetric, "GRAIN", 64)
+    monkeypatch.setattr(symmetric, "GRANULARITY_BYTES", 64)
 
     def rank(me, hub):
         mover = transport(heaps, me)
@@ -99,7 +99,7 @@ def test_a_heap_grows_on_all_ranks_and_the_old_one_goes(monkeypatch):
 
 def test_a_heap_that_a_graph_was_captured_in_stays(monkeypatch):
     heaps = FakeHeaps(1)
-    monkeypatch.setattr(symmetric, "GRAIN", 64)
+    monkeypatch.setattr(symmetric, "GRANULARITY_BYTES", 64)
     mover = transport(heaps, 0)
     mover.arena(100)
     with monkeypatch.context() as patch:
@@ -114,7 +114,7 @@ def test_a_heap_that_a_graph_was_captured_in_stays(monkeypatch):
 
 def test_messages_cannot_come_from_elsewhere():
     mover = transport(FakeHeaps(1), 0)
-    with pytest.raises(RuntimeError, match="are pulled from where they lie"):
+    with pytest.raises(RuntimeError, match="moves messages by pull"):
         mover.exchange("mesh", [], [])
-    with pytest.raises(RuntimeError, match="are pulled from where they lie"):
+    with pytest.raises(RuntimeError, match="moves messages by pull"):
         mover.collective("all_gather", "mesh", torch.zeros(1), torch.zeros(1))

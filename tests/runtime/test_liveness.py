@@ -44,7 +44,7 @@ def test_a_cause_is_told_to_all_and_the_first_one_counts(ranks):
 
 
 def test_a_process_that_ended_is_told_from_one_that_is_silent(ranks, monkeypatch):
-    monkeypatch.setattr(module, "ANSWER", 0.3)
+    monkeypatch.setattr(module, "PROBE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
         moved(ranks[0], 1, silent.getsockname()[1])
         moved(ranks[0], 2, closed.getsockname()[1])

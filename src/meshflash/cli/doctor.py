@@ -1,4 +1,4 @@
-"""`meshflash doctor`: what this machine offers, and what to do about what stands in the way."""
+"""`meshflash doctor`: examine this machine, and print what works, what does not, and how to fix it."""
 
 from __future__ import annotations
 

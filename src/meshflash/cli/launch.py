@@ -1,4 +1,4 @@
-"""`meshflash launch`: ranks of a script on this machine."""
+"""`meshflash launch`: run a script as several ranks on this machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from meshflash.cli.ranks import become
 
 def command(
     script: Annotated[list[str], typer.Argument(help="A script, or -m and a module, with its arguments.")],
-    nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks.")] = 1,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help="The number of ranks.")] = 1,
 ) -> None:
-    """Start a script as ranks of this machine, by torchrun; each line that a rank writes begins with its number."""
+    """Run a script as several ranks on this machine, by torchrun; each output line begins with its rank."""
     if script[0] != "-m" and not Path(script[0]).exists():
         raise typer.BadParameter(f"{script[0]}: there is no such file or folder", param_hint="SCRIPT")
     become(nproc, script, prefixed=True)

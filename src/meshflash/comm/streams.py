@@ -1,4 +1,4 @@
-"""A device's streams, as transports need them: what runs after what, without making the host wait for the device."""
+"""Streams and events of a device for transports: they order work on the device without blocking the host."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from torch import Tensor
 
 
 class Streams(Protocol):
-    """Streams of one device; `Event`s are marks in them."""
+    """The streams of one device. Tests replace `DeviceStreams` by a fake with these methods."""
 
     def current(self) -> Any:
-        """The stream that the caller's work goes to."""
+        """Return the stream that the caller's work is enqueued on."""
 
     def new(self) -> Any:
-        """One more stream."""
+        """Return a new stream."""
 
     def mark(self, stream: Any) -> Any:
-        """An event behind all that was given to a stream so far."""
+        """Record an event after all work enqueued on a stream so far, and return it."""
 
     def after(self, stream: Any, event: Any) -> None:
-        """Let what is given to a stream from now on begin after an event."""
+        """Let work enqueued on a stream from now on start after an event."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Give work to a stream."""
+        """Make a stream the current one in the block."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy on the stream that work goes to, without waiting."""
+        """Enqueue a copy on the current stream."""
 
     def delay(self, stream: Any, seconds: float) -> None:
-        """Let a stream do nothing for a while."""
+        """Let a stream sleep for some seconds."""
 
     def use(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory from others until a stream has done what was given to it so far."""
+        """Keep the allocator from reusing a tensor's memory until the work enqueued on a stream so far is done."""
 
     def reached(self, event: Any) -> bool:
-        """Whether an event has come."""
+        """Return whether an event has completed."""
 
     def wait(self, event: Any) -> None:
-        """Let this thread wait for an event."""
+        """Block this thread until an event has completed."""
 
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host that the device copies from and to by itself."""
+        """Return pinned host memory, which the device copies from and to asynchronously."""
 
     def finish(self) -> None:
-        """Let this thread wait until the device has done all that it was given."""
+        """Block this thread until all work of the device is done."""
 
 
 class DeviceStreams:
-    """The streams of an accelerator, by torch's module of its kind."""
+    """The streams of an accelerator, by torch's module of its kind. Made by transports."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,39 +59,39 @@ class DeviceStreams:
         self._cycles_per_second = 0.0
 
     def current(self) -> Any:
-        """The stream that the caller's work goes to."""
+        """Return the stream that the caller's work is enqueued on."""
         return self._module.current_stream(self.device)
 
     def new(self) -> Any:
-        """One more stream, of high priority: what moves must not queue behind what computes."""
+        """Return a new stream of high priority: messages must not queue behind kernels."""
         return self._module.Stream(self.device, priority=-1)
 
     def mark(self, stream: Any) -> Any:
-        """An event behind all that was given to a stream so far."""
+        """Record an event after all work enqueued on a stream so far, and return it."""
         return stream.record_event()
 
     def after(self, stream: Any, event: Any) -> None:
-        """Let what is given to a stream from now on begin after an event."""
+        """Let work enqueued on a stream from now on start after an event."""
         stream.wait_event(event)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Give work to a stream."""
+        """Make a stream the current one in the block."""
         made: AbstractContextManager[Any] = self._module.stream(stream)
         return made
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy on the stream that work goes to, without waiting."""
+        """Enqueue a copy on the current stream."""
         target.copy_(source, non_blocking=True)
 
     def delay(self, stream: Any, seconds: float) -> None:
-        """Let a stream do nothing for a while."""
+        """Let a stream sleep for some seconds."""
         if not self._cycles_per_second:
-            self._cycles_per_second = self._measured(10_000_000)
+            self._cycles_per_second = self._measure(10_000_000)
         with self.on(stream):
             self._module._sleep(int(seconds * self._cycles_per_second))
 
-    def _measured(self, cycles: int) -> float:
-        """How many cycles of its sleep the device does in a second; it is waited for, once."""
+    def _measure(self, cycles: int) -> float:
+        """Return the sleep cycles of the device in a second. It blocks the host, once."""
         begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
         stream = self.new()
         with self.on(stream):
@@ -103,31 +103,35 @@ class DeviceStreams:
         return cycles / (begin.elapsed_time(end) * 1e-3)
 
     def use(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory from others until a stream has done what was given to it so far."""
+        """Keep the allocator from reusing a tensor's memory until the work enqueued on a stream so far is done."""
         tensor.record_stream(stream)
 
     def reached(self, event: Any) -> bool:
-        """Whether an event has come."""
+        """Return whether an event has completed."""
         return bool(event.query())
 
     def wait(self, event: Any) -> None:
-        """Let this thread wait for an event."""
+        """Block this thread until an event has completed."""
         event.synchronize()
 
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host that the device copies from and to by itself."""
+        """Return pinned host memory, which the device copies from and to asynchronously."""
         return torch.empty(count, dtype=dtype, pin_memory=True)
 
     def finish(self) -> None:
-        """Let this thread wait until the device has done all that it was given."""
+        """Block this thread until all work of the device is done."""
         self._module.synchronize(self.device)
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is given to the device's current stream goes into a graph that is being captured."""
+    """Return whether the device's current stream is captured into a graph.
+
+    Args:
+        device: A device; a CPU captures no graphs.
+    """
     module = None if device.type == "cpu" else torch.get_device_module(device)
     return bool(getattr(module, "is_current_stream_capturing", bool)())
 
 
-#: Makes the streams of a device; tests put others in its place.
+#: Makes the streams of a device; tests pass a fake.
 MakeStreams = Callable[[torch.device], Streams]

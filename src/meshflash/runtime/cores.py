@@ -1,4 +1,4 @@
-"""A rank's share of the cores of its node: threads, and the part of the machine that is near its device."""
+"""Bind each rank to a share of the CPU cores of its node: cores of the NUMA node that its device is attached to."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Where the system tells of itself.
+#: The root of /sys; tests put a made-up machine here.
 ROOT = Path("/")
-#: 0 leaves cores as the launcher gave them.
+#: The variable that turns binding off: 0 leaves the cores as the launcher gave them.
 BIND = "MESHFLASH_BIND"
 
 
 def cores_here() -> tuple[int, ...]:
-    """The cores that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    """Return the cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)  # macOS and Windows have none
     return tuple(sorted(affinity(0))) if affinity else tuple(range(os.cpu_count() or 1))
 
 
 def share_of(me: int, all_cores: Sequence[tuple[int, ...]], near: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-    """The cores of one local rank, from what all of them may run on.
+    """Return the cores of one local rank.
 
-    Ranks that a launcher gave cores of their own keep them. Those who have the same share it: within the part of the
-    machine that is `near` each, where the system tells, else all of it.
+    A rank whose launcher gave it cores of its own keeps them. Ranks that were given the same cores divide them: those
+    of their NUMA node if the system names it, else all of them.
+
+    Args:
+        me: This rank among the ranks of its node.
+        all_cores: The cores that each rank of the node may run on.
+        near: The cores of the NUMA node of each rank's device; empty where the system does not name it.
 
     >>> share_of(1, [(0, 1, 2, 3)] * 2)
     (2, 3)
@@ -40,13 +45,17 @@ def share_of(me: int, all_cores: Sequence[tuple[int, ...]], near: Sequence[Seque
     if region:
         alike = [rank for rank in alike if tuple(near[rank]) == tuple(near[me])]
     region = by_core(region or mine)
-    at, ways = alike.index(me), len(alike)
-    part = region[len(region) * at // ways : len(region) * (at + 1) // ways]
-    return part or (region[at % len(region)],)
+    index, num_shares = alike.index(me), len(alike)
+    share = region[len(region) * index // num_shares : len(region) * (index + 1) // num_shares]
+    return share or (region[index % len(region)],)  # more ranks than cores share them
 
 
 def by_core(cores: Sequence[int]) -> tuple[int, ...]:
-    """The same, threads of one core beside each other, where the system tells which they are."""
+    """Return the cores in an order that puts hyperthreads of one physical core side by side.
+
+    Args:
+        cores: Numbers of logical cores.
+    """
 
     def siblings(core: int) -> tuple[int, ...]:
         try:
@@ -59,16 +68,25 @@ def by_core(cores: Sequence[int]) -> tuple[int, ...]:
 
 
 def near_device(pci: str) -> tuple[int, ...]:
-    """The cores of the part of the machine that a device hangs on; empty where the system does not tell."""
+    """Return the cores of the NUMA node that a device is attached to; empty if the system does not name it.
+
+    Args:
+        pci: The PCI address of the device, such as 0000:17:00.0.
+    """
     try:
         node = int((ROOT / "sys/bus/pci/devices" / pci.lower() / "numa_node").read_text())
     except (OSError, ValueError):
         return ()
-    return _of_node(node) if node >= 0 else ()
+    return _numa_cores(node) if node >= 0 else ()
 
 
 def near_rank(local_rank: int, local_size: int) -> tuple[int, ...]:
-    """The cores of a part of the machine, where ranks without devices are spread over its parts in turn."""
+    """Return the cores of the NUMA node of a rank without a device: such ranks are spread evenly over the nodes.
+
+    Args:
+        local_rank: This rank among the ranks of its host.
+        local_size: The number of ranks of this host; 0 if unknown.
+    """
     nodes = sorted(
         int(found[1])
         for path in (ROOT / "sys/devices/system/node").glob("node*")
@@ -76,10 +94,10 @@ def near_rank(local_rank: int, local_size: int) -> tuple[int, ...]:
     )
     if len(nodes) < 2 or local_size < len(nodes):
         return ()
-    return _of_node(nodes[local_rank * len(nodes) // local_size])
+    return _numa_cores(nodes[local_rank * len(nodes) // local_size])
 
 
-def _of_node(node: int) -> tuple[int, ...]:
+def _numa_cores(node: int) -> tuple[int, ...]:
     try:
         return parsed((ROOT / f"sys/devices/system/node/node{node}/cpulist").read_text())
     except (OSError, ValueError):
@@ -87,7 +105,10 @@ def _of_node(node: int) -> tuple[int, ...]:
 
 
 def parsed(text: str) -> tuple[int, ...]:
-    """A list of cores as the system writes it.
+    """Return the cores of a list as Linux writes it.
+
+    Args:
+        text: Numbers and ranges, separated by commas.
 
     >>> parsed("0-2,8,10-11")
     (0, 1, 2, 8, 10, 11)
@@ -100,7 +121,11 @@ def parsed(text: str) -> tuple[int, ...]:
 
 
 def take(cores: Sequence[int]) -> None:
-    """Run on these cores from now on, with as many threads, unless OMP_NUM_THREADS says how many."""
+    """Bind this process to cores, and use as many threads in torch unless OMP_NUM_THREADS is set.
+
+    Args:
+        cores: Numbers of logical cores.
+    """
     import torch
 
     bind = getattr(os, "sched_setaffinity", None)

@@ -1,7 +1,7 @@
-"""What this machine offers and what stands in the way, gathered as data.
+"""Examine this machine: versions, devices, kernels, launchers, limits, as a list of findings.
 
-Every probe only looks: nothing is installed, changed or left running. A probe that fails becomes a
-finding itself, so that an examination always ends. How findings are shown is up to the command line.
+Probes are read-only: they install, change and start nothing. A probe that fails becomes a finding itself, so that an
+examination always ends. The command line decides how findings are shown.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ OLDEST_TRITON = (3, 6)
 
 GIB = 2**30
 
-#: Where the system's files begin; tests put a made-up machine here.
+#: The root of /proc, /sys and /dev; tests put a made-up machine here.
 _ROOT = Path("/")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about this machine: "note" is worth knowing, "problem" waits for its advice to be taken."""
+    """One fact about this machine. A "note" is worth knowing; a "problem" comes with advice to follow."""
 
     topic: str
     name: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All there is to say of this machine, topic by topic.
+    """Return all findings about this machine, topic by topic.
 
     >>> examine()[0].name
     'meshflash'
@@ -55,10 +55,10 @@ def examine() -> list[Finding]:
     findings: list[Finding] = []
     for topic, probe in _PROBES.items():
         try:
-            for finding in probe():  # one by one, to keep what was found before a failure
+            for finding in probe():  # one by one, to keep the findings before a failure
                 findings.append(finding)
         except Exception as error:
-            findings.append(Finding(topic, "probe", "note", f"could not be examined: {_words(error)}"))
+            findings.append(Finding(topic, "probe", "note", f"could not be examined: {_describe(error)}"))
     return findings
 
 
@@ -86,7 +86,7 @@ def _torch() -> Iterator[Finding]:
     try:
         import torch
     except Exception as error:
-        detail = f"cannot be imported: {_words(error)}"
+        detail = f"cannot be imported: {_describe(error)}"
         yield Finding("torch", "version", "problem", detail, f"pip install {wanted}")
         return
     version = str(torch.__version__)
@@ -101,7 +101,7 @@ def _torch() -> Iterator[Finding]:
 def _triton() -> Iterator[Finding]:
     build, _ = _build()
     advice = f"pip install 'triton>={_dotted(OLDEST_TRITON)}'"
-    # Without a GPU only the kernels for CPUs run, and those do without Triton.
+    # Without a GPU only the CPU kernels run, and they do not need Triton.
     bad: Status = "note" if build == "CPU" else "problem"
     if importlib.util.find_spec("triton") is None:
         if sys.platform == "linux":
@@ -112,7 +112,7 @@ def _triton() -> Iterator[Finding]:
     try:
         import triton
     except Exception as error:
-        yield Finding("triton", "version", bad, f"cannot be imported: {_words(error)}", advice)
+        yield Finding("triton", "version", bad, f"cannot be imported: {_describe(error)}", advice)
         return
     version = str(triton.__version__)
     if _numbers(version) >= OLDEST_TRITON:
@@ -132,8 +132,8 @@ def _triton() -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class _Maker:
-    """A maker of GPUs: the build of torch that drives them, what hides them, how a container gets them."""
+class _Vendor:
+    """A GPU vendor: the build of torch for it, the variables that hide GPUs, and how a container gets them."""
 
     name: str
     build: str
@@ -141,14 +141,14 @@ class _Maker:
     container: str
 
 
-_NVIDIA = _Maker("NVIDIA", "CUDA", ("CUDA_VISIBLE_DEVICES",), "docker run --gpus all, apptainer exec --nv")
-_AMD = _Maker(
+_NVIDIA = _Vendor("NVIDIA", "CUDA", ("CUDA_VISIBLE_DEVICES",), "docker run --gpus all, apptainer exec --nv")
+_AMD = _Vendor(
     "AMD",
     "ROCm",
     ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     "docker run --device /dev/kfd --device /dev/dri, apptainer exec --rocm",
 )
-_INTEL = _Maker("Intel", "XPU", ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"), "docker run --device /dev/dri")
+_INTEL = _Vendor("Intel", "XPU", ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"), "docker run --device /dev/dri")
 
 
 def _devices() -> Iterator[Finding]:
@@ -158,49 +158,49 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", f"GPU {index}", "ok", name)
     if not names:
         yield Finding("devices", "GPU", "note", "torch sees none: attention runs on the CPU")
-    for maker, (there, given) in _gpus().items():
-        topic = f"{maker.name} GPUs"
-        if maker.build == build and len(names) < there:
-            yield _unseen(maker, there, given, len(names), complaint)
-        elif maker.build != build and there:
-            # Where torch drives other GPUs, or these are likely a laptop's graphics, that may be meant.
-            status: Status = "note" if build != "CPU" or maker is _INTEL else "problem"
+    for vendor, (there, given) in _gpus().items():
+        topic = f"{vendor.name} GPUs"
+        if vendor.build == build and len(names) < there:
+            yield _unseen(vendor, there, given, len(names), complaint)
+        elif vendor.build != build and there:
+            # It may be intended if torch drives other GPUs, or if these are likely the graphics of a laptop.
+            status: Status = "note" if build != "CPU" or vendor is _INTEL else "problem"
             detail = f"{there} on this machine, but torch is built for {build}"
-            advice = f"install torch built for {maker.build}: pytorch.org gives the command"
+            advice = f"install torch built for {vendor.build}: pytorch.org gives the command"
             yield Finding("devices", topic, status, detail, advice)
 
 
-def _unseen(maker: _Maker, there: int, given: int, seen: int, complaint: str) -> Finding:
-    """Why torch sees fewer GPUs of this maker than the machine has."""
+def _unseen(vendor: _Vendor, there: int, given: int, seen: int, complaint: str) -> Finding:
+    """Return why torch sees fewer GPUs of this vendor than the machine has."""
     status: Status = "note" if seen else "problem"
     detail = f"torch sees {seen} of the {there} on this machine: "
-    variable = next((name for name in maker.variables if name in os.environ), None)
+    variable = next((name for name in vendor.variables if name in os.environ), None)
     if variable:
         detail += f"{variable}={os.environ[variable]!r}"
         advice = f"unset {variable} to see every GPU that was given to this process"
     elif given <= seen:
         detail += f"this container or job was given {given}"
-        advice = f"ask for more where it is started: {maker.container}"
+        advice = f"ask for more where it is started: {vendor.container}"
     else:
         status = "problem"
         detail += complaint or "the driver does not answer"
-        advice = f"check that the driver runs and is new enough for torch's {maker.build} build"
-    return Finding("devices", f"{maker.name} GPUs", status, detail, advice)
+        advice = f"check that the driver runs and is new enough for torch's {vendor.build} build"
+    return Finding("devices", f"{vendor.name} GPUs", status, detail, advice)
 
 
 def _kernels() -> Iterator[Finding]:
-    import torch  # noqa: F401 -- where it is missing, that is said under its own topic
+    import torch  # noqa: F401 -- if it is missing, the topic "torch" says so
 
     try:
         from meshflash.kernels import registry
     except Exception as error:
-        yield Finding("kernels", "registry", "problem", _words(error), "reinstall meshflash")
+        yield Finding("kernels", "registry", "problem", _describe(error), "reinstall meshflash")
         return
     for kernel in registry.kernels():
         try:
             missing = kernel.missing()
         except Exception as error:
-            missing = _words(error)
+            missing = _describe(error)
         if missing:
             yield Finding("kernels", kernel.name, "note", f"cannot run here: {missing}")
         else:
@@ -209,7 +209,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _rates() -> Iterator[Finding]:
-    """What "auto" goes by on each kind of GPU here."""
+    """Yield which measured rates kernel="auto" uses on each kind of GPU here."""
     import torch
 
     from meshflash.kernels import rates
@@ -223,7 +223,7 @@ def _rates() -> Iterator[Finding]:
         try:
             known = rates.known(device)
         except ValueError as error:
-            yield Finding("kernels", "rates", "problem", _words(error), "meshflash calibrate")
+            yield Finding("kernels", "rates", "problem", _describe(error), "meshflash calibrate")
             continue
         if known is None:
             detail = f"none for {name}: kernels are taken in a fixed order"
@@ -243,10 +243,10 @@ def _process_groups() -> Iterator[Finding]:
         return
     build, _ = _build()
     for backend, purpose, builds in (
-        ("gloo", "CPU tensors, and what ranks agree on beside the data", ("CPU", "CUDA", "ROCm", "XPU")),
+        ("gloo", "CPU tensors, and control messages between ranks", ("CPU", "CUDA", "ROCm", "XPU")),
         ("nccl", "NVIDIA and AMD GPUs", ("CUDA", "ROCm")),
         ("xccl", "Intel GPUs", ("XPU",)),
-        ("mpi", "torch compiled against an MPI, which mpiexec does not need", ()),
+        ("mpi", "torch compiled against an MPI; mpiexec works without it", ()),
     ):
         if getattr(dist, f"is_{backend}_available", bool)():
             yield Finding(topic, backend, "ok", purpose)
@@ -258,7 +258,7 @@ def _process_groups() -> Iterator[Finding]:
 
 
 def _transports() -> Iterator[Finding]:
-    """What could move tensors of this machine's devices; which of them does depends on the process group, too."""
+    """Yield which transports work for this machine's devices; a call's choice depends on the process group, too."""
     import torch.distributed as dist
 
     from meshflash.runtime.mps import missing
@@ -288,7 +288,7 @@ def _launchers() -> Iterator[Finding]:
         yield Finding("launchers", "MPI", "ok", f"{_version(mpi)} at {mpi}")
     else:
         yield Finding("launchers", "MPI", "note", "no mpiexec or mpirun on PATH; torchrun needs neither")
-    # Only looked for: importing mpi4py.MPI would start MPI in this process.
+    # Do not import mpi4py.MPI: that would start MPI in this process.
     if importlib.util.find_spec("mpi4py"):
         yield Finding("launchers", "mpi4py", "ok", metadata.version("mpi4py"))
     else:
@@ -307,7 +307,7 @@ def _launchers() -> Iterator[Finding]:
 
 
 def _listens() -> Iterator[Finding]:
-    """What would listen where once this process calls init: alone nothing; under a launcher as that says."""
+    """Yield what would listen where if this process called init: a single process opens no port."""
     from meshflash.runtime.guard import TOKEN, given_token
     from meshflash.runtime.launchers import LaunchError, detect
     from meshflash.runtime.listen import plan
@@ -318,7 +318,7 @@ def _listens() -> Iterator[Finding]:
             yield Finding("listens", name, "note" if "all interfaces" in where else "ok", where)
         token = given_token()
     except LaunchError as error:
-        yield Finding("listens", "launcher", "problem", _words(error), "set what it names, or unset the variables")
+        yield Finding("listens", "launcher", "problem", _describe(error), "set what it names, or unset the variables")
         return
     if place.world_size == 1:
         detail = "meshflash launch and --nproc make one, and keep all of these on the loopback"
@@ -329,14 +329,14 @@ def _listens() -> Iterator[Finding]:
         )
     else:
         advice = f"export {TOKEN}=$(python -c 'import secrets; print(secrets.token_hex(16))') for all ranks of a job"
-        yield Finding("listens", "token", "note", "none: whoever reaches the store's port may join the job", advice)
+        yield Finding("listens", "token", "note", "none: any process that reaches the store may join the job", advice)
 
 
 def _limits() -> Iterator[Finding]:
     shm = _ROOT / "dev/shm"
     if shm.is_dir():
         yield _shared_memory(*_space(shm))
-    import resource  # Windows has none, and the probe ends here
+    import resource  # not on Windows: there the probe ends here
 
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked == resource.RLIM_INFINITY:
@@ -399,7 +399,7 @@ _PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
 
 
 def _build() -> tuple[str, str]:
-    """What torch was built for, and the version of that."""
+    """Return the platform that torch was built for, and its version."""
     import torch
 
     for name, attribute in (("CUDA", "cuda"), ("ROCm", "hip"), ("XPU", "xpu")):
@@ -410,31 +410,31 @@ def _build() -> tuple[str, str]:
 
 
 def _visible(build: str) -> tuple[list[str], str]:
-    """The GPUs that torch sees, in words, and what it complained of while it looked."""
+    """Return descriptions of the GPUs that torch sees, and the warnings that torch gave meanwhile."""
     import torch
 
     if build == "CPU":
         return [], ""
     module = torch.xpu if build == "XPU" else torch.cuda
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             count = module.device_count() if module.is_available() else 0
             gpus = [module.get_device_properties(index) for index in range(count)]
         except Exception as error:
-            return [], _words(error)
+            return [], _describe(error)
     names = []
     for gpu in gpus:
         compute = f", compute {gpu.major}.{gpu.minor}" if build == "CUDA" else ""
         names.append(f"{gpu.name}, {_size(gpu.total_memory)}{compute}")
-    return names, "; ".join(_first_line(str(warning.message)) for warning in heard)
+    return names, "; ".join(_first_line(str(warning.message)) for warning in caught)
 
 
-def _gpus() -> dict[_Maker, tuple[int, int]]:
-    """By maker: the GPUs on this machine, and those of them that this container or job was given."""
+def _gpus() -> dict[_Vendor, tuple[int, int]]:
+    """Return, by vendor, the number of GPUs on this machine, and of those that this container or job was given."""
     nvidia = sum(path.name.removeprefix("nvidia").isdigit() for path in (_ROOT / "dev").glob("nvidia*"))
     listed = len(list((_ROOT / "proc/driver/nvidia/gpus").glob("*")))
-    # AMD lists CPUs too, as GPU 0.
+    # AMD's driver lists CPUs too, with GPU id 0.
     nodes = (_ROOT / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     amd = sum(_read(node).strip() not in ("", "0") for node in nodes)
     kfd = (_ROOT / "dev/kfd").exists()
@@ -449,7 +449,7 @@ def _gpus() -> dict[_Maker, tuple[int, int]]:
 
 
 def _cores() -> int:
-    """The cores that this process may use: by its affinity, and by its container's share of time."""
+    """Return the cores that this process may use, by its affinity and its container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read("sys/fs/cgroup/cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit():
@@ -458,7 +458,7 @@ def _cores() -> int:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of memory, in all and free, within its container's limit."""
+    """Return the bytes of memory, total and free, within the container's limit."""
     fields = {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+): +(\d+) kB", _read("proc/meminfo"))}
     total = fields.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read("sys/fs/cgroup/memory.max").strip()
@@ -468,24 +468,24 @@ def _memory() -> tuple[int, int]:
 
 
 def _space(folder: Path) -> tuple[int, int]:
-    """Bytes that a file system holds, in all and free."""
+    """Return the bytes of a file system, total and free."""
     space = os.statvfs(folder)
     return space.f_frsize * space.f_blocks, space.f_frsize * space.f_bavail
 
 
 def _version(program: str) -> str:
-    """The first line that a program says of itself."""
+    """Return the first line that a program prints for --version."""
     command = [program, "--version"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=5, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"no version ({_words(error)})"
-    said = _first_line((done.stdout + b"\n" + done.stderr).decode(errors="replace"))
-    return said or f"no version (exit code {done.returncode})"
+        return f"no version ({_describe(error)})"
+    line = _first_line((done.stdout + b"\n" + done.stderr).decode(errors="replace"))
+    return line or f"no version (exit code {done.returncode})"
 
 
 def _read(path: str | Path) -> str:
-    """A small file of the system; empty where it is missing or not for us to read."""
+    """Return the text of a small system file; empty if it is missing or not readable."""
     try:
         return (_ROOT / path).read_text(errors="replace")
     except OSError:
@@ -496,12 +496,12 @@ def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {_first_line(str(error))}".removesuffix(": ")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version, whatever follows.
+    """Return the first two numbers of a version.
 
     >>> _numbers("2.11.0a0+git123")
     (2, 11)
@@ -513,14 +513,14 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _size(count: float) -> str:
-    """A number of bytes in words.
+def _size(num_bytes: float) -> str:
+    """Return a number of bytes as text with a unit.
 
     >>> _size(3 * 2**29), _size(65536)
     ('1.5 GiB', '64 KiB')
     """
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1024 and len(units) > 1:
-        count /= 1024
+    while num_bytes >= 1024 and len(units) > 1:
+        num_bytes /= 1024
         units.pop(0)
-    return f"{count:.4g} {units[0]}"
+    return f"{num_bytes:.4g} {units[0]}"

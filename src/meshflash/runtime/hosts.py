@@ -1,4 +1,4 @@
-"""Names and addresses of hosts: Slurm's short lists, and which address of this host others reach."""
+"""Names and addresses of hosts: Slurm's node lists, and the address of this host that other hosts reach."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from pathlib import Path
 
 
 def hosts_of(text: str) -> list[str]:
-    """The hosts of a list as Slurm writes it.
+    """Return the hosts of a list as Slurm writes it.
+
+    Args:
+        text: Names with ranges in brackets, separated by commas.
 
     >>> hosts_of("gpu[001-003,7],login,rack[1-2]node[1-2]")
     ['gpu001', 'gpu002', 'gpu003', 'gpu7', 'login', 'rack1node1', 'rack1node2', 'rack2node1', 'rack2node2']
     """
-    return [host for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text) for host in _expanded(part)]
+    return [host for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text) for host in _expand(part)]
 
 
-def _expanded(part: str) -> list[str]:
+def _expand(part: str) -> list[str]:
     match = re.search(r"\[([^\]]*)\]", part)
     if match is None:
         return [part]
@@ -24,12 +27,16 @@ def _expanded(part: str) -> list[str]:
     for piece in match[1].split(","):
         first, _, last = piece.partition("-")
         for number in range(int(first), int(last or first) + 1):
-            out += _expanded(f"{part[: match.start()]}{number:0{len(first)}d}{part[match.end() :]}")
+            out += _expand(f"{part[: match.start()]}{number:0{len(first)}d}{part[match.end() :]}")
     return out
 
 
 def tasks_on(text: str, node: int) -> int | None:
-    """How many ranks a node has, of what Slurm says of all nodes; None where it says nothing of this one.
+    """Return how many ranks a node has; None if Slurm's list ends before it.
+
+    Args:
+        text: The ranks of all nodes as Slurm writes them, such as 4(x2),3.
+        node: The number of the node.
 
     >>> [tasks_on("4(x2),3", node) for node in range(4)]
     [4, 4, 3, None]
@@ -44,7 +51,10 @@ def tasks_on(text: str, node: int) -> int | None:
 
 
 def reachable_address(other: str) -> str:
-    """The address of this host on the way to another; ValueError where that one is not known here.
+    """Return the address of this host on the route to another; ValueError if there is no route.
+
+    Args:
+        other: A name or an address of the other host.
 
     >>> reachable_address("127.0.0.1")
     '127.0.0.1'
@@ -52,14 +62,17 @@ def reachable_address(other: str) -> str:
     try:
         family, kind, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # nothing is sent: the system only looks for the way
+            probe.connect(address)  # sends nothing: a UDP connect only looks up the route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ValueError(f"this host knows no way to {other!r}: {error}") from error
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that has an address; empty where the system does not say.
+    """Return the name of the network interface that has an address; empty if none is found.
+
+    Args:
+        address: An IPv4 address of this host.
 
     >>> interface_of("127.0.0.1") in ("lo", "lo0", "")
     True
@@ -83,7 +96,7 @@ def interface_of(address: str) -> str:
 
 
 def boot() -> str:
-    """What tells hosts of the same name apart, where the system says."""
+    """Return the boot id of this host, which tells hosts of the same name apart; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -91,10 +104,14 @@ def boot() -> str:
 
 
 def host_name() -> str:
-    """This host, told from others of the same name."""
+    """Return a name of this host that no other host has: the hostname and the boot id."""
     return f"{socket.gethostname()} {boot()}".strip()
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads nowhere but to the host itself."""
+    """Return whether an address reaches only the host itself.
+
+    Args:
+        address: A numeric address.
+    """
     return address == "::1" or address.startswith("127.")

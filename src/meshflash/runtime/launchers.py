@@ -1,7 +1,7 @@
-"""Who started this process, and as which rank: one table of launchers, read from their environment variables.
+"""Detect the launcher of this process and its rank: one table of launchers and their environment variables.
 
-The first launcher of the table whose rank variable is set decides, so the innermost wins where one starts another:
-torchrun under srun is torchrun. The local rank is read and never derived: launchers place ranks as they like.
+The first launcher of the table whose rank variable is set decides. The innermost launcher comes first: torchrun under
+srun is torchrun. The local rank is read and never computed, for launchers place ranks on nodes in different orders.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Environment = Mapping[str, str]
 
 
 class LaunchError(RuntimeError):
-    """An environment that says too little, or the wrong thing, about this rank; the message says what to set."""
+    """The environment lacks something about this rank, or contradicts itself; the message says what to set."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among the ranks of a job. What the launcher does not tell is None."""
+    """This process among the ranks of its job, as `detect` reads it. None stands for what a launcher does not set."""
 
     launcher: str
     rank: int = 0
@@ -32,7 +32,7 @@ class Place:
     local_rank: int = 0
     local_world_size: int | None = None
     node: int | None = None
-    #: What tells this job from others that run at the same time; empty where the launcher has no name for it.
+    #: The launcher's name for the job, unique among jobs that run at the same time; empty if it has none.
     job: str = ""
 
     @property
@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables of a launcher: of each number the first one that is set counts."""
+    """The environment variables of a launcher. For each number, the first variable that is set counts."""
 
     name: str
     rank: tuple[str, ...]
@@ -52,11 +52,11 @@ class Launcher:
     local_size: tuple[str, ...] = ()
     node: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
-    #: Without this one the launcher did not start us, whatever else is set.
+    #: A variable without which this launcher did not start us, whatever else is set.
     marker: str = ""
 
 
-#: In order of precedence.
+#: The launchers, in order of precedence.
 LAUNCHERS = (
     Launcher(
         "torchrun",
@@ -98,7 +98,7 @@ LAUNCHERS = (
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         ("SLURM_LOCALID",),
         node=("SLURM_NODEID",),
-        # a batch script has a SLURM_PROCID too, and is no rank; on Crays srun sets PALS_* as well
+        # A batch script has a SLURM_PROCID too, and is no rank. On Crays srun sets PALS_* as well, so Slurm is first.
         marker="SLURM_STEP_NUM_TASKS",
     ),
     Launcher(
@@ -137,12 +137,15 @@ LAUNCHERS = (
     ),
 )
 SINGLE = "single"
-#: Those whose ranks are MPI processes, so that mpi4py can speak for them.
+#: Launchers whose ranks are MPI processes, so that mpi4py may find the other ranks.
 OF_MPI = frozenset({"jsrun", "Open MPI", "MVAPICH2", "PALS", "Slurm", "MPICH", "PMIx", "MPI"})
 
 
 def detect(environment: Environment | None = None) -> Place:
-    """This process's place; LaunchError where the environment says only half of it.
+    """Return this process's place in its job; LaunchError if the environment is incomplete.
+
+    Args:
+        environment: The environment variables; by default those of this process.
 
     >>> detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
     Place(launcher='Open MPI', rank=1, world_size=4, local_rank=1, local_world_size=None, node=None, job='')
@@ -153,13 +156,13 @@ def detect(environment: Environment | None = None) -> Place:
             if launcher.name == "Slurm" and _within_step(given):
                 continue
             return _slurm(launcher, given) if launcher.name == "Slurm" else _read(launcher, given)
-    if "WORLD_SIZE" in given and _number(given, "WORLD_SIZE", "variables") > 1:
+    if "WORLD_SIZE" in given and _parse_number(given, "WORLD_SIZE", "variables") > 1:
         raise LaunchError("WORLD_SIZE is set and RANK is not: set RANK and LOCAL_RANK as well, or unset WORLD_SIZE")
     return Place(SINGLE)
 
 
 def agent() -> str:
-    """Which launch by torchrun this rank is of, the same where ranks are started again; empty where it is of none."""
+    """Return a name of the torchrun launch of this rank, which a restart keeps; empty if torchrun did not start it."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return ""
@@ -172,9 +175,9 @@ def agent() -> str:
 
 
 def _within_step(given: Environment) -> bool:
-    """Whether another launcher, within a step of Slurm's, started us: its ranks are not those of the step.
+    """Return whether another launcher inside a Slurm step started us: its ranks differ from those of the step.
 
-    A step of one task, as `srun --pty bash` is, may start what it likes.
+    A step of one task, such as `srun --pty bash`, may run any launcher.
     """
     pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"), ("PMIX_RANK", "SLURM_PROCID"))
     if any(mine in given and given[mine] != given.get(theirs) for mine, theirs in pairs):
@@ -186,10 +189,10 @@ def _within_step(given: Environment) -> bool:
 
 
 def _read(launcher: Launcher, given: Environment) -> Place:
-    rank = _wanted(launcher, launcher.rank, given)
-    world_size = _wanted(launcher, launcher.size, given)
-    local_rank = 0 if world_size == 1 else _wanted(launcher, launcher.local_rank, given)
-    local_size, node = (_found(launcher, names, given) for names in (launcher.local_size, launcher.node))
+    rank = _require_number(launcher, launcher.rank, given)
+    world_size = _require_number(launcher, launcher.size, given)
+    local_rank = 0 if world_size == 1 else _require_number(launcher, launcher.local_rank, given)
+    local_size, node = (_find_number(launcher, names, given) for names in (launcher.local_size, launcher.node))
     if world_size == 1:
         local_size = 1
     job = next((given[name] for name in launcher.job if name in given), "")
@@ -199,7 +202,7 @@ def _read(launcher: Launcher, given: Environment) -> Place:
 
 
 def _slurm(launcher: Launcher, given: Environment) -> Place:
-    """Slurm says how many ranks each node has in one variable for all nodes."""
+    """Read a place of Slurm, which lists the ranks of all nodes in one variable."""
     place = _read(launcher, given)
     spread = given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE")
     local = tasks_on(spread, place.node or 0) if spread else place.local_world_size
@@ -207,8 +210,8 @@ def _slurm(launcher: Launcher, given: Environment) -> Place:
     return Place("Slurm", place.rank, place.world_size, place.local_rank, local, place.node, job)
 
 
-def _wanted(launcher: Launcher, names: tuple[str, ...], given: Environment) -> int:
-    found = _found(launcher, names, given)
+def _require_number(launcher: Launcher, names: tuple[str, ...], given: Environment) -> int:
+    found = _find_number(launcher, names, given)
     if found is None:
         seen = next(name for name in launcher.rank if name in given)
         one = " or ".join(dict.fromkeys(names))
@@ -220,12 +223,12 @@ def _wanted(launcher: Launcher, names: tuple[str, ...], given: Environment) -> i
     return found
 
 
-def _found(launcher: Launcher, names: tuple[str, ...], given: Environment) -> int | None:
+def _find_number(launcher: Launcher, names: tuple[str, ...], given: Environment) -> int | None:
     name = next((name for name in names if name in given), None)
-    return None if name is None else _number(given, name, launcher.name)
+    return None if name is None else _parse_number(given, name, launcher.name)
 
 
-def _number(given: Environment, name: str, launcher: str) -> int:
+def _parse_number(given: Environment, name: str, launcher: str) -> int:
     if not re.fullmatch(r"\d+", given[name]):
         raise LaunchError(f"{name}={given[name]!r}, as by {launcher}: expected a number, 0 or more")
     return int(given[name])

@@ -1,6 +1,6 @@
-"""Where rank 0's store listens: at the address that the other ranks use, and at no other where that can be known.
+"""Choose the interface that rank 0's store listens on: only the one that the other ranks use, if it is known.
 
-torch itself binds its store to all interfaces. Here rank 0 binds a socket of its own and hands it over.
+torch itself binds its store to all interfaces. Here rank 0 binds a socket and hands it to torch.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from meshflash.runtime.hosts import is_loopback
 from meshflash.runtime.launchers import LaunchError, Place
 from meshflash.runtime.log import log
 
-#: The variable that overrides the address: one of this host, or 0.0.0.0 for all.
+#: The variable that overrides the address: an address of this host, or 0.0.0.0 for all interfaces.
 LISTEN = "MESHFLASH_LISTEN"
-#: What `--rdzv-backend` calls the rendezvous of `torchrun.py`, whose store listens on the loopback alone.
+#: The `--rdzv-backend` name of the rendezvous in `torchrun.py`, whose store listens only on the loopback interface.
 LOOPBACK_RENDEZVOUS = "meshflash-loopback"
-#: The loopback interface, for gloo and NCCL.
+#: The name of the loopback interface, for gloo and NCCL.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def listener(address: str, port: int, one_node: bool) -> socket.socket | None:
-    """Bind a socket to the address by which ranks reach rank 0; None where the store must listen on all interfaces.
-
-    OSError where the port is taken, LaunchError where MESHFLASH_LISTEN names no address of this host.
+    """Bind a socket to the address by which ranks reach rank 0; None if the store must listen on all interfaces.
 
     Args:
-        address: a name or an address, as in MASTER_ADDR.
-        port: to bind to; 0 for one that the system chooses.
-        one_node: whether all ranks are known to be on this host.
+        address: The name or address of this host that the other ranks use, as in MASTER_ADDR.
+        port: The port to bind to; 0 for a free one.
+        one_node: Whether all ranks are known to be on this host.
+
+    Raises:
+        OSError: The port is taken.
+        LaunchError: MESHFLASH_LISTEN names no address of this host.
     """
     asked = os.environ.get(LISTEN, "")
     host, reason = (asked, "") if asked else bind_address(address, one_node)
     if reason:
         log.info("rank 0's store listens on all interfaces: %s", reason)
         return None
-    bound = _bound(host, port)
+    bound = _bind(host, port)
     if bound is None:
         raise LaunchError(f"{LISTEN}={host!r}: expected an address of this host, or 0.0.0.0 for all interfaces")
     if host in ("0.0.0.0", "::"):
@@ -47,12 +49,16 @@ def listener(address: str, port: int, one_node: bool) -> socket.socket | None:
 
 
 def bind_address(address: str, one_node: bool) -> tuple[str, str]:
-    """Return the address of this host that a name or an address stands for, or an empty one and why there is none.
+    """Return the address of this host to bind to, or an empty text and the reason why it is not known.
+
+    Args:
+        address: The name or address of this host that the other ranks use.
+        one_node: Whether all ranks are known to be on this host.
 
     >>> bind_address("127.0.0.1", False), bind_address("localhost", False)
     (('127.0.0.1', ''), ('127.0.0.1', ''))
     """
-    if address == "localhost":  # binding ::1 as well would take a second socket
+    if address == "localhost":  # ::1 as well would need a second socket, and torch takes one
         return "127.0.0.1", ""
     try:
         found = list(dict.fromkeys(info[4][0] for info in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)))
@@ -70,7 +76,10 @@ def bind_address(address: str, one_node: bool) -> tuple[str, str]:
 
 
 def plan(place: Place) -> list[tuple[str, str]]:
-    """Describe what would listen where once this process, as its launcher started it, calls `init`.
+    """Describe what would listen where if this process called `init` now: pairs of a service and a text.
+
+    Args:
+        place: This process among the ranks of its job, as its launcher started it.
 
     >>> plan(Place("single"))
     [('store', 'none: a single rank opens no port'), ('liveness', 'none'), ('gloo', 'none'), ('nccl', 'none')]
@@ -96,7 +105,7 @@ def plan(place: Place) -> list[tuple[str, str]]:
             "rank 0's address on the way to the other hosts, a port that the system chooses or Slurm's job number gives"
         )
     gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    way = LOOPBACK if local else "the interface of this host's name, or the one that leads to rank 0"
+    interface = LOOPBACK if local else "the interface of this host's name, or the one that leads to rank 0"
     nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
     return [
         ("store", store),
@@ -104,7 +113,7 @@ def plan(place: Place) -> list[tuple[str, str]]:
             "liveness",
             f"{'127.0.0.1' if local else 'the address that leads to the store'}, a port that the system chooses",
         ),
-        ("gloo", f"{gloo}, as GLOO_SOCKET_IFNAME says" if gloo else way),
+        ("gloo", f"{gloo}, as GLOO_SOCKET_IFNAME says" if gloo else interface),
         (
             "nccl",
             f"{nccl}, as NCCL_SOCKET_IFNAME says" if nccl else "the interfaces that NCCL finds; see NCCL_SOCKET_IFNAME",
@@ -121,22 +130,23 @@ def _is_numeric(address: str) -> bool:
 
 
 def _is_own(address: str) -> bool:
-    bound = _bound(address, 0)
+    bound = _bind(address, 0)
     if bound is None:
         return False
     bound.close()
     return True
 
 
-def _bound(address: str, port: int) -> socket.socket | None:
-    """Bind a socket to an address; None where this host does not have it, OSError where the port is taken."""
+def _bind(address: str, port: int) -> socket.socket | None:
+    """Bind a socket to an address; None if this host does not have it, OSError if the port is taken."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
     except OSError:
         return None
     try:
-        if os.name == "posix":  # as torch does: connections to the port may linger; on Windows it would share the port
+        # As torch does: old connections to the port may linger. On Windows two stores would share the port.
+        if os.name == "posix":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(where)
     except OSError as error:

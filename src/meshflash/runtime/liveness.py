@@ -1,9 +1,16 @@
-"""Who failed first: each rank answers probes from a thread of its own, whatever its main thread waits for.
+"""Liveness: find out which rank failed first, and tell all ranks before anybody raises.
 
-A rank that loses a connection cannot tell a peer that died from one that merely left because another rank had died.
-So a rank that finds the cause tells all ranks before it raises, and a rank that is told of a cause reports that one.
-A probe tells a process that has ended (connection refused) from one that is stopped (no answer) and from one that is
-in another call (its answer says in which).
+A rank that loses a connection cannot tell a peer that died from a peer that left because a third rank had died. So
+each rank runs a thread that answers probes, whatever its main thread waits for:
+
+- Each process listens at a port of its own. Its address (host, port, random token, host name, pid) reaches the peers
+  through the store: in the `RankInfo` of `init`, and in the first handshake of a process group.
+- A probe is one TCP connection: one line of JSON {token, scope} there, one line {status, cause} back. A message
+  {token, scope, cause} is a probe that also tells the cause. A connection without the right token gets no answer.
+- A probe has three outcomes: the process has ended (connection refused), it is stopped or unreachable (no answer
+  within PROBE_SECONDS), or it answers which call it is in.
+- The first cause wins. A rank that finds a cause (`find`, `find_ended`) or fails itself sends the cause to all peers
+  before it raises (`blame`). A rank that knows a cause reports that one, whatever it has seen itself.
 """
 
 from __future__ import annotations
@@ -25,23 +32,25 @@ from typing import Any
 
 from meshflash.runtime.hosts import host_name, is_loopback, reachable_address
 
-#: Seconds that a rank has to answer a probe. Its thread needs the interpreter, which a loaded host gives it late.
-ANSWER = 4.0
+#: Seconds that a rank has to answer a probe. Its thread needs the GIL, which it gets late on a loaded host.
+PROBE_SECONDS = 4.0
 #: The scope of causes that concern the whole job.
 JOB = "job"
-#: Ranks that are probed at a time, bytes that a message has at most, and letters of a text in it.
-AT_A_TIME, MOST, MOST_TEXT = 32, 4096, 500
-#: How a rank was lost, the surest first.
+#: Ranks that are probed at the same time.
+MAX_PARALLEL_PROBES = 32
+#: Bytes of a message, and characters of a text in it, at most.
+MAX_MESSAGE_BYTES, MAX_TEXT = 4096, 500
+#: How a rank was lost, the most certain first.
 ENDED, STOPPED = "was lost: its process has ended", "was lost: its process is stopped"
 SILENT = "was lost: its process does not answer"
-_PROOF = (ENDED, STOPPED, SILENT)
-#: States of a process that has ended, as the system writes them; empty where it is not there any more.
-_GONE = ("", "Z", "X")
+_BY_CERTAINTY = (ENDED, STOPPED, SILENT)
+#: States in /proc/<pid>/stat of a process that has ended: none, zombie, dead.
+_ENDED_STATES = ("", "Z", "X")
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank answers probes, the word that it answers to, and its process on its host."""
+    """Where a rank answers probes (host, port), the token that it asks for, and its process (node, pid)."""
 
     host: str
     port: int
@@ -51,7 +60,7 @@ class Address:
 
     @staticmethod
     def read(given: Any) -> Address | None:
-        """An address as `Liveness.address` wrote it; None for anything else."""
+        """Return an address from what `Liveness.address` wrote; None for anything else."""
         try:
             host, port, token, node, pid = given
             return Address(str(host), int(port), str(token), str(node), int(pid))
@@ -60,7 +69,7 @@ class Address:
 
 
 class LostRankError(RuntimeError):
-    """A rank was lost, or did not answer in time; the message names it, and `ranks` are those it may be."""
+    """A rank was lost, or did not answer in time. The message names it; `ranks` are the ranks that it may be."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -73,7 +82,7 @@ class Cause:
 
     rank: int
     reason: str
-    #: Whether the rank itself still answers, and is to be told as well.
+    #: Whether the rank still answers probes, and is told the cause as well.
     answers: bool = False
 
     def __str__(self) -> str:
@@ -82,7 +91,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank does in a process group: in words, the passes that it has begun, and the direction of the last."""
+    """What a rank does in a process group: a text, the number of passes begun, and the direction of the last pass."""
 
     doing: str = "has made no call yet"
     passes: int = 0
@@ -90,9 +99,10 @@ class Status:
 
 
 class Liveness:
-    """This process as its peers see it: it answers their probes, and remembers the first cause it hears of.
+    """This process's side of the liveness protocol: it answers probes and remembers the first cause.
 
-    Causes are kept by scope, the process group that a rank failed in: another group may go on without that rank.
+    `liveness()` makes one for each process. Causes are kept by scope, which is the process group that a rank failed in,
+    or JOB: another group may go on without that rank.
     """
 
     def __init__(self, host: str) -> None:
@@ -112,53 +122,74 @@ class Liveness:
 
     @property
     def failed(self) -> bool:
-        """Whether a cause is known, in any scope."""
+        """Whether a cause is known in any scope."""
         return bool(self._causes)
 
     def cause(self, scope: str) -> Cause | None:
-        """The first cause that this rank has found or heard of."""
+        """Return the first cause that this rank has found or was told; None if it knows of none."""
         return self._causes.get(scope)
 
     def know(self, peers: Mapping[int, Any]) -> None:
-        """Remember where other ranks answer."""
+        """Remember where other ranks answer probes.
+
+        Args:
+            peers: Addresses as `Liveness.address` wrote them, by rank in the whole job.
+        """
         for rank, given in peers.items():
             address = Address.read(given)
+            # A loopback address of another host would lead to a process of this one.
             if address is not None and (address.node == host_name() or not is_loopback(address.host)):
                 self.peers[rank] = address
 
     def find(self, scope: str, ranks: Iterable[int]) -> tuple[Cause | None, dict[int, Status]]:
-        """Probe these ranks; the first cause if one is known, and what those that answered are doing.
+        """Probe ranks. Return the first cause, if one is known now, and the status of each rank that answered.
 
-        A cause that this rank finds by itself is told to all ranks before this returns.
+        A cause that this rank finds by itself is sent to all ranks before this returns.
+
+        Args:
+            scope: The process group that the cause concerns, or JOB.
+            ranks: The ranks to probe, as the whole job numbers them. Ranks without a known address are skipped.
         """
         if scope in self._causes:
             return self._causes[scope], {}
         ranks = [rank for rank in ranks if rank in self.peers and self.peers[rank].token != self.token]
         answers: dict[int, Status] = {}
         lost: list[Cause] = []
-        for rank, answer in self._ask_all(ranks, {"scope": scope}):
+        for rank, answer in self._probe_all(ranks, {"scope": scope}):
             if isinstance(answer, str):
                 lost.append(Cause(rank, answer))
             elif answer.get("cause"):
-                self._hear(scope, answer["cause"])
+                self._record(scope, answer["cause"])
             else:
                 answers[rank] = _status(answer.get("status"))
+        # A peer that knows the cause has told it. Otherwise blame the rank whose loss is most certain: a rank that
+        # is merely silent may be busy.
         if scope not in self._causes and lost:
-            self.blame(scope, min(lost, key=lambda cause: _PROOF.index(cause.reason) if cause.reason in _PROOF else 9))
+            self.blame(scope, min(lost, key=_uncertainty))
         return self._causes.get(scope), answers
 
     def find_ended(self, scope: str, rank: int) -> Cause | None:
-        """The cause where it is certain that a rank's process has ended: it was one of this host, and is gone.
+        """Blame a rank if its process has certainly ended: it ran on this host, and is gone. Return the cause or None.
 
-        A process that merely does not answer a probe may be busy, and one of another host behind a firewall.
+        Only the process table is proof. A process that does not answer a probe may be busy, and one of another host
+        may be behind a firewall.
+
+        Args:
+            scope: The process group that the cause concerns, or JOB.
+            rank: The rank to look at, as the whole job numbers it.
         """
         address = self.peers.get(rank)
-        if address is None or address.node != host_name() or _state(address) not in _GONE:
+        if address is None or address.node != host_name() or _state(address) not in _ENDED_STATES:
             return None
         return self.blame(scope, Cause(rank, ENDED))
 
     def blame(self, scope: str, cause: Cause) -> Cause:
-        """Take this for the cause unless another is known, and tell all ranks; the cause that is known now."""
+        """Record a cause and send it to all ranks, unless an earlier cause is known. Return the one that counts.
+
+        Args:
+            scope: The process group that the cause concerns, or JOB.
+            cause: The rank that failed, and how.
+        """
         with self._lock:
             known = self._causes.setdefault(scope, cause)
         if known is cause:
@@ -167,31 +198,31 @@ class Liveness:
                 for rank, peer in self.peers.items()
                 if peer.token != self.token and (rank != cause.rank or cause.answers)
             ]
-            for _ in self._ask_all(others, {"scope": scope, "cause": [cause.rank, cause.reason]}):
-                pass  # one that does not hear it has been lost, or will find the cause by itself
+            for _ in self._probe_all(others, {"scope": scope, "cause": [cause.rank, cause.reason]}):
+                pass  # a rank that cannot be told is lost, or will find the cause by itself
         return known
 
     def reset(self) -> None:
-        """Forget all peers, causes and calls: this process joins another job, or none."""
+        """Forget all peers, causes and statuses: this process joins another job, or none."""
         with self._lock:
             self.peers = {}
             self._causes.clear()
             self.status.clear()
 
     def clear(self, scope: str) -> None:
-        """Forget the cause: a new process group goes by this name."""
+        """Forget the cause of a scope: a new process group has this name."""
         with self._lock:
             self._causes.pop(scope, None)
 
     def close(self) -> None:
-        """Answer no more."""
-        with contextlib.suppress(OSError):  # where nobody is connected some systems refuse it
+        """Stop answering probes."""
+        with contextlib.suppress(OSError):  # some systems refuse it while nobody is connected
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
-    def _hear(self, scope: str, given: Any) -> None:
+    def _record(self, scope: str, given: Any) -> None:
         try:
             rank, reason = given
             cause = Cause(int(rank), str(reason))
@@ -215,30 +246,31 @@ class Liveness:
 
     def _answer(self, connection: socket.socket) -> None:
         given = _receive(connection)
+        # Compare in constant time, and answer nothing to a stranger: not even that the token is wrong.
         if not isinstance(given, dict) or not hmac.compare_digest(str(given.get("token", "")), self.token):
             return
         scope = str(given.get("scope", ""))
         if given.get("cause"):
-            self._hear(scope, given["cause"])
+            self._record(scope, given["cause"])
         cause = self._causes.get(scope)
         status = self.status.get(scope, Status())
         answer = {
-            "status": [status.doing[:MOST_TEXT], status.passes, status.direction],
-            "cause": [cause.rank, cause.reason[:MOST_TEXT]] if cause else None,
+            "status": [status.doing[:MAX_TEXT], status.passes, status.direction],
+            "cause": [cause.rank, cause.reason[:MAX_TEXT]] if cause else None,
         }
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
-    def _ask_all(self, ranks: Sequence[int], message: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-        """What each of these ranks answers; or, as text, how it was lost."""
+    def _probe_all(self, ranks: Sequence[int], message: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+        """Yield each rank with its answer; or with a text that says how it was lost."""
         if not ranks:
             return
-        with ThreadPoolExecutor(max_workers=min(AT_A_TIME, len(ranks))) as pool:
-            yield from zip(ranks, pool.map(lambda rank: self._ask(rank, message), ranks), strict=True)
+        with ThreadPoolExecutor(max_workers=min(MAX_PARALLEL_PROBES, len(ranks))) as pool:
+            yield from zip(ranks, pool.map(lambda rank: self._probe(rank, message), ranks), strict=True)
 
-    def _ask(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | str:
+    def _probe(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | str:
         address = self.peers[rank]
         try:
-            with socket.create_connection((address.host, address.port), ANSWER) as connection:
+            with socket.create_connection((address.host, address.port), PROBE_SECONDS) as connection:
                 connection.sendall(json.dumps({"token": address.token, **message}).encode() + b"\n")
                 answer = _receive(connection)
                 return answer if isinstance(answer, dict) else {}
@@ -247,16 +279,21 @@ class Liveness:
 
 
 def _how_lost(address: Address, error: Exception) -> str:
-    """Say how a rank was lost that did not answer a probe."""
+    """Return how a rank was lost that did not answer a probe."""
     if address.node == host_name():
         state = _state(address)
-        if state in _GONE:
+        if state in _ENDED_STATES:
             return ENDED
         if state in ("T", "t"):
             return STOPPED
-    if isinstance(error, ConnectionError | ValueError):  # nobody listens at its port any more, or somebody else
+    if isinstance(error, ConnectionError | ValueError):  # its port is closed, or another process has it
         return ENDED
     return SILENT if isinstance(error, TimeoutError) else f"was lost: it cannot be reached ({error})"
+
+
+def _uncertainty(cause: Cause) -> int:
+    """Return how uncertain a loss is: 0 for a process that has ended, most for one that cannot be reached."""
+    return _BY_CERTAINTY.index(cause.reason) if cause.reason in _BY_CERTAINTY else len(_BY_CERTAINTY)
 
 
 def _status(given: Any) -> Status:
@@ -268,18 +305,18 @@ def _status(given: Any) -> Status:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """One line of JSON; ValueError for anything else, or nothing."""
+    """Return one line of JSON; ValueError for anything else."""
     data = b""
     while not data.endswith(b"\n"):
-        more = connection.recv(MOST)
+        more = connection.recv(MAX_MESSAGE_BYTES)
         data += more
-        if not more or len(data) > MOST:
+        if not more or len(data) > MAX_MESSAGE_BYTES:
             raise ValueError("no answer")
     return json.loads(data)
 
 
 def _state(address: Address) -> str:
-    """The state of a process of this host, as the system writes it; empty where it is not there, or elsewhere."""
+    """Return the state of a process of this host, as /proc writes it; empty if it is gone or on another host."""
     if address.node != host_name():
         return ""
     try:
@@ -290,10 +327,10 @@ def _state(address: Address) -> str:
 
 @contextmanager
 def naming_lost_ranks() -> Iterator[None]:
-    """Raise LostRankError that names the rank that failed first, whichever collective of this rank noticed it.
+    """Raise LostRankError that names the rank that failed first, for errors of any collective in the block.
 
     torch's own collectives, such as those of DDP and `fully_shard`, name a connection at best, and often that of a
-    survivor which is leaving. An error of this rank itself passes as it is, after all other ranks were told.
+    survivor which is leaving. An error of this rank itself passes unchanged, after all other ranks were told.
     """
     try:
         yield
@@ -301,7 +338,7 @@ def naming_lost_ranks() -> Iterator[None]:
         here = _here
         if here is None or not here.peers:
             raise
-        if _may_be_of_a_peer(error):
+        if _may_follow_from_a_peer(error):
             cause, _ = here.find(JOB, error.ranks if isinstance(error, LostRankError) else ())
             if cause is None:
                 cause, _ = here.find(JOB, list(here.peers))
@@ -315,8 +352,8 @@ def naming_lost_ranks() -> Iterator[None]:
         raise
 
 
-def _may_be_of_a_peer(error: BaseException) -> bool:
-    """Whether an error may follow from the loss of another rank: torch raises plain RuntimeErrors then."""
+def _may_follow_from_a_peer(error: BaseException) -> bool:
+    """Return whether an error may follow from the loss of another rank: torch raises plain RuntimeErrors then."""
     kind = type(error)
     if not isinstance(error, RuntimeError) or kind.__name__ == "OutOfMemoryError":
         return False
@@ -324,13 +361,16 @@ def _may_be_of_a_peer(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's kind and the first line of its text."""
+    """Return an error's type and the first line of its text, short enough for a probe."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}"[:MOST_TEXT] if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0]}"[:MAX_TEXT] if text else type(error).__name__
 
 
 def listen_host(store: str) -> str:
-    """The address of this host that the ranks of a store at `store` reach: loopback for a store on loopback.
+    """Return the address of this host that the ranks of a store can reach: loopback for a store on loopback.
+
+    Args:
+        store: The address of the store, "host:port", or the path of a file store.
 
     >>> listen_host("localhost:29500"), listen_host("/tmp/store")
     ('127.0.0.1', '127.0.0.1')
@@ -349,7 +389,11 @@ _lock = threading.Lock()
 
 
 def liveness(host: str = "127.0.0.1") -> Liveness:
-    """The one of this process, made on first use; `host` is the address that others reach."""
+    """Return the Liveness of this process, made on first use and anew after a fork.
+
+    Args:
+        host: The address of this host that peers reach; it counts on first use only.
+    """
     global _here
     with _lock:
         if _here is None or _here.address[4] != os.getpid():
@@ -358,18 +402,18 @@ def liveness(host: str = "127.0.0.1") -> Liveness:
 
 
 def forget_job() -> None:
-    """Forget the ranks of a job that is over, and how it failed."""
+    """Forget the peers and causes of a job that is over."""
     if _here is not None:
         _here.reset()
 
 
 def knows_of_failure() -> bool:
-    """Whether this process has found, or was told of, a rank that failed: then nobody is waited for any more."""
+    """Return whether this process has found, or was told of, a rank that failed: then it waits for nobody."""
     return _here is not None and _here.failed
 
 
 def close() -> None:
-    """End the thread that answers."""
+    """End the thread that answers probes."""
     global _here
     with _lock:
         if _here is not None and _here.address[4] == os.getpid():

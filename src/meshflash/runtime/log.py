@@ -10,7 +10,11 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def set_up_logging(rank: int) -> None:
-    """Lines of this rank begin with its number; ValueError where MESHFLASH_LOG is no level."""
+    """Set the level from MESHFLASH_LOG, and begin each line with the rank; ValueError for an unknown level.
+
+    Args:
+        rank: This rank.
+    """
     text = (os.environ.get("MESHFLASH_LOG") or "warning").lower()
     if text not in LEVELS:
         raise ValueError(f"MESHFLASH_LOG={text!r}: expected one of {', '.join(LEVELS)}")

@@ -1,7 +1,7 @@
-"""NVIDIA's Multi-Process Service for ranks that share a GPU: without it they take turns, with it they run at once.
+"""NVIDIA's Multi-Process Service (MPS) for ranks that share a GPU: without it their kernels run one rank at a time.
 
-Its pipes and logs are in a folder of their own, so that no other user of the machine is touched, and it ends with the
-block. Never end one of its clients by SIGKILL: the others would be lost with it.
+The service keeps its pipes and logs in a private folder, so that it does not disturb other users of the machine, and
+ends with the block. Never end one of its clients by SIGKILL: the other clients would be lost with it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 CONTROL = "nvidia-cuda-mps-control"
-#: Queues of work that each client gets unless its environment says otherwise. MPS gives few, and streams that share one
-#: wait for each other: a kernel would begin only after a message that another rank has not sent yet.
+#: Hardware queues of each client, unless CUDA_DEVICE_MAX_CONNECTIONS is set. MPS gives few by default, and streams that
+#: share one wait for each other: a kernel would wait for a message that another rank has not sent yet.
 CONNECTIONS = 8
 
 
 def missing() -> str | None:
-    """Why it cannot be started; None if it can."""
+    """Return why MPS cannot be started; None if it can."""
     return None if shutil.which(CONTROL) else f"{CONTROL} is not there; it comes with NVIDIA's driver"
 
 
 @contextmanager
 def mps() -> Iterator[None]:
-    """Processes that begin in this block share the GPU by MPS."""
+    """Start MPS: processes that start in this block share the GPU by it. ValueError if MPS is not installed."""
     reason = missing()
     if reason:
         raise ValueError(f"MPS: {reason}")
@@ -47,7 +47,10 @@ def mps() -> Iterator[None]:
 
 @contextmanager
 def variables(**new: str) -> Iterator[None]:
-    """Environment variables that processes started inside the block find.
+    """Set environment variables for the processes that start in this block, and restore them afterwards.
+
+    Args:
+        **new: The variables and their values.
 
     >>> with variables(MESHFLASH_EXAMPLE="1"):
     ...     os.environ["MESHFLASH_EXAMPLE"]

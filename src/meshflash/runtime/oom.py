@@ -1,4 +1,4 @@
-"""Memory that runs out: what is free, and going on without what did not fit."""
+"""Out of memory: how much the host has left, and how to go on after an allocation that did not fit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ _SYSTEM = Path("/")
 
 
 def attempt(function: Callable[[], T]) -> T | None:
-    """What the function returns, or None if memory ran out on the way; what it took is given back."""
+    """Return the result of a function, or None if it ran out of memory; the memory that it took is freed.
+
+    Args:
+        function: The function to call.
+    """
     try:
         return function()
     except torch.OutOfMemoryError:
         pass
     except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):  # how torch says it on CPUs
+        if "DefaultCPUAllocator" not in str(error):  # torch's message on CPUs
             raise
     gc.collect()
     if torch.cuda.is_available():
@@ -31,7 +35,7 @@ def attempt(function: Callable[[], T]) -> T | None:
 
 
 def free_bytes() -> int | None:
-    """The host's memory that is free, within the limit of its container; None where the system does not say."""
+    """Return the free bytes of the host's memory, within the limit of its container; None if unknown."""
     found = re.search(r"MemAvailable: +(\d+) kB", _read("proc/meminfo"))
     if found is None:
         return None
@@ -39,7 +43,7 @@ def free_bytes() -> int | None:
     limit, used = (_read(f"sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if limit.isdigit() and used.isdigit():
         files = re.findall(r"^(?:in)?active_file (\d+)$", _read("sys/fs/cgroup/memory.stat"), re.MULTILINE)
-        free = min(free, int(limit) - int(used) + sum(map(int, files)))  # what is read of files gives way
+        free = min(free, int(limit) - int(used) + sum(map(int, files)))  # the page cache is freed on demand
     return free
 
 

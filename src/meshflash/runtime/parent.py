@@ -1,7 +1,6 @@
-"""Processes of this machine: whether one lives, and ranks that end with the one that started them, however it ends.
+"""Processes of this machine: whether one runs, and ranks that end together with the process that started them.
 
-A launcher that is killed outright cannot tell its ranks, which would go on by themselves, and write where the next job
-of the same folder does.
+A launcher that gets SIGKILL cannot end its ranks. They would keep running, and write into the folder of the next job.
 """
 
 from __future__ import annotations
@@ -14,33 +13,39 @@ from pathlib import Path
 
 from meshflash.runtime.launchers import LaunchError
 
-#: The variable by which ranks of this machine know the process that started them, their parent.
+#: The variable that holds the pid of the process that started the ranks of this machine.
 STARTER = "MESHFLASH_STARTER"
-_SET_DEATH_SIGNAL = 1  # of prctl
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 
 
 def end_with_starter() -> None:
-    """Have the kernel kill this rank when its starter ends, where that is one of ours; it may have ended already."""
-    said = os.environ.get(STARTER, "")
-    if not said.isdigit():
+    """Have the kernel kill this rank when its starter ends, if MESHFLASH_STARTER names one.
+
+    LaunchError if the starter has ended already.
+    """
+    starter = os.environ.get(STARTER, "")
+    if not starter.isdigit():
         return
-    if int(said) == os.getppid():
+    if int(starter) == os.getppid():
         end_with_parent()
-    if not alive(int(said)):
+    if not alive(int(starter)):
         raise LaunchError(
-            f"process {said}, which started this rank, has ended; where {STARTER} came here with the variables of "
+            f"process {starter}, which started this rank, has ended; where {STARTER} came here with the variables of "
             "another job, unset it"
         )
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; of no effect but on Linux."""
+    """Have the kernel kill this process when its parent ends; does nothing except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and waits to be collected does not.
+    """Return whether a process of this machine runs; a zombie does not.
+
+    Args:
+        pid: The number of the process.
 
     >>> alive(os.getpid())
     True

@@ -1,6 +1,6 @@
-"""Ranks as processes of this machine, joined by a gloo group: for the demo, benchmarks and checks.
+"""Run a function in several local processes, joined by a gloo group: for the demo, benchmarks and checks.
 
-Jobs that a launcher starts (torchrun, mpiexec, srun) do not come through here.
+Jobs that a launcher starts (torchrun, mpiexec, srun) do not use it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from meshflash.runtime.listen import LOOPBACK
 from meshflash.runtime.mps import variables
 from meshflash.runtime.parent import end_with_parent
 
-#: Seconds that the others get to end by themselves once one rank has failed.
-GRACE = 5.0
+#: Seconds that the other ranks get to end by themselves after one rank has failed.
+GRACE_SECONDS = 5.0
 
-#: Says to the process that started the ranks how far a rank is.
+#: Sends a value from a rank to the process that started the ranks, such as how far it is.
 Tell = Callable[[Any], None]
 
 
@@ -42,10 +42,17 @@ def run_ranks(
     timeout: float = 600.0,
     listen: Tell | None = None,
 ) -> list[Any]:
-    """Call `function(rank, world, tell, *args)` in so many processes; their results, by rank.
+    """Call `function(rank, world, tell, *args)` in `world` processes and return their results, by rank.
 
-    The function stands at the top level of a module; arguments and results are pickled. What a rank
-    tells goes to `listen`. The default process group is there while the function runs.
+    The default process group exists while the function runs. RankError names a rank that raised, died or took too long.
+
+    Args:
+        world: The number of processes.
+        function: A function at the top level of a module, because it is pickled.
+        *args: Further arguments of the function; they and the results are pickled.
+        threads: The number of torch threads of each process.
+        timeout: Seconds until all ranks must have returned.
+        listen: Called here with each value that a rank passes to its `tell`.
     """
     if world < 1:
         raise ValueError(f"world={world}: expected at least one rank")
@@ -64,20 +71,24 @@ def run_ranks(
             pipes[ours] = rank
         try:
             results = _collect(pipes, processes, timeout, listen)
-            for process in processes:  # what they do at their end, such as writing traces
-                process.join(GRACE)
+            for process in processes:  # let them finish what they do at exit, such as writing traces
+                process.join(GRACE_SECONDS)
             return results
         finally:
             end(processes)
 
 
 def end(processes: Sequence[Any]) -> None:
-    """End processes that still run; those that share a GPU under MPS would be lost with one that is killed at once."""
+    """End processes that still run, by SIGTERM first: SIGKILL would end all processes that share a GPU under MPS.
+
+    Args:
+        processes: Processes of `multiprocessing`.
+    """
     for stop in ("terminate", "kill"):
         running = [process for process in processes if process.is_alive()]
         for process in running:
             getattr(process, stop)()
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + GRACE_SECONDS
         for process in running:
             process.join(max(0.0, deadline - time.monotonic()))
 
@@ -110,7 +121,7 @@ def _collect(pipes: dict[Connection, int], processes: list[Any], timeout: float,
                 results[rank] = value
             else:
                 failures.append(f"rank {rank} {value}")
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     if failures:
         raise RankError("\n".join(failures))
     return [results[rank] for rank in range(world)]
@@ -131,7 +142,7 @@ def _rank(
         import torch
         from torch import distributed
 
-        dist: Any = distributed  # torch does not declare all that it exports here
+        dist: Any = distributed  # torch's stubs do not declare all that this module exports
         torch.set_num_threads(threads)
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
@@ -163,7 +174,7 @@ def _ignored_interrupts() -> Iterator[None]:
 
 
 def _environment(threads: int) -> AbstractContextManager[None]:
-    """The variables that the ranks find."""
-    # without an interface gloo looks up the host's name, which need not resolve
+    """Set the environment variables that the ranks inherit."""
+    # Without an interface gloo looks up the host's name, which may not resolve.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     return variables(OMP_NUM_THREADS=str(threads), GLOO_SOCKET_IFNAME=interface)

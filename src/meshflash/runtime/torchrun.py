@@ -1,6 +1,6 @@
-"""torchrun for the ranks of this machine: its store listens on the loopback alone, and a failure is one line.
+"""torchrun for the ranks of this machine: its store listens only on the loopback interface, and a failure is one line.
 
-torchrun's own stores listen on all interfaces. Each rank that fails has said why, and what torchrun adds hides it.
+torchrun's own stores listen on all interfaces. A rank that fails has printed why, and torchrun's long report hides it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch.distributed.run import parse_args, run
 
 from meshflash.runtime.listen import LOOPBACK_RENDEZVOUS, listener
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
-#: Where its store listens.
+#: The address that the store listens on.
 ADDRESS = "127.0.0.1"
 #: Seconds that the agent waits for its own store.
 TIMEOUT = 60.0
 
 
 class Loopback(RendezvousHandler):
-    """The rendezvous of one agent with itself, and the store that its ranks use, on the loopback interface."""
+    """The rendezvous of a single torchrun agent, with a store on the loopback interface. torchrun makes it."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self.run_id = str(parameters.run_id)
@@ -53,11 +53,11 @@ class Loopback(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks use the store of the agent: rank 0 does not start another one."""
+        """Whether ranks use the agent's store, so that rank 0 does not start another one."""
         return True
 
     def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
+        """Return the `--rdzv-backend` name of this rendezvous."""
         return LOOPBACK_RENDEZVOUS
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -65,11 +65,11 @@ class Loopback(RendezvousHandler):
         return RendezvousInfo(dist.PrefixStore(self.run_id, self.store), 0, 1, self.where)
 
     def is_closed(self) -> bool:
-        """Return False: it ends with the agent."""
+        """Return False: the rendezvous ends with the agent."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: no other agent would hear of it."""
+        """Do nothing: there is no other agent to tell."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0: no other agent can join."""
@@ -85,7 +85,11 @@ class Loopback(RendezvousHandler):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it, and return the exit code."""
+    """Run torchrun, and return its exit code.
+
+    Args:
+        arguments: The command line of torchrun.
+    """
     rendezvous_handler_registry.register(LOOPBACK_RENDEZVOUS, Loopback)
     try:
         run(parse_args(list(arguments)))

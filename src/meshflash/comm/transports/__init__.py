@@ -1,1 +1,1 @@
-"""Transports: how bytes move between ranks. No transport knows what the bytes mean."""
+"""Transports: they move bytes between ranks, and do not know what the bytes mean."""

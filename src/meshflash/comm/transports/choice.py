@@ -1,4 +1,4 @@
-"""Which transport moves a group's tensors: the one that was asked for, or the best that can."""
+"""Choose the transport of a group's tensors: the requested one, or the best one that works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshflash.runtime.devices import name_of, symmetric_memory
 from meshflash.runtime.hosts import boot
 
 CPU = torch.device("cpu")
-#: What may be asked for, in the order in which "auto" tries them, and what each does.
+#: The transports by name, in the order in which "auto" tries them, and what each does.
 TRANSPORTS = {
     "process_group": "the backend that the process group has for the device: NCCL, XCCL, gloo for CPUs",
     "symmetric": "ranks of one host pull from each other's memory, also where they share a GPU",
@@ -30,15 +30,22 @@ TRANSPORTS = {
 
 @dataclass(frozen=True)
 class Where:
-    """Where a rank's device is: the host, the host as NCCL is told, and the device's own name there."""
+    """Where a rank's device is. Ranks exchange it in their first call on a device."""
 
+    #: The host, by name and boot id.
     host: str
+    #: The host as NCCL counts hosts: NCCL_HOSTID overrides it.
     nccl_host: str
+    #: The name of the device that is unique on its host.
     device: str
 
     @staticmethod
     def here(device: torch.device) -> Where:
-        """That of this process."""
+        """Return where a device of this process is.
+
+        Args:
+            device: A device of this process.
+        """
         host = f"{platform.node()} {boot()}"
         return Where(host, os.environ.get("NCCL_HOSTID") or host, name_of(device) or str(device))
 
@@ -47,32 +54,40 @@ _NUMBER = r"\s*(\d+\.?\d*(?:e[+-]?\d+)?)\s*"
 _THROTTLED = rf"throttled\(\s*(\w+)\s*,{_NUMBER},{_NUMBER}\)"
 
 
-def check(asked: str) -> None:
-    """ValueError unless this names a transport.
+def check(requested: str) -> None:
+    """Raise ValueError unless a text names a transport.
+
+    Args:
+        requested: "auto", a name of TRANSPORTS, or throttled(name, GB a second, microseconds).
 
     >>> check("throttled(auto, 50, 10)")
     """
-    _parsed(asked)
+    _parse(requested)
 
 
 def choose(
-    asked: str, groups: Mapping[str, Any], device: torch.device, timeout: float, where: Sequence[Where] = ()
+    requested: str, groups: Mapping[str, Any], device: torch.device, timeout: float, where: Sequence[Where] = ()
 ) -> Transport:
-    """The transport of these groups for tensors of a device; ValueError where none can, or not the one asked for.
+    """Return the transport of these groups for tensors on a device; ValueError if none works, or not the requested one.
 
-    `where` says of all ranks where their devices are; for CPUs it does not matter.
+    Args:
+        requested: "auto", a name of TRANSPORTS, or throttled(name, GB a second, microseconds).
+        groups: The process groups by the names that programs use.
+        device: The device of the tensors.
+        timeout: Seconds that a rank waits for a message.
+        where: Where the devices of all ranks are; empty for CPUs.
     """
-    name, throttle = _parsed(asked)
+    name, throttle = _parse(requested)
     reasons = {one: missing(one, groups, device, where) for one in TRANSPORTS if name in ("auto", one)}
-    able = [one for one, reason in reasons.items() if reason is None]
-    if not able:
-        told = "; ".join(f"{one}: {reason}" for one, reason in reasons.items())
-        raise ValueError(f"transport={asked!r} cannot move tensors on {device.type}: {told}")
-    made = _made(able[0], groups, device, timeout)
+    supported = [one for one, reason in reasons.items() if reason is None]
+    if not supported:
+        listed = "; ".join(f"{one}: {reason}" for one, reason in reasons.items())
+        raise ValueError(f"transport={requested!r} cannot move tensors on {device.type}: {listed}")
+    made = _make(supported[0], groups, device, timeout)
     return Throttled(made, device, throttle[0] * 1e9, throttle[1] * 1e-6) if throttle else made
 
 
-def _made(name: str, groups: Mapping[str, Any], device: torch.device, timeout: float) -> Transport:
+def _make(name: str, groups: Mapping[str, Any], device: torch.device, timeout: float) -> Transport:
     if name == "process_group":
         return ProcessGroupTransport(groups, device, timeout)
     if name == "host_staged":
@@ -86,7 +101,14 @@ def _made(name: str, groups: Mapping[str, Any], device: torch.device, timeout: f
 
 
 def missing(name: str, groups: Mapping[str, Any], device: torch.device, where: Sequence[Where] = ()) -> str | None:
-    """What a transport lacks for these groups and tensors of a device; None where it can move them."""
+    """Return why a transport cannot move tensors of a device over these groups; None if it can.
+
+    Args:
+        name: A name of TRANSPORTS.
+        groups: The process groups by the names that programs use.
+        device: The device of the tensors.
+        where: Where the devices of all ranks are; empty for CPUs.
+    """
     if name == "process_group":
         reason = next(filter(None, (cannot_move(group, device) for group in groups.values())), None)
         shared = len({(rank.nccl_host, rank.device) for rank in where}) < len(where)
@@ -102,13 +124,13 @@ def missing(name: str, groups: Mapping[str, Any], device: torch.device, where: S
     return f'{reason}; initialise it with one, such as "cpu:gloo,cuda:nccl"' if reason else None
 
 
-def _parsed(asked: str) -> tuple[str, tuple[float, float] | None]:
-    """The name of a transport and, where it is throttled, GB a second and microseconds."""
-    match = re.fullmatch(_THROTTLED, asked) if isinstance(asked, str) else None
-    name = match[1] if match else asked
+def _parse(requested: str) -> tuple[str, tuple[float, float] | None]:
+    """Return the name of a transport and, if it is throttled, its GB a second and microseconds."""
+    match = re.fullmatch(_THROTTLED, requested) if isinstance(requested, str) else None
+    name = match[1] if match else requested
     if name != "auto" and name not in TRANSPORTS:
         known = ", ".join(("auto", *TRANSPORTS))
         raise ValueError(
-            f"transport={asked!r}: expected one of {known}, or throttled(one of them, GB a second, microseconds)"
+            f"transport={requested!r}: expected one of {known}, or throttled(one of them, GB a second, microseconds)"
         )
     return name, (float(match[2]), float(match[3])) if match else None

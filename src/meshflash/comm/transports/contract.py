@@ -1,7 +1,7 @@
-"""What a transport is: messages between the ranks of named groups, begun and then waited for.
+"""The contract of a transport: it posts messages between the ranks of named groups, and waits for them later.
 
-A message is a flat, contiguous tensor. Ranks are numbered within a group. Messages between two ranks of
-a group arrive in the order in which they were begun.
+A message is a flat, contiguous tensor. Ranks are numbered within a group. Messages between two ranks of a group arrive
+in the order in which they were posted.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from meshflash.core.program import Direction
 from meshflash.runtime.liveness import LostRankError
 
-#: (rank in the group, flat tensor)
+#: The peer, by its rank in the group, and a flat tensor.
 Message = tuple[int, Tensor]
 Collective = Literal["all_gather", "all_to_all"]
 
 
 class TransportError(LostRankError):
-    """A peer was lost in a call, or did not answer in time."""
+    """A peer was lost in a call, or did not answer in time; the message names it."""
 
 
 @dataclass
 class Counters:
-    """What a transport has moved since it was made: bytes by group and peer, and calls by form."""
+    """What a transport has moved since it was made: bytes by (group, peer), and calls by kind."""
 
     received: Counter[tuple[str, int]] = field(default_factory=Counter)
     sent: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -36,35 +36,38 @@ class Counters:
 
     @property
     def received_bytes(self) -> int:
-        """What was received from all peers."""
+        """The bytes received from all peers."""
         return sum(self.received.values())
 
     def clear(self) -> None:
-        """Count from 0 again."""
+        """Set all counts to 0."""
         for counter in (self.received, self.sent, self.calls):
             counter.clear()
 
 
 @dataclass(eq=False)
 class Arena:
-    """A flat piece of memory, and what was bound to it, so that a repeated call builds nothing."""
+    """A flat piece of memory, and objects bound to it, so that a repeated call builds nothing. Transports make it."""
 
     memory: Tensor
     bound: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size of the memory."""
         return self.memory.numel()
 
 
 class Transport(ABC):
-    """Moves messages. What it begins returns a ticket for `wait`."""
+    """Moves messages between ranks. `transports.choice.choose` makes one for each group and device.
+
+    Every call that posts messages returns a ticket for `wait`.
+    """
 
     name: str
-    #: Whether it pulls messages out of its peers' memory, by `pull`, and has programs run in memory of its own.
+    #: Whether it reads messages from the peers' memory by `pull`. Programs then run in memory of its `arena`.
     reads_peers = False
-    #: Why its messages cannot go into a graph that is captured; empty where they can.
+    #: Why its messages cannot be captured in a CUDA graph; empty if they can.
     not_captured = ""
 
     def __init__(self) -> None:
@@ -72,32 +75,49 @@ class Transport(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the device that it holds by itself, beyond torch's own allocator."""
+        """Bytes of the device that the transport holds outside of torch's caching allocator."""
         return 0
 
     def begin_pass(self, number: int, direction: Direction) -> None:
-        """Say which pass the messages from now on belong to, so that they cannot be taken for those of another.
+        """Mark the messages from now on as those of a pass, so that no rank takes them for those of another pass.
 
-        Ranks count their passes alike. A transport that cannot tell passes apart ignores it.
+        A transport that cannot tell passes apart ignores it.
+
+        Args:
+            number: Counts the passes of the group; all ranks count alike.
+            direction: "forward" or "backward".
         """
         return
 
     def exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
-        """Begin to send and receive these messages, all at once. Those to and from ourselves are copied."""
+        """Post sends and receives, all at once; messages from this rank to itself are copied. Return a ticket.
+
+        Args:
+            group: The name of the group.
+            sends: The messages to send.
+            recvs: The tensors to receive into, by sender.
+        """
         me = self._copy_own(group, sends, recvs)
         sends = [message for message in sends if message[0] != me]
         recvs = [message for message in recvs if message[0] != me]
         return self._exchange(group, sends, recvs)
 
     def pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
-        """The same where messages are pulled: each begins at this byte of its sender's memory."""
+        """Post like `exchange`, for a transport that reads its peers' memory.
+
+        Args:
+            group: The name of the group.
+            sends: The messages that peers will read.
+            recvs: The tensors to copy into, by sender.
+            places: The offset of each received message in its sender's arena, in bytes.
+        """
         me = self._copy_own(group, sends, recvs)
         sends = [message for message in sends if message[0] != me]
         others = [(message, place) for message, place in zip(recvs, places, strict=True) if message[0] != me]
         return self._pull(group, sends, [message for message, _ in others], [place for _, place in others])
 
     def _copy_own(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> int:
-        """Copy what we send to ourselves, and count what others get and give; our number."""
+        """Copy the messages of this rank to itself, count the bytes of all others, and return this rank."""
         me = self.rank(group)
         received, sent = self.counters.received, self.counters.sent
         own = [tensor for peer, tensor in sends if peer == me]
@@ -114,7 +134,14 @@ class Transport(ABC):
         return me
 
     def collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
-        """Begin a collective: everyone's source to all, or its n-th part to rank n; in the order of the group."""
+        """Post a collective and return a ticket.
+
+        Args:
+            form: "all_gather" sends every source to all ranks; "all_to_all" sends its n-th part to rank n.
+            group: The name of the group.
+            source: The tensor of this rank.
+            target: Receives the parts of all ranks, in their order.
+        """
         me, world = self.rank(group), self.world(group)
         each = source.nbytes if form == "all_gather" else source.nbytes // world
         for peer in range(world):
@@ -125,31 +152,44 @@ class Transport(ABC):
         return self._collective(form, group, source, target)
 
     def arena(self, wanted: int) -> Arena:
-        """Memory for a program to run in, of at least so many bytes, where peers read it."""
+        """Return memory for a program to run in, which peers can read.
+
+        Args:
+            wanted: The least number of bytes, the same on all ranks.
+        """
         raise NotImplementedError
 
     def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
         raise NotImplementedError
 
     def add(self, name: str, group: Any) -> None:
-        """One more group, where groups are given."""
+        """Add a process group.
+
+        Args:
+            name: The name that programs use.
+            group: A process group of torch, with the same ranks.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Free what it holds; nothing is on its way any more."""
+        """Free memory and threads. No message may be under way."""
         return
 
     @abstractmethod
     def rank(self, group: str) -> int:
-        """Our number within a group."""
+        """Return this rank's number within a group."""
 
     @abstractmethod
     def world(self, group: str) -> int:
-        """How many ranks a group has."""
+        """Return the number of ranks of a group."""
 
     @abstractmethod
     def wait(self, ticket: Any) -> None:
-        """Wait until what this ticket stands for has moved; TransportError if a peer is lost."""
+        """Wait until the messages of a ticket have moved; TransportError if a peer is lost.
+
+        Args:
+            ticket: What `exchange`, `pull` or `collective` returned.
+        """
 
     @abstractmethod
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any: ...

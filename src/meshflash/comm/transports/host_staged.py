@@ -1,10 +1,10 @@
-"""Tensors of a device over a group that moves only the host's: each message goes through pinned memory.
+"""Host staging: move a device's tensors over a group that moves only host tensors, through pinned memory.
 
-What is sent is copied to the host in a stream of its own, behind the work that made it; a thread waits for the copy
-and begins the message. Another thread waits for what arrives and lets a stream copy it to the device. The caller's
-thread waits only for messages, in `wait`, and never for the device; its stream waits for the copies.
+A message is copied to the host in a stream of its own, after the work that produced it. A sender thread waits for the
+copy and posts the message. A receiver thread waits for arriving messages and enqueues their copies to the device. The
+caller's thread waits only for messages, in `wait`, and never for the device; its stream waits for the copies.
 
-The group below sees memory of the host alone: gloo would end the process over a pointer of a device.
+The transport below sees host memory only: gloo would crash the process on a device pointer.
 """
 
 from __future__ import annotations
@@ -24,31 +24,36 @@ from meshflash.comm.streams import DeviceStreams, MakeStreams
 from meshflash.comm.transports.contract import Collective, Message, Transport, TransportError
 from meshflash.core.program import Direction
 
-#: Seconds that threads get to finish what is on its way when they are ended.
-ENDING = 5.0
-#: What begins on the host, of messages there: a ticket of the transport below.
+#: Seconds that the threads get to finish pending messages at `close`.
+CLOSE_SECONDS = 5.0
+#: Posts host messages (outgoing, incoming) to the transport below, and returns its ticket.
 Begin = Callable[[list[Tensor], list[Tensor]], Any]
 
 
 @dataclass(eq=False)
 class _Job:
-    """One post: what is copied to the host, what begins there, and what is copied back."""
+    """One post, which passes from the caller to the sender thread and then to the receiver thread; also its ticket."""
 
     begin: Begin
+    #: Tensors on the device, and their pinned buffers on the host.
     sources: list[Tensor]
     targets: list[Tensor]
     outgoing: list[Tensor]
     incoming: list[Tensor]
+    #: Event: the caller's stream has produced the sources, and has finished to read the targets.
     made: Any
+    #: Event: the sources are on the host.
     copied: Any
+    #: The ticket of the transport below.
     ticket: Any = None
+    #: Event: the targets are on the device.
     arrived: Any = None
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class HostStaged(Transport):
-    """Messages of a device's tensors over a transport of the host's."""
+    """Moves a device's tensors over a transport of host tensors. Made by `choose`."""
 
     not_captured = "it moves messages by threads of the host"
 
@@ -64,15 +69,15 @@ class HostStaged(Transport):
         self._posts: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=loop, daemon=True, name=f"meshflash {word}")
-            for loop, word in ((self._begin_all, "sends"), (self._finish_all, "receives"))
+            threading.Thread(target=loop, daemon=True, name=f"meshflash {name}")
+            for loop, name in ((self._begin_all, "sends"), (self._finish_all, "receives"))
         ]
         for thread in self._threads:
             thread.start()
         atexit.register(self.close)  # a thread in torch's C++ must not outlive the interpreter
 
     def add(self, name: str, group: Any) -> None:
-        """One more group."""
+        """Add a process group to the transport below."""
         self.below.add(name, group)
 
     def begin_pass(self, number: int, direction: Direction) -> None:
@@ -85,14 +90,14 @@ class HostStaged(Transport):
         return self.below.world(group)
 
     def close(self) -> None:
-        """End its threads; what is on its way is finished first, unless that takes long."""
+        """End the threads, after pending messages have finished or CLOSE_SECONDS have passed."""
         atexit.unregister(self.close)
         self._posts.put(None)
         for thread in self._threads:
-            thread.join(min(self.timeout, ENDING))
+            thread.join(min(self.timeout, CLOSE_SECONDS))
 
     def wait(self, ticket: _Job) -> None:
-        """Wait for the messages; our stream waits for their copies."""
+        """Wait for the messages; the caller's stream waits for their copies."""
         if not ticket.done.wait(self.timeout):
             raise TransportError(f"a message did not arrive within {self.timeout:g} s")
         if ticket.error is not None:
@@ -115,7 +120,7 @@ class HostStaged(Transport):
         return self._post(begin, [source], [target])
 
     def _post(self, begin: Begin, sources: list[Tensor], targets: list[Tensor]) -> _Job:
-        """Copy what is sent to the host, behind what the caller's stream has to do; the rest is for the threads."""
+        """Enqueue the copies to the host after the caller's stream, and hand the post to the sender thread."""
         streams = self._streams
         made = streams.mark(streams.current())
         outgoing, incoming = ([self._memory.take(x) for x in side] for side in (sources, targets))
@@ -129,7 +134,7 @@ class HostStaged(Transport):
         return job
 
     def _begin_all(self) -> None:
-        """Begin messages, in the order of the posts, as soon as what they send is on the host."""
+        """Sender thread: post messages in order, each as soon as its data is on the host."""
         while (job := self._posts.get()) is not None:
             try:
                 self._streams.wait(job.copied)
@@ -140,7 +145,7 @@ class HostStaged(Transport):
         self._begun.put(None)
 
     def _finish_all(self) -> None:
-        """Wait for messages, in the order of the posts, and copy what came to the device."""
+        """Receiver thread: wait for messages in order, and enqueue their copies to the device."""
         while (job := self._begun.get()) is not None:
             try:
                 if job.error is None:
@@ -152,7 +157,7 @@ class HostStaged(Transport):
 
     def _take_in(self, job: _Job) -> None:
         streams = self._streams
-        streams.after(self._in, job.made)  # whoever read the targets before has done so
+        streams.after(self._in, job.made)  # earlier work of the caller may still read the targets
         with streams.on(self._in):
             for tensor, host in zip(job.targets, job.incoming, strict=True):
                 streams.copy(tensor, host)
@@ -163,7 +168,7 @@ class HostStaged(Transport):
 
 
 class _Pinned:
-    """Pinned memory, which takes long to make: kept by size until a copy from it is over."""
+    """A pool of pinned buffers by size and dtype: allocating one takes long. A buffer is free once its copy is over."""
 
     def __init__(self, streams: Any) -> None:
         self._streams = streams
@@ -171,7 +176,7 @@ class _Pinned:
         self._lock = threading.Lock()
 
     def take(self, like: Tensor) -> Tensor:
-        """Room for a message."""
+        """Return a buffer for a message like this tensor."""
         key = (like.numel(), like.dtype)
         with self._lock:
             for n, (host, event) in enumerate(self._free[key]):
@@ -182,6 +187,6 @@ class _Pinned:
         return made
 
     def give_back(self, host: Tensor, event: Any) -> None:
-        """It may be used again after this event."""
+        """Return a buffer to the pool; it is free after this event."""
         with self._lock:
             self._free[host.numel(), host.dtype].append((host, event))

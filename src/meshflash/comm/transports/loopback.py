@@ -1,7 +1,7 @@
-"""Transports within one process: a rank of a larger world that hears nobody, and a whole world in threads.
+"""Transports within one process: one rank without its peers, and all ranks of a world in threads.
 
-`Loopback` plays one rank alone: what it sends is counted and dropped, what it receives stays as it is. It
-times a rank's own work. `Hub` joins ranks that run in threads, so that any world fits into one process.
+`Loopback` runs one rank alone: it counts and drops sends, and leaves receive buffers as they are. It serves to time a
+rank's own work. `Hub` connects ranks that run in threads, so that a world of any size fits into one process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshflash.comm.transports.contract import Collective, Message, Transport, T
 
 
 class Loopback(Transport):
-    """One rank of a world of which no other rank is there."""
+    """One rank of a world whose other ranks do not exist. Made by benchmarks and tests."""
 
     name = "loopback"
 
@@ -43,7 +43,7 @@ class Loopback(Transport):
 
 
 class Hub:
-    """Where the messages of a world in threads lie until they are taken."""
+    """The mailboxes of ranks that run in threads of this process. Made by checks and tests."""
 
     def __init__(self, world: int, timeout: float = 60.0) -> None:
         self.world, self.timeout = world, timeout
@@ -53,13 +53,17 @@ class Hub:
                 self.boxes["mesh", source, target] = queue.SimpleQueue()
 
     def transport(self, rank: int) -> HubTransport:
-        """That of one rank."""
+        """Return the transport of one rank.
+
+        Args:
+            rank: The rank.
+        """
         return HubTransport(self, rank)
 
 
 @dataclass(eq=False)
 class _Slot:
-    """Where a message is awaited."""
+    """A posted receive."""
 
     group: str
     peer: int
@@ -68,7 +72,7 @@ class _Slot:
 
 
 class HubTransport(Transport):
-    """A rank whose peers run in other threads of this process, all in the group "mesh"."""
+    """The transport of a rank whose peers run in other threads of this process. Made by `Hub.transport`."""
 
     name = "hub"
 
@@ -85,7 +89,7 @@ class HubTransport(Transport):
 
     def wait(self, ticket: list[_Slot]) -> None:
         for slot in ticket:
-            while not slot.arrived:  # messages go to where they were awaited first, whatever is waited for first
+            while not slot.arrived:  # messages match receives in the order of the posts, whichever ticket is waited for
                 first = self._awaited[slot.group, slot.peer].popleft()
                 first.tensor.copy_(self._take(first.group, first.peer))
                 first.arrived = True

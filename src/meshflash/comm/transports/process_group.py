@@ -1,6 +1,6 @@
-"""The transport over torch's process groups: gloo, NCCL, XCCL by one code.
+"""The transport over torch's process groups: the same code for gloo, NCCL and XCCL.
 
-Point-to-point messages go in one group call where the backend has one; even patterns are collectives.
+NCCL and XCCL coalesce the point-to-point messages of one exchange into one call. gloo posts them one by one, with tags.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import distributed as _distributed
 from meshflash.comm.transports.contract import Collective, Message, Transport, TransportError
 from meshflash.core.program import Direction
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
 
-#: Tags have 31 bits. The highest is always set, so that callers' own messages with small tags are never taken for ours;
-#: then come the number and direction of the pass, until they repeat, and the group of the program.
-OURS, PASSES, GROUPS = 2**30, 2**26, 2**4
+#: Tags of gloo have 31 bits. Bit 30 is always set, so that the caller's own messages with small tags are never taken
+#: for ours. Then come 26 bits for number and direction of the pass, which wrap around, and 4 bits for the group.
+TAG_BASE, NUM_PASS_TAGS, MAX_GROUPS = 2**30, 2**26, 2**4
 #: Ranks that an error lists by number.
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 
 class ProcessGroupTransport(Transport):
-    """Moves messages over torch's process groups, given by the names that programs call them."""
+    """Moves messages over torch's process groups. Made by `choose`."""
 
     def __init__(self, groups: Mapping[str, Any], device: torch.device, timeout: float) -> None:
         super().__init__()
         self.groups: dict[str, Any] = {}
-        #: The tag of the messages of this pass, on gloo; each group's own number is added to it.
-        self._pass_tag = OURS
+        #: The gloo tag of this pass; the number of the group is added to it.
+        self._pass_tag = TAG_BASE
         self.device, self.timeout = device, timeout
         self._limit = timedelta(seconds=timeout)
         self._ranks: dict[str, tuple[int, int]] = {}
@@ -44,25 +44,25 @@ class ProcessGroupTransport(Transport):
             self.add(name, group)
 
     def add(self, name: str, group: Any) -> None:
-        """One more group."""
+        """Add a process group; ValueError if it cannot move tensors of this device."""
         reason = cannot_move(group, self.device)
         if reason:
             raise ValueError(f"group {name}: {reason}")
         backend = str(backend_of(group, self.device))
         self._numbers[name] = len(self._numbers)
-        assert len(self._numbers) <= GROUPS, "tags have no room for more groups of a program"
+        assert len(self._numbers) <= MAX_GROUPS, "tags have no bits for more groups of a program"
         self._global_ranks[name] = dist.get_process_group_ranks(group)
         self.groups[name] = group
         self._ranks[name] = dist.get_rank(group), dist.get_world_size(group)
         self._backends.add(backend)
         self.name = "+".join(sorted(self._backends))
         self._coalesces = "gloo" not in self._backends
-        if self._coalesces:  # a group's first messages must be of all its ranks, and a program's need not be
+        if self._coalesces:  # NCCL connects all ranks of a group in its first call, and a program may not involve all
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def begin_pass(self, number: int, direction: Direction) -> None:
-        """Tag the messages of a pass: a rank that skipped one waits in vain, but never takes a wrong message."""
-        self._pass_tag = OURS + ((2 * number + (direction == "backward")) % PASSES) * GROUPS
+        """Tag the messages of a pass: a rank that skipped a pass times out, but never receives a wrong message."""
+        self._pass_tag = TAG_BASE + ((2 * number + (direction == "backward")) % NUM_PASS_TAGS) * MAX_GROUPS
 
     def rank(self, group: str) -> int:
         return int(self._ranks[group][0])
@@ -74,7 +74,7 @@ class ProcessGroupTransport(Transport):
         for work, peers in ticket:
             try:
                 if self._coalesces:
-                    work.wait()  # a wait of the device's stream; the backend's watchdog has the timeout
+                    work.wait()  # blocks the device's stream, not the host; the backend's watchdog enforces the timeout
                 else:
                     work.wait(self._limit)
             except RuntimeError as error:
@@ -102,7 +102,7 @@ class ProcessGroupTransport(Transport):
     def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
         me, world = self.rank(group), self.world(group)
         if not self._coalesces:
-            # gloo's collectives carry no tag: that of a pass which a rank skipped would be taken for the next one's
+            # gloo's collectives carry no tag: after a skipped pass ranks would match collectives of different passes.
             parts = [source] * world if form == "all_gather" else list(source.chunk(world))
             into = list(target.chunk(world))
             into[me].copy_(parts[me])
@@ -123,21 +123,26 @@ class ProcessGroupTransport(Transport):
         return TransportError(f"{_named(ranks)} was lost: {reason}", ranks)
 
     def _peers(self, group: str, peers: Sequence[int]) -> tuple[int, ...]:
-        """Ranks of a group as the whole job numbers them."""
+        """Return ranks of a group as the whole job numbers them."""
         ranks = self._global_ranks[group]
         return tuple(ranks[peer] for peer in sorted(set(peers)))
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return " or ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= MOST_NAMED else "a rank of the group"
+    return " or ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= MAX_NAMED else "a rank of the group"
 
 
-#: torch 2.13 renamed it and warns of the old name.
+#: torch 2.13 renamed it, and warns about the old name.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def backend_of(group: Any, device: torch.device) -> str | None:
-    """The backend that moves a group's tensors on a device, or None."""
+    """Return the backend that moves a group's tensors on a device; None if there is none.
+
+    Args:
+        group: A process group of torch.
+        device: The device of the tensors.
+    """
     config = dist.get_backend_config(group)
     for part in str(config).split(","):
         kind, _, backend = part.partition(":")
@@ -147,12 +152,17 @@ def backend_of(group: Any, device: torch.device) -> str | None:
 
 
 def cannot_move(group: Any, device: torch.device) -> str | None:
-    """Why a group cannot move tensors of a device by itself; None if it can."""
+    """Return why a group cannot move tensors on a device directly; None if it can.
+
+    Args:
+        group: A process group of torch.
+        device: The device of the tensors.
+    """
     backend = backend_of(group, device)
     if backend is None:
         return f"the process group has no backend for {device.type}"
     if backend == "gloo" and device.type != "cpu":
-        # it would end the process: gloo reads device memory as if it were the host's
+        # gloo would crash the process: it reads a device pointer as host memory.
         return (
             f"gloo cannot move tensors on {device.type}; initialise the process group with a backend of that device, "
             'such as "cpu:gloo,cuda:nccl"'

@@ -1,8 +1,9 @@
-"""Symmetric memory: ranks of one node pull messages out of each other's memory, without a copy on the sender's side.
+"""Symmetric memory: ranks of one node pull messages from each other's memory, without a copy on the sender's side.
 
-Every rank has a heap of the same size, which the others can read. A rank says that what it sends is ready, its peer
-copies it and says that it is done; both are marks in the heap that streams wait for, and no thread does. The heap is
-made when a program needs it, by all ranks at once. Messages of a group follow one another in a stream of their own.
+Every rank has a heap of the same size, which its peers can read. The sender sets a READY signal at the receiver; the
+receiver copies the message and sets a DONE signal at the sender. Streams wait for the signals, and no host thread does.
+All ranks make the heap together, when a program first needs it. Each group has a stream and signals of its own, and its
+messages follow one another.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from torch import Tensor
 from meshflash.comm.streams import DeviceStreams, MakeStreams, capturing
 from meshflash.comm.transports.contract import Arena, Collective, Message, Transport
 
-#: The marks of a group: what is sent is ready, what was sent has been copied.
+#: The two signal channels of a group: the sender's data is ready, the receiver has copied it.
 READY, DONE = 0, 1
-#: Bytes that heaps are multiples of.
-GRAIN = 2**21
+#: Heap sizes are multiples of this many bytes.
+GRANULARITY_BYTES = 2**21
 
 
 class Heap(Protocol):
-    """Memory of one rank that its peers read, and marks that they exchange in the stream that work goes to."""
+    """Memory of one rank that its peers read, and signals between ranks that the current stream sets and waits for."""
 
     memory: Tensor
 
     def of(self, rank: int) -> Tensor:
-        """The memory of a rank, in bytes."""
+        """Return the memory of a rank, as bytes."""
 
     def put(self, rank: int, channel: int) -> None:
-        """Set a mark at a rank, once it has taken the one before."""
+        """Set a signal at a rank, after that rank has consumed the previous one of this channel."""
 
     def take(self, rank: int, channel: int) -> None:
-        """Wait for a rank's mark here, and take it away."""
+        """Wait for the signal of a rank, and consume it."""
 
 
 class TorchHeap:
-    """torch's symmetric memory."""
+    """A heap in torch's symmetric memory. Made by `Symmetric` and by the symmetric heap on GPUs."""
 
     def __init__(self, count: int, group: Any, device: torch.device, timeout: float) -> None:
         from torch.distributed import _symmetric_memory as symmetric
@@ -51,24 +52,24 @@ class TorchHeap:
         self._timeout = int(timeout * 1e3)
 
     def of(self, rank: int) -> Tensor:
-        """The memory of a rank, in bytes."""
+        """Return the memory of a rank, as bytes."""
         return self._peers[rank]
 
     def put(self, rank: int, channel: int) -> None:
-        """Set a mark at a rank, once it has taken the one before."""
+        """Set a signal at a rank, after that rank has consumed the previous one of this channel."""
         self._handle.put_signal(rank, channel, self._timeout)
 
     def take(self, rank: int, channel: int) -> None:
-        """Wait for a rank's mark here, and take it away."""
+        """Wait for the signal of a rank, and consume it."""
         self._handle.wait_signal(rank, channel, self._timeout)
 
 
-#: (bytes, group, device, timeout) -> a heap; all ranks of the group make theirs together.
+#: Makes a heap from (bytes, group, device, timeout); all ranks of the group call it together.
 MakeHeap = Callable[[int, Any, torch.device, float], Heap]
 
 
 class Symmetric(Transport):
-    """Pulls messages out of peers' heaps. What is sent must lie in ours: it reads `peers`, and begins by `pull`."""
+    """Pulls messages from the peers' heaps. Messages to send must lie in our heap. Made by `choose`."""
 
     name = "symmetric memory"
     reads_peers = True
@@ -90,12 +91,12 @@ class Symmetric(Transport):
         self._heap: Heap | None = None
         self._arena: Arena | None = None
         self._captured: list[Heap] = []
-        self._lanes: dict[str, tuple[int, Any]] = {}
+        self._channels: dict[str, tuple[int, Any]] = {}
         self.add("mesh", group)
 
     def add(self, name: str, group: Any) -> None:
-        """One more group, of the same ranks: marks and a stream of its own."""
-        self._lanes[name] = len(self._lanes), self._streams.new()
+        """Add a group of the same ranks, with signals and a stream of its own."""
+        self._channels[name] = len(self._channels), self._streams.new()
 
     def rank(self, group: str) -> int:
         return self._rank
@@ -105,23 +106,24 @@ class Symmetric(Transport):
 
     @property
     def held_bytes(self) -> int:
-        """Its heap, and those that graphs were captured in."""
+        """The bytes of the heap, and of heaps that graphs were captured in."""
         held = [*self._captured, *([self._heap] if self._heap and self._heap not in self._captured else [])]
         return sum(heap.memory.numel() for heap in held)
 
     def arena(self, wanted: int) -> Arena:
-        """The memory of our heap, of at least so many bytes: the same number on all ranks, which make it together.
+        """Return the memory of our heap, of at least `wanted` bytes; all ranks want the same number and call together.
 
-        A larger heap takes the place of the one before: ranks come to make it when their devices are done, so nobody
-        reads the old one any more. One that a graph was captured in stays, for the graph may run again.
+        A larger heap replaces a smaller one. All ranks have finished their device work when they make it, so nobody
+        reads the old one any more. A heap that a graph was captured in stays, because the graph may run again.
         """
         graph = capturing(self.device)
         if self._heap is None or self._arena is None or self._arena.bytes < wanted:
             if graph:
                 raise RuntimeError("run this call once, with its backward, before a graph is captured of it")
+            # Grow by at least a half, so that growing sequences do not make a new heap in each call.
             least = 0 if self._arena is None else self._arena.bytes * 3 // 2
             self._streams.finish()
-            size = max(-(-max(wanted, 1) // GRAIN) * GRAIN, least)
+            size = max(-(-max(wanted, 1) // GRANULARITY_BYTES) * GRANULARITY_BYTES, least)
             self._heap = self._make(size, self._group, self.device, self.timeout)
             self._arena = Arena(self._heap.memory)
         if graph and self._heap not in self._captured:
@@ -129,7 +131,7 @@ class Symmetric(Transport):
         return self._arena
 
     def close(self) -> None:
-        """Free its heaps."""
+        """Free the heaps."""
         self._heap = self._arena = None
         self._captured.clear()
 
@@ -138,28 +140,30 @@ class Symmetric(Transport):
 
     def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
         heap, streams = self._heap, self._streams
-        assert heap is not None, "programs that messages are pulled from run in its arena"
-        number, lane = self._lanes[group]
+        assert heap is not None, "a program whose messages are pulled runs in the arena"
+        number, stream = self._channels[group]
         ready, done = 2 * number + READY, 2 * number + DONE
-        streams.after(lane, streams.mark(streams.current()))
-        givers, takers = (list(dict.fromkeys(peer for peer, _ in side)) for side in (recvs, sends))
-        with streams.on(lane):
-            for peer in takers:
+        streams.after(stream, streams.mark(streams.current()))  # the sends are written, the targets are free
+        senders, receivers = (list(dict.fromkeys(peer for peer, _ in side)) for side in (recvs, sends))
+        with streams.on(stream):
+            # Signal before waiting: two ranks that exchange messages would wait for each other otherwise.
+            for peer in receivers:
                 heap.put(peer, ready)
-            for giver in givers:
-                heap.take(giver, ready)
+            for sender in senders:
+                heap.take(sender, ready)
                 for (peer, target), place in zip(recvs, places, strict=True):
-                    if peer == giver:
+                    if peer == sender:
                         source = heap.of(peer)[place : place + target.nbytes].view(target.dtype)
                         streams.copy(target, source)
-                        streams.use(target, lane)
-                heap.put(giver, done)
-            for peer in takers:
+                        streams.use(target, stream)
+                heap.put(sender, done)
+            # The caller may overwrite what it sent only after every receiver has copied it.
+            for peer in receivers:
                 heap.take(peer, done)
-        return streams.mark(lane)
+        return streams.mark(stream)
 
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
-        raise RuntimeError("messages of symmetric memory are pulled from where they lie")
+        raise RuntimeError("symmetric memory moves messages by pull(), from where they lie in the sender's arena")
 
     def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
-        raise RuntimeError("messages of symmetric memory are pulled from where they lie")
+        raise RuntimeError("symmetric memory moves messages by pull(), from where they lie in the sender's arena")

@@ -1,8 +1,8 @@
-"""A transport as if each rank's link had a given bandwidth and latency, to measure overlap on one machine.
+"""A transport that emulates a link of given bandwidth and latency, to measure overlap on one machine.
 
-What is begun in a group moves one after another: a post takes the latency, and the time of all that it sends or of all
-that it receives, whichever is longer. It is over when that time has passed and the transport below is done. On a
-device the time passes in a stream of its own, and nobody's thread waits.
+The posts of a group take place one after another. Each takes the latency, plus the time for the bytes it sends or for
+the bytes it receives, whichever is longer. A post is complete when that time has passed and the transport below is
+done. On a device the time passes in a stream of its own, and no host thread waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshflash.core.program import Direction
 
 
 class Throttled(Transport):
-    """Another transport, slower."""
+    """Another transport, slowed down. Made by `choose` for throttled(name, GB a second, microseconds)."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Throttled(Transport):
         self._link = _HostLink() if device.type == "cpu" else _DeviceLink(streams(device))
 
     def add(self, name: str, group: Any) -> None:
-        """One more group."""
+        """Add a process group to the transport below."""
         self.below.add(name, group)
 
     def begin_pass(self, number: int, direction: Direction) -> None:
@@ -84,7 +84,7 @@ class Throttled(Transport):
 
 
 class _HostLink:
-    """Time that passes for a thread."""
+    """A link whose time passes for the thread that waits."""
 
     def __init__(self) -> None:
         self._free: dict[str, float] = {}
@@ -98,19 +98,19 @@ class _HostLink:
 
 
 class _DeviceLink:
-    """Time that passes in a stream for each group, from when the stream of the caller's work has come to a post."""
+    """A link whose time passes in a stream for each group, from when the caller's stream reaches a post."""
 
     def __init__(self, streams: Any) -> None:
         self._streams = streams
-        self._lanes: dict[str, Any] = {}
+        self._links: dict[str, Any] = {}
 
     def begin(self, group: str, seconds: float) -> Any:
-        if group not in self._lanes:
-            self._lanes[group] = self._streams.new()
-        lane = self._lanes[group]
-        self._streams.after(lane, self._streams.mark(self._streams.current()))
-        self._streams.delay(lane, seconds)
-        return self._streams.mark(lane)
+        if group not in self._links:
+            self._links[group] = self._streams.new()
+        link = self._links[group]
+        self._streams.after(link, self._streams.mark(self._streams.current()))
+        self._streams.delay(link, seconds)
+        return self._streams.mark(link)
 
     def wait(self, event: Any) -> None:
         self._streams.after(self._streams.current(), event)
