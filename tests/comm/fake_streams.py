@@ -1,4 +1,4 @@
-"""Streams of a device that is not there: each is a thread that takes its time, so that what is not ordered shows."""
+"""Fake streams: each is a thread that runs its work late, so that missing synchronization shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class FakeStream:
-    """Does what it is given, in order, each a little later."""
+    """Runs work in order, each item a little late."""
 
     def __init__(self, slow: float) -> None:
         self._work: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
@@ -33,7 +33,7 @@ class FakeStream:
 
 
 class FakeStreams:
-    """The streams of one rank. Work on tensors is given to the stream that is current in a thread."""
+    """The streams of one rank. Work goes to the stream that is current in the calling thread."""
 
     def __init__(self, slow: float = 0.003) -> None:
         self._slow = slow
@@ -42,7 +42,7 @@ class FakeStreams:
         self._here = threading.local()
         self.delays: list[float] = []
         self.sleeping = 0
-        #: Delays are over when it is set.
+        #: Delays end when it is set.
         self.gate = threading.Event()
         self.gate.set()
 
@@ -106,12 +106,12 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def as_streams(made: FakeStreams) -> Any:
-    """What a transport makes its streams by."""
+    """Make the streams of a transport."""
     return lambda device: made
 
 
 class HostStreams(FakeStreams):
-    """The caller's stream is the caller's thread: it does at once what it is given, and waits where a stream would."""
+    """The caller's stream is the calling thread: it runs work at once, and blocks where a stream would wait."""
 
     def mark(self, stream: FakeStream) -> threading.Event:
         if stream is not self.main:
@@ -128,7 +128,7 @@ class HostStreams(FakeStreams):
 
 
 class FakeHeaps:
-    """Heaps of ranks that are threads of this process, and the marks that they exchange."""
+    """Heaps of ranks that are threads of this process, and their signals."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -138,7 +138,7 @@ class FakeHeaps:
         self._barrier = threading.Barrier(world)
 
     def maker(self, rank: int, streams: FakeStreams) -> Any:
-        """What a transport makes its heaps by."""
+        """Make the heap of a transport."""
 
         def make(count: int, group: Any, device: torch.device, timeout: float) -> Any:
             with self._condition:
@@ -150,7 +150,7 @@ class FakeHeaps:
         return make
 
     def change(self, key: Any, to: bool) -> None:
-        """Set a mark that is not there, or take one that is; wait for that."""
+        """Wait until a signal is clear and set it, or wait until it is set and clear it."""
         with self._condition:
             there = self._condition.wait_for(lambda: (key in self._marks) != to, 20)
             assert there, f"nobody came: {key}"
@@ -162,7 +162,7 @@ class FakeHeaps:
 
 
 class FakeHeap:
-    """One rank's."""
+    """The heap of one rank."""
 
     def __init__(self, heaps: FakeHeaps, rank: int, memories: dict[int, Tensor], streams: FakeStreams) -> None:
         self._heaps, self._rank, self._memories, self._streams = heaps, rank, memories, streams

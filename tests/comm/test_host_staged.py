@@ -1,4 +1,4 @@
-"""Host-staged and throttled transports, on streams of a device that is not there."""
+"""Host-staged and throttled transports, on fake streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshflash.comm.transports.host_staged import HostStaged
 from meshflash.comm.transports.loopback import Hub, Loopback
 from meshflash.comm.transports.throttled import Throttled
 
-DEVICE = torch.device("meta")  # not the CPU
+DEVICE = torch.device("meta")  # any device other than the CPU
 CPU = torch.device("cpu")
 
 
@@ -28,7 +28,7 @@ def staged(below, streams, timeout=20.0):
 
 
 @pytest.mark.parametrize("times", [1, 6])
-def test_messages_follow_the_work_that_makes_them_and_come_before_that_which_reads_them(times):
+def test_messages_are_ordered_after_producers_and_before_consumers(times):
     """A ring of ranks whose streams run late: every value arrives, and no buffer changes under a reader."""
 
     def rank(me, below):
@@ -50,7 +50,7 @@ def test_messages_follow_the_work_that_makes_them_and_come_before_that_which_rea
     in_threads(3, rank)
 
 
-def test_posts_are_begun_in_their_order_and_waited_for_in_any():
+def test_posts_start_in_order_and_can_be_waited_for_in_any_order():
     def rank(me, below):
         streams = FakeStreams()
         mover = staged(below, streams)
@@ -64,7 +64,7 @@ def test_posts_are_begun_in_their_order_and_waited_for_in_any():
     in_threads(2, rank)
 
 
-def test_collectives():
+def test_collectives_are_staged_through_the_host():
     def rank(me, below):
         streams = FakeStreams()
         mover = staged(below, streams)
@@ -80,7 +80,7 @@ def test_collectives():
     in_threads(3, rank)
 
 
-def test_the_host_never_sees_the_devices_memory():
+def test_transport_below_sees_only_host_memory():
     seen: list[torch.Tensor] = []
 
     class Watching(Loopback):
@@ -95,7 +95,7 @@ def test_the_host_never_sees_the_devices_memory():
     assert all(tensor.data_ptr() not in (a.data_ptr(), b.data_ptr()) for tensor in seen)
 
 
-def test_pinned_memory_is_used_again_once_its_copy_is_over():
+def test_pinned_buffer_is_reused_after_its_copy():
     made: list[int] = []
 
     class Counting(FakeStreams):
@@ -111,7 +111,7 @@ def test_pinned_memory_is_used_again_once_its_copy_is_over():
     assert len(made) == 2
 
 
-def test_what_goes_wrong_below_is_raised_in_wait():
+def test_error_of_the_transport_below_is_raised_in_wait():
     class Broken(Loopback):
         def wait(self, ticket):
             raise TransportError("rank 1 was lost")
@@ -122,7 +122,7 @@ def test_what_goes_wrong_below_is_raised_in_wait():
         mover.wait(ticket)
 
 
-def test_a_message_that_never_comes_ends_the_wait():
+def test_missing_message_ends_the_wait_at_the_timeout():
     hub = Hub(2, timeout=5.0)
     mover = staged(hub.transport(0), FakeStreams(), timeout=0.2)
     ticket = mover.exchange("mesh", [], [(1, torch.zeros(3))])
@@ -130,22 +130,22 @@ def test_a_message_that_never_comes_ends_the_wait():
         mover.wait(ticket)
 
 
-def test_its_threads_end():
+def test_close_ends_the_threads():
     before = threading.active_count()
     mover = staged(Loopback(0, 2), FakeStreams())
     own = mover._threads
     mover.close()
     assert not any(thread.is_alive() for thread in own)
-    assert threading.active_count() <= before + 3  # the streams'
+    assert threading.active_count() <= before + 3  # those of the fake streams
 
 
-def test_its_threads_end_with_the_interpreter():
+def test_threads_end_with_the_interpreter():
     """A failed call drops its transport without closing it."""
     code = """if True:
         import atexit
         from comm.test_host_staged import *
         mover = None
-        atexit.register(lambda: print(*(thread.is_alive() for thread in mover._threads)))  # the last to run
+        atexit.register(lambda: print(*(thread.is_alive() for thread in mover._threads)))  # runs last
         mover = staged(Loopback(0, 2), FakeStreams())
     """
     done = subprocess.run(
@@ -155,7 +155,7 @@ def test_its_threads_end_with_the_interpreter():
 
 
 class Clock:
-    """Time that passes only in sleep."""
+    """A clock that advances only in sleep."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -174,7 +174,7 @@ def clock(monkeypatch):
     return made
 
 
-def test_a_throttled_link_takes_its_time_and_posts_move_one_after_another(clock):
+def test_throttled_link_serializes_posts_at_its_bandwidth(clock):
     mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6, latency=0.01)
     message = torch.zeros(5000)  # 20 ms
     tickets = [mover.exchange("mesh", [(1, message)], [(1, message)]) for _ in range(2)]
@@ -186,7 +186,7 @@ def test_a_throttled_link_takes_its_time_and_posts_move_one_after_another(clock)
     assert mover.name == "loopback at 0.001 GB/s and 10000 us"
 
 
-def test_time_that_passed_while_computing_is_not_waited_for(clock):
+def test_throttled_transfer_overlaps_with_compute(clock):
     mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
     ticket = mover.exchange("mesh", [(1, torch.zeros(5000))], [])
     clock.now += 0.05
@@ -194,14 +194,14 @@ def test_time_that_passed_while_computing_is_not_waited_for(clock):
     assert clock.now == 100.05
 
 
-def test_groups_have_links_of_their_own(clock):
+def test_each_group_has_its_own_throttled_link(clock):
     mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
     for ticket in [mover.exchange(group, [(1, torch.zeros(5000))], []) for group in ("mesh", "far")]:
         mover.wait(ticket)
     assert clock.now == pytest.approx(100.02)
 
 
-def test_a_device_waits_in_its_streams_and_not_in_the_callers_thread():
+def test_throttled_device_waits_in_streams_and_not_on_the_host():
     streams = FakeStreams(slow=0.0)
     mover = Throttled(Loopback(0, 4), DEVICE, bytes_per_second=1e6, latency=0.02, streams=as_streams(streams))
     message = torch.zeros(2500)  # 10 ms
@@ -216,7 +216,7 @@ def test_a_device_waits_in_its_streams_and_not_in_the_callers_thread():
     assert [round(n, 4) for n in streams.delays] == [0.03, 0.05, 0.0275]
 
 
-def test_a_transport_is_asked_for_by_its_name():
+def test_unknown_transport_name_is_refused():
     check("auto")
     check("throttled(host_staged, 400, 10)")
     for wrong in (
@@ -245,7 +245,7 @@ def over_gloo(rank, world, group):
     return found.name, slow.name
 
 
-def test_gloo_moves_the_hosts_tensors_alone(pool):
+def test_gloo_refuses_device_tensors(pool):
     assert pool.run(2, over_gloo) == [("gloo", "gloo at 2 GB/s and 5 us")] * 2
 
 
@@ -269,5 +269,5 @@ def over_gpus(rank, world, group):
     assert Where.here(CPU).device == "cpu"
 
 
-def test_what_moves_depends_on_where_the_devices_are(pool):
+def test_transport_choice_depends_on_where_the_devices_are(pool):
     pool.run(2, over_gpus)

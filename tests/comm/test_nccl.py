@@ -1,4 +1,4 @@
-"""Schedules over NCCL: two ranks that share one GPU under CUDA MPS, against one device."""
+"""Schedules over NCCL: two ranks that share one GPU under CUDA MPS, compared with one device."""
 
 import os
 import shutil
@@ -40,10 +40,10 @@ def items(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["ring", "zigzag", "allgather", "allgather(head_stride=1)"])
-def test_schedules_over_nccl(mps, tmp_path, schedule):
+def test_schedules_match_reference_over_nccl(mps, tmp_path, schedule):
     ranks = []
     for rank in range(2):
-        # ranks with host names of their own may share a GPU
+        # NCCL lets ranks with different host ids share a GPU
         own = {"NCCL_HOSTID": f"host{rank}", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, __file__, schedule, str(rank), str(tmp_path)]
         ranks.append(subprocess.Popen(command, env=os.environ | mps | own))

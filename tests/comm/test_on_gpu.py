@@ -33,21 +33,21 @@ dist = _distributed
 
 @pytest.fixture(autouse=True)
 def shared():
-    """Ranks that share a GPU run at once where MPS can be started; they take turns where not, which is slow."""
+    """Let ranks that share a GPU run at the same time by MPS, if it is installed; otherwise they are time-sliced."""
     with nullcontext() if missing() else mps():
         yield
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("transport", ["symmetric", "host_staged"])
-def test_every_schedule_is_right(transport, world):
+def test_every_schedule_matches_reference(transport, world):
     checks = suite.everything(schedule_variants(world), world, quick=True, device="cuda", transport=transport)
     missed = [verdict for verdict in run.run(checks, world) if verdict.outcome != "right"]
     assert not missed, missed[:3]
 
 
 def difference(tokens, seed, layout, **how):
-    """The largest difference from one device, of the result and of every gradient."""
+    """Return the largest difference from one device, over the output and all gradients."""
     generator = torch.Generator("cuda").manual_seed(seed)
     q, k, v, dout = (torch.randn(1, tokens, heads, 64, device="cuda", generator=generator) for heads in (4, 2, 2, 4))
     whole = [x.requires_grad_() for x in (q, k, v)]
@@ -61,7 +61,7 @@ def difference(tokens, seed, layout, **how):
 
 
 def changing(rank, world, tell, transport):
-    """A hundred calls of the same kind with other inputs each time, against one device."""
+    """Compare a hundred calls with changing inputs with one device."""
     take_device("cuda", rank)
     layout = Layout.zigzag(515, world)
     return max(difference(515, n, layout, schedule="zigzag", transport=transport) for n in range(100))
@@ -69,12 +69,12 @@ def changing(rank, world, tell, transport):
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("transport", ["symmetric", "host_staged"])
-def test_a_hundred_calls_with_changing_inputs(transport, world):
+def test_a_hundred_calls_with_changing_inputs_match_reference(transport, world):
     assert max(run_ranks(world, changing, transport)) < 1e-4
 
 
 def over_nccl(rank, world, tell):
-    """NCCL between ranks of one GPU takes them for ranks of several hosts, if told so."""
+    """NCCL accepts ranks that share a GPU if NCCL_HOSTID declares them to be on several hosts."""
     os.environ["NCCL_HOSTID"] = f"host{rank}"
     take_device("cuda", rank)
     group = dist.new_group(backend="cpu:gloo,cuda:nccl")
@@ -87,12 +87,12 @@ def over_nccl(rank, world, tell):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_nccl(world):
+def test_schedules_match_reference_over_nccl(world):
     assert max(run_ranks(world, over_nccl, timeout=200)) < 1e-4
 
 
 def stops(rank, world, tell, transport):
-    """One rank does not come to the second call."""
+    """One rank skips the second call."""
     os.environ["MESHFLASH_TIMEOUT"] = "8"
     take_device("cuda", rank)
     x = torch.randn(1, 64, 2, 64, device="cuda")
@@ -108,9 +108,9 @@ def stops(rank, world, tell, transport):
 
 
 @pytest.mark.parametrize("transport", ["host_staged", "symmetric"])
-def test_a_rank_that_stops_coming_ends_the_others(transport):
+def test_absent_rank_ends_the_other_ranks(transport):
     told: list[tuple[str, float]] = []
-    with suppress(RankError):  # what follows on a group or a device that was left may fail as it likes
+    with suppress(RankError):  # later work on a poisoned group or device may fail in any way
         run_ranks(2, stops, transport, timeout=60, listen=told.append)
     assert len(told) == 1
     assert told[0][1] < 8 + 10
@@ -119,7 +119,7 @@ def test_a_rank_that_stops_coming_ends_the_others(transport):
 
 
 def captured(rank, world, tell, transport, schedule):
-    """A graph of forward and backward, replayed with other inputs, against plain calls."""
+    """Compare a captured graph of forward and backward, replayed with other inputs, with eager calls."""
     device, layout = take_device("cuda", rank), Layout.zigzag(512, world)
     rows = layout.lengths[rank]
     q, k, v, dout = (torch.randn(1, rows, heads, 64, device=device) for heads in (4, 2, 2, 4))
@@ -151,11 +151,11 @@ def captured(rank, world, tell, transport, schedule):
 
 
 @pytest.mark.parametrize("schedule", ["zigzag", "ulysses", "allgather"])
-def test_calls_over_symmetric_memory_can_be_captured(schedule):
+def test_calls_over_symmetric_memory_can_be_captured_in_a_graph(schedule):
     assert max(run_ranks(2, captured, "symmetric", schedule, timeout=120)) < 1e-4
 
 
-def test_what_cannot_be_captured_is_refused():
+def test_transport_that_cannot_be_captured_is_refused():
     with pytest.raises(RankError, match="cannot be captured: it moves messages by threads of the host"):
         run_ranks(2, captured, "host_staged", "zigzag", timeout=60)
 

@@ -1,4 +1,4 @@
-"""Symmetric memory, on heaps of threads and streams that run late: programs run in it, and peers pull from it."""
+"""The symmetric-memory transport, on fake heaps and streams: programs run in it, and peers pull from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def transport(heaps, rank, groups=("far",)):
 
 
 @pytest.mark.parametrize("schedule", schedule_variants(4))
-def test_every_schedule_runs_in_memory_that_peers_read(schedule):
+def test_every_schedule_runs_in_symmetric_memory(schedule):
     for case in (
         Case(CAUSAL, batch=1, tokens=21, heads=4, kv_heads=2, dim=8),
         Case(CAUSAL & Mask.window(5, 0), batch=2, tokens=18, heads=4, kv_heads=2, dim=8, value_dim=16, sinks=True),
@@ -47,7 +47,7 @@ def test_every_schedule_runs_in_memory_that_peers_read(schedule):
         check(whole(item, in_threads(4, rank)), case, leaves)
 
 
-def test_a_message_is_pulled_once_it_is_ready_and_its_sender_goes_on_once_it_was():
+def test_pull_waits_for_ready_and_sender_waits_for_done():
     heaps = FakeHeaps(2)
 
     def rank(me, hub):
@@ -59,14 +59,14 @@ def test_a_message_is_pulled_once_it_is_ready_and_its_sender_goes_on_once_it_was
             mine.fill_(10 * n + me)
             mover.wait(mover.pull("mesh", [(1 - me, mine)], [(1 - me, target)], [16]))
             got.append(target.clone())
-            memory.fill_(0xFF)  # nobody reads it any more
+            memory.fill_(0xFF)  # no peer may read it after DONE
         assert [x.tolist() for x in got] == [[10 * n + 1 - me] * 4 for n in range(20)]
         assert mover.counters.received == {("mesh", 1 - me): 20 * 16}
 
     in_threads(2, rank)
 
 
-def test_a_throttled_one_pulls_as_well():
+def test_throttled_transport_pulls_as_well():
     heaps, case = FakeHeaps(2), Case(CAUSAL, batch=1, tokens=9, heads=2, dim=8)
     item, leaves = Item(case, "ring", 2), case.inputs(torch.float32)
 
@@ -80,7 +80,7 @@ def test_a_throttled_one_pulls_as_well():
     check(whole(item, in_threads(2, rank)), case, leaves)
 
 
-def test_a_heap_grows_on_all_ranks_and_the_old_one_goes(monkeypatch):
+def test_heap_grows_on_all_ranks_and_replaces_the_old_one(monkeypatch):
     heaps = FakeHeaps(2)
     monkeypatch.setattr(symmetric, "GRANULARITY_BYTES", 64)
 
@@ -97,7 +97,7 @@ def test_a_heap_grows_on_all_ranks_and_the_old_one_goes(monkeypatch):
     in_threads(2, rank)
 
 
-def test_a_heap_that_a_graph_was_captured_in_stays(monkeypatch):
+def test_heap_of_a_captured_graph_is_kept(monkeypatch):
     heaps = FakeHeaps(1)
     monkeypatch.setattr(symmetric, "GRANULARITY_BYTES", 64)
     mover = transport(heaps, 0)
@@ -112,7 +112,7 @@ def test_a_heap_that_a_graph_was_captured_in_stays(monkeypatch):
     assert mover.held_bytes == 128 + 256
 
 
-def test_messages_cannot_come_from_elsewhere():
+def test_symmetric_transport_refuses_exchange_and_collective():
     mover = transport(FakeHeaps(1), 0)
     with pytest.raises(RuntimeError, match="moves messages by pull"):
         mover.exchange("mesh", [], [])

@@ -1,4 +1,4 @@
-"""What every transport promises, on gloo, in threads and alone; and what each of them does besides."""
+"""The contract of transports on gloo, in threads and on loopback; and what is special to each."""
 
 from __future__ import annotations
 
@@ -14,85 +14,85 @@ from meshflash.comm.transports.contract import Transport, TransportError
 from meshflash.comm.transports.loopback import Hub, Loopback
 from meshflash.comm.transports.process_group import ProcessGroupTransport, backend_of
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
 CPU = torch.device("cpu")
 
 
-def numbers(*values: float) -> torch.Tensor:
+def elements(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def room(n: int) -> torch.Tensor:
+def nan_buffer(n: int) -> torch.Tensor:
     return torch.full((n,), torch.nan)
 
 
 def in_order(mover: Transport, rank: int, world: int) -> None:
-    """Messages between two ranks arrive in the order in which they were begun, whatever is waited for first."""
+    """Messages between two ranks arrive in the order of their posts, in whichever order tickets are waited for."""
     after, before = (rank + 1) % world, (rank - 1) % world
-    spaces = [room(n + 1) for n in range(6)]
+    buffers = [nan_buffer(n + 1) for n in range(6)]
     tickets = [
-        mover.exchange("mesh", [(after, torch.full((n + 1,), 10.0 * rank + n))], [(before, spaces[n])])
+        mover.exchange("mesh", [(after, torch.full((n + 1,), 10.0 * rank + n))], [(before, buffers[n])])
         for n in range(6)
     ]
     for n in (3, 0, 5, 1, 2, 4):
         mover.wait(tickets[n])
-        assert torch.equal(spaces[n], torch.full((n + 1,), 10.0 * before + n))
+        assert torch.equal(buffers[n], torch.full((n + 1,), 10.0 * before + n))
 
 
 def to_all(mover: Transport, rank: int, world: int) -> None:
-    """One exchange with everybody, several messages to each, and some to ourselves."""
+    """One exchange with all ranks, this one included, with several messages to each."""
     peers = range(world)
-    spaces = {(peer, n): room(n + 2) for peer in peers for n in range(3)}
+    buffers = {(peer, n): nan_buffer(n + 2) for peer in peers for n in range(3)}
     sends = [(peer, torch.full((n + 2,), 100.0 * rank + 10 * peer + n)) for peer in peers for n in range(3)]
-    recvs = [(peer, space) for (peer, _), space in spaces.items()]
+    recvs = [(peer, buffer) for (peer, _), buffer in buffers.items()]
     mover.wait(mover.exchange("mesh", sends, recvs))
-    for (peer, n), space in spaces.items():
-        assert torch.equal(space, torch.full((n + 2,), 100.0 * peer + 10 * rank + n))
+    for (peer, n), buffer in buffers.items():
+        assert torch.equal(buffer, torch.full((n + 2,), 100.0 * peer + 10 * rank + n))
 
 
 def nothing(mover: Transport, rank: int, world: int) -> None:
-    """Nothing to move is no error; nor is a message of no elements, or one that goes only one way."""
+    """Empty exchanges, empty messages and one-way messages work."""
     mover.wait(mover.exchange("mesh", [], []))
-    space = room(2)
+    buffer = nan_buffer(2)
     if rank == 0:
-        mover.wait(mover.exchange("mesh", [(world - 1, numbers(1, 2))], []))
+        mover.wait(mover.exchange("mesh", [(world - 1, elements(1, 2))], []))
     elif rank == world - 1:
-        mover.wait(mover.exchange("mesh", [], [(0, space)]))
-        assert space.tolist() == [1, 2]
+        mover.wait(mover.exchange("mesh", [], [(0, buffer)]))
+        assert buffer.tolist() == [1, 2]
 
 
 def ourselves(mover: Transport, rank: int, world: int) -> None:
-    """What goes to ourselves is there at once, and is not counted."""
+    """A message to this rank itself is there at once, and is not counted."""
     mover.counters.clear()
-    spaces = [room(2), room(3)]
+    buffers = [nan_buffer(2), nan_buffer(3)]
     ticket = mover.exchange(
-        "mesh", [(rank, numbers(1, 2)), (rank, numbers(3, 4, 5))], [(rank, space) for space in spaces]
+        "mesh", [(rank, elements(1, 2)), (rank, elements(3, 4, 5))], [(rank, buffer) for buffer in buffers]
     )
-    assert [space.tolist() for space in spaces] == [[1, 2], [3, 4, 5]]
+    assert [buffer.tolist() for buffer in buffers] == [[1, 2], [3, 4, 5]]
     mover.wait(ticket)
     assert mover.counters.received_bytes == 0
     assert mover.counters.calls == {"exchange": 1}
 
 
 def collectives(mover: Transport, rank: int, world: int) -> None:
-    """Everyone's source to all in the order of the group; or its n-th part to rank n."""
-    target = room(2 * world)
-    mover.wait(mover.collective("all_gather", "mesh", numbers(rank, -rank), target))
+    """all_gather sends every source to all ranks in order; all_to_all sends its n-th part to rank n."""
+    target = nan_buffer(2 * world)
+    mover.wait(mover.collective("all_gather", "mesh", elements(rank, -rank), target))
     assert target.tolist() == [sign * peer for peer in range(world) for sign in (1, -1)]
     source = torch.tensor([[10 * rank + peer, 0.5] for peer in range(world)]).flatten()
-    target = room(2 * world)
+    target = nan_buffer(2 * world)
     mover.wait(mover.collective("all_to_all", "mesh", source, target))
     assert target.reshape(world, 2).tolist() == [[10 * peer + rank, 0.5] for peer in range(world)]
 
 
 def at_once(mover: Transport, rank: int, world: int) -> None:
-    """Collectives and exchanges that are on their way together."""
-    gathered, got = room(world), room(1)
-    first = mover.collective("all_gather", "mesh", numbers(rank), gathered)
-    second = mover.exchange("mesh", [((rank + 1) % world, numbers(rank))], [((rank - 1) % world, got)])
-    third_target = room(world)
-    third = mover.collective("all_gather", "mesh", numbers(-rank), third_target)
+    """Collectives and exchanges can be in flight at the same time."""
+    gathered, got = nan_buffer(world), nan_buffer(1)
+    first = mover.collective("all_gather", "mesh", elements(rank), gathered)
+    second = mover.exchange("mesh", [((rank + 1) % world, elements(rank))], [((rank - 1) % world, got)])
+    third_target = nan_buffer(world)
+    third = mover.collective("all_gather", "mesh", elements(-rank), third_target)
     for ticket in (third, second, first):
         mover.wait(ticket)
     assert gathered.tolist() == list(range(world))
@@ -101,29 +101,29 @@ def at_once(mover: Transport, rank: int, world: int) -> None:
 
 
 def dtypes(mover: Transport, rank: int, world: int) -> None:
-    """Bits arrive as they were sent, in every dtype that is sent."""
+    """Bits arrive unchanged in every dtype."""
     after, before = (rank + 1) % world, (rank - 1) % world
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         x = torch.arange(5, dtype=dtype) / 3
-        space = torch.zeros(5, dtype=dtype)
-        mover.wait(mover.exchange("mesh", [(after, x * (rank + 1))], [(before, space)]))
-        assert torch.equal(space, x * (before + 1))
+        buffer = torch.zeros(5, dtype=dtype)
+        mover.wait(mover.exchange("mesh", [(after, x * (rank + 1))], [(before, buffer)]))
+        assert torch.equal(buffer, x * (before + 1))
         gathered = torch.zeros(5 * world, dtype=dtype)
         mover.wait(mover.collective("all_gather", "mesh", x, gathered))
         assert torch.equal(gathered, x.repeat(world))
 
 
 def counters(mover: Transport, rank: int, world: int) -> None:
-    """What is counted is what moved between ranks, by peer."""
+    """Counters hold the bytes that moved between ranks, by peer."""
     mover.counters.clear()
     after, before = (rank + 1) % world, (rank - 1) % world
-    sends, recvs = [(after, room(3)), (rank, room(9))], [(before, room(3)), (rank, room(9))]
+    sends, recvs = [(after, nan_buffer(3)), (rank, nan_buffer(9))], [(before, nan_buffer(3)), (rank, nan_buffer(9))]
     mover.wait(mover.exchange("mesh", sends, recvs))
     mover.wait(mover.exchange("mesh", sends[:1], recvs[:1]))
     assert mover.counters.received == {("mesh", before): 24}
     assert mover.counters.sent == {("mesh", after): 24}
-    mover.wait(mover.collective("all_gather", "mesh", room(2), room(2 * world)))
-    mover.wait(mover.collective("all_to_all", "mesh", room(5 * world), room(5 * world)))
+    mover.wait(mover.collective("all_gather", "mesh", nan_buffer(2), nan_buffer(2 * world)))
+    mover.wait(mover.collective("all_to_all", "mesh", nan_buffer(5 * world), nan_buffer(5 * world)))
     others = [peer for peer in range(world) if peer != rank]
     assert mover.counters.received == {("mesh", peer): 28 + 24 * (peer == before) for peer in others}
     assert mover.counters.sent == {("mesh", peer): 28 + 24 * (peer == after) for peer in others}
@@ -145,13 +145,13 @@ def on_gloo(rank: int, world: int, group: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_gloo_keeps_what_transports_promise(pool, world):
+def test_gloo_transport_fulfils_the_contract(pool, world):
     pool.run(world, on_gloo)
 
 
 @pytest.mark.parametrize("world", [2, 5])
 @pytest.mark.parametrize("promise", CONTRACT)
-def test_threads_keep_what_transports_promise(promise, world):
+def test_hub_transport_fulfils_the_contract(promise, world):
     in_threads(world, lambda rank, mover: promise(mover, rank, world), timeout=10.0)
 
 
@@ -161,21 +161,21 @@ def sub_groups(rank: int, world: int, group: Any) -> None:
     mover = ProcessGroupTransport({"mesh": group, "pair": own}, CPU, timeout=20.0)
     me, other = mover.rank("pair"), 1 - mover.rank("pair")
     assert mover.world("pair") == 2
-    got, around = room(1), room(1)
-    one = mover.exchange("pair", [(other, numbers(rank))], [(other, got)])
-    two = mover.exchange("mesh", [((rank + 1) % 4, numbers(10 + rank))], [((rank - 1) % 4, around)])
+    got, around = nan_buffer(1), nan_buffer(1)
+    one = mover.exchange("pair", [(other, elements(rank))], [(other, got)])
+    two = mover.exchange("mesh", [((rank + 1) % 4, elements(10 + rank))], [((rank - 1) % 4, around)])
     mover.wait(two)
     mover.wait(one)
     assert got.tolist() == [3 - rank]
     assert around.tolist() == [10 + (rank - 1) % 4]
     assert mover.counters.received == {("pair", other): 4, ("mesh", (rank - 1) % 4): 4}
-    gathered = room(2)
-    mover.wait(mover.collective("all_gather", "pair", numbers(rank), gathered))
+    gathered = nan_buffer(2)
+    mover.wait(mover.collective("all_gather", "pair", elements(rank), gathered))
     assert gathered[me] == rank
     assert gathered.sum() == 3
 
 
-def test_ranks_are_those_of_the_group(pool):
+def test_ranks_are_numbered_within_the_group(pool):
     pool.run(4, sub_groups)
 
 
@@ -187,18 +187,18 @@ def silent(rank: int, world: int, group: Any, form: str) -> tuple[str, float]:
         return "", 0.0
     began = time.monotonic()
     if form == "recv":
-        ticket = mover.exchange("mesh", [], [(1, room(3))])
+        ticket = mover.exchange("mesh", [], [(1, nan_buffer(3))])
     elif form == "send":
-        ticket = mover.exchange("mesh", [(1, room(3))], [])
+        ticket = mover.exchange("mesh", [(1, nan_buffer(3))], [])
     else:
-        ticket = mover.collective("all_gather", "mesh", room(2), room(2 * world))
+        ticket = mover.collective("all_gather", "mesh", nan_buffer(2), nan_buffer(2 * world))
     with pytest.raises(TransportError) as error:
         mover.wait(ticket)
     return str(error.value), time.monotonic() - began
 
 
 @pytest.mark.parametrize("form", ["recv", "send", "all_gather"])
-def test_a_peer_that_does_not_answer_is_named_in_time(pool, form):
+def test_silent_peer_is_named_within_the_timeout(pool, form):
     told, waited = pool.run(2, silent, form)[0]
     assert told.startswith("rank 1 was lost or did not answer within 0.5 s (")
     assert told.endswith("ended, or called attention with other arguments; look at its output first")
@@ -220,13 +220,13 @@ def gone(rank: int, world: int, group: Any) -> list[str]:
     messages = []
     for _ in range(3):
         with pytest.raises(TransportError) as error:
-            mover.wait(mover.exchange("mesh", [(1, room(3))], [(1, room(3))]))
+            mover.wait(mover.exchange("mesh", [(1, nan_buffer(3))], [(1, nan_buffer(3))]))
         messages.append(str(error.value))
     assert time.monotonic() - began < 5
     return messages
 
 
-def test_a_peer_that_is_gone_is_named(pool):
+def test_lost_peer_is_named(pool):
     told = pool.run(2, gone)[0]
     assert len(told) == 3
     assert all(text.startswith("rank 1 was lost") for text in told)
@@ -245,39 +245,39 @@ def refuses(rank: int, world: int, group: Any) -> None:
         ProcessGroupTransport({"mesh": only_host}, torch.device("cuda"), 1.0)
 
 
-def test_tensors_that_a_backend_cannot_move_are_refused(pool):
+def test_tensors_that_the_backend_cannot_move_are_refused(pool):
     pool.run(2, refuses)
 
 
-def test_a_hub_names_who_did_not_send():
+def test_hub_names_the_rank_that_did_not_send():
     mover = Hub(2, timeout=0.01).transport(0)
     with pytest.raises(TransportError, match=r"rank 1 did not send within 0.01 s"):
-        mover.wait(mover.exchange("mesh", [], [(1, room(1))]))
+        mover.wait(mover.exchange("mesh", [], [(1, nan_buffer(1))]))
 
 
-def test_a_hub_copies_what_is_sent():
+def test_hub_copies_messages():
     hub = Hub(2)
-    x, space = numbers(1, 2), room(2)
+    x, buffer = elements(1, 2), nan_buffer(2)
     hub.transport(0).exchange("mesh", [(1, x)], [])
     x.zero_()
     mover = hub.transport(1)
-    mover.wait(mover.exchange("mesh", [], [(0, space)]))
-    assert space.tolist() == [1, 2]
+    mover.wait(mover.exchange("mesh", [], [(0, buffer)]))
+    assert buffer.tolist() == [1, 2]
 
 
-def test_a_loopback_counts_what_it_drops():
+def test_loopback_counts_dropped_messages():
     mover = Loopback(1, 3)
     assert (mover.name, mover.rank("mesh"), mover.world("mesh")) == ("loopback", 1, 3)
-    space = room(2)
-    mover.wait(mover.exchange("mesh", [(2, numbers(1, 2))], [(0, space)]))
-    assert space.isnan().all()
-    mover.wait(mover.collective("all_gather", "mesh", numbers(1), room(3)))
-    mover.wait(mover.collective("all_to_all", "mesh", room(6), room(6)))
+    buffer = nan_buffer(2)
+    mover.wait(mover.exchange("mesh", [(2, elements(1, 2))], [(0, buffer)]))
+    assert buffer.isnan().all()
+    mover.wait(mover.collective("all_gather", "mesh", elements(1), nan_buffer(3)))
+    mover.wait(mover.collective("all_to_all", "mesh", nan_buffer(6), nan_buffer(6)))
     assert mover.counters.received == {("mesh", 0): 8 + 4 + 8, ("mesh", 2): 4 + 8}
     assert mover.counters.sent == {("mesh", 2): 8 + 4 + 8, ("mesh", 0): 4 + 8}
     ourselves(mover, 1, 3)
 
 
-def test_a_message_to_ourselves_needs_a_place():
+def test_message_to_self_needs_a_receive():
     with pytest.raises(ValueError, match="zip"):
-        Loopback(0, 2).exchange("mesh", [(0, numbers(1))], [])
+        Loopback(0, 2).exchange("mesh", [(0, elements(1))], [])

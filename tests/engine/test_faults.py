@@ -22,7 +22,7 @@ def zygote():
     ("victim", "schedule", "moment"),
     [(0, "zigzag", "backward"), (1, "allgather", "forward"), (2, "ulysses", "between"), (2, "ring", "handshake")],
 )
-def test_a_killed_rank_is_named_by_every_survivor(zygote, tmp_path, victim, schedule, moment):
+def test_killed_rank_is_named_by_every_survivor(zygote, tmp_path, victim, schedule, moment):
     arguments = dict(schedule=schedule, moment=moment, call=3, leave=False)
     job = zygote.run(
         "attend", 3, tmp_path, timeout=10.0, limit=20.0, victims=[victim], fault=signal.SIGKILL, **arguments
@@ -31,7 +31,7 @@ def test_a_killed_rank_is_named_by_every_survivor(zygote, tmp_path, victim, sche
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_named_by_every_survivor(zygote, tmp_path, victim):
+def test_stopped_rank_is_named_by_every_survivor(zygote, tmp_path, victim):
     arguments = dict(schedule="zigzag", moment="forward", call=2, leave=True)
     job = zygote.run(
         "attend", 3, tmp_path, timeout=4.0, limit=14.0, victims=[victim], fault=signal.SIGSTOP, **arguments
@@ -39,7 +39,7 @@ def test_a_stopped_rank_is_named_by_every_survivor(zygote, tmp_path, victim):
     assert judge_survivors(job, [victim], 4.0) == []
 
 
-def test_an_interrupt_ends_a_rank_that_waits_in_a_handshake(zygote, tmp_path):
+def test_interrupt_ends_a_rank_that_waits_in_a_handshake(zygote, tmp_path):
     job = zygote.run("interrupted", 2, tmp_path, timeout=30.0, limit=20.0, victims=[0], fault=signal.SIGINT, delay=1.0)
     assert job.report(0)["error"] == "KeyboardInterrupt"
     assert job.fired is not None

@@ -1,4 +1,4 @@
-"""What a rank remembers of its groups: nothing of those that are gone, and not to go on after an error."""
+"""Group contexts: contexts of destroyed groups are dropped, and a rank refuses calls after an error."""
 
 import gc
 import time
@@ -31,7 +31,7 @@ def leaves_a_call(rank, world, group):
             call()
 
 
-def test_a_rank_that_left_a_call_takes_no_part_in_later_ones(pool):
+def test_rank_that_left_a_call_by_an_error_refuses_later_calls(pool):
     pool.run(2, leaves_a_call)
 
 
@@ -42,7 +42,7 @@ def refuses_alone(rank, world, group):
         attention(x, x, x, mask=CAUSAL, layout=layout, schedule="ring", kernel="vendor")
 
 
-def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all(pool):
+def test_kernel_that_one_rank_lacks_is_refused_on_all_ranks(pool):
     pool.run(2, refuses_alone)
 
 
@@ -53,7 +53,7 @@ def fails_before_the_op(rank, world, group):
         attention(x, y, y, layout=Layout.contiguous(8, 2))
 
 
-def test_an_error_before_the_op_reaches_the_others(pool):
+def test_error_before_the_handshake_reaches_the_other_ranks(pool):
     pool.run(2, fails_before_the_op, timeout=30.0)
 
 
@@ -64,13 +64,13 @@ def again_on_the_same_store(rank, world, group):
         patch.setattr(distributed.distributed_c10d, "_get_process_group_store", lambda _: store)
         for scale in (1.0, 2.0):
             own = distributed.new_group([0, 1])
-            time.sleep(0.2 * rank)  # what rank 1 said last time is there, and rank 0 must not take it for now
+            time.sleep(0.2 * rank)  # an old payload of rank 1 is there, and rank 0 must not read it
             call(mesh=own, scale=scale)
             call(mesh=own, scale=scale)
             distributed.destroy_process_group(own)
 
 
-def test_what_an_earlier_group_left_in_the_store_is_not_read(pool):
+def test_keys_of_an_earlier_group_are_not_read(pool):
     pool.run(2, again_on_the_same_store)
 
 
@@ -84,7 +84,7 @@ def groups_come_and_go(rank, world, group):
     return len(group_context._contexts)
 
 
-def test_groups_that_are_gone_are_forgotten(pool):
+def test_contexts_of_destroyed_groups_are_dropped(pool):
     assert pool.run(2, groups_come_and_go) == [1, 1]
 
 
@@ -107,7 +107,7 @@ def keeps_no_graph(rank, world, group):
     assert node() is None
 
 
-def test_a_bound_program_keeps_nothing_of_its_first_call(pool):
+def test_bound_program_keeps_no_reference_to_the_autograd_graph(pool):
     pool.run(2, keeps_no_graph)
 
 
@@ -121,13 +121,13 @@ def renamed(rank, world, group):
     return ran
 
 
-def test_a_name_that_comes_to_mean_another_schedule_runs_that(pool):
+def test_reregistered_schedule_name_runs_the_new_schedule(pool):
     first, second = pool.run(2, renamed)[1]
     assert "finish" in first
     assert "finish" not in second
 
 
-def test_compiled_calls_on_one_rank_refuse_what_plain_ones_refuse():
+def test_compiled_calls_on_one_rank_raise_the_errors_of_eager_calls():
     compiled = torch.compile(attention, backend="aot_eager")
     x = torch.randn(1, 9, 1, 8)
     with pytest.raises(ValueError, match="on one rank positions must be in order"):

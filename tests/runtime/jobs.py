@@ -1,4 +1,4 @@
-"""Real jobs for tests: processes that a launcher, or the test itself, starts as ranks, and what they tell."""
+"""Real jobs for tests: start ranks by a launcher or by hand, and collect the JSON lines that they print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 PYTHON = (sys.executable,)
 WORKER = str(Path(__file__).with_name("worker.py"))
-#: What tells a rank who it is; tests that run under a launcher themselves must not hand it on.
+#: Prefixes of variables that identify a rank. Tests that run under a launcher themselves must not pass them on.
 ABOUT = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "MPI_", "TORCHELASTIC", "GLOO_", "OMP_"),
     *("MESHFLASH_TOKEN", "MESHFLASH_LISTEN"),
@@ -25,20 +25,20 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Ours, without what says who we are."""
+    """Return our environment without the variables that identify a rank."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(ABOUT)}
     return own | {"PYTHONPATH": SOURCE, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | more
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at now."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def launcher(kind: str) -> str:
-    """The mpiexec of an MPI that `make test` has installed beside the environment; skips without it."""
+    """Return the mpiexec of an MPI that `make test` has installed beside the environment; skip the test without it."""
     path = Path(sys.prefix) / kind / "bin" / "mpiexec"
     if not path.exists():
         pytest.skip(f"{kind} is not installed at {path}")
@@ -46,7 +46,7 @@ def launcher(kind: str) -> str:
 
 
 def libraries(kind: str) -> dict[str, str]:
-    """What mpi4py and an MPI's library are found by."""
+    """Return the variables by which mpi4py and the library of an MPI are found."""
     root = Path(sys.prefix) / kind
     packages = next((root / "lib").glob("python*/site-packages"))
     return {"PYTHONPATH": f"{SOURCE}{os.pathsep}{packages}", "LD_LIBRARY_PATH": str(root / "lib")}
@@ -54,7 +54,7 @@ def libraries(kind: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that is over: its exit code, what its ranks told, and all that it wrote."""
+    """A finished job: its exit code, the JSON lines of its ranks, and its whole output."""
 
     code: int
     told: list[dict[str, Any]]
@@ -68,7 +68,7 @@ def start(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
 
 
 def ended(process: subprocess.Popen[str], timeout: float = 120.0) -> Ended:
-    """Wait for its end."""
+    """Wait until a process has ended; fail the test after the timeout."""
     try:
         text, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -79,22 +79,22 @@ def ended(process: subprocess.Popen[str], timeout: float = 120.0) -> Ended:
 
 
 def told_in(text: str) -> list[dict[str, Any]]:
-    """What workers told, wherever in a line a launcher put it."""
+    """Return the JSON lines of workers; a launcher may put a prefix before them."""
     return [json.loads(line[line.index("told {") + 5 :]) for line in text.splitlines() if "told {" in line]
 
 
 def run(command: Sequence[str], variables: Mapping[str, str] | None = None, timeout: float = 120.0) -> Ended:
-    """A job from start to end."""
+    """Start a job and wait until it has ended."""
     return ended(start(command, variables), timeout)
 
 
 def worker(mode: str, timeout: float, *hidden: str) -> list[str]:
-    """The command of a rank, and what it is not to know."""
+    """Return the command of a rank; `hidden` are variables that it removes first."""
     return [sys.executable, WORKER, mode, str(timeout), *hidden]
 
 
 def by_hand(mode: str, world: int, timeout: float, port: int, **more: str) -> list[subprocess.Popen[str]]:
-    """Ranks that know who they are by variables of torch's."""
+    """Start ranks by torch's own environment variables."""
     return [
         start(
             worker(mode, timeout, "given"),
@@ -107,7 +107,7 @@ def by_hand(mode: str, world: int, timeout: float, port: int, **more: str) -> li
 
 
 def check(job: Ended, world: int, launcher: str) -> None:
-    """All ranks came, know their places, and attended rightly."""
+    """Check that all ranks took part, know their places, and computed the right attention."""
     assert job.code == 0, job.text
     assert sorted(one["rank"] for one in job.told) == list(range(world)), job.text
     assert {one["size"] for one in job.told} == {world}

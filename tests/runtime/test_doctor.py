@@ -50,7 +50,7 @@ def found(topic: str) -> dict[str, Finding]:
     return {finding.name: finding for finding in examine() if finding.topic == topic}
 
 
-def test_every_topic_is_covered_and_every_problem_has_advice() -> None:
+def test_every_topic_has_findings_and_every_problem_has_advice() -> None:
     findings = examine()
     assert list(dict.fromkeys(finding.topic for finding in findings)) == list(doctor._PROBES)
     for finding in findings:
@@ -60,7 +60,7 @@ def test_every_topic_is_covered_and_every_problem_has_advice() -> None:
         assert finding.advice or finding.status != "problem"
 
 
-def test_supported_versions_are_those_of_the_package() -> None:
+def test_supported_versions_match_the_package_metadata() -> None:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     newest = (doctor.NEWEST_PYTHON[0], doctor.NEWEST_PYTHON[1] + 1)
     assert project["requires-python"] == f">={doctor._dotted(doctor.OLDEST_PYTHON)},<{doctor._dotted(newest)}"
@@ -69,7 +69,7 @@ def test_supported_versions_are_those_of_the_package() -> None:
     assert f"triton>={doctor._dotted(doctor.OLDEST_TRITON)}" in needs
 
 
-def test_a_probe_that_fails_is_a_finding_and_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_probe_becomes_a_finding_and_keeps_its_earlier_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     def probe() -> Iterator[Finding]:
         yield Finding("odd", "first", "ok", "fine")
         raise OSError("no such thing")
@@ -81,7 +81,7 @@ def test_a_probe_that_fails_is_a_finding_and_keeps_what_it_found(monkeypatch: py
     assert rest
 
 
-def test_ends_without_torch_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examination_without_torch_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.setitem(sys.modules, name, None)
     torch = found("torch")["version"]
@@ -91,18 +91,18 @@ def test_ends_without_torch_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("version", "status"), [("2.10.1", "problem"), ("2.11.0+cu130", "ok"), ("3.0", "ok")])
-def test_torch_must_be_new_enough(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
+def test_too_old_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
     monkeypatch.setattr("torch.__version__", version)
     assert found("torch")["version"].status == status
 
 
-def test_python_must_be_one_we_support(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 14, 0))
     assert found("python")["version"].advice == "use Python 3.11 to 3.13"
 
 
 @pytest.mark.parametrize(("build", "status"), [("CPU", "note"), ("CUDA", "problem")])
-def test_missing_triton_is_a_problem_only_where_a_gpu_needs_it(
+def test_missing_triton_is_a_problem_only_with_a_gpu(
     monkeypatch: pytest.MonkeyPatch, machine: Path, build: str, status: str
 ) -> None:
     pretend(monkeypatch, build)
@@ -111,7 +111,7 @@ def test_missing_triton_is_a_problem_only_where_a_gpu_needs_it(
     assert found("triton")["version"].status == status
 
 
-def test_triton_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_import_of_triton_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "CUDA")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(name=name))
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -120,7 +120,7 @@ def test_triton_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch
     assert "cannot be imported: ModuleNotFoundError" in finding.detail
 
 
-def test_a_machine_without_gpus_has_no_problem(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+def test_machine_without_gpus_has_no_problem(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     for build in ("CPU", "CUDA"):
         pretend(monkeypatch, build)
         assert {name: finding.status for name, finding in found("devices").items()} == {"GPU": "note"}
@@ -136,7 +136,7 @@ def test_a_machine_without_gpus_has_no_problem(monkeypatch: pytest.MonkeyPatch, 
         ("sys/class/drm/renderD128/device/vendor", "0x8086\n", "Intel GPUs", "note"),
     ],
 )
-def test_a_gpu_under_a_cpu_build_of_torch_is_found(
+def test_gpu_with_a_cpu_build_of_torch_is_reported(
     monkeypatch: pytest.MonkeyPatch, machine: Path, path: str, text: str, name: str, status: str
 ) -> None:
     put(machine, path, text)
@@ -155,7 +155,7 @@ def test_a_gpu_under_a_cpu_build_of_torch_is_found(
         ("XPU", "ZE_AFFINITY_MASK", "sys/class/drm/renderD{}/device/vendor"),
     ],
 )
-def test_a_variable_that_hides_gpus_is_named(
+def test_environment_variable_that_hides_gpus_is_named(
     monkeypatch: pytest.MonkeyPatch, machine: Path, build: str, variable: str, path: str
 ) -> None:
     for index in range(2):
@@ -171,7 +171,7 @@ def test_a_variable_that_hides_gpus_is_named(
     assert none.status == "problem"
 
 
-def test_gpus_that_a_container_was_not_given(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+def test_gpus_that_the_container_lacks_are_reported(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     for index in range(8):
         put(machine, f"proc/driver/nvidia/gpus/{index}/information")
     put(machine, "dev/nvidia3")
@@ -183,7 +183,7 @@ def test_gpus_that_a_container_was_not_given(monkeypatch: pytest.MonkeyPatch, ma
     assert "--gpus all" in finding.advice
 
 
-def test_a_driver_that_does_not_work(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+def test_broken_driver_is_a_problem(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     put(machine, "dev/nvidia0")
     pretend(monkeypatch, "CUDA", complaint="The NVIDIA driver on your system is too old")
     finding = found("devices")["NVIDIA GPUs"]
@@ -191,13 +191,13 @@ def test_a_driver_that_does_not_work(monkeypatch: pytest.MonkeyPatch, machine: P
     assert finding.detail.endswith("too old")
 
 
-def test_gpus_that_torch_sees(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+def test_visible_gpus_are_listed(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     put(machine, "dev/nvidia0")
     pretend(monkeypatch, "CUDA", "H200")
     assert found("devices") == {"GPU 0": Finding("devices", "GPU 0", "ok", "H200")}
 
 
-def test_kernels_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_run_are_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> str | None:
         raise RuntimeError("half installed")
 
@@ -214,7 +214,7 @@ def test_kernels_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-def test_process_groups_that_this_build_should_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_backend_of_this_build_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     pretend(monkeypatch, "CPU")
     assert found("process groups")["gloo"].status == "ok"
@@ -223,7 +223,7 @@ def test_process_groups_that_this_build_should_have(monkeypatch: pytest.MonkeyPa
     assert found("process groups")["nccl"].status == "problem"
 
 
-def test_launchers_tell_their_version(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+def test_launchers_are_reported_with_their_version(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     assert {name: f.status for name, f in found("launchers").items() if name != "mpi4py"} == {
         "MPI": "note",
         "Slurm": "note",
@@ -240,7 +240,7 @@ def test_launchers_tell_their_version(monkeypatch: pytest.MonkeyPatch, machine: 
     )
 
 
-def test_mpi4py_is_not_imported(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+def test_doctor_does_not_import_mpi4py(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     put(machine, "mpi4py/__init__.py", "raise SystemExit('imported')")
     put(machine, "mpi4py-4.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: mpi4py\nVersion: 4.1\n")
     monkeypatch.syspath_prepend(machine)
@@ -270,7 +270,7 @@ def test_small_shared_memory_is_a_problem(
         (-1, -1, False, ("ok", "ok")),
     ],
 )
-def test_low_limits(
+def test_low_resource_limits_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     machine: Path,
     files: int,
@@ -291,7 +291,7 @@ def test_low_limits(
 @pytest.mark.parametrize(
     ("threads", "asked", "status"), [(4, None, "ok"), (2, None, "ok"), (2, "2", "note"), (8, None, "problem")]
 )
-def test_threads_against_cores(
+def test_more_threads_than_cores_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, machine: Path, threads: int, asked: str | None, status: str
 ) -> None:
     monkeypatch.setattr(doctor, "_cores", lambda: 4)
@@ -301,7 +301,7 @@ def test_threads_against_cores(
     assert found("threads")["torch"].status == status
 
 
-def test_a_container_limits_cores_and_memory(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+def test_container_limits_of_cores_and_memory_are_respected(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     put(machine, "proc/meminfo", "MemTotal:       1048576 kB\nMemAvailable:    524288 kB\n")
     assert (doctor._cores(), doctor._memory()) == (64, (2**30, 2**29))
@@ -313,7 +313,7 @@ def test_a_container_limits_cores_and_memory(monkeypatch: pytest.MonkeyPatch, ma
     assert (doctor._cores(), doctor._memory()) == (64, (2**30, 2**29))
 
 
-def test_transports(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
+def test_available_transports_are_reported(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     pretend(monkeypatch, "CPU")
     told = found("transports")
     assert (told["process_group"].status, told["process_group"].detail) == ("ok", "by gloo")
@@ -338,7 +338,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_single_rank_listens_nowhere(launched: pytest.MonkeyPatch) -> None:
+def test_single_rank_opens_no_port(launched: pytest.MonkeyPatch) -> None:
     assert {name: finding.detail[:4] for name, finding in found("listens").items() if name != "token"} == {
         "store": "none",
         "liveness": "none",
@@ -347,7 +347,7 @@ def test_a_single_rank_listens_nowhere(launched: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_what_ranks_listen_at_is_told(launched: pytest.MonkeyPatch) -> None:
+def test_listening_addresses_of_ranks_are_reported(launched: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
     for name, value in variables.items():
         launched.setenv(name, value)
@@ -368,7 +368,7 @@ def test_what_ranks_listen_at_is_told(launched: pytest.MonkeyPatch) -> None:
     assert found("listens")["store"].detail.startswith("torchrun's, 203.0.113.7:12345: on all interfaces")
 
 
-def test_ranks_of_one_node_listen_on_the_loopback(launched: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_node_listen_on_loopback(launched: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
         launched.setenv(f"OMPI_COMM_WORLD_{name}", value)
     told = found("listens")

@@ -1,4 +1,4 @@
-"""What listens where, and who may join: addresses of rank 0's store, tokens, and clients that are none of ours."""
+"""Listening addresses of rank 0's store, tokens that admit ranks, and stray clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def place(rank, world_size=2):
 
 
 def listening(port):
-    """The addresses, as the kernel writes them, that a port of this machine is listened to at."""
+    """Return the addresses at which a port of this machine is open, as /proc writes them."""
     found = []
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
@@ -55,21 +55,21 @@ def listening(port):
 
 
 def loopback(port):
-    """Whether a port is listened to, and on the loopback alone."""
+    """Return whether a port is open on the loopback interface only."""
     return listening(port) == ["0100007F"]
 
 
 def own_address():
-    """An address of this machine that is none of the loopback; skips where there is none."""
+    """Return an address of this machine other than loopback; skip the test if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent
+            probe.connect(("192.0.2.1", 9))  # sends nothing
         except OSError:
             pytest.skip("this machine has the loopback only")
         return str(probe.getsockname()[0])
 
 
-def test_the_store_listens_at_the_address_of_master_addr_and_no_other(monkeypatch):
+def test_store_listens_only_at_the_address_of_master_addr(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_PORT", str(port))
     for address in ("127.0.0.1", "localhost"):
@@ -82,7 +82,7 @@ def test_the_store_listens_at_the_address_of_master_addr_and_no_other(monkeypatc
         del met, other
 
 
-def test_the_store_listens_at_the_address_of_an_interface(monkeypatch):
+def test_store_listens_at_the_address_of_an_interface(monkeypatch):
     address, port = own_address(), free_port()
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -91,7 +91,7 @@ def test_the_store_listens_at_the_address_of_an_interface(monkeypatch):
     del met
 
 
-def test_a_port_that_the_system_chooses_is_on_the_loopback(tmp_path, monkeypatch):
+def test_store_at_a_free_port_listens_on_loopback(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(
@@ -111,9 +111,7 @@ def test_a_port_that_the_system_chooses_is_on_the_loopback(tmp_path, monkeypatch
         ("node1", True, ""),
     ],
 )
-def test_the_store_listens_on_all_interfaces_where_the_address_is_not_known(
-    address, one_node, reason, monkeypatch, caplog
-):
+def test_store_listens_on_all_interfaces_if_its_address_is_unknown(address, one_node, reason, monkeypatch, caplog):
     names = {"node1": ["127.0.1.1"], "both": ["127.0.0.1", "127.0.0.2"]}
     ask = socket.getaddrinfo
 
@@ -136,7 +134,7 @@ def test_the_store_listens_on_all_interfaces_where_the_address_is_not_known(
         bound.close()
 
 
-def test_the_address_to_listen_at_may_be_given(monkeypatch):
+def test_meshflash_listen_overrides_the_address(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -149,7 +147,7 @@ def test_the_address_to_listen_at_may_be_given(monkeypatch):
         rendezvous.open_rendezvous(place(0), 10.0)
 
 
-def test_ranks_with_one_token_meet_and_their_keys_lie_below_it(monkeypatch):
+def test_ranks_with_the_same_token_share_keys_below_its_prefix(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
@@ -174,7 +172,7 @@ def test_ranks_with_one_token_meet_and_their_keys_lie_below_it(monkeypatch):
         ("", TOKEN, "rank 1 has a MESHFLASH_TOKEN, and rank 0 at .* has none"),
     ],
 )
-def test_a_rank_with_another_token_is_refused_long_before_the_timeout(theirs, mine, message, monkeypatch):
+def test_rank_with_another_token_is_refused_before_the_timeout(theirs, mine, message, monkeypatch):
     monkeypatch.setattr(rendezvous, "RETRY_SECONDS", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
@@ -188,8 +186,8 @@ def test_a_rank_with_another_token_is_refused_long_before_the_timeout(theirs, mi
     del first
 
 
-def test_a_rank_waits_for_a_job_with_another_token_that_is_about_to_end(monkeypatch):
-    """The next job may take the port of the last one, whose rank 0 leaves last."""
+def test_rank_retries_while_the_previous_job_frees_the_port(monkeypatch):
+    """The previous job, whose rank 0 leaves last, may still hold the port."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     old = rendezvous.open_rendezvous(place(0), 30.0)
@@ -203,7 +201,7 @@ def test_a_rank_waits_for_a_job_with_another_token_that_is_about_to_end(monkeypa
         assert later.result().store.get("a") == b"new"
 
 
-def test_tokens_are_compared_in_torchruns_store_as_well(monkeypatch):
+def test_tokens_are_compared_under_torchrun(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
@@ -212,14 +210,14 @@ def test_tokens_are_compared_in_torchruns_store_as_well(monkeypatch):
         rendezvous.open_rendezvous(Place("torchrun", 1, 2, 1, 2), 10.0)
 
 
-def test_a_token_that_can_be_guessed_is_refused(monkeypatch):
+def test_short_token_is_refused(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MESHFLASH_TOKEN", "secret")
     with pytest.raises(LaunchError, match="MESHFLASH_TOKEN has 6 characters: expected 16 or more"):
         rendezvous.open_rendezvous(place(0), 10.0)
 
 
-def test_the_folder_where_ranks_of_a_node_meet_belongs_to_this_user_alone(tmp_path, monkeypatch):
+def test_rendezvous_folder_must_belong_to_this_user(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
     folder, other = tmp_path / f"meshflash-{os.getuid()}", tmp_path / "other"
     other.mkdir()
@@ -239,7 +237,7 @@ def text(value):
 
 
 def garbage():
-    """What strays send: other protocols, and messages of the store's own that are cut, huge or make no sense."""
+    """Yield garbage: other protocols, and store messages that are truncated, huge or invalid."""
     yield from (b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\x16\x03\x01\x00\xf1\x01\x00\x00\xed\x03\x03" + bytes(200))
     yield from (b"\xff" * 5000, bytes(5000), b"\0abcd", HELLO)
     for kind in MESSAGES:
@@ -251,14 +249,14 @@ def garbage():
 
 
 def sent(port, message):
-    """Send it, and keep the connection."""
+    """Send a message and return the open connection."""
     stray = socket.create_connection(("127.0.0.1", port), 5.0)
-    with contextlib.suppress(OSError):  # it may have closed already
+    with contextlib.suppress(OSError):  # the store may have closed it already
         stray.sendall(message)
     return stray
 
 
-def test_garbage_neither_ends_nor_blocks_the_store(monkeypatch):
+def test_garbage_messages_neither_end_nor_block_the_store(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -282,7 +280,7 @@ def strays(port, stop, counts, most):
     while not stop.is_set() and counts["connected"] < most:
         try:
             one = sent(port, messages[counts["connected"] % len(messages)])
-        except OSError:  # rank 0 is not there yet, or has left
+        except OSError:  # rank 0 does not listen yet, or has ended
             time.sleep(0.02)
             continue
         counts["connected"] += 1
@@ -294,8 +292,8 @@ def strays(port, stop, counts, most):
         one.close()
 
 
-def test_strays_neither_join_nor_end_a_job():
-    """They connect from before rank 0 listens until its ranks have ended."""
+def test_stray_clients_neither_join_nor_end_a_job():
+    """Stray clients connect from before rank 0 listens until the job has ended."""
     port, stop, counts = free_port(), threading.Event(), {"connected": 0}
     stray = threading.Thread(target=strays, args=(port, stop, counts, 300), daemon=True)
     stray.start()
@@ -310,14 +308,14 @@ def test_strays_neither_join_nor_end_a_job():
 
 
 @pytest.mark.slow
-def test_a_thousand_strays_neither_join_nor_end_a_job_of_four_ranks():
-    """They connect from before rank 0 listens until its ranks have attended, a quarter of them for good."""
+def test_a_thousand_stray_clients_neither_join_nor_end_a_job_of_four_ranks():
+    """Stray clients connect from before rank 0 listens until attention has run; a quarter stays connected."""
     port, stop, counts = free_port(), threading.Event(), {"connected": 0}
     ranks = by_hand("loop", 4, 60, port, MESHFLASH_TOKEN=TOKEN)
     stray = threading.Thread(target=strays, args=(port, stop, counts, 1000), daemon=True)
     stray.start()
     try:
-        for process in ranks:  # each has attended
+        for process in ranks:  # each has run attention
             text = ""
             while not told_in(text):
                 assert process.stdout is not None
@@ -335,7 +333,7 @@ def test_a_thousand_strays_neither_join_nor_end_a_job_of_four_ranks():
             process.communicate()
 
 
-#: A rank that tells where it, and the launcher that started it, listen.
+#: A script that prints the open ports of its rank and of the launcher that started it.
 TELLS = """
 import json, os, pathlib, torch
 from meshflash import attention, init
@@ -357,7 +355,7 @@ with init(timeout=60) as world:
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
-def test_what_meshflash_launch_starts_listens_on_the_loopback_alone(tmp_path):
+def test_meshflash_launch_listens_only_on_loopback(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(TELLS)
     job = run([*jobs.PYTHON, "-m", "meshflash", "launch", "-n", "2", str(script)])

@@ -18,7 +18,7 @@ from runtime.jobs import by_hand, check, ended, free_port, launcher, libraries, 
 MANY = ("--allow-run-as-root", "--oversubscribe")
 
 
-def test_open_mpi_without_mpi4py(tmp_path):
+def test_open_mpi_job_runs_without_mpi4py(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=4\n")
     job = run([launcher("openmpi"), *MANY, "--hostfile", str(hosts), "-n", "4", *worker("attend", 60)])
@@ -28,7 +28,7 @@ def test_open_mpi_without_mpi4py(tmp_path):
     assert not any(one["mpi"] for one in job.told)
 
 
-def test_mpich_without_mpi4py_and_two_jobs_at_once():
+def test_two_mpich_jobs_run_side_by_side_without_mpi4py():
     command = [launcher("mpich"), "-n", "2", "-ppn", "2", *worker("attend", 60)]
     both = [start(command) for _ in range(2)]
     found = [ended(job) for job in both]
@@ -46,8 +46,8 @@ def test_mpich_without_mpi4py_and_two_jobs_at_once():
         pytest.param("mpich", "MPICH", "MPI_LOCALNRANKS", marks=pytest.mark.slow),
     ],
 )
-def test_mpi4py_tells_where_rank_0_is(kind, name, hidden):
-    """Where ranks do not know that they are on one node."""
+def test_mpi4py_broadcasts_the_address_of_rank_0(kind, name, hidden):
+    """Ranks that do not know that they are on one node."""
     more = MANY if kind == "openmpi" else ()
     job = run([launcher(kind), *more, "-n", "2", *worker("attend", 60, hidden)], libraries(kind))
     check(job, 2, name)
@@ -55,8 +55,8 @@ def test_mpi4py_tells_where_rank_0_is(kind, name, hidden):
     assert {one["local_size"] for one in job.told} == {2}
 
 
-def test_a_job_may_begin_again():
-    """What an earlier group left, in stores or variables, is not taken for the new one's."""
+def test_init_works_again_after_shutdown():
+    """A new group ignores keys and variables of an earlier one."""
     job = run([launcher("mpich"), "-n", "2", *worker("again", 30)])
     assert job.code == 0, job.text
     assert sorted((one["n"], one["rank"]) for one in job.told) == [(n, rank) for n in range(3) for rank in range(2)]
@@ -65,7 +65,7 @@ def test_a_job_may_begin_again():
 
 
 @pytest.mark.slow
-def test_torchrun_of_one_node():
+def test_torchrun_job_runs_on_one_node():
     job = run(
         [
             sys.executable,
@@ -81,7 +81,7 @@ def test_torchrun_of_one_node():
 
 
 @pytest.mark.slow
-def test_torchrun_with_two_agents():
+def test_torchrun_job_runs_with_two_agents():
     port = free_port()
     how = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     how += ["--rdzv-id", "two", "--local-addr", "127.0.0.1"]
@@ -93,7 +93,7 @@ def test_torchrun_with_two_agents():
     assert sorted((one["node"], one["local"]) for one in told) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_an_occupied_port_is_named():
+def test_occupied_port_is_named():
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -105,7 +105,7 @@ def test_an_occupied_port_is_named():
     assert max(first.told[0]["seconds"], second.told[0]["seconds"]) < 3 + 10
 
 
-def test_an_address_that_nobody_reaches_is_named_within_the_timeout():
+def test_unreachable_address_is_named_within_the_timeout():
     rank = start(
         worker("fail", 3),
         {
@@ -124,7 +124,7 @@ def test_an_address_that_nobody_reaches_is_named_within_the_timeout():
     assert told["seconds"] < 3 + 10
 
 
-def test_a_rank_that_never_comes_is_named():
+def test_absent_rank_is_named():
     (rank, *others) = by_hand("fail", 1, 3, free_port(), WORLD_SIZE="2")
     assert not others
     job = ended(rank, 60)
@@ -133,11 +133,11 @@ def test_a_rank_that_never_comes_is_named():
 
 
 def kill_one(seed, world=3, timeout=8.0):
-    """Attention again and again; one rank is killed at some moment, and all others end by naming a loss."""
+    """Kill one rank at a random moment of repeated attention; all others end with an error that names a lost rank."""
     draw = random.Random(seed)
     ranks = by_hand("loop", world, timeout, free_port())
     running: dict[int, list[str]] = {rank: [] for rank in range(world)}
-    for rank, process in enumerate(ranks):  # until all have attended once
+    for rank, process in enumerate(ranks):  # until all have run attention once
         while not told_in("".join(running[rank])):
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -156,18 +156,18 @@ def kill_one(seed, world=3, timeout=8.0):
     assert time.monotonic() - begin < timeout + 10
 
 
-def test_a_rank_that_is_killed_ends_the_others():
+def test_killed_rank_ends_the_other_ranks():
     kill_one(0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 20))
-def test_a_rank_that_is_killed_at_more_moments_ends_the_others(seed):
+def test_rank_killed_at_random_moments_ends_the_other_ranks(seed):
     kill_one(seed)
 
 
 @pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
-def test_the_example_of_the_docs(kind):
+def test_example_of_the_docs_runs(kind):
     script = str(Path(__file__).parents[2] / "examples" / "mpi_attention.py")
     more = MANY if kind == "openmpi" else ()
     job = run([launcher(kind), *more, "-n", "2", sys.executable, script])
@@ -178,7 +178,7 @@ def test_the_example_of_the_docs(kind):
 
 
 def told_first(process, count):
-    """What the first so many of its ranks told."""
+    """Return the first `count` JSON lines of the ranks of a job."""
     text = ""
     while len(told_in(text)) < count:
         line = process.stdout.readline()
@@ -196,7 +196,7 @@ def assert_gone(told):
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_ranks_end_with_their_launcher(how):
-    """By Ctrl-C in a terminal, or where it is killed outright: the ranks that `launch` started are gone when it is."""
+    """After Ctrl-C or SIGKILL of `launch`, the ranks that it started are gone."""
     process = start([sys.executable, "-m", "meshflash", "launch", "-n", "2", *worker("loop", 60)[1:]])
     told = told_first(process, 2)
     process.send_signal(how)
@@ -206,8 +206,8 @@ def test_ranks_end_with_their_launcher(how):
     assert_gone(told)
 
 
-def test_ranks_of_a_benchmark_end_with_it(tmp_path):
-    """Where it is killed outright: nobody else would end them."""
+def test_ranks_of_a_benchmark_end_with_their_parent(tmp_path):
+    """After SIGKILL of the parent nobody else would end the ranks."""
     script = tmp_path / "script.py"
     script.write_text(
         "import json, os, time\n"

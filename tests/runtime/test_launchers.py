@@ -1,4 +1,4 @@
-"""The table of launchers: what each sets, who wins, and environments that say only half."""
+"""The table of launchers: the variables of each, their precedence, and incomplete environments."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SLURM = {
     "SLURM_NODEID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
 }
-#: An environment, and what it says.
+#: An environment, and the place that it describes.
 SAYS = {
     "torchrun": (TORCHRUN, Place("torchrun", 5, 8, 1, 4, 1, "abc")),
     "Open MPI": (OPEN_MPI, Place("Open MPI", 1, 8, 2, 4, None, "prterun-here-77@1")),
@@ -112,7 +112,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_what_an_environment_says(name):
+def test_place_is_read_from_the_environment(name):
     environment, place = SAYS[name]
     assert detect(environment) == place
 
@@ -141,17 +141,17 @@ HALF = {
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_half_an_environment_is_refused_with_what_is_missing(name):
+def test_incomplete_environment_is_refused_and_the_missing_variable_named(name):
     environment, message = HALF[name]
     with pytest.raises(LaunchError, match=message):
         detect(environment)
 
 
-def test_every_launcher_has_a_case():
+def test_every_launcher_has_a_test_case():
     assert {launcher.name for launcher in LAUNCHERS} == {place.launcher for _, place in SAYS.values()} - {"single"}
 
 
-def test_lists_of_hosts():
+def test_slurm_host_lists_are_expanded():
     assert hosts_of("n1") == ["n1"]
     assert hosts_of("frontier[00001-00003,00010]") == [f"frontier{n:05}" for n in (1, 2, 3, 10)]
     assert hosts_of("") == []

@@ -1,4 +1,4 @@
-"""Probes between ranks: who has ended, who is silent, who was told of what."""
+"""Probes between ranks: ended and silent processes, and the first cause that reaches all ranks."""
 
 import socket
 
@@ -21,54 +21,54 @@ def ranks():
 
 
 def moved(one, rank, port):
-    """Let a rank take another process, of another host, for one of its peers."""
+    """Replace the address of a peer by a port of "another host"."""
     host, _, token, _, pid = one.peers[rank].host, 0, one.peers[rank].token, "", one.peers[rank].pid
     one.peers[rank] = module.Address(host, port, token, "another host", pid)
 
 
-def test_ranks_that_answer_say_what_they_do(ranks):
+def test_probe_returns_the_status_of_ranks_that_answer(ranks):
     ranks[1].status[SCOPE] = Status("is in forward pass 3", 3, "forward")
     cause, answers = ranks[0].find(SCOPE, [0, 1, 2])
     assert cause is None
     assert answers == {1: Status("is in forward pass 3", 3, "forward"), 2: Status()}
 
 
-def test_a_cause_is_told_to_all_and_the_first_one_counts(ranks):
+def test_first_cause_reaches_all_ranks_and_wins(ranks):
     ranks[0].blame(SCOPE, Cause(2, "was lost"))
     assert ranks[1].cause(SCOPE) == Cause(2, "was lost")
-    assert ranks[2].cause(SCOPE) is None  # one that is lost is not waited for
+    assert ranks[2].cause(SCOPE) is None  # a lost rank is not told
     assert ranks[1].blame(SCOPE, Cause(0, "was lost")) == Cause(2, "was lost")
     assert ranks[1].cause("another group") is None
     ranks[0].blame("another group", Cause(2, "did not join", answers=True))
     assert ranks[2].cause("another group") == Cause(2, "did not join")
 
 
-def test_a_process_that_ended_is_told_from_one_that_is_silent(ranks, monkeypatch):
+def test_ended_process_is_distinguished_from_a_silent_one(ranks, monkeypatch):
     monkeypatch.setattr(module, "PROBE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
         moved(ranks[0], 1, silent.getsockname()[1])
         moved(ranks[0], 2, closed.getsockname()[1])
         closed.close()
         cause, _ = ranks[0].find(SCOPE, [1, 2])
-        assert cause == Cause(2, ENDED)  # what is certain goes before what is not
+        assert cause == Cause(2, ENDED)  # the most certain loss is blamed
         cause, _ = ranks[0].find("another group", [1])
         assert cause == Cause(1, SILENT)
-        assert ranks[0].find_ended("a third group", 2) is None  # of another host: no proof
+        assert ranks[0].find_ended("a third group", 2) is None  # the process table proves nothing about another host
 
 
-def test_a_stranger_gets_no_answer(ranks):
+def test_probe_without_the_token_gets_no_answer(ranks):
     with socket.create_connection(ranks[0].address[:2], 5.0) as stranger:
         stranger.sendall(b'{"token": "guess", "scope": "mesh/1", "cause": [1, "was lost"]}\n')
         assert stranger.recv(100) == b""
     assert ranks[0].cause(SCOPE) is None
 
 
-def test_a_long_reason_is_cut_and_arrives(ranks):
+def test_long_reason_is_truncated_and_arrives(ranks):
     ranks[0].blame(SCOPE, Cause(0, f"raised {module.one_line(ValueError('x' * 9000))}"))
     assert ranks[1].cause(SCOPE).reason.startswith("raised ValueError: xxx")
 
 
-def test_errors_of_collectives_name_the_rank_that_failed(ranks, monkeypatch):
+def test_errors_of_collectives_name_the_rank_that_failed_first(ranks, monkeypatch):
     monkeypatch.setattr(module, "_here", ranks[1])
     ranks[0].blame(module.JOB, Cause(0, "raised ValueError: no labels"))
     with (
@@ -81,7 +81,7 @@ def test_errors_of_collectives_name_the_rank_that_failed(ranks, monkeypatch):
         raise RuntimeError("my own")
 
 
-def test_an_error_of_this_rank_is_told_before_it_leaves(ranks, monkeypatch):
+def test_error_of_this_rank_is_published_before_it_leaves(ranks, monkeypatch):
     monkeypatch.setattr(module, "_here", ranks[1])
     with pytest.raises(ValueError, match="no labels"), naming_lost_ranks():
         raise ValueError("no labels")

@@ -1,4 +1,4 @@
-"""MPS is started for a block, in a folder of its own, and ended with it."""
+"""MPS starts with a block, in a private folder, and ends with it."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ echo "$@ $word $CUDA_MPS_PIPE_DIRECTORY" >> {log}
 """
 
 
-def test_it_runs_while_the_block_does(tmp_path, monkeypatch):
+def test_mps_runs_for_the_duration_of_the_block(tmp_path, monkeypatch):
     log, control = tmp_path / "log", tmp_path / mps.CONTROL
     control.write_text(FAKE.format(log=log))
     control.chmod(control.stat().st_mode | stat.S_IEXEC)
@@ -35,7 +35,7 @@ def test_it_runs_while_the_block_does(tmp_path, monkeypatch):
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
 
 
-def test_where_it_is_not_there(monkeypatch):
+def test_missing_mps_is_refused(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ValueError, match="nvidia-cuda-mps-control is not there"), mps.mps():
         pass

@@ -1,4 +1,4 @@
-"""Jobs that need more of a machine: a Slurm that runs, or two hosts made of network namespaces. Slow; by hand."""
+"""Jobs with special needs: a running Slurm, or two hosts made of network namespaces. Slow; run by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def slurm():
 
 
 @pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
-def test_srun(mpi):
+def test_srun_job_runs(mpi):
     slurm()
     if mpi not in subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True).stdout:
         pytest.skip(f"this Slurm has no {mpi}")
@@ -30,7 +30,7 @@ def test_srun(mpi):
     assert sorted(one["local"] for one in job.told) == [0, 1, 2]
 
 
-def test_two_steps_of_srun_at_once():
+def test_two_srun_steps_run_side_by_side():
     slurm()
     found = [
         ended(job) for job in [start(["srun", "-n", "2", "--overcommit", *worker("attend", 60)]) for _ in range(2)]
@@ -46,7 +46,7 @@ def ip(*words):
 
 @pytest.fixture
 def two_hosts():
-    """Two network namespaces joined by a pair of interfaces: each sees its own and nothing else."""
+    """Two network namespaces, connected by one pair of interfaces."""
     if os.getuid() or not shutil.which("ip"):
         pytest.skip("needs root and iproute2")
     names = ("meshflash-a", "meshflash-b")
@@ -72,7 +72,7 @@ def on(host, command):
     return ["ip", "netns", "exec", host, *command]
 
 
-def test_two_hosts_by_variables(two_hosts):
+def test_two_hosts_join_by_environment_variables(two_hosts):
     """Ranks on two hosts find each other at an address, and gloo takes the interface that leads there."""
     ranks = [
         start(
@@ -98,7 +98,7 @@ def test_two_hosts_by_variables(two_hosts):
     assert sorted((one["node"], one["local"]) for job in found for one in job.told) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_two_hosts_by_torchrun(two_hosts):
+def test_two_hosts_join_by_torchrun(two_hosts):
     def agent(n):
         how = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(n)]
         how += ["--master-addr", "10.99.0.1", "--master-port", "29512"]
@@ -109,8 +109,8 @@ def test_two_hosts_by_torchrun(two_hosts):
     check(Ended(0, [one for job in found for one in job.told], ""), 4, "torchrun")
 
 
-def test_a_host_that_cannot_be_reached(two_hosts):
-    """A rank that looks in vain says where, within its timeout."""
+def test_unreachable_host_is_an_error(two_hosts):
+    """A rank that finds no rank 0 says where it looked, within its timeout."""
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.99.0.77", "MASTER_PORT": "29513"}
     job = ended(start(on(two_hosts[1], worker("fail", 4)), variables), 60)
     assert job.code == 4, job.text

@@ -1,4 +1,4 @@
-"""`init` and what it chooses: devices, backends, cores, logs; and the names of others for it."""
+"""`init` and its choices: devices, backends, cores, logs; and the sp_aurora names for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CUDA, BOTH = ("nccl", "gloo"), ("xccl", "gloo")
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch):
-    """No launcher started us, and nothing is begun or left."""
+    """Remove the variables of launchers, and shut down after each test."""
     for name in list(os.environ):
         if name.startswith(jobs.ABOUT):
             monkeypatch.delenv(name)
@@ -41,25 +41,25 @@ def nobody(monkeypatch):
     meshflash.shutdown()
 
 
-def test_alone_there_is_no_group_and_none_is_needed():
+def test_single_process_needs_no_process_group():
     with meshflash.init() as here:
         assert meshflash.init() is here
         assert (here.rank, here.world_size, here.local_rank, here.local_world_size, here.node) == (0, 1, 0, 1, 0)
         assert (here.launcher, here.backend, here.device.type) == ("single", None, devices.kind_here())
         assert not dist.is_initialized()
         assert world._world is here
-        assert meshflash.init(backend="gloo") is here  # there is no group to have another backend
+        assert meshflash.init(backend="gloo") is here  # without a group there is no backend to differ
     assert world._world is None
     meshflash.shutdown()  # again
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
-def test_a_timeout_is_a_number_of_seconds(timeout):
+def test_timeout_must_be_a_positive_number(timeout):
     with pytest.raises(ValueError, match="expected seconds > 0"):
         meshflash.init(timeout=timeout)
 
 
-def test_a_group_that_was_there_before_is_taken_and_stays(tmp_path):
+def test_existing_process_group_is_adopted_and_survives_shutdown(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         here = meshflash.init()
@@ -76,13 +76,13 @@ def adopted(rank, world, group):
     return here.rank, here.world_size
 
 
-def test_a_group_that_was_made_after_another_ended_is_taken(pool):
+def test_init_adopts_a_group_made_after_another_ended(pool):
     for world_size in (2, 3, 2):
         assert pool.run(world_size, adopted) == [(rank, world_size) for rank in range(world_size)]
 
 
 def made_late(rank, world_size, group, port, file):
-    """Rank 1 takes long to have a group that rank 0 has."""
+    """Rank 1 makes its group later than rank 0."""
     dist.destroy_process_group()
     make = dist.init_process_group
 
@@ -104,8 +104,8 @@ def made_late(rank, world_size, group, port, file):
             os.environ.pop(name)
 
 
-def test_nobody_begins_before_all_have_the_group(pool, tmp_path):
-    """A rank that ended at once would close connections that others are about to make."""
+def test_init_returns_only_after_all_ranks_have_the_group(pool, tmp_path):
+    """A rank that ended at once would close connections that others still make."""
     assert pool.run(2, made_late, free_port(), tmp_path / "made") == [True, True]
 
 
@@ -114,7 +114,7 @@ def ranks(kind, backends, *places):
 
 
 @pytest.mark.parametrize(
-    ("said", "backend", "reason"),
+    ("infos", "backend", "reason"),
     [
         (ranks("cpu", ("gloo",), ("a", ""), ("b", "")), "gloo", ""),
         (ranks("cuda", CUDA, ("a", "1"), ("a", "2")), "cpu:gloo,cuda:nccl", ""),
@@ -127,40 +127,40 @@ def ranks(kind, backends, *places):
         (ranks("xpu", ("gloo",), ("a", "1"), ("a", "2")), "gloo", "xccl and ccl are missing"),
     ],
 )
-def test_the_backend_of_all_ranks(said, backend, reason):
-    chosen, why = choose_backend(said)
+def test_backend_is_chosen_from_the_info_of_all_ranks(infos, backend, reason):
+    chosen, why = choose_backend(infos)
     assert chosen == backend
     assert reason in why
     assert bool(reason) == bool(why)
 
 
-def test_a_backend_may_be_forced_where_all_have_it():
-    said = ranks("cuda", CUDA, ("a", "1"), ("a", "2"))
-    assert choose_backend(said, "gloo") == ("gloo", "")
-    assert choose_backend(said, "cpu:gloo,cuda:nccl") == ("cpu:gloo,cuda:nccl", "")
+def test_backend_can_be_forced_if_all_ranks_have_it():
+    infos = ranks("cuda", CUDA, ("a", "1"), ("a", "2"))
+    assert choose_backend(infos, "gloo") == ("gloo", "")
+    assert choose_backend(infos, "cpu:gloo,cuda:nccl") == ("cpu:gloo,cuda:nccl", "")
     with pytest.raises(ValueError, match=r"backend='xccl': rank 0, 1 has no xccl; it has nccl, gloo"):
-        choose_backend(said, "xccl")
+        choose_backend(infos, "xccl")
 
 
-def test_ranks_of_different_kinds_are_refused():
-    said = ranks("cuda", CUDA, ("a", "1")) + ranks("cpu", ("gloo",), ("a", ""))
+def test_ranks_with_different_kinds_of_devices_are_refused():
+    infos = ranks("cuda", CUDA, ("a", "1")) + ranks("cpu", ("gloo",), ("a", ""))
     with pytest.raises(ValueError, match=r"kinds of devices \(cpu: rank 1; cuda: rank 0\).*CUDA_VISIBLE_DEVICES"):
-        choose_backend(said)
+        choose_backend(infos)
 
 
-def test_devices_are_shared_by_more_ranks(monkeypatch):
+def test_more_ranks_than_devices_share_them(monkeypatch):
     monkeypatch.setattr(devices, "count", lambda kind: 2 if kind == "xpu" else 0)
     assert devices.kind_here() == "xpu"
     assert [devices.device_of(rank).index for rank in range(4)] == [0, 1, 0, 1]
 
 
-def test_peak_memory_of_a_process_grows():
+def test_peak_memory_counts_cpu_tensors():
     before = meshflash.peak_memory("cpu")
     held = torch.ones(2**24 + before // 4)
     assert meshflash.peak_memory(torch.device("cpu")) >= held.nbytes
 
 
-def test_cores_near_a_device_and_near_a_rank(tmp_path, monkeypatch):
+def test_cores_of_the_numa_node_of_a_device_and_of_a_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "ROOT", tmp_path)
     assert cores.near_device("0000:17:00.0") == ()
     assert cores.near_rank(0, 4) == ()
@@ -178,7 +178,7 @@ def test_cores_near_a_device_and_near_a_rank(tmp_path, monkeypatch):
     assert cores.near_rank(0, 1) == ()
 
 
-def test_shares_of_cores():
+def test_local_ranks_divide_their_cores():
     whole = tuple(range(8))
     assert [cores.share_of(rank, [whole] * 3) for rank in range(3)] == [(0, 1), (2, 3, 4), (5, 6, 7)]
     near = [(0, 1, 2, 3)] * 2 + [(4, 5, 6, 7)] * 2
@@ -187,7 +187,7 @@ def test_shares_of_cores():
     assert cores.share_of(0, [(0,), (1,)]) == (0,)
 
 
-def test_cores_are_taken_with_as_many_threads(monkeypatch):
+def test_process_is_bound_to_cores_with_as_many_threads(monkeypatch):
     taken = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: taken.append(cores), raising=False)
     monkeypatch.setattr(cores, "cores_here", lambda: (0, 1, 2, 3))
@@ -203,7 +203,7 @@ def test_cores_are_taken_with_as_many_threads(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_logs_begin_with_the_rank(monkeypatch, capsys):
+def test_log_lines_begin_with_the_rank(monkeypatch, capsys):
     monkeypatch.setenv("MESHFLASH_LOG", "debug")
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     monkeypatch.delenv("CCL_LOG_LEVEL", raising=False)
@@ -220,7 +220,7 @@ def test_logs_begin_with_the_rank(monkeypatch, capsys):
     set_up_logging(0)
 
 
-def test_where_rank_0_is_must_be_known(monkeypatch):
+def test_unknown_address_of_rank_0_is_an_error_that_says_what_to_set(monkeypatch):
     many = Place("MPI", 1, 4, 0, 2)
     with pytest.raises(LaunchError, match="rank 1 of 4, started by MPI, does not know where rank 0 is: set"):
         rendezvous.open_rendezvous(many, 1.0)
@@ -234,9 +234,9 @@ def test_where_rank_0_is_must_be_known(monkeypatch):
             rendezvous.open_rendezvous(many, 1.0)
 
 
-def test_the_whole_timeout_is_told_though_a_part_of_it_is_spent(monkeypatch):
+def test_error_names_the_whole_timeout_after_retries(monkeypatch):
     class Closing:
-        """The store of an earlier meeting: there once, and never opened for this one."""
+        """The store of an earlier rendezvous: it answers once, and is never opened for this one."""
 
         waits: ClassVar[list[float]] = []
 
@@ -260,25 +260,25 @@ def test_the_whole_timeout_is_told_though_a_part_of_it_is_spent(monkeypatch):
     assert first <= 5.0
 
 
-def test_a_store_waits_as_long_as_was_asked_for(monkeypatch):
+def test_store_has_the_requested_timeout(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     met = [rendezvous.open_rendezvous(Place("variables", rank, 2, rank, 2), 10.0) for rank in range(2)]
     assert {one.store.underlying_store.timeout for one in met} == {timedelta(seconds=10)}
 
 
-def test_a_rank_whose_starter_has_ended_does_not_begin(monkeypatch):
+def test_init_is_refused_if_the_starter_has_ended(monkeypatch):
     ended = subprocess.Popen(["true"])
     ended.wait()
     monkeypatch.setenv("MESHFLASH_STARTER", str(ended.pid))
     with pytest.raises(LaunchError, match=f"process {ended.pid}, which started this rank, has ended; where MESHFLASH_"):
         meshflash.init()
-    monkeypatch.setenv("MESHFLASH_STARTER", str(os.getpid()))  # of a rank that started us
+    monkeypatch.setenv("MESHFLASH_STARTER", str(os.getpid()))  # as if this process had been started by itself
     with meshflash.init() as world_here:
         assert world_here.world_size == 1
 
 
-def test_slurm_nodes_meet_at_the_first_host_on_a_port_of_the_job(monkeypatch):
+def test_slurm_ranks_use_the_first_host_and_a_port_of_the_job(monkeypatch):
     asked: list[tuple[str, int]] = []
 
     def given(place, address, port, *_):
@@ -298,15 +298,15 @@ def test_slurm_nodes_meet_at_the_first_host_on_a_port_of_the_job(monkeypatch):
     assert asked[-1] == ("node07", 1234)
 
 
-def test_ranks_that_torchrun_starts_again_do_not_hear_those_before(monkeypatch):
-    store = torch.distributed.HashStore()  # of the agent: it stays
+def test_ranks_restarted_by_torchrun_ignore_keys_of_their_predecessors(monkeypatch):
+    store = torch.distributed.HashStore()  # the agent's store, which survives restarts
     monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
 
     def met(rank, timeout=10.0):
         return rendezvous.open_rendezvous(Place("torchrun", rank, 2, rank, 2), timeout).store
 
     for start in range(3):
-        with ThreadPoolExecutor(2) as pool:  # the second rank comes first, and finds what others said
+        with ThreadPoolExecutor(2) as pool:  # rank 1 comes first, and finds keys of its predecessors
             later = pool.submit(met, 1)
             time.sleep(0.05)
             first, second = met(0), later.result()
@@ -319,7 +319,7 @@ def test_ranks_that_torchrun_starts_again_do_not_hear_those_before(monkeypatch):
         met(1, 0.1)
 
 
-def test_a_file_that_a_dead_job_left_is_not_believed(tmp_path, monkeypatch):
+def test_rendezvous_file_of_a_dead_job_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(rendezvous, "_name", lambda *_: "x")
     folder = tmp_path / f"meshflash-{os.getuid()}"
@@ -329,14 +329,14 @@ def test_a_file_that_a_dead_job_left_is_not_believed(tmp_path, monkeypatch):
         rendezvous.open_rendezvous(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
 
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path, monkeypatch):
+def test_unusable_rendezvous_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / f"meshflash-{os.getuid()}").write_text("a file")
     with pytest.raises(LaunchError, match=r"ranks of a node meet by a file, and .*: set TMPDIR, or set MASTER_ADDR"):
         rendezvous.open_rendezvous(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
 
 
-def test_threads_of_one_core_stay_together(tmp_path, monkeypatch):
+def test_hyperthreads_of_one_core_stay_together(tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "ROOT", tmp_path)
     for core in range(8):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
@@ -345,7 +345,7 @@ def test_threads_of_one_core_stay_together(tmp_path, monkeypatch):
     assert cores.share_of(1, [tuple(range(8))] * 2) == (2, 6, 3, 7)
 
 
-def test_the_names_of_sp_aurora(monkeypatch):
+def test_sp_aurora_names_map_to_init(monkeypatch):
     assert not sp_aurora.detect_mpi_environment()
     here = sp_aurora.setup_mpi_distributed()
     want = {
@@ -362,10 +362,10 @@ def test_the_names_of_sp_aurora(monkeypatch):
     sp_aurora.cleanup_distributed()
     monkeypatch.setenv("PMI_RANK", "1")
     assert sp_aurora.detect_mpi_environment()
-    assert not sp_aurora.init_distributed_backend(timeout_seconds=1)  # half an environment
+    assert not sp_aurora.init_distributed_backend(timeout_seconds=1)  # an incomplete environment
 
 
-def test_the_checksum_job_alone(tmp_path):
+def test_checksum_job_in_a_single_process(tmp_path):
     result = CliRunner().invoke(app, ["checksum", "--batch", "4"])
     assert result.exit_code == 0, result.output
     assert "[Rank 0] local_B = 4, start_B = 0\n" in result.output
@@ -373,7 +373,7 @@ def test_the_checksum_job_alone(tmp_path):
     assert float(found.split()[4].strip(",")) == pytest.approx(483.0731, rel=1e-4)
 
 
-def test_the_checksum_job_over_ranks_of_this_machine():
+def test_checksum_job_over_local_ranks():
     job = run([*jobs.PYTHON, "-m", "meshflash", "checksum", "--nproc", "4"])
     assert job.code == 0, job.text
     sums = [float(line.split()[4].strip(",")) for line in job.text.splitlines() if "local_checksum" in line]
@@ -394,12 +394,12 @@ def test_a_wrong_checksum_fails_and_names_the_rank(monkeypatch):
     assert result.output.splitlines()[-1].startswith("FAIL: wrong on rank 0 (relative error 1.0e-03")
 
 
-def test_shares_of_the_checksum_job():
+def test_checksum_job_divides_the_batch():
     assert [checksum.share(16, 4, rank) for rank in range(4)] == [(4, 0), (4, 4), (4, 8), (4, 12)]
     assert [checksum.share(2, 3, rank) for rank in range(3)] == [(1, 0), (1, 1), (0, 2)]
 
 
-def test_launch_starts_a_script_with_lines_that_begin_with_the_rank():
+def test_launch_prefixes_output_lines_with_the_rank():
     script = Path(__file__).parents[2] / "examples" / "mpi_attention.py"
     job = run([*jobs.PYTHON, "-m", "meshflash", "launch", "-n", "2", str(script)])
     assert job.code == 0, job.text
@@ -408,11 +408,11 @@ def test_launch_starts_a_script_with_lines_that_begin_with_the_rank():
         assert f"Rank {rank}: Output shape torch.Size([1, 512, 8, 64])" in job.text
 
 
-def test_devices_are_selected_in_one_room():
-    """Other rooms take the device that they are given; kernels ask what theirs can do, and the doctor looks at all."""
+def test_devices_are_selected_in_one_module():
+    """Other modules use the device they are given; kernels query their device, and the doctor looks at all devices."""
     source = Path(meshflash.__file__).parent
-    rooms = (source / "kernels", source / "runtime" / "devices.py", source / "runtime" / "doctor.py")
+    allowed = (source / "kernels", source / "runtime" / "devices.py", source / "runtime" / "doctor.py")
     for file in source.rglob("*.py"):
-        if not any(file.is_relative_to(room) for room in rooms):
+        if not any(file.is_relative_to(path) for path in allowed):
             found = [line for line in file.read_text().splitlines() if '"cuda' in line or ".cuda()" in line]
             assert not found, f"{file}: {found}"

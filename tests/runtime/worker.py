@@ -1,4 +1,4 @@
-"""What tests start under launchers: one rank of a job. It imports nothing of the tests."""
+"""The script that tests start under launchers: one rank of a job. It imports nothing of the tests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TOKENS = 37
 
 
 def tell(**what: object) -> None:
-    """A line for whoever started us, in one piece."""
+    """Print one JSON line in a single write, so that lines of ranks do not mix."""
     os.write(1, f"told {json.dumps(what)}\n".encode())
 
 
 def attend(timeout: float) -> None:
-    """Attention over the ranks of the job, forward and gradients, against one process."""
+    """Run attention over the ranks of the job and compare output and gradients with one process."""
     with init(timeout=timeout) as world:
         assert init() is world
         generator = torch.Generator().manual_seed(0)
@@ -54,7 +54,7 @@ def attend(timeout: float) -> None:
 
 
 def again(timeout: float) -> None:
-    """One job after another in the same processes, of which rank 0 leaves late."""
+    """Run one job after another in the same processes; rank 0 leaves late."""
     for n in range(3):
         with init(timeout=timeout) as world:
             x = torch.ones(1)
@@ -66,7 +66,7 @@ def again(timeout: float) -> None:
 
 
 def loop(timeout: float) -> None:
-    """Attention again and again, until a rank is lost."""
+    """Repeat attention until a rank is lost."""
     os.environ["MESHFLASH_TIMEOUT"] = str(timeout)
     world = init(timeout=timeout)
     x = torch.randn(1, 64, 2, 16, requires_grad=True)
@@ -83,7 +83,7 @@ def loop(timeout: float) -> None:
 
 
 def fail(timeout: float) -> None:
-    """A start that cannot succeed."""
+    """Call `init` where it cannot succeed, and print its error."""
     begin = time.monotonic()
     try:
         init(timeout=timeout)
@@ -93,6 +93,6 @@ def fail(timeout: float) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[3:]:  # what this rank is not to know
+    for name in sys.argv[3:]:  # variables that this rank must not see
         os.environ.pop(name, None)
     {"attend": attend, "again": again, "loop": loop, "fail": fail}[sys.argv[1]](float(sys.argv[2]))

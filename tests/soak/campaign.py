@@ -1,6 +1,6 @@
-"""How a case of the soak campaign is run: arrange, start the ranks, judge what is left.
+"""Run a case of the soak campaign: prepare it, start the ranks, judge the result.
 
-A training run that no fault met is done once for each mesh: its losses and its checkpoints' digests are the reference.
+Each mesh has one training run without a fault: its losses and checkpoint digests are the reference.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from soak.ranks import train_config
 from soak.zygote import LIMIT, Ended, Zygote
 
 CHECKPOINTS = "checkpoints"
-#: How often a case is tried whose fault came too late, each time four times sooner.
+#: Attempts for a case whose fault comes too late; each attempt fires it four times sooner.
 ATTEMPTS = 6
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case: what was wrong, and how many seconds after the fault the last survivor had ended."""
+    """The result of a case: a list of failures, and the seconds from the fault to the end of the last survivor."""
 
     case: str
     wrong: list[str]
@@ -130,7 +130,7 @@ class Campaign:
         return Outcome(case.name, wrong, seconds_to_end(ended, drawn["victims"]), [ended])
 
     def _training(self, case: Case, zygote: Zygote, place: Path) -> Outcome:
-        """A run that a fault ends, and that is resumed; of kill-save, the fault comes while a checkpoint is saved."""
+        """Run training until a fault ends it, and resume it. In kill-save the fault comes during a save."""
         drawn = case.values
         reference = self.reference(drawn["mesh"], zygote)
         saving = case.family == "kill-save"
@@ -156,7 +156,7 @@ class Campaign:
             survivors = [code for rank, code in enumerate(ended.codes) if rank not in drawn["victims"]]
             if 0 not in (survivors or ended.codes):
                 break
-            # it came after a survivor had done all its work: that must be on the disk then, and we try sooner
+            # The fault came after a survivor had finished: all checkpoints must exist. Retry with an earlier fault.
             if too_late := judge_checkpoints(run / CHECKPOINTS, reference, STEPS):
                 return Outcome(case.name, [f"a rank ended with 0, and {text}" for text in too_late], None, [ended])
             delay, file = delay / 4, max(1, file // 4) if file else 0
@@ -170,7 +170,7 @@ class Campaign:
     def _resumed(
         self, case: Case, zygote: Zygote, place: Path, run: Path, reference: Reference
     ) -> tuple[Ended, list[str]]:
-        """Go on with a run that a fault ended, and judge its losses and what it leaves on the disk."""
+        """Resume a run that a fault ended, and judge its losses and checkpoints."""
         again = zygote.run(
             "train",
             case.values["world"],
@@ -185,7 +185,7 @@ class Campaign:
             report = again.report(0)
             wrong += judge_losses(report["losses"], report["step"], reference.losses)
             wrong += judge_checkpoints(run / CHECKPOINTS, reference, STEPS)
-            if report["losses"]:  # a save has swept
+            if report["losses"]:  # a save has removed leftovers
                 left = [path.name for path in (run / CHECKPOINTS).iterdir() if "." in path.name]
                 wrong += [f"resumed: {name} was left behind" for name in left]
         return again, wrong
@@ -212,8 +212,8 @@ class Campaign:
     def _full_disk(self, case: Case, zygote: Zygote, place: Path) -> Outcome:
         drawn = case.values
         reference = self.reference(drawn["mesh"], zygote)
-        room = 64 << 20 if drawn["files"] else max(0, int(drawn["checkpoints"] * reference.checkpoint_bytes))
-        with small_disk(place / "disk", room, drawn["files"]) as disk:
+        size = 64 << 20 if drawn["files"] else max(0, int(drawn["checkpoints"] * reference.checkpoint_bytes))
+        with small_disk(place / "disk", size, drawn["files"]) as disk:
             run = disk.folder / "run"
             if drawn["checkpoints"] < 0 and not drawn["files"]:
                 disk.fill()
@@ -258,7 +258,7 @@ def command_words(run: Path, mesh: dict[str, int]) -> list[str]:
     return words
 
 
-#: The fields in which `ranks.train_config` is not the preset.
+#: The fields in which `ranks.train_config` differs from the preset.
 CHANGED = {
     "model": ("dim", "hidden", "heads", "kv_heads", "layers", "vocabulary"),
     "data": ("tokens", "batch", "micro"),
@@ -291,7 +291,7 @@ def judge_checkpoints(folder: Path, reference: Reference, least: int) -> list[st
 
 
 def damage(folder: Path, drawn: dict[str, Any]) -> list[str]:
-    """Change the files of a checkpoint as a case says. Return the names of which a refusal must give one."""
+    """Damage the files of a checkpoint as a case says. Return the file names; an error must contain one of them."""
     dice = random.Random(drawn["dice"])
     names = sorted(path.name for path in folder.iterdir())
     name = names[int(drawn["file"] * len(names))]

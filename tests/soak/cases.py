@@ -1,4 +1,4 @@
-"""The cases of the soak campaign: each is drawn from a seed, a family and a number, and from nothing else.
+"""The cases of the soak campaign: each depends only on a seed, a family and a number.
 
 A case says what the ranks run and which fault meets them when. Nothing runs here.
 """
@@ -15,7 +15,7 @@ from typing import Any
 GRACE = 10.0
 #: Seconds of MESHFLASH_TIMEOUT. A killed rank is noticed by its closed connections, a stopped one by this alone.
 TIMEOUT = {signal.SIGKILL: 10.0, signal.SIGSTOP: 4.0}
-#: Schedules by the smallest world size that they mean something for.
+#: Schedules, by the smallest world size for which they are useful.
 SCHEDULES = {
     "auto": 2,
     "ring": 2,
@@ -40,11 +40,11 @@ MESHES: tuple[dict[str, Any], ...] = (
     {"cp": 3},
     {"dp": 2, "cp": 2},
 )
-#: One process and two kinds of two: most saves of a campaign, for these are cheap.
+#: One process, and two meshes of two: most saves of a campaign use these, because they are cheap.
 SAVING_MESHES: tuple[dict[str, Any], ...] = ({}, {"dp": 2}, {"fsdp": 2}, {"cp": 3})
-#: Steps of a training run, and how many lie between its checkpoints.
+#: Steps of a training run, and steps between two checkpoints.
 STEPS, SAVE = 10, 2
-#: The kinds of damage that a checkpoint may take.
+#: The kinds of damage to a checkpoint.
 DAMAGE = ("flip", "flips", "truncate", "append", "remove", "swap", "duplicate", "zero", "empty")
 
 
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What `--case` takes.
+        """The argument of `--case`.
 
         >>> draw("damage", 0, 7).name
         'damage/7'
@@ -80,7 +80,7 @@ def draw(family: str, seed: int, number: int) -> Case:
 
 
 def num_ranks(mesh: dict[str, int]) -> int:
-    """Return how many ranks a mesh has.
+    """Return the number of ranks of a mesh.
 
     >>> num_ranks({"dp": 2, "cp": 2}), num_ranks({})
     (4, 1)
@@ -137,7 +137,7 @@ def _saving(dice: random.Random) -> dict[str, Any]:
         "signal": int(signal.SIGKILL),
         "timeout": TIMEOUT[signal.SIGKILL],
         "step": SAVE * dice.randint(1, STEPS // SAVE - 1),
-        # before the n-th time from the save on that the rank touches a file, or so many seconds after its begin
+        # The fault comes before the n-th file operation since the save began, or this many seconds after it began.
         "file": dice.randint(1, 40) if at_file else 0,
         "delay": 0.0 if at_file else dice.uniform(0.0, 0.03),
         "sync": dice.random() < 0.3,
@@ -147,7 +147,7 @@ def _saving(dice: random.Random) -> dict[str, Any]:
 def _damage(dice: random.Random) -> dict[str, Any]:
     return {
         "kind": dice.choice(DAMAGE),
-        "file": dice.random(),  # which of the files, and where in it, as parts of one
+        "file": dice.random(),  # which file, and where in it, as fractions
         "place": dice.random(),
         "bit": dice.randrange(8),
         "num_flips": dice.randint(2, 20),
@@ -161,9 +161,9 @@ def _full_disk(dice: random.Random) -> dict[str, Any]:
         "mesh": mesh,
         "world": num_ranks(mesh),
         "timeout": 20.0,
-        # the disk takes so many checkpoints before it is full; below 0 not even the folder's first line of numbers
+        # The disk holds this many checkpoints; below 0 it does not even hold the first metrics line.
         "checkpoints": dice.choice((-1.0, dice.uniform(0.0, 1.0), dice.uniform(1.0, 3.5))),
-        # or no more files than these, of which a checkpoint needs about five
+        # Or the disk holds at most this many files; a checkpoint needs about five.
         "files": dice.choice((0, 0, dice.randint(1, 4), dice.randint(2, 20))),
         "command_line": dice.random() < 0.5,
     }
@@ -171,7 +171,7 @@ def _full_disk(dice: random.Random) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of cases: how many a campaign has of it, how its values are drawn, and what it shows."""
+    """A family of cases: their number in a campaign, how values are drawn, and what the family shows."""
 
     count: int
     draw: Callable[[random.Random], dict[str, Any]]

@@ -8,35 +8,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-#: What a full disk is called: no blocks or no inodes left; and by RLIMIT_FSIZE.
+#: Error texts of a full disk: no blocks or inodes left, or RLIMIT_FSIZE exceeded.
 REASONS = ("No space left on device", "File too large")
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder that takes little. `most_bytes` is 0 on a mounted one, else what each file is to be capped at."""
+    """A folder with little space. `most_bytes` caps the size of each file; it is 0 on a mounted disk."""
 
     folder: Path
     most_bytes: int
 
     def fill(self) -> None:
-        """Leave no room at all."""
+        """Fill the disk completely."""
         if not self.most_bytes:
             with contextlib.suppress(OSError), (self.folder / "other").open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
 
     def grow(self) -> None:
-        """Make room, as a user does who frees a disk."""
+        """Enlarge the disk, as if a user had freed space."""
         if not self.most_bytes:
             _mount("remount,size=64m,nr_inodes=10000", self.folder)
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, num_bytes: int, num_files: int = 0) -> Iterator[Disk]:
-    """Mount a disk of so many bytes and files; 0 files leaves their number free."""
+    """Mount a disk of limited bytes and files; 0 files means no limit of files."""
     folder.mkdir(parents=True)
-    # a page is the least that tmpfs takes: size=0 would be no limit at all
+    # one page is the smallest tmpfs: size=0 would mean no limit
     options = f"size={max(4096, num_bytes)}" + (f",nr_inodes={num_files}" if num_files else "")
     if not _mount(options, folder):
         yield Disk(folder, max(4096, num_bytes))

@@ -1,4 +1,4 @@
-"""The judge of the soak campaign: whether a case ended as it should, and if not, what was wrong.
+"""The judge of the soak campaign: it lists what went wrong in a case.
 
 Pure functions of what ranks reported; an empty text means right.
 """
@@ -16,7 +16,7 @@ from soak.zygote import Ended
 
 _NUMBERS = r"(\d+(?:(?:, | and | or (?:rank )?)\d+)*)"
 _RANKS = re.compile(rf"\branks? {_NUMBERS}")
-#: A rank that passes on what it heard is not what it blames: "rank 1 reported: rank 2 was lost".
+#: A rank that only reports is not blamed: "rank 1 reported: rank 2 was lost" blames rank 2.
 _REPORTERS = re.compile(
     rf"\b(?:(?:reported|told|said) by ranks? {_NUMBERS}|ranks? {_NUMBERS} (?:raised|reported|says|said):)"
 )
@@ -67,7 +67,7 @@ def judge_survivors(ended: Ended, victims: Collection[int], timeout: float) -> l
 
 
 def seconds_to_end(ended: Ended, victims: Collection[int]) -> float | None:
-    """Return how long after the fault the last survivor ended; None where one hung, or where there was none."""
+    """Return the seconds from the fault to the end of the last survivor; None if one hung or there was none."""
     rest = [rank for rank in range(len(ended.codes)) if rank not in victims]
     if ended.fired is None or not rest or any(ended.codes[rank] is None for rank in rest):
         return None
@@ -75,7 +75,7 @@ def seconds_to_end(ended: Ended, victims: Collection[int]) -> float | None:
 
 
 def judge_success(ended: Ended, what: str) -> list[str]:
-    """Return what is wrong with a job that no fault met: every rank must end with 0."""
+    """Return what is wrong with a job without a fault: every rank must exit with 0."""
     wrong = []
     for rank, code in enumerate(ended.codes):
         if code != 0:
@@ -126,7 +126,7 @@ def judge_load(
 
 
 def judge_refused_save(text: str, folder: str, reasons: Collection[str]) -> list[str]:
-    """Return what is wrong with what a rank said of a save that failed: one error, with the path and the reason."""
+    """Return what is wrong with a rank's output after a failed save: it must be one error with path and reason."""
     wrong = []
     if "Traceback (most recent call last)" in text:
         wrong.append(f"a traceback: {text[-400:]}")

@@ -1,4 +1,4 @@
-"""What the forked ranks of the soak campaign run: attention without end, training, loading, the command line.
+"""The tasks of the forked ranks of the soak campaign: endless attention, training, loading, the command line.
 
 A rank that is a victim calls `fire` where its case says so; the signal comes from outside. Each task returns what the
 rank reports; an error that leaves the task is reported by the caller.
@@ -27,12 +27,12 @@ from train.crash import EVENTS
 
 #: The pipe into which a victim writes; None on every other rank.
 FIRE: int | None = None
-#: Seconds that ranks attend without hearing of a fault before they give up.
+#: Seconds that ranks repeat attention without a fault before they give up.
 PATIENCE = 40.0
 
 
 def fire() -> None:
-    """Ask for the fault; it may come at any time from now on, and once."""
+    """Request the fault. It may come at any time from now on, and comes once."""
     global FIRE
     if FIRE is not None:
         os.write(FIRE, b"!")
@@ -40,7 +40,7 @@ def fire() -> None:
 
 
 def attend(timeout: float, folder: Path, schedule: str, moment: str, call: int, leave: bool) -> dict[str, Any]:
-    """Attend again and again until a rank is lost; `leave` says whether errors pass through `shutdown`."""
+    """Repeat attention until a rank is lost; `leave` says whether errors pass through `shutdown`."""
     torch.manual_seed(0)
     here = init(timeout=timeout)
     begin = time.monotonic()
@@ -130,7 +130,7 @@ def command(timeout: float, folder: Path, words: list[str], most_bytes: int = 0)
 
 
 def fill_disk(timeout: float, folder: Path, run: str, mesh: dict[str, int], most_bytes: int = 0) -> dict[str, Any]:
-    """Train where the disk fills up."""
+    """Train on a disk that fills up."""
     _cap_files(most_bytes)
     return train(timeout, folder, run, mesh)
 
@@ -196,7 +196,7 @@ def _fire_in_save(step: int, file: int) -> None:
         touched[0] += 1
         if touched[0] == file:
             fire()
-            time.sleep(PATIENCE)  # so that the kill comes before what this event announces
+            time.sleep(PATIENCE)  # let the kill come before the announced operation
 
     Checkpoints._write = begun  # type: ignore[method-assign, assignment]
     if file:

@@ -1,4 +1,4 @@
-"""The judge of the soak campaign: it must call wrong what is wrong; and a handful of each family, in the slow lane."""
+"""The judge of the soak campaign reports every kind of failure; a few cases of each family run as slow tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ended(folder: Path, codes: list[int | None], messages: list[str], fired: flo
     return Ended(folder, codes, [1.0 + rank for rank in range(len(codes))], fired)
 
 
-def test_survivors_that_name_the_victim_in_time_are_right(tmp_path):
+def test_survivors_that_name_the_victim_in_time_pass(tmp_path):
     job = ended(tmp_path, [3, -9, 3], ["rank 1 was lost", "", "rank 2 of 3: rank 0 reported: rank 1 was lost"])
     assert judge_survivors(job, [1], 5.0) == []
     assert seconds_to_end(job, [1]) == 3.0
@@ -41,18 +41,18 @@ def test_survivors_that_name_the_victim_in_time_are_right(tmp_path):
         (0, "", "rank 0 ended with code 0 and did not notice the fault"),
     ],
 )
-def test_survivors_that_blame_another_hang_or_abort_are_wrong(tmp_path, code, message, wrong):
+def test_survivors_that_blame_another_rank_or_hang_or_abort_fail(tmp_path, code, message, wrong):
     job = ended(tmp_path, [code, -9, 3], [message, "", "rank 1 was lost"])
     (found,) = judge_survivors(job, [1], 5.0)
     assert found.startswith(wrong)
 
 
-def test_a_fault_that_never_came_and_a_job_that_failed_are_wrong(tmp_path):
+def test_missing_fault_and_failed_job_are_failures(tmp_path):
     assert "never came" in judge_survivors(ended(tmp_path, [0, 0], [], fired=None), [1], 5.0)[0]
     assert len(judge_success(ended(tmp_path, [0, 3], []), "resumed")) == 1
 
 
-def test_a_damaged_checkpoint_that_is_accepted_or_refused_without_a_name_is_wrong(tmp_path):
+def test_damaged_checkpoint_must_be_refused_by_name(tmp_path):
     refused = {"error": "CheckpointError", "message": f"{tmp_path / 'index.json'}: missing", "changed": False}
     assert judge_load(refused, 0, "digest", tmp_path, ["index.json"]) == []
     assert judge_load({"digest": "digest"}, 0, "digest", tmp_path, ["index.json"]) == []
@@ -68,7 +68,7 @@ def test_a_damaged_checkpoint_that_is_accepted_or_refused_without_a_name_is_wron
         assert wrong in found
 
 
-def test_losses_of_another_bit_and_errors_without_path_are_wrong():
+def test_different_losses_and_errors_without_a_path_are_failures():
     undisturbed = {1: 0.5, 2: 0.25, 3: 0.125}
     assert judge_losses([0.25, 0.125], 3, undisturbed) == []
     assert len(judge_losses([0.25, 0.1250000000000001], 3, undisturbed)) == 1
@@ -78,7 +78,7 @@ def test_losses_of_another_bit_and_errors_without_path_are_wrong():
     assert len(judge_refused_save("[Errno 28] No space left on device", "/run", ["No space"])) == 1
 
 
-def test_cases_are_drawn_from_seed_family_and_number_alone():
+def test_cases_depend_only_on_seed_family_and_number():
     drawn = cases.selection([], 3, seed=7)
     assert len(drawn) == 3 * len(cases.FAMILIES)
     assert drawn == cases.selection([], 3, seed=7) != cases.selection([], 3, seed=8)
@@ -102,7 +102,7 @@ def test_every_kind_of_damage_changes_a_file(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", cases.FAMILIES)
-def test_a_handful_of_cases_ends_as_it_should(tmp_path, family):
+def test_a_few_cases_of_each_family_pass(tmp_path, family):
     zygote, campaign = Zygote(), Campaign(tmp_path)
     try:
         for case in cases.selection([family], 5, seed=1):

@@ -1,4 +1,4 @@
-"""A process that has imported torch once and forks the ranks of each case: a rank begins in a hundredth of the time.
+"""A process that imports torch once and forks the ranks of each case: a rank starts a hundred times faster.
 
 The zygote runs one job at a time. It has no threads and has never computed, so that its children may do both. It also
 sends the faults: a victim writes a byte into a pipe, and the zygote signals it after the delay that the case says.
@@ -22,24 +22,24 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-#: Seconds between two looks at the ranks of a job.
+#: Seconds between two checks of the ranks of a job.
 POLL = 0.01
-#: Seconds that a fault may let wait for itself, and that a job without one may take.
+#: Seconds until a fault must have come, and that a job without a fault may take.
 LIMIT = 60.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that is over, rank by rank. Times are of the machine's monotonic clock; `fired` is the fault's."""
+    """A finished job, by rank. Times are from the monotonic clock; `fired` is the time of the fault."""
 
     folder: Path
-    #: As os.waitstatus_to_exitcode gives them: below 0 a signal. None where a rank hung and was killed by us.
+    #: Exit codes as os.waitstatus_to_exitcode returns them: below 0 a signal. None for a rank that hung.
     codes: list[int | None]
     times: list[float]
     fired: float | None
 
     def report(self, rank: int) -> dict[str, Any]:
-        """Return what a rank wrote before it ended; empty where it did not come to that."""
+        """Return the report that a rank wrote before it ended; empty if it wrote none."""
         try:
             found: dict[str, Any] = json.loads((self.folder / f"rank-{rank}.json").read_text())
         except (OSError, ValueError):
@@ -169,7 +169,7 @@ class _Job:
                     self.ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
 
     def kill(self) -> None:
-        """End what is left."""
+        """End the ranks that still run."""
         self.reap()
         for pid, rank in self.pids.items():
             if rank not in self.ended:
@@ -179,7 +179,7 @@ class _Job:
 
 
 def _be_rank(rank: int, port: int, fire: int, asked: dict[str, Any]) -> None:
-    """Be a rank: never returns. The interpreter ends as any script's does, for an exit may hang or abort too."""
+    """Run as a rank and never return. The interpreter exits as for a script: an exit may hang or abort, too."""
     from meshflash.runtime.parent import end_with_parent
     from soak import ranks
 
@@ -225,7 +225,7 @@ def main() -> None:
     with contextlib.suppress(ImportError):
         import typer._adapters  # noqa: F401
     gc.collect()
-    gc.freeze()  # so that a collection in a rank does not copy every page
+    gc.freeze()  # a garbage collection in a forked rank would copy every page
     answers = os.dup(1)
     os.dup2(2, 1)
     job: _Job | None = None
