@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch import distributed as _distributed
@@ -15,7 +16,7 @@ from meshflash.runtime.handshake import VERDICT, AbsentRanksError, Handshake
 from meshflash.runtime.liveness import LostRankError
 from meshflash.runtime.store import BoundedStore
 
-dist = _distributed
+dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
 
 @pytest.fixture

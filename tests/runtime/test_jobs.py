@@ -99,9 +99,9 @@ def test_occupied_port_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         first, second = [ended(rank, 60) for rank in by_hand("fail", 2, 3, port)]
-    assert f"LaunchError: rank 0 of 2 cannot hold the store at 127.0.0.1:{port} (" in first.told[0]["error"]
+    assert f"LaunchError: rank 0 of 2 cannot host the store at 127.0.0.1:{port} (" in first.told[0]["error"]
     assert "MASTER_PORT to a free port" in first.told[0]["error"]
-    assert "somebody listens there, and does not answer" in second.told[0]["error"]
+    assert "a process listens there, and does not answer" in second.told[0]["error"]
     assert max(first.told[0]["seconds"], second.told[0]["seconds"]) < 3 + 10
 
 

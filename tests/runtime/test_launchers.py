@@ -132,10 +132,10 @@ HALF = {
     "PMIx alone": ({"PMIX_RANK": "1"}, "and PMIX_SIZE or WORLD_SIZE is not"),
     "words": ({"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='one', as by variables: expected a number"),
     "below 0": ({"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='-1'.*expected a number, 0 or more"),
-    "beyond the size": ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 of 2: that cannot be"),
+    "beyond the size": ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 of 2: expected 0 to 1"),
     "local rank beyond": (
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
-        "local rank 1 of 1: that cannot be",
+        "local rank 1 of 1: expected 0 to 0",
     ),
 }
 

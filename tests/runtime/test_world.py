@@ -120,7 +120,7 @@ def ranks(kind, backends, *places):
         (ranks("cuda", CUDA, ("a", "1"), ("a", "2")), "cpu:gloo,cuda:nccl", ""),
         (ranks("cuda", CUDA, ("a", "1"), ("b", "1")), "cpu:gloo,cuda:nccl", ""),
         (ranks("cuda", CUDA, ("a", "1"), ("a", "1")), "gloo", "ranks share a device, which nccl refuses"),
-        (ranks("cuda", ("gloo",), ("a", "1"), ("a", "2")), "gloo", "nccl are missing on some rank"),
+        (ranks("cuda", ("gloo",), ("a", "1"), ("a", "2")), "gloo", "nccl is missing on some rank"),
         (ranks("cuda", CUDA, ("a", "1")) + ranks("cuda", ("gloo",), ("a", "2")), "gloo", "missing on some rank"),
         (ranks("xpu", BOTH, ("a", "1"), ("a", "2")), "cpu:gloo,xpu:xccl", ""),
         (ranks("xpu", ("ccl", "gloo"), ("a", "1"), ("a", "2")), "ccl", "xccl is not in this build of torch"),
@@ -332,7 +332,9 @@ def test_rendezvous_file_of_a_dead_job_is_ignored(tmp_path, monkeypatch):
 def test_unusable_rendezvous_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / f"meshflash-{os.getuid()}").write_text("a file")
-    with pytest.raises(LaunchError, match=r"ranks of a node meet by a file, and .*: set TMPDIR, or set MASTER_ADDR"):
+    with pytest.raises(
+        LaunchError, match=r"ranks of one node find each other by a file, and .*: set TMPDIR, or set MASTER_ADDR"
+    ):
         rendezvous.open_rendezvous(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
 
 

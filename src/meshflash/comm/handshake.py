@@ -55,7 +55,7 @@ class StoreBarrier:
             seconds: The longest time that a rank waits for the others in one exchange.
         """
         if dist.get_backend(group) == "mpi":
-            raise ValueError("a process group of the MPI backend has no store to exchange by; start with gloo or nccl")
+            raise ValueError("a process group of the MPI backend has no store for handshakes; start with gloo or nccl")
         self.rank, self.world = int(dist.get_rank(group)), int(dist.get_world_size(group))
         self.seconds = seconds
         self._global_ranks = dist.get_process_group_ranks(group)

@@ -79,7 +79,7 @@ class GroupContext:
         self._transports: dict[tuple[torch.device, str], Transport] = {}
         self._in_use = threading.RLock()
         if dist.get_backend(group) == "mpi":
-            raise ValueError("a process group of the MPI backend has no store to agree by; start with gloo or nccl")
+            raise ValueError("a process group of the MPI backend has no store for handshakes; start with gloo or nccl")
         store = dist.distributed_c10d._get_process_group_store(group)
         self._liveness = liveness(listen_host(store_address(store)))
         #: The name of this group in probes. Groups of one name may follow each other, hence the epoch.
@@ -104,7 +104,7 @@ class GroupContext:
         """Stop waiting for a store whose host has ended: rank 0 of the job hosts it, unless a launcher does."""
         cause = self._liveness.cause(self._scope) or self._liveness.find_ended(self._scope, 0)
         if cause is not None:
-            raise self._missing(cause, "which held the store that ranks agree by")
+            raise self._missing(cause, "which hosted the store of the ranks")
 
     def transport(self, device: torch.device, name: str = "auto") -> Transport:
         """Return the transport that moves this group's tensors on a device; ValueError if there is none.
@@ -356,7 +356,7 @@ class GroupContext:
         if cause is None:
             cause, _ = self._liveness.find(self._scope, [self.global_rank(rank) for rank in range(self.world)])
         if cause is None:
-            return MissingRankError(f"{otherwise}. Rank {self.global_rank(0)} or its launcher holds the store")
+            return MissingRankError(f"{otherwise}. Rank {self.global_rank(0)} or its launcher hosts the store")
         return MissingRankError(f"{cause}, {otherwise}; look at its output first")
 
 

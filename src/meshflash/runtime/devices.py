@@ -194,7 +194,8 @@ def choose_backend(infos: Sequence[RankInfo], forced: str | None = None) -> tupl
         if all(backend in one.backends for one in infos):
             reason = "" if backend == wanted[0] else f"{wanted[0]} is not in this build of torch"
             return (f"{CPU}:{GLOO},{kind}:{backend}" if backend != "ccl" else backend), reason
-    return GLOO, f"{' and '.join(wanted)} are missing on some rank; tensors move through the host"
+    missing = f"{' and '.join(wanted)} {'is' if len(wanted) == 1 else 'are'} missing"
+    return GLOO, f"{missing} on some rank; tensors move through the host"
 
 
 def _names(one: RankInfo) -> str:

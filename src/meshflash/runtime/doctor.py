@@ -268,7 +268,7 @@ def _transports() -> Iterator[Finding]:
     yield Finding(topic, "process_group", "ok" if backends else "note", f"by {', '.join(backends) or 'no backend'}")
     devices, _ = _visible(build)
     if not devices:
-        yield Finding(topic, "symmetric, host_staged", "note", "for GPUs, of which none is visible here")
+        yield Finding(topic, "symmetric, host_staged", "note", "for GPUs, and none is visible here")
         return
     symmetric = build == "CUDA" and importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
     detail = "ranks of this host pull from each other's memory" if symmetric else f"not in this {build} build of torch"

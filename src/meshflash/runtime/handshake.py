@@ -62,7 +62,12 @@ class Handshake:
         self.store.set(self._key(number, self.rank if slot is None else slot), json.dumps(payload))
 
     def is_posted(self, number: int, slot: int | str) -> bool:
-        """Return whether a payload is there to be read, without waiting for it."""
+        """Return whether a payload has been posted, without waiting for it.
+
+        Args:
+            number: The exchange.
+            slot: A rank, or VERDICT.
+        """
         return self.store.check([self._key(number, slot)])
 
     def read(self, number: int, slot: int | str, deadline: float, watch: Watch | None = None) -> Any:
@@ -90,7 +95,7 @@ class Handshake:
         """Post a payload and return the payloads of all ranks, by rank.
 
         Returning proves that every rank has begun this exchange, so it is a barrier as well. An exchange that fails
-        keeps its number: a rank that then gives up posts there why, and replaces its payload for those that come late.
+        keeps its number. A rank that then gives up replaces its payload by the reason, for ranks that come late.
 
         Args:
             payload: This rank's payload: anything that JSON can hold.
@@ -111,7 +116,12 @@ class Handshake:
         return payloads
 
     def discard(self, number: int, slots: Sequence[int | str] = ()) -> None:
-        """Delete this rank's payload, and other slots, of an exchange that nobody reads any more; of none below 0."""
+        """Delete this rank's payload, and other slots, of an exchange that every rank has read.
+
+        Args:
+            number: The exchange. A number below 0 stands for none.
+            slots: Further slots to delete, such as VERDICT.
+        """
         if number >= 0:
             for slot in (self.rank, *slots):
                 self.store.delete(self._key(number, slot))

@@ -65,7 +65,7 @@ def reachable_address(other: str) -> str:
             probe.connect(address)  # sends nothing: a UDP connect only looks up the route
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ValueError(f"this host knows no way to {other!r}: {error}") from error
+        raise ValueError(f"this host has no route to {other!r}: {error}") from error
 
 
 def interface_of(address: str) -> str:

@@ -240,4 +240,4 @@ def _check(place: Place) -> None:
         ("local rank", place.local_rank, place.local_world_size or place.world_size),
     ):
         if not 0 <= number < size:
-            raise LaunchError(f"{place.launcher} says that this is {what} {number} of {size}: that cannot be")
+            raise LaunchError(f"{place.launcher} set {what} {number} of {size}: expected 0 to {size - 1}")

@@ -101,9 +101,7 @@ def plan(place: Place) -> list[tuple[str, str]]:
     elif place.one_node:
         store, local = f"{asked or '127.0.0.1'}, a port that the system chooses", True
     else:
-        store = (
-            "rank 0's address on the way to the other hosts, a port that the system chooses or Slurm's job number gives"
-        )
+        store = "rank 0's address on the route to the other hosts, a free port or one computed from Slurm's job number"
     gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
     interface = LOOPBACK if local else "the interface of this host's name, or the one that leads to rank 0"
     nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
@@ -111,7 +109,7 @@ def plan(place: Place) -> list[tuple[str, str]]:
         ("store", store),
         (
             "liveness",
-            f"{'127.0.0.1' if local else 'the address that leads to the store'}, a port that the system chooses",
+            f"{'127.0.0.1' if local else 'the address on the route to the store'}, a port that the system chooses",
         ),
         ("gloo", f"{gloo}, as GLOO_SOCKET_IFNAME says" if gloo else interface),
         (

@@ -158,7 +158,7 @@ def _find_store(place: Place, timeout: float, number: int) -> Store:
             return _at_master_address(place, hosts[0], port or str(own), timeout, number)
     raise LaunchError(
         f"rank {place.rank} of {place.world_size}, started by {place.launcher}, does not know where rank 0 is: "
-        f"{ADVICE}; or install mpi4py, which tells"
+        f"{ADVICE}; or install mpi4py, which finds it"
     )
 
 
@@ -309,7 +309,7 @@ def _why_silent(address: str, port: int) -> str:
         socket.create_connection((address, port), 1.0).close()
     except OSError as error:
         return str(error)
-    return "somebody listens there, and does not answer"
+    return "a process listens there, and does not answer"
 
 
 class _explaining:  # noqa: N801 - a context manager, named as it reads
@@ -325,7 +325,7 @@ class _explaining:  # noqa: N801 - a context manager, named as it reads
         if not isinstance(error, RuntimeError | TimeoutError) or isinstance(error, LaunchError):
             return
         reason = str(error).strip().splitlines()[0]
-        what = "cannot hold the store" if self.place.rank == 0 else f"found no rank 0 within {self.timeout:g} s"
+        what = "cannot host the store" if self.place.rank == 0 else f"found no rank 0 within {self.timeout:g} s"
         raise LaunchError(
             f"rank {self.place.rank} of {self.place.world_size} {what} at {self.where} ({reason}); {ADVICE}"
         ) from error
@@ -344,7 +344,9 @@ def _on_one_node(place: Place, timeout: float, number: int) -> Store:
         file = folder / f"{_name(place, job, number)}.json"
         return _host_by_file(place, file, timeout) if place.rank == 0 else _find_by_file(place, file, timeout)
     except OSError as error:
-        raise LaunchError(f"ranks of a node meet by a file, and {error}: set TMPDIR, or {ADVICE}") from error
+        raise LaunchError(
+            f"ranks of one node find each other by a file, and {error}: set TMPDIR, or {ADVICE}"
+        ) from error
 
 
 def _own_folder(path: Path) -> Path:
@@ -457,7 +459,7 @@ def _by_mpi(place: Place, timeout: float) -> Store | None:
             problem = str(error)
     address, port, problem, token = comm.bcast((address, store.port if store else 0, problem, token))
     if problem:
-        raise LaunchError(f"rank 0 has no address for the others: {problem}; {ADVICE}")
+        raise LaunchError(f"rank 0 has no address that the other hosts reach: {problem}; {ADVICE}")
     found = store or _connect(place, address, port, timeout)[0]
     return guarded(found, token), f"{address}:{port}"
 
@@ -473,7 +475,7 @@ def _communicator(place: Place) -> Any:
         return None
     if MPI.COMM_WORLD.Get_size() != place.world_size:
         log.warning(
-            "mpi4py sees %d ranks where %s started %d: it is built for another MPI, and is not asked",
+            "mpi4py sees %d ranks where %s started %d: it is built for another MPI, and is not used",
             MPI.COMM_WORLD.Get_size(),
             place.launcher,
             place.world_size,

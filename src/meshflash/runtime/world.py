@@ -184,15 +184,15 @@ def _join(place: Place, backend: str | None, timeout: float) -> World:
         handshake.all_gather("has the group", timeout)
 
     try:
-        run_within(timeout + GRACE_SECONDS, make_group, "ranks found the store, and do not reach each other")
+        run_within(timeout + GRACE_SECONDS, make_group, "ranks found the store, but do not reach each other")
     except (RuntimeError, TimeoutError) as error:
         reason = str(error).strip().splitlines()[0]
         cause, _ = liveness().find(JOB, range(place.world_size))
         if cause is not None:
             raise LaunchError(f"{cause} while ranks made their process group; look at its output first") from error
         raise LaunchError(
-            f"rank {place.rank} of {place.world_size} made no group of {chosen} within {timeout:g} s ({reason}); "
-            "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME, to an interface by which hosts reach each other"
+            f"rank {place.rank} of {place.world_size} made no process group with {chosen} within {timeout:g} s "
+            f"({reason}); set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME, to an interface that connects the hosts"
         ) from error
     node = nodes.index(infos[place.rank].host) if place.node is None else place.node
     local_size = place.local_world_size or len(local)
