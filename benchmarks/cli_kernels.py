@@ -177,7 +177,7 @@ def tiles(
 
 def rank(
     schedule: Annotated[list[str], typer.Option(help="A schedule; repeat for several.")] = ["zigzag"],  # noqa: B006
-    world: Annotated[int, typer.Option("--world", "-n", min=1, help="Ranks, of which one is played.")] = 8,
+    world: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks, of which one is played.")] = 8,
     rank: Annotated[int, typer.Option(min=0, help="Which.")] = 3,
     local_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 1024,
     kernel: Annotated[list[str], typer.Option(help="A kernel; repeat for several.")] = ["auto"],  # noqa: B006
@@ -218,7 +218,7 @@ def engine(
         "striped",
         "allgather",
     ],
-    world: Annotated[int, typer.Option("--world", "-n", min=2, help="Ranks, of which rank 0 is played.")] = 8,
+    world: Annotated[int, typer.Option("--nproc", "-n", min=2, help="Ranks, of which rank 0 is played.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 21,
     output: Output = None,
     update: Update = False,
@@ -238,7 +238,7 @@ def engine(
 
 def moved(
     schedule: Annotated[list[str], typer.Option(help="A schedule; repeat for several. All by default.")] = [],  # noqa: B006
-    world: Annotated[int, typer.Option("--world", "-n", min=2, help="Ranks.")] = 8,
+    world: Annotated[int, typer.Option("--nproc", "-n", min=2, help="Ranks.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 131072,
     output: Output = None,
     update: Update = False,

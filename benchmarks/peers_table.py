@@ -10,9 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.peers import OURS, Rows
+from benchmarks.peers import Rows
 from benchmarks.training import in_markdown
-from meshflash.bench.candidates import SDPA
+from meshflash.bench.candidates import SDPA, own_among
 
 #: What ours is shown as a multiple of, and the multiples for which cells are counted.
 FLOORS = {"cudnn": (1.0,), "fa4": (0.97, 1.03), SDPA: (1.0,)}
@@ -126,8 +126,7 @@ def _names(rows: Rows) -> list[str]:
 
 
 def _ours(rows: Rows) -> str:
-    names = _names(rows)
-    return OURS if OURS in names else names[0]
+    return own_among(_names(rows))
 
 
 def _beside(rows: Rows) -> list[str]:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers import MASKS, OURS
+from benchmarks.peers import MASKS
+from meshflash.bench.candidates import own_kernel
 from meshflash.bench.cases import Case, on_cpu, pick_dtype
 from meshflash.bench.check import PASSES, WrongError, relative_error, truth, worst
 from meshflash.bench.measure import Say
@@ -110,7 +111,7 @@ class Way:
 
 def default_kernel(device: str) -> str:
     """Ours on a GPU, the tiled one on a CPU."""
-    return "tiled" if on_cpu(device) else OURS
+    return "tiled" if on_cpu(device) else own_kernel(device)
 
 
 def settings(
@@ -248,10 +249,10 @@ class _Checked:
         return self._right(way, self.case.worst_error)
 
     def _choose(self, direction: Pass, deterministic: bool = False, in_parts: bool = False) -> tuple[Kernel, str]:
-        """The kernel of a call, and the implementation of it that runs."""
+        """Return the kernel of a call, and its name."""
         ask = replace(local.ask_for(self.x, direction, deterministic), partial=in_parts)
         found = registry.choose(self.kernel, ask)
-        return found.kernel, found.implementation
+        return found.kernel, found.kernel.name
 
     def _right(self, way: Way, allowed: float) -> Way:
         """The way itself; WrongError for an error that is not allowed."""

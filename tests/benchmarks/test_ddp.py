@@ -59,7 +59,7 @@ def test_bench_ddp_writes_a_record_and_shows_it_again(tmp_path, monkeypatch, poo
     # ranks that have started already
     monkeypatch.setattr(ddp, "run_ranks", lambda world, function, *args, **options: pool.run(world, train, *args))
     output, plot = tmp_path / "ddp.json", tmp_path / "ddp.png"
-    words = "benchmarks ddp --device cpu --ranks 2 --layers 1 --dim 32 --heads 2 --vocabulary 64 --tokens 16 --rounds 1"
+    words = "benchmarks ddp --device cpu --nproc 2 --layers 1 --dim 32 --heads 2 --vocabulary 64 --tokens 16 --rounds 1"
     result = invoke(words, "--output", output, "--plot", plot)
     assert result.exit_code == 0, result.output
     one, two = record.read(output)["rows"]
@@ -122,7 +122,7 @@ def test_losses_that_differ_are_an_error():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("benchmarks ddp --device cpu --batch 4 --ranks 3", "3 ranks do not divide it; take a multiple of 3"),
+        ("benchmarks ddp --device cpu --batch 4 --nproc 3", "3 ranks do not divide it; take a multiple of 3"),
         ("benchmarks ddp --device cpu --mps", "say --device cuda too"),
         ("benchmarks ddp --device cpu --dtype float16", "expected one of float32, bfloat16"),
         ("benchmarks ddp --device cpu --heads 3", "3 heads do not divide it"),

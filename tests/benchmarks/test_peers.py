@@ -43,7 +43,7 @@ def test_the_set_on_a_gpu_is_24_cells():
     assert {(case.tokens, case.batch) for case in cases} == {(4096, 8), (16384, 2), (65536, 1)}
     assert {(case.head_dim, case.heads, case.kv_heads) for case in cases} == {(64, 32, 32), (128, 16, 16)}
     assert {(case.mask, case.dtype) for case in cases} == {("causal", "bfloat16"), ("full", "bfloat16")}
-    assert peers.default_kernels("cuda") == ("triton", "fa4", "cudnn", "fa2", "flex")
+    assert peers.default_kernels("cuda") == (candidates.own_kernel("cuda"), "fa4", "cudnn", "fa2", "flex")
     (narrow,) = peers.settings("cuda", [65536], [128], ["full"])
     assert narrow in cases
 
@@ -220,7 +220,7 @@ def test_no_figures_no_plot(tmp_path):
         ("--output x.json --update", "--output and --update name two records; give one of them"),
         ("--mask window-4", "peers are compared on causal and full"),
         ("--kernel fast", "expected one of auto, vendor"),
-        ("--kernel triton", "lacks the device cpu"),
+        ("--kernel triton", "does not support the device cpu"),
     ],
 )
 def test_bad_arguments_are_explained(arguments, message):

@@ -17,7 +17,8 @@ def _end():
 
 
 def test_a_step_and_its_kernels(tmp_path):
-    words = f"benchmarks step --tokens 33 --rounds 1 --activation-checkpointing selective --plain --device cpu --output {tmp_path}/s.json"
+    options = "--tokens 33 --rounds 1 --activation-checkpointing selective --plain --device cpu"
+    words = f"benchmarks step {options} --output {tmp_path}/s.json"
     result = CliRunner().invoke(app, words.split(), catch_exceptions=False)
     assert result.exit_code == 0
     for part in ("attention, backward", "RMSNorm", "loss and its gradients", "clip and AdamW", "the plain model"):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from benchmarks import variants, variants_table
 from commands import app
 from meshflash.bench import record
+from meshflash.bench.candidates import own_kernel
 from meshflash.bench.cases import Case
 from meshflash.bench.check import PASSES, WrongError
 from meshflash.bench.timing import interleaved
@@ -46,7 +47,7 @@ def test_what_is_measured_on_a_gpu():
         for case in setting.values():
             assert (case.tokens, case.batch, case.heads, case.kv_heads, case.head_dim) == (131072, 1, 8, 8, dim)
         assert setting["window-4096"].flops("forward") < setting["causal"].flops("forward") / 10
-    assert variants.default_kernel("cuda") == "triton"
+    assert variants.default_kernel("cuda") == own_kernel("cuda")
 
 
 def test_documents_are_32_of_random_lengths_and_the_same_each_time():
@@ -206,4 +207,4 @@ def test_ways_on_a_gpu(tmp_path):
     words = "benchmarks variants --tokens 4160 --long-tokens 8256 --rounds 2"
     result = invoke(words, "--output", tmp_path / "x.json")
     assert result.exit_code == 0, (result.output, result.exception)
-    assert all(row["ran"] == "triton" and row["ms"] > 0 for row in record.read(tmp_path / "x.json")["rows"])
+    assert all(row["ran"] == own_kernel("cuda") and row["ms"] > 0 for row in record.read(tmp_path / "x.json")["rows"])

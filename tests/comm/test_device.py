@@ -230,8 +230,8 @@ def killed(rank, world, tell, folder):
     came = torch.zeros(2, dtype=torch.int32)
     heap.barrier()
     left = shared_files.folder() / f"{shared_files.PREFIX}killed-1-{os.getpid()}"
-    assert heap._rendezvous is not None
-    lefts = heap._rendezvous.all_gather(left.name)
+    assert heap._barrier is not None
+    lefts = heap._barrier.all_gather(left.name)
     if rank == 1:
         left.write_bytes(b"1")
         only_put[(1,)](inbox.local, heap.bases, rank, 0, WORDS=WORDS)

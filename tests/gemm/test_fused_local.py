@@ -499,7 +499,7 @@ def test_ranks_that_share_devices_unevenly_agree(a_gpu):
         payloads.append(payload)
         return [payload]
 
-    heap: Any = SimpleNamespace(_rendezvous=SimpleNamespace(all_gather=all_gather))
+    heap: Any = SimpleNamespace(_barrier=SimpleNamespace(all_gather=all_gather))
     problem = DistributedGemm.of("all_scatter", 8192, 3456, 4096, 3, torch.bfloat16)
     plans = [plan_fused(problem, a_gpu, variant="epilogue", ranks_per_device=number) for number in (2, 2, 1)]
     assert [(plan.num_ctas, plan.time_shared) for plan in plans] == [(130, True), (130, True), (132, False)]

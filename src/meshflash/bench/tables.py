@@ -1,4 +1,7 @@
-"""Tables of the benchmarks that come with the package, at most 80 columns wide."""
+"""Tables of the benchmarks that come with the package, readable at 80 columns.
+
+`blank` is the one table style of all commands.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def checks(rows: list[dict[str, Any]]) -> Table:
 
     Where there are many they are one row for each name, whatever their options.
     """
-    head = ("schedule", "right", "missed", "refused", "worst error", "of allowed", "KB in")
+    head = ("schedule", "right", "missed", "refused", "worst error", "of allowed", "recv (KB)")
     table = blank(f"against float64, {rows[0]['world']} ranks", *head)
     many = len({row["schedule"] for row in rows}) > MANY_SCHEDULES
     by_name: dict[str, list[dict[str, Any]]] = {}
@@ -76,52 +79,76 @@ def _times(beside: str) -> str:
 
 
 def blank(head: str, *columns: str) -> Table:
-    """A table with words on the left of their columns and numbers on the right."""
-    table = Table(title=head, title_justify="left", title_style="bold", header_style="bold")
+    """Return an empty table in the style of all commands: words are left-aligned, numbers right-aligned.
+
+    Cells that do not fit are folded onto the next line, never cut: a schedule shown as "ri..." could be any of six.
+    """
+    table = Table(
+        title=head,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for name in columns:
-        table.add_column(name, justify="left" if name in ("pass", "kernel") else "right", no_wrap=True)
+        add_column(table, name)
     return table
+
+
+#: Columns of words; all others hold numbers.
+WORDS = ("pass", "kernel", "schedule", "mask", "")
+
+
+def add_column(table: Table, name: str) -> None:
+    """Add a column to a table of `blank`. Words may wrap; numbers stay on one line while there is room."""
+    is_text = name in WORDS
+    table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
 
 
 def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Table:
     world = max(row["world"] for row in rows)
-    table = blank(f"{title(cell)}, {world} ranks", "pass")
-    table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
-    table.add_column("schedule")
+    table = blank(f"{title(cell)}, {world} ranks", "pass", "schedule")
     simulated = any(row["simulated_ms"] is not None for row in rows)
-    waits = ("waits", "sim.") if simulated else ("waits",)
-    shared = cell["device"] == "cpu"  # ranks share its cores: none has a part of the hardware
-    speeds = ("speedup",) if shared else ("TF/s", "eff.")
-    for name in ("ms", "±", *speeds, *waits, "MB in", "error", "MiB"):
-        table.add_column(name, justify="right", no_wrap=True)
+    exposed = ("exposed\ncomm (ms)", "sim.\n(ms)") if simulated else ("exposed\ncomm (ms)",)
+    shares_cores = cell["device"] == "cpu"  # so no rank has hardware of its own, and efficiency means nothing
+    speeds = ("speedup",) if shares_cores else ("TFLOP/s", "eff.")
+    for name in ("ms", "±", *speeds, *exposed, "recv\n(MB)", "error", "peak\nMiB"):
+        add_column(table, name)
     rounds = rows[0]["rounds"]
-    words = "speedup: against one rank"
-    if not shared:
-        words = "eff.: measured speed against one rank, for each part of the hardware"
+    words = "speedup: over the single device (baseline)"
+    if not shares_cores:
+        words = "eff.: measured speed over that of the single device (baseline), for each rank's part of the hardware"
     table.caption = (
-        f"ms: median of {rounds} interleaved round{'' if rounds == 1 else 's'}; ±: half of least to most; "
-        f"{words}; waits: exposed communication, measured, ms of the rank that waits longest"
+        f"ms: median of {rounds} interleaved round{'' if rounds == 1 else 's'}; ±: half of max - min, relative; "
+        f"{words}; exposed comm: measured, of the rank that waits longest; recv: mean over ranks"
     )
-    table.caption += "; sim.: the same, simulated, of the same programs" if simulated else ""
+    table.caption += "; sim.: exposed comm of the same programs, simulated" if simulated else ""
     table.caption += f"; kernels that ran: {_ran(rows)}"
     flagged = [row for row in rows if impossible(row)]
     if flagged:
         limit = max(row["speedup_limit"] for row in flagged)
         table.caption += (
-            f"\n{FLAG} impossible: more than the {limit:g} times one rank's speed that ranks and cores could give; "
+            f"\n{FLAG} impossible: above {limit:g}, the most that these ranks and cores could give; "
             "the machine was busy, measure again"
         )
-    table.caption_justify = "left"
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
         for n, row in enumerate(own):
             mark = FLAG if impossible(row) else ""
             table.add_row(
                 ("forward" if direction == "forward" else "both") if n == 0 else "",
-                row["schedule"],
+                SINGLE_DEVICE if row["schedule"] == beside else row["schedule"],
                 _short(row["ms"]),
                 spread(row),
-                *([f"{row['speedup']:.2f}{mark}"] if shared else [_tflops(row), f"{row['efficiency']:.3f}{mark}"]),
-                *([""] * len(waits) if row["world"] == 1 else _waited(row)[: len(waits)]),
+                *(
+                    [f"{row['speedup']:.2f}{mark}"]
+                    if shares_cores
+                    else [_tflops(row), f"{row['efficiency']:.3f}{mark}"]
+                ),
+                *([""] * len(exposed) if row["world"] == 1 else _exposed(row)[: len(exposed)]),
                 "" if row["world"] == 1 else f"{row['received_mean'] / 1e6:.1f}",
                 "" if row["world"] == 1 else f"{row['error']:.0e}",
                 f"{row['peak_bytes'] / 2**20:.1f}",
@@ -130,7 +157,9 @@ def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) ->
     return table
 
 
-#: Stands behind a figure that cannot be.
+#: The baseline in tables of schedules: the same work on one rank.
+SINGLE_DEVICE = "single device"
+#: Marks an impossible figure.
 FLAG = "!"
 
 
@@ -165,7 +194,7 @@ def _tflops(row: dict[str, Any]) -> str:
     return f"{row['tflops']:.3g}"
 
 
-def _waited(row: dict[str, Any]) -> list[str]:
+def _exposed(row: dict[str, Any]) -> list[str]:
     simulated = row["simulated_ms"]
     return [_short(row["exposed_ms"]), "" if simulated is None else _short(simulated)]
 
@@ -188,7 +217,7 @@ def title(cell: dict[str, Any], tokens: bool = True) -> str:
 def _cell(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Table:
     columns = ("pass", "kernel", "ms", "TFLOP/s", _times(beside), "error", "peak MiB")
     table = blank(f"{title(cell)} on {cell['device']}", *columns)
-    table.caption, table.caption_justify = f"error: against {rows[0]['oracle']}", "left"
+    table.caption = f"error: against {rows[0]['oracle']}"
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
         passes = list(own)
         peer = next((row["ms"] for row in passes if row["kernel"] == beside), None)
@@ -210,9 +239,7 @@ def _cell(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Tabl
 def rates(found: Rates) -> Table:
     """Measured rates, TFLOP/s, kernels beside each other; the fastest of a row is bold."""
     names = list(dict.fromkeys(rate.kernel for rate in found.rates))
-    table = Table("pass", "mask", title=f"{found.device}: TFLOP/s", title_justify="left", title_style="bold")
-    for name in ("dim", "tokens", *names):
-        table.add_column(name, justify="right")
+    table = blank(f"{found.device}: TFLOP/s", "pass", "mask", "dim", "tokens", *names)
     rows: dict[tuple[str, bool, int, int], dict[str, float]] = {}
     for rate in found.rates:
         key = (rate.direction, rate.causal, rate.head_dim, rate.tokens)

@@ -49,7 +49,12 @@ class Heap(ABC):
     kind: str
 
     def __init__(
-        self, memories: Sequence[Tensor], rank: int, device: torch.device, timeout: float, rendezvous: StoreBarrier | None
+        self,
+        memories: Sequence[Tensor],
+        rank: int,
+        device: torch.device,
+        timeout: float,
+        barrier: StoreBarrier | None,
     ) -> None:
         self.rank, self.world, self.device, self.timeout = rank, len(memories), device, timeout
         addresses = [memory.data_ptr() for memory in memories]
@@ -57,7 +62,7 @@ class Heap(ABC):
         #: Base address of each rank's heap, as mapped into this process.
         self.bases = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._memories = tuple(memories)
-        self._rendezvous = rendezvous  # None where this process has all ranks
+        self._barrier = barrier  # None where this process has all ranks
         self._allocator = BlockAllocator(memories[0].numel())
         self._live: dict[Allocation, None] = {}  # a dict as an ordered set
         self._freed_offsets: list[int] = []  # freed since the last barrier; peers may still write there
@@ -151,11 +156,11 @@ class Heap(ABC):
         self._check_open()
         self._finish()
         failures = self._failures()
-        if self._rendezvous is None:
+        if self._barrier is None:
             if failures:
                 raise TransportError(failures)
         else:
-            payloads = self._rendezvous.all_gather(self._payload(failures))
+            payloads = self._barrier.all_gather(self._payload(failures))
             reported = [payload["failures"] for payload in payloads if payload["failures"]]
             if reported:
                 raise TransportError(failures or reported[0])
@@ -208,9 +213,9 @@ class Heap(ABC):
                 raise
             self.close()
         else:  # no warning of live allocations: they follow from the error
-            if self._rendezvous is not None and not self._closed:
+            if self._barrier is not None and not self._closed:
                 # peers that wait in a barrier raise this message instead of timing out
-                self._rendezvous.post_and_leave(
+                self._barrier.post_and_leave(
                     self._payload(f"{self._named(self.rank)} left the heap by {kind and kind.__name__}: {error}")
                 )
             self._release()
@@ -230,7 +235,7 @@ class Heap(ABC):
             raise RuntimeError("this heap is closed; open another one")
 
     def _named(self, rank: int) -> str:
-        return f"rank {rank}" if self._rendezvous is None else self._rendezvous.named(rank)
+        return f"rank {rank}" if self._barrier is None else self._barrier.named(rank)
 
     def _payload(self, failures: str) -> dict[str, Any]:
         """Return what a rank sends to the others in a barrier: its failures, and its calls since the last barrier."""
@@ -250,7 +255,7 @@ class Heap(ABC):
                     f"{self._named(rank)} waited {self.timeout:g} s in step {step} for {self._named(peer)}, whose "
                     f"signal stands at {seen} and was to reach {expected}"
                 )
-        ended = self._rendezvous.describe_ended() if self._rendezvous is not None and found else ""
+        ended = self._barrier.describe_ended() if self._barrier is not None and found else ""
         return "; ".join(found) + ended
 
     def _compare(self, payloads: Sequence[dict[str, Any]]) -> None:

@@ -218,22 +218,22 @@ def _device_share(heap: Heap) -> tuple[int, int]:
     num_sms = configs.num_sms(heap.device)
     if heap.device.type == CPU:
         return 1, num_sms
-    if heap._rendezvous is None:  # a local heap: the ranks of this process share its device
+    if heap._barrier is None:  # a local heap: the ranks of this process share its device
         return heap.world, max(1, num_sms // heap.world)
-    names = heap._rendezvous.all_gather(name_of(heap.device))
+    names = heap._barrier.all_gather(name_of(heap.device))
     ranks_per_device = names.count(names[heap.rank])
     return ranks_per_device, sms_per_rank(heap.device, ranks_per_device)
 
 
 def _check_agreement(heap: Heap, plan: FusedPlan) -> None:
     """Raise DisagreementError, naming a rank, if ranks have made different plans."""
-    if heap._rendezvous is None:
+    if heap._barrier is None:
         return
     mine = {**asdict(plan.problem), **asdict(plan)}
     # these may differ: they depend on how many ranks share a device
     for name in ("problem", "why", "num_ctas", "num_comm_sms", "time_shared"):
         del mine[name]
-    payloads = heap._rendezvous.all_gather({name: str(value) for name, value in mine.items()})
+    payloads = heap._barrier.all_gather({name: str(value) for name, value in mine.items()})
     for rank, payload in enumerate(payloads):
         for name, value in payloads[0].items():
             if payload[name] != value:
