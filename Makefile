@@ -77,7 +77,7 @@ test-gpu: $(VENV)/.test-ready
 	$(BIN)/pytest -m gpu
 
 test-mpi: $(VENV)/.test-ready $(VENV)/.mpi-ready
-	$(BIN)/pytest -m mpi
+	$(BIN)/pytest -m 'not gpu' tests/runtime/test_jobs.py tests/runtime/test_slow_jobs.py
 
 clean:
 	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,7 +5,7 @@
     modal run deploy/modal_app.py::cluster
 
 What runs there is plain data: a list of steps, each a line to print and a command. `MESHFLASH_MODAL_GPU` (H100) and
-`MESHFLASH_MODAL_NODES` (2) are read where `modal` is called. Needs `pip install 'meshflash[modal]'` and `modal setup`.
+`MESHFLASH_MODAL_NODES` (2) are read where `modal` is called. Needs `pip install modal` and `modal setup`.
 """
 
 from __future__ import annotations

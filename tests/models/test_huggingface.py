@@ -469,5 +469,5 @@ def test_broken_folders_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="max_gb=0: expected more than 0"):
         save_pretrained(GPT(ODD), tmp_path / "new", max_gb=0)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match=r"pip install 'meshflash\[hf\]'"):
+    with pytest.raises(ImportError, match=r"pip install safetensors"):
         save_pretrained(GPT(ODD), tmp_path / "new")

@@ -17,7 +17,7 @@ from meshflash import shutdown
 from meshflash.cli import app
 from meshflash.train import config as configs
 from meshflash.train import loop
-from meshflash.train.config import PRESETS, as_dict, from_dict, preset, read_toml, to_toml
+from meshflash.train.config import PRESETS, preset, read_toml, to_toml
 from meshflash.train.report import ProgressLine
 
 #: Seconds after which a subprocess is lost; a loaded machine takes 20 to import torch.
@@ -73,13 +73,6 @@ def test_a_kind_that_the_file_contradicts_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["train", "gpt", "--config", str(tmp_path / "run.toml")])
     assert result.exit_code == 2
     assert "kind='vit', and the command says 'gpt'" in " ".join(result.output.replace("│", " ").split())
-
-
-def test_checkpoints_with_the_former_name_of_activation_checkpointing_are_read():
-    config = preset("gpt", "llama3-8b")
-    old: Any = as_dict(config)
-    old["memory"]["recompute"] = old["memory"].pop("activation_checkpointing")
-    assert from_dict(old) == config
 
 
 @pytest.mark.parametrize("words", [["train", "--show"], ["train", "vit", "--preset", "2.6b", "--show"]])

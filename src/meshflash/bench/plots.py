@@ -140,7 +140,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise RuntimeError("plots need matplotlib: pip install 'meshflash[plots]'") from error
+        raise RuntimeError("plots need matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

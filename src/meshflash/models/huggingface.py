@@ -286,7 +286,7 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError:
-        raise ImportError("weights of Hugging Face need safetensors: pip install 'meshflash[hf]'") from None
+        raise ImportError("weights of Hugging Face need safetensors: pip install safetensors") from None
     return safetensors
 
 

@@ -292,7 +292,7 @@ def _launchers() -> Iterator[Finding]:
     if importlib.util.find_spec("mpi4py"):
         yield Finding("launchers", "mpi4py", "ok", metadata.version("mpi4py"))
     else:
-        advice = "pip install 'meshflash[mpi]'" if mpi else ""
+        advice = "pip install mpi4py" if mpi else ""
         yield Finding("launchers", "mpi4py", "note", "not installed", advice)
     srun, job = shutil.which("srun"), os.environ.get("SLURM_JOB_ID")
     tasks, nodes = os.environ.get("SLURM_NTASKS", "?"), os.environ.get("SLURM_NNODES", "?")

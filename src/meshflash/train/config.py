@@ -26,8 +26,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 TOML_BYTES, TOML_DOTS = 1 << 18, 256
 #: The value None, which TOML lacks.
 NONE = "none"
-#: Fields of earlier versions, by (table, name): checkpoints of those versions hold them.
-RENAMED = {("memory", "recompute"): "activation_checkpointing"}
 
 
 @dataclass(frozen=True)
@@ -380,9 +378,6 @@ def from_dict(given: Mapping[str, Any]) -> Config:
     """
     parts = dict(given)
     base = preset(parts.pop("kind"), "tiny")
-    for (table, old), new in RENAMED.items():
-        if old in parts.get(table, {}):
-            parts[table] = {new if name == old else name: value for name, value in parts[table].items()}
     found: Config = change(base, parts)
     return found
 

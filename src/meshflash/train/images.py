@@ -205,7 +205,7 @@ def _pillow() -> Any:
         import PIL.Image
         import PIL.ImageOps
     except ImportError as error:
-        raise ValueError("reading image files needs Pillow; pip install 'meshflash[images]'") from error
+        raise ValueError("reading image files needs Pillow; pip install pillow") from error
     return PIL
 
 
