@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,10 @@ from pool import Pool
 
 # before tests import them: what they assert is told in full, as in the tests themselves
 pytest.register_assert_rewrite("core.definition", "train.checkpoints")
+
+# a shell that starts the tests in the background ignores Ctrl-C for them, and commands under test would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # tensors of tests are small: threads would wait for each other more than they work
 torch.set_num_threads(1)

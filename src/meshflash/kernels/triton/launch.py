@@ -143,7 +143,7 @@ def contiguous_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
 def split_width(width: int) -> Widths:
     """Return a head dim as one power of two, padded with zeros, or as two that add up to it exactly.
 
-    >>> [parts_of(width) for width in (8, 48, 64, 72, 80, 96, 112, 192, 256)]
+    >>> [split_width(width) for width in (8, 48, 64, 72, 80, 96, 112, 192, 256)]
     [(16, 0), (32, 16), (64, 0), (128, 0), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0)]
     """
     half = padded_width(width) // 2
