@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,7 +92,8 @@ class Built:
     `serialized` is whether ptxas gave up overlapping products of warp groups; `local` how many instructions of the
     loops that multiply, where no mask cuts a block, go to local memory, None where there is no such loop or GPU.
     `barrier` is the highest number of a hardware barrier that the compiler takes for itself. `code` is the SHA-256 of
-    its machine code, or of its assembly for AMD GPUs, without the names of symbols.
+    its machine code, or of its assembly for AMD GPUs, without the names of symbols. `reused_mbarriers` are addresses in
+    shared memory that hold an mbarrier and something else too, which PTX forbids.
     """
 
     kernel: str
@@ -104,6 +106,7 @@ class Built:
     local: int | None
     barrier: int = 0
     code: str = ""
+    reused_mbarriers: tuple[int, ...] = ()
 
 
 def missing(target: str) -> str | None:
@@ -219,7 +222,22 @@ def _built(name: str, config: dict[str, int], kernel: Any, log: str) -> Built:
     barrier = max(map(int, numbers), default=0)
     code = hashlib.sha256(b"".join(_code_sections(kernel.asm["cubin"]))).hexdigest()
     spilled = max(map(int, spills))
-    return Built(name, config, shared, tensor_memory, int(used[1]), spilled, serialized, local, barrier, code)
+    reused = reused_mbarriers(kernel.asm["ptx"])
+    return Built(name, config, shared, tensor_memory, int(used[1]), spilled, serialized, local, barrier, code, reused)
+
+
+def reused_mbarriers(ptx: str) -> tuple[int, ...]:
+    """Return the shared-memory addresses of mbarriers that are initialized twice, or that plain loads or stores reach.
+
+    Gluon reuses the memory of an mbarrier after its last use. That is allowed only after `mbarrier.inval`.
+    """
+    offsets = {register: int(offset) for register, offset in re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx)}
+    inits = re.findall(r"mbarrier\.init\.shared(?:::cta)?\.b64 \[(%r\d+)\]", ptx)
+    mbarriers = Counter(offsets.get(register, 0) for register in inits)
+    access = r"(?:ld|st)\.shared\S*\s+(?:\S+, |\{[^}]*\}, )?\[\s*(?:global_smem\+(\d+)|(%r\d+) \+ 0)\s*\]"
+    invalidated = {offsets.get(register, 0) for register in re.findall(r"mbarrier\.inval\S* \[(%r\d+)\]", ptx)}
+    plain = {int(offset) if offset else offsets.get(register, -1) for offset, register in re.findall(access, ptx)}
+    return tuple(sorted(at for at, count in mbarriers.items() if at not in invalidated and (count > 1 or at in plain)))
 
 
 def _without_names(assembly: str, kernel: str) -> str:

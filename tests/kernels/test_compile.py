@@ -197,6 +197,7 @@ def check(built: list[Built], target: str, call: Call) -> None:
         assert kernel.spilled <= SPILLS.get(f"{target} {call} {kernel.kernel}", SPILLED), kernel
         assert not kernel.serialized, kernel
         assert not call.gluon or kernel.barrier < gluon_common.NAMED_BARRIER.value, kernel
+        assert not (call.gluon and kernel.reused_mbarriers), kernel
     served = {"forward", "backward"} & {kernel.kernel for kernel in built}
     assert served or not call.gluon, "the ordinary kernel served it"
 

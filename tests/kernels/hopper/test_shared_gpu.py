@@ -1,7 +1,7 @@
 """Hopper kernels while several processes share the GPU by time slicing: every tile of every call is computed.
 
-Without MPS the driver preempts kernels at any instruction. A forward that took its tiles from a counter lost one in
-about 1 of 100 calls then, and the calls after it lost most of theirs.
+Without MPS the driver preempts kernels at any instruction, and restores their mbarriers afterwards. A forward once kept
+the tile that it had taken from the counter in the memory of an idle mbarrier, and lost it in about 1 of 100 calls.
 """
 
 from __future__ import annotations

@@ -403,8 +403,13 @@ def forward(q, k, v, o, carry, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_
     q_full, q_empty = barriers(NUM_CONSUMER_WGS, 1), barriers(NUM_CONSUMER_WGS, 1)
     k_full, k_empty = barriers(STAGES, 1), barriers(STAGES, NUM_CONSUMER_WGS)
     v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, NUM_CONSUMER_WGS)
-    o_full, o_empty = barriers(NUM_CONSUMER_WGS, 1), barriers(NUM_CONSUMER_WGS, 1)
-    next_full, next_empty = barriers(1, 1), barriers(1, NUM_CONSUMER_WGS)
+    # Placeholders, not idle mbarriers: Triton gives the memory of an mbarrier that nothing uses to scratch data, and
+    # the GPU writes the mbarrier's state back over it after a preemption (seen on an H200 shared by time slicing).
+    o_full, o_empty, next_full, next_empty = q_full, q_empty, q_full, q_empty
+    if TMA_CARRY:
+        o_full, o_empty = barriers(NUM_CONSUMER_WGS, 1), barriers(NUM_CONSUMER_WGS, 1)
+    if DYNAMIC:
+        next_full, next_empty = barriers(1, 1), barriers(1, NUM_CONSUMER_WGS)
     fence_async_shared()
     # argument lists stay spelled out: constexprs in a tuple that has a name would become runtime values
     if NUM_CONSUMER_WGS == 2:

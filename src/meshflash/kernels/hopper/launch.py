@@ -474,17 +474,16 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _counter(device: torch.device) -> Tensor:
-    """Return a zeroed tile counter: one per stream, because launches of one stream do not overlap.
+    """Return a tile counter that is 0: one per stream, because launches of one stream do not overlap.
 
-    The kernel leaves 0 behind. The host clears it all the same: after a launch that lost a tile, all later ones would
-    skip most of theirs. It has 4 KiB of its own. A captured graph gets its own counter: it may run beside others.
+    The kernel's last CTA sets it back to 0. A captured graph gets its own counter: it may run beside others.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _counters:
-        _counters[key] = torch.empty(1024, dtype=torch.int32, device=device)
-    return _counters[key].zero_()
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
 
 
 @cache
