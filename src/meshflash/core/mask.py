@@ -15,26 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from meshflash.core.lengths import (
-    UNBOUNDED,
-    Array,
-    as_cumulative,
-    as_integer,
-    as_lengths,
-    counts,
-    from_cumulative,
-    on_host,
-    starts,
-)
+from meshflash.core.documents import LENGTHS_ARGUMENTS, DocumentLengths
+from meshflash.core.lengths import UNBOUNDED, Array, as_cumulative, as_integer, as_lengths, counts, starts
 from meshflash.core.terms import Term
 
 BoolArray = npt.NDArray[np.bool_]
-
-#: The names that errors give to the lengths of queries and of keys; True: the caller gave cumulative lengths.
-_LENGTHS = {
-    False: ("documents(lengths)", "documents(k_lengths)"),
-    True: ("from_cu_seqlens(cu_seqlens)", "from_cu_seqlens(cu_seqlens_k)"),
-}
 
 
 class Mask:
@@ -115,13 +100,13 @@ class Mask:
         if not isinstance(pad, bool):
             raise ValueError(f"documents(pad={pad!r}): expected True or False")
         if k_lengths is None:
-            return Documents(as_lengths(lengths, _LENGTHS[False][0]), None, pad)
+            return Documents(as_lengths(lengths, LENGTHS_ARGUMENTS[False][0]), None, pad)
         if counts(lengths) != counts(k_lengths):
             raise ValueError(
                 f"documents(k_lengths): {counts(k_lengths)} documents for {counts(lengths)} in lengths; "
                 "queries and keys need the same number of documents, in each row"
             )
-        q_name, k_name = _LENGTHS[False]
+        q_name, k_name = LENGTHS_ARGUMENTS[False]
         return Documents(as_lengths(lengths, q_name), as_lengths(k_lengths, k_name), pad)
 
     @staticmethod
@@ -138,7 +123,7 @@ class Mask:
         >>> Mask.from_cu_seqlens([0, 2, 5]) == Mask.documents([2, 3])
         True
         """
-        q_name, k_name = _LENGTHS[True]
+        q_name, k_name = LENGTHS_ARGUMENTS[True]
         k = None if cu_seqlens_k is None else as_cumulative(cu_seqlens_k, k_name)
         return Documents(as_cumulative(cu_seqlens, q_name), k, pad=False, cumulative=True)
 
@@ -361,113 +346,16 @@ class First(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Documents(Mask):
-    """Query and key are in the same document. Lengths are `[documents]` or `[batch rows, documents]`; 0 is allowed.
-
-    With `cumulative`, `lengths` and `k_lengths` are cumulative lengths, `[documents + 1]`. `from_cuts` remembers, after
-    `canonical`, that the caller gave cumulative lengths, so that errors name the argument that the caller used.
-    """
-
-    lengths: Any
-    k_lengths: Any
-    pad: bool
-    cumulative: bool = False
-    from_cuts: bool = False
-
-    def __repr__(self) -> str:
-        if self.cumulative:
-            return f"documents({self.lengths.shape[0] - 1} lengths)"
-        shape = " x ".join(str(n) for n in self.lengths.shape)
-        return f"documents({shape} lengths{', pad=True' if self.pad else ''})"
-
-    @cached_property
-    def _key(self) -> tuple[Any, ...]:
-        q, k = self._q, self._k
-        if self.rows is None:  # empty documents change nothing, so equal masks must not differ by them
-            some = (q > 0) | (k > 0)
-            q, k = q[some], k[some]
-        return self.pad, self.k_lengths is None, q.shape, q.tobytes(), k.tobytes()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Documents) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+class Documents(DocumentLengths, Mask):
+    """Query and key are in the same document. `Mask.documents` and `Mask.from_cu_seqlens` make it."""
 
     def canonical(self) -> Mask:
-        _, _, _, q, k = self._key
-        shape = (-1,) if self.rows is None else self._q.shape
-        q_lengths, k_lengths = (np.frombuffer(data, np.int64).reshape(shape) for data in (q, k))
-        return Documents(q_lengths, None if self.k_lengths is None else k_lengths, self.pad, False, self._is_cuts)
+        q_lengths, k_lengths = self.nonempty
+        own_keys = None if self.k_lengths is None else k_lengths
+        return Documents(q_lengths, own_keys, self.pad, False, self.given_as_cu_seqlens)
 
     def _order(self) -> tuple[Any, ...]:
         return 2, *self._key
-
-    @property
-    def _is_cuts(self) -> bool:
-        return self.cumulative or self.from_cuts
-
-    @cached_property
-    def _q(self) -> Array:
-        return self._on_host(self.lengths, 0)
-
-    @cached_property
-    def _k(self) -> Array:
-        if self.k_lengths is None:
-            return self._q
-        k = self._on_host(self.k_lengths, 1)
-        if k.shape != self._q.shape:
-            raise ValueError(
-                f"{_LENGTHS[self._is_cuts][1]}: shape {k.shape} for lengths of shape {self._q.shape}; "
-                "queries and keys need the same number of documents"
-            )
-        return k
-
-    @cached_property
-    def rows(self) -> int | None:
-        """The number of batch rows with documents of their own, or None."""
-        return int(self.lengths.shape[0]) if len(self.lengths.shape) == 2 else None
-
-    def q_cuts(self, batch: int) -> Array:
-        """Return the first position of each document of the queries, and the end of the last one."""
-        cuts: Array = self._cuts[0][batch if self.rows is not None else 0]
-        return cuts
-
-    def k_cuts(self, batch: int) -> Array:
-        """Return the first position of each document of the keys, and the end of the last one."""
-        cuts: Array = self._cuts[1][batch if self.rows is not None else 0]
-        return cuts
-
-    @cached_property
-    def _cuts(self) -> tuple[Array, Array]:
-        def cuts(lengths: Array) -> Array:
-            ends = np.cumsum(np.atleast_2d(lengths), axis=1)
-            return np.concatenate([np.zeros((len(ends), 1), np.int64), ends], axis=1)
-
-        return cuts(self._q), cuts(self._k)
-
-    def check_lengths(self, q_tokens: int, k_tokens: int, q_offset: int) -> None:
-        """Raise ValueError unless the documents add up to the sequence."""
-        q_end = q_offset + q_tokens
-        if self.k_lengths is None:
-            self.check_side(0, max(q_end, k_tokens))
-        else:
-            self.check_side(0, q_end)
-            self.check_side(1, k_tokens)
-
-    def _on_host(self, lengths: Any, side: int) -> Array:
-        name = _LENGTHS[self._is_cuts][side]
-        return from_cumulative(lengths, name) if self.cumulative else on_host(lengths, name)
-
-    def check_side(self, side: int, tokens: int) -> None:
-        """Raise ValueError unless the documents of the queries (side 0) or keys (side 1) add up to `tokens`."""
-        totals = np.atleast_2d(self._k if side else self._q).sum(axis=1)
-        wrong = totals > tokens if self.pad else totals != tokens
-        if wrong.any():
-            total = int(totals[np.argmax(wrong)])
-            hint = "" if total > tokens or self._is_cuts else "; pad=True if the rest is padding"
-            name = _LENGTHS[self._is_cuts][side]
-            raise ValueError(f"{name}: {total} tokens in the documents, {tokens} in the sequence{hint}")
 
     def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
         q_cuts, k_cuts = self.q_cuts(batch), self.k_cuts(batch)

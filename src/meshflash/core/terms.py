@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from meshflash.core.documents import DocumentLengths
 from meshflash.core.lengths import UNBOUNDED
-
-if TYPE_CHECKING:
-    from meshflash.core.mask import Documents
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Term:
 
     lo: int = -UNBOUNDED
     hi: int = UNBOUNDED
-    documents: tuple[Documents, ...] = ()
+    documents: tuple[DocumentLengths, ...] = ()
     first: int = UNBOUNDED
     first_in_document: int = UNBOUNDED
 
