@@ -93,5 +93,5 @@ class _Silent(Loopback):
     def collective(self, *_: object) -> None:
         return None
 
-    def wait(self, ticket: object) -> None:
+    def wait(self, handle: object) -> None:
         return None

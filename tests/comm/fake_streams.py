@@ -46,29 +46,29 @@ class FakeStreams:
         self.gate = threading.Event()
         self.gate.set()
 
-    def current(self) -> FakeStream:
+    def current_stream(self) -> FakeStream:
         return getattr(self._here, "stream", self.main)
 
-    def new(self) -> FakeStream:
+    def new_stream(self) -> FakeStream:
         self._all.append(FakeStream(self._slow))
         return self._all[-1]
 
-    def mark(self, stream: FakeStream) -> threading.Event:
+    def record_event(self, stream: FakeStream) -> threading.Event:
         event = threading.Event()
         stream.give(event.set)
         return event
 
-    def after(self, stream: FakeStream, event: threading.Event) -> None:
+    def wait_event(self, stream: FakeStream, event: threading.Event) -> None:
         stream.give(lambda: _come(event))
 
     @contextmanager
-    def on(self, stream: FakeStream) -> Iterator[None]:
-        before, self._here.stream = self.current(), stream
+    def stream_context(self, stream: FakeStream) -> Iterator[None]:
+        before, self._here.stream = self.current_stream(), stream
         yield
         self._here.stream = before
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self.current().give(lambda: _copy(target, source))
+        self.current_stream().give(lambda: _copy(target, source))
 
     def delay(self, stream: FakeStream, seconds: float) -> None:
         self.delays.append(seconds)
@@ -80,21 +80,21 @@ class FakeStreams:
         _come(self.gate)
         self.sleeping -= 1
 
-    def use(self, tensor: Tensor, stream: FakeStream) -> None:
+    def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
         pass
 
-    def reached(self, event: threading.Event) -> bool:
+    def query_event(self, event: threading.Event) -> bool:
         return event.is_set()
 
-    def wait(self, event: threading.Event) -> None:
+    def synchronize_event(self, event: threading.Event) -> None:
         _come(event)
 
-    def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
+    def allocate_pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.full((count,), torch.nan, dtype=dtype)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         for stream in self._all:
-            _come(self.mark(stream))
+            _come(self.record_event(stream))
 
 
 def _come(event: threading.Event) -> None:
@@ -113,18 +113,18 @@ def as_streams(made: FakeStreams) -> Any:
 class HostStreams(FakeStreams):
     """The caller's stream is the calling thread: it runs work at once, and blocks where a stream would wait."""
 
-    def mark(self, stream: FakeStream) -> threading.Event:
+    def record_event(self, stream: FakeStream) -> threading.Event:
         if stream is not self.main:
-            return super().mark(stream)
+            return super().record_event(stream)
         event = threading.Event()
         event.set()
         return event
 
-    def after(self, stream: FakeStream, event: threading.Event) -> None:
+    def wait_event(self, stream: FakeStream, event: threading.Event) -> None:
         if stream is self.main:
             _come(event)
         else:
-            super().after(stream, event)
+            super().wait_event(stream, event)
 
 
 class FakeHeaps:
@@ -173,8 +173,8 @@ class FakeHeap:
 
     def put(self, rank: int, channel: int) -> None:
         key = (self._rank, rank, channel)
-        self._streams.current().give(lambda: self._heaps.change(key, to=True))
+        self._streams.current_stream().give(lambda: self._heaps.change(key, to=True))
 
     def take(self, rank: int, channel: int) -> None:
         key = (rank, self._rank, channel)
-        self._streams.current().give(lambda: self._heaps.change(key, to=False))
+        self._streams.current_stream().give(lambda: self._heaps.change(key, to=False))

@@ -37,11 +37,11 @@ def test_messages_are_ordered_after_producers_and_before_consumers(times):
         world = mover.world("mesh")
         mine, theirs, seen = torch.zeros(5), torch.zeros(5), []
         for n in range(times):
-            streams.current().give(partial(mine.fill_, 10 * n + me))
-            ticket = mover.exchange("mesh", [((me + 1) % world, mine)], [((me - 1) % world, theirs)])
-            mover.wait(ticket)
-            streams.current().give(lambda: seen.append(theirs.clone()))
-        streams.finish()
+            streams.current_stream().give(partial(mine.fill_, 10 * n + me))
+            handle = mover.exchange("mesh", [((me + 1) % world, mine)], [((me - 1) % world, theirs)])
+            mover.wait(handle)
+            streams.current_stream().give(lambda: seen.append(theirs.clone()))
+        streams.synchronize()
         mover.close()
         before = (me - 1) % world
         assert [x.tolist() for x in seen] == [[10 * n + before] * 5 for n in range(times)]
@@ -55,10 +55,10 @@ def test_posts_start_in_order_and_can_be_waited_for_in_any_order():
         streams = FakeStreams()
         mover = staged(below, streams)
         sent, got = [torch.full((3,), float(10 * n + me)) for n in range(4)], [torch.zeros(3) for _ in range(4)]
-        tickets = [mover.exchange("mesh", [(1 - me, x)], [(1 - me, y)]) for x, y in zip(sent, got, strict=True)]
-        for ticket in reversed(tickets):
-            mover.wait(ticket)
-        streams.finish()
+        handles = [mover.exchange("mesh", [(1 - me, x)], [(1 - me, y)]) for x, y in zip(sent, got, strict=True)]
+        for handle in reversed(handles):
+            mover.wait(handle)
+        streams.synchronize()
         assert [x[0].item() for x in got] == [10 * n + 1 - me for n in range(4)]
 
     in_threads(2, rank)
@@ -70,11 +70,11 @@ def test_collectives_are_staged_through_the_host():
         mover = staged(below, streams)
         source, target = torch.full((2,), float(me)), torch.zeros(6)
         mover.wait(mover.collective("all_gather", "mesh", source, target))
-        streams.finish()
+        streams.synchronize()
         assert target.tolist() == [0, 0, 1, 1, 2, 2]
         source, target = torch.arange(3.0) + 10 * me, torch.zeros(3)
         mover.wait(mover.collective("all_to_all", "mesh", source, target))
-        streams.finish()
+        streams.synchronize()
         assert target.tolist() == [me, 10 + me, 20 + me]
 
     in_threads(3, rank)
@@ -99,35 +99,35 @@ def test_pinned_buffer_is_reused_after_its_copy():
     made: list[int] = []
 
     class Counting(FakeStreams):
-        def pinned(self, count, dtype):
+        def allocate_pinned(self, count, dtype):
             made.append(count)
-            return super().pinned(count, dtype)
+            return super().allocate_pinned(count, dtype)
 
     streams = Counting()
     mover = staged(Loopback(0, 2), streams)
     for _ in range(5):
         mover.wait(mover.exchange("mesh", [(1, torch.zeros(3))], [(1, torch.zeros(3))]))
-        streams.finish()
+        streams.synchronize()
     assert len(made) == 2
 
 
 def test_error_of_the_transport_below_is_raised_in_wait():
     class Broken(Loopback):
-        def wait(self, ticket):
+        def wait(self, handle):
             raise TransportError("rank 1 was lost")
 
     mover = staged(Broken(0, 2), FakeStreams())
-    ticket = mover.exchange("mesh", [(1, torch.zeros(3))], [])
+    handle = mover.exchange("mesh", [(1, torch.zeros(3))], [])
     with pytest.raises(TransportError, match="rank 1 was lost"):
-        mover.wait(ticket)
+        mover.wait(handle)
 
 
 def test_missing_message_ends_the_wait_at_the_timeout():
     hub = Hub(2, timeout=5.0)
     mover = staged(hub.transport(0), FakeStreams(), timeout=0.2)
-    ticket = mover.exchange("mesh", [], [(1, torch.zeros(3))])
+    handle = mover.exchange("mesh", [], [(1, torch.zeros(3))])
     with pytest.raises(TransportError, match=r"did not arrive within 0.2 s"):
-        mover.wait(ticket)
+        mover.wait(handle)
 
 
 def test_close_ends_the_threads():
@@ -177,10 +177,10 @@ def clock(monkeypatch):
 def test_throttled_link_serializes_posts_at_its_bandwidth(clock):
     mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6, latency=0.01)
     message = torch.zeros(5000)  # 20 ms
-    tickets = [mover.exchange("mesh", [(1, message)], [(1, message)]) for _ in range(2)]
-    mover.wait(tickets[0])
+    handles = [mover.exchange("mesh", [(1, message)], [(1, message)]) for _ in range(2)]
+    mover.wait(handles[0])
     assert clock.now == pytest.approx(100.03)
-    mover.wait(tickets[1])
+    mover.wait(handles[1])
     assert clock.now == pytest.approx(100.06)
     assert mover.counters.received["mesh", 1] == 2 * message.nbytes
     assert mover.name == "loopback at 0.001 GB/s and 10000 us"
@@ -188,16 +188,16 @@ def test_throttled_link_serializes_posts_at_its_bandwidth(clock):
 
 def test_throttled_transfer_overlaps_with_compute(clock):
     mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
-    ticket = mover.exchange("mesh", [(1, torch.zeros(5000))], [])
+    handle = mover.exchange("mesh", [(1, torch.zeros(5000))], [])
     clock.now += 0.05
-    mover.wait(ticket)
+    mover.wait(handle)
     assert clock.now == 100.05
 
 
 def test_each_group_has_its_own_throttled_link(clock):
     mover = Throttled(Loopback(0, 2), CPU, bytes_per_second=1e6)
-    for ticket in [mover.exchange(group, [(1, torch.zeros(5000))], []) for group in ("mesh", "far")]:
-        mover.wait(ticket)
+    for handle in [mover.exchange(group, [(1, torch.zeros(5000))], []) for group in ("mesh", "far")]:
+        mover.wait(handle)
     assert clock.now == pytest.approx(100.02)
 
 
@@ -209,7 +209,7 @@ def test_throttled_device_waits_in_streams_and_not_on_the_host():
     mover.wait(mover.exchange("mesh", [(1, message)], []))
     assert streams.sleeping
     streams.gate.set()
-    streams.finish()
+    streams.synchronize()
     assert not streams.sleeping
     mover.wait(mover.collective("all_gather", "mesh", message, torch.zeros(10000)))
     mover.wait(mover.collective("all_to_all", "mesh", message, message))

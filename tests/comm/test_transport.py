@@ -28,15 +28,15 @@ def nan_buffer(n: int) -> torch.Tensor:
 
 
 def in_order(mover: Transport, rank: int, world: int) -> None:
-    """Messages between two ranks arrive in the order of their posts, in whichever order tickets are waited for."""
+    """Messages between two ranks arrive in the order of their posts, in whichever order handles are waited for."""
     after, before = (rank + 1) % world, (rank - 1) % world
     buffers = [nan_buffer(n + 1) for n in range(6)]
-    tickets = [
+    handles = [
         mover.exchange("mesh", [(after, torch.full((n + 1,), 10.0 * rank + n))], [(before, buffers[n])])
         for n in range(6)
     ]
     for n in (3, 0, 5, 1, 2, 4):
-        mover.wait(tickets[n])
+        mover.wait(handles[n])
         assert torch.equal(buffers[n], torch.full((n + 1,), 10.0 * before + n))
 
 
@@ -66,11 +66,11 @@ def ourselves(mover: Transport, rank: int, world: int) -> None:
     """A message to this rank itself is there at once, and is not counted."""
     mover.counters.clear()
     buffers = [nan_buffer(2), nan_buffer(3)]
-    ticket = mover.exchange(
+    handle = mover.exchange(
         "mesh", [(rank, elements(1, 2)), (rank, elements(3, 4, 5))], [(rank, buffer) for buffer in buffers]
     )
     assert [buffer.tolist() for buffer in buffers] == [[1, 2], [3, 4, 5]]
-    mover.wait(ticket)
+    mover.wait(handle)
     assert mover.counters.received_bytes == 0
     assert mover.counters.calls == {"exchange": 1}
 
@@ -93,8 +93,8 @@ def at_once(mover: Transport, rank: int, world: int) -> None:
     second = mover.exchange("mesh", [((rank + 1) % world, elements(rank))], [((rank - 1) % world, got)])
     third_target = nan_buffer(world)
     third = mover.collective("all_gather", "mesh", elements(-rank), third_target)
-    for ticket in (third, second, first):
-        mover.wait(ticket)
+    for handle in (third, second, first):
+        mover.wait(handle)
     assert gathered.tolist() == list(range(world))
     assert third_target.tolist() == [-peer for peer in range(world)]
     assert got.tolist() == [(rank - 1) % world]
@@ -187,13 +187,13 @@ def silent(rank: int, world: int, group: Any, form: str) -> tuple[str, float]:
         return "", 0.0
     began = time.monotonic()
     if form == "recv":
-        ticket = mover.exchange("mesh", [], [(1, nan_buffer(3))])
+        handle = mover.exchange("mesh", [], [(1, nan_buffer(3))])
     elif form == "send":
-        ticket = mover.exchange("mesh", [(1, nan_buffer(3))], [])
+        handle = mover.exchange("mesh", [(1, nan_buffer(3))], [])
     else:
-        ticket = mover.collective("all_gather", "mesh", nan_buffer(2), nan_buffer(2 * world))
+        handle = mover.collective("all_gather", "mesh", nan_buffer(2), nan_buffer(2 * world))
     with pytest.raises(TransportError) as error:
-        mover.wait(ticket)
+        mover.wait(handle)
     return str(error.value), time.monotonic() - began
 
 

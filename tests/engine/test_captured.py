@@ -51,7 +51,7 @@ def refused(rank, world, group):
     with capturing(), pytest.raises(RuntimeError, match="agree on this call first: make it once before the capture"):
         call(world, scale=0.3)
     with capturing() as patch:
-        patch.setattr(Transport, "not_captured", "it is slow")
+        patch.setattr(Transport, "capture_unsupported_reason", "it is slow")
         with pytest.raises(RuntimeError, match=r"attention over gloo cannot be captured: it is slow. Take another"):
             call(world)
 

@@ -37,11 +37,11 @@ from parallel.memory_models import (
 class Slow(HostStreams):
     """Streams whose copies complete late, into host memory that is NaN before."""
 
-    def pinned(self, count: int, dtype: torch.dtype) -> Any:
+    def allocate_pinned(self, count: int, dtype: torch.dtype) -> Any:
         return torch.full((count,), 255, dtype=dtype)
 
     def copy(self, target: Any, source: Any) -> None:
-        assert self.current() is not self.main
+        assert self.current_stream() is not self.main
         super().copy(target, source)
 
 

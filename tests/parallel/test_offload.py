@@ -171,21 +171,21 @@ class Clocks(offloading.SynchronousStreams):
         self.uses: list[Any] = []
         self.at = "main"
 
-    def current(self) -> Any:
+    def current_stream(self) -> Any:
         return self.at
 
-    def new(self) -> Any:
+    def new_stream(self) -> Any:
         name = f"side {len(self.clocks)}"
         self.clocks[name] = Counter()
         return name
 
-    def mark(self, stream: Any) -> Any:
+    def record_event(self, stream: Any) -> Any:
         return Counter(self.clocks[stream])
 
-    def after(self, stream: Any, event: Any) -> None:
+    def wait_event(self, stream: Any, event: Any) -> None:
         self.clocks[stream] |= event
 
-    def on(self, stream: Any) -> Any:
+    def stream_context(self, stream: Any) -> Any:
         return self._On(self, stream)
 
     class _On:

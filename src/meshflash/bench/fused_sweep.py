@@ -233,12 +233,12 @@ class Copies:
             with self.heap.as_rank(rank):
                 out.append(do(rank))
                 if self.streams:
-                    marks.append(self.streams.mark(self.streams.current()))
+                    marks.append(self.streams.record_event(self.streams.current_stream()))
         for rank, mark in enumerate(marks):
             assert self.streams is not None
-            self.streams.after(self.streams.current(), mark)
+            self.streams.wait_event(self.streams.current_stream(), mark)
             if isinstance(out[rank], Tensor):
-                self.streams.use(out[rank], self.streams.current())
+                self.streams.record_stream(out[rank], self.streams.current_stream())
         return out
 
 

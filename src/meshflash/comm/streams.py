@@ -13,19 +13,19 @@ from torch import Tensor
 class Streams(Protocol):
     """The streams of one device. Tests replace `DeviceStreams` by a fake with these methods."""
 
-    def current(self) -> Any:
+    def current_stream(self) -> Any:
         """Return the stream that the caller's work is enqueued on."""
 
-    def new(self) -> Any:
+    def new_stream(self) -> Any:
         """Return a new stream."""
 
-    def mark(self, stream: Any) -> Any:
+    def record_event(self, stream: Any) -> Any:
         """Record an event after all work enqueued on a stream so far, and return it."""
 
-    def after(self, stream: Any, event: Any) -> None:
+    def wait_event(self, stream: Any, event: Any) -> None:
         """Let work enqueued on a stream from now on start after an event."""
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def stream_context(self, stream: Any) -> AbstractContextManager[Any]:
         """Make a stream the current one in the block."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -34,19 +34,19 @@ class Streams(Protocol):
     def delay(self, stream: Any, seconds: float) -> None:
         """Let a stream sleep for some seconds."""
 
-    def use(self, tensor: Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """Keep the allocator from reusing a tensor's memory until the work enqueued on a stream so far is done."""
 
-    def reached(self, event: Any) -> bool:
+    def query_event(self, event: Any) -> bool:
         """Return whether an event has completed."""
 
-    def wait(self, event: Any) -> None:
+    def synchronize_event(self, event: Any) -> None:
         """Block this thread until an event has completed."""
 
-    def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
+    def allocate_pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         """Return pinned host memory, which the device copies from and to asynchronously."""
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Block this thread until all work of the device is done."""
 
 
@@ -58,23 +58,23 @@ class DeviceStreams:
         self._module: Any = torch.get_device_module(device)
         self._cycles_per_second = 0.0
 
-    def current(self) -> Any:
+    def current_stream(self) -> Any:
         """Return the stream that the caller's work is enqueued on."""
         return self._module.current_stream(self.device)
 
-    def new(self) -> Any:
+    def new_stream(self) -> Any:
         """Return a new stream of high priority: messages must not queue behind kernels."""
         return self._module.Stream(self.device, priority=-1)
 
-    def mark(self, stream: Any) -> Any:
+    def record_event(self, stream: Any) -> Any:
         """Record an event after all work enqueued on a stream so far, and return it."""
         return stream.record_event()
 
-    def after(self, stream: Any, event: Any) -> None:
+    def wait_event(self, stream: Any, event: Any) -> None:
         """Let work enqueued on a stream from now on start after an event."""
         stream.wait_event(event)
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def stream_context(self, stream: Any) -> AbstractContextManager[Any]:
         """Make a stream the current one in the block."""
         made: AbstractContextManager[Any] = self._module.stream(stream)
         return made
@@ -87,14 +87,14 @@ class DeviceStreams:
         """Let a stream sleep for some seconds."""
         if not self._cycles_per_second:
             self._cycles_per_second = self._measure(10_000_000)
-        with self.on(stream):
+        with self.stream_context(stream):
             self._module._sleep(int(seconds * self._cycles_per_second))
 
     def _measure(self, cycles: int) -> float:
         """Return the sleep cycles of the device in a second. It blocks the host, once."""
         begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
-        stream = self.new()
-        with self.on(stream):
+        stream = self.new_stream()
+        with self.stream_context(stream):
             self._module._sleep(cycles)
             begin.record(stream)
             self._module._sleep(cycles)
@@ -102,23 +102,23 @@ class DeviceStreams:
         end.synchronize()
         return cycles / (begin.elapsed_time(end) * 1e-3)
 
-    def use(self, tensor: Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """Keep the allocator from reusing a tensor's memory until the work enqueued on a stream so far is done."""
         tensor.record_stream(stream)
 
-    def reached(self, event: Any) -> bool:
+    def query_event(self, event: Any) -> bool:
         """Return whether an event has completed."""
         return bool(event.query())
 
-    def wait(self, event: Any) -> None:
+    def synchronize_event(self, event: Any) -> None:
         """Block this thread until an event has completed."""
         event.synchronize()
 
-    def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
+    def allocate_pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         """Return pinned host memory, which the device copies from and to asynchronously."""
         return torch.empty(count, dtype=dtype, pin_memory=True)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Block this thread until all work of the device is done."""
         self._module.synchronize(self.device)
 

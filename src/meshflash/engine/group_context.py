@@ -193,7 +193,7 @@ class GroupContext:
             transport: The transport of the pass.
         """
         self.passes += 1
-        transport.begin_pass(self._epoch * PASSES_PER_EPOCH + self.passes, direction)
+        transport.set_message_tag(self._epoch * PASSES_PER_EPOCH + self.passes, direction)
         what = f"{direction} pass {self.passes}"
         self._report(f"is in {what}", direction)
         try:

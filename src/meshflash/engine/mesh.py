@@ -154,10 +154,10 @@ class Prepared:
         What goes into a graph runs in memory of the graph's own, for what is pooled may be freed before it.
         """
         captured = capturing(self.setting.device)
-        if captured and transport.not_captured:
+        if captured and transport.capture_unsupported_reason:
             raise RuntimeError(
-                f"attention over {transport.name} cannot be captured: {transport.not_captured}. Take another "
-                'transport, such as NCCL or "symmetric", or leave attention out of the graph'
+                f"attention over {transport.name} cannot be captured: {transport.capture_unsupported_reason}. Take "
+                'another transport, such as NCCL or "symmetric", or leave attention out of the graph'
             )
         if transport.reads_peers:
             self._bound_to_heap(direction, features, transport, lse_gradient).call(

@@ -56,19 +56,19 @@ class SynchronousStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def current(self) -> Any:
+    def current_stream(self) -> Any:
         """Return None: there is a single order of operations."""
 
-    def new(self) -> Any:
-        """Return None, as `current`."""
+    def new_stream(self) -> Any:
+        """Return None, as `current_stream`."""
 
-    def mark(self, stream: Any) -> Any:
+    def record_event(self, stream: Any) -> Any:
         """Return None: all work is complete, so no event is needed."""
 
-    def after(self, stream: Any, event: Any) -> None:
+    def wait_event(self, stream: Any, event: Any) -> None:
         """Return at once: every event has completed."""
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def stream_context(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context that changes nothing."""
         return nullcontext()
 
@@ -76,10 +76,10 @@ class SynchronousStreams:
         """Copy synchronously."""
         target.copy_(source)
 
-    def use(self, tensor: Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """Return at once: no stream uses the tensor after this call."""
 
-    def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
+    def allocate_pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         """Return pageable memory; nothing reads it asynchronously."""
         return torch.empty(count, dtype=dtype)
 
@@ -104,7 +104,7 @@ class OffloadedTensor:
     _host: Sequence[Tensor] = ()
 
     def __init__(self, store: OffloadStore, tensor: Tensor) -> None:
-        self._store, self._stream = store, store.streams.current()
+        self._store, self._stream = store, store.streams.current_stream()
         self.origin = TensorWeakRef(tensor)
         source = tensor.detach()
         like = torch.empty_like(source, device="meta")
@@ -125,7 +125,7 @@ class OffloadedTensor:
             raise RuntimeError(
                 "offload: a block's input was changed in place after the block had read it; change a copy of it"
             )
-        self._store.streams.after(self._stream, self._last)
+        self._store.streams.wait_event(self._stream, self._last)
         self._source = None
 
     def fetch(self) -> bool:
@@ -133,7 +133,7 @@ class OffloadedTensor:
         if self._source is not None or self._fetched is not None:
             return False
         store = self._store
-        self._stream = store.streams.current()
+        self._stream = store.streams.current_stream()
         self._fetched = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=store.device)
         self._last = store.copy(store.back, self._stream, self._pairs(self._fetched, out=False), [self._last])
         store.usage.num_fetched += 1
@@ -146,10 +146,10 @@ class OffloadedTensor:
         self.fetch()
         assert self._fetched is not None
         streams, stream = self._store.streams, self._stream
-        for waiting in (stream, streams.current()):
-            streams.after(waiting, self._last)
-        if streams.current() != stream:
-            streams.use(self._fetched, streams.current())
+        for waiting in (stream, streams.current_stream()):
+            streams.wait_event(waiting, self._last)
+        if streams.current_stream() != stream:
+            streams.record_stream(self._fetched, streams.current_stream())
         fetched, self._fetched = self._fetched, None
         return fetched
 
@@ -163,7 +163,7 @@ class OffloadedTensor:
         if not self._host or sys.is_finalizing():
             return
         if self._source is not None or self._fetched is not None:  # a copy may still read or write this memory
-            self._store.streams.after(self._stream, self._last)
+            self._store.streams.wait_event(self._stream, self._last)
         self._store.free(self._host, self.bytes, self._last)
 
 
@@ -216,7 +216,7 @@ class OffloadStore:
         self.usage = Usage()
         self.lock = threading.RLock()
         self.streams: Streams = make_streams(device)
-        self.out, self.back = self.streams.new(), self.streams.new()
+        self.out, self.back = self.streams.new_stream(), self.streams.new_stream()
         #: By the id of the original tensor: a tensor that two blocks save is offloaded once.
         self._known: weakref.WeakValueDictionary[int, OffloadedTensor] = weakref.WeakValueDictionary()
         self._latest: weakref.ref[BlockActivations] | None = None
@@ -246,14 +246,14 @@ class OffloadStore:
         The copies wait for all work given to the stream `after` so far, and for the events `before`.
         """
         streams = self.streams
-        streams.after(stream, streams.mark(after))
+        streams.wait_event(stream, streams.record_event(after))
         for event in before:
             if event is not None:
-                streams.after(stream, event)
-        with streams.on(stream):
+                streams.wait_event(stream, event)
+        with streams.stream_context(stream):
             for target, source in pairs:
                 streams.copy(target, source)
-        return streams.mark(stream)
+        return streams.record_event(stream)
 
     def allocate(self, size: int) -> tuple[list[Tensor], list[Any]]:
         """Return host buffers for `size` bytes, and the events after which they may be overwritten.
@@ -293,7 +293,7 @@ class OffloadStore:
                 f"and {free / 2**30:.1f} GiB are free; take shorter sequences, more ranks, or no offload_activations"
             )
         self.usage.num_allocations += 1
-        return self.streams.pinned(size, torch.uint8)
+        return self.streams.allocate_pinned(size, torch.uint8)
 
     def free(self, host: Sequence[Tensor], size: int, event: Any) -> None:
         """Put host buffers on the free list; the event says when copies from and to them are complete."""

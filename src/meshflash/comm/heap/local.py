@@ -26,7 +26,7 @@ class LocalHeap(Heap):
             first = -memory.data_ptr() % ALIGN
             memories.append(memory[first : first + num_bytes])
         self._streams = None if device.type == "cpu" else DeviceStreams(device)
-        self._rank_streams = [self._streams.new() for _ in range(world)] if self._streams else []
+        self._rank_streams = [self._streams.new_stream() for _ in range(world)] if self._streams else []
         self._all = range(world)
         super().__init__(memories, 0, device, timeout, None)
 
@@ -45,15 +45,15 @@ class LocalHeap(Heap):
                 yield
             else:
                 stream = self._rank_streams[rank]
-                self._streams.after(stream, self._streams.mark(self._streams.current()))
-                with self._streams.on(stream):
+                self._streams.wait_event(stream, self._streams.record_event(self._streams.current_stream()))
+                with self._streams.stream_context(stream):
                     yield
         finally:
             self.rank = before
 
     def _finish(self) -> None:
         if self._streams is not None:
-            self._streams.finish()
+            self._streams.synchronize()
 
     def _release(self) -> None:
         if not self._closed:

@@ -61,14 +61,14 @@ class Arena:
 class Transport(ABC):
     """Moves messages between ranks. `transports.choice.choose` makes one for each group and device.
 
-    Every call that posts messages returns a ticket for `wait`.
+    Every call that posts messages returns a handle for `wait`, as torch's `Work`.
     """
 
     name: str
     #: Whether it reads messages from the peers' memory by `pull`. Programs then run in memory of its `arena`.
     reads_peers = False
     #: Why its messages cannot be captured in a CUDA graph; empty if they can.
-    not_captured = ""
+    capture_unsupported_reason = ""
 
     def __init__(self) -> None:
         self.counters = Counters()
@@ -78,19 +78,19 @@ class Transport(ABC):
         """Bytes of the device that the transport holds outside of torch's caching allocator."""
         return 0
 
-    def begin_pass(self, number: int, direction: Direction) -> None:
-        """Mark the messages from now on as those of a pass, so that no rank takes them for those of another pass.
+    def set_message_tag(self, number: int, direction: Direction) -> None:
+        """Tag all further messages with a pass, so that no rank receives a message of another pass.
 
-        A transport that cannot tell passes apart ignores it.
+        A transport without message tags ignores the call.
 
         Args:
-            number: Counts the passes of the group; all ranks count alike.
-            direction: "forward" or "backward".
+            number: The index of the pass in the group, the same on all ranks.
+            direction: The direction of the pass, "forward" or "backward".
         """
         return
 
     def exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
-        """Post sends and receives, all at once; messages from this rank to itself are copied. Return a ticket.
+        """Post sends and receives, all at once; messages from this rank to itself are copied. Return a handle.
 
         Args:
             group: The name of the group.
@@ -102,19 +102,19 @@ class Transport(ABC):
         recvs = [message for message in recvs if message[0] != me]
         return self._exchange(group, sends, recvs)
 
-    def pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
+    def pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], offsets: Sequence[int]) -> Any:
         """Post like `exchange`, for a transport that reads its peers' memory.
 
         Args:
             group: The name of the group.
             sends: The messages that peers will read.
             recvs: The tensors to copy into, by sender.
-            places: The offset of each received message in its sender's arena, in bytes.
+            offsets: The offset of each received message in its sender's arena, in bytes.
         """
         me = self._copy_own(group, sends, recvs)
         sends = [message for message in sends if message[0] != me]
-        others = [(message, place) for message, place in zip(recvs, places, strict=True) if message[0] != me]
-        return self._pull(group, sends, [message for message, _ in others], [place for _, place in others])
+        others = [(message, offset) for message, offset in zip(recvs, offsets, strict=True) if message[0] != me]
+        return self._pull(group, sends, [message for message, _ in others], [offset for _, offset in others])
 
     def _copy_own(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> int:
         """Copy the messages of this rank to itself, count the bytes of all others, and return this rank."""
@@ -134,7 +134,7 @@ class Transport(ABC):
         return me
 
     def collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
-        """Post a collective and return a ticket.
+        """Post a collective and return a handle.
 
         Args:
             form: "all_gather" sends every source to all ranks; "all_to_all" sends its n-th part to rank n.
@@ -151,15 +151,15 @@ class Transport(ABC):
         self.counters.calls[form] += 1
         return self._collective(form, group, source, target)
 
-    def arena(self, wanted: int) -> Arena:
+    def arena(self, min_bytes: int) -> Arena:
         """Return memory for a program to run in, which peers can read.
 
         Args:
-            wanted: The least number of bytes, the same on all ranks.
+            min_bytes: The least number of bytes, the same on all ranks.
         """
         raise NotImplementedError
 
-    def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
+    def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], offsets: Sequence[int]) -> Any:
         raise NotImplementedError
 
     def add(self, name: str, group: Any) -> None:
@@ -184,11 +184,11 @@ class Transport(ABC):
         """Return the number of ranks of a group."""
 
     @abstractmethod
-    def wait(self, ticket: Any) -> None:
-        """Wait until the messages of a ticket have moved; TransportError if a peer is lost.
+    def wait(self, handle: Any) -> None:
+        """Wait until the messages of a handle have moved; TransportError if a peer is lost.
 
         Args:
-            ticket: What `exchange`, `pull` or `collective` returned.
+            handle: What `exchange`, `pull` or `collective` returned.
         """
 
     @abstractmethod

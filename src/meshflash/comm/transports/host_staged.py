@@ -4,7 +4,7 @@ A message is copied to the host in a stream of its own, after the work that prod
 copy and posts the message. A receiver thread waits for arriving messages and enqueues their copies to the device. The
 caller's thread waits only for messages, in `wait`, and never for the device; its stream waits for the copies.
 
-The transport below sees host memory only: gloo would crash the process on a device pointer.
+The inner transport sees host memory only: gloo would crash the process on a device pointer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from meshflash.core.program import Direction
 
 #: Seconds that the threads get to finish pending messages at `close`.
 CLOSE_SECONDS = 5.0
-#: Posts host messages (outgoing, incoming) to the transport below, and returns its ticket.
+#: Posts host messages (outgoing, incoming) to the inner transport, and returns its handle.
 Begin = Callable[[list[Tensor], list[Tensor]], Any]
 
 
 @dataclass(eq=False)
 class _Job:
-    """One post, which passes from the caller to the sender thread and then to the receiver thread; also its ticket."""
+    """One post, which passes from the caller to the sender thread and then to the receiver thread; also its handle."""
 
     begin: Begin
     #: Tensors on the device, and their pinned buffers on the host.
@@ -44,8 +44,8 @@ class _Job:
     made: Any
     #: Event: the sources are on the host.
     copied: Any
-    #: The ticket of the transport below.
-    ticket: Any = None
+    #: The handle of the inner transport.
+    handle: Any = None
     #: Event: the targets are on the device.
     arrived: Any = None
     error: BaseException | None = None
@@ -55,16 +55,16 @@ class _Job:
 class HostStaged(Transport):
     """Moves a device's tensors over a transport of host tensors. Made by `choose`."""
 
-    not_captured = "it moves messages by threads of the host"
+    capture_unsupported_reason = "it moves messages by threads of the host"
 
     def __init__(
-        self, below: Transport, device: torch.device, timeout: float, streams: MakeStreams = DeviceStreams
+        self, inner: Transport, device: torch.device, timeout: float, streams: MakeStreams = DeviceStreams
     ) -> None:
         super().__init__()
-        self.below, self.device, self.timeout = below, device, timeout
-        self.name = f"{below.name}, through the host"
+        self.inner, self.device, self.timeout = inner, device, timeout
+        self.name = f"{inner.name}, through the host"
         self._streams = streams(device)
-        self._out, self._in = self._streams.new(), self._streams.new()
+        self._out, self._in = self._streams.new_stream(), self._streams.new_stream()
         self._memory = _Pinned(self._streams)
         self._posts: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -77,17 +77,17 @@ class HostStaged(Transport):
         atexit.register(self.close)  # a thread in torch's C++ must not outlive the interpreter
 
     def add(self, name: str, group: Any) -> None:
-        """Add a process group to the transport below."""
-        self.below.add(name, group)
+        """Add a process group to the inner transport."""
+        self.inner.add(name, group)
 
-    def begin_pass(self, number: int, direction: Direction) -> None:
-        self.below.begin_pass(number, direction)
+    def set_message_tag(self, number: int, direction: Direction) -> None:
+        self.inner.set_message_tag(number, direction)
 
     def rank(self, group: str) -> int:
-        return self.below.rank(group)
+        return self.inner.rank(group)
 
     def world(self, group: str) -> int:
-        return self.below.world(group)
+        return self.inner.world(group)
 
     def close(self) -> None:
         """End the threads, after pending messages have finished or CLOSE_SECONDS have passed."""
@@ -96,40 +96,40 @@ class HostStaged(Transport):
         for thread in self._threads:
             thread.join(min(self.timeout, CLOSE_SECONDS))
 
-    def wait(self, ticket: _Job) -> None:
+    def wait(self, handle: _Job) -> None:
         """Wait for the messages; the caller's stream waits for their copies."""
-        if not ticket.done.wait(self.timeout):
+        if not handle.done.wait(self.timeout):
             raise TransportError(f"a message did not arrive within {self.timeout:g} s")
-        if ticket.error is not None:
-            raise ticket.error
-        self._streams.after(self._streams.current(), ticket.arrived)
+        if handle.error is not None:
+            raise handle.error
+        self._streams.wait_event(self._streams.current_stream(), handle.arrived)
 
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> _Job:
         peers, sources = [peer for peer, _ in sends], [peer for peer, _ in recvs]
 
         def begin(outgoing: list[Tensor], incoming: list[Tensor]) -> Any:
             pairs = (zip(peers, outgoing, strict=True), zip(sources, incoming, strict=True))
-            return self.below._exchange(group, *map(list, pairs))
+            return self.inner._exchange(group, *map(list, pairs))
 
         return self._post(begin, [tensor for _, tensor in sends], [tensor for _, tensor in recvs])
 
     def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> _Job:
         def begin(outgoing: list[Tensor], incoming: list[Tensor]) -> Any:
-            return self.below._collective(form, group, outgoing[0], incoming[0])
+            return self.inner._collective(form, group, outgoing[0], incoming[0])
 
         return self._post(begin, [source], [target])
 
     def _post(self, begin: Begin, sources: list[Tensor], targets: list[Tensor]) -> _Job:
         """Enqueue the copies to the host after the caller's stream, and hand the post to the sender thread."""
         streams = self._streams
-        made = streams.mark(streams.current())
+        made = streams.record_event(streams.current_stream())
         outgoing, incoming = ([self._memory.take(x) for x in side] for side in (sources, targets))
-        streams.after(self._out, made)
-        with streams.on(self._out):
+        streams.wait_event(self._out, made)
+        with streams.stream_context(self._out):
             for host, tensor in zip(outgoing, sources, strict=True):
                 streams.copy(host, tensor)
-                streams.use(tensor, self._out)
-        job = _Job(begin, sources, targets, outgoing, incoming, made, streams.mark(self._out))
+                streams.record_stream(tensor, self._out)
+        job = _Job(begin, sources, targets, outgoing, incoming, made, streams.record_event(self._out))
         self._posts.put(job)
         return job
 
@@ -137,8 +137,8 @@ class HostStaged(Transport):
         """Sender thread: post messages in order, each as soon as its data is on the host."""
         while (job := self._posts.get()) is not None:
             try:
-                self._streams.wait(job.copied)
-                job.ticket = job.begin(job.outgoing, job.incoming)
+                self._streams.synchronize_event(job.copied)
+                job.handle = job.begin(job.outgoing, job.incoming)
             except BaseException as error:
                 job.error = error
             self._begun.put(job)
@@ -149,7 +149,7 @@ class HostStaged(Transport):
         while (job := self._begun.get()) is not None:
             try:
                 if job.error is None:
-                    self.below.wait(job.ticket)
+                    self.inner.wait(job.handle)
                     self._take_in(job)
             except BaseException as error:
                 job.error = error
@@ -157,12 +157,12 @@ class HostStaged(Transport):
 
     def _take_in(self, job: _Job) -> None:
         streams = self._streams
-        streams.after(self._in, job.made)  # earlier work of the caller may still read the targets
-        with streams.on(self._in):
+        streams.wait_event(self._in, job.made)  # earlier work of the caller may still read the targets
+        with streams.stream_context(self._in):
             for tensor, host in zip(job.targets, job.incoming, strict=True):
                 streams.copy(tensor, host)
-                streams.use(tensor, self._in)
-        job.arrived = streams.mark(self._in)
+                streams.record_stream(tensor, self._in)
+        job.arrived = streams.record_event(self._in)
         for host in (*job.outgoing, *job.incoming):
             self._memory.give_back(host, job.arrived)
 
@@ -180,10 +180,10 @@ class _Pinned:
         key = (like.numel(), like.dtype)
         with self._lock:
             for n, (host, event) in enumerate(self._free[key]):
-                if self._streams.reached(event):
+                if self._streams.query_event(event):
                     del self._free[key][n]
                     return host
-        made: Tensor = self._streams.pinned(*key)
+        made: Tensor = self._streams.allocate_pinned(*key)
         return made
 
     def give_back(self, host: Tensor, event: Any) -> None:

@@ -32,7 +32,7 @@ class Loopback(Transport):
     def world(self, group: str) -> int:
         return self._world
 
-    def wait(self, ticket: Any) -> None:
+    def wait(self, handle: Any) -> None:
         return None
 
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
@@ -87,9 +87,9 @@ class HubTransport(Transport):
     def world(self, group: str) -> int:
         return self.hub.world
 
-    def wait(self, ticket: list[_Slot]) -> None:
-        for slot in ticket:
-            while not slot.arrived:  # messages match receives in the order of the posts, whichever ticket is waited for
+    def wait(self, handle: list[_Slot]) -> None:
+        for slot in handle:
+            while not slot.arrived:  # messages match receives in the order of the posts, whichever handle is waited for
                 first = self._awaited[slot.group, slot.peer].popleft()
                 first.tensor.copy_(self._take(first.group, first.peer))
                 first.arrived = True

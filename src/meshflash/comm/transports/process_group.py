@@ -60,7 +60,7 @@ class ProcessGroupTransport(Transport):
         if self._coalesces:  # NCCL connects all ranks of a group in its first call, and a program may not involve all
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
-    def begin_pass(self, number: int, direction: Direction) -> None:
+    def set_message_tag(self, number: int, direction: Direction) -> None:
         """Tag the messages of a pass: a rank that skipped a pass times out, but never receives a wrong message."""
         self._pass_tag = TAG_BASE + ((2 * number + (direction == "backward")) % NUM_PASS_TAGS) * MAX_GROUPS
 
@@ -70,8 +70,8 @@ class ProcessGroupTransport(Transport):
     def world(self, group: str) -> int:
         return int(self._ranks[group][1])
 
-    def wait(self, ticket: list[tuple[Any, tuple[int, ...]]]) -> None:
-        for work, peers in ticket:
+    def wait(self, handle: list[tuple[Any, tuple[int, ...]]]) -> None:
+        for work, peers in handle:
             try:
                 if self._coalesces:
                     work.wait()  # blocks the device's stream, not the host; the backend's watchdog enforces the timeout
@@ -90,8 +90,8 @@ class ProcessGroupTransport(Transport):
         if not self._coalesces:
             tag = self._pass_tag + self._numbers[group]
             try:
-                ticket = [(pg.recv([tensor], peer, tag), self._peers(group, [peer])) for peer, tensor in recvs]
-                return ticket + [(pg.send([tensor], peer, tag), self._peers(group, [peer])) for peer, tensor in sends]
+                handle = [(pg.recv([tensor], peer, tag), self._peers(group, [peer])) for peer, tensor in recvs]
+                return handle + [(pg.send([tensor], peer, tag), self._peers(group, [peer])) for peer, tensor in sends]
             except RuntimeError as error:
                 raise self._lost(group, [peer for peer, _ in (*sends, *recvs)], error) from error
         operations = [dist.P2POp(dist.irecv, tensor, group=pg, group_peer=peer) for peer, tensor in recvs]

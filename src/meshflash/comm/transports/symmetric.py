@@ -96,7 +96,7 @@ class Symmetric(Transport):
 
     def add(self, name: str, group: Any) -> None:
         """Add a group of the same ranks, with signals and a stream of its own."""
-        self._channels[name] = len(self._channels), self._streams.new()
+        self._channels[name] = len(self._channels), self._streams.new_stream()
 
     def rank(self, group: str) -> int:
         return self._rank
@@ -110,20 +110,20 @@ class Symmetric(Transport):
         held = [*self._captured, *([self._heap] if self._heap and self._heap not in self._captured else [])]
         return sum(heap.memory.numel() for heap in held)
 
-    def arena(self, wanted: int) -> Arena:
+    def arena(self, min_bytes: int) -> Arena:
         """Return the memory of our heap, of at least `wanted` bytes; all ranks want the same number and call together.
 
         A larger heap replaces a smaller one. All ranks have finished their device work when they make it, so nobody
         reads the old one any more. A heap that a graph was captured in stays, because the graph may run again.
         """
         graph = capturing(self.device)
-        if self._heap is None or self._arena is None or self._arena.bytes < wanted:
+        if self._heap is None or self._arena is None or self._arena.bytes < min_bytes:
             if graph:
                 raise RuntimeError("run this call once, with its backward, before a graph is captured of it")
             # Grow by at least a half, so that growing sequences do not make a new heap in each call.
             least = 0 if self._arena is None else self._arena.bytes * 3 // 2
-            self._streams.finish()
-            size = max(-(-max(wanted, 1) // GRANULARITY_BYTES) * GRANULARITY_BYTES, least)
+            self._streams.synchronize()
+            size = max(-(-max(min_bytes, 1) // GRANULARITY_BYTES) * GRANULARITY_BYTES, least)
             self._heap = self._make(size, self._group, self.device, self.timeout)
             self._arena = Arena(self._heap.memory)
         if graph and self._heap not in self._captured:
@@ -135,32 +135,34 @@ class Symmetric(Transport):
         self._heap = self._arena = None
         self._captured.clear()
 
-    def wait(self, ticket: Any) -> None:
-        self._streams.after(self._streams.current(), ticket)
+    def wait(self, handle: Any) -> None:
+        self._streams.wait_event(self._streams.current_stream(), handle)
 
-    def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
+    def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], offsets: Sequence[int]) -> Any:
         heap, streams = self._heap, self._streams
         assert heap is not None, "a program whose messages are pulled runs in the arena"
         number, stream = self._channels[group]
         ready, done = 2 * number + READY, 2 * number + DONE
-        streams.after(stream, streams.mark(streams.current()))  # the sends are written, the targets are free
+        streams.wait_event(
+            stream, streams.record_event(streams.current_stream())
+        )  # the sends are written, the targets are free
         senders, receivers = (list(dict.fromkeys(peer for peer, _ in side)) for side in (recvs, sends))
-        with streams.on(stream):
+        with streams.stream_context(stream):
             # Signal before waiting: two ranks that exchange messages would wait for each other otherwise.
             for peer in receivers:
                 heap.put(peer, ready)
             for sender in senders:
                 heap.take(sender, ready)
-                for (peer, target), place in zip(recvs, places, strict=True):
+                for (peer, target), offset in zip(recvs, offsets, strict=True):
                     if peer == sender:
-                        source = heap.of(peer)[place : place + target.nbytes].view(target.dtype)
+                        source = heap.of(peer)[offset : offset + target.nbytes].view(target.dtype)
                         streams.copy(target, source)
-                        streams.use(target, stream)
+                        streams.record_stream(target, stream)
                 heap.put(sender, done)
             # The caller may overwrite what it sent only after every receiver has copied it.
             for peer in receivers:
                 heap.take(peer, done)
-        return streams.mark(stream)
+        return streams.record_event(stream)
 
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
         raise RuntimeError("symmetric memory moves messages by pull(), from where they lie in the sender's arena")

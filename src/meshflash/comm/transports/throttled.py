@@ -1,7 +1,7 @@
 """A transport that emulates a link of given bandwidth and latency, to measure overlap on one machine.
 
 The posts of a group take place one after another. Each takes the latency, plus the time for the bytes it sends or for
-the bytes it receives, whichever is longer. A post is complete when that time has passed and the transport below is
+the bytes it receives, whichever is longer. A post is complete when that time has passed and the inner transport is
 done. On a device the time passes in a stream of its own, and no host thread waits.
 """
 
@@ -24,7 +24,7 @@ class Throttled(Transport):
 
     def __init__(
         self,
-        below: Transport,
+        inner: Transport,
         device: torch.device,
         bytes_per_second: float,
         latency: float = 0.0,
@@ -33,51 +33,51 @@ class Throttled(Transport):
         if not bytes_per_second > 0 or not latency >= 0:
             raise ValueError(f"Throttled({bytes_per_second}, {latency}): expected bytes a second > 0, seconds >= 0")
         super().__init__()
-        self.below, self.bytes_per_second, self.latency = below, bytes_per_second, latency
-        self.name = f"{below.name} at {bytes_per_second / 1e9:g} GB/s and {latency * 1e6:g} us"
-        self.reads_peers, self.not_captured = below.reads_peers, below.not_captured
+        self.inner, self.bytes_per_second, self.latency = inner, bytes_per_second, latency
+        self.name = f"{inner.name} at {bytes_per_second / 1e9:g} GB/s and {latency * 1e6:g} us"
+        self.reads_peers, self.capture_unsupported_reason = inner.reads_peers, inner.capture_unsupported_reason
         self._link = _HostLink() if device.type == "cpu" else _DeviceLink(streams(device))
 
     def add(self, name: str, group: Any) -> None:
-        """Add a process group to the transport below."""
-        self.below.add(name, group)
+        """Add a process group to the inner transport."""
+        self.inner.add(name, group)
 
-    def begin_pass(self, number: int, direction: Direction) -> None:
-        self.below.begin_pass(number, direction)
+    def set_message_tag(self, number: int, direction: Direction) -> None:
+        self.inner.set_message_tag(number, direction)
 
     def rank(self, group: str) -> int:
-        return self.below.rank(group)
+        return self.inner.rank(group)
 
     def world(self, group: str) -> int:
-        return self.below.world(group)
+        return self.inner.world(group)
 
     def close(self) -> None:
-        self.below.close()
+        self.inner.close()
 
-    def wait(self, ticket: Any) -> None:
-        below, passed = ticket
-        self.below.wait(below)
+    def wait(self, handle: Any) -> None:
+        inner, passed = handle
+        self.inner.wait(inner)
         self._link.wait(passed)
 
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
         moved = max(sum(tensor.nbytes for _, tensor in side) for side in (sends, recvs))
-        return self.below._exchange(group, sends, recvs), self._begin(group, moved)
+        return self.inner._exchange(group, sends, recvs), self._begin(group, moved)
 
     @property
     def held_bytes(self) -> int:
-        return self.below.held_bytes
+        return self.inner.held_bytes
 
-    def arena(self, wanted: int) -> Arena:
-        return self.below.arena(wanted)
+    def arena(self, min_bytes: int) -> Arena:
+        return self.inner.arena(min_bytes)
 
-    def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], places: Sequence[int]) -> Any:
+    def _pull(self, group: str, sends: Sequence[Message], recvs: Sequence[Message], offsets: Sequence[int]) -> Any:
         moved = max(sum(tensor.nbytes for _, tensor in side) for side in (sends, recvs))
-        return self.below._pull(group, sends, recvs, places), self._begin(group, moved)
+        return self.inner._pull(group, sends, recvs, offsets), self._begin(group, moved)
 
     def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any:
         world = self.world(group)
         moved = source.nbytes * (world - 1) if form == "all_gather" else source.nbytes * (world - 1) // world
-        return self.below._collective(form, group, source, target), self._begin(group, moved)
+        return self.inner._collective(form, group, source, target), self._begin(group, moved)
 
     def _begin(self, group: str, moved: int) -> Any:
         return self._link.begin(group, self.latency + moved / self.bytes_per_second)
@@ -106,11 +106,11 @@ class _DeviceLink:
 
     def begin(self, group: str, seconds: float) -> Any:
         if group not in self._links:
-            self._links[group] = self._streams.new()
+            self._links[group] = self._streams.new_stream()
         link = self._links[group]
-        self._streams.after(link, self._streams.mark(self._streams.current()))
+        self._streams.wait_event(link, self._streams.record_event(self._streams.current_stream()))
         self._streams.delay(link, seconds)
-        return self._streams.mark(link)
+        return self._streams.record_event(link)
 
     def wait(self, event: Any) -> None:
-        self._streams.after(self._streams.current(), event)
+        self._streams.wait_event(self._streams.current_stream(), event)

@@ -65,7 +65,7 @@ class Exchange:
             for name, (shape, dtype) in plan.buffers().items()
         }
         self._streams = None if device.type == "cpu" else DeviceStreams(device)
-        self._side_streams = {rank: self._streams.new() if self._streams else None for rank in heap.local_ranks}
+        self._side_streams = {rank: self._streams.new_stream() if self._streams else None for rank in heap.local_ranks}
 
         def tensor(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.tensor(list(values), dtype=dtype, device=device)
@@ -97,7 +97,9 @@ class Exchange:
             with self.heap.as_rank(rank):
                 stages[rank] = self._stages(self._call_buffers(rank), *operands[rank], results)
                 if self._streams:  # the side stream begins after what the caller has queued
-                    self._streams.after(self._side_streams[rank], self._streams.mark(self._streams.current()))
+                    self._streams.wait_event(
+                        self._side_streams[rank], self._streams.record_event(self._streams.current_stream())
+                    )
         # stage by stage over all ranks: a stage may wait for an earlier stage of any of them
         for number in range(len(stages[self.heap.local_ranks[0]])):
             for rank in self.heap.local_ranks:
@@ -106,7 +108,9 @@ class Exchange:
         for rank in self.heap.local_ranks:
             with self.heap.as_rank(rank):
                 if self._streams:
-                    self._streams.after(self._streams.current(), self._streams.mark(self._side_streams[rank]))
+                    self._streams.wait_event(
+                        self._streams.current_stream(), self._streams.record_event(self._side_streams[rank])
+                    )
                 if copy and self._result_is_in_heap:
                     results[rank] = results[rank].clone(memory_format=torch.contiguous_format)
             self._join_caller_stream(rank, results[rank])
@@ -262,7 +266,7 @@ class Exchange:
 
     def _launch_stage(self, rank: int, stage: Stage) -> None:
         if stage.on_side_stream and self._streams:
-            with self._streams.on(self._side_streams[rank]):
+            with self._streams.stream_context(self._side_streams[rank]):
                 stage.launch()
         else:
             stage.launch()
@@ -271,6 +275,6 @@ class Exchange:
         """Make the caller's stream wait for the stream of a rank, where one process emulates all ranks."""
         if self._streams and self.heap.kind == "local":
             with self.heap.as_rank(rank):
-                done = self._streams.mark(self._streams.current())
-            self._streams.after(self._streams.current(), done)
-            self._streams.use(result, self._streams.current())
+                done = self._streams.record_event(self._streams.current_stream())
+            self._streams.wait_event(self._streams.current_stream(), done)
+            self._streams.record_stream(result, self._streams.current_stream())
