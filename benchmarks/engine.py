@@ -40,7 +40,7 @@ class _Nothing(Kernel):
     name = "nothing"
     summary = "computes nothing"
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         return None
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

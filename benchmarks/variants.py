@@ -250,8 +250,8 @@ class _Checked:
 
     def _choose(self, direction: Pass, deterministic: bool = False, in_parts: bool = False) -> tuple[Kernel, str]:
         """Return the kernel of a call, and its name."""
-        ask = replace(local.ask_for(self.x, direction, deterministic), partial=in_parts)
-        found = registry.choose(self.kernel, ask)
+        request = replace(local.kernel_request(self.x, direction, deterministic), partial=in_parts)
+        found = registry.choose(self.kernel, request)
         return found.kernel, found.kernel.name
 
     def _right(self, way: Way, allowed: float) -> Way:

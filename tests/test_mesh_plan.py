@@ -24,7 +24,7 @@ def plan(rank, world, group):
     assert out.shape == inputs[0].shape
     assert lse.shape == (2, 4, 16)
     assert (ran.schedule, ran.layout, ran.world, ran.transport) == ("zigzag", "zigzag", world, "gloo")
-    assert (ran.reason, ran.kernels) == ("asked for", ("tiled",))
+    assert (ran.reason, ran.kernels) == ("requested", ("tiled",))
     assert ran.program is group_context(group.group_name).last.program("forward")
     assert (ran.program.rank, ran.program.world, ran.program.direction) == (rank, world, "forward")
     mover = group_context(group.group_name).transport(torch.device("cpu"))
@@ -32,7 +32,7 @@ def plan(rank, world, group):
     attention(*inputs, schedule="zigzag", mask=CAUSAL)
     assert ran.received_bytes == mover.counters.received_bytes > 0
     assert ran.scratch_bytes > 0
-    text = f"zigzag (asked for) over {world} ranks, layout zigzag, by gloo; kernels: tiled (asked for); forward: "
+    text = f"zigzag (requested) over {world} ranks, layout zigzag, by gloo; kernels: tiled (requested); forward: "
     assert str(ran) == f"{text}{ran.received_bytes:,} bytes received, {ran.scratch_bytes:,} of scratch"
     ran = attention(*inputs, mask=CAUSAL, return_plan=True)[1]
     assert ran.schedule == "allgather"

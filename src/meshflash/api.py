@@ -21,7 +21,7 @@ from meshflash.engine.group_context import group_context
 from meshflash.engine.op import GATHERED, PLAIN, CallContext, attend, is_gathered
 from meshflash.groups import group_of, inner_of
 from meshflash.kernels import registry
-from meshflash.planning import asked_for, resolve
+from meshflash.planning import encode_spec, resolve
 
 
 class FlashFeatures(TypedDict, total=False):
@@ -268,10 +268,10 @@ def attention(
             )
         shards = layout, k_layout, rank, world
         needs_lse = return_lse or verify or sink_logits is not None
-        asked = asked_for(
+        spec = encode_spec(
             arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh), transport, needs_lse
         )
-        gathered = is_gathered(asked)
+        gathered = is_gathered(spec)
         if gathered and (return_plan or verify):
             raise ValueError(
                 f"return_plan, verify: not supported with k_layout={GATHERED!r}, which moves nothing; drop them"
@@ -284,13 +284,13 @@ def attention(
     if world > 1 and not gathered:
         arguments = arguments._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), group=group)
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
-    arguments = arguments._replace(asked=asked, will_backward=recorded)
+    arguments = arguments._replace(spec=spec, will_backward=recorded)
     if verify or return_plan:
         here = group_context(group) if world > 1 else None
         with here.in_use() if here else nullcontext():  # another thread's call would overwrite `last`
             with registry.record_kernels() if return_plan else nullcontext(registry.KernelLog()) as ran:
                 out, lse = attend(arguments)
-            plan = here.last.plan if here else resolve(asked, q.shape[1], k.shape[1], 0, q_offset, 1)
+            plan = here.last.plan if here else resolve(spec, q.shape[1], k.shape[1], 0, q_offset, 1)
             if verify:
                 if here:
                     # check_rows communicates: a rank that does not verify would block the others until the timeout

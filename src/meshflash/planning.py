@@ -24,7 +24,7 @@ from meshflash.schedules import registry as schedules
 GATHER_BYTES = 64 * 2**20
 
 
-def asked_for(
+def encode_spec(
     q: Tensor,
     k: Tensor,
     schedule: str,
@@ -100,14 +100,14 @@ def _ring_of(layout: Layout | None) -> str:
     return "ring" if layout is None or layout.name not in ("zigzag", "striped") else layout.name
 
 
-def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> engine.Plan:
+def resolve(spec: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> engine.Plan:
     """Decode a spec string and return the plan for this rank's sizes.
 
     `each` is the bytes of one token's keys and values; "auto" compares their sum with GATHER_BYTES.
     """
-    layout, k_layout, dtype, transport, lse, schedule = asked.split("|", 5)
+    layout, k_layout, dtype, transport, lse, schedule = spec.split("|", 5)
     given, k_given = (_parsed(text) if text else None for text in (layout, k_layout))
-    reason = "asked for"
+    reason = "requested"
     if schedule == "auto":
         gathered = each * (world * k_tokens if k_given is None else k_given.tokens)
         schedule = "allgather" if gathered <= GATHER_BYTES else _ring_of(given)
@@ -139,9 +139,9 @@ def _held(
     return layout
 
 
-def saves_buffers(asked: str) -> bool:
+def saves_buffers(spec: str) -> bool:
     """Return whether the forward of this spec string saves buffers beyond the caller's tensors."""
-    return _keeps(asked.split("|", 5)[5])
+    return _keeps(spec.split("|", 5)[5])
 
 
 def _keeps(schedule: str) -> bool:

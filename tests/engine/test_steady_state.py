@@ -144,7 +144,7 @@ class Idle(Kernel):
 
     name, summary = "idle", "nothing"
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         return None
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
@@ -175,7 +175,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_bound_program_makes_no_tensor(monkeypatch, schedule, batch, dtype):
-    monkeypatch.setattr("meshflash.engine.binding.choose", lambda name, ask: Choice(Idle(), "for the test"))
+    monkeypatch.setattr("meshflash.engine.binding.choose", lambda name, request: Choice(Idle(), "for the test"))
     for name in ("merge_", "delta_"):  # kernels too
         monkeypatch.setattr(f"meshflash.engine.binding.{name}", lambda *tensors: None)
     for mask in (Mask.full(), CAUSAL, CAUSAL & Mask.window(9, 0)):

@@ -88,10 +88,10 @@ def test_vendor_refuses_a_carry_in_half_precision():
     work = worklist(CAUSAL, (range(4, 8),), (range(4),))
     case = Case(CAUSAL)
     features = case.features(case.inputs(torch.bfloat16))
-    ask = KernelRequest("forward", torch.device("cpu"), torch.bfloat16, 16, 16, work, features)
-    assert refusal(Vendor(), ask) is None
-    assert "float32 partial results" in (refusal(Vendor(), replace(ask, partial=True)) or "")
-    assert "device cuda" in (refusal(Vendor(), replace(ask, device=torch.device("cuda"))) or "")
+    request = KernelRequest("forward", torch.device("cpu"), torch.bfloat16, 16, 16, work, features)
+    assert refusal(Vendor(), request) is None
+    assert "float32 partial results" in (refusal(Vendor(), replace(request, partial=True)) or "")
+    assert "device cuda" in (refusal(Vendor(), replace(request, device=torch.device("cuda"))) or "")
 
 
 def test_merge_of_empty_parts_is_empty():

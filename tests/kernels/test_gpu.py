@@ -81,7 +81,9 @@ def hopper_or_triton(case):
     q, k, v = (leaves[name].detach() for name in "qkv")
     x = local.inputs(q, k, v, case.mask, case.features(leaves), case.q_offset)
     hopper = next(kernel for kernel in registry.kernels() if kernel.name == "hopper")
-    unsupported = any(registry.refusal(hopper, local.ask_for(x, direction)) for direction in ("forward", "backward"))
+    unsupported = any(
+        registry.refusal(hopper, local.kernel_request(x, direction)) for direction in ("forward", "backward")
+    )
     return "triton" if unsupported else "hopper"
 
 
@@ -92,9 +94,11 @@ def test_vendor_kernels_at_real_shapes(kernel, name):
     leaves = case.inputs(torch.bfloat16, "cuda")
     q, k, v = (leaves[name].detach() for name in "qkv")
     x = local.inputs(q, k, v, case.mask, case.features(leaves), case.q_offset)
-    asks = [local.ask_for(x, direction, lse_gradient=case.lse_gradient) for direction in ("forward", "backward")]
+    requests = [
+        local.kernel_request(x, direction, lse_gradient=case.lse_gradient) for direction in ("forward", "backward")
+    ]
     found = next(one for one in registry.kernels() if one.name == kernel)
-    reasons = [registry.refusal(found, ask) for ask in asks]
+    reasons = [registry.refusal(found, request) for request in requests]
     if any(reasons):
         pytest.skip(f"it {reasons}")
     _, ran = run(case, torch.bfloat16, kernel)
@@ -188,7 +192,7 @@ def test_partial_results_of_vendor_kernels_are_merged_in_float32():
     features = case.features(leaves)
     found = next(one for one in registry.kernels() if one.name == "cudnn")
     whole = local.inputs(q, k, v, case.mask, features)
-    if registry.refusal(found, local.ask_for(whole, "forward")):
+    if registry.refusal(found, local.kernel_request(whole, "forward")):
         pytest.skip("no cuDNN")
     exact = case.dense({name: x.detach().double() for name, x in leaves.items()})[0]
     out = torch.empty_like(q, dtype=torch.float32), torch.empty(1, 4, 1024, device="cuda")

@@ -33,7 +33,7 @@ def table(**tflops):
     return Rates("Made-up 1", "sm_99", tuple(found), host)
 
 
-def ask(mask=CAUSAL, tokens=1024, **more):
+def request(mask=CAUSAL, tokens=1024, **more):
     work = worklist(mask, (range(tokens),), (range(tokens),))
     made = KernelRequest(
         "forward", torch.device("cpu"), torch.bfloat16, 64, 64, work, Features(0.125), batch=2, heads=8
@@ -45,12 +45,12 @@ def test_a_prediction_is_work_over_rate():
     made = table(tiled=100.0)
     launch = Launch(1024.0 * 1024, 1024, causal=False)
     flops = 4 * 1024 * 1024 * 64 * 2 * 8
-    assert made.seconds("tiled", ask(), [launch]) == pytest.approx(flops / 100e12)
-    backward = made.seconds("tiled", ask(direction="backward"), [launch])
+    assert made.seconds("tiled", request(), [launch]) == pytest.approx(flops / 100e12)
+    backward = made.seconds("tiled", request(direction="backward"), [launch])
     assert backward == pytest.approx(2.5 * flops / 100e12)
-    half = made.seconds("tiled", ask(), [Launch(512.0 * 1024, 1024, causal=True)])
+    half = made.seconds("tiled", request(), [Launch(512.0 * 1024, 1024, causal=True)])
     assert half == pytest.approx(flops / 100e12 / 2)
-    assert made.seconds("other", ask(), [launch]) is None
+    assert made.seconds("other", request(), [launch]) is None
 
 
 def test_rates_between_lengths_and_beyond():
@@ -64,23 +64,23 @@ def test_rates_between_lengths_and_beyond():
 
 def test_many_small_launches_cost_the_host():
     made = table(tiled=100.0)
-    assert made.seconds("tiled", ask(), [Launch(10.0, 4, causal=True)] * 100) == pytest.approx(100 * 10e-6)
+    assert made.seconds("tiled", request(), [Launch(10.0, 4, causal=True)] * 100) == pytest.approx(100 * 10e-6)
 
 
 def test_launches_of_a_worklist():
-    tiled = registry.choose("tiled", ask()).kernel
-    (full,) = tiled.launches(ask(Mask.full()))
+    tiled = registry.choose("tiled", request()).kernel
+    (full,) = tiled.launches(request(Mask.full()))
     assert full == Launch(1024.0 * 1024, 1024, causal=False)
-    (causal,) = tiled.launches(ask())
+    (causal,) = tiled.launches(request())
     assert (causal.pairs, causal.causal) == (1024 * 1025 / 2, True)
     assert causal.keys == pytest.approx(1024, abs=2)
     late = worklist(CAUSAL, (range(8000, 8008),), (range(8008),))
-    assert tiled.launches(ask(work=late))[0].pairs == late.pairs
-    vendor = registry.choose("vendor", ask()).kernel
+    assert tiled.launches(request(work=late))[0].pairs == late.pairs
+    vendor = registry.choose("vendor", request()).kernel
     documents = CAUSAL & Mask.documents([256, 768])
-    assert vendor.launches(ask(documents)) == (Launch(256 * 257 / 2, 256, True), Launch(768 * 769 / 2, 768, True))
+    assert vendor.launches(request(documents)) == (Launch(256 * 257 / 2, 256, True), Launch(768 * 769 / 2, 768, True))
     wide = worklist(CAUSAL, (range(20),), (range(5),))
-    assert vendor.launches(ask(work=wide)) == (Launch(wide.pairs, 5, True),)
+    assert vendor.launches(request(work=wide)) == (Launch(wide.pairs, 5, True),)
 
 
 @pytest.mark.parametrize(("fast", "slow"), [("vendor", "tiled"), ("tiled", "vendor")])
@@ -88,7 +88,7 @@ def test_auto_takes_the_fastest(fast, slow, monkeypatch):
     registry.forget()
     made = replace(table(**{fast: 300.0, slow: 200.0}), host_us={})
     monkeypatch.setattr(rates, "known", lambda device: Known(made, "a made-up table"))
-    chosen = registry.choose("auto", ask())
+    chosen = registry.choose("auto", request())
     assert chosen.kernel.name == fast
     assert chosen.reason.startswith(f"predicted: {fast} ")
     assert chosen.reason.endswith("by a made-up table")
@@ -101,8 +101,8 @@ def test_auto_takes_the_fastest(fast, slow, monkeypatch):
 
 def test_without_rates_the_order_is_fixed():
     registry.forget()
-    assert registry.choose("auto", ask()).reason == "before tiled, by a fixed order"
-    alone = registry.choose("auto", ask(features=Features(0.1, softcap=2.0)))
+    assert registry.choose("auto", request()).reason == "before tiled, by a fixed order"
+    alone = registry.choose("auto", request(features=Features(0.1, softcap=2.0)))
     assert alone.reason == "the only supported one"
 
 
@@ -173,7 +173,7 @@ def test_every_shipped_table_can_be_read():
         for name, values in made.configs.items():
             direction, _, most = name.partition("/")
             assert direction in triton_configs.PASSES
-            assert triton_configs.widest(int(most)) == int(most)
+            assert triton_configs.padded_head_dim(int(most)) == int(most)
             triton_configs.Config(*values)
 
 

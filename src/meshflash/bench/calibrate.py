@@ -94,9 +94,9 @@ def tune(device: str, dims: tuple[int, ...] = DIMS, rounds: int = 3, say: Say = 
     best: Configs = {}
     for direction, dim in product(triton_configs.PASSES, dims):
         case = replace(case_of(8192, dim, "causal", device), deterministic=direction == "bwd_dq")
-        name = triton_configs.name(direction, triton_configs.widest(dim))
+        name = triton_configs.name(direction, triton_configs.padded_head_dim(dim))
         times: dict[triton_configs.Config, float] = {}
-        for config in triton_configs.candidates(direction, triton_configs.widest(dim)):
+        for config in triton_configs.candidates(direction, triton_configs.padded_head_dim(dim)):
             say(f"{name}: {config}")
             with triton_configs.forced(name, config):
                 try:
@@ -126,11 +126,12 @@ def able(case: Case) -> tuple[str, ...]:
     """The kernels that "auto" may take for both passes of a case."""
     q, k, v, _ = case.tensors()
     x = local.inputs(q, k, v, case.rule, Features(case.head_dim**-0.5))
-    asks = [local.ask_for(x, direction) for direction in ("forward", "backward")]
+    requests = [local.kernel_request(x, direction) for direction in ("forward", "backward")]
     return tuple(
         kernel.name
         for kernel in registry.kernels()
-        if registry.may_be_chosen(kernel, asks[0]) and not any(registry.refusal(kernel, ask) for ask in asks)
+        if registry.may_be_chosen(kernel, requests[0])
+        and not any(registry.refusal(kernel, request) for request in requests)
     )
 
 

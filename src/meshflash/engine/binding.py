@@ -67,7 +67,7 @@ Kernels = dict[Attend | AttendGrad, tuple[Choice, Worklist]]
 
 
 def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Features) -> Kernels:
-    """The kernels of a program; ValueError where the one that was asked for cannot serve a step."""
+    """The kernels of a program; ValueError if the requested one cannot serve a step."""
     exact = features.alibi_slopes_BH is not None or features.dropout > 0
     out: Kernels = {}
     for step in program.steps:
@@ -76,7 +76,7 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
         targets = (step.out,) if isinstance(step, Attend) else (step.dq, step.dkv)
         in_parts = any(program.buffer[target.buffer].dtype != "input" for target in targets)
         work = worklist(mask, step.q_positions, step.k_positions, exact)
-        ask = KernelRequest(
+        request = KernelRequest(
             direction=program.direction,
             device=setting.device,
             dtype=setting.dtype,
@@ -90,7 +90,7 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
             batch=setting.batch,
             heads=step.heads[1] - step.heads[0],
         )
-        out[step] = choose(setting.kernel, ask), work
+        out[step] = choose(setting.kernel, request), work
     return out
 
 

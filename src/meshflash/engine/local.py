@@ -103,8 +103,10 @@ def sink_gradient(sink_logits_H: Tensor | None, rows: Rows) -> Tensor | None:
     return -(weight * rows.delta_BHT).sum(dim=(0, 2)).to(sink_logits_H.dtype)
 
 
-def ask_for(x: Inputs, direction: Pass, deterministic: bool = False, lse_gradient: bool = False) -> KernelRequest:
-    """What a call asks of a kernel."""
+def kernel_request(
+    x: Inputs, direction: Pass, deterministic: bool = False, lse_gradient: bool = False
+) -> KernelRequest:
+    """Return the request of a call to the kernels."""
     q_BTHD = x.q_BTHD
     batch, _, heads, dim = q_BTHD.shape
     return KernelRequest(
@@ -124,7 +126,7 @@ def ask_for(x: Inputs, direction: Pass, deterministic: bool = False, lse_gradien
 
 def choice(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Choice:
     """Which kernel does it, and why."""
-    return choose(name, ask_for(x, direction, deterministic, lse_gradient))
+    return choose(name, kernel_request(x, direction, deterministic, lse_gradient))
 
 
 def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Kernel:

@@ -31,7 +31,7 @@ from meshflash.kernels.contract import Features, Grads, Rows, accumulator_dtype,
 
 #: (schedule, problem, rank, direction) -> the program of that rank
 Build = Callable[[str, Problem, int, Direction], Program]
-#: (what was asked for, tokens of q and of k on this rank, bytes of a key and its value, q_offset, world) -> the plan
+#: (spec, tokens of q and of k on this rank, bytes of a key and its value, q_offset, world) -> the plan
 Resolve = Callable[[str, int, int, int, int, int], "Plan"]
 #: Programs of recent calls that an arena stays bound to; packings of documents come and go.
 BOUND = 64
@@ -47,8 +47,8 @@ class _Above:
     saves_buffers: Callable[[str], bool]
 
 
-def connect(build: Build, resolve: Resolve, saves_buffers: Callable[[str], bool] = lambda asked: False) -> None:
-    """Say who builds programs, who makes plans of what was asked for, and who knows what forwards save."""
+def connect(build: Build, resolve: Resolve, saves_buffers: Callable[[str], bool] = lambda spec: False) -> None:
+    """Register the functions that build programs, resolve specs to plans, and tell whether a forward saves buffers."""
     _Above.build, _Above.resolve, _Above.saves_buffers = (
         staticmethod(build),
         staticmethod(resolve),
@@ -56,14 +56,14 @@ def connect(build: Build, resolve: Resolve, saves_buffers: Callable[[str], bool]
     )
 
 
-def resolve(asked: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> Plan:
-    """The plan for what was asked; ValueError where it does not fit."""
-    return _Above.resolve(asked, q_tokens, k_tokens, each, q_offset, world)
+def resolve(spec: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, world: int) -> Plan:
+    """Return the plan of a spec; ValueError if it does not fit these sizes."""
+    return _Above.resolve(spec, q_tokens, k_tokens, each, q_offset, world)
 
 
-def saves_buffers(asked: str) -> bool:
-    """Whether the forward of what was asked for saves more than the caller's tensors."""
-    return _Above.saves_buffers(asked)
+def saves_buffers(spec: str) -> bool:
+    """Whether the forward of a spec saves more than the caller's tensors."""
+    return _Above.saves_buffers(spec)
 
 
 def not_saved(member: GroupContext) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Plan:
     reduce_dtype: str = ""
     transport: str = "auto"
     lse: bool = True
-    reason: str = field(default="asked for", compare=False)
+    reason: str = field(default="requested", compare=False)
 
     def problem(self, mask: Mask, heads: int, kv_heads: int) -> Problem:
         """What is to be solved for so many heads."""
@@ -133,7 +133,7 @@ class Prepared:
         return sorted({*self.program("forward").group, *self.program("backward").group})
 
     def kernels(self, direction: Direction, features: Features, lse_gradient: bool = False) -> Kernels:
-        """The kernels of a pass; ValueError where the one that was asked for cannot serve it."""
+        """The kernels of a pass; ValueError if the requested one cannot serve it."""
         found = self._kernels.get((direction, lse_gradient))
         if found is None:
             setting = self._placement(direction, lse_gradient).setting
@@ -248,7 +248,7 @@ def _bound(arena: Arena, key: Any, bind: Callable[[], Bound]) -> Bound:
 class MeshCall:
     """The arguments of one call besides its tensors."""
 
-    asked: str
+    spec: str
     q_offset: int
     mask: Mask
     mask_key: Any
@@ -262,7 +262,7 @@ class MeshCall:
         """What was prepared for this kind of call; on its first use all ranks agree on it."""
         f = self.features
         kind = (
-            *(self.asked, self.q_offset, self.mask_key, q.shape, v.shape, q.dtype, q.device),
+            *(self.spec, self.q_offset, self.mask_key, q.shape, v.shape, q.dtype, q.device),
             *(f.scale, f.softcap, f.dropout, f.batch_offset, f.head_offset),
             *(f.alibi_slopes_BH is None, f.sink_logits_H is None, self.kernel, self.deterministic, self.will_backward),
         )
@@ -291,7 +291,7 @@ class MeshCall:
     def _new(self, member: GroupContext, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
         """A kind of call that was not made before; ValueError where it cannot be made."""
         each = (k.shape[3] + v.shape[3]) * k.shape[0] * k.shape[2] * k.element_size()
-        plan = resolve(self.asked, q.shape[1], k.shape[1], each, self.q_offset, member.world)
+        plan = resolve(self.spec, q.shape[1], k.shape[1], each, self.q_offset, member.world)
         self._check(plan, member.rank, q, k)
         setting = Setting(
             batch=q.shape[0],
@@ -361,7 +361,7 @@ def forward(call: MeshCall, member: GroupContext, q: Tensor, k: Tensor, v: Tenso
         prepared = call.prepare(member, q, k, v)
         out, lse = new_outputs(q, v)
         if "out" in prepared.program("forward").without_lse:
-            lse.fill_(torch.nan)  # nobody asked for it
+            lse.fill_(torch.nan)  # no caller requested it
         saved = q.new_empty(prepared.saved_bytes, dtype=torch.uint8)
         if q.shape[0]:
             transport = prepared.transport(member)

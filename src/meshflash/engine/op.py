@@ -1,6 +1,6 @@
 """Attention as one op with its own backward: the autograd boundary of every call.
 
-The op takes tensors, plain values, the name of the process group, and what was asked of the mesh as text.
+The op takes tensors, plain values, the name of the process group, and the encoded spec of a mesh call.
 A mask travels as a text and tensors of document lengths, so that compiled code does not depend on the
 lengths. Arguments are checked by the caller.
 
@@ -29,7 +29,7 @@ from meshflash.kernels.contract import Features, Grads, Inputs, new_outputs
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink_logits, Tensor? alibi_slopes, Tensor? seed, Tensor[] documents, "
     "str mask, float scale, float softcap, float dropout, SymInt q_offset, SymInt batch_offset, SymInt head_offset, "
-    "str kernel, bool deterministic, str asked, str group, bool will_backward"
+    "str kernel, bool deterministic, str spec, str group, bool will_backward"
 )
 
 #: What makes (out, lse) and what the backward needs besides, if anything.
@@ -38,7 +38,7 @@ _Documents = tuple[tuple[bytes, str, torch.Size], ...]
 
 
 class Arguments(NamedTuple):
-    """What the op takes. On one device `group` is empty; `asked` is too, unless a layout or schedule was given."""
+    """What the op takes. On one device `group` is empty; `spec` is too, unless a layout or schedule was given."""
 
     q: Tensor
     k: Tensor
@@ -56,27 +56,27 @@ class Arguments(NamedTuple):
     head_offset: int
     kernel: str
     deterministic: bool
-    asked: str = ""
+    spec: str = ""
     group: str = ""
     #: Whether autograd records the call over ranks, so that a backward is to come.
     will_backward: bool = False
 
 
-#: How `asked` begins where keys were gathered before: this, the rank, and the layout of the queries.
+#: How `spec` begins where keys were gathered before: this, the rank, and the layout of the queries.
 GATHERED = "gathered"
 
 
-def is_gathered(asked: str) -> bool:
+def is_gathered(spec: str) -> bool:
     """Whether all keys are here."""
-    return asked.startswith(f"{GATHERED}|")
+    return spec.startswith(f"{GATHERED}|")
 
 
 @lru_cache(maxsize=256)
-def shard_of(asked: str) -> tuple[Layout, int] | None:
+def shard_of(spec: str) -> tuple[Layout, int] | None:
     """Whose queries these are, of which layout, where all keys are here; else None."""
-    if not is_gathered(asked):
+    if not is_gathered(spec):
         return None
-    _, rank, layout = asked.split("|", 2)
+    _, rank, layout = spec.split("|", 2)
     return Layout.parse(layout), int(rank)
 
 
@@ -107,8 +107,8 @@ class CallContext:
         x = self.given
         if x.group:
             return mesh.forward(self._over_mesh(), group_context(x.group), x.q, x.k, x.v)
-        if x.asked and not is_gathered(x.asked):
-            mesh.resolve(x.asked, x.q.shape[1], x.k.shape[1], 0, x.q_offset, 1)  # for what it refuses
+        if x.spec and not is_gathered(x.spec):
+            mesh.resolve(x.spec, x.q.shape[1], x.k.shape[1], 0, x.q_offset, 1)  # for what it refuses
         return *local.forward(self._inputs(), x.kernel, x.deterministic), nothing(x.q)
 
     def backward(
@@ -124,11 +124,11 @@ class CallContext:
 
     def _inputs(self) -> Inputs:
         x = self.given
-        return local.inputs(x.q, x.k, x.v, self.mask, self.features, x.q_offset, shard_of(x.asked))
+        return local.inputs(x.q, x.k, x.v, self.mask, self.features, x.q_offset, shard_of(x.spec))
 
     def _over_mesh(self) -> mesh.MeshCall:
         x, mask = self.given, self.mask
-        return mesh.MeshCall(x.asked, x.q_offset, mask, mask, self.features, x.kernel, x.deterministic, x.will_backward)
+        return mesh.MeshCall(x.spec, x.q_offset, mask, mask, self.features, x.kernel, x.deterministic, x.will_backward)
 
 
 def without_autocast(q_BTHD: Tensor) -> AbstractContextManager[Any]:
@@ -276,7 +276,7 @@ attention_op.register_autograd(_gradients, setup_context=_setup)
 def _(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = Arguments(*call)
     saved = nothing(x.q)
-    if x.group and mesh.saves_buffers(x.asked):
+    if x.group and mesh.saves_buffers(x.spec):
         saved = x.q.new_empty(_some(), dtype=torch.uint8)
     return *new_outputs(x.q, x.v), saved
 

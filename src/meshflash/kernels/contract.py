@@ -162,22 +162,22 @@ class Kernel(ABC):
         return None
 
     @abstractmethod
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Return what about a call this kernel does not support, as a noun phrase, or None if it supports the call."""
 
-    def serving(self, ask: KernelRequest) -> Kernel:
+    def serving(self, request: KernelRequest) -> Kernel:
         """Return the instance that serves a call: this one, or one of the same name with other settings."""
         return self
 
-    def launches(self, ask: KernelRequest) -> tuple[Launch, ...]:
+    def launches(self, request: KernelRequest) -> tuple[Launch, ...]:
         """Return the launches of a call, to predict its time; by default one launch for the whole worklist."""
-        segments, spans = ask.work.by_query.segments, ask.work.by_query.spans
+        segments, spans = request.work.by_query.segments, request.work.by_query.spans
         queries = int(segments[:, 2].sum())
         if not queries or not len(spans):
             return ()
         bound = bool((spans[:, 4] > -UNBOUNDED).any() or (spans[:, 5] < UNBOUNDED).any())
-        keys = max(1, round(ask.work.pairs / queries * (2 if bound else 1)))
-        return (Launch(ask.work.pairs / (ask.work.mask.batch_rows or 1), keys, bound),)
+        keys = max(1, round(request.work.pairs / queries * (2 if bound else 1)))
+        return (Launch(request.work.pairs / (request.work.mask.batch_rows or 1), keys, bound),)
 
     @abstractmethod
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

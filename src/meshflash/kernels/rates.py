@@ -56,17 +56,17 @@ class Rates:
     measured_with: dict[str, str] = field(default_factory=dict)
     configs: dict[str, list[int]] = field(default_factory=dict)
 
-    def seconds(self, kernel: str, ask: KernelRequest, launches: Iterable[Launch]) -> float | None:
+    def seconds(self, kernel: str, request: KernelRequest, launches: Iterable[Launch]) -> float | None:
         """Predict how many seconds a call takes; None where the kernel was not measured."""
         device = host = 0.0
         for launch in launches:
-            rate = self._rate(kernel, ask.direction, launch.causal, ask.head_dim, launch.keys)
+            rate = self._rate(kernel, request.direction, launch.causal, request.head_dim, launch.keys)
             if rate is None:
                 return None
-            rows = ask.batch if launch.every_batch_row else 1
-            device += 2.0 * (ask.head_dim + ask.value_dim) * launch.pairs * rows * ask.heads / (rate * 1e12)
-            host += self.host_us.get(kernel, {}).get(ask.direction, 0.0) * 1e-6
-        return max(host, device * (BACKWARD if ask.direction == "backward" else 1.0))
+            rows = request.batch if launch.every_batch_row else 1
+            device += 2.0 * (request.head_dim + request.value_dim) * launch.pairs * rows * request.heads / (rate * 1e12)
+            host += self.host_us.get(kernel, {}).get(request.direction, 0.0) * 1e-6
+        return max(host, device * (BACKWARD if request.direction == "backward" else 1.0))
 
     def _rate(self, kernel: str, direction: Pass, causal: bool, dim: int, keys: int) -> float | None:
         """Interpolate TFLOP/s between the nearest lengths, at the next wider head dim that was measured."""

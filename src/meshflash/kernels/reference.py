@@ -44,7 +44,7 @@ class Reference(Kernel):
     name = "reference"
     summary = "dense float64, the oracle: O(T^2) memory"
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         return None
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

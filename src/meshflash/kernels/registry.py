@@ -80,16 +80,16 @@ def names() -> tuple[str, ...]:
 _NAMES = ("auto", *_KERNELS)
 
 
-def choose(name: str, ask: KernelRequest) -> Choice:
+def choose(name: str, request: KernelRequest) -> Choice:
     """Return the kernel of this name, or with "auto" the fastest one that supports a call; cached with the worklist.
 
     Raises ValueError where the named kernel does not support the call.
     """
-    kept = _choices.setdefault(ask.work, {})
-    key = (name, ask.key)
+    kept = _choices.setdefault(request.work, {})
+    key = (name, request.key)
     found = kept.get(key)
     if found is None:
-        found = kept[key] = _choose(name, ask)
+        found = kept[key] = _choose(name, request)
     return found
 
 
@@ -109,43 +109,43 @@ def generation() -> int:
 _generation = 0
 
 
-def _choose(name: str, ask: KernelRequest) -> Choice:
+def _choose(name: str, request: KernelRequest) -> Choice:
     if name != "auto":
         kernel = _KERNELS[name]
-        reason = refusal(kernel, ask)
+        reason = refusal(kernel, request)
         if reason:
-            others = ", ".join(other.name for other in kernels() if refusal(other, ask) is None)
+            others = ", ".join(other.name for other in kernels() if refusal(other, request) is None)
             raise ValueError(f'kernel="{name}" {reason}; supported here: {others}, or "auto"')
-        return Choice(kernel.serving(ask), "asked for")
-    supported = [kernel for kernel in kernels() if may_be_chosen(kernel, ask) and refusal(kernel, ask) is None]
+        return Choice(kernel.serving(request), "requested")
+    supported = [kernel for kernel in kernels() if may_be_chosen(kernel, request) and refusal(kernel, request) is None]
     assert supported, "the tiled kernel can do everything"
-    known = rates.known(ask.device) if ask.dtype in HALF else None
+    known = rates.known(request.device) if request.dtype in HALF else None
     if known is None or len(supported) == 1:
         others = (
             f"before {', '.join(kernel.name for kernel in supported[1:])}"
             if supported[1:]
             else "the only supported one"
         )
-        return Choice(supported[0].serving(ask), others + (", by a fixed order" if supported[1:] else ""))
-    predicted = [(known.rates.seconds(kernel.name, ask, kernel.launches(ask)), kernel) for kernel in supported]
+        return Choice(supported[0].serving(request), others + (", by a fixed order" if supported[1:] else ""))
+    predicted = [(known.rates.seconds(kernel.name, request, kernel.launches(request)), kernel) for kernel in supported]
     measured = sorted(((t, kernel) for t, kernel in predicted if t is not None), key=lambda pair: pair[0])
     if not measured:
-        return Choice(supported[0].serving(ask), f"by a fixed order: no supported kernel is in {known.source}")
+        return Choice(supported[0].serving(request), f"by a fixed order: no supported kernel is in {known.source}")
     times = ", ".join(f"{kernel.name} {t * 1e3:.3g} ms" for t, kernel in measured[:3])
-    return Choice(measured[0][1].serving(ask), f"predicted: {times}, by {known.source}")
+    return Choice(measured[0][1].serving(request), f"predicted: {times}, by {known.source}")
 
 
-def may_be_chosen(kernel: Kernel, ask: KernelRequest) -> bool:
+def may_be_chosen(kernel: Kernel, request: KernelRequest) -> bool:
     """Return whether "auto" considers a kernel: not the oracle, and nothing that would run in an interpreter."""
-    return kernel.name not in _BY_NAME_ONLY and not (kernel.name == "triton" and ask.device.type == "cpu")
+    return kernel.name not in _BY_NAME_ONLY and not (kernel.name == "triton" and request.device.type == "cpu")
 
 
-def refusal(kernel: Kernel, ask: KernelRequest) -> str | None:
+def refusal(kernel: Kernel, request: KernelRequest) -> str | None:
     """Return why a kernel cannot serve a call, as the predicate of a sentence, or None.
 
     What the kernel needs of this machine is only looked for where the call itself is supported.
     """
-    if unsupported := kernel.unsupported_reason(ask):
+    if unsupported := kernel.unsupported_reason(request):
         return f"does not support {unsupported}"
     missing = kernel.missing()
     return f"cannot run here: {missing}" if missing else None

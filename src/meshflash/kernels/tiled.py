@@ -65,7 +65,7 @@ class Tiled(Kernel):
     def __init__(self, block_size: int | None = None) -> None:
         self.block_size = block_size
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         return None
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:

@@ -370,12 +370,12 @@ def _shared_memory(size: int, free: int) -> Finding:
 def _threads() -> Iterator[Finding]:
     import torch
 
-    threads, cores, asked = torch.get_num_threads(), _cores(), os.environ.get("OMP_NUM_THREADS")
-    detail = f"torch takes {threads}, usable cores: {cores}" + (f", OMP_NUM_THREADS={asked}" if asked else "")
+    threads, cores, requested = torch.get_num_threads(), _cores(), os.environ.get("OMP_NUM_THREADS")
+    detail = f"torch takes {threads}, usable cores: {cores}" + (f", OMP_NUM_THREADS={requested}" if requested else "")
     if threads > cores:
         advice = f"export OMP_NUM_THREADS={cores}: threads that share a core slow each other down"
         yield Finding("threads", "torch", "problem", detail, advice)
-    elif asked and threads < cores:
+    elif requested and threads < cores:
         advice = "unset OMP_NUM_THREADS where one process has the machine to itself"
         yield Finding("threads", "torch", "note", detail, advice)
     else:

@@ -35,8 +35,8 @@ def listener(address: str, port: int, one_node: bool) -> socket.socket | None:
         OSError: The port is taken.
         LaunchError: MESHFLASH_LISTEN names no address of this host.
     """
-    asked = os.environ.get(LISTEN, "")
-    host, reason = (asked, "") if asked else bind_address(address, one_node)
+    requested = os.environ.get(LISTEN, "")
+    host, reason = (requested, "") if requested else bind_address(address, one_node)
     if reason:
         log.info("rank 0's store listens on all interfaces: %s", reason)
         return None
@@ -44,7 +44,7 @@ def listener(address: str, port: int, one_node: bool) -> socket.socket | None:
     if bound is None:
         raise LaunchError(f"{LISTEN}={host!r}: expected an address of this host, or 0.0.0.0 for all interfaces")
     if host in ("0.0.0.0", "::"):
-        log.info("rank 0's store listens on all interfaces, as %s says", f"{LISTEN}={host}" if asked else host)
+        log.info("rank 0's store listens on all interfaces, as %s says", f"{LISTEN}={host}" if requested else host)
     return bound
 
 
@@ -90,16 +90,16 @@ def plan(place: Place) -> list[tuple[str, str]]:
             *((name, "none") for name in ("liveness", "gloo", "nccl")),
         ]
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    asked, local = os.environ.get(LISTEN, ""), is_loopback(address) or address == "localhost"
+    requested, local = os.environ.get(LISTEN, ""), is_loopback(address) or address == "localhost"
     if place.launcher == "torchrun":
         store = f"torchrun's, {address}:{port}: on all interfaces, unless meshflash launch or --nproc started it"
     elif address and place.rank:
         store = f"on rank 0's host, {address}:{port or 29500}"
     elif address:
-        host, reason = (asked, "") if asked else bind_address(address, place.one_node)
+        host, reason = (requested, "") if requested else bind_address(address, place.one_node)
         store = f"all interfaces, port {port or 29500}: {reason}" if reason else f"{host}:{port or 29500}"
     elif place.one_node:
-        store, local = f"{asked or '127.0.0.1'}, a port that the system chooses", True
+        store, local = f"{requested or '127.0.0.1'}, a port that the system chooses", True
     else:
         store = "rank 0's address on the route to the other hosts, a free port or one computed from Slurm's job number"
     gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -146,26 +146,26 @@ def test_inside_a_schedule(pool):
         check_moved(item, [part[n][1] for part in parts])
 
 
-def ask(**more):
+def request(**more):
     work = worklist(Mask.causal(), (range(8),), (range(8),))
     return replace(KernelRequest("backward", torch.device("cpu"), torch.float32, 16, 16, work, Features(1.0)), **more)
 
 
 def test_unsupported_calls_are_named(monkeypatch):
-    assert refusal(Triton(), ask()) is None
-    assert "float64" in (refusal(Triton(), ask(dtype=torch.float64)) or "")
-    assert "above 256" in (refusal(Triton(), ask(head_dim=257)) or "")
+    assert refusal(Triton(), request()) is None
+    assert "float64" in (refusal(Triton(), request(dtype=torch.float64)) or "")
+    assert "above 256" in (refusal(Triton(), request(head_dim=257)) or "")
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "TRITON_INTERPRET=1" in (refusal(Triton(), ask()) or "")
+    assert "TRITON_INTERPRET=1" in (refusal(Triton(), request()) or "")
 
 
 def test_auto_never_chooses_the_interpreter():
-    assert choose("auto", ask()).kernel.name != "triton"
-    assert choose("auto", ask(device=torch.device("cuda"))).kernel.name == "triton"
+    assert choose("auto", request()).kernel.name != "triton"
+    assert choose("auto", request(device=torch.device("cuda"))).kernel.name == "triton"
 
 
 def test_deterministic_calls_get_a_deterministic_kernel():
-    chosen = [choose("triton", ask(deterministic=wanted)).kernel for wanted in (False, True)]
+    chosen = [choose("triton", request(deterministic=wanted)).kernel for wanted in (False, True)]
     assert [kernel.deterministic for kernel in chosen if isinstance(kernel, Triton)] == [False, True]
 
 

@@ -25,7 +25,7 @@ class FromTheBottom(Vendor):
     """A kernel whose last query sees the last key, as FlashAttention's does."""
 
     name = "vendor"
-    from_the_top = False
+    causal_from_top_left = False
 
     def attend(self, q, k, v, causal, scale):
         assert not causal or q.shape[1] == k.shape[1]
@@ -55,7 +55,7 @@ def test_causal_rectangles_are_squared(case, monkeypatch):
     registry.forget()
 
 
-def ask(**more):
+def request(**more):
     work = worklist(CAUSAL, (range(64),), (range(64),))
     made = KernelRequest("forward", torch.device("cuda"), torch.bfloat16, 64, 64, work, Features(0.125))
     return replace(made, **more)
@@ -69,14 +69,14 @@ def hopper(monkeypatch):
 
 @pytest.mark.usefixtures("hopper")
 def test_flash_attention_4_is_not_asked_for_head_dims_whose_gradients_it_gets_wrong():
-    assert "multiples of 32" in (Flash4().unsupported_reason(ask(head_dim=80, value_dim=80)) or "")
-    assert Flash4().unsupported_reason(ask(head_dim=96, value_dim=96)) is None
+    assert "multiples of 32" in (Flash4().unsupported_reason(request(head_dim=80, value_dim=80)) or "")
+    assert Flash4().unsupported_reason(request(head_dim=96, value_dim=96)) is None
 
 
 @pytest.mark.usefixtures("hopper")
 def test_each_names_what_it_does_not_support():
     for kernel in (Cudnn(), Flash2(), Flash2Package(), Flash3(), Flash4()):
-        assert kernel.unsupported_reason(ask()) is None, kernel.name
+        assert kernel.unsupported_reason(request()) is None, kernel.name
         for wanted, word in (
             (dict(device=torch.device("cpu")), "device cpu"),
             (dict(dtype=torch.float32), "float32"),
@@ -87,12 +87,12 @@ def test_each_names_what_it_does_not_support():
             (dict(lse_gradient=True), "LSE"),
             (dict(work=worklist(Mask.window(4, 0), (range(9),), (range(9),))), "windows"),
         ):
-            assert word in (kernel.unsupported_reason(ask(**wanted)) or ""), (kernel.name, word)
+            assert word in (kernel.unsupported_reason(request(**wanted)) or ""), (kernel.name, word)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_only_some_sum_in_a_fixed_order():
-    backward = ask(direction="backward", deterministic=True)
+    backward = request(direction="backward", deterministic=True)
     assert "same bits" in (Cudnn().unsupported_reason(backward) or "")
     assert "same bits" in (Flash2().unsupported_reason(backward) or "")
     served = Flash3().serving(backward)
@@ -104,18 +104,18 @@ def test_only_some_sum_in_a_fixed_order():
 def test_the_gpu_must_be_new_enough_and_not_too_new(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (10, 0))
-    assert "capability, 10.0" in (Flash3().unsupported_reason(ask()) or "")
+    assert "capability, 10.0" in (Flash3().unsupported_reason(request()) or "")
     monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (7, 5))
-    assert "capability, 7.5" in (Cudnn().unsupported_reason(ask()) or "")
+    assert "capability, 7.5" in (Cudnn().unsupported_reason(request()) or "")
 
 
 @pytest.mark.usefixtures("hopper")
 def test_cudnn_plans_each_shape_and_so_declines_many():
     many = worklist(CAUSAL & Mask.documents([4] * 16), (range(64),), (range(64),))
-    assert "more than 8 rectangles" in (Cudnn().unsupported_reason(ask(work=many)) or "")
-    assert Flash2().unsupported_reason(ask(work=many)) is None
+    assert "more than 8 rectangles" in (Cudnn().unsupported_reason(request(work=many)) or "")
+    assert Flash2().unsupported_reason(request(work=many)) is None
     single = worklist(CAUSAL & Mask.documents([1, 63]), (range(64),), (range(64),))
-    assert "one query that sees one key" in (Cudnn().unsupported_reason(ask(work=single)) or "")
+    assert "one query that sees one key" in (Cudnn().unsupported_reason(request(work=single)) or "")
 
 
 def reference(q, k, v, causal, scale):
@@ -163,12 +163,12 @@ def backward_of_four(q, k, v, out, dout, lse, softmax_scale=None, causal=False, 
     ],
     ids=["fa2", "fa3", "fa4"],
 )
-def test_packages_get_the_arguments_that_their_version_has(kernel, functions, monkeypatch):
+def test_packages_get_the_arguments_that_their_version_has(kernel, function_names, monkeypatch):
     module = ModuleType(kernel.module)
-    for name, function in zip(kernel.functions, functions, strict=True):
+    for name, function in zip(kernel.function_names, function_names, strict=True):
         setattr(module, name, function)
     monkeypatch.setattr(vendor_gpu, "_found", lambda name: module)
-    vendor_gpu._function.cache_clear()
+    vendor_gpu._function_and_parameters.cache_clear()
     q, k, v, dout = (torch.randn(1, 9, 2, 16) for _ in range(4))
     x = reference(q, k, v, True, 0.25)
     want = Reference().forward(x)
@@ -179,22 +179,22 @@ def test_packages_get_the_arguments_that_their_version_has(kernel, functions, mo
     grads = Reference().backward(x, rows)
     got = kernel.gradients(q, k, v, rows, True, 0.25)
     assert all(torch.equal(a, b) for a, b in zip(got, (grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE), strict=True))
-    vendor_gpu._function.cache_clear()
+    vendor_gpu._function_and_parameters.cache_clear()
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_cannot_be_imported_is_missing():
-    assert "cannot be imported" in (registry.refusal(Flash3(), ask()) or "")
+    assert "cannot be imported" in (registry.refusal(Flash3(), request()) or "")
 
 
 def test_packages_are_not_imported_for_calls_that_they_cannot_serve(monkeypatch):
     monkeypatch.setattr(vendor_gpu, "_found", lambda module: pytest.fail(f"{module} was looked for"))
-    assert "device cpu" in (registry.refusal(Flash4(), ask(device=torch.device("cpu"))) or "")
+    assert "device cpu" in (registry.refusal(Flash4(), request(device=torch.device("cpu"))) or "")
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_stub_of_a_package_is_not_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    vendor_gpu._found.cache_clear()
-    assert "cannot be imported" in (registry.refusal(Flash4(), ask()) or "")
-    vendor_gpu._found.cache_clear()
+    vendor_gpu._import_module.cache_clear()
+    assert "cannot be imported" in (registry.refusal(Flash4(), request()) or "")
+    vendor_gpu._import_module.cache_clear()

@@ -31,8 +31,8 @@ class Hopper(Triton):
     name = "hopper"
     summary = "Gluon on sm_90: half precision, head dims 64 and 128, every mask; no ALiBi, no dropout"
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
-        return hopper_launch.unsupported_reason(ask)
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
+        return hopper_launch.unsupported_reason(request)
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
         out, lse = outputs or new_outputs(x.q_BTHD, x.v_BSKE)

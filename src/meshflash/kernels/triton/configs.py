@@ -122,12 +122,12 @@ def config(direction: str, dim: int, dtype: torch.dtype, device: torch.device, p
     if device.type == "cpu":
         return _INTERPRETED
     if dtype not in HALF:
-        chosen = _FULL_PRECISION[direction, widest(dim)]
+        chosen = _FULL_PRECISION[direction, padded_head_dim(dim)]
         return replace(chosen, warps=4) if torch.version.hip else chosen  # AMD warps have 64 threads
-    chosen = _forced.get(name(direction, widest(dim))) or _settled(direction, widest(dim), device)
+    chosen = _forced.get(name(direction, padded_head_dim(dim))) or _settled(direction, padded_head_dim(dim), device)
     if plain or direction != "forward" or torch.version.hip:
         return chosen
-    own = _table(device).get(("features", widest(dim)))
+    own = _table(device).get(("features", padded_head_dim(dim)))
     return own or replace(chosen, warps=8, stages=min(chosen.stages, 3))
 
 
@@ -161,7 +161,7 @@ def name(direction: str, most: int) -> str:
     return f"{direction}/{most}"
 
 
-def widest(dim: int) -> int:
+def padded_head_dim(dim: int) -> int:
     """Return the head dim under which the configuration of a head dim is listed."""
     if dim > MAX_DIM:
         raise ValueError(f"head dim {dim}: the Triton kernel serves up to {MAX_DIM}")

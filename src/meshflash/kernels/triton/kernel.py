@@ -41,19 +41,19 @@ class Triton(Kernel):
     def missing(self) -> str | None:
         return None if find_spec("triton") else "triton, which is not installed"
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
-        if ask.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
+        if request.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "the device cpu, unless TRITON_INTERPRET=1 is set from the start"
-        if ask.device.type not in ("cpu", "cuda"):
-            return f"the device {ask.device.type}"
-        if ask.dtype == torch.float64:
+        if request.device.type not in ("cpu", "cuda"):
+            return f"the device {request.device.type}"
+        if request.dtype == torch.float64:
             return "float64"
-        if max(ask.head_dim, ask.value_dim) > MAX_DIM:
+        if max(request.head_dim, request.value_dim) > MAX_DIM:
             return f"head dims above {MAX_DIM}"
         return None
 
-    def serving(self, ask: KernelRequest) -> Kernel:
-        return type(self)(ask.deterministic) if ask.deterministic != self.deterministic else self
+    def serving(self, request: KernelRequest) -> Kernel:
+        return type(self)(request.deterministic) if request.deterministic != self.deterministic else self
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
         out, lse = outputs or new_outputs(x.q_BTHD, x.v_BSKE)

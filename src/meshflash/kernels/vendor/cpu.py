@@ -12,7 +12,7 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class Vendor(Rectangles):
-    """torch's own flash attention on the CPU."""
+    """torch's flash attention for CPUs. The registry makes the one instance."""
 
     name = "vendor"
     summary = "torch's CPU flash attention: full, causal, documents, GQA"
@@ -20,17 +20,17 @@ class Vendor(Rectangles):
     def missing(self) -> str | None:
         return None if hasattr(torch, _FORWARD) else f"this torch has no {_FORWARD}"
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
-        if ask.device.type != "cpu":
-            return f"the device {ask.device.type}; it runs on cpu"
-        if ask.head_dim != ask.value_dim:
-            return f"a value dim of {ask.value_dim} with a head dim of {ask.head_dim}"
-        reason = super().unsupported_reason(ask)
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
+        if request.device.type != "cpu":
+            return f"the device {request.device.type}; it runs on cpu"
+        if request.head_dim != request.value_dim:
+            return f"a value dim of {request.value_dim} with a head dim of {request.head_dim}"
+        reason = super().unsupported_reason(request)
         if reason:
             return reason
-        parts = ask.partial or ask.features.sink_logits_H is not None or not ask.work.disjoint
-        if ask.dtype in HALF and parts:
-            return f"float32 partial results for {ask.dtype} inputs, which this mask, a sink or other ranks need"
+        needs_partials = request.partial or request.features.sink_logits_H is not None or not request.work.disjoint
+        if request.dtype in HALF and needs_partials:
+            return f"float32 partial results for {request.dtype} inputs, which this mask, a sink or other ranks need"
         return None
 
     def attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, causal: bool, scale: float) -> Outputs:

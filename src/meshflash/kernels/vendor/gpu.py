@@ -23,51 +23,55 @@ from meshflash.kernels.vendor.rectangles import Rectangles
 class _OnGpu(Rectangles):
     """Base of the GPU vendor kernels: half precision, head dims in steps of 8 up to a maximum."""
 
-    #: The widest head.
-    widest = 256
-    #: The oldest compute capability, for NVIDIA's.
-    oldest = (8, 0)
-    #: The first compute capability that it does not know.
-    too_new = (99, 0)
-    #: Head dims are multiples of it.
-    multiple = 8
-    #: Whether AMD's GPUs are served too.
-    on_amd = False
-    #: Whether its backward can sum in a fixed order.
-    fixed_order = False
+    #: The largest head dim that the kernel takes.
+    max_head_dim = 256
+    #: The lowest compute capability (major, minor) of NVIDIA GPUs that the kernel runs on.
+    min_capability = (8, 0)
+    #: The first compute capability above it that the kernel does not run on; (99, 0) for no limit.
+    first_unsupported_capability = (99, 0)
+    #: Head dims must be a multiple of this.
+    head_dim_multiple = 8
+    #: Whether the kernel also runs on AMD GPUs.
+    supports_amd = False
+    #: Whether the backward has a mode that sums in a fixed order, and so gives the same bits twice.
+    supports_deterministic = False
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
-    def serving(self, ask: KernelRequest) -> Kernel:
-        return type(self)(ask.deterministic) if ask.deterministic != self.deterministic else self
+    def serving(self, request: KernelRequest) -> Kernel:
+        return type(self)(request.deterministic) if request.deterministic != self.deterministic else self
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
-        if ask.device.type != "cuda" or (torch.version.hip and not self.on_amd):
-            return f"the device {ask.device.type}; it runs on NVIDIA's GPUs{' and AMD' * self.on_amd}"
-        if not torch.version.hip and not self.oldest <= _capability(ask.device) < self.too_new:
-            return "this GPU's compute capability, {}.{}".format(*_capability(ask.device))
-        if ask.dtype not in HALF:
-            return f"{ask.dtype}"
-        if ask.head_dim != ask.value_dim:
-            return f"a value dim of {ask.value_dim} with a head dim of {ask.head_dim}"
-        if ask.head_dim % self.multiple or ask.head_dim > self.widest:
-            return f"a head dim of {ask.head_dim}; multiples of {self.multiple} up to {self.widest}"
-        if ask.features.scale <= 0:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
+        if request.device.type != "cuda" or (torch.version.hip and not self.supports_amd):
+            return f"the device {request.device.type}; it runs on NVIDIA's GPUs{' and AMD' * self.supports_amd}"
+        if (
+            not torch.version.hip
+            and not self.min_capability <= _capability(request.device) < self.first_unsupported_capability
+        ):
+            return "this GPU's compute capability, {}.{}".format(*_capability(request.device))
+        if request.dtype not in HALF:
+            return f"{request.dtype}"
+        if request.head_dim != request.value_dim:
+            return f"a value dim of {request.value_dim} with a head dim of {request.head_dim}"
+        if request.head_dim % self.head_dim_multiple or request.head_dim > self.max_head_dim:
+            return f"a head dim of {request.head_dim}; multiples of {self.head_dim_multiple} up to {self.max_head_dim}"
+        if request.features.scale <= 0:
             return "a scale of 0 or below"
-        if ask.direction == "backward" and ask.deterministic and not self.fixed_order:
+        if request.direction == "backward" and request.deterministic and not self.supports_deterministic:
             return "a backward that gives the same bits twice"
-        return super().unsupported_reason(ask)
+        return super().unsupported_reason(request)
 
 
 class Cudnn(_OnGpu):
-    """NVIDIA's cuDNN, through torch."""
+    """cuDNN's flash attention, called through torch."""
 
     name = "cudnn"
     summary = "cuDNN through torch: NVIDIA GPUs, full and causal, few documents, GQA, half precision"
-    widest = 128
-    #: It plans each new shape of a rectangle for milliseconds; documents of ever new lengths would never amortise it.
-    most_rectangles = 8
+    max_head_dim = 128
+    #: The most rectangles of one call. cuDNN plans each new shape for milliseconds, and documents of ever new lengths
+    #: would never amortize that.
+    max_rectangles = 8
 
     def missing(self) -> str | None:
         if not hasattr(torch, "_scaled_dot_product_cudnn_attention"):
@@ -76,13 +80,13 @@ class Cudnn(_OnGpu):
             return "an NVIDIA GPU"
         return None if torch.backends.cudnn.is_available() else "cuDNN, which this torch was built without"
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
-        reason = super().unsupported_reason(ask)
-        rectangles = ask.work.rectangles
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
+        reason = super().unsupported_reason(request)
+        rectangles = request.work.rectangles
         if reason or rectangles is None:
             return reason
-        if len(rectangles) > self.most_rectangles:
-            return f"masks of more than {self.most_rectangles} rectangles: it plans anew for each shape"
+        if len(rectangles) > self.max_rectangles:
+            return f"masks of more than {self.max_rectangles} rectangles: it plans anew for each shape"
         if any(r.q.stop - r.q.start == r.k.stop - r.k.start == 1 for r in rectangles):
             return "a backward for one query that sees one key"
         return None
@@ -109,8 +113,8 @@ class Flash2(_OnGpu):
 
     name = "fa2"
     summary = "FlashAttention-2 through torch: NVIDIA and AMD GPUs, full, causal, documents, GQA, half precision"
-    on_amd = True
-    from_the_top = False
+    supports_amd = True
+    causal_from_top_left = False
 
     def missing(self) -> str | None:
         if not torch.cuda.is_available():
@@ -136,21 +140,21 @@ class Flash2(_OnGpu):
 
 
 class _Package(_OnGpu):
-    """A package of FlashAttention's authors; versions differ in argument names, so each call passes those it has."""
+    """A package of FlashAttention's authors. Versions name arguments differently: a call passes those that exist."""
 
     module: str
-    #: What forward and backward are called there.
-    functions = ("_flash_attn_forward", "_flash_attn_backward")
-    from_the_top = False
-    fixed_order = True
+    #: The names of the forward and the backward function in the module.
+    function_names = ("_flash_attn_forward", "_flash_attn_backward")
+    causal_from_top_left = False
+    supports_deterministic = True
 
     def missing(self) -> str | None:
-        if _found(self.module) is None:
+        if _import_module(self.module) is None:
             return f"the package {self.module}, which cannot be imported"
         return None if torch.cuda.is_available() else "a GPU"
 
     def attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, causal: bool, scale: float) -> Outputs:
-        name, _ = self.functions
+        name, _ = self.function_names
         given = dict(q=q_BTHD, k=k_BSKD, v=v_BSKE, softmax_scale=scale, causal=causal)
         out, lse, *_ = _call(self.module, name, **_PLAIN, **given)
         return out, lse
@@ -158,7 +162,7 @@ class _Package(_OnGpu):
     def gradients(
         self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, rows: Rows, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        _, name = self.functions
+        _, name = self.function_names
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHD, k_BSKD, v_BSKE))
         lse = rows.lse_BHT.contiguous()
         _call(
@@ -185,7 +189,7 @@ class Flash3(_Package):
     name = "fa3"
     summary = "the package flash-attn-3: Hopper, full, causal, documents, GQA, half precision"
     module = "flash_attn_interface"
-    oldest, too_new = (9, 0), (10, 0)
+    min_capability, first_unsupported_capability = (9, 0), (10, 0)
 
 
 class Flash4(_Package):
@@ -194,10 +198,10 @@ class Flash4(_Package):
     name = "fa4"
     summary = "the package flash-attn-4: Hopper and Blackwell, full, causal, documents, GQA, half precision"
     module = "flash_attn.cute.interface"
-    oldest = (9, 0)
-    widest = 128
-    multiple = 32  # 4.0.0b36 takes 80 as well, and its gradients are wrong
-    functions = ("_flash_attn_fwd", "_flash_attn_bwd")
+    min_capability = (9, 0)
+    max_head_dim = 128
+    head_dim_multiple = 32  # 4.0.0b36 takes 80 as well, and its gradients are wrong
+    function_names = ("_flash_attn_fwd", "_flash_attn_bwd")
 
 
 #: Arguments with the same value in every call, under all names that versions of the packages give them.
@@ -214,25 +218,25 @@ _PLAIN: dict[str, Any] = {
 
 def _call(module: str, name: str, **values: Any) -> Any:
     """Call a package's function with the values that it takes; other required arguments are None."""
-    function, takes = _function(module, name)
-    chosen = {key: values[key] for key in takes if key in values}
-    return function(**{key: None for key, needed in takes.items() if needed and key not in chosen} | chosen)
+    function, parameters = _function_and_parameters(module, name)
+    chosen = {key: values[key] for key in parameters if key in values}
+    return function(**{key: None for key, needed in parameters.items() if needed and key not in chosen} | chosen)
 
 
 @cache
-def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, bool]]:
-    """A package's function, and for each of its parameters whether it is required."""
-    function = getattr(_found(module), name)
-    takes = {
+def _function_and_parameters(module: str, name: str) -> tuple[Callable[..., Any], dict[str, bool]]:
+    """Return a package's function, and for each of its parameters whether it is required."""
+    function = getattr(_import_module(module), name)
+    parameters = {
         key: parameter.default is inspect.Parameter.empty
         for key, parameter in inspect.signature(getattr(function, "_init_fn", function)).parameters.items()
     }
-    return function, takes
+    return function, parameters
 
 
 @cache
-def _found(module: str) -> Any:
-    """A module, or None where importing it fails for any reason."""
+def _import_module(module: str) -> Any:
+    """Return a module, or None if importing it fails for any reason."""
     try:
         return importlib.import_module(module) if find_spec(module.partition(".")[0]) else None
     except Exception:
@@ -246,5 +250,5 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The seed and offset that the backward wants, unused without dropout."""
+    """Return the seed and offset that the backward takes; without dropout it does not read them."""
     return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)

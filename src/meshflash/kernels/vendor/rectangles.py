@@ -32,8 +32,9 @@ from meshflash.kernels.merge import add_sinks_, merge_
 class Rectangles(Kernel):
     """A vendor kernel, called for one rectangle at a time; subclasses wrap one library each."""
 
-    #: Where a causal rectangle is not square, whether its first query sees its first key (and no other).
-    from_the_top = True
+    #: How the kernel aligns the causal diagonal of a rectangle that is not square. True: to the top left, so that the
+    #: first query sees only the first key. False: to the bottom right; such rectangles are then cut into square ones.
+    causal_from_top_left = True
     reads_delta = False
 
     @abstractmethod
@@ -46,23 +47,23 @@ class Rectangles(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of a rectangle, given the rows' results over all keys."""
 
-    def unsupported_reason(self, ask: KernelRequest) -> str | None:
-        for name, wanted in (
-            ("softcap", bool(ask.features.softcap)),
-            ("ALiBi", ask.features.alibi_slopes_BH is not None),
-            ("dropout by position", bool(ask.features.dropout)),
-            ("gradients through the LSE", ask.lse_gradient),
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
+        for name, is_requested in (
+            ("softcap", bool(request.features.softcap)),
+            ("ALiBi", request.features.alibi_slopes_BH is not None),
+            ("dropout by position", bool(request.features.dropout)),
+            ("gradients through the LSE", request.lse_gradient),
         ):
-            if wanted:
+            if is_requested:
                 return name
-        if ask.work.rectangles is None:
+        if request.work.rectangles is None:
             return "windows, and positions that step differently in queries and keys"
-        if ask.features.scale <= 0 and any(r.causal for r in ask.work.rectangles):
+        if request.features.scale <= 0 and any(r.causal for r in request.work.rectangles):
             return "a scale of 0 or below with a causal mask, for it masks before it scales"
         return None
 
-    def launches(self, ask: KernelRequest) -> tuple[Launch, ...]:
-        return tuple(_launch(r) for r in self._cut(ask.work.rectangles))
+    def launches(self, request: KernelRequest) -> tuple[Launch, ...]:
+        return tuple(_launch(r) for r in self._cut(request.work.rectangles))
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
         rectangles = self._cut(x.work.rectangles)
@@ -123,7 +124,7 @@ class Rectangles(Kernel):
     def _cut(self, rectangles: tuple[Rectangle, ...] | None) -> tuple[Rectangle, ...]:
         """Cut rectangles into those that this kernel supports."""
         assert rectangles is not None
-        if self.from_the_top or all(_square(r) for r in rectangles):
+        if self.causal_from_top_left or all(_square(r) for r in rectangles):
             return rectangles
         return tuple(chain.from_iterable([r] if _square(r) else _squared(r) for r in rectangles))
 
@@ -149,7 +150,7 @@ def _batch(r: Rectangle) -> slice:
 
 
 def _rows(x_BTHD: Tensor, r: Rectangle, rows: slice) -> Tensor:
-    """A rectangle's rows of a tensor, with contiguous rows, which vendor kernels rely on.
+    """Return a rectangle's rows of a tensor, with contiguous rows, which vendor kernels rely on.
 
     Expanded tensors are copied: BLAS sums them in another order, with an error that grows with the row.
     """
