@@ -67,7 +67,7 @@ def one_rank(rank, world, group):
             assert torch.equal(attention(*inputs, mesh=mesh, mask=CAUSAL, **more), whole)
     got = attention(*inputs, mask=CAUSAL, return_lse=True, return_plan=True)
     assert torch.equal(got[1], lse)
-    assert str(got[2]) == "one rank; kernels: vendor (before tiled, by a fixed order)"
+    assert str(got[2]) == "single device; kernels: vendor (before tiled, by a fixed order)"
     assert (got[2].schedule, got[2].world, got[2].program) == ("local", 1, None)
     compare(0, 1, inputs, Layout.contiguous(9, 1), mask=CAUSAL, q_offset=3, dropout=0.3, seed=5, softcap=2.0)
 

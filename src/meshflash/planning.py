@@ -63,7 +63,7 @@ def encode_spec(
         k_layout = layout
     texts = ["" if given is None else given.text() for given in (layout, k_layout)]
     dtype = "" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch.")
-    if not _keeps(schedule):
+    if not _schedule_saves_buffers(schedule):
         lse = True  # these schedules always produce the LSE, and ranks may differ in whether they return it
     return "|".join((*texts, dtype, transport, "lse" if lse else "", schedule))
 
@@ -82,12 +82,12 @@ def over_two_axes(schedule: str, inner: int) -> str:
     >>> over_two_axes("hybrid(ring=allgather)", 2)
     'hybrid(inner=2, ring=allgather, turned=False, rounds=1)'
     """
-    able = ", ".join(one.name for one in schedules.schedules() if "inner" in dict(one.options))
+    supported = ", ".join(one.name for one in schedules.schedules() if "inner" in dict(one.options))
     given = {} if schedule == "auto" else dict(schedules.parse(schedule)[1])
     if "inner" not in given:
         raise ValueError(
             f'schedule={schedule!r} runs over one axis, but mesh has two: pass one of them, as in mesh["cp"], or '
-            f"shard the sequence over both with {able}"
+            f"shard the sequence over both with {supported}"
         )
     if given["inner"] not in (0, inner):
         raise ValueError(f"schedule={schedule!r}: inner={given['inner']}, but mesh has {inner} ranks in its inner axis")
@@ -111,8 +111,8 @@ def resolve(spec: str, q_tokens: int, k_tokens: int, each: int, q_offset: int, w
     if schedule == "auto":
         gathered = each * (world * k_tokens if k_given is None else k_given.tokens)
         schedule = "allgather" if gathered <= GATHER_BYTES else _ring_of(given)
-        word = "at most" if gathered <= GATHER_BYTES else "more than"
-        reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
+        relation = "at most" if gathered <= GATHER_BYTES else "more than"
+        reason = f"auto: keys and values of the whole sequence take {relation} {GATHER_BYTES >> 20} MiB a rank"
     schedule, default_layout = schedules.canonical(schedule), schedules.default_layout(schedule)
     q_held = _held("layout", given, default_layout, q_tokens, world)
     k_held = _held("k_layout", k_given, default_layout, k_tokens, world)
@@ -141,10 +141,10 @@ def _held(
 
 def saves_buffers(spec: str) -> bool:
     """Return whether the forward of this spec string saves buffers beyond the caller's tensors."""
-    return _keeps(spec.split("|", 5)[5])
+    return _schedule_saves_buffers(spec.split("|", 5)[5])
 
 
-def _keeps(schedule: str) -> bool:
+def _schedule_saves_buffers(schedule: str) -> bool:
     return schedule != "auto" and schedules.parse(schedule)[0].saves_buffers
 
 

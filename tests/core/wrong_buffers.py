@@ -145,7 +145,7 @@ WRONG: list[Wrong] = [
             "an LSE that is wanted and does not come",
             HEADS_F,
             put(7, Copy(without_lse("out:0", (0, 3), (0, 2)), without_lse("out", (0, 3), (0, 2)))),
-            "output out lacks the LSE of some rows, which the problem asks for",
+            "output out lacks the LSE of some rows, which the problem requests",
         ),
         ("a delta that no step computes", WITHOUT_LSE_B, put(3), "read with its LSE or delta, which were not computed"),
         (

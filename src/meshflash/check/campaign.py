@@ -126,7 +126,7 @@ class Record:
     def write(self, path: Path) -> None:
         """Replace the file atomically: a killed process leaves either the previous record or this one."""
         sorted_dimensions = {name: dict(sorted(values.items())) for name, values in sorted(self.dimensions.items())}
-        said = {
+        saved = {
             "format": FORMAT,
             "header": self.header,
             "settings": asdict(self.settings),
@@ -143,7 +143,7 @@ class Record:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(said, indent=1) + "\n")
+        beside.write_text(json.dumps(saved, indent=1) + "\n")
         beside.replace(path)
 
 
@@ -157,20 +157,20 @@ def go_on(path: Path, settings: Settings, header: dict[str, Any]) -> Record:
     """
     remedy = "give another --output, or --fresh to begin anew"
     try:
-        said = json.loads(path.read_text())
-        if said["format"] != FORMAT:
-            raise RecordError(f"{path} has format {said['format']}, expected {FORMAT}; {remedy}")
-        now, then = asdict(settings), said["settings"]
+        saved = json.loads(path.read_text())
+        if saved["format"] != FORMAT:
+            raise RecordError(f"{path} has format {saved['format']}, expected {FORMAT}; {remedy}")
+        now, then = asdict(settings), saved["settings"]
         for name, value in now.items():
             value = list(value) if isinstance(value, tuple) else value
             if then[name] != value:
                 raise RecordError(f"{path} is of {name}={then[name]!r}, not {value!r}; {remedy}")
         for name in SAME:
-            if said["header"][name] != header[name]:
-                raise RecordError(f"{path}: its {name} is {said['header'][name]}, here it is {header[name]}; {remedy}")
+            if saved["header"][name] != header[name]:
+                raise RecordError(f"{path}: its {name} is {saved['header'][name]}, here it is {header[name]}; {remedy}")
         return Record(
-            *(settings, header, set(numbers_of(said["done"])), said["seconds"], said["outcomes"], said["calls"]),
-            *(said["refusals"], said["dimensions"], said["largest error"], said["misses"]),
+            *(settings, header, set(numbers_of(saved["done"])), saved["seconds"], saved["outcomes"], saved["calls"]),
+            *(saved["refusals"], saved["dimensions"], saved["largest error"], saved["misses"]),
         )
     except RecordError:
         raise
@@ -223,10 +223,10 @@ class Campaign:
         finally:
             self._write()
 
-    def _take(self, told: Any) -> None:
+    def _take(self, message: Any) -> None:
         """Add a message of a rank to the record, and report progress."""
-        if isinstance(told, Judged):
-            self.record.add(told)
+        if isinstance(message, Judged):
+            self.record.add(message)
             done, counts = len(self.record.done), self.record.outcomes
             rate = 60 * (done - self._begun_with) / max(1e-3, time.monotonic() - self._start)
             self._say(
@@ -242,12 +242,12 @@ class Campaign:
         begun: list[int] = []
         failures: list[Failed] = []
 
-        def listen(told: Any) -> None:
-            if isinstance(told, Begun):
-                begun.append(told.number)
-            elif isinstance(told, Failed):
-                failures.append(told)
-            self._take(told)
+        def listen(message: Any) -> None:
+            if isinstance(message, Begun):
+                begun.append(message.number)
+            elif isinstance(message, Failed):
+                failures.append(message)
+            self._take(message)
 
         with tempfile.TemporaryDirectory(prefix="meshflash-fuzz-") as folder:
             try:

@@ -51,14 +51,14 @@ class Settings:
 
     def rerun(self, numbers: str) -> str:
         """Return the command that runs some cases again; `numbers` is in the format of `--case`."""
-        words = ["meshflash check", f"--case {numbers}", f"--seed {self.seed}"]
+        arguments = ["meshflash check", f"--case {numbers}", f"--seed {self.seed}"]
         if self.worlds != WORLDS:
-            words.append(f"-n {self.worlds[0]}")
-        words += [f"--schedule '{name}'" for name in self.schedules]
-        words += [f"--device {self.device}"] * (self.device != "cpu")
-        words += [f"--transport '{self.transport}'"] * (self.transport != "auto")
-        words += [f"--{'' if self.threads else 'no-'}threads"] * (self.threads != THREADS)
-        return " ".join(words)
+            arguments.append(f"-n {self.worlds[0]}")
+        arguments += [f"--schedule '{name}'" for name in self.schedules]
+        arguments += [f"--device {self.device}"] * (self.device != "cpu")
+        arguments += [f"--transport '{self.transport}'"] * (self.transport != "auto")
+        arguments += [f"--{'' if self.threads else 'no-'}threads"] * (self.threads != THREADS)
+        return " ".join(arguments)
 
 
 @dataclass(frozen=True)
@@ -180,16 +180,20 @@ def _calls(
     if pattern == "local threads":
         kinds = [_call(draw, settings, groups[0], 0, small=True) for _ in range(3)]
         for thread in range(4):  # threads make equal kinds of calls, so that they contend for the same cache entries
-            calls += [_again(draw, draw.choice(kinds), thread) for _ in range(3)]
+            calls += [_repeat_call(draw, draw.choice(kinds), thread) for _ in range(3)]
     else:
         rounds = {"single": 1, "repeated": draw.randint(2, 3), "mixed": draw.randint(2, 3), "threads": 2}[pattern]
         small = rounds * len(groups) > 1
         first: list[Call] = []
         for n in range(rounds):
-            for turn, group in enumerate(groups):
-                thread = turn if pattern == "threads" else 0
-                again = n and (pattern == "repeated" or (pattern == "threads" and draw.random() < 0.5))
-                new = _again(draw, first[turn], thread) if again else _call(draw, settings, group, thread, small)
+            for group_index, group in enumerate(groups):
+                thread = group_index if pattern == "threads" else 0
+                repeats = n and (pattern == "repeated" or (pattern == "threads" and draw.random() < 0.5))
+                new = (
+                    _repeat_call(draw, first[group_index], thread)
+                    if repeats
+                    else _call(draw, settings, group, thread, small)
+                )
                 first = first if n else [*first, new]
                 calls.append(new)
     steps, order = _steps(draw, len(calls), together=not pattern.endswith("threads"))
@@ -206,16 +210,16 @@ def _steps(draw: random.Random, calls: int, together: bool) -> tuple[list[tuple[
         return [(does, n) for n in range(calls) for does in ("forward", "backward")], order
     if order == "together" and together:
         return [*forwards, ("backward of all", 0)], order
-    turns = list(range(calls))
+    backward_order = list(range(calls))
     if order == "reversed":
-        turns.reverse()
+        backward_order.reverse()
     elif order != "as called":
         order = "shuffled"
-        draw.shuffle(turns)
-    return [*forwards, *(("backward", n) for n in turns)], order
+        draw.shuffle(backward_order)
+    return [*forwards, *(("backward", n) for n in backward_order)], order
 
 
-def _again(draw: random.Random, call: Call, thread: int) -> Call:
+def _repeat_call(draw: random.Random, call: Call, thread: int) -> Call:
     """Return the same kind of call with other values, and sometimes another dropout seed or autograd mode."""
     item = replace(call.item, values=draw.randrange(1, 1 << 30))
     if item.case.dropout and draw.random() < 0.5:

@@ -147,7 +147,7 @@ def run_cases(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the interrupt and ends its ranks
     groups = Groups(rank)
     with (Path(folder) / f"rank{rank}.txt").open("w") as stacks:
-        for turn, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
             tell(Begun(number))
             try:
@@ -157,7 +157,7 @@ def run_cases(
             except BaseException:
                 tell(Failed(number, rank, traceback.format_exc()))
                 raise
-            judge = turn % world if local_rank is None else 0
+            judge = index % world if local_rank is None else 0
             parts: list[Any] | None = [None] * world if rank == judge else None
             dist.gather_object(mine, parts, judge)
             if parts is not None:

@@ -109,8 +109,8 @@ def _show(console: Console, record: Record) -> None:
     console.print(table)
     for name, values in sorted(record.dimensions.items()):
         if name != "schedule":
-            told = ", ".join(f"{value} {_count(counts)}" for value, counts in sorted(values.items()))
-            console.print(f"{name}: {told}", soft_wrap=True, highlight=False, markup=False)
+            summary = ", ".join(f"{value} {_count(counts)}" for value, counts in sorted(values.items()))
+            console.print(f"{name}: {summary}", soft_wrap=True, highlight=False, markup=False)
     for refusal, number in sorted(record.refusals.items(), key=lambda pair: -pair[1])[:MAX_SHOWN]:
         console.print(f"refused: {number} x {refusal}", soft_wrap=True, markup=False)
     console.print(f"refused: {record.refused_share:.1%} of {sum(record.calls.values())} calls")

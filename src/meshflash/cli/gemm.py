@@ -103,9 +103,9 @@ def command(
         return
     rows = [record.flat(row) for row in found.rows]
     console.print(fused_tables.ranks(rows))
-    for words in dict.fromkeys(found.plans.values()):
-        own = [str(rank) for rank, plan in found.plans.items() if plan == words]
-        console.print(f"rank {', '.join(own)}: {words}", soft_wrap=True)
+    for plan in dict.fromkeys(found.plans.values()):
+        own = [str(rank) for rank, other in found.plans.items() if other == plan]
+        console.print(f"rank {', '.join(own)}: {plan}", soft_wrap=True)
     if on_cpu(device):
         console.print(fused_tables.INTERPRETED, soft_wrap=True)
     if output is not None:

@@ -156,7 +156,7 @@ def _train(
             typer.echo(f"[rank {here.rank}] {kind}{error}{more}", err=True)
             raise typer.Exit(1) from error
         if here.rank == 0:
-            words = [f"step {trained.step}"]
-            words += [f"loss {trained.losses[-1]:.4f}"] if trained.losses else []
-            words += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in trained.valid.items()]
-            typer.echo(", ".join(words) + (f"; {output}" if output else ""))
+            parts = [f"step {trained.step}"]
+            parts += [f"loss {trained.losses[-1]:.4f}"] if trained.losses else []
+            parts += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in trained.valid.items()]
+            typer.echo(", ".join(parts) + (f"; {output}" if output else ""))

@@ -237,7 +237,7 @@ class Rank:
             if buffer.kind == "out" and not content.finished.all():
                 self.fail("output out is not the finished result")
             if self.problem.lse and content.without_lse.any():
-                self.fail("output out lacks the LSE of some rows, which the problem asks for")
+                self.fail("output out lacks the LSE of some rows, which the problem requests")
             assert content.counts is not None
             difference = content.counts - self._expected_counts(buffer.kind)
             if difference.any():

@@ -69,14 +69,14 @@ def check_rows(
         _broadcast(part, other, group)
     total, total_lse = _attend(torch.cat(queries, dim=1), positions, problem.k[rank], mask, features, k, v)
     if group is not None:
-        top = total_lse.clone()
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        weight = torch.exp(total_lse - top.masked_fill(top == -torch.inf, 0.0))
+        max_lse = total_lse.clone()
+        dist.all_reduce(max_lse, dist.ReduceOp.MAX, group=group)
+        weight = torch.exp(total_lse - max_lse.masked_fill(max_lse == -torch.inf, 0.0))
         total.mul_(weight.transpose(1, 2).unsqueeze(-1))
         dist.all_reduce(total, group=group)
         dist.all_reduce(weight, group=group)
         total.div_(weight.masked_fill(weight == 0, 1.0).transpose(1, 2).unsqueeze(-1))
-        total_lse = top + torch.log(weight)
+        total_lse = max_lse + torch.log(weight)
     if features.sink_logits_H is not None:
         add_sinks_(total, total_lse, features.sink_logits_H)
     before = sum(len(taken) for taken in chosen[:rank])

@@ -35,7 +35,7 @@ class Explanation:
         reasons = [f" ({why})" for why in self.kernel_reasons] or [""] * len(self.kernels)
         kernels = ", ".join(name + why for name, why in zip(self.kernels, reasons, strict=True))
         if self.program is None:
-            return f"one rank; kernels: {kernels}"
+            return f"single device; kernels: {kernels}"
         return (
             f"{self.schedule} ({self.reason}) over {self.world} ranks, layout {self.layout}, by {self.transport}; "
             f"kernels: {kernels}; forward: {self.received_bytes:,} bytes received, {self.scratch_bytes:,} of scratch"
@@ -47,7 +47,7 @@ def explain(plan: Plan, reason: str, member: GroupContext | None, ran: KernelLog
     entries = tuple(dict.fromkeys(ran))
     names, why = tuple(name for name, _ in entries), tuple(ran.reasons[entry] for entry in entries)
     if member is None or member.last is None:
-        return Explanation("local", "one rank", plan.q.name, 1, "none", names, why)
+        return Explanation("local", "single device", plan.q.name, 1, "none", names, why)
     prepared = member.last
     program, sizes = prepared.program("forward"), prepared.setting.sizes
     return Explanation(

@@ -40,9 +40,9 @@ class Pool:
         with self._lock:
             self.usage.live += used
             self.usage.peak = max(self.usage.peak, self.usage.live)
-            able = [arena for arena in self._free if arena.bytes >= wanted]
-            if able:
-                arena = min(able, key=lambda arena: arena.bytes)
+            large_enough = [arena for arena in self._free if arena.bytes >= wanted]
+            if large_enough:
+                arena = min(large_enough, key=lambda arena: arena.bytes)
                 self._free.remove(arena)
                 return arena
             if self._free:  # one that is too small gives way to a larger one
@@ -81,10 +81,10 @@ def pool(device: torch.device) -> Pool:
 
 
 def _stream(device: torch.device) -> int:
-    room = getattr(torch, device.type, None)
-    if device.type == "cpu" or room is None:
+    module = getattr(torch, device.type, None)
+    if device.type == "cpu" or module is None:
         return 0
-    return int(getattr(room.current_stream(device), f"{device.type}_stream", 0))
+    return int(getattr(module.current_stream(device), f"{device.type}_stream", 0))
 
 
 def release() -> None:

@@ -35,12 +35,12 @@ Build = Callable[[str, Problem, int, Direction], Program]
 Resolve = Callable[[str, int, int, int, int, int], "Plan"]
 #: Programs of recent calls that an arena stays bound to; packings of documents come and go.
 BOUND = 64
-#: Kinds of call that a group remembers.
+#: The most kinds of call whose prepared programs a group caches.
 PREPARED = 256
 
 
 class _Above:
-    """What the room above both the schedules and this one hands down: who builds programs, and who plans."""
+    """Functions that `planning.py` registers with `connect`: the engine must not import the schedules itself."""
 
     build: Build
     resolve: Resolve

@@ -225,11 +225,11 @@ def nothing(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.uint8)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], hollow: Sequence[int] = ()) -> None:
-    """Save what the backward needs; of the `hollow` tensors, by number, only the shapes."""
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], shape_only: Sequence[int] = ()) -> None:
+    """Save the tensors of the backward; of those in `shape_only`, given by index, save only the shapes."""
     tensors, documents, plain = [*inputs[:6]], inputs[6], inputs[7:]
-    ctx.shapes = {n: tensors[n].shape for n in hollow}
-    for n in hollow:
+    ctx.shapes = {n: tensors[n].shape for n in shape_only}
+    for n in shape_only:
         tensors[n] = tensors[n].new_empty(1)
     ctx.save_for_backward(*output, *tensors, *documents)
     ctx.plain = plain
@@ -247,7 +247,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any = None
 
 
 class Direct(torch.autograd.Function):
-    """The op without the op: what has gradients comes by itself, all of it once more in `call`, and who makes it."""
+    """Eager fast path: run forward and backward without dispatcher overhead."""
 
     @staticmethod
     def forward(
@@ -256,9 +256,9 @@ class Direct(torch.autograd.Function):
         # another thread's call over the group in between would answer for its own forward
         with group_context(call.group).in_use() if call.group else _NOTHING:
             out, lse, *saved = make()
-            hollow = mesh.not_saved(group_context(call.group)) if call.group else ()
+            shape_only = mesh.not_saved(group_context(call.group)) if call.group else ()
         made = out, lse, saved[0] if saved else nothing(q)
-        _setup(ctx, (q, k, v, sink_logits, *call[4:]), made, hollow)
+        _setup(ctx, (q, k, v, sink_logits, *call[4:]), made, shape_only)
         return out, lse
 
     @staticmethod

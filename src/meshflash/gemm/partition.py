@@ -124,8 +124,8 @@ def stream_k(tiles_m: int, tiles_n: int, iters_per_tile: int, num_ctas: int) -> 
     [[(2, 0, 4), (0, 0, 2)], [(3, 0, 4), (0, 2, 4)], [(4, 0, 4), (1, 0, 2)], [(5, 0, 4), (1, 2, 4)]]
     """
     num_tiles = tiles_m * tiles_n
-    waves, left = divmod(num_tiles, num_ctas)
-    if not left:
+    waves, num_tail_tiles = divmod(num_tiles, num_ctas)
+    if not num_tail_tiles:
         return data_parallel(tiles_m, tiles_n, iters_per_tile, num_ctas)
     if not waves:
         num_ctas = min(num_ctas, num_tiles * iters_per_tile)  # launch no CTA without an iteration
@@ -134,7 +134,7 @@ def stream_k(tiles_m: int, tiles_n: int, iters_per_tile: int, num_ctas: int) -> 
             return split_k(tiles_m, tiles_n, iters_per_tile, splits)
         return Partition(tiles_m, tiles_n, iters_per_tile, num_ctas, num_ctas, num_tiles)
     # a tail with fewer iterations than CTAs is too short to share, so a full wave joins it
-    num_split_tiles = left if left * iters_per_tile >= num_ctas else left + num_ctas
+    num_split_tiles = num_tail_tiles if num_tail_tiles * iters_per_tile >= num_ctas else num_tail_tiles + num_ctas
     return Partition(tiles_m, tiles_n, iters_per_tile, num_ctas, num_ctas, num_split_tiles)
 
 

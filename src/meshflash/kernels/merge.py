@@ -96,8 +96,8 @@ def add_sinks_(out_BTHE: Tensor, lse_BHT: Tensor, sink_logits_H: Tensor) -> None
 
 def _fused(*tensors: Tensor | None) -> bool:
     """Whether the fused Triton kernels support these tensors."""
-    fits = all(x is None or (x.is_cuda and x.dtype in (torch.float32, *HALF)) for x in tensors)
-    return fits and _has_triton()
+    is_supported = all(x is None or (x.is_cuda and x.dtype in (torch.float32, *HALF)) for x in tensors)
+    return is_supported and _has_triton()
 
 
 @cache

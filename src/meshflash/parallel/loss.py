@@ -130,19 +130,19 @@ def cross_entropy_sum(
         raise ValueError(f"labels: expected {list(hidden.shape[:-1])}, the tokens of hidden; got {list(labels.shape)}")
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens={tokens}: expected at least 1")
-    words, ranks, first = len(weight), 1, 0
+    vocabulary, ranks, first = len(weight), 1, 0
     if isinstance(weight, DTensor):
         weight, group, first, ranks = _local(weight)
     elif group is not None:
         rows: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(rows, len(weight), group)
-        words, ranks, first = sum(rows), len(rows), sum(rows[: dist.get_rank(group)])
+        vocabulary, ranks, first = sum(rows), len(rows), sum(rows[: dist.get_rank(group)])
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()
-    known = (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < words))
-    torch._assert_async(known.all(), f"labels: expected 0 to {words - 1}, or {IGNORE_INDEX} to ignore a token")
+    known = (labels == IGNORE_INDEX) | ((labels >= 0) & (labels < vocabulary))
+    torch._assert_async(known.all(), f"labels: expected 0 to {vocabulary - 1}, or {IGNORE_INDEX} to ignore a token")
     # every rank must use the same tile, since the tiles contain collectives
-    tokens = tokens or max(1, MAX_LOGITS // max(1, -(-words // ranks)))
+    tokens = tokens or max(1, MAX_LOGITS // max(1, -(-vocabulary // ranks)))
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _CrossEntropy.apply(

@@ -26,7 +26,7 @@ from meshflash.runtime.parent import end_with_parent
 #: Seconds that the other ranks get to end by themselves after one rank has failed.
 GRACE_SECONDS = 5.0
 
-#: Sends a value from a rank to the process that started the ranks, such as how far it is.
+#: Sends a value, such as progress, from a rank to the process that started the ranks.
 Tell = Callable[[Any], None]
 
 
@@ -112,7 +112,7 @@ def _collect(pipes: dict[Connection, int], processes: list[Any], timeout: float,
             except EOFError:
                 processes[rank].join()
                 kind, value = "failure", f"died with exit code {processes[rank].exitcode}"
-            if kind == "told":
+            if kind == "message":
                 if listen is not None:
                     listen(value)
                 continue
@@ -147,7 +147,7 @@ def _rank(
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         try:
-            result = function(rank, world, lambda value: pipe.send(("told", value)), *args)
+            result = function(rank, world, lambda value: pipe.send(("message", value)), *args)
             dist.barrier()
         finally:
             dist.destroy_process_group()

@@ -2,9 +2,9 @@
 
     node 0: ranks 0, 1        node 1: ranks 2, 3        (inner = 2; K0 = the keys and values of rank 0)
 
-        time (node, turn)     rank 0   rank 1   rank 2   rank 3
+        time (node, hop)      rank 0   rank 1   rank 2   rank 3
           (0, 0)                K0       K1       K2       K3     own keys; the move to the next node starts
-          (0, 1)                K1       K0       K3       K2     one turn of the inner ring
+          (0, 1)                K1       K0       K3       K2     one hop round the inner ring
           (1, 0)                K2       K3       K0       K1     the keys of the previous node have arrived
           (1, 1)                K3       K2       K1       K0
 
@@ -34,10 +34,10 @@ FAR = "far"
 
 
 class Clock(NamedTuple):
-    """A time of the schedule: keys have crossed `node` nodes and made `turn` hops within the current node."""
+    """A time of the schedule: keys have crossed `node` nodes and made `hop` hops within the current node."""
 
     node: int
-    turn: int
+    hop: int
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Nodes:
     def owner(self, rank: int, at: Clock) -> int:
         """Return the owner of the keys that `rank` holds at a time."""
         node, place = divmod(rank, self.inner)
-        return self.rank(node - at.node, place - at.turn)
+        return self.rank(node - at.node, place - at.hop)
 
     def holder(self, rank: int, at: Clock) -> int:
         """Return the rank that holds the keys of `rank` at a time: the inverse of `owner`."""
         node, place = divmod(rank, self.inner)
-        return self.rank(node + at.node, place + at.turn)
+        return self.rank(node + at.node, place + at.hop)
 
     def along(self, rank: int, by: int) -> int:
         """Return the rank `by` places further in the same node."""
@@ -88,8 +88,8 @@ def nodes_of(problem: Problem) -> Nodes:
 def rows_in_flight(problem: Problem) -> tuple[dict[Clock, Rows], ...]:
     """Return, for each owner, the rows of its keys that its holder has at each time.
 
-    These are the rows that a later rank of this node needs and, at turn 0, also those that a later node needs: only
-    turn 0 passes keys on to the next node.
+    These are the rows that a later rank of this node needs and, at hop 0, also those that a later node needs: only
+    hop 0 passes keys on to the next node.
     """
     nodes = nodes_of(problem)
     out = []
@@ -98,10 +98,10 @@ def rows_in_flight(problem: Problem) -> tuple[dict[Clock, Rows], ...]:
         beyond: Rows = ()
         for node in reversed(range(nodes.count)):
             here: Rows = ()
-            for turn in reversed(range(nodes.inner)):
-                at = Clock(node, turn)
+            for hop in reversed(range(nodes.inner)):
+                at = Clock(node, hop)
                 here = rows.union(here, needs[nodes.holder(owner, at)])
-                held[at] = here if turn else rows.union(here, beyond)
+                held[at] = here if hop else rows.union(here, beyond)
             beyond = rows.union(here, beyond)
         held[Clock(0, 0)] = ((0, problem.k_lengths[owner]),)
         out.append(held)
@@ -119,14 +119,14 @@ def rows_accumulated(problem: Problem) -> tuple[dict[Clock, Rows], ...]:
     for owner, needs in enumerate(problem.needs):
         held: dict[Clock, Rows] = {}
         for node in range(nodes.count):
-            shares = [needs[nodes.holder(owner, Clock(node, turn))] for turn in range(nodes.inner)]
+            shares = [needs[nodes.holder(owner, Clock(node, hop))] for hop in range(nodes.inner)]
             if not node:
                 shares[0] = ()  # the owner adds its own share itself
-            last = max((turn for turn, share in enumerate(shares) if share), default=-1)
+            last = max((hop for hop, share in enumerate(shares) if share), default=-1)
             so_far: Rows = ()
-            for turn, share in enumerate(shares):
+            for hop, share in enumerate(shares):
                 so_far = rows.union(so_far, share)
-                held[Clock(node, turn)] = so_far if turn <= last else ()
+                held[Clock(node, hop)] = so_far if hop <= last else ()
         out.append(held)
     return tuple(out)
 
@@ -189,7 +189,7 @@ def backward(problem: Problem, rank: int, name: str = "double_ring") -> Program:
 
 
 class _KeyRoute:
-    """How keys and values pass one rank."""
+    """The keys and values that pass one rank: what it receives, holds and sends at each time. The builders make it."""
 
     def __init__(self, w: Writer) -> None:
         self.w, self.nodes, self.in_flight = w, nodes_of(w.problem), rows_in_flight(w.problem)
@@ -197,7 +197,7 @@ class _KeyRoute:
 
     def times(self) -> list[Clock]:
         """Return all times in order."""
-        return [Clock(node, turn) for node in range(self.nodes.count) for turn in range(self.nodes.inner)]
+        return [Clock(node, hop) for node in range(self.nodes.count) for hop in range(self.nodes.inner)]
 
     def held(self, at: Clock) -> Rows:
         """Return the rows that we hold at a time."""
@@ -207,19 +207,19 @@ class _KeyRoute:
         """Return the buffer of the keys that we hold at a time: one double buffer for each of the two rings."""
         if at == Clock(0, 0):
             return self.w.own("kv")
-        name = f"kv.{at.turn % 2}" if at.turn else f"kv.far.{at.node % 2}"
+        name = f"kv.{at.hop % 2}" if at.hop else f"kv.far.{at.node % 2}"
         return self.w.scratch(name, "kv", rows.count(self.held(at)))
 
     def arrive(self, at: Clock) -> None:
         """Wait for the keys of this time, and post those of the next time."""
-        if at.turn:
-            self.w.wait(f"kv {at.node}.{at.turn}")
+        if at.hop:
+            self.w.wait(f"kv {at.node}.{at.hop}")
         elif at.node:
             self.close_node(at.node - 1)
             self.w.wait(f"far {at.node}")
-        if not at.turn:
+        if not at.hop:
             self._post(f"far {at.node + 1}", FAR, at, Clock(at.node + 1, 0))
-        self._post(f"kv {at.node}.{at.turn + 1}", "mesh", at, Clock(at.node, at.turn + 1))
+        self._post(f"kv {at.node}.{at.hop + 1}", "mesh", at, Clock(at.node, at.hop + 1))
 
     def close_node(self, node: int) -> None:
         """Wait for the last hop within a node, so that its buffers are free."""
@@ -231,7 +231,7 @@ class _KeyRoute:
 
     def _post(self, name: str, group: str, now: Clock, then: Clock) -> None:
         """Send the keys that we hold `now` to their holder `then`, and receive the keys that we hold `then`."""
-        if then.node >= self.nodes.count or then.turn >= self.nodes.inner:
+        if then.node >= self.nodes.count or then.hop >= self.nodes.inner:
             return
         step = self.nodes.across if group == FAR else self.nodes.along
         rank = self.w.rank
@@ -244,7 +244,7 @@ class _KeyRoute:
 
 
 class _GradientRoute:
-    """How dK and dV pass one rank: round its node, one hop behind the keys, and then straight to the owner."""
+    """The dK and dV that pass one rank: round its node, one hop behind the keys, and then straight to the owner."""
 
     def __init__(self, w: Writer, keys: _KeyRoute, dkv: Slice) -> None:
         self.w, self.keys, self.dkv = w, keys, dkv
@@ -261,28 +261,28 @@ class _GradientRoute:
         collected = self._collected(owner, at)
         total = self._sum_buffer(at, collected)
         if collected:
-            before = self._collected(owner, Clock(at.node, at.turn - 1)) if at.turn else ()
+            before = self._collected(owner, Clock(at.node, at.hop - 1)) if at.hop else ()
             needed, held = problem.needs[owner][w.rank], self.keys.held(at)
             share = w.scratch("dkv.part", "dkv", rows.count(held), "partial")
             # Rows with an earlier contribution are added; rows without one are copied.
             for kind, these in ((Add, rows.common(needed, before)), (Copy, rows.without(needed, before))):
                 w.append_each(kind, zip(pieces(share, held, these), pieces(total, collected, these), strict=True))
-        then = Clock(at.node, at.turn + 1)
+        then = Clock(at.node, at.hop + 1)
         sends: tuple[Part, ...] = ()
         if collected:
             onward = nodes.along(w.rank, 1) if self._collected(owner, then) else owner
             sends = parts(onward, total, collected, collected)
         recvs: tuple[Part, ...] = ()
         next_owner = nodes.owner(w.rank, then)
-        if at.turn + 1 < nodes.inner and (grown := self._collected(next_owner, then)):
+        if at.hop + 1 < nodes.inner and (grown := self._collected(next_owner, then)):
             incoming = self._collected(next_owner, at)
             recvs += parts(nodes.along(w.rank, -1), self._sum_buffer(then, grown), grown, incoming)
         back = self._collected(w.rank, at)
         if back and not self._collected(w.rank, then):  # the last contributor of a node sends us our finished sum
-            arrived = w.scratch(f"dkv.home.{(at.node + at.turn) % 2}", "dkv", rows.count(back), "reduce")
+            arrived = w.scratch(f"dkv.home.{(at.node + at.hop) % 2}", "dkv", rows.count(back), "reduce")
             recvs += parts(nodes.holder(w.rank, at), arrived, back, back)
             self._arriving = arrived.buffer, back
-        self._last_post = f"dkv {at.node}.{at.turn}"
+        self._last_post = f"dkv {at.node}.{at.hop}"
         w.post(Post(self._last_post, sends, recvs))
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ class _GradientRoute:
         return self.accumulated[owner].get(at, ())
 
     def _sum_buffer(self, at: Clock, held: Rows) -> Slice:
-        return self.w.scratch(f"dkv.{at.turn % 2}", "dkv", rows.count(held), "reduce")
+        return self.w.scratch(f"dkv.{at.hop % 2}", "dkv", rows.count(held), "reduce")
 
 
 register(

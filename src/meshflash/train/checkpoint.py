@@ -262,8 +262,8 @@ class Checkpoints:
             outcome = str(error)
         if outcome:
             last = self.latest()
-            left = "there is no checkpoint yet" if last is None else f"step {last} is complete, and the latest"
-            self._failure = f"step {step} was not saved in {self.folder}: {outcome}; {left}"
+            latest = "there is no checkpoint yet" if last is None else f"step {last} is complete, and the latest"
+            self._failure = f"step {step} was not saved in {self.folder}: {outcome}; {latest}"
 
     def _complete(self, step: int, token: str, reports: list[dict[str, Any]], index: dict[str, Any]) -> str:
         """Write index and manifest and rename the folder, on rank 0; return the error, or an empty text."""

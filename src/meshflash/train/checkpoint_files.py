@@ -329,9 +329,10 @@ class TensorFile:
         try:
             entry = self.header[name]
             begin, end = entry["data_offsets"]
-            fits = end - begin == prod(shape) * dtype.itemsize
-            fits = fits and 0 <= begin <= end <= self.size - self.begin  # checked before the buffer is allocated
-            if not fits or DTYPES[entry["dtype"]] != dtype or list(shape) != entry["shape"]:
+            size_matches = end - begin == prod(shape) * dtype.itemsize
+            # Check before the buffer is allocated: a damaged index may claim any size.
+            size_matches = size_matches and 0 <= begin <= end <= self.size - self.begin
+            if not size_matches or DTYPES[entry["dtype"]] != dtype or list(shape) != entry["shape"]:
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{self.path}: {name} is not in it as the index says") from None

@@ -43,21 +43,21 @@ def text(
         options: Options of `meshflash.models.generate.generate`.
     """
     config, mesh, model = _load(checkpoint, axes, "gpt")
-    words: Tokenizer = ByteTokenizer() if tokenizer is None else FolderTokenizer(tokenizer)
-    if words.vocabulary > config.model.vocabulary:
+    codec: Tokenizer = ByteTokenizer() if tokenizer is None else FolderTokenizer(tokenizer)
+    if codec.vocabulary > config.model.vocabulary:
         raise ValueError(
-            f"tokenizer: {words.vocabulary:,} ids do not fit the model's {config.model.vocabulary:,}; give the "
+            f"tokenizer: {codec.vocabulary:,} ids do not fit the model's {config.model.vocabulary:,}; give the "
             "tokenizer that the model was trained with"
         )
-    ids = [*words.begin, *words.encode(prompt)]
-    stop = words.end[0] if words.end else None
+    ids = [*codec.begin, *codec.encode(prompt)]
+    stop = codec.end[0] if codec.end else None
     generated: list[int] = []
     yielded = ""
     for chosen in generate(model, torch.tensor([ids], device=current()), mesh, stop=stop, **options):
         if stop is not None and int(chosen) == stop:
             return
         generated.append(int(chosen))
-        decoded = words.decode(generated)
+        decoded = codec.decode(generated)
         if not decoded.endswith("\ufffd"):  # wait for the other tokens of an incomplete character
             yield decoded[len(yielded) :]
             yielded = decoded

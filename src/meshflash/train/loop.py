@@ -117,9 +117,9 @@ def _set_aside_previous_run(folder: Path, resume: bool, from_step: int | None) -
     if request is None:
         return
     launch = agent()
-    words = f"{request} {launch}"
-    mark = folder / LAUNCH
-    if launch and mark.exists() and mark.read_text() == words:
+    stamp = f"{request} {launch}"
+    stamp_file = folder / LAUNCH
+    if launch and stamp_file.exists() and stamp_file.read_text() == stamp:
         return  # torchrun has restarted the ranks: resume
     if from_step is not None and not folder.is_dir():
         raise ValueError(f"from_step={from_step}: the folder {folder} does not exist; give one that a run wrote")
@@ -141,7 +141,7 @@ def _set_aside_previous_run(folder: Path, resume: bool, from_step: int | None) -
             into.parent.mkdir(parents=True, exist_ok=True)
             path.rename(into)
     if folder.exists():
-        mark.write_text(words)
+        stamp_file.write_text(stamp)
 
 
 @contextmanager

@@ -185,7 +185,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _format_metrics(values: Mapping[str, Any]) -> str:
-    words = []
+    parts = []
     for name, (label, form) in {
         "loss": ("loss", "{:.4f}"),
         "valid_loss": ("valid loss", "{:.4f}"),
@@ -195,8 +195,8 @@ def _format_metrics(values: Mapping[str, Any]) -> str:
         "memory": ("mem", "{:.2f} GiB"),
     }.items():
         if values.get(name) is not None:
-            words.append(f"{label} {form.format(values[name])}")
-    return "  ".join(words)
+            parts.append(f"{label} {form.format(values[name])}")
+    return "  ".join(parts)
 
 
 def _end_line(path: Path) -> None:

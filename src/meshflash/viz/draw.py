@@ -12,7 +12,7 @@ from meshflash.core.problem import Problem
 from meshflash.core.program import Program
 from meshflash.viz import shapes, svg
 from meshflash.viz.coverage import HIDDEN, MISSING, Grid, grids, head_sets, headline
-from meshflash.viz.timeline import Event, Timeline, in_words
+from meshflash.viz.timeline import Event, Timeline, format_seconds
 
 #: Step numbers and ranks as one character; larger ones are MORE.
 NUMBERS, MORE = digits + ascii_lowercase, "+"
@@ -84,7 +84,7 @@ def timeline_text(timeline: Timeline, width: int = 72) -> str:
     axis, marks = list("-" * (width + 1)), ""
     for n in range(5):
         axis[width * n // 4] = "+"
-        mark = in_words(total * n / 4)
+        mark = format_seconds(total * n / 4)
         marks = marks.ljust(width * n // 4) + mark if n < 4 else marks.ljust(width + 1 - len(mark)) + mark
     lines += [" " * margin + "".join(axis), " " * margin + marks]
     return "\n".join([*lines, "", timeline.summary, "0-9a-z: attend step   .: exposed comm   <==: communication"])

@@ -14,7 +14,7 @@ from meshflash.core.program import Program
 from meshflash.viz import shapes
 from meshflash.viz.coverage import HIDDEN, MISSING, Grid, Side, attends, grids, head_sets, headline
 from meshflash.viz.shapes import Drawing
-from meshflash.viz.timeline import Event, Timeline, in_words
+from meshflash.viz.timeline import Event, Timeline, format_seconds
 
 #: A coverage picture: its size in pixels, the most cells on a side, and the most cells if ranks share cells (striped
 #: layouts), where each cell must be large enough to be seen.
@@ -62,7 +62,7 @@ def timeline(timeline: Timeline) -> Drawing:
     for n in range(5):
         x = left + SPAN * n / 4
         body.append(shapes.box(x - 0.25, top - 4, 0.5, bottom - top + 4, fill_opacity=0.5))
-        body.append(shapes.text(x, bottom + 12, in_words(total * n / 4), "middle"))
+        body.append(shapes.text(x, bottom + 12, format_seconds(total * n / 4), "middle"))
     bars = []
     for rank in range(timeline.world):
         y = top + rank * pitch
@@ -100,8 +100,8 @@ def _square(grid: Grid, programs: Sequence[Program], most: int, size: float, cap
         body.append(shapes.path(commands, _cell_title(programs, rank, number), stroke=colour))
     body.append("</g>")
     body.append(shapes.text(left + size / 2, top - 18, "keys", "middle"))
-    turned = f"rotate(-90 {left - 22:.6g} {top + size / 2:.6g})"
-    body.append(shapes.text(left - 22, top + size / 2, "queries", "middle", transform=turned))
+    rotation = f"rotate(-90 {left - 22:.6g} {top + size / 2:.6g})"
+    body.append(shapes.text(left - 22, top + size / 2, "queries", "middle", transform=rotation))
     for side, vertical in ((grid.q, True), (grid.k, False)):
         if len(side):
             first, last = f"{int(side.edges[0]):,}", f"{int(side.edges[-1]) - 1:,}"
@@ -188,7 +188,7 @@ def _bar(
     scale = SPAN / total if total else 0.0
     title = (
         f"rank {event.rank}, {what} (step {event.step}), "
-        f"{in_words(event.begin)} to {in_words(event.end)}: {event.label}"
+        f"{format_seconds(event.begin)} to {format_seconds(event.end)}: {event.label}"
     )
     # very short events stay visible; the gap separates neighbours
     width = max(event.seconds * scale - 0.5, 1.0)

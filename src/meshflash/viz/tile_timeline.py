@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from meshflash.viz import shapes
 from meshflash.viz.shapes import Drawing
 from meshflash.viz.svg import SPAN, TITLED
-from meshflash.viz.timeline import in_words
+from meshflash.viz.timeline import format_seconds
 
 #: The events of a tile, in the order in which kernels record them, and their colours.
 EVENTS = ("computed", "sent", "received")
@@ -55,7 +55,7 @@ def draw_tiles(times: Times, title: str, note: str = "") -> Drawing:
     for n in range(5):
         x = left + SPAN * n / 4
         body.append(shapes.box(x - 0.25, top - 4, 0.5, bottom - top, fill_opacity=0.5))
-        body.append(shapes.text(x, bottom + 10, in_words(total * n / 4 * 1e-9), "middle"))
+        body.append(shapes.text(x, bottom + 10, format_seconds(total * n / 4 * 1e-9), "middle"))
     titled = len(known) <= TITLED
     for number, rank in enumerate(sorted(times)):
         y = top + number * (tiles * pitch + GAP)
@@ -80,16 +80,16 @@ def _marks(rank: int, tiles: Sequence[Sequence[int]], first: int, scale: float, 
     height = max(pitch - 1, pitch / 2)
     for number, tile in enumerate(tiles):
         y = number * pitch
-        places = [(time - first) * scale for time in tile if time]
-        if titled and len(places) > 1:
-            body.append(shapes.box(min(places), y + height / 2 - 0.5, max(places) - min(places), 1, fill_opacity=0.3))
+        xs = [(time - first) * scale for time in tile if time]
+        if titled and len(xs) > 1:
+            body.append(shapes.box(min(xs), y + height / 2 - 0.5, max(xs) - min(xs), 1, fill_opacity=0.3))
         for kind, time in enumerate(tile):
             if not time:
                 continue
             x = (time - first) * scale
             if titled:
-                words = f"rank {rank}, tile {number}: {EVENTS[kind]} after {in_words((time - first) * 1e-9)}"
-                body.append(shapes.box(x - MARK_WIDTH / 2, y, MARK_WIDTH, height, words, fill=COLOURS[kind]))
+                title = f"rank {rank}, tile {number}: {EVENTS[kind]} after {format_seconds((time - first) * 1e-9)}"
+                body.append(shapes.box(x - MARK_WIDTH / 2, y, MARK_WIDTH, height, title, fill=COLOURS[kind]))
             else:
                 strokes.setdefault(kind, []).append(f"M{x - MARK_WIDTH / 2:.1f} {y + height / 2:.2f}h{MARK_WIDTH:g}")
     for kind, commands in sorted(strokes.items()):

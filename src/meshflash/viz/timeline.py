@@ -128,15 +128,15 @@ class Timeline:
         exposed = self.exposed(worst)
         where = f" (rank {worst})" if exposed else ""
         return (
-            f"{self.source}: total {in_words(self.total)}, efficiency {self.efficiency:.1%}, "
-            f"exposed comm {in_words(exposed)}{where}"
+            f"{self.source}: total {format_seconds(self.total)}, efficiency {self.efficiency:.1%}, "
+            f"exposed comm {format_seconds(exposed)}{where}"
         )
 
 
-def in_words(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format a time in a suitable unit.
 
-    >>> in_words(0.00125), in_words(2.5e-7), in_words(0)
+    >>> format_seconds(0.00125), format_seconds(2.5e-7), format_seconds(0)
     ('1.25 ms', '250 ns', '0')
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

@@ -167,7 +167,7 @@ def test_packages_get_the_arguments_that_their_version_has(kernel, function_name
     module = ModuleType(kernel.module)
     for name, function in zip(kernel.function_names, function_names, strict=True):
         setattr(module, name, function)
-    monkeypatch.setattr(vendor_gpu, "_found", lambda name: module)
+    monkeypatch.setattr(vendor_gpu, "_import_module", lambda name: module)
     vendor_gpu._function_and_parameters.cache_clear()
     q, k, v, dout = (torch.randn(1, 9, 2, 16) for _ in range(4))
     x = reference(q, k, v, True, 0.25)
@@ -188,7 +188,7 @@ def test_what_cannot_be_imported_is_missing():
 
 
 def test_packages_are_not_imported_for_calls_that_they_cannot_serve(monkeypatch):
-    monkeypatch.setattr(vendor_gpu, "_found", lambda module: pytest.fail(f"{module} was looked for"))
+    monkeypatch.setattr(vendor_gpu, "_import_module", lambda module: pytest.fail(f"{module} was looked for"))
     assert "device cpu" in (registry.refusal(Flash4(), request(device=torch.device("cpu"))) or "")
 
 

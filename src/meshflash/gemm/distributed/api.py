@@ -192,9 +192,9 @@ class FusedGemm:
             "ag_gemm": ((size, problem.k), (problem.k, problem.n)),
         }.get(problem.collective, ((problem.m, "k_r"), ("k_r", problem.n)))
         for name, x, sizes in (("a", a, expected[0]), ("b", b, expected[1])):
-            fits = x.dim() == 2 and all(y == "k_r" or y == z for y, z in zip(sizes, x.shape, strict=True))
+            shape_matches = x.dim() == 2 and all(y == "k_r" or y == z for y, z in zip(sizes, x.shape, strict=True))
             is_here = self._heap is None or x.device == self._heap.device
-            if not fits or x.dtype != problem.dtype or not is_here:
+            if not shape_matches or x.dtype != problem.dtype or not is_here:
                 where = f" on {self._heap.device}" if self._heap else ""
                 raise ValueError(
                     f"{name} of rank {rank} is {x.dtype} of {tuple(x.shape)} on {x.device}: "

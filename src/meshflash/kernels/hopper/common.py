@@ -3,9 +3,9 @@
 Gluon is Triton's lower level: code states register layouts, shared-memory layouts and barriers. These kernels need
 NVIDIA's Hopper (sm_90) and Triton 3.6 or later; there is no interpreter for Gluon.
 
-A tile is the block of rows that a CTA computes: queries in the forward, keys in the backward. It meets rows of the
-other side in blocks. A run is a range of consecutive blocks of one span; a tile has one run or several. A band says
-which rows of the other side are visible: those at `position + band_lo` to `position + band_hi`, in rows.
+A tile is the block of rows that a CTA computes: queries in the forward, keys in the backward. It loops over the
+rows of the other side in blocks. A run is a range of consecutive blocks of one span; a tile has one run or several.
+A band gives the visible rows of the other side: those at `position + band_lo` to `position + band_hi`, in rows.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def load_kv_block(k, v, smem_k, smem_v, k_full, k_empty, v_full, v_empty, batch,
 
 @gluon.jit
 def load_tile(TILES, index, SINGLE_RUN: gl.constexpr):
-    """Load a tile: batch row, first row, rows, first position, position step, first run, number of blocks to meet.
+    """Load a tile: batch row, first row, rows, first position, position step, first run, number of blocks to loop over.
 
     With SINGLE_RUN every tile has one run, of the tile's own index: its load need not wait for that of the tile.
     """

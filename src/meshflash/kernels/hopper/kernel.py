@@ -1,6 +1,6 @@
 """The Hopper kernel behind the contract: warp-specialized Gluon kernels for sm_90, with a portable remainder.
 
-Gluon serves the tiles of a worklist that meet the other side in full blocks. The remaining tiles of the same call,
+Gluon serves the tiles of a worklist that loop over full blocks only. The remaining tiles of the same call,
 such as those of short documents, go to the portable Triton kernel, which writes to the same outputs and sums.
 """
 

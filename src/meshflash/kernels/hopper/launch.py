@@ -22,9 +22,9 @@ TRITON_VERSIONS = ("3.6", "3.7")
 #: Bytes of K and V, of all batch rows, that the CTAs of a forward work on at a time: they stay in the L2 cache.
 L2_KV_BYTES = 32 << 20
 LOG2E = 1.4426950408889634
-#: From this many queries on, which a tile of keys meets on average, the backward spreads the query heads of a KV head
-#: over CTAs of their own. These add to the same dK and dV, and each has a prologue and an epilogue. Measured on an
-#: H200: docs/kernels.md.
+#: The mean number of queries that a tile of keys loops over, from which on the backward spreads the query heads of a
+#: KV head over CTAs of their own. These add to the same dK and dV, and each has a prologue and an epilogue. Measured on
+#: an H200: docs/kernels.md.
 MIN_QUERIES_TO_SPREAD = 6144
 #: The smallest softcap of a backward: the slope of the cap is recovered from P, less exactly the flatter the cap is.
 MIN_SOFTCAP = 0.05

@@ -82,19 +82,19 @@ def split_tail_wave(
 
 
 def _split(tables: TileTable, heads: int, num_sms: int, size: int, group: int, appended: bool) -> TailWave | None:
-    waves, left = divmod(len(tables) * heads, num_sms)
+    waves, num_tail_tiles = divmod(len(tables) * heads, num_sms)
     plain = tables.single_run and tables.exact_begin and not (tables.lower or tables.upper or tables.clipped)
     # tiles of different work fill the tail wave by themselves
-    if not plain or not tables.uniform or not waves or not 0 < left <= len(tables) or tables.tiles.is_meta:
+    if not plain or not tables.uniform or not waves or not 0 < num_tail_tiles <= len(tables) or tables.tiles.is_meta:
         return None
     num_blocks = int(tables.mean_blocks)
     # splits of a forward that need more than one wave were slower on an H200: docs/kernels.md
-    costs = (COMBINE_COST, num_sms // left) if appended else (BACKWARD_COST, MAX_SPLITS)
-    num_splits = _best_num_splits(left, num_blocks, group, num_sms, *costs)
+    costs = (COMBINE_COST, num_sms // num_tail_tiles) if appended else (BACKWARD_COST, MAX_SPLITS)
+    num_splits = _best_num_splits(num_tail_tiles, num_blocks, group, num_sms, *costs)
     if num_splits == 1:
         return None
     as_numpy = [x.cpu().numpy().astype(np.int64) for x in (tables.tiles, tables.spans)]
-    tiles, runs = (x[-left:] for x in as_numpy)
+    tiles, runs = (x[-num_tail_tiles:] for x in as_numpy)
     begin = 0 if appended else int(tiles[:, 1].min())
     rows = int((tiles[:, 1] + tiles[:, 2]).max()) - begin
     made = [[as_numpy[0]], [as_numpy[1]]] if appended else [[], []]
@@ -114,16 +114,16 @@ def _split(tables: TileTable, heads: int, num_sms: int, size: int, group: int, a
     device = tables.tiles.device
     split_tiles, split_runs, tile_rows = (to_device(x, device) for x in (table, spans, tiles[:, :3]))
     split_tables = replace(tables, tiles=split_tiles, spans=split_runs, mean_blocks=num_blocks / num_splits)
-    return TailWave(left, num_splits, begin, rows, tile_rows, split_tables)
+    return TailWave(num_tail_tiles, num_splits, begin, rows, tile_rows, split_tables)
 
 
-def _best_num_splits(left: int, num_blocks: int, group: int, num_sms: int, fixed_cost: int, most: int) -> int:
+def _best_num_splits(num_tail_tiles: int, num_blocks: int, group: int, num_sms: int, fixed_cost: int, most: int) -> int:
     """Return into how many splits, at most `most`, to cut each of the tiles left; 1 where splitting gains nothing."""
 
     def predict_blocks(num_splits: int) -> float:
         """Predict the time of the tail wave, in that of one block."""
-        waves = -(-left * num_splits // num_sms)
-        extra = fixed_cost + TRAFFIC_COST * left * num_splits if num_splits > 1 else 0
+        waves = -(-num_tail_tiles * num_splits // num_sms)
+        extra = fixed_cost + TRAFFIC_COST * num_tail_tiles * num_splits if num_splits > 1 else 0
         return waves * (-(-num_blocks // num_splits) * group + SPLIT_COST) + extra
 
     return min(range(1, min(num_blocks, most, MAX_SPLITS) + 1), key=predict_blocks)

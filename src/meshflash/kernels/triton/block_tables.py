@@ -36,7 +36,7 @@ Ints = npt.NDArray[np.int64]
 class TileTable:
     """Tiles of a launch, each with the spans `[first_span, last_span)` of the other side; `make_*` functions build it.
 
-    Where the spans are runs (`RUN`), the last column of a tile is the number of blocks of the other side that it meets.
+    Where the spans are runs (`RUN`), the last column of a tile is the number of blocks that it loops over.
 
     Attributes:
         lower, upper: Whether that side of a band binds anywhere.
@@ -49,8 +49,8 @@ class TileTable:
         clipped: Whether, on the grid, some block has rows outside of its run that no band hides.
         tile_aligned: Whether all tiles have multiples of 64 rows.
         masks_first_only: Whether a band crosses at most the first block that each 64 rows see, walked from the last.
-        mean_blocks: How many blocks of the other side a tile meets on average.
-        uniform: Whether all tiles meet equally many.
+        mean_blocks: The mean number of blocks of the other side that a tile loops over.
+        uniform: Whether all tiles loop over the same number of blocks.
     """
 
     tiles: Tensor
@@ -109,7 +109,7 @@ def make_run_tables(
     filled: bool = False,
     grid: bool = False,
 ) -> tuple[TileTable, TileTable]:
-    """Return the tiles that meet the other side in full blocks, with their runs, and a table of the remaining tiles.
+    """Return the tiles that loop over full blocks only, with their runs, and a table of the remaining tiles.
 
     The Gluon kernels serve the first table, the portable ones the second. A run's last block begins earlier where the
     rows of its span end, so nothing outside of the span is read. A span that is shorter than a block, or that has a
@@ -126,7 +126,7 @@ def make_run_tables(
         device: Where the tables go.
         filled: Whether a tile of fewer than `size` rows is read from earlier rows of its segment; segments that are too
             short for that go to the second table. Otherwise the first tile of a segment is the short one: a short tile
-            takes as long per block as a full one, and under a causal mask the first tile meets the fewest blocks.
+            takes as long per block as a full one, and under a causal mask the first tile has the fewest blocks.
         grid: Whether blocks of the other side begin at multiples of their size, and may reach beyond its last row. Rows
             outside of the span are masked, so a span may have any length; earlier segments fill tiles too.
             Without effect where blocks would read rows of no span, which may hold anything, NaN included.
@@ -138,20 +138,20 @@ def make_run_tables(
         tokens = sum(map(len, work.q_ranges if by_key else work.k_ranges))
         grid = grid and _fills_blocks(table, other, tokens)
         tiles = _cut_tiles(_whole_segments(table), size, short_first=not filled)
-        pairs = _meeting_pairs(tiles, table, by_key)
+        pairs = _overlapping_pairs(tiles, table, by_key)
         served = np.bincount(pairs.tile, minlength=len(tiles)) > 0
         other_step = pairs.step != tiles[pairs.tile, 4]
         short = pairs.rows < (0 if grid else other)
         served[pairs.tile[other_step & pairs.bound | short]] = False
         if filled:
             served &= np.repeat(_can_be_filled(table, size, grid), -(-table.segments[:, 2] // size))
-        left = _tile_table(_cut_tiles(tiles[~served], rest), table, by_key, rest, batch, device)
-        kept[key] = _run_table(tiles, served, pairs, size, other, tokens, grid, batch, device), left
+        remaining = _tile_table(_cut_tiles(tiles[~served], rest), table, by_key, rest, batch, device)
+        kept[key] = _run_table(tiles, served, pairs, size, other, tokens, grid, batch, device), remaining
     return kept[key]
 
 
 def _tile_table(tiles: Ints, table: Table, by_key: bool, size: int, batch: int, device: torch.device) -> TileTable:
-    pairs = _meeting_pairs(tiles, table, by_key)
+    pairs = _overlapping_pairs(tiles, table, by_key)
     tiles = _every_batch_row(tiles[_heaviest_first(pairs, len(tiles))], batch)
     lower, upper = bool((table.spans[:, 4] > -UNBOUNDED).any()), bool((table.spans[:, 5] < UNBOUNDED).any())
     partial_tiles = bool((tiles[:, 2] < size).any())
@@ -186,10 +186,10 @@ def _run_table(
     lower = before | (rows - 1 + least > start)
     upper = most < stop - 1
     exact_begin, clipped = not before.any(), grid and bool((before | after).any())
-    turns = np.bincount(pairs.tile, count, minlength=len(tiles)).astype(np.int64)
+    num_blocks = np.bincount(pairs.tile, count, minlength=len(tiles)).astype(np.int64)
     first = np.searchsorted(pairs.tile, np.arange(len(tiles)))
     counted = np.tile([0, 1], (len(tiles), 1))
-    mine = np.concatenate([tiles[:, :3], counted, first[:, None], turns[:, None]], axis=1)
+    mine = np.concatenate([tiles[:, :3], counted, first[:, None], num_blocks[:, None]], axis=1)
     order = _heaviest_first(pairs, len(tiles))
     mine = _every_batch_row(mine[order[served[order]]], batch)
     table = np.stack([start if exact_begin else begin, count, limit, least, most], axis=1)
@@ -278,7 +278,7 @@ def _cut_tiles(tiles: Ints, size: int, short_first: bool = False) -> Ints:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Pairs of a tile and a span that it meets, in order of the tiles; rows `begin` to `end` of the span are visible.
+    """Pairs of a tile and a span that it sees, in order of the tiles; rows `begin` to `end` of the span are visible.
 
     `first` and `last` are positions of the tile. A row of the span is visible to a tile row where its position minus
     the tile row's lies between `lo` and `hi`.
@@ -306,7 +306,7 @@ class _Pairs:
         return _Pairs(*(column[which] for column in vars(self).values()))
 
 
-def _meeting_pairs(tiles: Ints, table: Table, by_key: bool) -> _Pairs:
+def _overlapping_pairs(tiles: Ints, table: Table, by_key: bool) -> _Pairs:
     owner, nth = expand(tiles[:, 6] - tiles[:, 5])
     spans, tile = table.spans.astype(np.int64)[tiles[owner, 5] + nth], tiles[owner]
     row, rows, position, step, lo, hi = spans.T
@@ -320,7 +320,7 @@ def _meeting_pairs(tiles: Ints, table: Table, by_key: bool) -> _Pairs:
 
 
 def _heaviest_first(pairs: _Pairs, tiles: int) -> Ints:
-    """Return an order of tiles by the rows they meet, most first, so that the last to start are short."""
+    """Return an order of tiles by the rows they loop over, most first, so that the last to start are short."""
     weight = np.bincount(pairs.tile, pairs.end - pairs.begin, minlength=tiles)
     return np.argsort(-weight, kind="stable")
 

@@ -64,8 +64,8 @@ _BLACKWELL = {
     ("bwd_dq", 128): Config(128, 32, 8, 2),
     ("bwd_dq", 256): Config(64, 32, 8, 1),
 }
-#: The same where a block has 99 KiB of shared memory or less, and products are those of one warp: compiled for sm_80,
-#: where they spill little, but never measured.
+#: The same where a CTA has 99 KiB of shared memory or less, and each warp issues its own matrix instructions (mma, not
+#: wgmma): compiled for sm_80, where they spill little, but never measured.
 _ELSEWHERE = {
     ("forward", 64): Config(128, 64, 4, 2),
     ("forward", 128): Config(128, 32, 4, 2),
@@ -102,7 +102,7 @@ _FULL_PRECISION = {
     ("bwd_dq", 128): Config(32, 32, 8, 1),
     ("bwd_dq", 256): Config(16, 16, 8, 1),
 }
-#: Under the interpreter: small, so that tests meet partial blocks at small shapes.
+#: Under the interpreter: small, so that tests cover partial blocks at small shapes.
 _INTERPRETED = Config(32, 32, 1, 1)
 
 
@@ -124,19 +124,20 @@ def config(direction: str, dim: int, dtype: torch.dtype, device: torch.device, p
     if dtype not in HALF:
         chosen = _FULL_PRECISION[direction, padded_head_dim(dim)]
         return replace(chosen, warps=4) if torch.version.hip else chosen  # AMD warps have 64 threads
-    chosen = _forced.get(name(direction, padded_head_dim(dim))) or _settled(direction, padded_head_dim(dim), device)
+    padded_dim = padded_head_dim(dim)
+    chosen = _forced.get(name(direction, padded_dim)) or _tuned_or_default(direction, padded_dim, device)
     if plain or direction != "forward" or torch.version.hip:
         return chosen
-    own = _table(device).get(("features", padded_head_dim(dim)))
+    own = _table(device).get(("features", padded_dim))
     return own or replace(chosen, warps=8, stages=min(chosen.stages, 3))
 
 
-def _settled(direction: str, most: int, device: torch.device) -> Config:
+def _tuned_or_default(direction: str, padded_dim: int, device: torch.device) -> Config:
     known = rates.known(device)
-    tuned = known.rates.configs.get(name(direction, most)) if known else None
+    tuned = known.rates.configs.get(name(direction, padded_dim)) if known else None
     if tuned:
         return Config(*tuned)
-    return _table(device)[direction, most]
+    return _table(device)[direction, padded_dim]
 
 
 @cache
@@ -156,9 +157,9 @@ def forced(which: str, chosen: Config) -> Iterator[None]:
         del _forced[which]
 
 
-def name(direction: str, most: int) -> str:
+def name(direction: str, padded_dim: int) -> str:
     """Return the name of a configuration in a table of rates."""
-    return f"{direction}/{most}"
+    return f"{direction}/{padded_dim}"
 
 
 def padded_head_dim(dim: int) -> int:
@@ -174,14 +175,14 @@ def has_descriptors(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def candidates(direction: str, most: int) -> Iterator[Config]:
+def candidates(direction: str, padded_dim: int) -> Iterator[Config]:
     """Yield the configurations worth trying on a device; some do not fit, and fail to launch."""
     rows = {"forward": (64, 128), "bwd_dkdv": (32, 64, 128), "bwd_dq": (64, 128)}[direction]
     columns = {"forward": (32, 64, 128), "bwd_dkdv": (64, 128), "bwd_dq": (32, 64)}[direction]
     for block_m, block_n, warps, stages in product(rows, columns, (4, 8), (2, 3)):
-        if most <= 128 or block_m * block_n <= 64 * 64:
+        if padded_dim <= 128 or block_m * block_n <= 64 * 64:
             yield Config(block_m, block_n, warps, stages)
-    if direction == "forward" and most <= 64 and not torch.version.hip:
+    if direction == "forward" and padded_dim <= 64 and not torch.version.hip:
         yield from (Config(64, 128, 4, 2, 168), Config(64, 64, 4, 2, 128))
 
 

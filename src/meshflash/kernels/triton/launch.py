@@ -232,8 +232,8 @@ def tma_aligned(x: Tensor) -> bool:
     """Whether TMA can address a tensor: rows of contiguous elements that begin at multiples of 16 bytes."""
     unit = 16 // x.element_size()
     strides = [stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
-    lined = x.data_ptr() % 16 == 0 and x.stride(-1) == 1
-    return x.numel() > 0 and lined and all(n > 0 and n % unit == 0 for n in strides)
+    is_aligned = x.data_ptr() % 16 == 0 and x.stride(-1) == 1
+    return x.numel() > 0 and is_aligned and all(n > 0 and n % unit == 0 for n in strides)
 
 
 def tma_strides(x: Tensor) -> list[int]:

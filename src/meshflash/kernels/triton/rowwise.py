@@ -18,7 +18,7 @@ from meshflash.kernels.triton.common import INF, LN2, LOG2E
 #: The most elements of each tensor and the most rows that a CTA of WARPS warps holds. No target spills with them
 #: (sm_80, sm_90, sm_100, gfx942); twice the elements spill on sm_80. Not timed.
 MAX_ELEMENTS, MAX_ROWS, WARPS = 2048, 128, 4
-#: Rows of a CTA under the interpreter: few, so that tests meet partial blocks at small shapes.
+#: Rows of a CTA under the interpreter: few, so that tests cover partial blocks at small shapes.
 INTERPRETED_ROWS = 16
 
 
