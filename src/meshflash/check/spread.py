@@ -131,7 +131,7 @@ def shards(item: Item, leaves: dict[str, Tensor], rank: int) -> dict[str, Tensor
     Args:
         item: The item.
         leaves: The leaves of the whole case.
-        rank: The rank.
+        rank: The number of the rank, from 0.
     """
     out = {}
     for name, x in leaves.items():

@@ -64,7 +64,7 @@ def table_pairs(mask: Mask, q_positions: Ranges, k_positions: Ranges, by_key: bo
     """Return how often a tile table holds each pair, [batch, q rows, k rows].
 
     Args:
-        mask: The mask.
+        mask: The mask between queries and keys.
         q_positions: The positions of the query rows.
         k_positions: The positions of the key rows.
         by_key: Whether to read the table of the backward (`by_key`) instead of `by_query`.

@@ -84,7 +84,11 @@ class Layout:
         return tuple(sum(len(r) for r in held) for held in self.ranges)
 
     def positions(self, rank: int) -> Array:
-        """Return the positions of a rank's rows, in local order."""
+        """Return the positions of a rank's rows, in local order.
+
+        Args:
+            rank: The number of a rank, from 0.
+        """
         return _expand(self.ranges[rank])
 
     def text(self) -> str:
@@ -98,6 +102,9 @@ class Layout:
     @staticmethod
     def parse(text: str) -> Layout:
         """Return the layout that `text` describes.
+
+        Args:
+            text: A layout in the format of `Layout.text`.
 
         >>> Layout.parse("striped 5 2") == Layout.striped(5, 2)
         True
@@ -196,8 +203,8 @@ def positions(layout: Layout, rank: int) -> Array:
     """Return the positions of the tokens that a rank holds, in local order: for RoPE, labels and masks.
 
     Args:
-        layout: The layout.
-        rank: The rank.
+        layout: The layout of the sequence.
+        rank: The number of the rank, from 0.
 
     >>> positions(Layout.striped(5, 2), 1).tolist()
     [1, 3]

@@ -236,6 +236,10 @@ class Mask:
     def unpack(text: str, arrays: Sequence[Any]) -> Mask:
         """Return the mask that `pack` encoded.
 
+        Args:
+            text: The text that `pack` returned.
+            arrays: The arrays that `pack` returned, in the same order.
+
         >>> mask = Mask.causal() & Mask.documents([2, 3])
         >>> Mask.unpack(*mask.pack()) == mask
         True

@@ -22,7 +22,7 @@ class Problem:
     Args:
         q: For each rank, the ranges of positions of its queries.
         k: For each rank, the ranges of positions of its keys.
-        mask: The mask.
+        mask: The mask between queries and keys, by position.
         heads: The number of query heads.
         kv_heads: The number of key heads, which divides `heads`.
         options: The options of the schedule, with their values.

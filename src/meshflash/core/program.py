@@ -31,11 +31,17 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a buffer: `[batch, rows, heads, width]`, or `[batch, heads, rows]` if `width` is ""."""
+    """One tensor of a buffer: `[batch, rows, heads, width]`, or `[batch, heads, rows]` if `width` is "".
+
+    Args:
+        name: The name of the tensor, such as "k".
+        width: The size of the last dim, by its name in `Sizes`; "" for one element per row and head.
+        always_partial: Whether it has the "partial" dtype in every buffer. The LSE and delta are never rounded to half
+            precision.
+    """
 
     name: str
     width: Literal["dim", "value_dim", ""]
-    #: Whether it has the "partial" dtype in every buffer: the LSE and delta are never rounded to half precision.
     always_partial: bool = False
 
 
@@ -68,7 +74,16 @@ def fields_of(kind: str, without_lse: bool = False) -> tuple[Field, ...]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that turn rows and heads into bytes: batch, head dimensions, and bytes per element of each dtype."""
+    """The sizes that turn rows and heads into bytes.
+
+    Args:
+        batch: The number of batch rows.
+        dim: The head dim of queries and keys.
+        value_dim: The head dim of values.
+        input_bytes: The bytes of an element of the inputs.
+        partial_bytes: The bytes of an element of partial results.
+        reduce_bytes: The bytes of an element of sums that travel between ranks.
+    """
 
     batch: int = 1
     dim: int = 64
@@ -78,7 +93,11 @@ class Sizes:
     reduce_bytes: int = 4
 
     def width(self, field: Field) -> int:
-        """Return the elements of a field for one row and head."""
+        """Return the elements of a field for one row and head.
+
+        Args:
+            field: A field of `KINDS`.
+        """
         return {"dim": self.dim, "value_dim": self.value_dim, "": 1}[field.width]
 
     def row_bytes(self, kind: str, dtype: Dtype, without_lse: bool = False) -> int:
@@ -100,7 +119,15 @@ class Sizes:
 class Buffer:
     """Memory for rows x heads of one kind. `Writer` declares buffers; the engine allocates them.
 
-    Scratch that `becomes` an output shares the output's memory if their dtypes agree; copying it there is then free.
+    Args:
+        name: The name of the buffer in its program.
+        kind: The kind of its rows, a key of `KINDS`.
+        rows: The number of rows.
+        heads: The number of heads.
+        dtype: The dtype of its elements: that of the inputs, of partial results, or of reductions.
+        role: Whether it is a tensor of the caller, scratch, or saved for the backward.
+        becomes: The output that scratch becomes, or "". It shares the output's memory if their dtypes agree; copying
+            it there is then free.
     """
 
     name: str
@@ -112,7 +139,11 @@ class Buffer:
     becomes: str = ""
 
     def bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the buffer."""
+        """Return the bytes of the buffer.
+
+        Args:
+            sizes: The sizes of this call.
+        """
         return self.rows * self.heads * sizes.row_bytes(self.kind, self.dtype)
 
 
@@ -120,7 +151,12 @@ class Buffer:
 class Slice:
     """Intervals of rows and heads of a buffer, counted within the buffer.
 
-    A slice `without_lse` leaves out the LSE of results, or the delta of their gradients; the target does not get them.
+    Args:
+        buffer: The name of the buffer.
+        rows: The first row, and the end of the rows.
+        heads: The first head, and the end of the heads.
+        without_lse: Whether to leave out the LSE of results, or the delta of their gradients; the target does not get
+            them.
     """
 
     buffer: str
@@ -144,7 +180,11 @@ class Slice:
         return slice(*self.rows), slice(*self.heads)
 
     def overlaps(self, other: Slice) -> bool:
-        """Whether the two slices share rows and heads. Buffers are not compared: two names may share one memory."""
+        """Return whether two slices share rows and heads. Buffers are not compared: two names may share one memory.
+
+        Args:
+            other: The slice to compare with.
+        """
         return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in ((self.rows, other.rows), (self.heads, other.heads)))
 
     def __str__(self) -> str:
@@ -156,9 +196,15 @@ class Slice:
 class Attend:
     """Attention of query rows over key rows, into (out, LSE).
 
-    `q_positions` and `k_positions` are the positions of the rows in the sequence; `heads` are the query heads in the
-    numbering of the whole problem. With `carry`, the online softmax continues from what `out` holds; otherwise `out` is
-    overwritten. `final` writes the result itself: in the input's dtype, with sink logits.
+    Args:
+        q: The query rows.
+        kv: The key and value rows.
+        out: The rows of the results.
+        q_positions: The positions of the query rows in the sequence.
+        k_positions: The positions of the key rows in the sequence.
+        heads: The query heads, in the numbering of the whole problem.
+        carry: Whether the online softmax continues from what `out` holds; otherwise `out` is overwritten.
+        final: Whether to write the result itself, in the input's dtype and with sink logits, instead of a partial one.
     """
 
     q: Slice
@@ -179,7 +225,18 @@ class Attend:
 class AttendGrad:
     """The gradients of attention of query rows over key rows: dq and dkv, each overwritten or added to.
 
-    `out` holds the final results of the query rows over all keys, `dout` the gradients of these results.
+    Args:
+        q: The query rows.
+        out: The final results of the query rows, over all keys.
+        dout: The gradients of these results.
+        kv: The key and value rows.
+        dq: The rows that receive dQ.
+        dkv: The rows that receive dK and dV.
+        q_positions: The positions of the query rows in the sequence.
+        k_positions: The positions of the key rows in the sequence.
+        heads: The query heads, in the numbering of the whole problem.
+        add_dq: Whether to add to `dq` instead of overwriting it.
+        add_dkv: Whether to add to `dkv` instead of overwriting it.
     """
 
     q: Slice
@@ -201,7 +258,7 @@ class AttendGrad:
 
 @dataclass(frozen=True)
 class Part:
-    """A slice that a post sends to, or receives from, one peer."""
+    """A slice that a post sends to, or receives from, the rank `peer`."""
 
     peer: int
     slice: Slice
@@ -211,9 +268,15 @@ class Part:
 class Post:
     """Start sends and receives. Parts between two ranks match in the order of their posts within a group.
 
-    All parts of a post move at once; the posts of a group move one after another. A `collective` says that every rank
-    of the group makes this post with equal parts: "all_gather" (each rank sends one slice to all others) or
-    "all_to_all". A transport may then use one collective call.
+    All parts of a post move at once; the posts of a group move one after another.
+
+    Args:
+        name: The name that a `Wait` refers to.
+        sends: The parts to send.
+        recvs: The parts to receive.
+        group: The name of the group of ranks.
+        collective: "all_gather" or "all_to_all" if every rank of the group makes this post with equal parts, so that a
+            transport may use one collective call. In an all-gather each rank sends one slice to all others.
     """
 
     name: str
@@ -232,7 +295,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait until all sends and receives of a post are complete."""
+    """Wait until all sends and receives of the named post are complete."""
 
     post: str
 
@@ -242,7 +305,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy rows to rows of the same kind; dtypes may differ."""
+    """Copy the rows `src` to the rows `dst` of the same kind; dtypes may differ."""
 
     src: Slice
     dst: Slice
@@ -253,7 +316,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Add:
-    """Add rows to rows of the same kind; dtypes may differ. Partial results are merged by their LSE."""
+    """Add the rows `src` to the rows `dst` of the same kind; dtypes may differ. Partial results merge by their LSE."""
 
     src: Slice
     dst: Slice
@@ -264,7 +327,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Clear:
-    """Set rows to the empty sum: 0, with an LSE of -inf."""
+    """Set the rows `dst` to the empty sum: 0, with an LSE of -inf."""
 
     dst: Slice
 
@@ -274,7 +337,13 @@ class Clear:
 
 @dataclass(frozen=True)
 class Finish:
-    """Turn a partial (out, LSE) into the result: add sink logits, and round to the input's dtype."""
+    """Turn a partial (out, LSE) into the result: add sink logits, and round to the input's dtype.
+
+    Args:
+        src: The partial results.
+        dst: The rows of the output.
+        heads: The query heads, in the numbering of the whole problem.
+    """
 
     src: Slice
     dst: Slice
@@ -303,10 +372,18 @@ STEPS: dict[str, type[Step]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of one rank in one pass. `Writer.program` makes it; `name` is for people.
+    """The steps of one rank in one pass. `Writer.program` makes it.
 
-    `groups` lists, by name, the ranks of each group in order, this rank included. A forward `saves` buffers for its
-    backward, which finds them under the same names: the caller's tensors, and buffers whose role is "saved".
+    Args:
+        name: The name of the schedule, for people; nothing depends on it.
+        direction: The pass, "forward" or "backward".
+        rank: The rank that runs the program.
+        world: The number of ranks.
+        buffers: The buffers that the steps use: the caller's tensors, scratch, and buffers saved for the backward.
+        steps: The steps, in the order in which they run.
+        groups: The name of each group, with its ranks in order, this rank included.
+        saves: The names of the buffers that a forward saves for its backward, which finds them under the same names:
+            the caller's tensors, and buffers whose role is "saved".
     """
 
     name: str
@@ -334,16 +411,30 @@ class Program:
         return frozenset(place.buffer for step in self.steps for place, _ in slices(step) if place.without_lse)
 
     def fields(self, part: Slice) -> tuple[Field, ...]:
-        """Return the fields that a slice holds for each of its rows."""
+        """Return the fields that a slice holds for each of its rows.
+
+        Args:
+            part: A slice of a buffer of this program.
+        """
         return fields_of(self.buffer[part.buffer].kind, part.without_lse)
 
     def slice_bytes(self, part: Slice, sizes: Sizes) -> int:
-        """Return the bytes of a slice, which are also the bytes of a message that moves it."""
+        """Return the bytes of a slice, which are also the bytes of a message that moves it.
+
+        Args:
+            part: A slice of a buffer of this program.
+            sizes: The sizes of this call.
+        """
         buffer = self.buffer[part.buffer]
         return part.cells * sizes.row_bytes(buffer.kind, buffer.dtype, part.without_lse)
 
     def shares(self, buffer: Buffer, sizes: Sizes) -> bool:
-        """Whether a scratch buffer shares the memory of the output that it becomes."""
+        """Return whether a scratch buffer shares the memory of the output that it becomes.
+
+        Args:
+            buffer: A buffer of this program.
+            sizes: The sizes of this call.
+        """
         if not buffer.becomes:
             return False
         output = self.buffer[buffer.becomes]
@@ -356,7 +447,7 @@ class Program:
         only for a batch of 1. All other slices are packed first.
 
         Args:
-            post: The post.
+            post: A post of this program.
             sizes: The sizes of this call.
             pulled: Whether peers read messages out of our scratch, so that slices of other buffers are packed as well.
         """
@@ -371,7 +462,11 @@ class Program:
         return list(out)
 
     def received(self, sizes: Sizes) -> dict[int, int]:
-        """Return the bytes that this rank receives from each other rank."""
+        """Return the bytes that this rank receives from each other rank.
+
+        Args:
+            sizes: The sizes of this call.
+        """
         out: dict[int, int] = {}
         for step in self.steps:
             for part in step.recvs if isinstance(step, Post) else ():
@@ -391,7 +486,11 @@ class Program:
         return held + sum(self.slice_bytes(part, sizes) for post in posts for part in self.staged(post, sizes, pulled))
 
     def saved_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that a forward saves for its backward beyond the caller's tensors."""
+        """Return the bytes that a forward saves for its backward beyond the caller's tensors.
+
+        Args:
+            sizes: The sizes of this call.
+        """
         return sum(b.bytes(sizes) for b in self.buffers if b.role == "saved")
 
     def text(self) -> str:
@@ -419,6 +518,9 @@ class Program:
     @staticmethod
     def from_json(text: str) -> Program:
         """Return the program that `to_json` wrote; raise ValueError for other JSON.
+
+        Args:
+            text: The JSON text.
 
         >>> program = Program("", "forward", 0, 1, (), (Wait("kv"),), (("mesh", (0,)),))
         >>> Program.from_json(program.to_json()) == program

@@ -124,7 +124,7 @@ def worklist(
     """Return the worklist of a mask over some rows; cached, so that the layers of a model share one.
 
     Args:
-        mask: The mask.
+        mask: The mask between queries and keys.
         q_ranges: The positions of the query rows.
         k_ranges: The positions of the key rows.
         exact_positions: Keep true positions in every span, which ALiBi and dropout read. Otherwise fully visible spans
@@ -137,7 +137,7 @@ def visible_per_query(mask: Mask, tokens: int) -> Array:
     """Return the number of keys that each query sees, summed over the mask's batch rows.
 
     Args:
-        mask: The mask.
+        mask: The mask between queries and keys.
         tokens: The length of the sequence.
 
     >>> visible_per_query(Mask.causal(), 4).tolist()
@@ -158,7 +158,7 @@ def seen(mask: Mask, ranges: Sequence[range], by_key: bool = False) -> list[tupl
     narrower than the step leaves gaps, which are not cut out.
 
     Args:
-        mask: The mask.
+        mask: The mask between queries and keys.
         ranges: The positions of the queries, or of the keys.
         by_key: Return the positions of queries that see some keys instead.
 

@@ -1,4 +1,4 @@
-"""What ran and why: what `return_plan` returns."""
+"""The explanation of a call that `return_plan` returns: what ran, and why."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ from meshflash.kernels.registry import KernelLog
 class Explanation:
     """One call on one rank: how the ranks worked together, what moved, and which kernels ran.
 
-    Bytes are those of the forward pass: what it receives, its scratch, and what it saves for the backward beyond the
-    caller's tensors. On one rank there is no program.
-    `kernel_reasons` say why each of `kernels` was taken.
+    Args:
+        schedule: The schedule, with its options; "local" on a single device.
+        reason: Why the schedule was taken.
+        layout: The name of the layout of the queries.
+        world: The number of ranks.
+        transport: The transport that moved messages; "none" on a single device.
+        kernels: The names of the kernels that ran, each once.
+        kernel_reasons: For each of `kernels`, why it was taken.
+        received_bytes: The bytes that this rank received in the forward.
+        scratch_bytes: The bytes of scratch that the forward used on this rank.
+        saved_bytes: The bytes that the forward saved for the backward beyond the caller's tensors.
+        program: The forward program of this rank; None on a single device.
     """
 
     schedule: str

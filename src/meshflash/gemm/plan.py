@@ -29,7 +29,11 @@ PRECISIONS = ("ieee", "tf32")
 class Plan:
     """How a GEMM is computed and why; `choose` makes it, and `matmul(..., return_plan=True)` returns it.
 
-    `config` and `partition` are those of our kernels, and None in mode "torch". `why` is a sentence for the user.
+    Args:
+        mode: The kernel that computes it, by its name in `matmul`.
+        why: A sentence for the user.
+        config: The tile configuration of our kernels; None in mode "torch".
+        partition: The division of the tiles among CTAs; None in mode "torch".
     """
 
     mode: str

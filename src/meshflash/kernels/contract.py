@@ -21,7 +21,11 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of partial results, sums and the LSE: float64 for float64 inputs, else float32."""
+    """Return the dtype of partial results, sums and the LSE: float64 for float64 inputs, else float32.
+
+    Args:
+        dtype: The dtype of the inputs.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -29,9 +33,18 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 class Features:
     """The parameters of one call besides q, k and v; positions and heads are global.
 
-    A score is `softcap * tanh(scale * q.k / softcap) - slope * |i - j|`; 0 means no softcap. A kept
-    probability is divided by `1 - dropout`. Each head's sink logit joins the softmax without a value:
-    where rows are computed over several calls, only the last one gets `sink_logits_H`.
+    A score is `softcap * tanh(scale * q.k / softcap) - slope * |i - j|`.
+
+    Args:
+        scale: The factor of q.k.
+        softcap: The bound of the scores; 0 means no bound.
+        dropout: The probability that a (query, key) pair is dropped. Kept probabilities are divided by `1 - dropout`.
+        seed: The seed of the dropout.
+        batch_offset: The global number of the first batch row, for dropout.
+        head_offset: The global number of the first query head, for dropout.
+        alibi_slopes_BH: The ALiBi slope of each batch row and head, or None.
+        sink_logits_H: The sink logit of each head, which joins the softmax without a value, or None. If rows are
+            computed over several calls, only the last one gets it.
     """
 
     scale: float
@@ -46,7 +59,15 @@ class Features:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The inputs of one call: queries, keys and values, the worklist to compute, and its features."""
+    """The inputs of one call. The engine makes it.
+
+    Args:
+        q_BTHD: The queries.
+        k_BSKD: The keys.
+        v_BSKE: The values.
+        work: The worklist: the visible (query, key) pairs to compute.
+        features: The parameters of the call besides tensors and mask.
+    """
 
     q_BTHD: Tensor
     k_BSKD: Tensor
@@ -60,7 +81,12 @@ Outputs = tuple[Tensor, Tensor]
 
 
 def new_outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> Outputs:
-    """Allocate the final (out, lse) of a call."""
+    """Allocate the final (out, lse) of a call.
+
+    Args:
+        q_BTHD: The queries, which give the shape and the dtype.
+        v_BSKE: The values, which give the value dim.
+    """
     batch, tokens, heads, _ = q_BTHD.shape
     out_BTHE = q_BTHD.new_empty(batch, tokens, heads, v_BSKE.shape[-1])
     return out_BTHE, q_BTHD.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q_BTHD.dtype))
@@ -68,9 +94,13 @@ def new_outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> Outputs:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a backward needs of its query rows, over all keys: out, dout, lse, and delta = sum(dout * out) - dlse.
+    """The results of query rows over all keys, and their gradients, which a backward reads.
 
-    `delta` may be None for a kernel whose `reads_delta` is False.
+    Args:
+        out_BTHE: The results.
+        dout_BTHE: The gradients of the results.
+        lse_BHT: The log-sum-exp of the scores of each row.
+        delta: `sum(dout * out) - dlse` of each row; None for a kernel whose `reads_delta` is False.
     """
 
     out_BTHE: Tensor
@@ -89,7 +119,12 @@ class Rows:
 class Grads:
     """The buffers that gradients go to.
 
-    With `add_dq` or `add_dkv` a buffer is in the accumulator's dtype and added to; otherwise it is overwritten.
+    Args:
+        dq_BTHD: The gradients of the queries.
+        dk_BSKD: The gradients of the keys.
+        dv_BSKE: The gradients of the values.
+        add_dq: Whether to add to dQ, which is then in the accumulator's dtype, instead of overwriting it.
+        add_dkv: Whether to add to dK and dV, which are then in the accumulator's dtype, instead of overwriting them.
     """
 
     dq_BTHD: Tensor
@@ -100,7 +135,13 @@ class Grads:
 
     @staticmethod
     def like(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor) -> Grads:
-        """Allocate the final gradients of q, k and v."""
+        """Allocate the final gradients of q, k and v.
+
+        Args:
+            q_BTHD: The queries.
+            k_BSKD: The keys.
+            v_BSKE: The values.
+        """
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHD, k_BSKD, v_BSKE))
         return Grads(dq, dk, dv)
 
@@ -109,7 +150,19 @@ class Grads:
 class KernelRequest:
     """Everything about a call that decides which kernel can serve it, without its tensors.
 
-    With `partial`, results are continued or summed over several calls, in the accumulator's dtype.
+    Args:
+        direction: The pass, "forward" or "backward".
+        device: The device of the tensors.
+        dtype: The dtype of the inputs.
+        head_dim: The head dim of queries and keys.
+        value_dim: The head dim of values.
+        work: The worklist of the call.
+        features: The parameters of the call besides tensors and mask.
+        partial: Whether results are continued or summed over several calls, in the accumulator's dtype.
+        lse_gradient: Whether the LSE has a gradient.
+        deterministic: Whether the backward must give the same bits twice.
+        batch: The number of batch rows.
+        heads: The number of query heads.
     """
 
     direction: Pass
@@ -139,8 +192,11 @@ class KernelRequest:
 class Launch:
     """One launch of a kernel, as a table of rates predicts its time.
 
-    `pairs` are the visible (query, key) pairs of one head and batch row; `keys` is how many keys the last query sees.
-    A launch serves every batch row, or one.
+    Args:
+        pairs: The visible (query, key) pairs of one head and batch row.
+        keys: The number of keys that the last query sees.
+        causal: Whether the mask hides keys of some queries.
+        every_batch_row: Whether the launch serves every batch row, or one.
     """
 
     pairs: float
@@ -163,14 +219,26 @@ class Kernel(ABC):
 
     @abstractmethod
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return what about a call this kernel does not support, as a noun phrase, or None if it supports the call."""
+        """Return what this kernel does not support of a call, as a noun phrase, or None if it supports the call.
+
+        Args:
+            request: The call, without its tensors.
+        """
 
     def serving(self, request: KernelRequest) -> Kernel:
-        """Return the instance that serves a call: this one, or one of the same name with other settings."""
+        """Return the instance that serves a call: this one, or one of the same name with other settings.
+
+        Args:
+            request: The call, without its tensors.
+        """
         return self
 
     def launches(self, request: KernelRequest) -> tuple[Launch, ...]:
-        """Return the launches of a call, to predict its time; by default one launch for the whole worklist."""
+        """Return the launches of a call, to predict its time; by default one launch for the whole worklist.
+
+        Args:
+            request: The call, without its tensors.
+        """
         segments, spans = request.work.by_query.segments, request.work.by_query.spans
         queries = int(segments[:, 2].sum())
         if not queries or not len(spans):
@@ -186,7 +254,7 @@ class Kernel(ABC):
         Rows that see no key get 0 and -inf.
 
         Args:
-            x: The inputs.
+            x: The inputs of the call.
             outputs: Where the results go. `out` in the accumulator's dtype is a partial result, in the inputs' dtype
                 the final one. By default the kernel allocates final, contiguous results.
             carry: The (out, lse) of earlier calls over other keys, in the accumulator's dtype, which is continued. It
@@ -198,7 +266,7 @@ class Kernel(ABC):
         """Compute and return this worklist's share of the gradients.
 
         Args:
-            x: The inputs.
-            rows: What is known of the query rows, over all keys.
-            grads: Where the gradients go; by default the kernel allocates final ones.
+            x: The inputs of the call.
+            rows: The results of the query rows over all keys, and their gradients.
+            grads: The buffers of the gradients; by default the kernel allocates final ones.
         """

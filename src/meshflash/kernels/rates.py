@@ -32,7 +32,16 @@ BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Rate:
-    """The TFLOP/s of one kernel in one pass, at a head dim, mask and length; masked pairs do not count as work."""
+    """The measured rate of one kernel in one pass.
+
+    Args:
+        kernel: The name of the kernel.
+        direction: The pass, "forward" or "backward".
+        causal: Whether the mask was causal; otherwise it was full.
+        head_dim: The head dim of queries, keys and values.
+        tokens: The number of queries, and of keys.
+        tflops: The rate in TFLOP/s; masked pairs do not count as work.
+    """
 
     kernel: str
     direction: Pass
@@ -44,9 +53,15 @@ class Rate:
 
 @dataclass(frozen=True, eq=False)
 class Rates:
-    """The measured rates of a device, and the host time of a call of each kernel, in microseconds.
+    """The measured rates of a device; `meshflash calibrate` writes them, and `known` reads them.
 
-    `configs` are the fastest configurations of the portable Triton kernels, where they were tuned.
+    Args:
+        device: The name of the device.
+        architecture: The architecture of the device, such as "sm_90".
+        rates: The measured rates.
+        host_us: The host time of a call, in microseconds, by kernel and pass.
+        measured_with: The versions of the software that was measured.
+        configs: The fastest configurations of the portable Triton kernels, if they were tuned.
     """
 
     device: str
@@ -57,7 +72,13 @@ class Rates:
     configs: dict[str, list[int]] = field(default_factory=dict)
 
     def seconds(self, kernel: str, request: KernelRequest, launches: Iterable[Launch]) -> float | None:
-        """Predict how many seconds a call takes; None where the kernel was not measured."""
+        """Predict how many seconds a call takes; None if the kernel was not measured.
+
+        Args:
+            kernel: The name of the kernel.
+            request: The call, without its tensors.
+            launches: The launches of the call, as `Kernel.launches` gives them.
+        """
         device = host = 0.0
         for launch in launches:
             rate = self._rate(kernel, request.direction, launch.causal, request.head_dim, launch.keys)
@@ -115,7 +136,11 @@ class Rates:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Rates:
-        """Return the table of JSON data; ValueError or KeyError where it is malformed."""
+        """Return the table of JSON data; ValueError or KeyError if it is malformed.
+
+        Args:
+            data: What `to_json` returned.
+        """
         rates = tuple(
             Rate(row["kernel"], row["pass"], row["mask"] == "causal", row["head_dim"], row["tokens"], row["tflops"])
             for row in data["rates"]
@@ -136,14 +161,23 @@ def _is_config(numbers: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class Known:
-    """A table of rates, and in words why it is the one in use."""
+    """A table of rates, and where it comes from; `known` makes it.
+
+    Args:
+        rates: The table.
+        source: A phrase for people, such as "the table of NVIDIA H200".
+    """
 
     rates: Rates
     source: str
 
 
 def known(device: torch.device) -> Known | None:
-    """Return the table for a device: the user's own, the shipped one, or one of the same architecture."""
+    """Return the table for a device: the user's own, the shipped one, or one of the same architecture.
+
+    Args:
+        device: A device; only GPUs have tables.
+    """
     if device.type != "cuda":
         return None
     return _known(*identity(device))
@@ -151,7 +185,11 @@ def known(device: torch.device) -> Known | None:
 
 @cache
 def identity(device: torch.device) -> tuple[str, str]:
-    """Return the name of a device and its architecture, as tables spell them."""
+    """Return the name of a device and its architecture, as tables spell them.
+
+    Args:
+        device: A GPU.
+    """
     properties = torch.cuda.get_device_properties(device)
     name = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
     return properties.name, name or f"sm_{properties.major}{properties.minor}"
@@ -181,7 +219,7 @@ M = TypeVar("M", bound=Measured)
 def pick(
     name: str, architecture: str, own: Callable[[], Path], shipped: Path, read: Callable[[Path], M]
 ) -> tuple[M, str] | None:
-    """Return the table of a device and in words which it is, or None.
+    """Return the table of a device and a phrase that says where it comes from, or None.
 
     Args:
         name: The name of the device.
@@ -204,7 +242,11 @@ def pick(
 
 
 def own_file(name: str) -> Path:
-    """Return the path of the user's own table of a device: under MESHFLASH_RATES, or in the user's cache."""
+    """Return the path of the user's own table of a device: under MESHFLASH_RATES, or in the user's cache.
+
+    Args:
+        name: The name of the device.
+    """
     folder = os.environ.get("MESHFLASH_RATES")
     if not folder:
         folder = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshflash")
@@ -213,7 +255,7 @@ def own_file(name: str) -> Path:
 
 
 def _there(own: Callable[[], Path]) -> Path | None:
-    """The path of the user's own table, if it exists; a missing or unreadable home has none."""
+    """Return the path of the user's own table, or None if there is none; the home folder may be unreadable."""
     try:
         path = own()
         return path if path.exists() else None
@@ -222,13 +264,23 @@ def _there(own: Callable[[], Path]) -> Path | None:
 
 
 def write(rates: Rates, path: Path) -> None:
-    """Write a table of rates, and use it from now on."""
+    """Write a table of rates, and use it from now on.
+
+    Args:
+        rates: The table.
+        path: The file to write.
+    """
     write_whole(rates.to_json(), path)
     forget()
 
 
 def write_whole(table: dict[str, Any], path: Path) -> None:
-    """Write a table atomically: other processes may be reading it."""
+    """Write a table atomically: other processes may be reading it.
+
+    Args:
+        table: The table as JSON data.
+        path: The file to write.
+    """
     files.write_whole(path, json.dumps(table, indent=1) + "\n")
 
 

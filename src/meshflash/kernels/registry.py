@@ -39,7 +39,12 @@ _BY_NAME_ONLY = {"reference"}
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that serves a call, and why it was taken."""
+    """The kernel that serves a call, and why it was taken; `choose` makes it.
+
+    Args:
+        kernel: The kernel.
+        reason: The reason, for people.
+    """
 
     kernel: Kernel
     reason: str
@@ -53,13 +58,22 @@ class KernelLog(list[tuple[str, Pass]]):
         self.reasons: dict[tuple[str, Pass], str] = {}
 
     def note(self, choice: Choice, direction: Pass) -> None:
-        """Append a call."""
+        """Append a call.
+
+        Args:
+            choice: The kernel that ran, and why.
+            direction: The pass that ran.
+        """
         entry = (choice.kernel.name, direction)
         self.append(entry)
         self.reasons[entry] = choice.reason
 
     def names(self, direction: Pass) -> str:
-        """Return the kernels that ran in a pass, each once, as records name them."""
+        """Return the kernels that ran in a pass, each once, as records name them.
+
+        Args:
+            direction: The pass.
+        """
         return ", ".join(dict.fromkeys(name for name, ran_in in self if ran_in == direction))
 
 
@@ -83,7 +97,11 @@ _NAMES = ("auto", *_KERNELS)
 def choose(name: str, request: KernelRequest) -> Choice:
     """Return the kernel of this name, or with "auto" the fastest one that supports a call; cached with the worklist.
 
-    Raises ValueError where the named kernel does not support the call.
+    Raises ValueError if the named kernel does not support the call.
+
+    Args:
+        name: A name of `names()`.
+        request: The call, without its tensors.
     """
     kept = _choices.setdefault(request.work, {})
     key = (name, request.key)
@@ -136,14 +154,23 @@ def _choose(name: str, request: KernelRequest) -> Choice:
 
 
 def may_be_chosen(kernel: Kernel, request: KernelRequest) -> bool:
-    """Return whether "auto" considers a kernel: not the oracle, and nothing that would run in an interpreter."""
+    """Return whether "auto" considers a kernel: not the oracle, and nothing that would run in an interpreter.
+
+    Args:
+        kernel: The kernel.
+        request: The call, without its tensors.
+    """
     return kernel.name not in _BY_NAME_ONLY and not (kernel.name == "triton" and request.device.type == "cpu")
 
 
 def refusal(kernel: Kernel, request: KernelRequest) -> str | None:
     """Return why a kernel cannot serve a call, as the predicate of a sentence, or None.
 
-    What the kernel needs of this machine is only looked for where the call itself is supported.
+    Looking for packages and devices takes time, so it is done only if the call itself is supported.
+
+    Args:
+        kernel: The kernel.
+        request: The call, without its tensors.
     """
     if unsupported := kernel.unsupported_reason(request):
         return f"does not support {unsupported}"
@@ -171,6 +198,11 @@ def record_kernels() -> Iterator[KernelLog]:
 
 
 def log_kernel(choice: Choice, direction: Pass) -> None:
-    """Record a call in every open `KernelLog`."""
+    """Record a call in every open `KernelLog`.
+
+    Args:
+        choice: The kernel that ran, and why.
+        direction: The pass that ran.
+    """
     for log in _logs:
         log.note(choice, direction)

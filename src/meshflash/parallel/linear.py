@@ -23,7 +23,7 @@ from meshflash.runtime.devices import kind_here
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """What a parallel layer does besides its GEMM; the arguments of the layers explain each field."""
+    """The collectives of a parallel layer, beside its GEMM; the layers make it and explain each field."""
 
     gather_output: bool = False
     sequence_parallel: bool = False
@@ -49,7 +49,11 @@ class ParallelLinear(nn.Linear):
         raise NotImplementedError
 
     def make_op(self, x: Tensor) -> AutogradOp:
-        """Return the op that computes the layer for this input."""
+        """Return the op that computes the layer for this input.
+
+        Args:
+            x: The input of the layer, `[..., features]`.
+        """
         raise NotImplementedError
 
     @torch.compiler.disable(reason="collectives, and GEMMs that are built on first use, are not traced")
@@ -83,7 +87,7 @@ class ParallelLinear(nn.Linear):
         Args:
             ranks: The tensor-parallel ranks; they must be the ranks of the mesh.
             mesh: The 1D mesh of the DTensors.
-            options: What the layer does besides its GEMM.
+            options: The collectives of the layer, beside its GEMM.
             source: The rank of the mesh whose weights all ranks take; None trusts that they are equal.
         """
         ranks.check_same(mesh)
@@ -106,7 +110,7 @@ class ColumnParallelLinear(ParallelLinear):
         in_features: The size of the input's last dim.
         out_features: The output features of all ranks together, chunked as by `torch.chunk`; they need not divide.
         bias: Whether the layer has a bias.
-        ranks: `TensorRanks`, or what they are made of: a 1D mesh or a process group.
+        ranks: The ranks that share the layer: a `TensorRanks`, a 1D mesh or a process group.
         gather_output: Whether each rank returns the features of all ranks.
         sequence_parallel: Whether the input holds only this rank's tokens, in the dim before the last. The output then
             holds the tokens of all ranks.
@@ -156,7 +160,7 @@ class RowParallelLinear(ParallelLinear):
         in_features: The input features of all ranks together, chunked as the outputs of a `ColumnParallelLinear`.
         out_features: The size of the output's last dim.
         bias: Whether the layer has a bias; it is added once, to the sum over ranks.
-        ranks: `TensorRanks`, or what they are made of: a 1D mesh or a process group.
+        ranks: The ranks that share the layer: a `TensorRanks`, a 1D mesh or a process group.
         sequence_parallel: Whether the output holds only this rank's tokens (reduce-scatter instead of all-reduce), in
             the dim before the last.
         uneven: Whether the number of ranks need not divide the number of tokens; the first ranks get one more.

@@ -34,7 +34,15 @@ class _LinearStyle(ParallelStyle):
 
 
 class ColumnParallel(_LinearStyle):
-    """Turn an `nn.Linear` into a `ColumnParallelLinear` with the same weights; see there for the arguments."""
+    """Turn an `nn.Linear` into a `ColumnParallelLinear` with the same weights.
+
+    Args:
+        gather_output: Whether each rank returns the features of all ranks.
+        sequence_parallel: Whether the input holds only this rank's tokens, in the dim before the last. The output then
+            holds the tokens of all ranks.
+        uneven: Whether ranks may hold different numbers of tokens; they exchange the numbers in each call.
+        ranks: The ranks of the layer. None uses the process group of the mesh that `parallelize_module` gets.
+    """
 
     kind = ColumnParallelLinear
 
@@ -50,7 +58,14 @@ class ColumnParallel(_LinearStyle):
 
 
 class RowParallel(_LinearStyle):
-    """Turn an `nn.Linear` into a `RowParallelLinear` with the same weights; see there for the arguments."""
+    """Turn an `nn.Linear` into a `RowParallelLinear` with the same weights.
+
+    Args:
+        sequence_parallel: Whether the output holds only this rank's tokens (reduce-scatter instead of all-reduce), in
+            the dim before the last.
+        uneven: Whether the number of ranks need not divide the number of tokens; the first ranks get one more.
+        ranks: The ranks of the layer. None uses the process group of the mesh that `parallelize_module` gets.
+    """
 
     kind = RowParallelLinear
 

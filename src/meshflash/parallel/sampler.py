@@ -41,7 +41,11 @@ class MeshSampler(Sampler[int]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration; each epoch has its own permutation."""
+        """Set the epoch of the next iteration; each epoch has its own permutation.
+
+        Args:
+            epoch: The number of the epoch, the same on all ranks.
+        """
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:

@@ -31,8 +31,10 @@ Batch = Mapping[str, Any]
 class Accumulated:
     """The losses of a step; `accumulate` makes it.
 
-    `loss` is the mean over the labels of all ranks, as a single device would compute it. `tokens` is the number of
-    those labels. `local_sum` is the sum of this rank's losses.
+    Args:
+        loss: The mean loss over the labels of all ranks, as a single device would compute it.
+        tokens: The number of labels of all ranks.
+        local_sum: The sum of this rank's losses.
     """
 
     loss: Tensor

@@ -35,10 +35,10 @@ class TensorRanks:
     As a context manager it frees its heap memory on exit.
 
     Args:
-        over: A 1D mesh or a process group; None is the default group.
+        over: The ranks of the axis: a 1D mesh or a process group. None is the default group.
         heap: A heap of `open_heap` over the same ranks. GEMMs in float32, bfloat16 and float16 then communicate over
             it; others use the process group.
-        variant: The kernel variant on the heap, see `FusedGemm`.
+        variant: The kernel variant on the heap, as in `FusedGemm`.
         precision: The precision of float32 GEMMs on GPUs: "ieee" or "tf32".
         reduce_dtype: The dtype in which partial sums are communicated; float32 or wider by default.
 
@@ -80,13 +80,21 @@ class TensorRanks:
         return self  # copies of a layer are on the same ranks
 
     def mesh(self, kind: str) -> DeviceMesh:
-        """Return these ranks as a mesh of a device type."""
+        """Return these ranks as a 1D mesh.
+
+        Args:
+            kind: The device type of the mesh, such as "cuda"; it counts only if these ranks were not given as a mesh.
+        """
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(self.group, kind)
         return self._mesh
 
     def check_same(self, mesh: DeviceMesh) -> None:
-        """Raise ValueError unless these are the ranks of a mesh, in its order."""
+        """Raise ValueError unless these are the ranks of a mesh, in its order.
+
+        Args:
+            mesh: The mesh to compare with.
+        """
         here, there = dist.get_process_group_ranks(self.group), mesh.mesh.flatten().tolist()
         if here != there:
             raise ValueError(
@@ -94,13 +102,29 @@ class TensorRanks:
             )
 
     def gemm(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return a @ b + bias, computed on this rank alone."""
+        """Return a @ b + bias, computed on this rank alone.
+
+        Args:
+            a: The left operand, `[m, k]`.
+            b: The right operand, `[k, n]`.
+            bias: Added to each output row; None adds nothing.
+        """
         return matmul(a, b, bias=bias, precision=self.precision)
 
     def distributed_gemm(
         self, collective: str, a: Tensor, b: Tensor, m: int, n: int, k: int, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """Return the result of a GEMM fused with a collective; `FusedGemm` explains `collective` and the sizes."""
+        """Return this rank's share of a GEMM that is fused with a collective.
+
+        Args:
+            collective: The collective, by its name in `FusedGemm`.
+            a: This rank's shard of A.
+            b: This rank's shard of B.
+            m: The rows of C.
+            n: The columns of C.
+            k: The contracted size, over all ranks together.
+            sizes: The size of each rank's shard along the sharded dim; None shards it evenly.
+        """
         found: Tensor = self._fused(collective, a.dtype, m, n, k, sizes)(a, b)
         return found
 
@@ -127,24 +151,38 @@ class TensorRanks:
         return self.gemm(gathered, b, bias), gathered
 
     def gather(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks, gathered over the process group."""
+        """Return the rows of all ranks, gathered over the process group.
+
+        Args:
+            rows: The rows of this rank.
+            sizes: The number of rows of each rank.
+        """
         self._agree("gather", rows.dtype, sum(sizes), 0, rows.shape[1], tuple(sizes))
         return gather_rows(rows, tuple(sizes), self.group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum a tensor over all ranks in place, and return it."""
+        """Sum a tensor over all ranks in place, and return it.
+
+        Args:
+            x: The tensor, of the same shape on all ranks.
+        """
         dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather_ints(self, own: int, device: torch.device) -> tuple[int, ...]:
-        """Return the number of each rank. On GPUs the host waits for the device."""
+        """Gather one integer of each rank. On GPUs the host waits for the device.
+
+        Args:
+            own: The integer of this rank.
+            device: The device of the collective.
+        """
         gathered = torch.zeros(self.world, dtype=torch.int64, device=device)
         gathered[self.rank] = own
         return tuple(int(n) for n in self.all_reduce(gathered).tolist())
 
     @property
     def plans(self) -> tuple[str, ...]:
-        """Return a description of each distributed GEMM built so far: its variant and why it was chosen."""
+        """A description of each distributed GEMM built so far: its variant and why it was chosen."""
         return tuple(str(gemm.plan) for gemm in self._gemms.values())
 
     def free(self) -> None:
@@ -186,7 +224,10 @@ class TensorRanks:
         return self._gemms[key]
 
     def _agree(self, *key: Any) -> None:
-        """Check that all ranks call a GEMM of the same sizes, once for each new key; a heap checks by itself."""
+        """Raise on all ranks unless they call a GEMM of the same sizes.
+
+        The check runs once for each new key. A heap needs none: its allocations are compared by `barrier`.
+        """
         if self.world > 1 and (key not in self._agreed or checks_always()):
             names = ("collective", "dtype", "rows", "columns", "features", "sizes")
             group_context(self.group.group_name).agree(

@@ -42,7 +42,19 @@ TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class World:
-    """This rank and its job. Made by `init`; as a `with` block it shuts down at the end."""
+    """This rank and its job. `init` makes it; as a `with` block it shuts down at the end.
+
+    Args:
+        rank: The rank of this process in the job.
+        world_size: The number of ranks of the job.
+        local_rank: The rank of this process among those of its node.
+        local_world_size: The number of ranks of this node.
+        node: The number of this node, from 0.
+        device: The device of this rank.
+        launcher: The name of the launcher that started this process, such as "torchrun".
+        backend: The backend of the default process group, or None if there is no group.
+        own: Whether `init` made the process group, so that `shutdown` ends it.
+    """
 
     rank: int
     world_size: int
@@ -52,7 +64,6 @@ class World:
     device: torch.device
     launcher: str
     backend: str | None
-    #: Whether `init` made the process group, so that `shutdown` ends it.
     own: bool = field(default=True, repr=False, compare=False)
 
     def __enter__(self) -> World:

@@ -101,7 +101,11 @@ def register_schedule(
 
 
 def unregister_schedule(name: str) -> None:
-    """Remove a schedule."""
+    """Remove a schedule.
+
+    Args:
+        name: The name under which `register_schedule` added it.
+    """
     find(name)
     del _SCHEDULES[name]
     _changed()
@@ -275,7 +279,7 @@ def build_program(
     Args:
         schedule: The name of the schedule, with options in parentheses.
         layout: The layout of the queries, and of the keys unless `k_layout` is given.
-        mask: The mask.
+        mask: The mask between queries and keys.
         rank: The rank that runs the program.
         direction: "forward" or "backward".
         heads: The number of query heads.

@@ -56,7 +56,7 @@ class Hub:
         """Return the transport of one rank.
 
         Args:
-            rank: The rank.
+            rank: The number of the rank, from 0.
         """
         return HubTransport(self, rank)
 

@@ -67,10 +67,17 @@ class FusedConfig(Config):
 class FusedPlan:
     """How a distributed GEMM is computed and why; `plan_fused` makes it, and `FusedGemm.plan` holds it.
 
-    `shots` is 1 for an all_reduce in which every rank reduces all tiles, 2 for one in which each rank reduces some
-    tiles and sends the sums to all, and 0 for other collectives. `num_ctas` CTAs compute. `num_comm_sms` SMs
-    communicate beside them, 0 where the computing CTAs do it. `time_shared` says that ranks on one device run one after
-    another, each on all SMs. `backend` is "heap" or "group", for a process group. `why` is a sentence for the user.
+    Args:
+        problem: The sizes, dtypes and shards of the GEMM.
+        variant: The kernel variant: "epilogue", "producer_consumer" or "bulk".
+        shots: 1 for an all_reduce in which every rank reduces all tiles, 2 for one in which each rank reduces some
+            tiles and sends the sums to all ranks, and 0 for other collectives.
+        why: A sentence for the user.
+        config: The tile configuration; None without a heap.
+        num_ctas: The number of CTAs that compute.
+        num_comm_sms: The number of SMs that communicate beside them; 0 if the computing CTAs communicate.
+        time_shared: Whether ranks on one device run one after another, each on all SMs.
+        backend: "heap" for a symmetric heap, or "group" for a process group.
     """
 
     problem: DistributedGemm
@@ -100,7 +107,11 @@ class FusedPlan:
         return -(-(max(self.problem.sizes) if self.sections > 1 else self.problem.m) // self.tiling.block_m)
 
     def tiles_n(self, rank: int) -> int:
-        """Return the columns of tiles that a rank computes."""
+        """Return the columns of tiles that a rank computes.
+
+        Args:
+            rank: The number of the rank, from 0.
+        """
         problem = self.problem
         n = problem.sizes[rank] if problem.collective == "all_scatter" else problem.n
         return -(-n // self.tiling.block_n)
@@ -137,6 +148,9 @@ class FusedPlan:
         """Return the partition of a rank's tiles of an all_scatter: Stream-K where that saves enough idle time.
 
         Time-shared ranks never split tiles: the next rank takes the SMs that one leaves idle.
+
+        Args:
+            rank: The number of the rank, from 0.
         """
         iters_per_tile, tiles = -(-self.problem.k // self.tiling.block_k), self.tiles_m * self.tiles_n(rank)
         shape = (self.tiles_m, self.tiles_n(rank), iters_per_tile, self.num_ctas)

@@ -177,7 +177,7 @@ def basic_extract_local(
 
     Args:
         value: The whole sequence.
-        rank: The rank.
+        rank: The number of the rank, from 0.
         world_size: The number of ranks of the sequence.
         rd: The ring degree; None means that of `set_seq_parallel_pg`.
         ud: The Ulysses degree; None means that of `set_seq_parallel_pg`.
