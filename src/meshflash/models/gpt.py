@@ -154,6 +154,9 @@ class GPT(nn.Module):
         """Initialize all weights; the values are the same on any mesh.
 
         Standard deviation 0.02; projections into the residual stream are scaled by 1 / sqrt(2 layers), as in GPT-2.
+
+        Args:
+            seed: The seed of the random values.
         """
         residual_std = 0.02 / (2 * self.config.layers) ** 0.5
 

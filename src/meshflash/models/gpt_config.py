@@ -83,6 +83,9 @@ class GPTConfig:
         """Return the FLOPs of a training step on one causal sequence, without recomputation.
 
         6 FLOPs per parameter and token; a causal attention forward takes 2 n^2 d per head, its backward 2.5 times that.
+
+        Args:
+            tokens: The length of the sequence.
         """
         assert self.head_dim is not None
         embedding = 0 if self.tied else self.vocabulary * self.dim  # a lookup, not a GEMM

@@ -65,6 +65,7 @@ class MeshAttention(SharesGroup, nn.Module):
         return flash_attention(q, k, v, **{name: value for name, value in given.items() if name not in _MESH_ONLY})
 
     def extra_repr(self) -> str:
+        """Return the options of the module, for its repr."""
         ranks = 1 if self.mesh is None else self.mesh.size()
         return f"ranks={ranks}, schedule={self.schedule!r}, mask={self.mask!r}"
 

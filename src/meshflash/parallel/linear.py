@@ -139,10 +139,16 @@ class ColumnParallelLinear(ParallelLinear):
         self._shard_new_weights(ranks, options)
 
     def placements(self) -> Mapping[str, Placement]:
+        """Return the DTensor placements of weight and bias."""
         # with gather_output the bias is added after the gather, so each rank needs all of it
         return {"weight": Shard(0), "bias": Replicate() if self.options.gather_output else Shard(0)}
 
     def make_op(self, x: Tensor) -> AutogradOp:
+        """Return the op that computes the layer for this input.
+
+        Args:
+            x: The input of the layer, `[..., features]`.
+        """
         sizes = None
         if self.options.sequence_parallel:
             tokens, others = x.shape[-2], x.shape[:-2].numel()
@@ -187,9 +193,15 @@ class RowParallelLinear(ParallelLinear):
         self._shard_new_weights(ranks, options)
 
     def placements(self) -> Mapping[str, Placement]:
+        """Return the DTensor placements of weight and bias."""
         return {"weight": Shard(1), "bias": Replicate()}
 
     def make_op(self, x: Tensor) -> AutogradOp:
+        """Return the op that computes the layer for this input.
+
+        Args:
+            x: The input of the layer, `[..., features]`.
+        """
         sizes = None
         if self.options.sequence_parallel:
             tokens, others = x.shape[-2], x.shape[:-2].numel()

@@ -164,7 +164,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Config:
-    """The whole configuration of a run; presets and `change` make it."""
+    """The whole configuration of a run; presets and `change` make it.
+
+    Args:
+        model: The model, a GPT or a ViT.
+        mesh: The sizes of the mesh axes, and how attention and weights use them.
+        data: The data set and the batches.
+        optimizer: The optimizer and its schedule.
+        memory: The options that trade time for memory.
+        run: The steps, evaluations and checkpoints.
+    """
 
     model: GPTConfig | ViTConfig
     mesh: Mesh = field(default_factory=Mesh)

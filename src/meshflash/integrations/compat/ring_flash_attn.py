@@ -64,7 +64,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     Args:
         cu_seqlens: The cumulative document lengths of the whole sequence.
         causal: Whether the mask is causal: later keys are then left out.
-        rank: This rank.
+        rank: The number of this rank, from 0.
         world_size: The number of ranks; it must divide the number of tokens.
 
     Returns:

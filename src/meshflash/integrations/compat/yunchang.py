@@ -56,6 +56,9 @@ class AttnType(Enum):
     def from_string(cls, s: str) -> AttnType:
         """Return the kernel of this name.
 
+        Args:
+            s: The value of a member, such as "fa3".
+
         >>> AttnType.from_string("fa3")
         <AttnType.FA3: 'fa3'>
         """
@@ -192,12 +195,30 @@ def basic_extract_local(
 
 
 def zigzag_extract_local(value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1) -> Tensor:
-    """Return a rank's tokens of a whole sequence for the zigzag ring; arguments as in `basic_extract_local`."""
+    """Return a rank's tokens of a whole sequence for the zigzag ring.
+
+    Args:
+        value: The whole sequence.
+        rank: The number of the rank, from 0.
+        world_size: The number of ranks of the sequence.
+        rd: The ring degree.
+        ud: The Ulysses degree.
+        dim: The dimension of the tokens.
+    """
     return _extract("zigzag", value, rank, world_size, rd, ud, dim)
 
 
 def stripe_extract_local(value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1) -> Tensor:
-    """Return a rank's tokens of a whole sequence for the striped ring; arguments as in `basic_extract_local`."""
+    """Return a rank's tokens of a whole sequence for the striped ring.
+
+    Args:
+        value: The whole sequence.
+        rank: The number of the rank, from 0.
+        world_size: The number of ranks of the sequence.
+        rd: The ring degree.
+        ud: The Ulysses degree.
+        dim: The dimension of the tokens.
+    """
     return _extract("strip", value, rank, world_size, rd, ud, dim)
 
 
@@ -230,7 +251,11 @@ class _Attention(SharesGroup, nn.Module):
         self.group, self.schedule = group, schedule
 
     def layout(self, tokens: int) -> Layout | None:
-        """Return the layout for `tokens` tokens on each rank; None means the schedule's default."""
+        """Return the layout of the sequence; None means the schedule's default.
+
+        Args:
+            tokens: The number of tokens on each rank.
+        """
         return None
 
     def forward(
@@ -321,7 +346,15 @@ class LongContextAttention(_Attention):
 
 
 class LongContextAttentionQKVPacked(nn.Module):
-    """`LongContextAttention` for q, k and v in one tensor, `[batch, tokens, 3, heads, dim]`; arguments as there."""
+    """`LongContextAttention` for q, k and v in one tensor, `[batch, tokens, 3, heads, dim]`.
+
+    Args:
+        scatter_idx: The dimension of the heads, 3.
+        gather_idx: The dimension of the tokens, 1.
+        ring_impl_type: The ring, as in `LongContextAttention`.
+        use_sync: Has no effect.
+        attn_type: Has no effect, except that approximate kernels are refused.
+    """
 
     def __init__(
         self,
@@ -336,5 +369,11 @@ class LongContextAttentionQKVPacked(nn.Module):
         self.attention = LongContextAttention(ring_impl_type=ring_impl_type, attn_type=attn_type)
 
     def forward(self, qkv: Tensor, *arguments: Any, **named: Any) -> Any:
-        """Return this rank's output; further arguments are those of `LongContextAttention`."""
+        """Return this rank's output.
+
+        Args:
+            qkv: The queries, keys and values of this rank.
+            arguments: Further positional arguments of `LongContextAttention`, after the tensors.
+            named: Further keyword arguments of `LongContextAttention`.
+        """
         return self.attention(*qkv.unbind(-3), *arguments, **named)

@@ -29,7 +29,14 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @classmethod
     def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Any:
-        """Compute attention of `[..., tokens, dim]` tensors."""
+        """Compute attention of `[..., tokens, dim]` tensors.
+
+        Args:
+            q: The queries, `[..., tokens, dim]`.
+            k: The keys, `[..., tokens, dim]`.
+            v: The values, `[..., tokens, dim]`.
+            is_causal: Whether the mask is causal.
+        """
         return super().apply(q, k, v, is_causal)
 
     @staticmethod
@@ -83,9 +90,9 @@ def flash_attention_forward(
     """Return (out, lse) of attention on `[..., tokens, dim]` tensors.
 
     Args:
-        q: The queries.
-        k: The keys.
-        v: The values.
+        q: The queries, `[..., tokens, dim]`.
+        k: The keys, `[..., tokens, dim]`.
+        v: The values, `[..., tokens, dim]`.
         is_causal: Whether the mask is causal.
         block_size: The number of queries and keys in a block.
 
@@ -104,7 +111,14 @@ def flash_attention_forward(
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute dense attention of `[..., tokens, dim]` tensors: the baseline of benchmarks."""
+    """Compute dense attention of `[..., tokens, dim]` tensors: the baseline of benchmarks.
+
+    Args:
+        q: The queries, `[..., tokens, dim]`.
+        k: The keys, `[..., tokens, dim]`.
+        v: The values, `[..., tokens, dim]`.
+        is_causal: Whether the mask is causal.
+    """
     inputs, mask, scale = _one_head(q, k, v, is_causal)
     out, _ = dense_attention(*inputs, mask, Features(scale))
     return out.view(*q.shape[:-1], v.shape[-1])

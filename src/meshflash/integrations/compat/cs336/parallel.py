@@ -50,16 +50,30 @@ def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float | None) -> nn.Modu
 
 
 def get_ddp_individual_parameters(module: nn.Module) -> nn.Module:
-    """Wrap a module as `get_ddp` does. Gradients are reduced in buckets here too, which gives the same sums."""
+    """Wrap a module as `get_ddp` does. Gradients are reduced in buckets here too, which gives the same sums.
+
+    Args:
+        module: The module, as in `get_ddp`.
+    """
     return get_ddp(module)
 
 
 def ddp_on_after_backward(ddp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do nothing: gradients are averaged when backward returns."""
+    """Do nothing: gradients are averaged when backward returns.
+
+    Args:
+        ddp_model: A module of `get_ddp`.
+        optimizer: The optimizer of its weights.
+    """
 
 
 def ddp_on_train_batch_start(ddp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do nothing: DDP resets its buckets in each forward."""
+    """Do nothing: DDP resets its buckets in each forward.
+
+    Args:
+        ddp_model: A module of `get_ddp`.
+        optimizer: The optimizer of its weights.
+    """
 
 
 ddp_individual_parameters_on_after_backward = ddp_on_after_backward
@@ -73,6 +87,10 @@ class FullySharded(nn.Module):
     Norms are replicated, as in the assignment: a leaf module whose weights are all vectors keeps them on every rank,
     computes in their dtype, and averages its gradients as soon as they are accumulated. That average is a collective,
     so all ranks must use a norm, or none.
+
+    Args:
+        module: The module to shard, which is changed in place.
+        compute_dtype: The dtype of gathered weights and of activations, as in `get_fsdp`.
     """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
@@ -112,11 +130,20 @@ class FullySharded(nn.Module):
             fully_shard(part, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's forward."""
+        """Call the module's forward.
+
+        Args:
+            args: The positional arguments of the module.
+            kwargs: The keyword arguments of the module.
+        """
         return self.module(*args, **kwargs)
 
     def set_requires_gradient_sync(self, sync: bool) -> None:
-        """Set whether the next backward reduces gradients over ranks, or accumulates them locally."""
+        """Set whether the next backward reduces gradients over ranks, or accumulates them locally.
+
+        Args:
+            sync: Whether to reduce.
+        """
         self._sync = sync
         self.module.set_requires_gradient_sync(sync)  # type: ignore[operator]
 
@@ -143,12 +170,21 @@ def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.
 
 
 def fsdp_on_after_backward(fsdp_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do nothing: backward leaves each rank with the reduced gradients of its shards."""
+    """Do nothing: backward leaves each rank with the reduced gradients of its shards.
+
+    Args:
+        fsdp_model: A module of `get_fsdp`.
+        optimizer: The optimizer of its weights.
+    """
 
 
 @torch.no_grad()
 def fsdp_gather_full_params(fsdp_model: nn.Module) -> dict[str, Tensor]:
-    """Gather all weights on every rank: copies, by the names of the module's `state_dict()`. All ranks call it."""
+    """Gather all weights on every rank: copies, by the names of the module's `state_dict()`. All ranks call it.
+
+    Args:
+        fsdp_model: A module of `get_fsdp`.
+    """
     module = fsdp_model.module if isinstance(fsdp_model, FullySharded) else fsdp_model
     found: dict[int, Tensor] = {}
     names: dict[str, Tensor] = {}
