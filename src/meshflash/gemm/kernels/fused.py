@@ -70,7 +70,7 @@ def _arrive_all(flag, BASES, rank, WORLD: tl.constexpr, COUNT: tl.constexpr):
 
 @device_function
 def _announce_start(BEGUN, epoch, BASES, rank, WORLD: tl.constexpr):
-    """Tell all ranks that this rank has begun a call, and so has read everything that earlier calls brought.
+    """Signal all ranks that this rank has begun a call, and so has read everything that earlier calls brought.
 
     BEGUN[r] is the epoch that rank r has begun; BEGUN[WORLD] counts the CTAs of this launch. The last CTA to start
     makes the announcement: from then on all CTAs are resident, so a kernel that waits for the flag takes no SM from

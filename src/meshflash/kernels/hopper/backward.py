@@ -62,24 +62,28 @@ def _producer(q, k, v, dout, lse, delta, smem_q, smem_k, smem_v, smem_dout, smem
     first_head = gl.program_id(1) * HEADS_PER_CTA
     key_head = gl.program_id(1) // CTAS_PER_KV_HEAD
     start = row + rows - BLOCK_N  # a tile of fewer keys begins earlier, and masks the keys before its own
-    mbarrier.expect(kv_full.index(0), 2 * BLOCK_N * D * 2)
+    mbarrier.expect(kv_full.index(0), 2 * BLOCK_N * D * 2)  # bytes: K and V in half precision
     for w in gl.static_range(2):
         copy_block(k, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), smem_k.index(w))
         copy_block(v, [batch, key_head, start + w * (BLOCK_N // 2), 0], kv_full.index(0), smem_v.index(w))
     block = 0
     run = first_run
     run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
-    head, left, head_end = begin_gqa_loop(first_head, blocks, num_m_blocks, HEADS_PER_CTA, SINGLE_RUN, ROTATE)
+    head, run_block, head_end = begin_gqa_loop(first_head, blocks, num_m_blocks, HEADS_PER_CTA, SINGLE_RUN, ROTATE)
     q_loaded = 0
     for q_id in range(num_m_blocks * HEADS_PER_CTA):
-        head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, _first_new, block = next_gqa_block(
-            q_id, head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, first_head, first_run,
-            num_m_blocks, BLOCK_M, HEADS_PER_CTA, SINGLE_RUN, EXACT_BEGIN, CLIPPED, ROTATE
+        (
+            head, head_end, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, _first_new, block
+        ) = next_gqa_block(
+            q_id, head, head_end, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS, first_head,
+            first_run, num_m_blocks, BLOCK_M, HEADS_PER_CTA, SINGLE_RUN, EXACT_BEGIN, CLIPPED, ROTATE
         )  # fmt: skip
         stage = q_loaded % STAGES
         phase = ((q_loaded // STAGES) & 1) ^ 1
         mbarrier.wait(q_empty.index(stage), phase)
-        mbarrier.expect(q_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4)
+        mbarrier.expect(
+            q_full.index(stage), BLOCK_M * D * 2 + BLOCK_M * 4
+        )  # bytes: Q in half precision, lse in float32
         copy_block(q, [batch, head, block, 0], q_full.index(stage), smem_q.index(stage))
         lse_row = batch * heads + head
         column = block
@@ -101,7 +105,7 @@ def _producer(q, k, v, dout, lse, delta, smem_q, smem_k, smem_v, smem_dout, smem
 
 @gluon.jit
 def _signal_ds_stored(q_count, WG_ID: gl.constexpr):
-    """Tell the other warpgroup that this one has stored dS of block `q_count`, and no longer reads the one before."""
+    """Signal the other warpgroup: this one has stored dS of block `q_count`, and no longer reads the one before."""
     bar_arrive(NAMED_BARRIER + (q_count & 1) * 2 + 1 - WG_ID)
 
 
@@ -210,6 +214,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
     dout = smem_dout.index(stage).reshape([BLOCK_M, D])
     if COMPUTE_DQ and not DEFER_DQ:  # addresses computed here, not between wgmmas, where it cost 5 to 8% at dim 128
         ds_0, ds_1 = _ds_buffers(q_count, smem_ds)
+    # 1. S^T = K Q^T and dP^T = V dO^T. With PREFETCH_S the previous block has computed S already.
     if PREFETCH_S:
         mbarrier.wait(dout_full.index(stage), phase)
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -221,6 +226,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
         mbarrier.wait(dout_full.index(stage), phase)
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s_async,))
+    # 2. P = 2^(S - lse), while dP is still computed
     if SOFTCAP:
         s = tanh(s * inner_scale)
     s = mask_scores(
@@ -246,6 +252,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
         delta = smem_delta.index(stage).reshape([BLOCK_M]).load(COLUMN_LAYOUT)
     if not DEFER_DQ:
         dv_async = warpgroup_mma(p_frag, dout, dv, is_async=True)
+    # 3. dS = P (dP - delta): from registers to dK, and through shared memory to the dQ of both warpgroups
     ds = p * (dp - delta[None, :])
     if SOFTCAP:
         ds = ds * softcap_slope(p, lse[None, :], scale2)
@@ -269,7 +276,8 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
             fence_async_shared()
             bar_sync(NAMED_BARRIER)  # one barrier is enough: a warpgroup one block ahead writes the other buffer
         dq_async = _start_dq(ds_0, ds_1, k_0, k_1, WG_ID, BLOCK_M)
-    # dV completes before dK starts: with three wgmmas in flight ptxas serializes them all
+    # 4. dV += P dO, dK += dS Q and this warpgroup's half of dQ. dV completes before dK starts: with three wgmmas in
+    # flight ptxas serializes them all.
     dv, p_frag = warpgroup_mma_wait(num_outstanding=2 if COMPUTE_DQ else 0, deps=(dv_async, p_frag))
     dk_async = warpgroup_mma(ds_frag, q, dk, is_async=True)
     if COMPUTE_DQ:
@@ -281,6 +289,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
         s_async = warpgroup_mma(
             k, smem_q.index(next_stage).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True
         )
+    # 5. Hand the half of dQ to TMA. It adds in the background, and the buffer is free again when it has read it.
     if COMPUTE_DQ:
         dq_half = warpgroup_mma_wait(num_outstanding=2 if PREFETCH_S else 1, deps=(dq_async,))
         _stage_dq(dq_half, smem_dq_wg, scale, DQ_TILED)
@@ -344,7 +353,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     run = first_run
     run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
-    head, left, head_end = begin_gqa_loop(first_head, blocks, num_m_blocks, HEADS_PER_CTA, SINGLE_RUN, ROTATE)
+    head, run_block, head_end = begin_gqa_loop(first_head, blocks, num_m_blocks, HEADS_PER_CTA, SINGLE_RUN, ROTATE)
     smem = (smem_q, smem_dout, smem_lse, smem_delta, smem_ds, smem_dq.index(WG_ID))
     mbarriers = (q_full, q_empty, dout_full, dout_empty)
     keys = (k, v, k_0, k_1, n, positions, min_pos, max_pos, pad_rows)
@@ -381,8 +390,10 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
                 )  # fmt: skip
     else:
         for q_count in range(num_m_blocks * HEADS_PER_CTA):
-            head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_gqa_block(
-                q_count, head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, first_head,
+            (
+                head, head_end, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, first_new, block
+            ) = next_gqa_block(
+                q_count, head, head_end, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS, first_head,
                 first_run, num_m_blocks, BLOCK_M, HEADS_PER_CTA, SINGLE_RUN, EXACT_BEGIN, CLIPPED, ROTATE
             )  # fmt: skip
             dk, dv, s, dq_at = _process_block(
@@ -399,8 +410,8 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
         _stage_dq(dq_half, smem_dq.index(WG_ID), scale, DQ_TILED)
         fence_async_shared()
         _reduce_add_dq(dq, smem_dq.index(WG_ID), dq_at, batch, WG_ID, BLOCK_M, DQ_TILED)
-    dk = dk * scale
-    if TMA_REDUCE_DKDV:
+    dk = dk * scale  # dS is the gradient of scale * q.k
+    if TMA_REDUCE_DKDV:  # dQ needs its buffer no more: dK and dV leave through it
         smem = smem_dq._reinterpret(gl.float32, [2, 1, 1, 64, 64], dk_sums.layout).index(WG_ID)
         _reduce_add_rows(dk, dk_sums, smem, batch, key_head, row + WG_ID * ROWS)
         _reduce_add_rows(dv, dv_sums, smem, batch, key_head, row + WG_ID * ROWS)
@@ -420,7 +431,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
         else:
             gl.store(dk_at, gl.convert_layout(dk.to(DK.dtype.element_ty), STORE_LAYOUT), mask=in_range)
             gl.store(dv_at, gl.convert_layout(dv.to(DV.dtype.element_ty), STORE_LAYOUT), mask=in_range)
-    if COMPUTE_DQ:
+    if COMPUTE_DQ:  # the CTA must not end, and free its shared memory, while TMA still reads from it
         tma.store_wait(pendings=0)
 
 

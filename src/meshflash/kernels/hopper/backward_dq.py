@@ -44,20 +44,22 @@ def _producer(q, k, v, dout, smem_q, smem_k, smem_v, smem_dout, q_full, k_full, 
     head = gl.program_id(1)
     key_head = head // GQA_RATIO
     run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
-    mbarrier.expect(q_full.index(0), 4 * ROWS * D * 2)
+    mbarrier.expect(q_full.index(0), 4 * ROWS * D * 2)  # bytes: Q and dO of two warpgroups, in half precision
     for w in gl.static_range(2):
         copy_block(q, [batch, head, row + w * ROWS, 0], q_full.index(0), smem_q.index(w))
         copy_block(dout, [batch, head, row + w * ROWS, 0], q_full.index(0), smem_dout.index(w))
-    left = 0
+    run_block = 0
     block = 0
     for n_block in range(num_n_blocks):
-        run, left, run_begin, blocks, run_end, band_lo, band_hi, _first_new, block = next_block(
-            n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN, EXACT_BEGIN
-        )
+        run, run_block, run_begin, blocks, run_end, band_lo, band_hi, _first_new, block = next_block(
+            n_block, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN,
+            EXACT_BEGIN
+        )  # fmt: skip
         load_kv_block(
             k, v, smem_k, smem_v, k_full, k_empty, v_full, v_empty, batch, key_head, block, n_block, BLOCK_N, D, STAGES
         )
-    # the last iteration of the consumers starts S of one block too many, which reads this one
+    # The last iteration of the consumers starts S of one block too many: its mbarrier must complete, or they hang.
+    # Load the last block again; nothing reads that S.
     stage = num_n_blocks % STAGES
     mbarrier.wait(k_empty.index(stage), ((num_n_blocks // STAGES) & 1) ^ 1)
     mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
@@ -91,15 +93,18 @@ def _consumer(LSE, DELTA, DQ, smem_q, smem_k, smem_v, smem_dout, q_full, k_full,
     dout = smem_dout.index(WG_ID).reshape([ROWS, D])
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     dq = gl.zeros([ROWS, D], gl.float32, DQ_LAYOUT)
+    # prologue of the pipeline: S of the first block, which no earlier iteration has started
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma(q, smem_k.index(0).reshape([BLOCK_N, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    left = 0
+    run_block = 0
+    # Each iteration has S of its block already. It computes P and dS, adds to dQ, and starts S of the next block.
     for n_block in range(num_n_blocks):
-        run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
-            n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN, EXACT_BEGIN
-        )
+        run, run_block, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
+            n_block, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN,
+            EXACT_BEGIN
+        )  # fmt: skip
         stage = n_block % STAGES
         mbarrier.wait(v_full.index(stage), (n_block // STAGES) & 1)
         v = smem_v.index(stage).reshape([BLOCK_N, D])
@@ -112,9 +117,9 @@ def _consumer(LSE, DELTA, DQ, smem_q, smem_k, smem_v, smem_dout, q_full, k_full,
                 s, positions, min_pos, max_pos, first_new, block, band_lo, band_hi, ROWS, BLOCK_N, LOWER, UPPER,
                 EXACT_BEGIN, S_LAYOUT
             )  # fmt: skip
-        p = gl.exp2(s * scale2 - lse[:, None])
+        p = gl.exp2(s * scale2 - lse[:, None])  # normalized: the LSE is that of all keys
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.arrive(v_empty.index(stage), count=1)  # dP was the only reader of V
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * softcap_slope(p, lse[:, None], scale2)
@@ -123,8 +128,9 @@ def _consumer(LSE, DELTA, DQ, smem_q, smem_k, smem_v, smem_dout, q_full, k_full,
         next_stage = (n_block + 1) % STAGES
         mbarrier.wait(k_full.index(next_stage), ((n_block + 1) // STAGES) & 1)
         k = smem_k.index(next_stage).reshape([BLOCK_N, D])
-        # S of the next block queues behind dQ; its wait is the last of the loop
+        # S of the next block queues behind dQ, so the tensor cores stay busy; its wait is the last of the loop
         s_async = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        # wgmma reads dS from registers: they must stay live until it completes, hence ds among the deps
         dq, ds = warpgroup_mma_wait(num_outstanding=1, deps=(dq_async, ds))
         mbarrier.arrive(k_empty.index(stage), count=1)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s_async,))
@@ -133,8 +139,8 @@ def _consumer(LSE, DELTA, DQ, smem_q, smem_k, smem_v, smem_dout, q_full, k_full,
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, STORE_LAYOUT))
     in_range = (rows_out < rows)[:, None]
     into = DQ + b * dq_b + h * dq_h + (row + rows_out).to(gl.int64)[:, None] * dq_t + columns[None, :]
-    dq = dq * scale
-    if ACCUMULATE:
+    dq = dq * scale  # dS is the gradient of scale * q.k
+    if ACCUMULATE:  # this warpgroup alone writes these rows: no atomics, so the sums keep their order
         dq = gl.convert_layout(dq, STORE_LAYOUT) + gl.load(into, mask=in_range, other=0.0)
         gl.store(into, dq.to(DQ.dtype.element_ty), mask=in_range)
     else:

@@ -96,7 +96,7 @@ def next_work_id(COUNTER, index, num_work, DYNAMIC: gl.constexpr):
     """
     if DYNAMIC:
         taken = gl.atomic_add(COUNTER, 1, sem="relaxed")  # relaxed: no data is published through it
-        if taken == num_work - 1:
+        if taken == num_work - 1:  # the next launch on this stream finds it at 0, without a memset
             gl.store(COUNTER, 0)
         index = taken
     return index + gl.num_programs(0)
@@ -163,7 +163,7 @@ def load_run(RUNS, index):
 
 
 @gluon.jit
-def block_start(run_begin, left, run_end, SIZE: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr):
+def block_start(run_begin, run_block, run_end, SIZE: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr):
     """Return (first_new, block): the first row that a run's block contributes, and the row at which its load begins.
 
     The last block begins earlier where the run's rows end, so that nothing outside of the run is read. Its rows before
@@ -171,35 +171,35 @@ def block_start(run_begin, left, run_end, SIZE: gl.constexpr, EXACT_BEGIN: gl.co
     their size instead: the first one may have rows before the run's own, and the last one rows after them. EXACT_BEGIN
     says that no block has rows before its own.
     """
-    first_new = run_begin + left * SIZE
+    first_new = run_begin + run_block * SIZE
     block = first_new
     if not EXACT_BEGIN:
         if CLIPPED:
             first_new = run_begin
-            block = (run_begin & -SIZE) + left * SIZE
+            block = (run_begin & -SIZE) + run_block * SIZE
         else:
             block = gl.minimum(first_new, run_end - SIZE)
     return first_new, block
 
 
 @gluon.jit
-def next_block(n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, SIZE: gl.constexpr,
+def next_block(n_block, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS, SIZE: gl.constexpr,
                SINGLE_RUN: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr = False):  # fmt: skip
-    """Advance to the next block: return the run, the blocks left of it, its fields, and (first_new, block).
+    """Advance to the next block: return the run, the block's index in it, the run's fields, and (first_new, block).
 
     Blocks of a run are walked from the last to the first, so that the blocks that a causal mask crosses come first.
     """
     if SINGLE_RUN:
-        left = blocks - 1 - n_block
+        run_block = blocks - 1 - n_block
     else:
-        left -= 1
-        if left < 0:
+        run_block -= 1
+        if run_block < 0:
             if n_block > 0:
                 run += 1
                 run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
-            left = blocks - 1
-    first_new, block = block_start(run_begin, left, run_end, SIZE, EXACT_BEGIN, CLIPPED)
-    return run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block
+            run_block = blocks - 1
+    first_new, block = block_start(run_begin, run_block, run_end, SIZE, EXACT_BEGIN, CLIPPED)
+    return run, run_block, run_begin, blocks, run_end, band_lo, band_hi, first_new, block
 
 
 @gluon.jit
@@ -225,23 +225,27 @@ def num_unmasked_blocks(rows, run_begin, num_blocks, band_lo, SIZE: gl.constexpr
 @gluon.jit
 def begin_gqa_loop(first_head, blocks, num_blocks, HEADS_PER_CTA: gl.constexpr, SINGLE_RUN: gl.constexpr,
                    ROTATE: gl.constexpr):  # fmt: skip
-    """Return the initial state of `next_gqa_block`: (head, blocks left, the index at which the head ends)."""
+    """Return the initial state of `next_gqa_block`: (head, run_block, head_end).
+
+    `run_block` is the index of a block in its run, and `head_end` the index of the first block of the next head.
+    """
     head = first_head
-    left = 0
+    run_block = 0
     if HEADS_PER_CTA > 1:
         if SINGLE_RUN:
-            left = blocks
+            run_block = blocks
             if ROTATE:
-                left -= (gl.program_id(0) * ROTATE) % num_blocks
+                run_block -= (gl.program_id(0) * ROTATE) % num_blocks
         else:
             head -= 1
-    return head, left, 0
+    return head, run_block, 0
 
 
 @gluon.jit
-def next_gqa_block(index, head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, first_head,
-                   first_run, num_blocks, SIZE: gl.constexpr, HEADS_PER_CTA: gl.constexpr, SINGLE_RUN: gl.constexpr,
-                   EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr, ROTATE: gl.constexpr):  # fmt: skip
+def next_gqa_block(index, head, head_end, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS,
+                   first_head, first_run, num_blocks, SIZE: gl.constexpr, HEADS_PER_CTA: gl.constexpr,
+                   SINGLE_RUN: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr,
+                   ROTATE: gl.constexpr):  # fmt: skip
     """Advance to the next block in one flat loop over the query heads of a KV head and the blocks of each.
 
     Returns what `next_block` returns, preceded by the head and the index at which it ends. Under ROTATE the blocks
@@ -249,28 +253,28 @@ def next_gqa_block(index, head, head_end, run, left, run_begin, blocks, run_end,
     """
     if HEADS_PER_CTA == 1:
         n_block = rotate_block(index, num_blocks, ROTATE)
-        run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
-            n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, SIZE, SINGLE_RUN, EXACT_BEGIN,
+        run, run_block, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
+            n_block, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS, SIZE, SINGLE_RUN, EXACT_BEGIN,
             CLIPPED
         )  # fmt: skip
     else:
-        left -= 1
+        run_block -= 1
         if SINGLE_RUN:
-            over = left < 0
-            left = gl.where(over, blocks - 1, left)
+            over = run_block < 0
+            run_block = gl.where(over, blocks - 1, run_block)
             head = gl.where(over, head + 1, head)
             if ROTATE:
                 head = gl.where(head == first_head + HEADS_PER_CTA, first_head, head)
-        elif left < 0:
+        elif run_block < 0:
             run += 1
             if index == head_end:
                 run = first_run
                 head += 1
                 head_end += num_blocks
             run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
-            left = blocks - 1
-        first_new, block = block_start(run_begin, left, run_end, SIZE, EXACT_BEGIN, CLIPPED)
-    return head, head_end, run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block
+            run_block = blocks - 1
+        first_new, block = block_start(run_begin, run_block, run_end, SIZE, EXACT_BEGIN, CLIPPED)
+    return head, head_end, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, first_new, block
 
 
 @gluon.jit

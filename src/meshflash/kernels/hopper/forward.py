@@ -87,15 +87,19 @@ def _producer(q, k, v, carry, smem_q, smem_k, smem_v, smem_o, q_full, q_empty, k
         batch, row, _, _, _, run, num_n_blocks = load_tile(TILES, tile, SINGLE_RUN)
         key_head = head // GQA_RATIO
         run_begin, blocks, run_end, band_lo, band_hi = load_run(RUNS, run)
+        # Each warpgroup has a Q buffer and mbarriers of its own: a fast one gets its next Q while others still compute.
         for w in gl.static_range(NUM_CONSUMER_WGS):
+            # Phases alternate by tile. A new mbarrier counts as having completed the phase before its first, so the
+            # wait of the first tile, for parity 1, passes at once.
             mbarrier.wait(q_empty.index(w), (num_done & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), ROWS * D * 2)
+            mbarrier.expect(q_full.index(w), ROWS * D * 2)  # bytes, in half precision
             copy_block(q, [batch, head, row + w * ROWS, 0], q_full.index(w), smem_q.index(w))
-        left = 0
+        run_block = 0
         for n_block in range(num_n_blocks):
-            run, left, run_begin, blocks, run_end, band_lo, band_hi, _first_new, block = next_block(
-                n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN, EXACT_BEGIN
-            )
+            run, run_block, run_begin, blocks, run_end, band_lo, band_hi, _first_new, block = next_block(
+                n_block, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN,
+                EXACT_BEGIN
+            )  # fmt: skip
             load_kv_block(
                 k, v, smem_k, smem_v, k_full, k_empty, v_full, v_empty, batch, key_head, block, kv_loaded,
                 BLOCK_N, D, STAGES
@@ -104,9 +108,9 @@ def _producer(q, k, v, carry, smem_q, smem_k, smem_v, smem_o, q_full, q_empty, k
         if TMA_CARRY:  # into the output's buffer, once the consumer says that the previous results have left it
             for w in gl.static_range(NUM_CONSUMER_WGS):
                 mbarrier.wait(o_empty.index(w), num_done & 1)
-                mbarrier.expect(o_full.index(w), ROWS * D * 4)
+                mbarrier.expect(o_full.index(w), ROWS * D * 4)  # bytes: the carry is float32
                 copy_block(carry, [batch, head, row + w * ROWS, 0], o_full.index(w), smem_o.index(w))
-        if DYNAMIC:
+        if DYNAMIC:  # consumers cannot read the counter themselves: each would take a work item of its own
             publish_work(smem_next, next_full.index(0), next_empty.index(0), next_id, num_done)
         num_done += 1
         work_id = next_id
@@ -161,7 +165,8 @@ def _skip_blocks(num_n_blocks, kv_count, k_full, k_empty, v_full, v_empty, STAGE
     """Release blocks that this warpgroup does not read, and return the new count of consumed blocks.
 
     It waits for each block first. Without the wait it could arrive twice on an `empty` mbarrier in one phase, in place
-    of a warpgroup that still reads the buffer. Under PINGPONG it passes its turn on, too.
+    of a warpgroup that still reads the buffer. Under PINGPONG it also releases the barrier of the next warpgroup, which
+    would wait forever otherwise.
     """
     for _ in range(num_n_blocks):
         stage = kv_count % STAGES
@@ -204,7 +209,7 @@ def _consumer(o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, sm
     num_done = 0
     work_id = gl.program_id(0)
     if PINGPONG and WG_ID == NUM_CONSUMER_WGS - 1:
-        bar_arrive(NAMED_BARRIER)  # warpgroup 0 goes first: nobody else releases its barrier the first time
+        bar_arrive(NAMED_BARRIER)  # warpgroup 0 goes first: release its barrier, which no wgmma has yet
     while work_id < num_work:
         tile, head = _locate_tile(work_id, tiles, heads, section_heads, num_full_tiles, SPLIT_KV)
         batch, row, rows, first_pos, pos_step, run, num_n_blocks = load_tile(TILES, tile, SINGLE_RUN)
@@ -220,13 +225,14 @@ def _consumer(o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, sm
             )
             blocks -= skipped
         positions = first_pos + pos_step * m
+        # state of the online softmax: row maxima and sums so far, and O relative to these maxima
         row_max = gl.full([ROWS], MIN_ROW_MAX, gl.float32, ROW_LAYOUT)
         lane_sums = gl.sum(gl.reshape(zero, [ROWS, BLOCK_N // 8, 8]), 1)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
-        left = 0
+        run_block = 0
         # first block, the prologue of the pipeline: S and softmax, but no P V of a block before
-        run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
-            0, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN, EXACT_BEGIN
+        run, run_block, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
+            0, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN, EXACT_BEGIN
         )
         mbarrier.wait(q_full.index(WG_ID), num_done & 1)
         stage = kv_count % STAGES
@@ -257,9 +263,10 @@ def _consumer(o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, sm
             mbarrier.arrive(o_empty.index(WG_ID), count=1)
         # main loop, one for masked and unmasked blocks: two loops would hold P in different registers, and move it
         for n_block in range(1, num_n_blocks):
-            run, left, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
-                n_block, run, left, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN, EXACT_BEGIN
-            )
+            run, run_block, run_begin, blocks, run_end, band_lo, band_hi, first_new, block = next_block(
+                n_block, run, run_block, run_begin, blocks, run_end, band_lo, band_hi, RUNS, BLOCK_N, SINGLE_RUN,
+                EXACT_BEGIN
+            )  # fmt: skip
             stage = kv_count % STAGES
             before = (kv_count - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (kv_count // STAGES) & 1)
@@ -322,6 +329,8 @@ def _consumer(o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, sm
             new_max = gl.maximum(row_max, old_max)
             alpha = gl.exp2(row_max - new_max)
             weight = gl.exp2(old_max - new_max)
+            # out = (acc * 2^(row_max - new_max) + old * 2^(old_max - new_max)) / the sum of both weights: the carry is
+            # normalized, so its weight counts as its row sum
             if TMA_CARRY:
                 mbarrier.wait(o_full.index(WG_ID), num_done & 1)
                 old = smem_o.index(WG_ID).reshape([ROWS, D]).load(O_LAYOUT)
@@ -339,6 +348,7 @@ def _consumer(o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, sm
             acc = acc * gl.convert_layout(alpha, OUT_ROW_LAYOUT)[:, None]
             row_sum = row_sum * alpha + gl.exp2(sink - new_max)
             row_max = new_max
+        # Rows that see no key get out = 0 and LSE = -inf, and never NaN.
         empty = row_sum == 0.0
         row_sum = gl.where(empty, 1.0, row_sum)
         lse = gl.where(empty, -INF, (row_max + gl.log2(row_sum)) * LN2)
@@ -354,7 +364,7 @@ def _consumer(o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, sm
                 if not TMA_CARRY:
                     tma.store_wait(pendings=0)  # TMA has read the previous tile's results; also syncs the threads
                 smem_o.index(WG_ID).reshape([ROWS, D]).store(acc.to(o.dtype))
-                fence_async_shared()
+                fence_async_shared()  # TMA reads through the async proxy, which does not see these stores otherwise
                 store_block(o, [batch, head, row + WG_ID * ROWS, 0], smem_o.index(WG_ID))
         else:
             at = (row + rows_o).to(gl.int64)[:, None] * o_t + columns[None, :]
@@ -366,7 +376,7 @@ def _consumer(o, OUT, LSE, PARTIAL_OUT, PARTIAL_LSE, CARRY, CARRY_LSE, SINKS, sm
         else:
             work_id = work_id + gl.num_programs(0)
         num_done += 1
-    if TMA_STORE:
+    if TMA_STORE:  # the CTA must not end, and free its shared memory, while TMA still reads the last results
         tma.store_wait(pendings=0)
 
 

@@ -41,7 +41,8 @@ def _p_and_ds(
         s = s * (scale * LOG2E)
     if ALIBI:
         s -= (slope * LOG2E) * tl.abs(j - i).to(tl.float32)
-    p = tl.math.exp2(s - lse)
+    p = tl.math.exp2(s - lse)  # normalized: the LSE is that of the whole row
+    # P = 0 hides a pair from dV, and through dS = P (dP - delta) from dQ and dK as well
     if LOWER and UPPER:
         distance = j - i
         p = tl.where((distance >= lo) & (distance <= hi), p, 0.0)
@@ -49,14 +50,14 @@ def _p_and_ds(
         p = tl.where(j - i <= hi, p, 0.0)
     elif LOWER:
         p = tl.where(j - i >= lo, p, 0.0)
-    weight = p
-    if DROPOUT:
+    weight = p  # the factor of V in the forward: P with dropout
+    if DROPOUT:  # delta = sum(dout * out) holds the dropout of the forward already
         keep = dropout_keep(p, i, j, seed, head, batch, threshold)
         weight = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     ds = p * (dp - delta)
     if SOFTCAP:
-        ds = ds * (1.0 - t * t)
+        ds = ds * (1.0 - t * t)  # the derivative of the cap, tanh'
     return weight, ds
 
 
@@ -88,6 +89,7 @@ def _add_queries(
             lse = tl.load(LSE + at * l_t + r * l_t)
             delta = tl.load(DELTA + at * de_t + r * de_t)
         lse = tl.where(lse == -INF, INF, lse * LOG2E)  # and so in rows that see nothing
+        # S^T has keys as rows, so P^T and dS^T are left operands of dV and dK as they are
         s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)
         if D2:
             q_rest = load_rows(Q, q_t, n0, rows_left, BLOCK_M, D1, D2, D, MASKED)
@@ -171,6 +173,7 @@ def bwd_dkdv(
     if E2:
         v_rest = load_rows(v_block, v_t, 0, rows, BLOCK_N, E1, E2, E, True)
         dv_rest = tl.zeros([BLOCK_N, E2], tl.float32)
+    # All query heads of a KV head add to the same dK and dV, in registers and in a fixed order.
     for g in range(GQA_RATIO):
         head = key_head * GQA_RATIO + g
         head64 = head.to(tl.int64)
@@ -179,6 +182,7 @@ def bwd_dkdv(
             slope = tl.load(SLOPES + b * slopes_b + head64 * slopes_h).to(tl.float32)
         for span in range(spans, spans_end):
             q_row, span_rows, position, step, lo, hi = load_span(SPANS, span)
+            # a band limits j - i, and here the tile holds j: seen from the keys, its limits change places and signs
             begin, end = visible_rows(first, last, position, step, span_rows, -hi, -lo)
             full_end = begin + (end - begin) // BLOCK_M * BLOCK_M
             q_row64 = q_row.to(tl.int64)
@@ -203,6 +207,7 @@ def bwd_dkdv(
             )  # fmt: skip
     dk_block = DK + b * dk_b + key_head64 * dk_h + row * dk_t
     dv_block = DV + b * dv_b + key_head64 * dv_h + row * dv_t
+    # dS is the gradient of scale * q.k, so dK and dQ carry the scale; dV does not
     store_rows(dk_block, dk_t, rows, dk * scale, ACCUMULATE, BLOCK_N, 0, D1, D)
     store_rows(dv_block, dv_t, rows, dv, ACCUMULATE, BLOCK_N, 0, E1, E)
     if D2:
@@ -287,7 +292,7 @@ def bwd_dq(
     if E2:
         dout_rest = load_rows(do_block, do_t, 0, rows, BLOCK_M, E1, E2, E, True)
     lse = tl.load(LSE + b * l_b + head64 * l_h + (row + m) * l_t, mask=m < rows, other=-INF)
-    lse = tl.where(lse == -INF, INF, lse * LOG2E)
+    lse = tl.where(lse == -INF, INF, lse * LOG2E)  # P = exp2(-inf) = 0 in rows that see nothing, or are not there
     delta = tl.load(DELTA + b * de_b + head64 * de_h + (row + m) * de_t, mask=m < rows, other=0.0)
     slope = 0.0
     if ALIBI:

@@ -45,9 +45,10 @@ def _attend_keys(
         else:
             k = load_rows(K, k_t, n0, rows_left, BLOCK_N, 0, D1, D, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)
-        if D2:
+        if D2:  # the second width of a head dim such as 96 = 64 + 32
             k_rest = load_rows(K, k_t, n0, rows_left, BLOCK_N, D1, D2, D, MASKED)
             s = dot(q_rest, tl.trans(k_rest), s, PRECISION, INTERPRETED)
+        # Scores are in base 2 from here on: exp2 is one instruction, and exp would multiply by LOG2E each time.
         if SOFTCAP:
             s = tanh(s * (scale / softcap)) * (softcap * LOG2E)
         elif not SCALE_IN_EXP:
@@ -73,7 +74,7 @@ def _attend_keys(
             p = tl.math.exp2(s - reference[:, None])
         alpha = tl.math.exp2(row_max - reference)
         row_sum = row_sum * alpha + tl.sum(p, 1)
-        if DROPOUT:
+        if DROPOUT:  # after the row sum: softmax normalizes by all pairs, and dropout removes some of the result
             p = tl.where(dropout_keep(p, i[:, None], j[None, :], seed, head, batch, threshold), p * keep_scale, 0.0)
         acc = acc * alpha[:, None]
         if USE_TMA and not MASKED:
@@ -137,6 +138,7 @@ def forward(
     v_all = V + b * v_b + key_head64 * v_h
     for span in range(spans, spans_end):
         k_row, span_rows, position, step, lo, hi = load_span(SPANS, span)
+        # begin..inner and outer..end are blocks that a limit of the band crosses; inner..outer need no mask
         begin, inner, outer, end = split_span(first, last, position, step, span_rows, lo, hi, BLOCK_N)
         k_span = k_all + k_row.to(tl.int64) * k_t
         v_span = v_all + k_row.to(tl.int64) * v_t
@@ -158,6 +160,7 @@ def forward(
             scale, softcap, slope, seed, head + head_offset, batch + batch_offset, threshold, keep_scale,
             BLOCK_N, D, D1, D2, E, E1, E2, True, USE_TMA, SCALE_IN_EXP, SOFTCAP, ALIBI, DROPOUT, PRECISION, INTERPRETED,
         )  # fmt: skip
+    # The sink is one more score without a value: it changes the row sum, and through it the weight of every row.
     alpha = tl.full([BLOCK_M], 1.0, tl.float32)
     if HAS_SINKS:
         sink = tl.load(SINKS + head).to(tl.float32) * LOG2E
@@ -166,6 +169,7 @@ def forward(
         alpha = tl.math.exp2(row_max - reference)
         row_sum = row_sum * alpha + tl.math.exp2(sink - reference)
         row_max = new_max
+    # Rows that see no key get out = 0 and LSE = -inf, and never NaN.
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
     weight = alpha / row_sum
