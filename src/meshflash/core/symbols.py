@@ -493,6 +493,7 @@ class Rank:
         assert dkv.counts is not None
         shown, q_positions, k_positions = self._visible_pairs(step), expand(step.q_positions), expand(step.k_positions)
         dq.counts[..., k_positions] += shown[:, :, None, :]
+        # Count the query heads of a GQA group apart: added up, a pair that one head repeats would hide a missing one.
         per_key = q.cells.shape[1] // kv.cells.shape[1]
         for n, head in enumerate(range(*step.heads)):
             dkv.counts[:, :, n // per_key, head % self.gqa_ratio][..., q_positions] += shown.transpose(0, 2, 1)

@@ -1,6 +1,6 @@
-"""What a symmetric heap and its tensors are: memory of the same size on every rank, allocated in the same order.
+"""The contract of a symmetric heap and its tensors: memory of one size on every rank, allocated in the same order.
 
-The same calls give the same offsets on every rank. So a rank finds a tensor on a peer without asking: at the same
+The same calls give the same offsets on every rank. So a rank finds a tensor on a peer without a message: at the same
 offset from the base of the peer's heap as from its own. This file has what all kinds of heaps share: allocation,
 barriers, and errors for peers that were lost. `api.py` opens a heap.
 """

@@ -113,7 +113,7 @@ def get_rows(
 
 @device_function
 def signal(flag, epoch, bases, rank, peer):
-    """Set a flag on a peer to an epoch; whoever waits for it there sees everything that this CTA put before."""
+    """Set a flag on a peer to an epoch; a wait for it there sees everything that this CTA put before."""
     tl.debug_barrier()  # one thread sets the flag, after all threads have put
     value = tl.cast(epoch, flag.dtype.element_ty)
     tl.atomic_xchg(translate(flag, bases, rank, peer), value, sem="release", scope="sys")
