@@ -94,10 +94,12 @@ def test_terms_cover_the_same_pairs_as_visible(
         seen = np.zeros((q_tokens, k_tokens), np.bool_)
         for term in mask.terms:
             shown = (term.lo <= j - i) & (j - i <= term.hi) & (j < term.first)
-            for documents in term.documents:
+            sets_of_term = [documents for documents in term.documents if isinstance(documents, Mask)]
+            assert len(sets_of_term) == len(term.documents)
+            for documents in sets_of_term:
                 shown &= documents.visible(i, j, batch=batch)
             if term.first_in_document < UNBOUNDED:
-                own = Mask.first(term.first_in_document, per_document=True) & term.documents[0]
+                own = Mask.first(term.first_in_document, per_document=True) & sets_of_term[0]
                 shown &= own.visible(i, j, batch=batch)
             seen |= shown
         assert (seen == mask.visible(i, j, batch=batch)).all()

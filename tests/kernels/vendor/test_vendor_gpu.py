@@ -163,9 +163,9 @@ def backward_of_four(q, k, v, out, dout, lse, softmax_scale=None, causal=False, 
     ],
     ids=["fa2", "fa3", "fa4"],
 )
-def test_packages_get_the_arguments_that_their_version_has(kernel, function_names, monkeypatch):
+def test_packages_get_the_arguments_that_their_version_has(kernel, functions, monkeypatch):
     module = ModuleType(kernel.module)
-    for name, function in zip(kernel.function_names, function_names, strict=True):
+    for name, function in zip(kernel.function_names, functions, strict=True):
         setattr(module, name, function)
     monkeypatch.setattr(vendor_gpu, "_import_module", lambda name: module)
     vendor_gpu._function_and_parameters.cache_clear()
