@@ -15,7 +15,7 @@ def command(
     tokens: Annotated[int, typer.Option(min=1, max=1024, help="Sequence length.")] = 256,
     nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, max=16, help="Ranks.")] = 4,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 2,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; default: as many as query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; default: the number of query heads.")] = None,
     mask: Annotated[str, typer.Option(help="full, causal, window-N or documents-N.")] = "causal",
     backward: Annotated[bool, typer.Option(help="Draw the backward pass instead of the forward.")] = False,
     steps: Annotated[bool, typer.Option(help="Also print the steps of every rank.")] = False,

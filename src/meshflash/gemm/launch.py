@@ -35,7 +35,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What a GEMM does with its float32 accumulator: add the bias, apply the activation, round to `dtype`.
+    """The epilogue of a GEMM on its float32 accumulator: add the bias, apply the activation, round to `dtype`.
 
     With `store_preactivation` the input of the activation is also stored, for the backward.
     """

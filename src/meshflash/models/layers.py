@@ -27,7 +27,7 @@ from meshflash.parallel.tiled_mlp import TiledMLP, tiled_mlp
 
 @dataclass(frozen=True)
 class Context:
-    """What all layers of a forward share: mask, layout, rotary cos and sin (if any), and KV cache (if any)."""
+    """The inputs that all layers share: mask, layout, rotary cos and sin (if any), and KV cache (if any)."""
 
     mask: Mask | None
     layout: Layout | None
@@ -161,8 +161,8 @@ def check_divisible(what: str, number: int, tp: int) -> None:
     """Raise ValueError unless `tp` ranks get equal shares of `number`.
 
     Args:
-        what: What is divided, for the error.
-        number: How many there are.
+        what: The name of the number, for the error.
+        number: The number to divide, such as that of heads.
         tp: The number of tensor-parallel ranks.
     """
     if number % tp:

@@ -121,7 +121,7 @@ class ViT(nn.Module):
 
         Args:
             patches: The patches of this rank, `[batch, patches, channels * patch]`, or whole images `[batch, channels,
-                height, width]`, of which each rank takes its own patches.
+                height, width]`; each rank then takes its own patches.
             labels: Classes, `[batch]`. For pixels: integers in the shape of the targets, where IGNORE_INDEX marks
                 values without a loss.
             targets: The wanted values of pixels, as patches of this rank, or as whole images where cp is 1. The loss is

@@ -116,7 +116,7 @@ def cross_entropy_sum(
         hidden: The final hidden states, `[..., dim]`.
         weight: The weight of the head, `[vocabulary, dim]`. A DTensor sharded over its rows stays sharded.
         labels: The labels, `[...]`; IGNORE_INDEX marks tokens without a loss.
-        tokens: The number of tokens in a tile; by default as many as make 134 million logits.
+        tokens: The number of tokens in a tile; by default the number that makes 134 million logits.
         group: The process group over which the rows of a plain weight are sharded, in rank order.
 
     >>> hidden, weight = torch.randn(2, 3, 4), torch.randn(7, 4)

@@ -137,7 +137,7 @@ def available(backend: str) -> bool:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank knows of itself. `init` exchanges it before all ranks choose a backend and their cores."""
+    """The device, host and backends of one rank. `init` exchanges it, then ranks choose backend and cores."""
 
     #: The host, as `host_name` returns it.
     host: str

@@ -1,7 +1,7 @@
 """The job's token: it keeps ranks of other jobs and stray clients out of the store of a rendezvous.
 
-torch's store authenticates nobody. All keys of a job therefore lie below a prefix derived from the job's token. Rank 0
-also publishes a salted digest of the token, so that a rank with another token is refused before it joins.
+torch's store authenticates no client. All keys of a job therefore lie below a prefix derived from the job's token.
+Rank 0 also publishes a salted digest of the token, so that a rank with another token is refused before it joins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Liveness: find out which rank failed first, and tell all ranks before anybody raises.
+"""Liveness: find out which rank failed first, and notify all ranks before any of them raises.
 
 A rank that loses a connection cannot tell a peer that died from a peer that left because a third rank had died. So
 each rank runs a thread that answers probes, whatever its main thread waits for:
@@ -50,7 +50,7 @@ _ENDED_STATES = ("", "Z", "X")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank answers probes (host, port), the token that it asks for, and its process (node, pid)."""
+    """The address at which a rank answers probes (host, port), the token it requires, and its process (node, pid)."""
 
     host: str
     port: int
@@ -91,7 +91,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank does in a process group: a text, the number of passes begun, and the direction of the last pass."""
+    """The activity of a rank in a process group: a text, the passes begun, and the direction of the last pass."""
 
     doing: str = "has made no call yet"
     passes: int = 0
@@ -216,7 +216,7 @@ class Liveness:
 
     def close(self) -> None:
         """Stop answering probes."""
-        with contextlib.suppress(OSError):  # some systems refuse it while nobody is connected
+        with contextlib.suppress(OSError):  # some systems refuse it while no client is connected
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         if self._thread is not threading.current_thread():
@@ -408,7 +408,7 @@ def forget_job() -> None:
 
 
 def knows_of_failure() -> bool:
-    """Return whether this process has found, or was told of, a rank that failed: then it waits for nobody."""
+    """Return whether this process has found, or was told of, a rank that failed: then it waits for no other rank."""
     return _here is not None and _here.failed
 
 

@@ -395,7 +395,7 @@ def _find_by_file(place: Place, file: Path, timeout: float) -> Store:
     while time.monotonic() < deadline:
         try:
             content = json.loads(file.read_text())
-            # A plain connection fails at once if nobody listens; torch's client would try until its timeout.
+            # A plain connection fails at once if no process listens; torch's client would try until its timeout.
             socket.create_connection(("127.0.0.1", content["port"]), 1.0).close()
             remaining = max(0.1, min(RETRY_SECONDS, deadline - time.monotonic()))
             store, where = _connect(place, "127.0.0.1", content["port"], timeout, remaining)

@@ -7,7 +7,7 @@
 3. Every rank posts its `RankInfo` (host, device, backends, cores, liveness address) and reads those of all ranks, by a
    `Handshake` with the prefix `info`.
 4. Every rank chooses the same backend from these, and torch makes the default process group.
-5. A second exchange of the same handshake: nobody returns before all ranks have the group.
+5. A second exchange of the same handshake: no rank returns before all ranks have the group.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def end() -> None:
         free()
     if _world is not None and _world.own and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-        # Rank 0 may host the store, and ends last. After a failure some rank never departs: wait for nobody.
+        # Rank 0 may host the store, and ends last. After a failure some rank never departs: do not wait for it.
         if _rendezvous is not None and not knows_of_failure():
             _rendezvous.depart(_world.rank, _world.world_size)
         forget_job()

@@ -236,7 +236,7 @@ def read_image(path: Path, size: tuple[int, int] | None) -> npt.NDArray[np.float
 
 
 def _check_pixels(size: tuple[int, int], most: int | None) -> None:
-    """Raise ValueError for a decompression bomb, of which Pillow only warns: a small file with very many pixels."""
+    """Raise ValueError for a decompression bomb, a small file with very many pixels. Pillow only warns of it."""
     if most is not None and math.prod(size) > most:
         raise ValueError(
             f"{size[0]} x {size[1]} pixels; if that is intended, set PIL.Image.MAX_IMAGE_PIXELS, now {most}"

@@ -149,7 +149,7 @@ def write_tokens(
     each document. The folder appears complete or not at all.
 
     Args:
-        paths: UTF-8 files, and folders, of which all files but hidden ones are taken, sorted by name.
+        paths: UTF-8 files, and folders. All files of a folder are taken but hidden ones, sorted by name.
         folder: A new or an empty folder.
         tokenizer: The tokenizer; bytes by default, or `FolderTokenizer(folder)` for one of Hugging Face.
         progress: Called with the number of bytes read so far.

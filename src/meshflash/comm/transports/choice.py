@@ -30,7 +30,7 @@ TRANSPORTS = {
 
 @dataclass(frozen=True)
 class Where:
-    """Where a rank's device is. Ranks exchange it in their first call on a device."""
+    """The location of a rank's device. Ranks exchange it in their first call on a device."""
 
     #: The host, by name and boot id.
     host: str

@@ -28,7 +28,7 @@ class TransportError(LostRankError):
 
 @dataclass
 class Counters:
-    """What a transport has moved since it was made: bytes by (group, peer), and calls by kind."""
+    """The traffic of a transport since it was made: bytes by (group, peer), and calls by kind."""
 
     received: Counter[tuple[str, int]] = field(default_factory=Counter)
     sent: Counter[tuple[str, int]] = field(default_factory=Counter)

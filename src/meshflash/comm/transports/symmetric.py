@@ -113,7 +113,7 @@ class Symmetric(Transport):
     def arena(self, min_bytes: int) -> Arena:
         """Return the memory of our heap, of at least `wanted` bytes; all ranks want the same number and call together.
 
-        A larger heap replaces a smaller one. All ranks have finished their device work when they make it, so nobody
+        A larger heap replaces a smaller one. All ranks have finished their device work when they make it, so no rank
         reads the old one any more. A heap that a graph was captured in stays, because the graph may run again.
         """
         graph = capturing(self.device)

@@ -252,7 +252,7 @@ def plan_fused(
         variant: One of `VARIANTS`, or "auto" for the fastest at the nearest measured shape, else "bulk".
         shots: The number of shots of an all_reduce, 1 or 2; None chooses it.
         config: The tiles and warps; None takes measured or default ones.
-        ranks_per_device: How many ranks share this rank's device.
+        ranks_per_device: The number of ranks that share this rank's device.
         num_sms: The SMs that this rank has for itself; None divides the device by `ranks_per_device`.
         backend: "heap", or "group" for a process group, which has the bulk variant only.
 

@@ -82,7 +82,7 @@ class DistributedGemm:
 
     @property
     def shard_starts(self) -> tuple[int, ...]:
-        """Where each rank's shard begins, and where the last one ends."""
+        """The begin of each rank's shard, and the end of the last one."""
         return tuple(sum(self.sizes[:rank]) for rank in range(len(self.sizes) + 1))
 
     @property

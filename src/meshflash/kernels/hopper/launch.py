@@ -48,7 +48,7 @@ class ForwardConfig:
 
     @property
     def block_m(self) -> int:
-        """How many queries a tile has."""
+        """The number of queries of a tile."""
         return self.rows * self.num_consumer_wgs
 
 
@@ -87,7 +87,7 @@ class BackwardDqConfig:
 
     @property
     def block_m(self) -> int:
-        """How many queries a tile has."""
+        """The number of queries of a tile."""
         return 2 * self.rows
 
 
@@ -416,7 +416,7 @@ def _launch_backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, l
 
 
 def _mean_keys_per_query(x: Inputs) -> float:
-    """How many keys a query sees on average."""
+    """Return the mean number of keys that a query sees."""
     return x.work.pairs / (x.work.mask.batch_rows or 1) / x.q_BTHD.shape[1]
 
 

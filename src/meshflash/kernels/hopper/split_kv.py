@@ -66,10 +66,10 @@ def split_tail_wave(
 
     Args:
         tables: The tiles of the launch, which CTAs take in order, one group of heads after another.
-        heads: How many groups of heads there are.
-        num_sms: How many CTAs run at a time.
-        size: How many rows a block of the other side has.
-        group: How many heads a CTA loops over.
+        heads: The number of groups of heads.
+        num_sms: The number of CTAs that run at a time.
+        size: The number of rows of a block of the other side.
+        group: The number of heads that a CTA loops over.
         appended: Whether the splits follow the tiles in one table (forward), or have a table of their own (backward).
     """
     cached = _cache.setdefault(tables, {})

@@ -87,7 +87,7 @@ def make_tile_table(work: Worklist, by_key: bool, size: int, batch: int, device:
         work: The worklist.
         by_key: Whether tiles are of keys, and not of queries.
         size: The most rows of a tile.
-        batch: How many batch rows there are.
+        batch: The number of batch rows.
         device: Where the table goes.
     """
     kept = _tables.setdefault(work, {})
@@ -122,7 +122,7 @@ def make_run_tables(
         size: The most rows of a tile in the first table.
         other: The rows of a block of the other side.
         rest: The most rows of a tile in the second table.
-        batch: How many batch rows there are.
+        batch: The number of batch rows.
         device: Where the tables go.
         filled: Whether a tile of fewer than `size` rows is read from earlier rows of its segment; segments that are too
             short for that go to the second table. Otherwise the first tile of a segment is the short one: a short tile
