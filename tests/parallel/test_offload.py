@@ -256,7 +256,7 @@ def test_memory_is_not_reused_before_its_copies_complete(monkeypatch):
     assert asked(*sixth) == 5.0
     del first, fourth
     seventh = kept(6)
-    clocks.at = clocks.new()  # continue on another stream
+    clocks.at = clocks.new_stream()  # continue on another stream
     assert asked(*sixth) == 5.0
     del sixth
     eighth, ninth = kept(7), kept(8)
