@@ -304,7 +304,7 @@ def test_tensorboard_events_match_the_metrics(undisturbed):
 def reported(folder: Path) -> list[dict[str, Any]]:
     """Write metrics of steps 1 to 3, and after a simulated kill those of 3 and 4; an unknown MFU is None."""
     for first, last in ((1, 3), (3, 4)):
-        report = Report(folder, 4, first - 1, first=True, quiet=True)
+        report = Report(folder, first - 1)
         for step in range(first, last + 1):
             report.log_metrics(step, loss=float(step + first), mfu=None)
         report.close()

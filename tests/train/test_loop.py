@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(pool, tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_metrics_on_a_full_disk_do_not_end_a_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("meshflash"), "propagate", True)
-    report = Report(tmp_path, 3, 0, first=True, quiet=True)
+    report = Report(tmp_path, 0)
     report.log_metrics(1, loss=1.0)
     (tmp_path / METRICS_FILE).rename(tmp_path / "kept")
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")

@@ -102,8 +102,7 @@ class Checkpoints:
         step = self.latest() if step is None else step
         if step is None:
             raise CheckpointError(f"{self.folder}: no checkpoint in it; save one, or give the folder that has them")
-        found: dict[str, Any] = read_index(self._path(step))["state"]
-        return found
+        return read_index(self._path(step))["state"]
 
     def wait(self) -> None:
         """Wait until the current save is on disk; raise CheckpointError on all ranks if it failed."""
@@ -207,8 +206,7 @@ class Checkpoints:
         index, parts = self._together(match)
         self._together(lambda: read_parts(folder, index["tensors"], files, parts), step)
         restore(model, optimizer, index, parts)
-        found: dict[str, Any] = index["state"]
-        return found
+        return index["state"]
 
     def _path(self, step: int) -> Path:
         """Return the folder of a checkpoint."""

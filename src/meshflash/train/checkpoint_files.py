@@ -45,8 +45,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Digest = dict[str, Any]
 
 _FOLDER = re.compile(r"step-(\d{8,})(\.replaced-\w+)?")
-#: Bytes that are read at a time to compute a digest.
-_BLOCK_BYTES = 1 << 22
 #: The most bytes of the header of a safetensors file; the limit of the safetensors library.
 HEADER_BYTES = 100_000_000
 #: The most bytes of a manifest or an index; an index has about 100 for each shard of a tensor.
@@ -241,10 +239,8 @@ def _check_file(path: Path, num_bytes: int, sha256: str) -> None:
         size = path.stat().st_size
         if size != num_bytes:
             raise CheckpointError(f"{path}: it has {size} bytes, and {num_bytes} were written; it is cut or changed")
-        digest = hashlib.sha256()
         with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
+            digest = hashlib.file_digest(file, "sha256")
     except OSError as error:
         raise CheckpointError(f"{path}: {_why(error)}") from None
     if digest.hexdigest() != sha256:

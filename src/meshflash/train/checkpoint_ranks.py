@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.comm.handshake import timeout
 from meshflash.runtime.liveness import LostRankError, naming_lost_ranks, one_line
 from meshflash.runtime.store import start_thread
-
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 #: Seconds between two heartbeats: at least, and at most; in between, this share of the time that the work has taken.
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS, PAUSE_SHARE = 0.01, 4.0, 0.1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
         if part.local.dtype not in NAMES:
             raise ValueError(f"{name}: {part.local.dtype} cannot be saved; expected one of {', '.join(DTYPES)}")
     # a rank with no row of a sharded tensor has an empty shard, which is not stored
-    return Content({name: p for name, p in parts.items() if p.local.numel() or not _volume(p.shape)}, values, groups)
+    return Content({name: p for name, p in parts.items() if p.local.numel() or not prod(p.shape)}, values, groups)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -338,10 +339,6 @@ def _item(name: str, offsets: list[int], sizes: list[int], shape: list[int], dty
 
 def _chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-
-
-def _volume(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _few(names: Any, most: int = 8) -> str:

@@ -387,8 +387,7 @@ def from_dict(given: Mapping[str, Any]) -> Config:
     """
     parts = dict(given)
     base = preset(parts.pop("kind"), "tiny")
-    found: Config = change(base, parts)
-    return found
+    return change(base, parts)
 
 
 def to_toml(config: Config) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshflash.train.order import random_words
-from meshflash.train.tokens import check_sample_index
+from meshflash.train.tokens import check_sample_index, check_task
 
 #: The file suffixes of images in an ImageFolder.
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -156,16 +156,8 @@ class SyntheticImages:
         spot: int = 4,
         dense: bool = False,
     ) -> None:
-        for name, value, low in (
-            ("height", height, 2 * spot),
-            ("width", width, spot),
-            ("classes", classes, 1 if dense else 2),
-            ("samples", samples, 1),
-            ("channels", channels, 1),
-            ("spot", spot, 1),
-        ):
-            if value < low:
-                raise ValueError(f"SyntheticImages: {name}={value}; expected at least {low}")
+        least = {"height": (height, 2 * spot), "width": (width, spot), "classes": (classes, 1 if dense else 2)}
+        check_task("SyntheticImages", **least, samples=(samples, 1), channels=(channels, 1), spot=(spot, 1))
         self.size, self.classes, self.seed, self.samples = (height, width), classes, seed, samples
         self.channels, self.spot, self.dense = channels, spot, dense
         signs = random_words(0, 2**64 - 1, classes * channels * spot**2)
@@ -217,18 +209,14 @@ def read_image(path: Path, size: tuple[int, int] | None) -> npt.NDArray[np.float
         size: The (height, width) to scale to; None keeps the image's own.
     """
     pillow = _pillow()
+    unreadable = (OSError, SyntaxError, ValueError, pillow.Image.DecompressionBombError)  # Pillow raises all of them
     try:
         with pillow.Image.open(path, formats=FORMATS) as opened:
             _check_pixels(opened.size, pillow.Image.MAX_IMAGE_PIXELS)
             if opened.mode[0] in "IF":
                 raise ValueError(f"of {opened.mode}, more than 8 bits; put such images into an array, see ImageArrays")
             image = pillow.ImageOps.exif_transpose(opened).convert("RGB")
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        pillow.Image.DecompressionBombError,
-    ) as error:  # Pillow raises SyntaxError for some
+    except unreadable as error:
         raise ValueError(f"{path}: not an image that can be read ({error})") from error
     if size is not None and image.size != size[::-1]:
         image = image.resize(size[::-1], pillow.Image.Resampling.BILINEAR)

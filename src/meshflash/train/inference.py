@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed as _distributed
 
 from meshflash.core.files import check_file, check_folder, naming, write_whole
 from meshflash.job import init
@@ -26,8 +25,6 @@ from meshflash.train.checkpoint import Checkpoints
 from meshflash.train.images import SUFFIXES, ImageArrays, read_image
 from meshflash.train.loop import CHECKPOINTS, build_model
 from meshflash.train.tokenizer import ByteTokenizer, FolderTokenizer, Tokenizer
-
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 
 def text(

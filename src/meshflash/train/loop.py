@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as _distributed
+from torch import distributed as dist
 
 from meshflash.core.mask import Mask
 from meshflash.job import init
@@ -43,8 +43,6 @@ from meshflash.train.order import Order, divide
 from meshflash.train.report import EVENTS_FOLDER, METRICS_FILE, ProgressLine, Report, model_flops_utilization
 from meshflash.train.sources import Source, has_accuracy, is_synthetic, open_source
 from meshflash.train.synthetic import accuracy
-
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 CHECKPOINTS = "checkpoints"
 #: The file that records the torchrun launch for which files of earlier runs were set aside.
@@ -97,12 +95,11 @@ def train(
             problem = str(error)
     if problem := _broadcast_from_rank0(problem):
         raise ValueError(problem)
-    first = here.rank == 0
-    if first and not quiet and progress is None:
+    if here.rank == 0 and not quiet and progress is None:
         progress = ProgressLine(config.run.steps)
     try:
         with _deterministic(config.run.deterministic), naming_lost_ranks():
-            return _train(config, folder, first, quiet, progress)
+            return _train(config, folder, here.rank == 0, None if quiet else progress)
     finally:
         if progress is not None:
             progress.close()
@@ -159,7 +156,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _train(config: Config, folder: Path | None, first: bool, quiet: bool, progress: ProgressLine | None) -> TrainResult:
+def _train(config: Config, folder: Path | None, first: bool, progress: ProgressLine | None) -> TrainResult:
     def show(stage: str) -> None:
         if progress is not None:
             progress.update(0, stage)
@@ -182,7 +179,7 @@ def _train(config: Config, folder: Path | None, first: bool, quiet: bool, progre
             raise ValueError(f"{folder}: its model has other sizes; give another --output, or --fresh")
         start = int(state["step"])
     show("training")
-    report = _open_report(folder, config.run.steps, start, first, quiet, progress)
+    report = _open_report(folder if first else None, start, progress)
     valid_metrics: dict[str, float] = {}
     losses: list[float] = []
     step = start
@@ -223,13 +220,11 @@ def _train(config: Config, folder: Path | None, first: bool, quiet: bool, progre
     return TrainResult(step, losses, valid_metrics, model)
 
 
-def _open_report(
-    folder: Path | None, steps: int, start: int, first: bool, quiet: bool, progress: ProgressLine | None
-) -> Report:
+def _open_report(folder: Path | None, start: int, progress: ProgressLine | None) -> Report:
     """Return the report. Only rank 0 writes, so an error of its folder is raised on all ranks."""
     problem = None
     try:
-        report = Report(folder, steps, start, first=first, quiet=quiet, progress=progress)
+        report = Report(folder, start, progress)
     except OSError as error:
         problem = f"{error}; free some space, or give another --output"
     if problem := _broadcast_from_rank0(problem):

@@ -25,8 +25,7 @@ def random_words(seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
     for name, value in (("seed", seed), ("number", number)):
         if not 0 <= value < _WORD:
             raise ValueError(f"{name}={value}: expected 0 or more, below 2**64")
-    found: npt.NDArray[np.uint64] = np.random.Philox(key=np.array([seed, number], dtype=np.uint64)).random_raw(count)
-    return found
+    return np.random.Philox(key=np.array([seed, number], dtype=np.uint64)).random_raw(count)
 
 
 class Order:

@@ -79,39 +79,23 @@ class ProgressLine:
 
 
 class Report:
-    """The outputs of a run; on all ranks but the first it writes nothing. `train` makes it.
+    """The outputs of a run. `train` makes it; all ranks but the first give neither a folder nor a progress line.
 
     Args:
         folder: The folder of metrics and events; None writes none.
-        steps: The last step of the run.
         start: The step that the run resumes from.
-        first: Whether this is rank 0.
-        quiet: Whether to show no progress.
-        progress: The progress line, if one is shown already.
+        progress: The progress line; None shows none.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        steps: int,
-        start: int,
-        first: bool,
-        quiet: bool = False,
-        progress: ProgressLine | None = None,
-    ) -> None:
-        self.folder = folder if first else None
+    def __init__(self, folder: Path | None, start: int, progress: ProgressLine | None = None) -> None:
+        self.folder, self._progress = folder, progress
         self._events: Any = None
-        self._progress: ProgressLine | None = None
         self._warned = False
-        if not first:
-            return
         if folder is not None:
             check_folder(folder)
             _end_line(folder / METRICS_FILE)
             self._events = _open_events(folder, start)
-        if not quiet:
-            self._progress = progress or ProgressLine(steps)
-            self._progress.update(start)
+        self.advance(start)
 
     def log_metrics(self, step: int, **values: Any) -> None:
         """Write metrics of a step to all outputs.

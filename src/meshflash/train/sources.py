@@ -58,14 +58,7 @@ def open_source(config: Config, name: str, samples: int, seed: int) -> Source:
         return Packed(file, data.tokens)
     if name == IMAGES:
         dense = config.model.head == "pixels"
-        return SyntheticImages(
-            data.height,
-            data.width,
-            config.model.outputs,
-            seed=seed,
-            samples=samples,
-            **({"dense": True} if dense else {}),
-        )
+        return SyntheticImages(data.height, data.width, config.model.outputs, seed, samples, dense=dense)
     path = Path(name)
     if path.is_dir():
         return ImageFolder(path, (data.height, data.width))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshflash.parallel.loss import IGNORE_INDEX
 from meshflash.train.order import random_words
-from meshflash.train.tokens import Sample, check_sample_index
+from meshflash.train.tokens import Sample, check_sample_index, check_task
 
 
 class Copy:
@@ -31,7 +31,7 @@ class Copy:
     """
 
     def __init__(self, tokens: int, vocabulary: int, seed: int = 0, samples: int = 65536) -> None:
-        _check("Copy", samples, tokens=(tokens, 3), vocabulary=(vocabulary, 2))
+        check_task("Copy", tokens=(tokens, 3), vocabulary=(vocabulary, 2), samples=(samples, 1))
         self.tokens, self.vocabulary, self.seed, self.samples = tokens, vocabulary, seed, samples
 
     def __len__(self) -> int:
@@ -63,7 +63,8 @@ class Needle:
     """
 
     def __init__(self, tokens: int, vocabulary: int, seed: int = 0, samples: int = 65536, pairs: int = 1) -> None:
-        _check("Needle", samples, pairs=(pairs, 1), tokens=(tokens, 4 * pairs + 1), vocabulary=(vocabulary, 8))
+        least = {"pairs": (pairs, 1), "tokens": (tokens, 4 * pairs + 1), "vocabulary": (vocabulary, 8)}
+        check_task("Needle", **least, samples=(samples, 1))
         self.tokens, self.vocabulary, self.seed, self.samples, self.pairs = tokens, vocabulary, seed, samples, pairs
         self.keys = vocabulary // 4
         if pairs > self.keys:
@@ -99,9 +100,3 @@ def accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """
     counts = labels != IGNORE_INDEX
     return ((logits.argmax(-1) == labels) & counts).sum(), counts.sum()
-
-
-def _check(task: str, samples: int, **least: tuple[int, int]) -> None:
-    for name, (value, low) in {**least, "samples": (samples, 1)}.items():
-        if value < low:
-            raise ValueError(f"{task}: {name}={value}; expected at least {low}")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshflash.core.reading import read_json
+from meshflash.core.reading import read_object
 
 #: The file of a Hugging Face tokenizer, and the files beside it that may name its end token.
 TOKENIZER = "tokenizer.json"
@@ -105,8 +105,7 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
-        ids: list[int] = self._loaded.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._loaded.encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """Return the ids of several texts, encoded on all cores."""
@@ -115,8 +114,7 @@ class FolderTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without special tokens."""
-        text: str = self._loaded.decode([int(i) for i in ids], skip_special_tokens=True)
-        return text
+        return self._loaded.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids before and behind a document, found by encoding a text of one letter."""
@@ -128,14 +126,10 @@ class FolderTokenizer:
 
     def _end_token(self) -> int | None:
         for path in self.files[1:]:
-            given = read_json(path)
-            if not isinstance(given, dict):
-                raise ValueError(f"{path}: expected an object of JSON")
-            entry = given.get("eos_token")
+            entry = read_object(path, "an object of JSON").get("eos_token")
             token = entry.get("content") if isinstance(entry, dict) else entry
             if token is not None and not isinstance(token, str):
                 raise ValueError(f"{path}: eos_token={token!r:.100}; expected a text")
             if token is not None:
-                found: int | None = self._loaded.token_to_id(token)
-                return found
+                return self._loaded.token_to_id(token)
         return None

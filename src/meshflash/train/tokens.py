@@ -137,6 +137,18 @@ def check_sample_index(number: int, samples: int) -> None:
         raise IndexError(f"sample {number}: there are {samples}")
 
 
+def check_task(task: str, **least: tuple[int, int]) -> None:
+    """Raise ValueError unless every argument of a synthetic task is large enough.
+
+    Args:
+        task: The name of the task, for the error.
+        least: By argument, its value and the least value that it may have.
+    """
+    for name, (value, low) in least.items():
+        if value < low:
+            raise ValueError(f"{task}: {name}={value}; expected at least {low}")
+
+
 def write_tokens(
     paths: Iterable[Path | str],
     folder: Path | str,
