@@ -50,7 +50,7 @@ class Streams(Protocol):
         """Block this thread until all work of the device is done."""
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """The streams of an accelerator, by torch's module of its kind. Made by transports."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,11 +80,9 @@ class DeviceStreams:
         return made
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy on the current stream."""
         target.copy_(source, non_blocking=True)
 
     def delay(self, stream: Any, seconds: float) -> None:
-        """Let a stream sleep for some seconds."""
         if not self._cycles_per_second:
             self._cycles_per_second = self._measure(10_000_000)
         with self.stream_context(stream):

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -202,9 +201,7 @@ class Heap(ABC):
     def __enter__(self) -> Heap:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None and not self._closed:
             try:
                 self.barrier()
@@ -216,7 +213,7 @@ class Heap(ABC):
             if self._barrier is not None and not self._closed:
                 # peers that wait in a barrier raise this message instead of timing out
                 self._barrier.post_and_leave(
-                    self._payload(f"{self._named(self.rank)} left the heap by {kind and kind.__name__}: {error}")
+                    self._payload(f"{self._named(self.rank)} left the heap by {type(error).__name__}: {error}")
                 )
             self._release()
 

@@ -196,3 +196,24 @@ class Transport(ABC):
 
     @abstractmethod
     def _collective(self, form: Collective, group: str, source: Tensor, target: Tensor) -> Any: ...
+
+
+class StackedTransport(Transport):
+    """Base of transports that move their messages by another transport, `inner`, with its groups and ranks."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def add(self, name: str, group: Any) -> None:
+        """Add a process group to the inner transport."""
+        self.inner.add(name, group)
+
+    def set_message_tag(self, number: int, direction: Direction) -> None:
+        self.inner.set_message_tag(number, direction)
+
+    def rank(self, group: str) -> int:
+        return self.inner.rank(group)
+
+    def world(self, group: str) -> int:
+        return self.inner.world(group)

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from meshflash.comm.streams import DeviceStreams, MakeStreams
-from meshflash.comm.transports.contract import Collective, Message, Transport, TransportError
-from meshflash.core.program import Direction
+from meshflash.comm.transports.contract import Collective, Message, StackedTransport, Transport, TransportError
 
 #: Seconds that the threads get to finish pending messages at `close`.
 CLOSE_SECONDS = 5.0
@@ -52,7 +51,7 @@ class _Job:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class HostStaged(Transport):
+class HostStaged(StackedTransport):
     """Moves a device's tensors over a transport of host tensors. Made by `choose`."""
 
     capture_unsupported_reason = "it moves messages by threads of the host"
@@ -60,8 +59,8 @@ class HostStaged(Transport):
     def __init__(
         self, inner: Transport, device: torch.device, timeout: float, streams: MakeStreams = DeviceStreams
     ) -> None:
-        super().__init__()
-        self.inner, self.device, self.timeout = inner, device, timeout
+        super().__init__(inner)
+        self.device, self.timeout = device, timeout
         self.name = f"{inner.name}, through the host"
         self._streams = streams(device)
         self._out, self._in = self._streams.new_stream(), self._streams.new_stream()
@@ -75,19 +74,6 @@ class HostStaged(Transport):
         for thread in self._threads:
             thread.start()
         atexit.register(self.close)  # a thread in torch's C++ must not outlive the interpreter
-
-    def add(self, name: str, group: Any) -> None:
-        """Add a process group to the inner transport."""
-        self.inner.add(name, group)
-
-    def set_message_tag(self, number: int, direction: Direction) -> None:
-        self.inner.set_message_tag(number, direction)
-
-    def rank(self, group: str) -> int:
-        return self.inner.rank(group)
-
-    def world(self, group: str) -> int:
-        return self.inner.world(group)
 
     def close(self) -> None:
         """End the threads, after pending messages have finished or CLOSE_SECONDS have passed."""
@@ -183,8 +169,7 @@ class _Pinned:
                 if self._streams.query_event(event):
                     del self._free[key][n]
                     return host
-        made: Tensor = self._streams.allocate_pinned(*key)
-        return made
+        return self._streams.allocate_pinned(*key)
 
     def give_back(self, host: Tensor, event: Any) -> None:
         """Return a buffer to the pool; it is free after this event."""

@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as _distributed
+from torch import distributed as dist
 
 from meshflash.comm.transports.contract import Collective, Message, Transport, TransportError
 from meshflash.core.program import Direction
-
-dist: Any = _distributed  # torch's stubs do not declare all that this module exports
-
 
 #: Tags of gloo have 31 bits. Bit 30 is always set, so that the caller's own messages with small tags are never taken
 #: for ours. Then come 26 bits for number and direction of the pass, which wrap around, and 4 bits for the group.

@@ -39,7 +39,7 @@ class Heap(Protocol):
         """Wait for the signal of a rank, and consume it."""
 
 
-class TorchHeap:
+class TorchHeap(Heap):
     """A heap in torch's symmetric memory. Made by `Symmetric` and by the symmetric heap on GPUs."""
 
     def __init__(self, count: int, group: Any, device: torch.device, timeout: float) -> None:
@@ -52,15 +52,12 @@ class TorchHeap:
         self._timeout = int(timeout * 1e3)
 
     def of(self, rank: int) -> Tensor:
-        """Return the memory of a rank, as bytes."""
         return self._peers[rank]
 
     def put(self, rank: int, channel: int) -> None:
-        """Set a signal at a rank, after that rank has consumed the previous one of this channel."""
         self._handle.put_signal(rank, channel, self._timeout)
 
     def take(self, rank: int, channel: int) -> None:
-        """Wait for the signal of a rank, and consume it."""
         self._handle.wait_signal(rank, channel, self._timeout)
 
 

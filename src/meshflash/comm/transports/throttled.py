@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from meshflash.comm.streams import DeviceStreams, MakeStreams
-from meshflash.comm.transports.contract import Arena, Collective, Message, Transport
-from meshflash.core.program import Direction
+from meshflash.comm.transports.contract import Arena, Collective, Message, StackedTransport, Transport
 
 
-class Throttled(Transport):
+class Throttled(StackedTransport):
     """Another transport, slowed down. Made by `choose` for throttled(name, GB a second, microseconds)."""
 
     def __init__(
@@ -32,24 +31,11 @@ class Throttled(Transport):
     ) -> None:
         if not bytes_per_second > 0 or not latency >= 0:
             raise ValueError(f"Throttled({bytes_per_second}, {latency}): expected bytes a second > 0, seconds >= 0")
-        super().__init__()
-        self.inner, self.bytes_per_second, self.latency = inner, bytes_per_second, latency
+        super().__init__(inner)
+        self.bytes_per_second, self.latency = bytes_per_second, latency
         self.name = f"{inner.name} at {bytes_per_second / 1e9:g} GB/s and {latency * 1e6:g} us"
         self.reads_peers, self.capture_unsupported_reason = inner.reads_peers, inner.capture_unsupported_reason
         self._link = _HostLink() if device.type == "cpu" else _DeviceLink(streams(device))
-
-    def add(self, name: str, group: Any) -> None:
-        """Add a process group to the inner transport."""
-        self.inner.add(name, group)
-
-    def set_message_tag(self, number: int, direction: Direction) -> None:
-        self.inner.set_message_tag(number, direction)
-
-    def rank(self, group: str) -> int:
-        return self.inner.rank(group)
-
-    def world(self, group: str) -> int:
-        return self.inner.world(group)
 
     def close(self) -> None:
         self.inner.close()
