@@ -15,15 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import distributed as _distributed
+from torch import distributed as dist
 
 from meshflash.check.fuzz import Settings, derive
 from meshflash.check.scenario import Begun, Failed, Judged, kind_of, run_cases, run_cases_apart
+from meshflash.core.files import write_whole
 from meshflash.runtime.mps import variables
 from meshflash.runtime.processes import RankError, run_ranks
 from meshflash.runtime.world import World
-
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 #: The version of the record's format; a campaign does not continue another one.
 FORMAT = 1
@@ -141,10 +140,7 @@ class Record:
             "misses": self.misses,
             "dimensions": sorted_dimensions,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(saved, indent=1) + "\n")
-        beside.replace(path)
+        write_whole(path, json.dumps(saved, indent=1) + "\n")
 
 
 def go_on(path: Path, settings: Settings, header: dict[str, Any]) -> Record:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as _distributed
+from torch import distributed as dist
 
 from meshflash.api import flash_attention
 from meshflash.runtime import devices
@@ -23,8 +23,6 @@ from meshflash.runtime.world import World
 TOLERANCE = 1e-4
 #: Scores that the reference holds at a time; bounds its memory to 128 MiB in float64.
 REFERENCE_SCORES = 2**24
-
-dist: Any = _distributed  # torch.distributed lacks some declarations
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,17 +72,9 @@ class Case:
         """Return the ALiBi slopes, one for each head, or None."""
         return torch.linspace(0.1, 0.6, self.heads, device=device) if self.alibi else None
 
-    def run(self, leaves: dict[str, Tensor], kernel: str = "auto") -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of `flash_attention`.
-
-        Args:
-            leaves: The inputs, from `inputs`.
-            kernel: The kernel to use.
-        """
-        return flash_attention(
-            leaves["q"],
-            leaves["k"],
-            leaves["v"],
+    def options(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments of `flash_attention` and `attention` that this case decides, except for q, k and v."""
+        return dict(
             sink_logits=leaves.get("sink_logits"),
             mask=self.mask,
             scale=self.scale,
@@ -90,9 +83,17 @@ class Case:
             dropout=self.dropout,
             seed=self.dropout_seed if self.dropout else None,
             q_offset=self.q_offset,
-            kernel=kernel,
-            return_lse=True,
         )
+
+    def run(self, leaves: dict[str, Tensor], kernel: str = "auto") -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of `flash_attention`.
+
+        Args:
+            leaves: The inputs, from `inputs`.
+            kernel: The kernel to use.
+        """
+        q, k, v = leaves["q"], leaves["k"], leaves["v"]
+        return flash_attention(q, k, v, **self.options(leaves), kernel=kernel, return_lse=True)
 
     def features(self, leaves: dict[str, Tensor]) -> Features:
         """Return the features of this case in the form that kernels take."""

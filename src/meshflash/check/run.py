@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import distributed as _distributed
+from torch import distributed as dist
 
-from meshflash.check.oracle import check
-from meshflash.check.spread import Result, check_moved, run_item, share_rounding, whole
+from meshflash.check.oracle import Error, check
+from meshflash.check.spread import Item, Result, check_moved, run_item, share_rounding, whole
 from meshflash.check.suite import Check
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.processes import Tell, run_ranks
@@ -18,7 +18,6 @@ from meshflash.runtime.world import World
 
 #: The allowed ulp of the accumulator: a gradient that is truly 0 is here a difference of sums in different orders.
 UNITS = 16
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def run(checks: Sequence[Check], world: int, listen: Tell | None = None) -> list
         listen: A function that receives progress messages.
     """
     results = run_ranks(world, _run, list(checks), timeout=3600.0, listen=listen)
-    verdicts: list[Verdict] = results[0]
-    return verdicts
+    return results[0]
 
 
 def run_here(checks: Sequence[Check], here: World, listen: Tell) -> list[Verdict]:
@@ -88,9 +86,9 @@ def _run(rank: int, world: int, tell: Tell, checks: list[Check], local_rank: int
 
 
 def _judge(each: Check, parts: Sequence[Result | str]) -> Verdict:
-    item, case = each.item, each.item.case
+    item = each.item
     dtype = str(item.dtype).removeprefix("torch.")
-    names = (item.schedule, item.world, each.layout, each.mask, each.features, case.tokens, dtype)
+    names = (item.schedule, item.world, each.layout, each.mask, each.features, item.case.tokens, dtype)
     refusals = [part for part in parts if isinstance(part, str)]
     if refusals:
         outcome = "refused" if len(refusals) == len(parts) else "missed"
@@ -99,12 +97,22 @@ def _judge(each: Check, parts: Sequence[Result | str]) -> Verdict:
     moved = [part[1] for part in made]
     received = [sum(sum(rank[way].received.values()) for rank in moved) / len(moved) for way in ("forward", "backward")]
     try:
-        results = [part[0] for part in made]
-        leaves = case.inputs(item.dtype)
-        errors = check(whole(item, results), case, leaves, UNITS, share_rounding(results))
-        check_moved(item, moved)
+        worst, found = worst_error(item, made)
     except (AssertionError, ValueError) as error:
         return Verdict(*names, "missed", forward_bytes=received[0], backward_bytes=received[1], message=str(error))
-    worst = max(errors, key=lambda name: errors[name].error / errors[name].allowed)
-    found = errors[worst]
     return Verdict(*names, "right", worst, found.error, found.allowed, received[0], received[1])
+
+
+def worst_error(item: Item, parts: Sequence[Result]) -> tuple[str, Error]:
+    """Return the name and the error of the result that comes closest to the allowed error.
+
+    Raise AssertionError if a result is wrong, or if ranks moved other bytes than the verifier counted.
+
+    Args:
+        item: The item that the ranks ran.
+        parts: The results and the traffic of each rank.
+    """
+    results, leaves = [part[0] for part in parts], item.case.inputs(item.dtype, seed=item.values)
+    errors = check(whole(item, results), item.case, leaves, UNITS, share_rounding(results))
+    check_moved(item, [part[1] for part in parts])
+    return max(errors.items(), key=lambda found: found[1].error / found[1].allowed)

@@ -191,21 +191,10 @@ class Run:
 
     def forward(self, mode: Mode = "grad") -> None:
         """Run the forward."""
-        item, case = self.item, self.item.case
+        item = self.item
         self._reset_counters()
         q, k, v = (self.local[name].squeeze(0) if item.packed else self.local[name] for name in SHARDED)
-        options: dict[str, Any] = dict(
-            mask=case.mask,
-            scale=case.scale,
-            softcap=case.softcap,
-            sink_logits=self.local.get("sink_logits"),
-            alibi_slopes=case.slopes(item.device),
-            dropout=case.dropout,
-            seed=case.dropout_seed if case.dropout else None,
-            q_offset=case.q_offset,
-            kernel=item.kernel,
-            return_lse=item.lse,
-        )
+        options = item.case.options(self.local) | dict(kernel=item.kernel, return_lse=item.lse)
         if self.group is not None:
             options |= dict(
                 mesh=self.mesh,

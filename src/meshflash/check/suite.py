@@ -87,12 +87,6 @@ def everything(
         for n, (layout, mask, feature) in enumerate(cells):
             case = replace(Case(MASKS[mask](TOKENS), tokens=TOKENS), **FEATURES[feature])
             held = LAYOUTS[layout](TOKENS, world)
-            out.append(
-                Check(
-                    layout,
-                    mask,
-                    feature,
-                    Item(case, schedule, world, DTYPES[n % 2], held, device=device, transport=transport),
-                )
-            )
+            item = Item(case, schedule, world, DTYPES[n % 2], held, device=device, transport=transport)
+            out.append(Check(layout, mask, feature, item))
     return out

@@ -38,6 +38,7 @@ def fuzz(
     """Run the cases of a campaign that its record lacks, and print all of it; exit with 1 if a case failed."""
     from meshflash.bench import record as records
     from meshflash.check.campaign import Campaign, Record, RecordError, go_on
+    from meshflash.core.files import OutputError
 
     path = output or Path(f"fuzz-seed{settings.seed}.json")
     header = records.header(records.command_line())
@@ -52,8 +53,8 @@ def fuzz(
     if writes_record:
         try:
             record.write(path)  # before the work, so that a path that cannot be written fails now
-        except OSError as error:
-            raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint="--output") from error
+        except OutputError as error:
+            raise typer.BadParameter(str(error), param_hint="--output") from error
     with console.status("starting") as status:
         campaign = Campaign(record, path if writes_record else None, _progress(console, status.update), limit)
         try:
