@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.bench_options import explained
 from meshflash.cli.outputs import writable
 
 
@@ -40,10 +41,8 @@ def command(
     from meshflash.kernels import rates
 
     console = Console()
-    try:
+    with explained():
         device = pick_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if on_cpu(device):
         raise typer.BadParameter(
             f"device {device!r}: on CPUs the order of kernels is fixed, so there is nothing to measure; give a GPU"

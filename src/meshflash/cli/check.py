@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.bench_options import explained
 from meshflash.cli.outputs import writable
 
 
@@ -50,14 +51,12 @@ def command(
     from meshflash.runtime.launchers import detect
     from meshflash.schedules.registry import parse, schedule_variants
 
-    try:
+    with explained():
         pick_device(device)
         check_transport(transport)
         for name in schedule:
             parse(name)
         cases = numbers_of(case)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if output:
         writable(output)
     here = init() if detect().world_size > 1 else None

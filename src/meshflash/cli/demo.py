@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.bench_options import explained
 from meshflash.cli.outputs import writable_folder
 
 #: Bandwidth of the links in the simulated timeline, bytes per second. The title of the picture states it.
@@ -49,10 +50,8 @@ def command(
     console = Console()
     case = Case(tokens=tokens, heads=heads, kv_heads=heads if heads % 2 else heads // 2)
     sizes = Sizes(dim=case.head_dim, value_dim=case.head_dim, input_bytes=4)
-    try:
+    with explained():
         built = pictures.programs(schedule, tokens, nproc, heads, case.kv_heads, case.rule, "forward", sizes)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     introduction = (
         f"One causal sequence of {tokens:,} tokens over {nproc} processes joined by gloo, {heads} query and "
         f"{case.kv_heads} KV heads: every schedule, forward and backward, checked against a single device."

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.bench_options import explained
 from meshflash.cli.outputs import writable
 
 
@@ -28,11 +29,9 @@ def command(
 
     if svg is not None:
         writable(svg)
-    try:
+    with explained():
         rule = parse_mask(mask, tokens)
         proved = prove(schedule, tokens, nproc, heads, kv_heads or heads, rule, "backward" if backward else "forward")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     drawn = draw(proved, f"{schedule}: {tokens:,} tokens over {nproc} ranks, {mask}")
     if steps:
         for program in proved.programs:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from meshflash.cli.bench_options import explained
 from meshflash.cli.outputs import writable
 
 
@@ -27,10 +28,8 @@ def command(
 
     for path in filter(None, (svg, merged)):
         writable(path)
-    try:
+    with explained():
         events = recorded.read(folder)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     found = recorded.calls(events)
     number = call if call >= 0 else len(found) + call
     if not 0 <= number < len(found):

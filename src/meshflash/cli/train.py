@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshflash.cli.bench_options import explained
 from meshflash.cli.outputs import writable_folder
 from meshflash.cli.ranks import Nproc, rerun
 
@@ -81,17 +82,14 @@ def _configure(
     """Return the configuration: the preset, changed by the file, then by options, then by --set. It needs no torch."""
     from meshflash.train import config as configs
 
-    try:
+    with explained():
         changes = {} if file is None else configs.read_toml(file)
         named = changes.pop("kind", None)
         if named is not None and kind is not None and named != kind:
             raise ValueError(f"{file}: kind={named!r}, and the command says {kind!r}; leave one out")
         built = configs.change(configs.preset(kind or named or "gpt", preset), changes)
         given = {table: {k: v for k, v in fields.items() if v is not None} for table, fields in options.items()}
-        found: Config = configs.change(configs.change(built, given), configs.assignments(assigned))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    return found
+        return configs.change(configs.change(built, given), configs.assignments(assigned))
 
 
 def _run(
