@@ -255,7 +255,7 @@ def test_small_shared_memory_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, machine: Path, size: int, free: int, advice: str
 ) -> None:
     (machine / "dev/shm").mkdir(parents=True)
-    monkeypatch.setattr(doctor, "_space", lambda folder: (size, free))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(total=size, free=free))
     finding = found("limits")["/dev/shm"]
     assert finding.status == ("problem" if advice else "ok")
     assert advice in finding.advice

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -264,7 +264,8 @@ def test_store_has_the_requested_timeout(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     met = [rendezvous.open_rendezvous(Place("variables", rank, 2, rank, 2), 10.0) for rank in range(2)]
-    assert {one.store.underlying_store.timeout for one in met} == {timedelta(seconds=10)}
+    stores: list[Any] = [one.store.underlying_store for one in met]
+    assert {store.timeout for store in stores} == {timedelta(seconds=10)}
 
 
 def test_init_is_refused_if_the_starter_has_ended(monkeypatch):

@@ -8,12 +8,9 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import distributed as _distributed
-
-dist: Any = _distributed  # torch's stubs do not declare all that this module exports
+from torch import distributed as dist
 
 #: Kinds of accelerators, in the order in which they are tried, and their communication backends, best first.
 BACKENDS: dict[str, tuple[str, ...]] = {"cuda": ("nccl",), "xpu": ("xccl", "ccl")}
@@ -172,7 +169,8 @@ def choose_backend(infos: Sequence[RankInfo], forced: str | None = None) -> tupl
             lacking = [rank for rank, one in enumerate(infos) if backend not in one.backends]
             if lacking:
                 raise ValueError(
-                    f"backend={forced!r}: rank {_list(lacking)} has no {backend}; it has {_names(infos[lacking[0]])}"
+                    f"backend={forced!r}: rank {_list(lacking)} has no {backend}; it has "
+                    f"{', '.join(infos[lacking[0]].backends) or 'none'}"
                 )
         return forced, ""
     kinds = sorted({one.kind for one in infos})
@@ -196,10 +194,6 @@ def choose_backend(infos: Sequence[RankInfo], forced: str | None = None) -> tupl
             return (f"{CPU}:{GLOO},{kind}:{backend}" if backend != "ccl" else backend), reason
     missing = f"{' and '.join(wanted)} {'is' if len(wanted) == 1 else 'are'} missing"
     return GLOO, f"{missing} on some rank; tensors move through the host"
-
-
-def _names(one: RankInfo) -> str:
-    return ", ".join(one.backends) or "none"
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -335,7 +335,8 @@ def _listens() -> Iterator[Finding]:
 def _limits() -> Iterator[Finding]:
     shm = _ROOT / "dev/shm"
     if shm.is_dir():
-        yield _shared_memory(*_space(shm))
+        space = shutil.disk_usage(shm)
+        yield _shared_memory(space.total, space.free)
     import resource  # not on Windows: there the probe ends here
 
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -465,12 +466,6 @@ def _memory() -> tuple[int, int]:
     if limit.isdigit():
         total = min(total, int(limit))
     return total, min(total, fields.get("MemAvailable", total))
-
-
-def _space(folder: Path) -> tuple[int, int]:
-    """Return the bytes of a file system, total and free."""
-    space = os.statvfs(folder)
-    return space.f_frsize * space.f_blocks, space.f_frsize * space.f_bavail
 
 
 def _version(program: str) -> str:

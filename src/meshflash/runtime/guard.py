@@ -53,9 +53,8 @@ def guarded(store: Any, token: str) -> Any:
     """
     if not token:
         return store
-    from torch import distributed  # not above: the command line makes tokens, and starts faster without torch
+    from torch import distributed as dist  # not above: the command line makes tokens, and starts faster without torch
 
-    dist: Any = distributed  # torch's stubs do not declare all that this module exports
     return dist.PrefixStore(f"meshflash-{_digest('prefix', token)}", store)
 
 

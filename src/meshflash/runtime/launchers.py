@@ -56,6 +56,14 @@ class Launcher:
     marker: str = ""
 
 
+def _prefixed(name: str, prefix: str, job: tuple[str, ...]) -> Launcher:
+    """Return a launcher that sets PREFIX_RANK, PREFIX_SIZE, PREFIX_LOCAL_RANK and PREFIX_LOCAL_SIZE."""
+    rank, size, local_rank, local_size = (
+        (f"{prefix}_{part}",) for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    return Launcher(name, rank, size, local_rank, local_size, job=job)
+
+
 #: The launchers, in order of precedence.
 LAUNCHERS = (
     Launcher(
@@ -68,30 +76,11 @@ LAUNCHERS = (
         ("TORCHELASTIC_RUN_ID",),
         marker="TORCHELASTIC_RUN_ID",
     ),
-    Launcher(
-        "jsrun",
-        ("JSM_NAMESPACE_RANK",),
-        ("JSM_NAMESPACE_SIZE",),
-        ("JSM_NAMESPACE_LOCAL_RANK",),
-        ("JSM_NAMESPACE_LOCAL_SIZE",),
-        job=("PMIX_NAMESPACE", "LSB_JOBID"),
+    _prefixed("jsrun", "JSM_NAMESPACE", job=("PMIX_NAMESPACE", "LSB_JOBID")),
+    _prefixed(
+        "Open MPI", "OMPI_COMM_WORLD", job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
     ),
-    Launcher(
-        "Open MPI",
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
-    ),
-    Launcher(
-        "MVAPICH2",
-        ("MV2_COMM_WORLD_RANK",),
-        ("MV2_COMM_WORLD_SIZE",),
-        ("MV2_COMM_WORLD_LOCAL_RANK",),
-        ("MV2_COMM_WORLD_LOCAL_SIZE",),
-        job=("MPIRUN_ID",),
-    ),
+    _prefixed("MVAPICH2", "MV2_COMM_WORLD", job=("MPIRUN_ID",)),
     Launcher(
         "Slurm",
         ("SLURM_PROCID",),

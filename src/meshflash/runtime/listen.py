@@ -102,21 +102,14 @@ def plan(place: Place) -> list[tuple[str, str]]:
         store, local = f"{requested or '127.0.0.1'}, a port that the system chooses", True
     else:
         store = "rank 0's address on the route to the other hosts, a free port or one computed from Slurm's job number"
-    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    interface = LOOPBACK if local else "the interface of this host's name, or the one that leads to rank 0"
-    nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    return [
-        ("store", store),
-        (
-            "liveness",
-            f"{'127.0.0.1' if local else 'the address on the route to the store'}, a port that the system chooses",
-        ),
-        ("gloo", f"{gloo}, as GLOO_SOCKET_IFNAME says" if gloo else interface),
-        (
-            "nccl",
-            f"{nccl}, as NCCL_SOCKET_IFNAME says" if nccl else "the interfaces that NCCL finds; see NCCL_SOCKET_IFNAME",
-        ),
-    ]
+    liveness = "127.0.0.1" if local else "the address on the route to the store"
+    services = [("store", store), ("liveness", f"{liveness}, a port that the system chooses")]
+    gloo = LOOPBACK if local else "the interface of this host's name, or the one that leads to rank 0"
+    nccl = "the interfaces that NCCL finds; see NCCL_SOCKET_IFNAME"
+    for name, variable, default in (("gloo", "GLOO_SOCKET_IFNAME", gloo), ("nccl", "NCCL_SOCKET_IFNAME", nccl)):
+        given = os.environ.get(variable)
+        services.append((name, f"{given}, as {variable} says" if given else default))
+    return services
 
 
 def _is_numeric(address: str) -> bool:

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -57,7 +57,9 @@ def run_ranks(
     if world < 1:
         raise ValueError(f"world={world}: expected at least one rank")
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="meshflash-") as folder, _environment(threads):
+    # Without an interface gloo looks up the host's name, which may not resolve.
+    inherited = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK), "OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryDirectory(prefix="meshflash-") as folder, variables(**inherited):
         pipes: dict[Connection, int] = {}
         processes = []
         for rank in range(world):
@@ -140,9 +142,8 @@ def _rank(
     end_with_parent()
     try:
         import torch
-        from torch import distributed
+        from torch import distributed as dist
 
-        dist: Any = distributed  # torch's stubs do not declare all that this module exports
         torch.set_num_threads(threads)
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
@@ -171,10 +172,3 @@ def _ignored_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _environment(threads: int) -> AbstractContextManager[None]:
-    """Set the environment variables that the ranks inherit."""
-    # Without an interface gloo looks up the host's name, which may not resolve.
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
-    return variables(OMP_NUM_THREADS=str(threads), GLOO_SOCKET_IFNAME=interface)

@@ -30,12 +30,13 @@ import stat
 import tempfile
 import time
 import zlib
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import distributed as _distributed
+from torch import distributed as dist
 
 from meshflash.runtime.guard import DIGEST_KEY, TokenError, check_token, given_token, guarded, new_token, token_digest
 from meshflash.runtime.hosts import boot, hosts_of, is_loopback, reachable_address
@@ -43,8 +44,6 @@ from meshflash.runtime.launchers import OF_MPI, LaunchError, Place
 from meshflash.runtime.listen import listener
 from meshflash.runtime.log import log
 from meshflash.runtime.store import run_within
-
-dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
 #: Seconds beyond the timeout after which a rank gives up a call of torch that should have timed out by itself.
 GRACE_SECONDS = 2.0
@@ -312,23 +311,17 @@ def _why_silent(address: str, port: int) -> str:
     return "a process listens there, and does not answer"
 
 
-class _explaining:  # noqa: N801 - a context manager, named as it reads
+@contextlib.contextmanager
+def _explaining(place: Place, where: str, timeout: float) -> Iterator[None]:
     """Turn torch's errors into a LaunchError that says where this rank looked, and what to set."""
-
-    def __init__(self, place: Place, where: str, timeout: float) -> None:
-        self.place, self.where, self.timeout = place, where, timeout
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, RuntimeError | TimeoutError) or isinstance(error, LaunchError):
-            return
+    try:
+        yield
+    except LaunchError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
         reason = str(error).strip().splitlines()[0]
-        what = "cannot host the store" if self.place.rank == 0 else f"found no rank 0 within {self.timeout:g} s"
-        raise LaunchError(
-            f"rank {self.place.rank} of {self.place.world_size} {what} at {self.where} ({reason}); {ADVICE}"
-        ) from error
+        what = "cannot host the store" if place.rank == 0 else f"found no rank 0 within {timeout:g} s"
+        raise LaunchError(f"rank {place.rank} of {place.world_size} {what} at {where} ({reason}); {ADVICE}") from error
 
 
 def _on_one_node(place: Place, timeout: float, number: int) -> Store:
@@ -341,7 +334,8 @@ def _on_one_node(place: Place, timeout: float, number: int) -> Store:
         )
     try:
         folder = _own_folder(Path(tempfile.gettempdir()) / f"meshflash-{os.getuid()}")
-        file = folder / f"{_name(place, job, number)}.json"
+        name = hashlib.sha256(f"{place.launcher} {job} {place.world_size} {number}".encode()).hexdigest()[:24]
+        file = folder / f"{name}.json"
         return _host_by_file(place, file, timeout) if place.rank == 0 else _find_by_file(place, file, timeout)
     except OSError as error:
         raise LaunchError(
@@ -414,10 +408,6 @@ def _find_by_file(place: Place, file: Path, timeout: float) -> Store:
         f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s, by {file}. Look at its "
         f"output first; or {ADVICE}"
     )
-
-
-def _name(place: Place, job: str, number: int) -> str:
-    return hashlib.sha256(f"{place.launcher} {job} {place.world_size} {number}".encode()).hexdigest()[:24]
 
 
 def starter() -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -23,8 +22,6 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.run import parse_args, run
 
 from meshflash.runtime.listen import LOOPBACK_RENDEZVOUS, listener
-
-dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
 #: The address that the store listens on.
 ADDRESS = "127.0.0.1"

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed as _distributed
+from torch import distributed as dist
 
 from meshflash.runtime import cores, devices
 from meshflash.runtime.devices import RankInfo
@@ -33,8 +33,6 @@ from meshflash.runtime.log import log, set_up_logging
 from meshflash.runtime.parent import end_with_starter
 from meshflash.runtime.rendezvous import GRACE_SECONDS, Rendezvous, open_rendezvous
 from meshflash.runtime.store import BoundedStore, StoreError, run_within
-
-dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
 #: Seconds that ranks wait for each other by default, in `init` and in collectives.
 TIMEOUT = 300.0
