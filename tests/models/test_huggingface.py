@@ -459,9 +459,9 @@ def test_broken_folders_are_refused(tmp_path, monkeypatch):
     assert equal_weights(read_pretrained(folder), GPT(ODD))
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text[:50])
-    with pytest.raises(ValueError, match=r"config\.json: not a complete JSON file"):
+    with pytest.raises(ValueError, match=r"config\.json: not JSON .*copy it again"):
         read_config(folder)
-    with pytest.raises(ValueError, match=r"config\.json: there is none"):
+    with pytest.raises(ValueError, match=r"config\.json: it cannot be read .No such file"):
         read_config(tmp_path)
     write_config(ODD, tmp_path)
     with pytest.raises(ValueError, match=r"model\.safetensors: there is none"):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.core.mask import Mask
@@ -15,8 +14,6 @@ from meshflash.models.kv_cache import KVCache, sample_token
 from meshflash.parallel.mesh import size
 from meshflash.parallel.step import resolve_layout
 from meshflash.sharding import shard
-
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 
 @torch.no_grad()

@@ -69,8 +69,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTE: Tensor, context: Context) -> Tensor:
         x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), context)
-        out: Tensor = x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
-        return out
+        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
 
 
 class GPT(nn.Module):
@@ -198,5 +197,4 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[0])
     whole = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
     logits: Any = functional.linear(whole, weight)
-    found: Tensor = logits.full_tensor()
-    return found
+    return logits.full_tensor()

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshflash.core.reading import is_plain, read_bytes
+from meshflash.core.reading import is_plain, read_object
 from meshflash.models.gpt import GPT
 from meshflash.models.gpt_config import GPTConfig, RopeScaling
 from meshflash.models.layers import local_slices
 
-dist: Any = _distributed  # torch does not declare all that it exports here
-
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ARCHITECTURE = "LlamaForCausalLM"
 HEAD = "lm_head.weight"
+#: What errors expect of a JSON file.
+WRITTEN = "a file that transformers' save_pretrained wrote; copy it again"
 
 #: Fields of config.json for options that GPT lacks, with the only value that GPT supports.
 _REQUIRED: dict[str, Any] = {
@@ -53,7 +53,8 @@ def read_config(folder: str | Path) -> GPTConfig:
     Args:
         folder: A folder with config.json.
     """
-    return _gpt_config(_json(Path(folder) / CONFIG), Path(folder) / CONFIG)
+    file = Path(folder) / CONFIG
+    return _gpt_config(read_object(file, WRITTEN), file)
 
 
 def write_config(
@@ -115,7 +116,7 @@ def read_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, dev
         device: The device of the weights.
     """
     file = Path(folder) / CONFIG
-    given = _json(file)
+    given = read_object(file, WRITTEN)
     config, dtype = _gpt_config(given, file), _dtype(given, file) if dtype is None else dtype
     with ExitStack() as files:  # check config.json against the files before allocating what it claims
         stored = _stored(Path(folder), files)
@@ -206,18 +207,6 @@ def save_pretrained(
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_bytes(file))
-    except FileNotFoundError:
-        raise ValueError(f"{file}: there is none; expected a folder that transformers' save_pretrained wrote") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not a complete JSON file ({error}); copy it again") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: expected an object of JSON")
-    return found
-
-
 def _gpt_config(given: Mapping[str, Any], file: Path) -> GPTConfig:
     """Return the sizes from the fields of a LlamaConfig, with transformers' defaults for all but sizes."""
     if given.get("model_type") != "llama" or ARCHITECTURE not in (given.get("architectures") or [ARCHITECTURE]):
@@ -227,19 +216,13 @@ def _gpt_config(given: Mapping[str, Any], file: Path) -> GPTConfig:
     for name, value in _REQUIRED.items():
         if given.get(name) not in (None, value):
             raise ValueError(f"{file}: {name}={given[name]!r}; GPT has only {name}={value!r}")
-    sizes = [
+    vocabulary, layers, dim, heads, hidden = (
         _field(given, name, file)
         for name in ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-    ]
-    vocabulary, layers, dim, heads, hidden = sizes
+    )
+    kv_heads = given.get("num_key_value_heads") or heads
     return GPTConfig(
-        vocabulary,
-        layers,
-        dim,
-        heads,
-        given.get("num_key_value_heads") or heads,
-        hidden,
-        given.get("head_dim"),
+        *(vocabulary, layers, dim, heads, kv_heads, hidden, given.get("head_dim")),
         tokens=_field(given, "max_position_embeddings", file, 2048),
         theta=theta,
         scaling=scaling,
@@ -341,7 +324,7 @@ def _stored(folder: Path, files: ExitStack) -> dict[str, Any]:
 
 def _listed(file: Path) -> list[str]:
     """Return the weight files of an index: plain names, which may be symlinks, as in the hub's cache."""
-    named = _json(file).get("weight_map", {})
+    named = read_object(file, WRITTEN).get("weight_map", {})
     if not isinstance(named, dict) or not all(map(is_plain, named.values())):
         raise ValueError(f"{file}: weight_map must map each tensor to the plain name of a file in this folder")
     return sorted(set(named.values()))
@@ -378,8 +361,7 @@ def _gather_weight(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(local, DTensor):
         return local
     placed: Any = local.to(local.device_mesh.device_type)  # NCCL cannot gather offloaded shards from the host
-    full: Tensor = placed.full_tensor()
-    return full
+    return placed.full_tensor()
 
 
 def _assign_files(sizes: Mapping[str, int], max_gb: float) -> dict[str, list[str]]:

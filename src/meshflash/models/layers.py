@@ -127,8 +127,7 @@ class Attention(nn.Module):
             if context.cache is not None:
                 context.cache.store(self, k, v)
             out_BTHD = self.attend(q, k, v, mask=context.mask, layout=context.layout)
-        out: Tensor = self.o_proj(out_BTHD.flatten(-2))
-        return out
+        return self.o_proj(out_BTHD.flatten(-2))
 
 
 class GatedMLP(TiledMLP):
@@ -143,8 +142,7 @@ class GatedMLP(TiledMLP):
     def forward(self, x: Tensor) -> Tensor:
         if self.tiles > 1:
             return tiled_mlp(x, (self.gate_proj, self.up_proj), self.down_proj, _gated, self.tiles)
-        out: Tensor = self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
-        return out
+        return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:

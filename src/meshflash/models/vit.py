@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
 
@@ -30,8 +30,6 @@ from meshflash.models.vit_config import HEADS, PRESETS, ViTConfig, pair, tiny, v
 from meshflash.parallel.loss import IGNORE_INDEX
 from meshflash.parallel.tiled_mlp import TiledMLP, tiled_mlp
 
-dist: Any = _distributed  # torch does not declare all that it exports here
-
 __all__ = ["HEADS", "MLP", "PRESETS", "Block", "ViT", "ViTConfig", "tiny", "vit_2_6b", "vit_base"]
 
 
@@ -46,8 +44,7 @@ class MLP(TiledMLP):
     def forward(self, x: Tensor) -> Tensor:
         if self.tiles > 1:
             return tiled_mlp(x, (self.up_proj,), self.down_proj, functional.gelu, self.tiles)
-        out: Tensor = self.down_proj(functional.gelu(self.up_proj(x)))
-        return out
+        return self.down_proj(functional.gelu(self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -62,8 +59,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTE: Tensor, context: Context) -> Tensor:
         x_BTE = x_BTE + self.self_attn(self.attention_norm(x_BTE), context)
-        out: Tensor = x_BTE + self.mlp(self.mlp_norm(x_BTE))
-        return out
+        return x_BTE + self.mlp(self.mlp_norm(x_BTE))
 
 
 class ViT(nn.Module):
