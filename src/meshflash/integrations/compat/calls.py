@@ -32,15 +32,8 @@ def mask_of(causal: bool, window_size: Window, documents: list[int] | None = Non
     window(4, 0)
     """
     left, right = (None if side < 0 else side for side in window_size)
-    masks = [Mask.causal()] if causal else []
-    if left is not None or right is not None:
-        masks.append(Mask.window(left, right))
-    if documents is not None:
-        masks.append(Mask.documents(documents))
-    mask = masks[0] if masks else Mask.full()
-    for more in masks[1:]:
-        mask = mask & more
-    return mask
+    mask = (Mask.causal() if causal else Mask.full()) & Mask.window(left, right)
+    return mask if documents is None else mask & Mask.documents(documents)
 
 
 def call(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -18,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshflash.parallel import init_mesh
 from meshflash.parallel.blocks import count_weight_uses, unshared_blocks
-
-dist: Any = _distributed  # torch.distributed lacks some declarations
 
 #: A bucket size in megabytes that no model reaches: all gradients share one bucket.
 _UNBOUNDED_MB = 1e9

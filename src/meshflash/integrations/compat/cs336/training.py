@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as _distributed
+from torch import distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from meshflash.integrations.compat.cs336.parallel import (
@@ -28,8 +29,6 @@ from meshflash.integrations.compat.cs336.parallel import (
 from meshflash.job import init, shutdown
 from meshflash.parallel import MeshSampler, init_mesh, synchronized
 from meshflash.runtime.devices import BACKENDS, CPU, GLOO, available, count, current, kind_here, take_device
-
-dist: Any = _distributed  # torch.distributed lacks some declarations
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -263,10 +262,10 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, group: list[tuple[
 
 
 def _loss(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
-    batch = _to(batch, next(model.parameters()).device)
+    device = next(model.parameters()).device
+    batch = tree_map_only(Tensor, lambda x: x.to(device), batch)
     if loss is None:
-        found: Tensor = model(batch)
-        return found
+        return model(batch)
     inputs, targets = batch
     return loss(model(inputs), targets)
 
@@ -295,27 +294,10 @@ def _samples(batch: Any) -> int:
     >>> _samples({"x": [torch.zeros(3, 2), torch.zeros(3)]})
     3
     """
-    first = batch
-    while not isinstance(first, Tensor):
-        parts = list(first.values() if isinstance(first, dict) else first)
-        if not parts or isinstance(first, str):
-            raise ValueError(
-                f"data: expected batches of tensors, in tuples, lists or dicts; got {type(batch).__name__}"
-            )
-        first = parts[0]
+    first = next(iter(tree_leaves(batch)), None)
+    if not isinstance(first, Tensor):
+        raise ValueError(f"data: expected batches of tensors, in tuples, lists or dicts; got {type(batch).__name__}")
     return len(first)
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    """Move a batch to a device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return {name: _to(x, device) for name, x in batch.items()}
-    if isinstance(batch, list | tuple):
-        parts = [_to(x, device) for x in batch]
-        return parts if isinstance(batch, list) else tuple(parts)
-    return batch
 
 
 def _loader(data: Iterable[Any] | Dataset[Any], batch_size: int, shuffle: bool, seed: int) -> Iterable[Any]:
