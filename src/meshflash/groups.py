@@ -5,11 +5,9 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from torch import distributed as _distributed
+from torch import distributed as dist
 
 from meshflash.runtime.launchers import LaunchError, detect
-
-dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
 
 def group_of(mesh: Any) -> tuple[str, int, int]:
@@ -106,7 +104,8 @@ def _flatten_mesh(mesh: Any) -> tuple[str, int, int]:
 
     The result is the same in every call, so torch.compile evaluates it once.
     """
-    ranks, group = mesh.mesh.flatten().tolist(), dist.group.WORLD
+    ranks = mesh.mesh.flatten().tolist()
+    group: Any = dist.group.WORLD
     if ranks != list(range(dist.get_world_size())):
         if not mesh.mesh_dim_names:
             raise ValueError("mesh: name the dimensions of a DeviceMesh of two, with mesh_dim_names")

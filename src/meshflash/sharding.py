@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as _distributed
+from torch import distributed as dist
 
 from meshflash.core.layout import Layout
 from meshflash.engine.group_context import group_context
 from meshflash.groups import group_of
-
-dist: Any = _distributed  # torch.distributed lacks some declarations
 
 
 def shard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor:
@@ -74,8 +72,7 @@ def unshard(x: Tensor, layout: Layout, mesh: Any = None, dim: int = 1) -> Tensor
         return x.index_select(dim, _places(layout, x.device))
     if torch.compiler.is_compiling():
         return unshard_op(x, layout.text(), name, rank, dim % x.ndim)
-    whole: Tensor = _Unshard.apply(x, layout, name, rank, dim % x.ndim)
-    return whole
+    return _Unshard.apply(x, layout, name, rank, dim % x.ndim)
 
 
 class _Unshard(torch.autograd.Function):

@@ -153,23 +153,14 @@ def _rate_key(problem: GemmProblem) -> tuple[str, str, int, int, int]:
 def make_plan(problem: GemmProblem, mode: str, config: Config | None, why: str) -> Plan:
     """Return the plan of one of our kernels' modes, in this configuration or else the default one."""
     config = config or configs.default(problem.m, problem.n, problem.dtype_name, problem.tma_aligned, problem.device)
-    tiles_m, tiles_n, iters_per_tile = (
-        -(-size // block)
-        for size, block in (
-            (problem.m, config.block_m),
-            (problem.n, config.block_n),
-            (problem.k, config.block_k),
-        )
-    )
+    tiles_m, tiles_n = -(-problem.m // config.block_m), -(-problem.n // config.block_n)
+    iters_per_tile = -(-problem.k // config.block_k)
     num_ctas = configs.num_sms(problem.device) * config.ctas_per_sm
     if mode == "split_k":
-        split = partition.split_k(tiles_m, tiles_n, iters_per_tile, _num_splits(tiles_m * tiles_n, num_ctas))
+        num_tiles = tiles_m * tiles_n
+        splits = 1 if num_tiles >= num_ctas else max(2, num_ctas // num_tiles)  # enough to keep all CTAs busy
+        split = partition.split_k(tiles_m, tiles_n, iters_per_tile, splits)
     else:
         divide: Callable[[int, int, int, int], Partition] = getattr(partition, mode)
         split = divide(tiles_m, tiles_n, iters_per_tile, num_ctas)
     return Plan(mode, why, config, split)
-
-
-def _num_splits(num_tiles: int, num_ctas: int) -> int:
-    """Return the splits of each tile that keep all CTAs busy; 1 where the tiles alone do."""
-    return 1 if num_tiles >= num_ctas else max(2, num_ctas // num_tiles)

@@ -41,8 +41,7 @@ def apply_op(op: AutogradOp, x: Tensor, *weights: Tensor | None) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return op.forward(x, *weights)
-    y: Tensor = _Forward.apply(_SaveAndBackward.apply(op, x, *weights), op, (x, *weights))
-    return y
+    return _Forward.apply(_SaveAndBackward.apply(op, x, *weights), op, (x, *weights))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

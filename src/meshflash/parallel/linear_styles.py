@@ -106,5 +106,4 @@ def _ranks_of(mesh: DeviceMesh) -> TensorRanks:
     cached = vars(mesh)
     if "_meshflash_tensor_ranks" not in cached:
         cached["_meshflash_tensor_ranks"] = TensorRanks(mesh)
-    found: TensorRanks = cached["_meshflash_tensor_ranks"]
-    return found
+    return cached["_meshflash_tensor_ranks"]

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshflash.core.mask import Mask
 from meshflash.parallel.mesh import reduce_mesh
-
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 #: The label of a token without a loss; the value of torch's `ignore_index`.
 IGNORE_INDEX = -100
@@ -145,10 +143,7 @@ def cross_entropy_sum(
     tokens = tokens or max(1, MAX_LOGITS // max(1, -(-vocabulary // ranks)))
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
-    loss: Tensor = _CrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), tokens, first, group
-    )
-    return loss
+    return _CrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), tokens, first, group)
 
 
 class _CrossEntropy(torch.autograd.Function):

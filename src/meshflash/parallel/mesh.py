@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.job import init
 from meshflash.runtime.devices import BACKENDS, GLOO, kind_here
-
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 AXES = ("dp", "fsdp", "cp", "tp")
 #: Axes along which ranks process different samples.
@@ -79,8 +77,7 @@ def flatten_axes(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     if axes not in made:
         shape = [1 if part == "one" else size(mesh, part.split("-")) for part in axes]
         made[axes] = DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape), mesh_dim_names=axes)
-    found: DeviceMesh = made[axes]
-    return found
+    return made[axes]
 
 
 def reduce_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshflash.parallel.mesh import reduce_mesh
 from meshflash.parallel.weights import parameters
-
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 
 def sharded_optimizer(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as _distributed
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.core.layout import Layout
@@ -17,8 +17,6 @@ from meshflash.parallel.loss import IGNORE_INDEX, count_tokens, gradient_scale, 
 from meshflash.parallel.mesh import reduce_mesh, size
 from meshflash.parallel.weights import synchronized
 from meshflash.sharding import shard
-
-dist: Any = _distributed  # torch does not declare all that it exports here
 
 #: The layouts that can be given by name.
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
@@ -124,8 +122,7 @@ def resolve_layout(layout: Layout | str, mask: Mask, tokens: int, ranks: int) ->
         raise ValueError(f"layout={layout!r}: expected a Layout, or one of {', '.join(LAYOUTS)}")
     if layout == "balanced":
         return Layout.balanced(mask, tokens, ranks)
-    found: Layout = getattr(Layout, layout)(tokens, ranks)
-    return found
+    return getattr(Layout, layout)(tokens, ranks)
 
 
 def micro_batches(loader: Iterable[Batch], number: int = 1, mesh: DeviceMesh | None = None) -> Iterator[list[Batch]]:

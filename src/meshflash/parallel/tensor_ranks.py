@@ -7,7 +7,6 @@ The layers are in `linear.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,8 +124,7 @@ class TensorRanks:
             k: The contracted size, over all ranks together.
             sizes: The size of each rank's shard along the sharded dim; None shards it evenly.
         """
-        found: Tensor = self._fused(collective, a.dtype, m, n, k, sizes)(a, b)
-        return found
+        return self._fused(collective, a.dtype, m, n, k, sizes)(a, b)
 
     def all_gather_gemm(
         self, rows: Tensor, b: Tensor, sizes: Sequence[int], columns: int, bias: Tensor | None = None
@@ -196,9 +194,7 @@ class TensorRanks:
     def __enter__(self) -> TensorRanks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.free()
 

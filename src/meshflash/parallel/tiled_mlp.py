@@ -92,8 +92,7 @@ def tiled_mlp(
         y = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
     if bias is not None:
         y = y + bias.to(y.dtype)
-    found: Tensor = y.reshape(*x.shape[:-1], out.weight.shape[0])
-    return found
+    return y.reshape(*x.shape[:-1], out.weight.shape[0])
 
 
 class _TiledMLPOp(AutogradOp):

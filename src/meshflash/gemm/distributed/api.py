@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +66,7 @@ class FusedGemm:
 
     def __init__(
         self,
-        over: Heap | Any,
+        over: Any,
         collective: str,
         m: int,
         n: int,
@@ -176,9 +175,7 @@ class FusedGemm:
     def __enter__(self) -> FusedGemm:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None and self._heap is not None:
             self.free()
             self._heap.barrier()

@@ -130,10 +130,8 @@ class FusedPlan:
     @property
     def wants_warp_specialized(self) -> bool:
         """Whether it asks for the warp-specialized all_scatter kernel; ranks that cannot run it use the Triton one."""
-        return (self.problem.collective, self.variant) == (
-            "all_scatter",
-            "epilogue",
-        ) and self.tiling.runs_warp_specialized
+        scatters_in_epilogue = (self.problem.collective, self.variant) == ("all_scatter", "epilogue")
+        return scatters_in_epilogue and self.tiling.runs_warp_specialized
 
     @property
     def arrivals_per_tile(self) -> int:
