@@ -11,7 +11,7 @@ that need them, so a causal mask needs no schedule of its own: `ringx1` and `rin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from meshflash.core import rows
@@ -38,12 +38,8 @@ def broadcast_kv(problem: Problem, rank: int, name: str = "ringx4") -> Program:
     w = Writer(name, "forward", problem, rank)
     single_step = not any(problem.needs[c][rank] for c in _others(problem, rank))
     out = w.accumulator("out", not single_step)
-    own = problem.needs[rank][rank]
     broadcast = _Broadcast(w, "kv", lambda root, peer: problem.needs[root][peer])
-    broadcast.begin()
-    # The first step always runs, over no keys if need be: it initializes the accumulator for every query.
-    kv = w.own("kv") if own else w.own("kv", (0, 0))
-    w.attend(kv, problem.k[rank] if own else (), out, final=single_step)
+    w.attend_own(out, final=single_step)
     for root in range(problem.world):
         received = broadcast.receive(root)
         if received is not None:
@@ -67,19 +63,10 @@ def broadcast_kv_backward(problem: Problem, rank: int, name: str = "ringx4") -> 
     dq = w.accumulator("dq", bool(providers))
     dkv = w.accumulator("dkv", bool(consumers))
     broadcast = _Broadcast(w, "kv", lambda root, peer: problem.needs[root][peer])
-    broadcast.begin()
     w.attend_grad(w.own("kv"), problem.k[rank], dq, dkv)
-    reduce = _ReduceToRoot(w, "dkv", "reduce", lambda root, peer: problem.needs[root][peer], dkv)
-    for root in range(problem.world):
-        received = broadcast.receive(root)
-        if received is not None:
-            share = reduce.share_buffer(root)
-            positions = rows.positions(problem.k[root], problem.needs[root][rank])
-            w.attend_grad(received, positions, dq, share, add_dq=True)
-            reduce.send(root, share)
-        elif root == rank:
-            reduce.collect(consumers)
-    reduce.close()
+    for root, received, share in _ReduceToRoot(broadcast, "dkv", "reduce", dkv).shares(consumers):
+        positions = rows.positions(problem.k[root], problem.needs[root][rank])
+        w.attend_grad(received, positions, dq, share, add_dq=True)
     w.finalize()
     return w.program()
 
@@ -95,23 +82,12 @@ def broadcast_q(problem: Problem, rank: int, name: str = "ringx1") -> Program:
     w = Writer(name, "forward", problem, rank)
     helpers = [c for c in _others(problem, rank) if queries_seeing(problem, rank, c)]
     out = w.accumulator("out", bool(helpers))
-    own = problem.needs[rank][rank]
     broadcast = _Broadcast(w, "q", lambda root, peer: queries_seeing(problem, root, peer))
-    broadcast.begin()
-    kv = w.own("kv") if own else w.own("kv", (0, 0))
-    w.attend(kv, problem.k[rank] if own else (), out, final=not helpers)
+    w.attend_own(out, final=not helpers)
     # Partial results stay in float32 on the way back: rounding them before the merge would lose precision.
-    reduce = _ReduceToRoot(w, "out", "partial", lambda root, peer: queries_seeing(problem, root, peer), out)
-    for root in range(problem.world):
-        received = broadcast.receive(root)
-        if received is not None:
-            share = reduce.share_buffer(root)
-            positions = rows.positions(problem.q[root], queries_seeing(problem, root, rank))
-            w.steps.append(Attend(received, w.own("kv"), share, positions, problem.k[rank], (0, problem.heads)))
-            reduce.send(root, share)
-        elif root == rank:
-            reduce.collect(helpers)
-    reduce.close()
+    for root, received, share in _ReduceToRoot(broadcast, "out", "partial", out).shares(helpers):
+        positions = rows.positions(problem.q[root], queries_seeing(problem, root, rank))
+        w.steps.append(Attend(received, w.own("kv"), share, positions, problem.k[rank], (0, problem.heads)))
     w.finalize()
     return w.program(SAVES)
 
@@ -134,25 +110,14 @@ def broadcast_q_backward(problem: Problem, rank: int, name: str = "ringx1") -> P
     dkv = w.accumulator("dkv", bool(served))
     # A gradient kernel needs the result and its gradient for each query row, so out and dout travel with q.
     broadcast = _Broadcast(w, "q", lambda root, peer: queries_seeing(problem, root, peer), with_results=True)
-    broadcast.begin()
     w.attend_grad(w.own("kv"), problem.k[rank], dq, dkv)
-    reduce = _ReduceToRoot(w, "dq", "reduce", lambda root, peer: queries_seeing(problem, root, peer), dq)
-    for root in range(problem.world):
-        received = broadcast.receive(root)
-        if received is not None:
-            share = reduce.share_buffer(root)
-            positions = rows.positions(problem.q[root], queries_seeing(problem, root, rank))
-            results = broadcast.buffer("out", root), broadcast.buffer("dout", root)
-            all_heads = (0, problem.heads)
-            w.steps.append(
-                AttendGrad(
-                    received, *results, w.own("kv"), share, dkv, positions, problem.k[rank], all_heads, add_dkv=True
-                )
-            )
-            reduce.send(root, share)
-        elif root == rank:
-            reduce.collect(helpers)
-    reduce.close()
+    for root, received, share in _ReduceToRoot(broadcast, "dq", "reduce", dq).shares(helpers):
+        positions = rows.positions(problem.q[root], queries_seeing(problem, root, rank))
+        results = broadcast.buffer("out", root), broadcast.buffer("dout", root)
+        all_heads = (0, problem.heads)
+        w.steps.append(
+            AttendGrad(received, *results, w.own("kv"), share, dkv, positions, problem.k[rank], all_heads, add_dkv=True)
+        )
     w.finalize()
     return w.program()
 
@@ -189,9 +154,6 @@ class _Broadcast:
     def __init__(self, w: Writer, kind: str, wanted: Callable[[int, int], Rows], with_results: bool = False) -> None:
         self.w, self.wanted = w, wanted
         self.kinds = (kind, "out", "dout") if with_results else (kind,)
-
-    def begin(self) -> None:
-        """Post the rows of the first root."""
         self._post(0)
 
     def receive(self, root: int) -> Slice | None:
@@ -228,21 +190,32 @@ class _ReduceToRoot:
     The fixed order makes the sum, and so its rounding, the same in every run.
     """
 
-    def __init__(self, w: Writer, kind: str, dtype: Dtype, wanted: Callable[[int, int], Rows], total: Slice) -> None:
-        self.w, self.kind, self.dtype, self.wanted, self.total = w, kind, dtype, wanted, total
+    def __init__(self, broadcast: _Broadcast, kind: str, dtype: Dtype, total: Slice) -> None:
+        self.broadcast, self.kind, self.dtype, self.total = broadcast, kind, dtype, total
+        self.w, self.wanted = broadcast.w, broadcast.wanted
 
-    def share_buffer(self, root: int) -> Slice:
-        """Return the buffer for our share of a root's rows: a double buffer, free once its last send has completed."""
-        for earlier in range(root % 2, root, 2):
-            self.w.wait(f"{self.kind} {earlier}")
-        return self._scratch(f"{self.kind}.part.{root % 2}", self.wanted(root, self.w.rank))
+    def shares(self, peers: list[int]) -> Iterator[tuple[int, Slice, Slice]]:
+        """Yield (root, its rows, buffer for our share) for each root whose rows we get, and send the share afterwards.
 
-    def send(self, root: int, share: Slice) -> None:
-        """Post our share to the root."""
-        mine = self.wanted(root, self.w.rank)
-        self.w.post(Post(f"{self.kind} {root}", parts(root, share, mine, mine), ()))
+        At our own turn, collect the shares of `peers`. The buffer is a double buffer, free once its last send has
+        completed.
+        """
+        w = self.w
+        for root in range(w.problem.world):
+            received = self.broadcast.receive(root)
+            if received is not None:
+                for earlier in range(root % 2, root, 2):
+                    w.wait(f"{self.kind} {earlier}")
+                mine = self.wanted(root, w.rank)
+                share = self._scratch(f"{self.kind}.part.{root % 2}", mine)
+                yield root, received, share
+                w.post(Post(f"{self.kind} {root}", parts(root, share, mine, mine), ()))
+            elif root == w.rank:
+                self._collect(peers)
+        for root in range(w.problem.world):
+            w.wait(f"{self.kind} {root}")
 
-    def collect(self, peers: list[int]) -> None:
+    def _collect(self, peers: list[int]) -> None:
         """As the root, receive the shares of all peers and add them; one arrives while the last one is added."""
         w, all_rows = self.w, ((0, self.total.rows[1]),)
         for n in range(len(peers) + 1):
@@ -256,11 +229,6 @@ class _ReduceToRoot:
                 arrived = self._scratch(f"{self.kind}.in.{(n - 1) % 2}", theirs)
                 pairs = zip(pieces(arrived, theirs, theirs), pieces(self.total, all_rows, theirs), strict=True)
                 w.append_each(Add, pairs)
-
-    def close(self) -> None:
-        """Wait for the shares that we still send."""
-        for root in range(self.w.problem.world):
-            self.w.wait(f"{self.kind} {root}")
 
     def _scratch(self, name: str, held: Rows) -> Slice:
         return self.w.scratch(name, self.kind, rows.count(held), self.dtype)

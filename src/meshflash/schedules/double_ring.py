@@ -147,10 +147,7 @@ def forward(problem: Problem, rank: int, name: str = "double_ring") -> Program:
         keys.arrive(at)
         owner = keys.nodes.owner(rank, at)
         if at == Clock(0, 0):
-            own = problem.needs[rank][rank]
-            w.attend(
-                w.own("kv") if own else w.own("kv", (0, 0)), problem.k[rank] if own else (), out, final=single_step
-            )
+            w.attend_own(out, final=single_step)
         elif problem.needs[owner][rank]:
             w.attend(keys.buffer(at), rows.positions(problem.k[owner], keys.held(at)), out, carry=True)
     keys.close()

@@ -124,10 +124,7 @@ def forward(problem: Problem, rank: int, name: str = "ring") -> Program:
     single_step = not attended_hops
     out = w.accumulator("out", not single_step)
     _post_hop(w, directions, 1)
-    own = problem.needs[rank][rank]
-    # The first step always runs, over no keys if need be: it initializes the accumulator for every query.
-    kv = w.own("kv") if own else w.own("kv", (0, 0))
-    w.attend(kv, problem.k[rank] if own else (), out, final=single_step)
+    w.attend_own(out, final=single_step)
     for hop in range(1, _max_hops(directions) + 1):
         # The next hop starts before the attention over this one, so communication overlaps with compute.
         _wait_hop(w, directions, hop)

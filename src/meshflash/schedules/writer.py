@@ -189,6 +189,19 @@ class Writer:
             )
         )
 
+    def attend_own(self, out: Slice, final: bool) -> None:
+        """Append the first attention of a forward: our queries over our own keys, or over no keys if none is visible.
+
+        It always runs, since it initializes the accumulator for every query.
+
+        Args:
+            out: The accumulator or output, with all rows of our queries.
+            final: Write the result itself instead of a partial result.
+        """
+        own = self.problem.needs[self.rank][self.rank]
+        kv = self.own("kv") if own else self.own("kv", (0, 0))
+        self.attend(kv, self.problem.k[self.rank] if own else (), out, final=final)
+
     def attend_grad(
         self,
         kv: Slice,
