@@ -466,12 +466,8 @@ def _combine(kind: type[And] | type[Or], left: Mask, right: Mask) -> Mask:
 def _simplified(kind: type[_Combination], parts: Sequence[Mask], read: bool = False) -> Mask:
     """Return a combination without redundant parts, in order; a single part is returned by itself.
 
-    Documents stay: a `first(..., per_document=True)` may refer to them, and their lengths must be checked.
-
-    Args:
-        kind: The class of the combination.
-        parts: The parts to combine.
-        read: Whether to compare documents, which reads their tensors.
+    Documents stay: a `first(..., per_document=True)` may refer to them, and their lengths must be checked. `read` says
+    whether to compare documents, which reads their tensors.
     """
     kept: list[Mask] = []
     for part in parts:

@@ -474,16 +474,11 @@ class Program:
                     out[part.peer] = out.get(part.peer, 0) + self.slice_bytes(part.slice, sizes)
         return out
 
-    def scratch_bytes(self, sizes: Sizes, pulled: bool = False) -> int:
-        """Return the bytes of scratch that a run holds: scratch buffers and packed messages.
-
-        Args:
-            sizes: The sizes of this call.
-            pulled: Whether peers read messages out of our scratch.
-        """
+    def scratch_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of scratch that a run holds: scratch buffers and packed messages."""
         held = sum(b.bytes(sizes) for b in self.buffers if b.role == "scratch" and not self.shares(b, sizes))
         posts = (step for step in self.steps if isinstance(step, Post))
-        return held + sum(self.slice_bytes(part, sizes) for post in posts for part in self.staged(post, sizes, pulled))
+        return held + sum(self.slice_bytes(part, sizes) for post in posts for part in self.staged(post, sizes))
 
     def saved_bytes(self, sizes: Sizes) -> int:
         """Return the bytes that a forward saves for its backward beyond the caller's tensors.

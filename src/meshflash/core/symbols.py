@@ -543,12 +543,9 @@ class Rank:
         return shown
 
     def _result_cells(self, place: Slice, cells: Ints, add: bool) -> Content:
-        """Return the cells in which a step accumulates: their present content, or zeros if the step overwrites.
+        """Return the cells in which a step accumulates: their present content, or zeros if the step does not `add`.
 
-        Args:
-            place: The slice that the step writes.
-            cells: The symbols that the slice must have: those of the queries or keys of the step.
-            add: Whether the step adds to the slice.
+        `cells` are the symbols that the slice must have: those of the queries or keys of the step.
         """
         content = self._read(place) if add else self._content(place)
         if content.cells.shape != cells.shape:

@@ -293,11 +293,9 @@ class _Spans:
         return self.take(np.lexsort((self.runs.row, self.segment)))
 
     def merge(self, continued: bool) -> _Spans:
-        """Merge neighbouring spans of a segment.
+        """Merge neighbouring spans of a segment: fully visible ones, whatever their positions.
 
-        Args:
-            continued: Merge spans whose positions continue under the same band; otherwise merge fully visible spans,
-                whatever their positions.
+        With `continued`, merge spans whose positions continue under the same band instead.
         """
         runs, lo, hi = self.runs, self.lo, self.hi
         joined = (self.segment[1:] == self.segment[:-1]) & (runs.row[1:] == runs.row[:-1] + runs.rows[:-1])
