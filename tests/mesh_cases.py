@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from meshflash import Mask, attention, flash_attention
+from meshflash.check.spread import run_item
 from meshflash.schedules import registry
 
 CAUSAL = Mask.causal()
@@ -42,6 +43,11 @@ def assert_close(got, want, share=None):
 
 def assert_equal(got, want):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def run_items(rank, world, group, items):
+    """Run items of `meshflash.check` one after another, as a job of the pool."""
+    return [run_item(rank, group, item) for item in items]
 
 
 def default_layout(schedule, tokens, world):

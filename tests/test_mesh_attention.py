@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from cases import CASES, SCHEDULES
+from mesh_cases import run_items
 from meshflash import Layout, Mask
 from meshflash.check.oracle import Case, check
-from meshflash.check.spread import Item, check_moved, run_items, whole
+from meshflash.check.spread import Item, check_moved, whole
 
 CAUSAL = Mask.causal()
 

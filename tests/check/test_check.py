@@ -7,8 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mesh_cases import run_items
 from meshflash.check import run, suite
-from meshflash.check.spread import Moved, run_items
+from meshflash.check.spread import Moved
 from meshflash.cli import app
 from meshflash.schedules.registry import names
 

@@ -12,7 +12,7 @@ import torch
 
 from cases import CASES
 from meshflash.check.oracle import check
-from meshflash.check.spread import Item, check_moved, run_items, whole
+from meshflash.check.spread import Item, check_moved, run_item, whole
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +59,7 @@ def main(schedule: str, rank: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
-    results = run_items(rank, 2, torch.distributed.group.WORLD, items(schedule))
+    results = [run_item(rank, torch.distributed.group.WORLD, item) for item in items(schedule)]
     torch.save([({name: x.cpu() for name, x in own.items()}, moved) for own, moved in results], folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -270,11 +270,6 @@ def run_item(rank: int, group: Any, item: Item) -> Result:
     return run.result
 
 
-def run_items(rank: int, world: int, group: Any, items: list[Item]) -> list[Result]:
-    """Run items one after another on one rank; the signature is that of a job of a worker pool."""
-    return [run_item(rank, group, item) for item in items]
-
-
 def check_moved(item: Item, moved: list[dict[Direction, Moved]]) -> None:
     """Raise AssertionError unless traffic and scratch of all ranks equal the verifier's count.
 

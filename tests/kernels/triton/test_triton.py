@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from cases import CASES
+from mesh_cases import run_items
 from meshflash import Mask, flash_attention
 from meshflash.check.oracle import Case, check, gradients, replace
-from meshflash.check.spread import Item, check_moved, run_items, whole
+from meshflash.check.spread import Item, check_moved, whole
 from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Features, KernelRequest
 from meshflash.kernels.registry import choose, refusal
