@@ -16,17 +16,7 @@ from torch.nn import functional
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.models.gpt_config import (
-    PRESETS,
-    GPTConfig,
-    RopeScaling,
-    gpt_125m,
-    llama3_2_1b,
-    llama3_8b,
-    llama3_8b_1m,
-    resized,
-    tiny,
-)
+from meshflash.models.gpt_config import PRESETS, GPTConfig, tiny
 from meshflash.models.kv_cache import KVCache
 from meshflash.models.layers import (
     Attention,
@@ -41,19 +31,7 @@ from meshflash.models.layers import (
 )
 from meshflash.parallel.loss import check_gathered, cross_entropy_sum
 
-__all__ = [
-    "GPT",
-    "PRESETS",
-    "Block",
-    "GPTConfig",
-    "RopeScaling",
-    "gpt_125m",
-    "llama3_2_1b",
-    "llama3_8b",
-    "llama3_8b_1m",
-    "resized",
-    "tiny",
-]
+__all__ = ["GPT", "PRESETS", "Block", "GPTConfig", "tiny"]
 
 
 class Block(nn.Module):
