@@ -1,10 +1,10 @@
-"""Digests of what a refactoring must not change: programs, machine code, bytes moved, and fields of error messages.
+"""Detect changes that a refactoring must not make: programs, machine code, bytes moved, fields of error messages.
 
     make digests                      compare with tests/digests.json
-    make digests DIGESTS=--write      write that file anew, after a change that is meant
+    make digests DIGESTS=--write      overwrite that file, after an intended change
 
 The record has a digest for each schedule, world size and mask family, and for each kernel that the tests compile.
-Digests do not depend on names: renaming a class, a kernel or a file leaves all of them as they are.
+Digests do not depend on names: renaming a class, a kernel or a file changes none of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 
 from benchmarks import bytes_moved as moved
-from cross import missing
+from cross import missing_tool
 from gemm import test_fused_compile, test_gemm_compile
 from kernels import test_compile
 from meshflash.bench.cases import Case
@@ -36,18 +36,18 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "digests.json"
 WORLDS = range(1, 17)
 TARGETS = ("sm_90", "sm_80", "gfx942")
-#: Batch rows of the mask families that give documents for each row.
+#: Batch size for the mask families with separate documents per batch row.
 BATCH = 2
 console = Console()
 
 
 def digest(value: Any) -> str:
-    """The first 16 hex digits of the SHA-256 of a value's JSON: enough to tell changes."""
+    """Return the first 16 hex digits of the SHA-256 of a value's JSON, which is enough to detect changes."""
     return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def positional(value: Any) -> Any:
-    """A dataclass as the list of its values, without the names of fields."""
+    """Convert a dataclass to the list of its values, without field names."""
     if is_dataclass(value):
         return [type(value).__name__, *(positional(getattr(value, field.name)) for field in fields(value))]
     if isinstance(value, range):
@@ -56,7 +56,7 @@ def positional(value: Any) -> Any:
 
 
 def programs() -> Iterator[tuple[str, str]]:
-    """Every schedule on its own layout over every mask family, and on the other layouts over a causal mask."""
+    """Yield digests of every schedule: all mask families on its default layout, a causal mask on all layouts."""
     for world in WORLDS:
         tokens = 6 * world + 5  # uneven shards
         for schedule in schedule_variants(world):
@@ -78,7 +78,7 @@ def programs() -> Iterator[tuple[str, str]]:
 
 
 def kernels(target: str) -> Iterator[tuple[str, str]]:
-    """Every call of the compile tests: the machine code of each kernel that it launches."""
+    """Yield a digest for every call of the compile tests: the machine code of all kernels that it launches."""
     for name, suite in (("attention", test_compile), ("gemm", test_gemm_compile), ("fused gemm", test_fused_compile)):
         compile_all: Callable[..., Any] = suite.compiled
         for number, (call, built) in enumerate(compile_all(target, suite.ALL[target]).items()):
@@ -87,7 +87,7 @@ def kernels(target: str) -> Iterator[tuple[str, str]]:
 
 
 def bytes_moved() -> Iterator[tuple[str, str]]:
-    """The bytes that each rank receives, by schedule, mask and number of ranks."""
+    """Yield digests of the bytes that each rank receives, by schedule, mask and number of ranks."""
     for world in (2, 4, 8):
         for mask in ("full", "causal"):
             case = Case(tokens=4096, batch=1, heads=8, kv_heads=8, head_dim=64, mask=mask, dtype="bfloat16")
@@ -97,7 +97,7 @@ def bytes_moved() -> Iterator[tuple[str, str]]:
 
 
 def error_fields() -> Iterator[tuple[str, str]]:
-    """How many errors of each kind the source raises, by how many values their messages give."""
+    """Yield how many errors the source raises, by exception type and number of values in the message."""
     found: Counter[str] = Counter()
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -110,29 +110,29 @@ def error_fields() -> Iterator[tuple[str, str]]:
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """All sections of the record."""
-    parts: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
+    """Return all sections of the record."""
+    sections: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
         "programs": programs,
         "bytes": bytes_moved,
         "errors": error_fields,
     }
     for target in TARGETS:
-        if lacking := missing(target):
-            console.print(f"kernels for {target} are left out: there is no {lacking} here")
+        if lacking := missing_tool(target):
+            console.print(f"skip kernels for {target}: this machine has no {lacking}")
         else:
-            parts[f"kernels {target}"] = partial(kernels, target)
+            sections[f"kernels {target}"] = partial(kernels, target)
     found: dict[str, dict[str, str]] = {}
-    with ThreadPoolExecutor(2) as pool:  # kernels compile in processes of their own
-        for name, rows in zip(parts, pool.map(lambda make: dict(make()), parts.values()), strict=True):
+    with ThreadPoolExecutor(2) as pool:  # threads suffice: kernels compile in separate processes
+        for name, rows in zip(sections, pool.map(lambda make: dict(make()), sections.values()), strict=True):
             found[name] = rows
             console.print(f"{name}: {len(rows)} digests")
     return found
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """What was added, is gone, or has another digest.
+    """Return a line for each row that was added or removed or has another digest.
 
-    Renaming changes keys: rows are paired in their order where the two have equally many.
+    Renaming changes keys. Two records with equally many rows are therefore compared by position, not by key.
     """
     if len(before) == len(after):
         pairs = zip(before.items(), after.items(), strict=True)
@@ -146,23 +146,23 @@ def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
 
 
 def main(
-    write: Annotated[bool, typer.Option(help="Write the record anew.")] = False,
-    record: Annotated[Path, typer.Option(help="The record.")] = RECORD,
+    write: Annotated[bool, typer.Option(help="Overwrite the record.")] = False,
+    record: Annotated[Path, typer.Option(help="The file of recorded digests.")] = RECORD,
 ) -> None:
-    """Compare digests with those of the record; exit 1 where any differs."""
+    """Compare digests with the record; exit with status 1 if any differs."""
     found = collect()
     if write:
         record.write_text(json.dumps(found, indent=0) + "\n")
         return
     before = json.loads(record.read_text())
-    wrong = 0
+    num_different = 0
     for name, rows in found.items():
         lines = differences(before.get(name, {}), rows)
-        wrong += len(lines)
+        num_different += len(lines)
         console.print(f"{name}: {len(rows) - len(lines)} of {len(rows)} equal")
         for line in lines[:20]:
             console.print(f"  {line}", highlight=False)
-    raise typer.Exit(int(wrong > 0))
+    raise typer.Exit(int(num_different > 0))
 
 
 if __name__ == "__main__":

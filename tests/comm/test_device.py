@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import distributed as _distributed
 
-from cross import TARGETS, missing
+from cross import TARGETS, missing_tool
 from meshflash.comm.heap import shared_files
 from meshflash.comm.heap.api import open_heap
 from meshflash.comm.heap.device import (
@@ -309,8 +309,8 @@ def lines_of(assembly, *patterns):
 
 
 def test_ptx_orders_stores_flags_and_loads():
-    if missing("sm_90"):
-        pytest.skip(f"no {missing('sm_90')} here")
+    if missing_tool("sm_90"):
+        pytest.skip(f"no {missing_tool('sm_90')} here")
     ptx = emitted("sm_90")
     # all threads store, vectorized, before one of them signals; no thread loads before the waiting one
     lines_of(
@@ -338,8 +338,8 @@ def test_ptx_orders_stores_flags_and_loads():
 
 
 def test_cdna_assembly_writes_back_and_invalidates_caches():
-    if missing("gfx942"):
-        pytest.skip(f"no {missing('gfx942')} here")
+    if missing_tool("gfx942"):
+        pytest.skip(f"no {missing_tool('gfx942')} here")
     assembly = emitted("gfx942")
     # a release writes caches back and an acquire invalidates them, at system scope
     lines_of(assembly, r"s_barrier", r"buffer_wbl2 sc0 sc1", r"global_atomic_swap", r"buffer_inv sc0 sc1")

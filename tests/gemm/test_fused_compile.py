@@ -1,4 +1,4 @@
-"""Fused GEMM + collective kernels cross-compiled for GPUs that are not here: they fit, and main loops do not spill.
+"""Cross-compile the fused GEMM + collective kernels for other GPUs: they fit, and main loops do not spill.
 
 As in `test_gemm_compile.py`, compilation runs in a separate process, which executes this file as a script.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from cross import TARGETS, Built, _pretend, environment_of, missing
+from cross import TARGETS, Built, _pretend, environment_of, missing_tool
 from meshflash.gemm.configs import HOPPER_CANDIDATES, Config
 
 pytest.importorskip("triton")
@@ -48,28 +48,31 @@ class Call:
     size: int = 4096
 
     def is_warp_specialized(self, target: str) -> bool:
-        """Whether the warp-specialized kernel serves it; it is the default in half precision on Hopper."""
+        """Return whether the warp-specialized kernel runs; it is the default in half precision on Hopper."""
         requested = Config(*self.config).warp_specialized if self.config else self.dtype != "float32"
         fits = self.collective == "all_scatter" and self.variant == "epilogue" and self.aligned and self.world <= 8
         return bool(requested) and fits and target == "sm_90"
 
     def __str__(self) -> str:
-        more = [f"in {self.shots}"] * bool(self.shots) + ["unaligned"] * (not self.aligned) + ["timed"] * self.timed
-        more += ["x".join(map(str, self.config))] * bool(self.config) + [f"{self.world} ranks"] * (self.world != 4)
-        more += [self.layout] * (self.layout != "nn") + [f"of {self.size}"] * (self.size != 4096)
-        return " ".join((self.collective, self.variant, self.dtype, f"by {self.reduce}", *more))
+        labels = [f"{self.shots}-shot"] * bool(self.shots) + ["unaligned"] * (not self.aligned) + ["timed"] * self.timed
+        labels += ["x".join(map(str, self.config))] * bool(self.config) + [f"{self.world} ranks"] * (self.world != 4)
+        labels += [self.layout] * (self.layout != "nn") + [f"size {self.size}"] * (self.size != 4096)
+        return " ".join((self.collective, self.variant, self.dtype, f"reduce {self.reduce}", *labels))
 
 
 def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str]:
     """Return the kernels of each call, or the compiler's error."""
-    with tempfile.TemporaryDirectory() as folder:  # a kernel from Triton's cache has no log of ptxas
+    with tempfile.TemporaryDirectory() as folder:  # kernels from Triton's cache come without a ptxas log
         paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **environment_of(folder), "PYTHONPATH": paths}
         environment.pop("TRITON_INTERPRET", None)
         into = Path(folder, "built.json")
-        work = json.dumps([asdict(call) for call in calls])
+        encoded = json.dumps([asdict(call) for call in calls])
         run = subprocess.run(
-            [sys.executable, "-P", __file__, target, work, str(into)], env=environment, capture_output=True, text=True
+            [sys.executable, "-P", __file__, target, encoded, str(into)],
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         if run.returncode:
             raise RuntimeError(f"compiling for {target}: {run.stderr or run.stdout}")
@@ -80,7 +83,8 @@ def compiled(target: str, calls: Sequence[Call]) -> dict[Call, list[Built] | str
     }
 
 
-def main(target: str, work: str, into: str) -> None:
+def main(target: str, encoded: str, into: str) -> None:
+    """Write the kernels of each call, or its error message, as JSON to the file `into`."""
     from meshflash.gemm import configs
     from meshflash.gemm import plan as gemm_plan
 
@@ -89,7 +93,7 @@ def main(target: str, work: str, into: str) -> None:
     _pretend(target, built)
     vars(configs)["num_sms"] = lambda device: NUM_SMS
     gemm_plan.GemmProblem.unsupported_reason = None  # type: ignore[assignment,method-assign] # no kernel runs on device "meta"
-    for fields in json.loads(work):
+    for fields in json.loads(encoded):
         built.clear()
         try:
             make(Call(**fields | {"config": tuple(fields["config"])}))
@@ -100,7 +104,7 @@ def main(target: str, work: str, into: str) -> None:
 
 
 def make(call: Call) -> None:
-    """Run the stages of a call on tensors without storage; each launch compiles its kernel."""
+    """Run the stages of a call on meta tensors; each launch compiles its kernel."""
     import torch
 
     from meshflash.gemm.distributed.exchange import Exchange
@@ -116,19 +120,21 @@ def make(call: Call) -> None:
     config = Config(*call.config) if call.config else None
     plan = plan_fused(problem, device, variant=call.variant, shots=call.shots, config=config)
 
-    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device=device)
+    def empty(*shape: int, buffer_dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=buffer_dtype, device=device)
 
-    heap_buffers: dict[str, Any] = {name: empty(*shape, kind=kind) for name, (shape, kind) in plan.buffers().items()}
+    heap_buffers: dict[str, Any] = {
+        name: empty(*shape, buffer_dtype=buffer_dtype) for name, (shape, buffer_dtype) in plan.buffers().items()
+    }
     begun = heap_buffers["begun"]
-    starts, words = empty(world + 1, kind=torch.int32), empty(world, kind=torch.int64)
+    starts, words = empty(world + 1, buffer_dtype=torch.int32), empty(world, buffer_dtype=torch.int64)
     exchange = Exchange.__new__(Exchange)
     exchange.plan, exchange.mode, exchange._section_starts = plan, "torch", starts
     exchange._own_section = {world - 1: starts}
     vars(exchange).update(heap=SimpleNamespace(device=device), _local_gemm=lambda a, b: empty(a.shape[0], b.shape[1]))
     flags = {name: heap_buffers.get(name, begun) for name in ("begun", "arrived", "flags", "ready")}
     data = {name: heap_buffers[name][0] if name in heap_buffers else begun for name in ("inbox", "matrix")}
-    times = empty(10, 3, kind=torch.int64) if call.timed else None
+    times = empty(10, 3, buffer_dtype=torch.int64) if call.timed else None
     tables: dict[str, Any] = {"bases": words, "status": words, "section_starts": starts, "expected": words}
     columns = describe_peer_columns(plan, world - 1, [data["matrix"]] * world)
     buffers = CallBuffers(rank=world - 1, epoch=5, peer_columns=columns, times=times, **flags, **data, **tables)
@@ -196,23 +202,28 @@ FEW = (
     Call("ag_gemm", "producer_consumer"),
     Call("ag_gemm", "epilogue"),
 )
-#: Bytes that a thread may spill outside of the main loop.
-SPILLED = {"sm_90": 0, "sm_100": 192, "sm_80": 0, "gfx942": 0}
-#: The same for the reduction, which is bound by memory latency.
-SPILLED_IN_REDUCTION = 8
+#: Bound on spilled bytes per thread, outside of the main loop.
+MAX_SPILLED_BYTES = {"sm_90": 0, "sm_100": 192, "sm_80": 0, "gfx942": 0}
+#: Bound for the reduction kernel, which is bound by memory latency.
+MAX_SPILLED_BYTES_IN_REDUCTION = 8
 
 
 def check(target: str, call: Call, built: list[Built] | str) -> None:
+    """Check that the kernels of a call are the expected ones and fit the target."""
     assert not isinstance(built, str), built
     kernels = [kernel.kernel for kernel in built]
     assert kernels[0] == "send"
-    assert (built[0].barrier > 0) == call.is_warp_specialized(target), "warpgroups of it have named barriers"
+    assert (built[0].barrier > 0) == call.is_warp_specialized(target), (
+        "only the warp-specialized kernel has named barriers"
+    )
     assert ("send_split_tiles" in kernels) == (call in SPLIT)
     assert len(kernels) > 1 or (call.collective, call.variant) == ("ag_gemm", "bulk")
     for kernel in built:
         assert kernel.shared <= TARGETS[target].shared, kernel
         assert kernel.registers <= TARGETS[target].registers, kernel
-        assert kernel.spilled <= max(SPILLED[target], SPILLED_IN_REDUCTION * (kernel.kernel == "reduce_tiles")), kernel
+        assert kernel.spilled <= max(
+            MAX_SPILLED_BYTES[target], MAX_SPILLED_BYTES_IN_REDUCTION * (kernel.kernel == "reduce_tiles")
+        ), kernel
         assert not kernel.serialized, kernel
     # the GEMM of the bulk variant is a kernel of test_gemm_compile.py
     if target == "sm_90" and call.dtype != "float32" and call.aligned and call.variant != "bulk":
@@ -220,15 +231,16 @@ def check(target: str, call: Call, built: list[Built] | str) -> None:
         assert gemm.local == 0, "the main loop loads by TMA, multiplies by wgmma and does not spill"
 
 
-def test_fused_kernels_fit_hopper():
-    if lacking := missing("sm_90"):
-        pytest.skip(f"no {lacking} here")
+def test_representative_fused_kernels_fit_hopper():
+    if lacking := missing_tool("sm_90"):
+        pytest.skip(f"this machine has no {lacking}")
     for call, built in compiled("sm_90", FEW).items():
         check("sm_90", call, built)
 
 
 @cache
-def every(target: str) -> dict[Call, list[Built] | str]:
+def compile_all(target: str) -> dict[Call, list[Built] | str]:
+    """Compile all calls of a target once for all tests."""
     return compiled(target, ALL[target])
 
 
@@ -237,10 +249,10 @@ def every(target: str) -> dict[Call, list[Built] | str]:
     ("target", "call"),
     [pytest.param(target, call, id=f"{target} {call}") for target, calls in ALL.items() for call in calls],
 )
-def test_every_collective_fits_its_target(target, call):
-    if lacking := missing(target):
-        pytest.skip(f"no {lacking} here")
-    check(target, call, every(target)[call])
+def test_all_fused_kernels_fit_their_gpu(target, call):
+    if lacking := missing_tool(target):
+        pytest.skip(f"this machine has no {lacking}")
+    check(target, call, compile_all(target)[call])
 
 
 if __name__ == "__main__":

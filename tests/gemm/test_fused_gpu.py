@@ -1,4 +1,4 @@
-"""Fused GEMMs on a GPU that ranks share, by MPS and by streams of one process: run with `-m gpu`."""
+"""Fused GEMMs of ranks that share a GPU, through MPS or as streams of one process: run with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ pytestmark = [
 
 #: Relative errors as in test_gemm_gpu.py; a rounded reduce dtype adds its own.
 ALLOWED = {torch.float32: 3e-6, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
-EVERY = [("all_scatter", None), ("all_reduce", 1), ("all_reduce", 2), ("ag_gemm", None), ("gemm_rs", None)]
+ALL_COLLECTIVES = [("all_scatter", None), ("all_reduce", 1), ("all_reduce", 2), ("ag_gemm", None), ("gemm_rs", None)]
 #: Tile-aligned and ragged shapes.
 SHAPES = [(2048, 2048, 4096), (1003, 777, 1501)]
-HEAP = 2**29
+HEAP_BYTES = 2**29
 #: Shapes of the warp-specialized kernel on 2 and 4 ranks: tile-aligned, and ragged but TMA-aligned.
 TMA_ALIGNED = [(2048, 2048, 4096), (1003, 1312, 1496)]
 #: Shapes with split tiles: less than one wave, and a tail after one wave.
@@ -43,7 +43,7 @@ WARP_SPECIALIZED = tuple(
     if config.warp_specialized
     for fewer in (0, 1)
 )
-needs_gluon = pytest.mark.skipif(
+needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or not has_gluon(torch.device("cuda")), reason="needs a Hopper GPU and Gluon"
 )
 
@@ -63,8 +63,8 @@ def shards(collective, world, shape, dtype, seed):
     return list(zip(a.split(k_sizes, 1), b.split(k_sizes), strict=True)), want
 
 
-def mine(collective, rank, world, want):
-    """Return the share of a rank of the unsharded result."""
+def shard_of_result(collective, rank, world, want):
+    """Return a rank's shard of the unsharded result."""
     if collective != "gemm_rs":
         return want
     return want.split(DistributedGemm.of(collective, len(want), want.shape[1], 1, world, torch.float32).sizes)[rank]
@@ -74,32 +74,34 @@ def error(got, want):
     return float((got.double() - want).norm() / want.norm())
 
 
-def bits(x):
-    """Return a checksum that tells results apart."""
+def checksum(x):
+    """Return a checksum of the bits of a tensor."""
     words = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32).long().flatten()
     return int((words * (torch.arange(len(words), device=words.device) % 8191 + 1)).sum())
 
 
-def repeated(rank, world, tell, calls):
-    """Run many calls of each collective and variant on changing inputs; tell the errors and checksums."""
+def run_all_variants_repeatedly(rank, world, report, calls):
+    """Run many calls of each collective and variant on changing inputs; report errors and checksums."""
     device = take_device("cuda", rank)
-    heap = open_heap(bytes=HEAP, device=device, timeout=60)
-    for collective, shots in EVERY:
+    heap = open_heap(bytes=HEAP_BYTES, device=device, timeout=60)
+    for collective, shots in ALL_COLLECTIVES:
         for variant in VARIANTS:
             for shape in SHAPES:
                 for dtype in (torch.bfloat16, torch.float32) if shape == SHAPES[1] else (torch.bfloat16,):
                     name = f"{collective} {shots} {variant} {shape} {dtype}"
                     inputs = [shards(collective, world, shape, dtype, seed) for seed in range(3)]
                     gemm = FusedGemm(heap, collective, *shape, dtype, variant=variant, shots=shots)
-                    worst, seen = 0.0, dict[int, set[int]]()
+                    worst, checksums = 0.0, dict[int, set[int]]()
                     for call in range(calls):
                         seed = call % 3
                         out = gemm(*inputs[seed][0][rank], copy=call % 2 == 0)
-                        seen.setdefault(seed, set()).add(bits(out))
-                        worst = max(worst, error(out, mine(collective, rank, world, inputs[seed][1])))
+                        checksums.setdefault(seed, set()).add(checksum(out))
+                        worst = max(worst, error(out, shard_of_result(collective, rank, world, inputs[seed][1])))
                     gemm.free()
                     heap.barrier()
-                    tell((name, rank, worst / ALLOWED[dtype], {seed: sorted(found) for seed, found in seen.items()}))
+                    report(
+                        (name, rank, worst / ALLOWED[dtype], {seed: sorted(found) for seed, found in checksums.items()})
+                    )
     heap.close()
 
 
@@ -107,39 +109,39 @@ def repeated(rank, world, tell, calls):
 def test_processes_on_one_gpu_match_float64_on_changing_inputs(world):
     if mps.missing():
         pytest.skip(str(mps.missing()))
-    told: list[Any] = []
+    reports: list[Any] = []
     with mps.mps():
-        run_ranks(world, repeated, 200, timeout=1500, listen=told.append)
-    assert len(told) == world * len(EVERY) * len(VARIANTS) * (len(SHAPES) + 1)
-    check_told(told)
+        run_ranks(world, run_all_variants_repeatedly, 200, timeout=1500, listen=reports.append)
+    assert len(reports) == world * len(ALL_COLLECTIVES) * len(VARIANTS) * (len(SHAPES) + 1)
+    check_reports(reports)
 
 
-def check_told(told):
+def check_reports(reports):
     """Check errors, and that bits are the same in each call and on all ranks."""
     found: dict[str, list[Any]] = {}
-    for name, rank, worst, seen in told:
+    for name, rank, worst, checksums in reports:
         assert worst <= 1, (name, rank, worst)
-        assert all(len(different) == 1 for different in seen.values()), (name, rank, "not the same bits each time")
-        found.setdefault(name, []).append(seen)
-    for name, seen in found.items():
+        assert all(len(different) == 1 for different in checksums.values()), (name, rank, "not the same bits each time")
+        found.setdefault(name, []).append(checksums)
+    for name, checksums in found.items():
         if not name.startswith("gemm_rs"):
-            assert all(one == seen[0] for one in seen), (name, "not the same bits on all ranks")
+            assert all(one == checksums[0] for one in checksums), (name, "not the same bits on all ranks")
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("collective", "shots"), EVERY)
-def test_one_process_emulates_all_ranks(collective, shots, variant, world):
+@pytest.mark.parametrize(("collective", "shots"), ALL_COLLECTIVES)
+def test_ranks_emulated_in_one_process_match_float64(collective, shots, variant, world):
     for shape in SHAPES:
         with (
-            open_heap(world, bytes=HEAP, device="cuda", timeout=30) as heap,
+            open_heap(world, bytes=HEAP_BYTES, device="cuda", timeout=30) as heap,
             FusedGemm(heap, collective, *shape, torch.bfloat16, variant=variant, shots=shots) as gemm,
         ):
             for seed in range(20):
                 pairs, want = shards(collective, world, shape, torch.bfloat16, seed)
                 outs = gemm([a for a, _ in pairs], [b for _, b in pairs])
                 for rank, out in enumerate(outs):
-                    assert error(out, mine(collective, rank, world, want)) <= ALLOWED[torch.bfloat16]
+                    assert error(out, shard_of_result(collective, rank, world, want)) <= ALLOWED[torch.bfloat16]
                     assert collective == "gemm_rs" or torch.equal(out, outs[0])
             heap.check()
 
@@ -147,15 +149,15 @@ def test_one_process_emulates_all_ranks(collective, shots, variant, world):
 @pytest.fixture
 def warp_specialized_ranks(monkeypatch):
     """Record the ranks that launch the warp-specialized kernel, in order."""
-    seen: list[int] = []
+    ranks: list[int] = []
     send = distributed_launch.send_warp_specialized
 
-    def record(buffers, *more):
-        seen.append(buffers.rank)
-        send(buffers, *more)
+    def record(buffers, *arguments):
+        ranks.append(buffers.rank)
+        send(buffers, *arguments)
 
     monkeypatch.setattr(distributed_launch, "send_warp_specialized", record)
-    return seen
+    return ranks
 
 
 @contextmanager
@@ -163,8 +165,8 @@ def not_time_shared():
     """Plan as if each rank had a GPU of its own, with as many SMs as its share of this one."""
     plan_fused = distributed_api.plan_fused
 
-    def planned(*arguments: Any, num_sms: int, **more: Any) -> FusedPlan:
-        plan = plan_fused(*arguments, num_sms=num_sms, **more)
+    def planned(*arguments: Any, num_sms: int, **options: Any) -> FusedPlan:
+        plan = plan_fused(*arguments, num_sms=num_sms, **options)
         return (
             replace(plan, time_shared=False, num_ctas=num_sms * plan.tiling.ctas_per_sm) if plan.time_shared else plan
         )
@@ -174,7 +176,7 @@ def not_time_shared():
         yield
 
 
-@needs_gluon
+@needs_hopper
 @pytest.mark.parametrize(
     ("config", "world"),
     [
@@ -189,7 +191,7 @@ def test_warp_specialized_all_scatter_in_one_process_matches_float64(config, wor
         warp_specialized_ranks.clear()
         with (
             not_time_shared() if shape in WITH_SPLIT_TILES else nullcontext(),
-            open_heap(world, bytes=HEAP, device="cuda", timeout=30) as heap,
+            open_heap(world, bytes=HEAP_BYTES, device="cuda", timeout=30) as heap,
             FusedGemm(
                 heap, "all_scatter", *shape, torch.bfloat16, variant="epilogue", config=config, timed=True
             ) as gemm,
@@ -211,12 +213,12 @@ def test_warp_specialized_all_scatter_in_one_process_matches_float64(config, wor
     assert world == 8 or num_split_tiles > 0
 
 
-@needs_gluon
+@needs_hopper
 @pytest.mark.parametrize("layout", ["nt", "tn", "tt"])
-def test_warp_specialized_all_scatter_with_transposed_operands(layout, warp_specialized_ranks):
+def test_warp_specialized_all_scatter_with_transposed_operands_matches_float64(layout, warp_specialized_ranks):
     shape = TMA_ALIGNED[1]
     with (
-        open_heap(2, bytes=HEAP, device="cuda", timeout=30) as heap,
+        open_heap(2, bytes=HEAP_BYTES, device="cuda", timeout=30) as heap,
         FusedGemm(
             heap, "all_scatter", 1000, *shape[1:], torch.float16, variant="epilogue", config=WARP_SPECIALIZED[0]
         ) as gemm,
@@ -231,13 +233,13 @@ def test_warp_specialized_all_scatter_with_transposed_operands(layout, warp_spec
         assert warp_specialized_ranks == [0, 1]
 
 
-@needs_gluon
+@needs_hopper
 def test_ranks_with_unaligned_columns_use_the_triton_kernel(warp_specialized_ranks):
     """Ranks with different kernels count the same arrivals."""
     m, n, k = 1024, 1001, 4096
     with (
         not_time_shared(),
-        open_heap(3, bytes=HEAP, device="cuda", timeout=30) as heap,
+        open_heap(3, bytes=HEAP_BYTES, device="cuda", timeout=30) as heap,
         FusedGemm(
             *(heap, "all_scatter", m, n, k, torch.bfloat16),
             sizes=(512, 333, 156),
@@ -256,10 +258,10 @@ def test_ranks_with_unaligned_columns_use_the_triton_kernel(warp_specialized_ran
     assert warp_specialized_ranks == [0] * 5
 
 
-def warp_specialized_repeated(rank, world, tell, calls):
-    """As `repeated`, for the warp-specialized all_scatter."""
+def run_warp_specialized_repeatedly(rank, world, report, calls):
+    """Run many calls of the warp-specialized all_scatter on changing inputs; report errors and checksums."""
     device = take_device("cuda", rank)
-    heap = open_heap(bytes=HEAP, device=device, timeout=60)
+    heap = open_heap(bytes=HEAP_BYTES, device=device, timeout=60)
     for config in WARP_SPECIALIZED[:2]:
         for shape in (*TMA_ALIGNED, WITH_SPLIT_TILES[0]):
             inputs = [shards("all_scatter", world, shape, torch.bfloat16, seed) for seed in range(3)]
@@ -268,48 +270,48 @@ def warp_specialized_repeated(rank, world, tell, calls):
                 gemm = FusedGemm(heap, "all_scatter", *shape, torch.bfloat16, variant="epilogue", config=config)
             assert (gemm.plan.partition(rank).num_split_tiles > 0) == (shape in WITH_SPLIT_TILES)
             assert gemm._exchange is not None
-            assert all(gemm._exchange._peer_columns[rank]), "the warp-specialized kernel serves it"
-            worst, seen = 0.0, dict[int, set[int]]()
+            assert all(gemm._exchange._peer_columns[rank]), "the warp-specialized kernel must run"
+            worst, checksums = 0.0, dict[int, set[int]]()
             for call in range(calls):
                 a, b, want = own[call % 3]
                 out = gemm(a, b, copy=call % 2 == 0)
-                seen.setdefault(call % 3, set()).add(bits(out))
+                checksums.setdefault(call % 3, set()).add(checksum(out))
                 worst = max(worst, error(out, want))
             gemm.free()
             heap.barrier()
-            told = {seed: sorted(found) for seed, found in seen.items()}
-            tell((f"{config} {shape}", rank, worst / ALLOWED[torch.bfloat16], told))
+            by_seed = {seed: sorted(found) for seed, found in checksums.items()}
+            report((f"{config} {shape}", rank, worst / ALLOWED[torch.bfloat16], by_seed))
     heap.close()
 
 
-@needs_gluon
+@needs_hopper
 @pytest.mark.parametrize("world", [2, 4])
 def test_warp_specialized_all_scatter_across_processes_matches_float64(world):
     if mps.missing():
         pytest.skip(str(mps.missing()))
-    told: list[Any] = []
+    reports: list[Any] = []
     with mps.mps():
-        run_ranks(world, warp_specialized_repeated, 200, timeout=900, listen=told.append)
-    assert len(told) == world * 2 * (len(TMA_ALIGNED) + 1)
-    check_told(told)
+        run_ranks(world, run_warp_specialized_repeatedly, 200, timeout=900, listen=reports.append)
+    assert len(reports) == world * 2 * (len(TMA_ALIGNED) + 1)
+    check_reports(reports)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("collective", "shots"), EVERY)
-def test_dtypes_and_rounded_partial_sums(collective, shots, dtype):
+@pytest.mark.parametrize(("collective", "shots"), ALL_COLLECTIVES)
+def test_dtypes_and_rounded_partial_sums_match_float64(collective, shots, dtype):
     shape = SHAPES[1]
-    with open_heap(2, bytes=HEAP, device="cuda", timeout=30) as heap:
+    with open_heap(2, bytes=HEAP_BYTES, device="cuda", timeout=30) as heap:
         for reduce in (torch.float32, torch.bfloat16):
-            more = dict(variant="epilogue", shots=shots, reduce_dtype=reduce)
-            with FusedGemm(heap, collective, *shape, dtype, **more) as gemm:
+            options = dict(variant="epilogue", shots=shots, reduce_dtype=reduce)
+            with FusedGemm(heap, collective, *shape, dtype, **options) as gemm:
                 pairs, want = shards(collective, 2, shape, dtype, 0)
                 outs = gemm([a for a, _ in pairs], [b for _, b in pairs])
                 allowed = ALLOWED[dtype] + (ALLOWED[reduce] if reduce != torch.float32 else 0)
                 for rank, out in enumerate(outs):
-                    assert error(out, mine(collective, rank, 2, want)) <= allowed
+                    assert error(out, shard_of_result(collective, rank, 2, want)) <= allowed
 
 
-def test_graph_capture_is_refused():
+def test_cuda_graph_capture_raises():
     with (
         open_heap(2, bytes=2**22, device="cuda", timeout=30) as heap,
         FusedGemm(heap, "all_scatter", 64, 64, 64, variant="epilogue") as gemm,
@@ -322,7 +324,7 @@ def test_graph_capture_is_refused():
             gemm(a, b)
 
 
-def lost(rank, world, tell, collective, shots, dtype, config):
+def skip_second_call_on_rank_1(rank, world, report, collective, shots, dtype, config):
     """Rank 1 skips the second call; the others name it, and their results have NaN."""
     device = take_device("cuda", rank)
     shape = (512, 768, 512)
@@ -341,7 +343,7 @@ def lost(rank, world, tell, collective, shots, dtype, config):
     out = gemm(*pairs[rank])
     with pytest.raises(TransportError) as raised:
         heap.check()
-    tell((rank, str(raised.value), bool(out.isnan().any())))
+    report((rank, str(raised.value), bool(out.isnan().any())))
 
 
 @pytest.mark.parametrize(
@@ -351,17 +353,17 @@ def lost(rank, world, tell, collective, shots, dtype, config):
         pytest.param(
             ("all_scatter", None, torch.bfloat16, WARP_SPECIALIZED[0]),
             id="all_scatter warp-specialized",
-            marks=needs_gluon,
+            marks=needs_hopper,
         ),
     ],
 )
-def test_lost_rank_is_named(case):
+def test_rank_that_skips_a_call_is_named_by_the_others(case):
     if mps.missing():
         pytest.skip(str(mps.missing()))
-    told: list[Any] = []
+    reports: list[Any] = []
     with mps.mps(), suppress(RankError):  # rank 1 waits at the end for the others, or they for it
-        run_ranks(3, lost, *case, timeout=200, listen=told.append)
-    assert sorted(each[0] for each in told) == [0, 2]
-    for rank, text, has_nan in told:
+        run_ranks(3, skip_second_call_on_rank_1, *case, timeout=200, listen=reports.append)
+    assert sorted(report[0] for report in reports) == [0, 2]
+    for rank, text, has_nan in reports:
         assert text.startswith(f"rank {rank} waited 4 s in step 2 for rank 1")
         assert has_nan

@@ -1,4 +1,4 @@
-"""Fused GEMMs of ranks that one process emulates; plans and errors."""
+"""Fused GEMMs whose ranks are emulated in one process, their plans, and their errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from meshflash.kernels.triton.common import INTERPRETED
 CONFIG = Config(16, 32, 16, 1, 1)
 LARGE = Config(128, 256, 64, 8, 3)
 CPU = torch.device("cpu")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_fused_gpu.py runs them")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="test_fused_gpu.py runs them on a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +48,14 @@ def poisoned(monkeypatch):
     """Fill uninitialized memory with NaN."""
     empty = torch.empty
 
-    def poison(*args, **more):
-        x = empty(*args, **more)
+    def poison(*args, **options):
+        x = empty(*args, **options)
         return x.fill_(torch.nan) if x.dtype.is_floating_point else x
 
     monkeypatch.setattr(torch, "empty", poison)
 
 
-def local(world, timeout=20.0):
+def open_local_heap(world, timeout=20.0):
     return open_heap(world, bytes=2**20, device="cpu", timeout=timeout)
 
 
@@ -82,7 +82,7 @@ def check(collective, outs, want, allowed=1e-6):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_three_ranks_in_one_process_match_float64(collective, variant):
-    with local(3) as heap, FusedGemm(heap, collective, 18, 33, 12, variant=variant) as gemm:
+    with open_local_heap(3) as heap, FusedGemm(heap, collective, 18, 33, 12, variant=variant) as gemm:
         for seed in range(2):
             a, b, want = operands(collective, 3, 18, 33, 12, seed=seed)
             check(collective, gemm(a, b), want)
@@ -91,8 +91,8 @@ def test_three_ranks_in_one_process_match_float64(collective, variant):
 @interpreted
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_empty_and_tiny_shapes(collective, variant):
-    with local(2) as heap:
+def test_empty_and_tiny_shapes_match_float64(collective, variant):
+    with open_local_heap(2) as heap:
         for m, n, k in [(0, 5, 4), (5, 0, 4), (5, 4, 0), (1, 1, 1)]:
             with FusedGemm(heap, collective, m, n, k, variant=variant) as gemm:
                 a, b, want = operands(collective, 2, m, n, k)
@@ -106,8 +106,8 @@ def test_empty_and_tiny_shapes(collective, variant):
     ("collective", "variant"),
     [(name, "producer_consumer") for name in ("all_scatter", "ag_gemm", "gemm_rs")] + [("ag_gemm", "epilogue")],
 )
-def test_operands_load_through_descriptors(collective, variant, monkeypatch):
-    """With rows read at their rank, the kernel makes descriptors itself."""
+def test_operands_are_loaded_by_tma_descriptors(collective, variant, monkeypatch):
+    """If rows are read from their rank's memory, the kernel makes the descriptors itself."""
     made: list[Any] = []
 
     def record(*given):
@@ -117,7 +117,7 @@ def test_operands_load_through_descriptors(collective, variant, monkeypatch):
 
     monkeypatch.setattr(triton_configs, "has_descriptors", lambda device: True)
     monkeypatch.setattr(distributed_launch, "describe_operands", record)
-    with local(2) as heap, FusedGemm(heap, collective, 20, 32, 32, torch.float16, variant=variant) as gemm:
+    with open_local_heap(2) as heap, FusedGemm(heap, collective, 20, 32, 32, torch.float16, variant=variant) as gemm:
         a, b, want = operands(collective, 2, 20, 32, 32, torch.float16)
         check(collective, gemm(a, b), want, 6e-4)
     assert len(made) == 4
@@ -125,7 +125,7 @@ def test_operands_load_through_descriptors(collective, variant, monkeypatch):
 
 @interpreted
 def test_uncopied_results_stay_valid_until_the_next_call():
-    with local(2) as heap, FusedGemm(heap, "all_scatter", 4, 6, 5, variant="epilogue") as gemm:
+    with open_local_heap(2) as heap, FusedGemm(heap, "all_scatter", 4, 6, 5, variant="epilogue") as gemm:
         first = operands("all_scatter", 2, 4, 6, 5, seed=0)
         uncopied = gemm(*first[:2], copy=False)
         copied = gemm(*first[:2])
@@ -138,7 +138,7 @@ def test_uncopied_results_stay_valid_until_the_next_call():
 
 @interpreted
 def test_gathered_rows_are_available_after_a_call():
-    with local(2) as heap:
+    with open_local_heap(2) as heap:
         for variant in ("producer_consumer", "bulk"):
             with FusedGemm(heap, "ag_gemm", 5, 6, 7, variant=variant) as gemm:
                 with pytest.raises(RuntimeError, match="after a call"):
@@ -158,10 +158,10 @@ def test_gathered_rows_are_available_after_a_call():
         ("gemm_rs", "epilogue"),
     ],
 )
-def test_times_of_tiles_are_recorded_in_order(collective, variant):
-    """Of 2 x 2 tiles each rank computes all, or one column, and reduces half, or none."""
-    more = dict(variant=variant, shots=2 if collective == "all_reduce" else None)
-    with local(2) as heap, FusedGemm(heap, collective, 20, 40, 18, timed=True, **more) as gemm:
+def test_recorded_tile_times_are_in_order(collective, variant):
+    """With 2 x 2 tiles, each rank computes all or one column of them, and reduces half or none."""
+    options = dict(variant=variant, shots=2 if collective == "all_reduce" else None)
+    with open_local_heap(2) as heap, FusedGemm(heap, collective, 20, 40, 18, timed=True, **options) as gemm:
         a, b, want = operands(collective, 2, 20, 40, 18)
         check(collective, gemm(a, b), want)
         for times in gemm.times.values():
@@ -207,7 +207,7 @@ def test_missing_rank_is_named_and_its_elements_are_nan(collective, shots, dtype
     a, b, want = operands(collective, 2, 20, 40, 18, dtype)
 
     def call_twice():
-        with local(2, timeout=0.2) as heap:
+        with open_local_heap(2, timeout=0.2) as heap:
             gemm = FusedGemm(heap, collective, 20, 40, 18, dtype, variant="epilogue", shots=shots)
             check(collective, gemm(a, b), want, 6e-3)
             gemm(a, b)
@@ -265,9 +265,9 @@ def test_all_scatter_splits_tiles_where_sms_would_be_idle():
 def test_all_scatter_of_ranks_on_one_device_is_time_shared():
     """Each rank has all SMs but one for every waiting rank; other collectives divide the SMs."""
 
-    def planned(collective, variant="epilogue", **more):
+    def planned(collective, variant="epilogue", **options):
         problem = DistributedGemm.of(collective, 64, 64, 4096, 2, torch.float32)
-        return plan_fused(problem, torch.device("cpu"), variant=variant, **more)
+        return plan_fused(problem, torch.device("cpu"), variant=variant, **options)
 
     alone, shared = planned("all_scatter"), planned("all_scatter", ranks_per_device=2, num_sms=2)
     assert (alone.num_ctas, alone.time_shared) == (5, False)
@@ -293,7 +293,7 @@ def test_split_tiles_are_reduced_and_stored_to_all_ranks(tiles_m, tiles_n, iters
     cut = stream_k(tiles_m, tiles_n, iters_per_tile, num_ctas)
     assert 0 < cut.num_split_tiles <= tiles_m * tiles_n
     partials = torch.randn(cut.num_ctas, cut.partials_per_cta, block_m, block_n)
-    with local(world) as heap:
+    with open_local_heap(world) as heap:
         matrix = heap.allocate((m, n), torch.float32, name="matrix")
         arrived = heap.allocate((world,), torch.int64, name="arrived")
         for rank in range(world):
@@ -334,7 +334,7 @@ def test_split_tiles_are_reduced_and_stored_to_all_ranks(tiles_m, tiles_n, iters
 def test_ranks_without_the_warp_specialized_kernel_count_the_same_arrivals(sizes):
     warp_specialized = replace(CONFIG, block_m=128, warp_specialized=1)
     a, b = torch.randn(150, 40), torch.randn(40, 70)
-    with local(3) as heap, FusedGemm(
+    with open_local_heap(3) as heap, FusedGemm(
         *(heap, "all_scatter", 150, 70, 40, torch.float32), variant="epilogue", sizes=sizes, config=warp_specialized
     ) as gemm:  # fmt: skip
         assert gemm.plan.arrivals_per_tile == 8
@@ -377,8 +377,8 @@ def test_process_group_supports_the_bulk_variant_only():
 
 
 @pytest.fixture
-def a_gpu(monkeypatch):
-    """Plan for a Hopper GPU of 132 SMs that is not here, without rate tables."""
+def hopper_gpu(monkeypatch):
+    """Make plans believe in a Hopper GPU of 132 SMs, without rate tables."""
     monkeypatch.setattr(configs, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(rates, "known", lambda device: None)
@@ -386,16 +386,16 @@ def a_gpu(monkeypatch):
     return torch.device("cuda")
 
 
-def test_auto_takes_bulk_without_rates(a_gpu):
+def test_auto_takes_the_bulk_variant_without_measured_rates(hopper_gpu):
     problem = DistributedGemm.of("all_reduce", 4096, 4096, 4096, 4, torch.bfloat16)
-    plan = plan_fused(problem, a_gpu, ranks_per_device=4)
+    plan = plan_fused(problem, hopper_gpu, ranks_per_device=4)
     assert (plan.variant, plan.shots, plan.num_ctas, plan.num_comm_sms) == (BULK, 2, 33, 0)
     assert "no rates of fused GEMMs were measured on this device" in str(plan)
     two = DistributedGemm.of("all_reduce", 4096, 4096, 4096, 2, torch.bfloat16)
-    assert plan_fused(two, a_gpu).shots == 1
+    assert plan_fused(two, hopper_gpu).shots == 1
 
 
-def test_auto_takes_the_fastest_at_the_nearest_shape(a_gpu, monkeypatch):
+def test_auto_takes_the_fastest_at_the_nearest_shape(hopper_gpu, monkeypatch):
     problem = DistributedGemm.of("all_reduce", 4096, 4096, 4096, 4, torch.bfloat16)
     slim = (64, 128, 64, 4, 4, 8, 2, 0)
 
@@ -412,29 +412,29 @@ def test_auto_takes_the_fastest_at_the_nearest_shape(a_gpu, monkeypatch):
     )
     table = Table("a GPU", "sm_90", rows)
     monkeypatch.setattr(rates, "known", lambda device: Known(table, "a table"))
-    plan = plan_fused(problem, a_gpu)
+    plan = plan_fused(problem, hopper_gpu)
     assert (plan.variant, plan.shots, plan.config) == ("epilogue", 2, FusedConfig(*slim))
     assert plan.why == "the fastest at 4096x4096x4096 on 4 ranks (a table)"
-    one = plan_fused(problem, a_gpu, shots=1)  # the fastest of those in one shot
+    one = plan_fused(problem, hopper_gpu, shots=1)  # the fastest of those in one shot
     assert (one.variant, one.shots, one.why) == (BULK, 1, plan.why)
-    fixed = plan_fused(problem, a_gpu, variant="epilogue")
+    fixed = plan_fused(problem, hopper_gpu, variant="epilogue")
     assert (fixed.shots, fixed.config, fixed.why) == (2, FusedConfig(*slim), "requested")
-    assert plan_fused(problem, a_gpu, variant="epilogue", shots=1).config == LARGE  # not measured
-    moving = plan_fused(DistributedGemm.of("all_reduce", 1024, 1024, 1024, 4, torch.bfloat16), a_gpu)
+    assert plan_fused(problem, hopper_gpu, variant="epilogue", shots=1).config == LARGE  # not measured
+    moving = plan_fused(DistributedGemm.of("all_reduce", 1024, 1024, 1024, 4, torch.bfloat16), hopper_gpu)
     assert (moving.variant, moving.shots, moving.num_comm_sms, moving.num_ctas) == ("producer_consumer", 1, 7, 2 * 125)
     nothing = DistributedGemm.of("all_reduce", 0, 64, 64, 4, torch.bfloat16)
-    assert plan_fused(nothing, a_gpu).variant == BULK
+    assert plan_fused(nothing, hopper_gpu).variant == BULK
     small = DistributedGemm.of("all_reduce", 64, 64, 64, 4, torch.bfloat16)
-    assert "no fused GEMM near this one was measured (a table)" in plan_fused(small, a_gpu).why
+    assert "no fused GEMM near this one was measured (a table)" in plan_fused(small, hopper_gpu).why
 
 
-def test_comm_sms_have_a_share_of_the_sms(a_gpu):
+def test_number_of_comm_sms_follows_from_the_bytes_moved(hopper_gpu):
     def planned(collective, k, ranks_per_device=1, num_comm_sms=0, shots=None):
         problem = DistributedGemm.of(collective, 8192, 4608, k, 4, torch.bfloat16)
         config = FusedConfig(128, 256, 64, 8, 3, num_comm_sms=num_comm_sms) if num_comm_sms else None
         return plan_fused(
             problem,
-            a_gpu,
+            hopper_gpu,
             variant="producer_consumer",
             ranks_per_device=ranks_per_device,
             config=config,
@@ -457,15 +457,15 @@ def test_comm_sms_have_a_share_of_the_sms(a_gpu):
         planned("gemm_rs", 4096, 4, num_comm_sms=5).num_ctas,
         planned("gemm_rs", 4096, 4, num_comm_sms=5).num_comm_sms,
     ) == (28, 5)
-    assert planned("gemm_rs", 4096, 4, num_comm_sms=50).num_comm_sms == 32  # one SM is left to compute
-    gathering = planned("ag_gemm", 4096, 4)  # a gather is short, wherever it runs
+    assert planned("gemm_rs", 4096, 4, num_comm_sms=50).num_comm_sms == 32  # at least one SM computes
+    gathering = planned("ag_gemm", 4096, 4)  # copies of a gather are short, and run beside the GEMM
     assert (gathering.num_ctas, gathering.num_comm_sms) == (32, 4)
 
 
-def test_default_tiles_waste_least(a_gpu, monkeypatch):
-    def chosen(collective, m, n, world=4, ranks_per_device=4, k=4096, variant="epilogue", **more):
-        problem = DistributedGemm.of(collective, m, n, k, world, torch.bfloat16, **more)
-        return plan_fused(problem, a_gpu, variant=variant, ranks_per_device=ranks_per_device).config
+def test_default_tiles_waste_the_fewest_elements(hopper_gpu, monkeypatch):
+    def chosen(collective, m, n, world=4, ranks_per_device=4, k=4096, variant="epilogue", **options):
+        problem = DistributedGemm.of(collective, m, n, k, world, torch.bfloat16, **options)
+        return plan_fused(problem, hopper_gpu, variant=variant, ranks_per_device=ranks_per_device).config
 
     assert chosen("all_reduce", 8192, 4608) == LARGE
     tall = replace(LARGE, block_m=256, block_n=128, num_stages=4)
@@ -492,7 +492,7 @@ def test_default_tiles_waste_least(a_gpu, monkeypatch):
     assert elements_per_sm(64, 256, LARGE, 33, sections=34) == 2 * elements_per_sm(64, 256, LARGE, 33, sections=33)
 
 
-def test_ranks_that_share_devices_unevenly_agree(a_gpu):
+def test_ranks_with_different_numbers_of_ranks_per_device_agree(hopper_gpu):
     payloads: list[dict[str, str]] = []
 
     def all_gather(payload):
@@ -501,18 +501,18 @@ def test_ranks_that_share_devices_unevenly_agree(a_gpu):
 
     heap: Any = SimpleNamespace(_barrier=SimpleNamespace(all_gather=all_gather))
     problem = DistributedGemm.of("all_scatter", 8192, 3456, 4096, 3, torch.bfloat16)
-    plans = [plan_fused(problem, a_gpu, variant="epilogue", ranks_per_device=number) for number in (2, 2, 1)]
+    plans = [plan_fused(problem, hopper_gpu, variant="epilogue", ranks_per_device=number) for number in (2, 2, 1)]
     assert [(plan.num_ctas, plan.time_shared) for plan in plans] == [(130, True), (130, True), (132, False)]
     for plan in plans:
         _check_agreement(heap, plan)
     assert payloads[0] == payloads[1] == payloads[2]
 
 
-def test_mps_share_counts_as_the_sms_of_a_rank(a_gpu, monkeypatch):
+def test_mps_share_counts_as_the_sms_of_a_rank(hopper_gpu, monkeypatch):
     monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
-    assert (sms_per_rank(a_gpu, 1), sms_per_rank(a_gpu, 4)) == (132, 33)
+    assert (sms_per_rank(hopper_gpu, 1), sms_per_rank(hopper_gpu, 4)) == (132, 33)
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25")
-    assert sms_per_rank(a_gpu, 4) == 132  # the driver reports the share of a rank as the whole device
+    assert sms_per_rank(hopper_gpu, 4) == 132  # the driver reports the share of a rank as the whole device
 
 
 WITH_COMM_SMS = FusedConfig(16, 32, 16, 1, 1, num_comm_sms=1)
@@ -524,7 +524,7 @@ def test_negative_comm_sms_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "more", "words"),
+    ("arguments", "options", "message"),
     [
         (("all_gather", 4, 4, 4), {}, "expected one of all_scatter, all_reduce, ag_gemm, gemm_rs"),
         (("all_scatter", 4, 4, -1), {}, "expected sizes >= 0 of the whole GEMM"),
@@ -544,15 +544,15 @@ def test_negative_comm_sms_are_refused():
     ],
 )
 @interpreted
-def test_invalid_arguments_raise_with_a_remedy(arguments, more, words):
-    with pytest.raises(ValueError, match=words), local(2) as heap:
-        FusedGemm(heap, *arguments, **more)
+def test_invalid_arguments_raise_with_a_remedy(arguments, options, message):
+    with pytest.raises(ValueError, match=message), open_local_heap(2) as heap:
+        FusedGemm(heap, *arguments, **options)
 
 
 @interpreted
 def test_operands_that_do_not_match_the_plan_raise():
     ones = torch.ones
-    with local(2) as heap, FusedGemm(heap, "all_scatter", 4, 5, 6) as gemm:
+    with open_local_heap(2) as heap, FusedGemm(heap, "all_scatter", 4, 5, 6) as gemm:
         a, b = [ones(4, 6)] * 2, [ones(6, 3), ones(6, 2)]
         wrong: list[tuple[Any, str]] = [
             ((a[0], b[0]), "has 2 ranks: expected lists of as many operands"),
@@ -564,14 +564,14 @@ def test_operands_that_do_not_match_the_plan_raise():
             (([x.half() for x in a], b), "a of rank 0 is torch.float16"),
             ((a, [x.requires_grad_() for x in (ones(6, 3), ones(6, 2))]), r"use torch.no_grad\(\)"),
         ]
-        for given, words in wrong:
-            with pytest.raises(ValueError, match=words):
+        for given, message in wrong:
+            with pytest.raises(ValueError, match=message):
                 gemm(*given)
         with pytest.raises(RuntimeError, match="timed=True"):
             gemm.times  # noqa: B018 - it is the reading that raises
         with pytest.raises(RuntimeError, match="no gathered rows"):
             gemm.gathered()
-    with local(2) as heap, FusedGemm(heap, "gemm_rs", 4, 5, 6) as gemm:
+    with open_local_heap(2) as heap, FusedGemm(heap, "gemm_rs", 4, 5, 6) as gemm:
         a, b = [ones(4, 3)] * 2, [ones(2, 5)] * 2
         with pytest.raises(ValueError, match="a of rank 0 has 3 columns and b 2 rows"):
             gemm(a, b)

@@ -45,8 +45,8 @@ def poisoned(monkeypatch):
     """Fill uninitialized memory with NaN, including the workspace of the stream."""
     empty = torch.empty
 
-    def poison(*args, **more):
-        x = empty(*args, **more)
+    def poison(*args, **options):
+        x = empty(*args, **options)
         return x.fill_(torch.nan) if x.dtype.is_floating_point else x
 
     monkeypatch.setattr(torch, "empty", poison)
@@ -99,17 +99,17 @@ def test_a_hundred_random_shapes_match_float64():
     def size():
         return int(2 ** draw.uniform(0, 12.5))
 
-    for turn in range(100):
+    for call in range(100):
         m, n, k = size(), size(), size()
         dtype_name, layout, mode = draw.choice([*ALLOWED]), draw.choice(["nn", "nt", "tn", "tt"]), draw.choice(KERNELS)
-        a, b = operands(m, n, k, dtype_name, layout, seed=turn)
+        a, b = operands(m, n, k, dtype_name, layout, seed=call)
         bias = torch.randn(n, device="cuda") if draw.random() < 0.5 else None
         activation = draw.choice([None, *ACTIVATIONS])
         got = matmul(a, b, bias=bias, activation=activation, mode=mode, precision=precision(dtype_name))
         want = a.double() @ b.double() + (0 if bias is None else bias.double())
         if activation:
             want = ACTIVATIONS[activation](want)
-        few = m * n < 64  # an activation may zero all of them, but not the errors of their sums
+        few = m * n < 64  # an activation may zero all of so few results, but not their rounding errors
         check(got, want, dtype_name, least=(m * n * k) ** 0.5 if few else 0.0)
 
 
@@ -144,11 +144,11 @@ def test_two_hundred_calls_give_the_same_bits(mode, shape):
     m, n, k = shape
     first: dict[int, torch.Tensor] = {}
     other = operands(700, 300, 5000, seed=99)
-    for turn in range(200):
-        seed = turn % 5
+    for call in range(200):
+        seed = call % 5
         a, b = operands(m, n, k, seed=seed)
         out = matmul(a, b, mode=mode)
-        if turn % 3 == 0:
+        if call % 3 == 0:
             matmul(*other, mode=mode)
         if seed in first:
             assert torch.equal(out, first[seed])
@@ -223,13 +223,15 @@ def test_gradients_match_float64(activation, mode):
         assert error <= 1e-2, error  # saved tensors and dout are rounded to bfloat16 first
 
 
-def test_offsets_beyond_32_bits():
+def test_operands_with_offsets_beyond_32_bits_match_float64():
     padded = torch.full((3, 2**30 + 8), torch.nan, dtype=torch.bfloat16, device="cuda")
     a, b = operands(3, 200, 500)
     padded[:, :500] = a
-    for lies in (padded[:, :500], padded.view(-1)[1:][: 2 * (2**30 + 8) + 501].as_strided((3, 499), (2**30 + 8, 1))):
-        check(matmul(lies, b[: lies.shape[1]], mode="stream_k"), lies.double() @ b[: lies.shape[1]].double())
-    del padded, lies
+    for strided in (padded[:, :500], padded.view(-1)[1:][: 2 * (2**30 + 8) + 501].as_strided((3, 499), (2**30 + 8, 1))):
+        check(
+            matmul(strided, b[: strided.shape[1]], mode="stream_k"), strided.double() @ b[: strided.shape[1]].double()
+        )
+    del padded, strided
     tall, slim = operands(2**21, 1032, 16)  # the result has more than 2**31 elements
     out = matmul(tall, slim, mode="data_parallel")
     check(out[-1000:], tall[-1000:].double() @ slim.double())
@@ -247,15 +249,25 @@ def test_memory_next_to_the_operands_is_not_read():
             check(matmul(*inside, mode=mode), a.double() @ b.double())
 
 
-@pytest.mark.parametrize("more", [(), ("--tune",), ("--calibrate",)])
-def test_bench_gemm_on_a_gpu(more, tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [(), ("--tune",), ("--calibrate",)])
+def test_bench_gemm_times_tunes_and_calibrates_on_a_gpu(options, tmp_path, monkeypatch):
     monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path))
-    words = ["bench", "gemm", "--shape", "1024x1024x2048", "--rounds", "2", "--output", str(tmp_path / "x.json"), *more]
+    words = [
+        "bench",
+        "gemm",
+        "--shape",
+        "1024x1024x2048",
+        "--rounds",
+        "2",
+        "--output",
+        str(tmp_path / "x.json"),
+        *options,
+    ]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, (result.output, result.exception)
     rows = record.read(tmp_path / "x.json")["rows"]
     assert all(row["ms"] > 0 for row in rows)
-    if "--calibrate" in more:
+    if "--calibrate" in options:
         a, b = operands(1024, 1024, 2048)
         found = matmul(a, b, return_plan=True)[1]
         assert "the fastest at 1024x1024x2048" in found.why

@@ -20,7 +20,7 @@ from meshflash.gemm.launch import ACTIVATIONS
 from meshflash.gemm.plan import MODES, GemmProblem, choose
 from meshflash.gemm.rates import Known, Rate, Table
 
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_gemm_gpu.py has it on a GPU")
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_gemm_gpu.py tests it on a GPU")
 
 
 def leaves(m=17, n=18, k=20, dtype=torch.float32, transposed=False):
@@ -56,7 +56,7 @@ def test_gradients_match_float64(mode, activation):
 
 
 @interpreted
-def test_half_precision_gradients_with_a_float32_result():
+def test_half_precision_gradients_of_a_float32_result_match_float64():
     a, b, bias = leaves(dtype=torch.bfloat16)
     bias = bias.detach().float().requires_grad_()
     for mode in ("stream_k", "torch"):
@@ -71,7 +71,7 @@ def test_half_precision_gradients_with_a_float32_result():
 
 
 @interpreted
-def test_gradient_with_zero_strides():
+def test_expanded_output_gradient_with_zero_strides():
     a, b, _ = leaves()
     matmul(a, b, mode="stream_k").sum().backward()
     assert a.grad is not None
@@ -97,7 +97,7 @@ def test_float64_goes_to_torch_and_passes_gradcheck():
 
 @pytest.mark.parametrize("mode", ["auto", *(MODES if os.environ.get("TRITON_INTERPRET") == "1" else ["torch"])])
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)])
-def test_empty_operands(shape, mode):
+def test_empty_operands_give_the_activated_bias(shape, mode):
     m, n, k = shape
     a, b = torch.ones(m, k, requires_grad=True), torch.ones(k, n, requires_grad=True)
     bias = torch.arange(-1.0, n - 1, requires_grad=True)
@@ -118,7 +118,7 @@ def test_autocast_does_not_change_the_dtype():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "more", "words"),
+    ("arguments", "options", "words"),
     [
         ((torch.ones(2, 3, 4), torch.ones(4, 5)), {}, r"a has 3 dims.*a\.flatten\(0, -2\)"),
         ((torch.ones(2, 3), torch.ones(4, 3)), {}, r"expected as many columns of a as rows of b; write b\.T"),
@@ -139,9 +139,9 @@ def test_autocast_does_not_change_the_dtype():
         ),
     ],
 )
-def test_invalid_arguments_raise_with_a_remedy(arguments, more, words):
+def test_invalid_arguments_raise_with_a_remedy(arguments, options, words):
     with pytest.raises(ValueError, match=words):
-        matmul(*arguments, **more)
+        matmul(*arguments, **options)
 
 
 def test_cpu_without_the_interpreter_raises(monkeypatch):
@@ -151,28 +151,28 @@ def test_cpu_without_the_interpreter_raises(monkeypatch):
 
 
 @pytest.fixture
-def a_gpu(monkeypatch):
-    """Plan for a Hopper GPU of 132 SMs that is not here."""
+def hopper_gpu(monkeypatch):
+    """Make plans believe in a Hopper GPU of 132 SMs; return a function that makes GEMM problems on it."""
     device = torch.device("cuda")
     monkeypatch.setattr(configs, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(gemm_plan.triton_configs, "has_descriptors", lambda device: True)
     monkeypatch.setattr(rates, "known", lambda device: None)
 
-    def problem(m, n, k, **more):
-        return GemmProblem(m, n, k, torch.bfloat16, device, **more)
+    def problem(m, n, k, **options):
+        return GemmProblem(m, n, k, torch.bfloat16, device, **options)
 
     return problem
 
 
-def test_auto_without_rates_is_torch_and_explains_why(a_gpu):
-    plan = choose(a_gpu(8192, 8192, 8192))
+def test_auto_without_rates_is_torch_and_explains_why(hopper_gpu):
+    plan = choose(hopper_gpu(8192, 8192, 8192))
     assert plan.mode == "torch"
     assert "bench gemm --calibrate" in str(plan)
     assert matmul(torch.ones(2, 3), torch.ones(3, 4), return_plan=True)[1].mode == "torch"
 
 
-def test_auto_takes_the_fastest_at_the_nearest_shape(a_gpu, monkeypatch):
+def test_auto_takes_the_fastest_at_the_nearest_shape(hopper_gpu, monkeypatch):
     config = (128, 128, 64, 4, 3, 8, 2, 0)
     table = Table(
         "here",
@@ -184,31 +184,31 @@ def test_auto_takes_the_fastest_at_the_nearest_shape(a_gpu, monkeypatch):
             Rate("split_k", "bfloat16", "nn", 256, 1024, 16384, 250.0),
         ),
     )
-    again = Table.from_json(json.loads(json.dumps(table.to_json())))
-    assert again.rates == table.rates
-    monkeypatch.setattr(rates, "known", lambda device: Known(again, "a test"))
-    plan = choose(a_gpu(5000, 4096, 4000))
+    read_back = Table.from_json(json.loads(json.dumps(table.to_json())))
+    assert read_back.rates == table.rates
+    monkeypatch.setattr(rates, "known", lambda device: Known(read_back, "a test"))
+    plan = choose(hopper_gpu(5000, 4096, 4000))
     assert (plan.mode, plan.config, plan.num_ctas) == ("stream_k", Config(*config), 264)
     assert plan.why == "the fastest at 4096x4096x4096 (a test)"
-    assert choose(a_gpu(200, 1024, 16384)).mode == "torch"
-    assert choose(a_gpu(5000, 4096, 4000), "stream_k").config == Config(*config), "its fastest configuration"
-    assert choose(a_gpu(5000, 4096, 4000, tma_aligned=False), "stream_k").config != Config(*config)
-    for other in (a_gpu(64, 64, 64), a_gpu(4096, 4096, 4096, layout="tn")):
+    assert choose(hopper_gpu(200, 1024, 16384)).mode == "torch"
+    assert choose(hopper_gpu(5000, 4096, 4000), "stream_k").config == Config(*config), "its fastest configuration"
+    assert choose(hopper_gpu(5000, 4096, 4000, tma_aligned=False), "stream_k").config != Config(*config)
+    for other in (hopper_gpu(64, 64, 64), hopper_gpu(4096, 4096, 4096, layout="tn")):
         assert "no shape near" in choose(other).why
-    assert "multiples of 16 bytes" in choose(a_gpu(4096, 4096, 4096, tma_aligned=False)).why
+    assert "multiples of 16 bytes" in choose(hopper_gpu(4096, 4096, 4096, tma_aligned=False)).why
 
 
-def test_plans_for_a_large_gpu(a_gpu):
-    plan = choose(a_gpu(8192, 8192, 8192), "stream_k")
+def test_plan_describes_tiles_splits_and_ctas(hopper_gpu):
+    plan = choose(hopper_gpu(8192, 8192, 8192), "stream_k")
     assert plan.partition is not None
     assert plan.config == Config(128, 256, 64, 8, 3)
     assert (plan.num_ctas, plan.partition.num_tiles, plan.partition.num_split_tiles) == (132, 2048, 68)
     assert str(plan).startswith("stream_k: 2048 tiles of 128x256x64 8w 3s, 68 split along K and 1980 full, on 132 CTAs")
-    few = choose(a_gpu(256, 1024, 28672), "split_k")
+    few = choose(hopper_gpu(256, 1024, 28672), "split_k")
     assert few.partition is not None
     assert few.partition.num_split_tiles == few.partition.num_tiles
     assert few.num_ctas == 128
-    unaligned = choose(a_gpu(8192, 8192, 8192, tma_aligned=False), "stream_k").config
+    unaligned = choose(hopper_gpu(8192, 8192, 8192, tma_aligned=False), "stream_k").config
     assert unaligned is not None
     assert unaligned.block_n == 128
 
@@ -217,29 +217,29 @@ def test_user_rates_take_precedence_over_the_shipped_table_of_the_same_gpu(tmp_p
     shipped = tmp_path / "shipped"
     monkeypatch.setattr(rates, "SHIPPED", shipped)
     monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path / "own"))
-    theirs = [Rate(mode, "bfloat16", "nn", 8, 8, 8, 2.0) for mode in ("torch", "split_k")]
-    rates.write(Table("NVIDIA H200", "sm_90", tuple(theirs)), shipped / "nvidia-h200.json")
-    mine = Rate("torch", "bfloat16", "nn", 8, 8, 8, 3.0)
+    shipped_rates = [Rate(mode, "bfloat16", "nn", 8, 8, 8, 2.0) for mode in ("torch", "split_k")]
+    rates.write(Table("NVIDIA H200", "sm_90", tuple(shipped_rates)), shipped / "nvidia-h200.json")
+    own_rate = Rate("torch", "bfloat16", "nn", 8, 8, 8, 3.0)
     found: dict[str, Any] = {}
     for name in ("NVIDIA H200", "NVIDIA H100"):
         monkeypatch.setattr(rates, "identity", lambda device, name=name: (name, "sm_90"))
         before = rates._known(name, "sm_90")
         assert before is not None
         assert before.table.device == "NVIDIA H200"
-        path = rates.add([mine], torch.device("cuda"), {})
-        assert rates._read(path).rates == (mine,), "the user's table has only what was measured here"
+        path = rates.add([own_rate], torch.device("cuda"), {})
+        assert rates._read(path).rates == (own_rate,), "the user's table has only what was measured here"
         found[name] = rates._known(name, "sm_90")
     rates._known.cache_clear()
-    assert found["NVIDIA H200"].table.rates == (theirs[1], mine)
+    assert found["NVIDIA H200"].table.rates == (shipped_rates[1], own_rate)
     assert found["NVIDIA H200"].source.endswith("and the table of NVIDIA H200")
-    assert found["NVIDIA H100"].table.rates == (mine,), "rates of another GPU are not mixed in"
+    assert found["NVIDIA H100"].table.rates == (own_rate,), "rates of another GPU are not mixed in"
 
 
-def test_split_k_without_rates_takes_the_configuration_of_data_parallel(a_gpu, monkeypatch):
+def test_split_k_without_rates_takes_the_configuration_of_data_parallel(hopper_gpu, monkeypatch):
     config = (128, 128, 64, 8, 4, 8, 1, 0)
     table = Table("here", "sm_90", (Rate("data_parallel", "bfloat16", "nn", 4096, 4096, 4096, 7.0, config),))
     monkeypatch.setattr(rates, "known", lambda device: Known(table, "a test"))
-    assert choose(a_gpu(4096, 4096, 4096), "split_k").config == Config(*config)
+    assert choose(hopper_gpu(4096, 4096, 4096), "split_k").config == Config(*config)
 
 
 @pytest.mark.parametrize(
@@ -261,21 +261,21 @@ def test_verdict_names_losses_and_how_far_auto_is_behind():
     def row(mode, ms, ratio):
         return dict(m=8, n=8, k=8, numbers="bfloat16", layout="nn", device="cuda", mode=mode, ms=ms, ratio=ratio)
 
-    told = bench.verdict([row("torch", 2.0, 1.0), row("stream_k", 4.0, 0.5), row("auto", 2.2, 0.9)])
-    assert told == [
+    lines = bench.verdict([row("torch", 2.0, 1.0), row("stream_k", 4.0, 0.5), row("auto", 2.2, 0.9)])
+    assert lines == [
         "slower than torch.mm at 8x8x8 nn: stream_k 0.500",
         "auto is at most 10.0% behind the best: at 8x8x8 nn",
     ]
     assert bench.verdict([row("torch", None, None), row("stream_k", 4.0, None)]) == []
 
 
-def test_measuring_in_a_separate_process():
-    said: list[str] = []
+def test_bench_measures_in_a_separate_process():
+    messages: list[str] = []
     case = bench.Case(16, 16, 16, "float32", "nn", "cpu")
-    (found,) = bench.measure_apart(case, ["torch"], 1, said.append)
+    (found,) = bench.measure_apart(case, ["torch"], 1, messages.append)
     assert found.ms is not None
     assert found.case == case
-    assert "timing" in said
+    assert "timing" in messages
 
 
 def test_rate_tables_round_trip_through_files(tmp_path, monkeypatch):
@@ -354,10 +354,10 @@ def test_calibration_writes_the_best_of_each_mode(monkeypatch):
 
     monkeypatch.setattr(bench, "trials", trials)
     monkeypatch.setattr(bench, "identity", lambda device: ("a GPU", "sm_90"))
-    said: list[str] = []
-    table, rows = bench.calibrate("cuda", [(64, 64, 64)], layouts=("nn", "tn"), say=said.append)
+    messages: list[str] = []
+    table, rows = bench.calibrate("cuda", [(64, 64, 64)], layouts=("nn", "tn"), say=messages.append)
     assert len(rows) == 8
-    assert said == ["64x64x64 bfloat16 nn: timing", "64x64x64 bfloat16 tn: timing"]
+    assert messages == ["64x64x64 bfloat16 nn: timing", "64x64x64 bfloat16 tn: timing"]
     assert [(rate.mode, rate.layout, rate.config) for rate in table.rates] == [
         ("stream_k", "nn", slim),
         ("torch", "nn", ()),
@@ -367,7 +367,7 @@ def test_calibration_writes_the_best_of_each_mode(monkeypatch):
     assert table.measured_with["torch"] == torch.__version__
 
 
-def test_candidates_are_distinct_and_include_the_defaults(a_gpu):
+def test_candidates_are_distinct_and_include_the_defaults(hopper_gpu):
     device = torch.device("cuda")
     tried = configs.candidates("bfloat16", device)
     assert len({str(config) for config in tried}) == len(tried)

@@ -19,18 +19,19 @@ from meshflash.gemm.partition import (
     swizzle_tile,
 )
 
-few = st.integers(1, 12)
+num_tiles_strategy = st.integers(1, 12)
 partitions = st.builds(
     lambda divide, *sizes: divide(*sizes),
     st.sampled_from([data_parallel, stream_k, split_k]),
-    few,
-    few,
+    num_tiles_strategy,
+    num_tiles_strategy,
     st.integers(1, 40),
     st.integers(1, 70),
 )
 
 
 def loads(split: Partition) -> list[int]:
+    """Return the number of K iterations of each CTA."""
     return [sum(last - first for _, first, last in split.segments(p)) for p in range(split.num_ctas)]
 
 
@@ -49,7 +50,7 @@ def test_every_k_iteration_of_every_tile_runs_exactly_once(split):
     assert all(loads(split)), "a CTA without work"
 
 
-@given(few, few, st.integers(1, 40), st.integers(1, 70))
+@given(num_tiles_strategy, num_tiles_strategy, st.integers(1, 40), st.integers(1, 70))
 @settings(max_examples=150, deadline=None)
 def test_stream_k_gives_every_cta_the_same_load_to_within_one_iteration(tiles_m, tiles_n, iters_per_tile, num_ctas):
     split = stream_k(tiles_m, tiles_n, iters_per_tile, num_ctas)
@@ -63,16 +64,16 @@ def test_stream_k_gives_every_cta_the_same_load_to_within_one_iteration(tiles_m,
         assert split.num_split_tiles < (num_ctas if tiles % num_ctas * iters_per_tile >= num_ctas else 2 * num_ctas)
 
 
-@given(few, few, st.integers(1, 400), st.integers(1, 70))
+@given(num_tiles_strategy, num_tiles_strategy, st.integers(1, 400), st.integers(1, 70))
 @settings(max_examples=150, deadline=None)
-def test_less_than_one_wave_splits_all_tiles_alike_if_few_ctas_stay_idle(tiles_m, tiles_n, iters_per_tile, num_ctas):
+def test_less_than_one_wave_splits_all_tiles_equally_if_few_ctas_stay_idle(tiles_m, tiles_n, iters_per_tile, num_ctas):
     split = stream_k(tiles_m, tiles_n, iters_per_tile, num_ctas)
     if split.num_tiles < num_ctas and split.partials_per_cta == 1:
         assert len({len(list(split.segments(cta))) for cta in range(split.num_ctas)}) == 1
         assert split.num_ctas > num_ctas - split.num_tiles or split.num_ctas == split.num_tiles * iters_per_tile
 
 
-@given(few, few, st.integers(1, 40), st.integers(1, 70))
+@given(num_tiles_strategy, num_tiles_strategy, st.integers(1, 40), st.integers(1, 70))
 @settings(max_examples=100, deadline=None)
 def test_split_k_splits_are_equal_to_within_one_iteration(tiles_m, tiles_n, iters_per_tile, splits):
     split = split_k(tiles_m, tiles_n, iters_per_tile, splits)
@@ -95,20 +96,20 @@ def test_combine_finds_every_partial_tile_in_its_slot(split):
     read = []
     for tile in range(split.num_split_tiles):
         begin = tile * split.iters_per_tile
-        one, other = (
+        first_cta, last_cta = (
             cta_of_iter(at, split.ctas_per_group, split.iters_per_group)
             for at in (begin, begin + split.iters_per_tile - 1)
         )
-        if one == other:
+        if first_cta == last_cta:
             continue
-        partials_per_cta = [one * split.partials_per_cta + split.partials_per_cta - 1] + [
-            p * split.partials_per_cta for p in range(one + 1, other + 1)
+        slots = [first_cta * split.partials_per_cta + split.partials_per_cta - 1] + [
+            p * split.partials_per_cta for p in range(first_cta + 1, last_cta + 1)
         ]
-        parts = [written[slot] for slot in partials_per_cta]
-        assert [part[0] for part in parts] == [tile] * len(parts)
-        assert [part[1] for part in parts] == [0, *(part[2] for part in parts[:-1])]
-        assert parts[-1][2] == split.iters_per_tile
-        read += partials_per_cta
+        partials = [written[slot] for slot in slots]
+        assert [partial[0] for partial in partials] == [tile] * len(partials)
+        assert [partial[1] for partial in partials] == [0, *(partial[2] for partial in partials[:-1])]
+        assert partials[-1][2] == split.iters_per_tile
+        read += slots
     assert sorted(read) == sorted(written)
 
 
@@ -124,10 +125,10 @@ def test_cta_of_iter_is_the_inverse_of_first_iter_of_cta(ctas_per_group, iters_p
     )
 
 
-@given(few, few, st.integers(1, 20))
+@given(num_tiles_strategy, num_tiles_strategy, st.integers(1, 20))
 def test_swizzled_order_visits_every_tile_once(tiles_m, tiles_n, l2_swizzle):
-    places = [swizzle_tile(tile, tiles_m, tiles_n, l2_swizzle) for tile in range(tiles_m * tiles_n)]
-    assert sorted(places) == [(row, column) for row in range(tiles_m) for column in range(tiles_n)]
+    visited = [swizzle_tile(tile, tiles_m, tiles_n, l2_swizzle) for tile in range(tiles_m * tiles_n)]
+    assert sorted(visited) == [(row, column) for row in range(tiles_m) for column in range(tiles_n)]
 
 
 @pytest.mark.parametrize("num_ctas", [132, 264])

@@ -16,7 +16,7 @@ from meshflash.gemm.launch import ACTIVATIONS, Epilogue, run
 from meshflash.gemm.plan import KERNELS, GemmProblem, make_plan
 from meshflash.kernels.triton import configs as triton_configs
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU test_gemm_gpu.py runs them")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_gemm_gpu.py runs them on a GPU")
 
 SMALL = Config(16, 16, 16, 1, 1, l2_swizzle=2)
 #: Relative errors by output dtype; accumulators and epilogues are float32. The interpreter truncates to bfloat16
@@ -34,8 +34,8 @@ def poisoned(monkeypatch):
     def poison(x):
         return x.fill_(torch.nan) if x.dtype.is_floating_point else x
 
-    monkeypatch.setattr(torch, "empty", lambda *args, **more: poison(empty(*args, **more)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **more: poison(empty_like(*args, **more)))
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: poison(empty(*args, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: poison(empty_like(*args, **options)))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_any_number_of_ctas_matches_float64(number, num_ctas):
 
 @pytest.mark.parametrize("splits", [2, 3, 5, 9, 21])
 def test_any_number_of_splits_matches_float64(splits, num_ctas):
-    """Fewer, as many, and more than the combine kernel loads at a time."""
+    """The numbers are below, at and above what the combine kernel loads at a time."""
     num_ctas(splits)
     a, b = operands(15, 14, 16 * 21)
     assert make_plan(GemmProblem.of(a, b), "stream_k", SMALL, "").num_ctas == splits
@@ -99,7 +99,7 @@ def test_all_pairs_of_dtypes_match_float64(dtype, out_dtype, num_ctas):
 
 
 def in_padding(x, transposed=False):
-    """The same matrix embedded in NaN, with rows (or columns, if transposed) at multiples of 16 bytes."""
+    """Return the matrix embedded in NaN, with rows (or columns, if transposed) at multiples of 16 bytes."""
     if transposed:
         return in_padding(x.T).T
     rows, columns = x.shape
@@ -109,13 +109,14 @@ def in_padding(x, transposed=False):
 
 
 def every_second(x):
+    """Return the matrix with NaN between its columns in memory."""
     padded = x.new_full((x.shape[0], 2 * x.shape[1] + 1), torch.nan)
     padded[:, : 2 * x.shape[1] : 2] = x
     return padded[:, : 2 * x.shape[1] : 2]
 
 
 @pytest.mark.parametrize(
-    ("of_a", "of_b"),
+    ("relayout_a", "relayout_b"),
     [
         (in_padding, in_padding),
         (lambda x: in_padding(x, True), in_padding),
@@ -126,15 +127,15 @@ def every_second(x):
         (every_second, lambda x: every_second(x.T).T),
     ],
 )
-def test_any_strides_match_float64(of_a, of_b, num_ctas):
+def test_any_strides_match_float64(relayout_a, relayout_b, num_ctas):
     a, b = operands(33, 18, 40)
-    a, b = of_a(a), of_b(b)
+    a, b = relayout_a(a), relayout_b(b)
     check(multiply(a, b, "stream_k")[0], a.double() @ b.double())
 
 
 @pytest.mark.parametrize("mode", KERNELS)
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
-def test_operands_and_results_go_through_descriptors(transposed, mode, num_ctas, monkeypatch):
+def test_aligned_operands_and_results_use_tma_descriptors(transposed, mode, num_ctas, monkeypatch):
     made = []
     describe = launch.described
 
@@ -164,7 +165,7 @@ def test_unaligned_result_is_stored_by_pointers(num_ctas, monkeypatch):
     check(out, a.double() @ b.double())
 
 
-def test_offsets_beyond_32_bits(num_ctas):
+def test_operands_with_offsets_beyond_32_bits_match_float64(num_ctas):
     stride = 2**30 + 1  # 4 rows reach past 2**31 elements; untouched pages take no memory
     memory = torch.from_numpy(np.empty(3 * stride + 40, dtype=np.float16))
     a = memory.as_strided((4, 40), (stride, 1))

@@ -1,6 +1,6 @@
-"""Every configuration that comes with meshflash, compiled for GPUs that are not here: it fits, and spills no more.
+"""Compile every shipped attention configuration for other GPUs: resources fit, and spills stay within bounds.
 
-Bounds on spills hold for the pinned Triton; another one, or a change of the kernels for the better, moves them.
+The spill bounds hold for the pinned Triton version. Another version, or an improved kernel, may need new bounds.
 """
 
 from __future__ import annotations
@@ -11,39 +11,43 @@ from itertools import product
 
 import pytest
 
-from cross import TARGETS, TENSOR_MEMORY, Built, Call, compiled, missing
+from cross import TARGETS, TENSOR_MEMORY, Built, Call, compiled, missing_tool
 
-gluon_common = pytest.importorskip("meshflash.kernels.hopper.common")
+hopper_common = pytest.importorskip("meshflash.kernels.hopper.common")
 
-Started = dict[str, "Future[dict[Call, list[Built] | str]]"]
+Compilations = dict[str, "Future[dict[Call, list[Built] | str]]"]
 
-#: One split in two among them: 96 = 64 + 32.
+#: 96 is computed as two widths, 64 + 32.
 DIMS = (64, 96, 128, 256)
 ATTENTION = ("forward", "backward", "deterministic")
 CALLS = (
-    *(Call(kind, dim) for dim in DIMS for kind in (*ATTENTION, "rows")),
+    *(Call(kind, dim) for dim in DIMS for kind in (*ATTENTION, "rowwise")),
     *(Call(kind, 128, "float16") for kind in ("forward", "backward")),
     *(Call(kind, dim, "float32") for dim in (64, 128, 256) for kind in ATTENTION),
-    Call("rows", 64, "float32"),
+    Call("rowwise", 64, "float32"),
     *(Call(kind, 64, features=True) for kind in ATTENTION),
     *(Call(kind, 128, aligned=False) for kind in ATTENTION),
 )
-GLUON = tuple(
-    Call(kind, dim, dtype, gluon=True, mask=mask, partial=partial, features=features)
+HOPPER = tuple(
+    Call(kind, dim, dtype, hopper=True, mask=mask, carry=carry, features=features)
     for dim in (64, 128)
-    for kind, dtype, mask, partial, features in (
-        *((kind, "bfloat16", mask, False, False) for kind in ATTENTION for mask in ("causal", "full", "runs")),
+    for kind, dtype, mask, carry, features in (
+        *(
+            (kind, "bfloat16", mask, False, False)
+            for kind in ATTENTION
+            for mask in ("causal", "full", "window and first")
+        ),
         *((kind, "bfloat16", "causal", True, False) for kind in ATTENTION),
         ("backward", "bfloat16", "full", True, False),
         ("forward", "bfloat16", "causal", False, True),
         *((kind, "float16", "causal", False, False) for kind in ATTENTION[:2]),
     )
 )
-#: A head of keys for each of queries; blocks that begin earlier in the forward, and short ones of keys in the backward.
-GLUON += tuple(
-    Call(kind, dim, gluon=True, mask=mask, partial=partial, key_heads=8, odd=odd)
+#: No GQA. With odd lengths the last key block of a forward overlaps the one before, and a backward has carry tiles.
+HOPPER += tuple(
+    Call(kind, dim, hopper=True, mask=mask, carry=carry, kv_heads=8, odd=odd)
     for dim in (64, 128)
-    for kind, mask, partial, odd in (
+    for kind, mask, carry, odd in (
         *((kind, mask, False, False) for kind in ATTENTION[1:] for mask in ("causal", "full")),
         ("backward", "full", True, False),
         *((kind, "causal", False, True) for kind in ATTENTION),
@@ -51,42 +55,44 @@ GLUON += tuple(
         *((kind, "window", False, False) for kind in ATTENTION[:2]),
     )
 )
-GLUON += tuple(Call("backward", dim, gluon=True, odd=True) for dim in (64, 128))
-GLUON += tuple(
-    Call("backward", dim, gluon=True, mask=mask, spread=True) for dim in (64, 128) for mask in ("causal", "full")
-)
-GLUON += tuple(
-    Call("forward", dim, gluon=True, mask="full", partial=partial, odd=odd, parts=True)
+HOPPER += tuple(Call("backward", dim, hopper=True, odd=True) for dim in (64, 128))
+HOPPER += tuple(
+    Call("backward", dim, hopper=True, mask=mask, spread_q_heads=True)
     for dim in (64, 128)
-    for partial, odd in product((False, True), repeat=2)
+    for mask in ("causal", "full")
 )
-GLUON += tuple(Call(kind, 128, gluon=True, features=True) for kind in ATTENTION[1:])
-#: Blocks on a grid, with rows of several documents; beside padding, blocks that begin anywhere.
-GLUON += tuple(
-    Call(kind, dim, gluon=True, mask=mask, partial=partial, key_heads=key_heads)
+HOPPER += tuple(
+    Call("forward", dim, hopper=True, mask="full", carry=carry, odd=odd, split_kv=True)
     for dim in (64, 128)
-    for kind, mask, partial, key_heads in (
+    for carry, odd in product((False, True), repeat=2)
+)
+HOPPER += tuple(Call(kind, 128, hopper=True, features=True) for kind in ATTENTION[1:])
+#: Documents share blocks of a fixed grid; next to padding, blocks begin at any row.
+HOPPER += tuple(
+    Call(kind, dim, hopper=True, mask=mask, carry=carry, kv_heads=kv_heads)
+    for dim in (64, 128)
+    for kind, mask, carry, kv_heads in (
         *(("backward", mask, False, heads) for mask in ("documents", "padding") for heads in (2, 8)),
         *(("deterministic", mask, False, 8) for mask in ("documents", "padding")),
-        ("backward", "whole documents", False, 8),
+        ("backward", "full documents", False, 8),
         ("backward", "documents", True, 8),
     )
 )
 FEW: Mapping[str, Sequence[Call]] = {
     "sm_90": (
         *(Call(kind, 128) for kind in ATTENTION[:2]),
-        *(Call(kind, 128, gluon=True) for kind in ATTENTION[:2]),
+        *(Call(kind, 128, hopper=True) for kind in ATTENTION[:2]),
     ),
     "gfx942": (Call("forward", 64),),
 }
 ALL: Mapping[str, Sequence[Call]] = {
     **dict.fromkeys(("sm_100", "sm_90", "gfx942", "sm_80"), CALLS),
-    "sm_90": (*CALLS, *GLUON),
+    "sm_90": (*CALLS, *HOPPER),
 }
 
-#: Bytes that a thread may spill where no more is said: some numbers of a span, outside of the loops.
-SPILLED = 64
-#: Target, call and kernel -> bytes that it may spill, at least a tenth above what it does.
+#: Default bound on spilled bytes per thread: enough for some scalars of a span, outside of the loops.
+MAX_SPILLED_BYTES = 64
+#: Target, call and kernel -> bound on spilled bytes per thread, at least a tenth above the present spill.
 SPILLS = {
     "sm_80 backward 64 float32 bwd_dkdv": 1250,
     "sm_80 deterministic 64 float32 bwd_dkdv": 800,
@@ -119,32 +125,32 @@ SPILLS = {
     "sm_90 deterministic 128 bfloat16 unaligned bwd_dq": 650,
     **{f"sm_90 backward 128 {dtype} bwd_dkdv": 810 for dtype in ("bfloat16", "float16")},
     "sm_90 deterministic 128 bfloat16 bwd_dkdv": 420,
-    "sm_90 backward 64 bfloat16 gluon backward": 90,
-    "sm_90 backward 64 bfloat16 gluon runs backward": 100,
-    "sm_90 backward 64 bfloat16 gluon partial backward": 90,
-    "sm_90 backward 64 float16 gluon backward": 90,
-    "sm_90 backward 128 bfloat16 gluon backward": 195,
-    "sm_90 backward 128 bfloat16 gluon partial backward": 325,
-    "sm_90 backward 128 float16 gluon backward": 195,
-    "sm_90 backward 64 bfloat16 gluon odd 8 key heads backward": 205,
-    "sm_90 backward 64 bfloat16 gluon full partial odd 8 key heads backward": 90,
-    "sm_90 backward 64 bfloat16 gluon window 8 key heads backward": 80,
-    "sm_90 backward 128 bfloat16 gluon 8 key heads backward": 320,
-    "sm_90 backward 128 bfloat16 gluon spread backward": 320,
-    "sm_90 backward 128 bfloat16 gluon odd 8 key heads backward": 410,
-    "sm_90 backward 64 bfloat16 gluon odd backward": 165,
-    "sm_90 backward 128 bfloat16 gluon odd backward": 240,
-    "sm_90 backward 128 bfloat16 features gluon backward": 615,
-    "sm_90 backward 64 bfloat16 gluon documents backward": 130,
-    "sm_90 backward 64 bfloat16 gluon documents 8 key heads backward": 120,
-    "sm_90 backward 64 bfloat16 gluon padding 8 key heads backward": 170,
-    "sm_90 backward 64 bfloat16 gluon whole documents 8 key heads backward": 100,
-    "sm_90 backward 64 bfloat16 gluon documents partial 8 key heads backward": 105,
-    "sm_90 backward 64 bfloat16 gluon padding backward": 260,
-    "sm_90 backward 64 bfloat16 gluon padding 8 key heads bwd_dkdv": 75,
-    "sm_90 deterministic 128 bfloat16 features gluon backward": 350,
-    **{f"sm_90 backward 128 bfloat16 gluon padding{more} bwd_dkdv": 810 for more in ("", " 8 key heads")},
-    "sm_90 deterministic 128 bfloat16 gluon padding 8 key heads bwd_dkdv": 300,
+    "sm_90 backward 64 bfloat16 hopper backward": 90,
+    "sm_90 backward 64 bfloat16 hopper window and first backward": 100,
+    "sm_90 backward 64 bfloat16 hopper carry backward": 90,
+    "sm_90 backward 64 float16 hopper backward": 90,
+    "sm_90 backward 128 bfloat16 hopper backward": 195,
+    "sm_90 backward 128 bfloat16 hopper carry backward": 325,
+    "sm_90 backward 128 float16 hopper backward": 195,
+    "sm_90 backward 64 bfloat16 hopper odd 8 kv heads backward": 205,
+    "sm_90 backward 64 bfloat16 hopper full carry odd 8 kv heads backward": 90,
+    "sm_90 backward 64 bfloat16 hopper window 8 kv heads backward": 80,
+    "sm_90 backward 128 bfloat16 hopper 8 kv heads backward": 320,
+    "sm_90 backward 128 bfloat16 hopper spread q heads backward": 320,
+    "sm_90 backward 128 bfloat16 hopper odd 8 kv heads backward": 410,
+    "sm_90 backward 64 bfloat16 hopper odd backward": 165,
+    "sm_90 backward 128 bfloat16 hopper odd backward": 240,
+    "sm_90 backward 128 bfloat16 features hopper backward": 615,
+    "sm_90 backward 64 bfloat16 hopper documents backward": 130,
+    "sm_90 backward 64 bfloat16 hopper documents 8 kv heads backward": 120,
+    "sm_90 backward 64 bfloat16 hopper padding 8 kv heads backward": 170,
+    "sm_90 backward 64 bfloat16 hopper full documents 8 kv heads backward": 100,
+    "sm_90 backward 64 bfloat16 hopper documents carry 8 kv heads backward": 105,
+    "sm_90 backward 64 bfloat16 hopper padding backward": 260,
+    "sm_90 backward 64 bfloat16 hopper padding 8 kv heads bwd_dkdv": 75,
+    "sm_90 deterministic 128 bfloat16 features hopper backward": 350,
+    **{f"sm_90 backward 128 bfloat16 hopper padding{more} bwd_dkdv": 810 for more in ("", " 8 kv heads")},
+    "sm_90 deterministic 128 bfloat16 hopper padding 8 kv heads bwd_dkdv": 300,
     "sm_100 forward 256 bfloat16 forward": 100,
     "sm_100 backward 64 float32 bwd_dkdv": 1300,
     "sm_100 deterministic 64 float32 bwd_dkdv": 1150,
@@ -163,25 +169,32 @@ SPILLS = {
 }
 
 
-def started(work: Mapping[str, Sequence[Call]]) -> Iterator[Started]:
-    """Compile in two processes at a time, one for each target."""
+def start_compiling(calls_by_target: Mapping[str, Sequence[Call]]) -> Iterator[Compilations]:
+    """Compile each target's calls in a separate process, two processes at a time."""
     with ThreadPoolExecutor(2) as pool:
-        yield {target: pool.submit(compiled, target, calls) for target, calls in work.items() if not missing(target)}
+        yield {
+            target: pool.submit(compiled, target, calls)
+            for target, calls in calls_by_target.items()
+            if not missing_tool(target)
+        }
 
 
 @pytest.fixture(scope="module")
-def few() -> Iterator[Started]:
-    yield from started(FEW)
+def few() -> Iterator[Compilations]:
+    """Compile a few representative calls, fast enough for every test run."""
+    yield from start_compiling(FEW)
 
 
 @pytest.fixture(scope="module")
-def every() -> Iterator[Started]:
-    yield from started(ALL)
+def every() -> Iterator[Compilations]:
+    """Compile all calls for all targets."""
+    yield from start_compiling(ALL)
 
 
-def kernels(compilations: Started, target: str, call: Call) -> list[Built]:
+def kernels(compilations: Compilations, target: str, call: Call) -> list[Built]:
+    """Wait for a call's compilation and return its kernels; skip the test if this machine cannot compile it."""
     if target not in compilations:
-        pytest.skip(f"no {missing(target)} here")
+        pytest.skip(f"this machine has no {missing_tool(target)}")
     built = compilations[target].result()[call]
     assert not isinstance(built, str), built
     assert built
@@ -189,21 +202,22 @@ def kernels(compilations: Started, target: str, call: Call) -> list[Built]:
 
 
 def check(built: list[Built], target: str, call: Call) -> None:
+    """Check that kernels fit the target, stay within their spill bounds and use barriers correctly."""
     limits = TARGETS[target]
     for kernel in built:
         assert kernel.shared <= limits.shared, kernel
         assert kernel.tensor_memory <= TENSOR_MEMORY, kernel
         assert kernel.registers <= limits.registers, kernel
-        assert kernel.spilled <= SPILLS.get(f"{target} {call} {kernel.kernel}", SPILLED), kernel
+        assert kernel.spilled <= SPILLS.get(f"{target} {call} {kernel.kernel}", MAX_SPILLED_BYTES), kernel
         assert not kernel.serialized, kernel
-        assert not call.gluon or kernel.barrier < gluon_common.NAMED_BARRIER.value, kernel
-        assert not (call.gluon and kernel.reused_mbarriers), kernel
+        assert not call.hopper or kernel.barrier < hopper_common.NAMED_BARRIER.value, kernel
+        assert not (call.hopper and kernel.reused_mbarriers), kernel
     served = {"forward", "backward"} & {kernel.kernel for kernel in built}
-    assert served or not call.gluon, "the ordinary kernel served it"
+    assert served or not call.hopper, "the portable kernel ran instead"
 
 
-def cases(work: Mapping[str, Sequence[Call]]) -> list[object]:
-    return [case(target, call) for target, calls in work.items() for call in calls]
+def cases(calls_by_target: Mapping[str, Sequence[Call]]) -> list[object]:
+    return [case(target, call) for target, calls in calls_by_target.items() for call in calls]
 
 
 def case(target: str, call: Call) -> object:
@@ -211,52 +225,53 @@ def case(target: str, call: Call) -> object:
 
 
 @pytest.mark.parametrize(("target", "call"), cases(FEW))
-def test_a_few_configurations_fit(few, target, call):
+def test_representative_kernels_fit_their_gpu_and_spill_bounds(few, target, call):
     check(kernels(few, target, call), target, call)
 
 
-def test_hot_loop_of_forward_stays_in_registers(few):
-    for gluon in (False, True):
-        (forward,) = kernels(few, "sm_90", Call("forward", 128, gluon=gluon))
+def test_forward_loop_at_dim_128_uses_no_local_memory(few):
+    for hopper in (False, True):
+        (forward,) = kernels(few, "sm_90", Call("forward", 128, hopper=hopper))
         assert forward.local == 0
 
 
-def local_of_backward(built: list[Built]) -> int:
+def count_backward_local_accesses(built: list[Built]) -> int:
+    """Return the number of local-memory instructions in the backward's hot loops."""
     (local,) = (kernel.local for kernel in built if kernel.kernel == "backward")
     assert local is not None
     return local
 
 
-def test_unmasked_loop_of_backward_hardly_spills(few):
-    """Those that one cuts are in a loop of their own, which does."""
-    assert local_of_backward(kernels(few, "sm_90", Call("backward", 128, gluon=True))) <= 2
+def test_unmasked_backward_loop_at_dim_128_almost_avoids_local_memory(few):
+    """Masked blocks have a loop of their own, which spills more."""
+    assert count_backward_local_accesses(kernels(few, "sm_90", Call("backward", 128, hopper=True))) <= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dim", "mask", "most"), [(64, "causal", 4), (64, "full", 0), (128, "causal", 8), (128, "full", 0)]
+    ("dim", "mask", "max_accesses"), [(64, "causal", 4), (64, "full", 0), (128, "causal", 8), (128, "full", 0)]
 )
-def test_hot_loops_of_backward_spill_little(every, dim, mask, most):
-    """Numbers that the loop keeps and does not change, read again; at dim 64 the mask is in the loop."""
-    built = kernels(every, "sm_90", Call("backward", dim, gluon=True, mask=mask, key_heads=8))
-    assert local_of_backward(built) <= most
+def test_backward_loop_has_few_local_memory_accesses(every, dim, mask, max_accesses):
+    """The accesses reload loop invariants; at dim 64 the masked blocks are in the same loop."""
+    built = kernels(every, "sm_90", Call("backward", dim, hopper=True, mask=mask, kv_heads=8))
+    assert count_backward_local_accesses(built) <= max_accesses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "call"), cases(ALL))
-def test_every_configuration_fits(every, target, call):
+def test_all_kernels_fit_their_gpu_and_spill_bounds(every, target, call):
     check(kernels(every, target, call), target, call)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
-def test_hot_loops_of_forward_stay_in_registers(every, dim):
+def test_triton_forward_loop_uses_no_local_memory(every, dim):
     (forward,) = kernels(every, "sm_90", Call("forward", dim))
     assert forward.local == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dim", "mask", "tiled"), [(64, "full", True), (64, "causal", False), (128, "full", False)])
-def test_ring_step_over_many_keys_adds_dq_in_tiles(every, dim, mask, tiled):
-    built = kernels(every, "sm_90", Call("backward", dim, gluon=True, mask=mask, partial=True))
+def test_ring_step_over_many_keys_accumulates_dq_in_tiles(every, dim, mask, tiled):
+    built = kernels(every, "sm_90", Call("backward", dim, hopper=True, mask=mask, carry=True))
     assert ("gather_dq" in [kernel.kernel for kernel in built]) == tiled

@@ -1,4 +1,4 @@
-"""A whole backward in Gluon on a CPU, against float64: tables, descriptors, sums, lines, and what is left to Triton."""
+"""A simulated Hopper backward on a CPU matches float64: tables, descriptors, accumulation, and portable tiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshflash.kernels.tiled import Tiled
 
 pytest.importorskip("meshflash.kernels.hopper.backward")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("on a GPU test_hopper_gpu.py has it", allow_module_level=True)
+    pytest.skip("test_hopper_gpu.py tests it on a GPU", allow_module_level=True)
 
 from kernels.hopper import simulated
 from meshflash.kernels.hopper import backward as hopper_backward
@@ -27,24 +27,27 @@ CAUSAL, FULL = Mask.causal(), Mask.full()
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The backward, simulated; calls are served as on a Hopper GPU."""
-    kernel = simulated.Backward(hopper_backward.backward, simulated.with_numbers(monkeypatch))
+    """Replace the backward kernel by its simulation, and let the launch code believe in a Hopper GPU."""
+    kernel = simulated.SimulatedBackward(hopper_backward.backward, simulated.patch_scalar_functions(monkeypatch))
     monkeypatch.setattr(hopper_backward, "backward", kernel)
-    monkeypatch.setattr(hopper_launch, "descriptor", simulated.Described)
+    monkeypatch.setattr(hopper_launch, "descriptor", simulated.SimulatedDescriptor)
     monkeypatch.setattr(hopper_launch, "_unsupported", lambda *_: None)
     monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 10**6)
     return kernel
 
 
-def close(got_BTHD, want_BTHD):
-    """Every 64 rows of each batch row and head by themselves."""
+def assert_close(got_BTHD, want_BTHD):
+    """Compare every 64 rows of each batch row and head separately, so that one wrong block cannot hide."""
     for got, want in zip(got_BTHD.double().split(64, 1), want_BTHD.split(64, 1), strict=True):
         error, size = (x.norm(dim=(1, 3)) for x in (got - want, want))
         assert (error <= 0.012 * size + 2e-3).all()
 
 
-def check(work, dim, batch, heads, kv_heads, add, apart):
-    """Gradients into rooms of NaN, or added to ones, whose rows may lie apart."""
+def check(work, dim, batch, heads, kv_heads, add, padded):
+    """Check gradients against float64.
+
+    `add` adds them to ones, otherwise they overwrite NaN; `padded` gives their rows gaps in memory.
+    """
     torch.manual_seed(0)
     queries, keys = (sum(map(len, ranges)) for ranges in (work.q_ranges, work.k_ranges))
     q, dout = torch.randn(2, batch, queries, heads, dim).bfloat16()
@@ -55,34 +58,34 @@ def check(work, dim, batch, heads, kv_heads, add, apart):
     delta = (out * dout).sum(-1).transpose(1, 2).contiguous()
     want = Tiled().backward(exact, Rows(out, dout.double(), lse, delta))
 
-    def room(y):
+    def buffer_like(y):
         b, t, h, d = y.shape
-        whole = torch.full((b, h, t + 3 * apart, d + 8 * apart), 1.0 if add else torch.nan)
+        whole = torch.full((b, h, t + 3 * padded, d + 8 * padded), 1.0 if add else torch.nan)
         return whole.to(torch.float32 if add else torch.bfloat16)[:, :, :t, :d].transpose(1, 2)
 
-    grads = Grads(room(q), room(k), room(v), add_dq=add, add_dkv=add)
+    grads = Grads(buffer_like(q), buffer_like(k), buffer_like(v), add_dq=add, add_dkv=add)
     Hopper().backward(x, Rows(out.bfloat16(), dout, lse.float(), delta.float()), grads)
-    close(grads.dq_BTHD - int(add), want.dq_BTHD)
-    close(grads.dk_BSKD - int(add), want.dk_BSKD)
-    close(grads.dv_BSKE - int(add), want.dv_BSKE)
+    assert_close(grads.dq_BTHD - int(add), want.dq_BTHD)
+    assert_close(grads.dk_BSKD - int(add), want.dk_BSKD)
+    assert_close(grads.dv_BSKE - int(add), want.dv_BSKE)
 
 
-def one(mask, queries, keys=None):
+def contiguous_work(mask, queries, keys=None):
     return worklist(mask, (range(queries),), (range(queries if keys is None else keys),))
 
 
 ZIGZAG = Layout.zigzag(512, 2)
 WORK = {
-    "full": lambda: one(FULL, 256),
-    "full, odd": lambda: one(FULL, 197, 300),
-    "causal": lambda: one(CAUSAL, 384),
-    "causal, odd": lambda: one(CAUSAL, 301),
-    "window": lambda: one(CAUSAL & Mask.window(90, 0), 333),
-    "first keys": lambda: one(CAUSAL & (Mask.window(70, 0) | Mask.first(130)), 320),
-    "documents": lambda: one(CAUSAL & Mask.documents([5, 130, 1, 200]), 336),
-    "whole documents": lambda: one(Mask.documents([150, 186]), 336),
-    "queries that see nothing": lambda: one(Mask.documents([3, 256], k_lengths=[0, 384]), 259, 384),
-    "documents by row": lambda: one(CAUSAL & Mask.documents([[5, 251], [256, 0]]), 256),
+    "full": lambda: contiguous_work(FULL, 256),
+    "full, odd": lambda: contiguous_work(FULL, 197, 300),
+    "causal": lambda: contiguous_work(CAUSAL, 384),
+    "causal, odd": lambda: contiguous_work(CAUSAL, 301),
+    "window": lambda: contiguous_work(CAUSAL & Mask.window(90, 0), 333),
+    "first keys": lambda: contiguous_work(CAUSAL & (Mask.window(70, 0) | Mask.first(130)), 320),
+    "documents": lambda: contiguous_work(CAUSAL & Mask.documents([5, 130, 1, 200]), 336),
+    "full documents": lambda: contiguous_work(Mask.documents([150, 186]), 336),
+    "queries that see nothing": lambda: contiguous_work(Mask.documents([3, 256], k_lengths=[0, 384]), 259, 384),
+    "documents by row": lambda: contiguous_work(CAUSAL & Mask.documents([[5, 251], [256, 0]]), 256),
     "zigzag": lambda: worklist(CAUSAL, tuple(ZIGZAG.ranges[0]), tuple(ZIGZAG.ranges[0])),
 }
 
@@ -90,7 +93,7 @@ WORK = {
 @pytest.mark.parametrize("into", ["new", "rows", "tiles"])
 @pytest.mark.parametrize("name", WORK)
 def test_simulated_backward_matches_float64(name, into, kernel, monkeypatch):
-    """New ones, or sums that are given, in rows or by way of tiles; by turns at either dim, and with shared keys."""
+    """Write new gradients, or add to given ones in rows or through tiles; dim and GQA ratio alternate over cases."""
     number = list(WORK).index(name) + len(into)
     configs = {
         d: replace(c, min_keys_for_tiled_dq=0 if into == "tiles" else 1 << 30)
@@ -98,29 +101,29 @@ def test_simulated_backward_matches_float64(name, into, kernel, monkeypatch):
     }
     monkeypatch.setattr(hopper_launch, "BACKWARD", configs)
     kv_heads = 1 + number // 2 % 2
-    check(WORK[name](), (64, 128)[number % 2], 2, 2, kv_heads, add=into != "new", apart=into == "tiles")
-    (started,) = kernel.started
+    check(WORK[name](), (64, 128)[number % 2], 2, 2, kv_heads, add=into != "new", padded=into == "tiles")
+    (launch,) = kernel.launches
     shifted = name == "queries that see nothing"
-    how = {"SHIFTED_LSE": shifted, "DQ_TILED": into != "rows" and not shifted}
-    how |= {"HEADS_PER_CTA": 2 // kv_heads, "ACCUMULATE": into != "new"}
-    assert {key: getattr(started, key) for key in how} == how
-    assert (started.ACCUMULATE and started.D == 128 and not started.PARTIAL_TILES) == started.TMA_REDUCE_DKDV
+    want = {"SHIFTED_LSE": shifted, "DQ_TILED": into != "rows" and not shifted}
+    want |= {"HEADS_PER_CTA": 2 // kv_heads, "ACCUMULATE": into != "new"}
+    assert {key: getattr(launch, key) for key in want} == want
+    assert (launch.ACCUMULATE and launch.D == 128 and not launch.PARTIAL_TILES) == launch.TMA_REDUCE_DKDV
 
 
-@pytest.mark.parametrize(("kv_heads", "spread_from"), [(2, 1 << 30), (1, 0)])
-def test_portable_kernel_serves_the_remaining_tiles(kv_heads, spread_from, kernel, monkeypatch):
-    """Some documents are its, and both add to the same sums; it writes dK and dV after those that are added up."""
-    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", spread_from)
-    check(one(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, kv_heads, add=False, apart=False)
-    (started,) = kernel.started
-    assert len(started.TILES) == 1
-    assert 2 // kv_heads == started.CTAS_PER_KV_HEAD
+@pytest.mark.parametrize(("kv_heads", "min_queries_to_spread"), [(2, 1 << 30), (1, 0)])
+def test_portable_kernel_serves_the_remaining_tiles(kv_heads, min_queries_to_spread, kernel, monkeypatch):
+    """Both kernels add to the same dQ; the portable one writes its dK and dV after accumulated ones are converted."""
+    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", min_queries_to_spread)
+    check(contiguous_work(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, kv_heads, add=False, padded=False)
+    (launch,) = kernel.launches
+    assert len(launch.TILES) == 1
+    assert 2 // kv_heads == launch.CTAS_PER_KV_HEAD
 
 
 @pytest.mark.parametrize("into", ["new", "rows", "tiles"])
-@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("spread_q_heads", [False, True])
 @pytest.mark.parametrize("name", ["full", "full, odd", "queries that see nothing", "causal, odd", "window"])
-def test_split_tail_wave_and_spread_heads_match_float64(name, spread, into, kernel, monkeypatch):
+def test_split_tail_wave_and_spread_query_heads_match_float64(name, spread_q_heads, into, kernel, monkeypatch):
     from meshflash.kernels.hopper import split_kv
 
     for cost in ("SPLIT_COST", "BACKWARD_COST", "TRAFFIC_COST"):
@@ -131,15 +134,17 @@ def test_split_tail_wave_and_spread_heads_match_float64(name, spread, into, kern
         for d, c in hopper_launch.BACKWARD.items()
     }
     monkeypatch.setattr(hopper_launch, "BACKWARD", configs)
-    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", 0 if spread else 1 << 30)
+    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", 0 if spread_q_heads else 1 << 30)
     work = WORK[name]()
-    tiles, groups = 2 * -(-sum(map(len, work.k_ranges)) // 128), 4 if spread else 2
-    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: tiles * groups - 1)  # one tile is left
-    check(work, (64, 128)[number % 2], 2, 4, 2, add=into != "new", apart=into == "tiles")
-    first, *more = kernel.started
+    tiles, groups = 2 * -(-sum(map(len, work.k_ranges)) // 128), 4 if spread_q_heads else 2
+    monkeypatch.setattr(
+        hopper_launch, "num_sms", lambda device: tiles * groups - 1
+    )  # one tile remains for the tail wave
+    check(work, (64, 128)[number % 2], 2, 4, 2, add=into != "new", padded=into == "tiles")
+    first, *more = kernel.launches
     split = name not in ("causal, odd", "window")
     assert (len(more), first.num_work) == (split, tiles * groups - split)
-    assert ((1, 2, True) if spread else (2, 1, into != "new")) == (
+    assert ((1, 2, True) if spread_q_heads else (2, 1, into != "new")) == (
         first.HEADS_PER_CTA,
         first.CTAS_PER_KV_HEAD,
         first.ACCUMULATE,
@@ -149,12 +154,12 @@ def test_split_tail_wave_and_spread_heads_match_float64(name, spread, into, kern
         == (first.HEADS_PER_CTA, first.CTAS_PER_KV_HEAD, True)
         for last in more
     )
-    for each in kernel.started:
-        assert (each.ACCUMULATE and each.D == 128 and not each.PARTIAL_TILES) == each.TMA_REDUCE_DKDV
+    for launch in kernel.launches:
+        assert (launch.ACCUMULATE and launch.D == 128 and not launch.PARTIAL_TILES) == launch.TMA_REDUCE_DKDV
 
 
-def test_unaligned_sums_are_added_to_by_atomics(kernel, monkeypatch):
+def test_unaligned_gradients_are_accumulated_by_atomics(kernel, monkeypatch):
     monkeypatch.setattr(hopper_launch, "tma_aligned", lambda x: x.dtype != torch.float32)
     monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", 0)
-    check(one(FULL, 256), 128, 1, 4, 2, add=False, apart=False)
-    assert [(started.ACCUMULATE, started.TMA_REDUCE_DKDV) for started in kernel.started] == [(True, False)]
+    check(contiguous_work(FULL, 256), 128, 1, 4, 2, add=False, padded=False)
+    assert [(launch.ACCUMULATE, launch.TMA_REDUCE_DKDV) for launch in kernel.launches] == [(True, False)]
