@@ -1,4 +1,4 @@
-"""Fake streams: each is a thread that runs its work late, so that missing synchronization shows."""
+"""Fake streams and heaps: each stream is a thread that runs its work late, which exposes missing synchronization."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from torch import Tensor
 
 
 class FakeStream:
-    """Runs work in order, each item a little late."""
+    """A stream of one rank: it runs submitted functions in order, each after a short random delay."""
 
-    def __init__(self, slow: float) -> None:
+    def __init__(self, max_delay_seconds: float) -> None:
         self._work: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._draw, self._slow = random.Random(7), slow
+        self._draw, self._max_delay_seconds = random.Random(7), max_delay_seconds
         threading.Thread(target=self._run, daemon=True).start()
 
-    def give(self, work: Callable[[], Any]) -> None:
+    def submit(self, work: Callable[[], Any]) -> None:
         self._work.put(work)
 
     def _run(self) -> None:
         while True:
             work = self._work.get()
-            time.sleep(self._draw.random() * self._slow)
+            time.sleep(self._draw.random() * self._max_delay_seconds)
             work()
 
 
 class FakeStreams:
-    """The streams of one rank. Work goes to the stream that is current in the calling thread."""
+    """The streams of one rank, in place of a transport's. Work goes to the calling thread's current stream."""
 
-    def __init__(self, slow: float = 0.003) -> None:
-        self._slow = slow
-        self.main = FakeStream(slow)
+    def __init__(self, max_delay_seconds: float = 0.003) -> None:
+        self._max_delay_seconds = max_delay_seconds
+        self.main = FakeStream(max_delay_seconds)
         self._all = [self.main]
         self._here = threading.local()
         self.delays: list[float] = []
         self.sleeping = 0
-        #: Delays end when it is set.
+        #: Streams that were told to delay continue when it is set.
         self.gate = threading.Event()
         self.gate.set()
 
@@ -50,16 +50,16 @@ class FakeStreams:
         return getattr(self._here, "stream", self.main)
 
     def new_stream(self) -> FakeStream:
-        self._all.append(FakeStream(self._slow))
+        self._all.append(FakeStream(self._max_delay_seconds))
         return self._all[-1]
 
     def record_event(self, stream: FakeStream) -> threading.Event:
         event = threading.Event()
-        stream.give(event.set)
+        stream.submit(event.set)
         return event
 
     def wait_event(self, stream: FakeStream, event: threading.Event) -> None:
-        stream.give(lambda: _come(event))
+        stream.submit(lambda: _wait_for(event))
 
     @contextmanager
     def stream_context(self, stream: FakeStream) -> Iterator[None]:
@@ -68,16 +68,16 @@ class FakeStreams:
         self._here.stream = before
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self.current_stream().give(lambda: _copy(target, source))
+        self.current_stream().submit(lambda: _copy(target, source))
 
     def delay(self, stream: FakeStream, seconds: float) -> None:
         self.delays.append(seconds)
         self.sleeping += 1
-        stream.give(lambda: self._sleep(seconds))
+        stream.submit(lambda: self._sleep(seconds))
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
-        _come(self.gate)
+        _wait_for(self.gate)
         self.sleeping -= 1
 
     def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
@@ -87,18 +87,18 @@ class FakeStreams:
         return event.is_set()
 
     def synchronize_event(self, event: threading.Event) -> None:
-        _come(event)
+        _wait_for(event)
 
     def allocate_pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.full((count,), torch.nan, dtype=dtype)
 
     def synchronize(self) -> None:
         for stream in self._all:
-            _come(self.record_event(stream))
+            _wait_for(self.record_event(stream))
 
 
-def _come(event: threading.Event) -> None:
-    assert event.wait(20), "an event never came"
+def _wait_for(event: threading.Event) -> None:
+    assert event.wait(20), "the event was not set within 20 s"
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -106,7 +106,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def as_streams(made: FakeStreams) -> Any:
-    """Make the streams of a transport."""
+    """Return a factory that gives a transport these streams."""
     return lambda device: made
 
 
@@ -122,13 +122,13 @@ class HostStreams(FakeStreams):
 
     def wait_event(self, stream: FakeStream, event: threading.Event) -> None:
         if stream is self.main:
-            _come(event)
+            _wait_for(event)
         else:
             super().wait_event(stream, event)
 
 
 class FakeHeaps:
-    """Heaps of ranks that are threads of this process, and their signals."""
+    """The heaps and signals of ranks that are threads of this process."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -138,7 +138,7 @@ class FakeHeaps:
         self._barrier = threading.Barrier(world)
 
     def maker(self, rank: int, streams: FakeStreams) -> Any:
-        """Make the heap of a transport."""
+        """Return a factory that makes a rank's heap for a transport."""
 
         def make(count: int, group: Any, device: torch.device, timeout: float) -> Any:
             with self._condition:
@@ -152,8 +152,8 @@ class FakeHeaps:
     def change(self, key: Any, to: bool) -> None:
         """Wait until a signal is clear and set it, or wait until it is set and clear it."""
         with self._condition:
-            there = self._condition.wait_for(lambda: (key in self._marks) != to, 20)
-            assert there, f"nobody came: {key}"
+            changed = self._condition.wait_for(lambda: (key in self._marks) != to, 20)
+            assert changed, f"no rank changed signal {key} within 20 s"
             if to:
                 self._marks[key] = threading.Event()
             else:
@@ -162,7 +162,7 @@ class FakeHeaps:
 
 
 class FakeHeap:
-    """The heap of one rank."""
+    """The heap of one rank, which `FakeHeaps.maker` makes."""
 
     def __init__(self, heaps: FakeHeaps, rank: int, memories: dict[int, Tensor], streams: FakeStreams) -> None:
         self._heaps, self._rank, self._memories, self._streams = heaps, rank, memories, streams
@@ -173,8 +173,8 @@ class FakeHeap:
 
     def put(self, rank: int, channel: int) -> None:
         key = (self._rank, rank, channel)
-        self._streams.current_stream().give(lambda: self._heaps.change(key, to=True))
+        self._streams.current_stream().submit(lambda: self._heaps.change(key, to=True))
 
     def take(self, rank: int, channel: int) -> None:
         key = (rank, self._rank, channel)
-        self._streams.current_stream().give(lambda: self._heaps.change(key, to=False))
+        self._streams.current_stream().submit(lambda: self._heaps.change(key, to=False))

@@ -31,7 +31,7 @@ from meshflash.runtime.parent import alive
 from meshflash.runtime.processes import run_ranks
 
 
-def local(world=2, size=4096):
+def open_local_heap(world=2, size=4096):
     return open_heap(world, bytes=size, device="cpu", timeout=1)
 
 
@@ -67,7 +67,7 @@ def test_allocated_blocks_never_overlap_and_free_ranges_merge():
 
 
 def test_tensor_has_the_same_offset_on_every_rank():
-    with local(3) as heap:
+    with open_local_heap(3) as heap:
         first, second = heap.allocate((3, 5), torch.bfloat16, name="first"), heap.allocate(7, torch.int64, align=16)
         heap.barrier()
         assert second.shape == (7,)
@@ -90,7 +90,7 @@ def test_tensor_has_the_same_offset_on_every_rank():
 
 
 def test_freed_memory_is_available_and_zeroed_after_a_barrier():
-    with local(size=1024) as heap:
+    with open_local_heap(size=1024) as heap:
         x = heap.allocate(256, torch.int32)
         x.local.fill_(5)
         heap.free(x)
@@ -108,7 +108,7 @@ def test_freed_memory_is_available_and_zeroed_after_a_barrier():
 
 
 def test_misuse_raises_with_a_remedy():
-    with local() as heap:
+    with open_local_heap() as heap:
         x = heap.allocate((4, 4), name="x")
         with pytest.raises(RuntimeError, match=r"x \[4, 4\] float32: call heap.barrier\(\) between allocate and peer"):
             x.peer(1)
@@ -151,22 +151,22 @@ def test_invalid_arguments_of_open_heap_raise(arguments, message):
 
 
 def test_closing_with_live_allocations_warns():
-    heap = local()
+    heap = open_local_heap()
     heap.allocate((2, 3), name="partials")
     heap.allocate(8, torch.int32).free()
     with pytest.warns(RuntimeWarning, match=r"1 allocations that were not freed: partials \[2, 3\] float32"):
         heap.close()
     heap.close()  # closing twice is allowed
-    with pytest.warns(RuntimeWarning, match="not freed"), local() as heap:
+    with pytest.warns(RuntimeWarning, match="not freed"), open_local_heap() as heap:
         heap.allocate(1)
-    with warnings.catch_warnings():  # after an error, live allocations are no news
+    with warnings.catch_warnings():  # after an error, live allocations are expected and must not warn
         warnings.simplefilter("error")
-        with pytest.raises(ValueError, match="larger number"), local() as heap:
+        with pytest.raises(ValueError, match="larger number"), open_local_heap() as heap:
             heap.allocate(10_000, name=heap.allocate(1)._allocation.text)
 
 
-def in_shared_memory(rank, world, group):
-    """Every rank writes to all others, and all see it; no file has a name any more."""
+def write_to_all_peers(rank, world, group):
+    """Write to all peers and check their writes; the heap's files are already unlinked."""
     with open_heap(group, bytes=8192, device="cpu", timeout=20) as heap:
         assert heap.kind == "shared"
         assert leftover_files() == []
@@ -175,7 +175,7 @@ def in_shared_memory(rank, world, group):
         for peer in range(world):
             x.peer(peer)[rank] = torch.arange(4) + 10 * rank + 100 * peer
         heap.barrier()
-        assert x.local.tolist() == [[100 * rank + 10 * giver + n for n in range(4)] for giver in range(world)]
+        assert x.local.tolist() == [[100 * rank + 10 * writer + n for n in range(4)] for writer in range(world)]
         view = x[:1].local
         x.free()
         for n in range(20):  # freed offsets are reused, the same on all ranks
@@ -186,30 +186,30 @@ def in_shared_memory(rank, world, group):
             assert bool((y.local == n).all())
             y.free()
         used = heap.usage.peak
-    assert view[0, 0] is not None  # still mapped, though closed
+    assert view[0, 0] is not None  # the view keeps the memory mapped after close
     return used
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_shared_heap_across_processes(pool, world):
-    assert len(set(pool.run(world, in_shared_memory))) == 1
+def test_writes_to_a_shared_heap_reach_all_processes(pool, world):
+    assert len(set(pool.run(world, write_to_all_peers))) == 1
 
 
-def other_shapes(heap):
+def allocate_different_shapes(heap):
     heap.allocate(4, name="flags")
     heap.barrier()
     heap.allocate((2, 2 + heap.rank), torch.bfloat16, name="x")
     heap.barrier()
 
 
-def one_frees(heap):
+def free_on_one_rank(heap):
     x = heap.allocate(4, name="flags")
     if heap.rank:
         x.free()
     heap.barrier()
 
 
-def one_leaves(heap):
+def leave_on_one_rank(heap):
     if heap.rank:
         raise ZeroDivisionError("of rank 1")
     heap.barrier()
@@ -222,20 +222,20 @@ def raised_by(group, error, body):
     return str(raised.value)
 
 
-def failures(rank, world, group):
+def provoke_failures(rank, world, group):
     """Provoke failures between ranks, one after another; each time all ranks raise."""
-    told = {
-        "shapes": raised_by(group, DisagreementError, other_shapes),
-        "free": raised_by(group, DisagreementError, one_frees),
-        "left": raised_by(group, ZeroDivisionError if rank else TransportError, one_leaves),
+    messages = {
+        "shapes": raised_by(group, DisagreementError, allocate_different_shapes),
+        "free": raised_by(group, DisagreementError, free_on_one_rank),
+        "left": raised_by(group, ZeroDivisionError if rank else TransportError, leave_on_one_rank),
     }
     heap = open_heap(group, bytes=8192, device="cpu", timeout=1)
     begin = time.monotonic()
     if rank == 0:
-        with pytest.raises(TransportError) as late:
+        with pytest.raises(TransportError) as timed_out:
             heap.barrier()
-        told["late"] = str(late.value)
-    told["seconds"] = time.monotonic() - begin
+        messages["late"] = str(timed_out.value)
+    messages["seconds"] = time.monotonic() - begin
     heap.close()
 
     def full(*_):
@@ -247,13 +247,13 @@ def failures(rank, world, group):
         open_heap(group, bytes=8192, device="cpu", timeout=20)
     if rank:
         os.posix_fallocate = kept
-    told["space"] = str(no_space.value)
+    messages["space"] = str(no_space.value)
     assert leftover_files() == []
-    return told
+    return messages
 
 
 def test_all_ranks_raise_when_one_fails(pool):
-    zero, one = pool.run(2, failures)
+    zero, one = pool.run(2, provoke_failures)
     assert zero["shapes"] == one["shapes"]
     assert "in call 1 of the heap: rank 0 called allocate x [2, 2] bfloat16, rank 1 allocate x [2, 3]" in zero["shapes"]
     assert "rank 0 called nothing, rank 1 free flags [4] float32; all ranks must allocate" in zero["free"]
@@ -301,62 +301,62 @@ class TwoRanks(StoreBarrier):
 
 
 def test_symmetric_memory_is_zeroed_before_any_rank_uses_it(monkeypatch):
-    """The GPU heap with torch's part replaced by host memory; `test_symmetric_heap_on_one_gpu` has the real one."""
-    done: list[str] = []
+    """Host memory stands in for torch's symmetric memory; the test marked gpu uses the real one."""
+    events: list[str] = []
     memories = [torch.full((8192,), 7, dtype=torch.uint8) for _ in range(2)]
-    begins = [-memory.data_ptr() % ALIGN for memory in memories]
+    offsets = [-memory.data_ptr() % ALIGN for memory in memories]
 
     class Fake(TwoRanks):
         def __init__(self, group, seconds):
             super().__init__()
             self._processes, self._global_ranks = [{"host": "a"}, {"host": group}], [0, 1]
 
-        def all_gather(self, word):
-            done.append(str(word))
-            return [word, word]
+        def all_gather(self, payload):
+            events.append(str(payload))
+            return [payload, payload]
 
-    def made(count, group, device, timeout):
-        return SimpleNamespace(of=lambda rank: memories[rank][begins[rank] :][:count])
+    def make_heap(count, group, device, timeout):
+        return SimpleNamespace(of=lambda rank: memories[rank][offsets[rank] :][:count])
 
-    streams = SimpleNamespace(device=lambda device: nullcontext(), synchronize=lambda device: done.append("finished"))
+    streams = SimpleNamespace(device=lambda device: nullcontext(), synchronize=lambda device: events.append("finished"))
     monkeypatch.setattr(gpu, "symmetric_memory", lambda kind: True)
     monkeypatch.setattr(gpu, "StoreBarrier", Fake)
-    monkeypatch.setattr(gpu, "TorchHeap", made)
+    monkeypatch.setattr(gpu, "TorchHeap", make_heap)
     monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
     with pytest.raises(ValueError, match="the ranks are on 2 hosts"):
         gpu.SymmetricHeap("b", 4096, torch.device("cpu"), 1)
     heap = gpu.SymmetricHeap("a", 4096, torch.device("cpu"), 1)
-    assert done == ["finished", "zeroed"]
+    assert events == ["finished", "zeroed"]
     assert not heap.allocate(1000).local.any()
     assert heap._memories[0].sum() == 0
-    assert heap._memories[1].sum() == 7 * 4096  # the other rank zeroes its own
+    assert heap._memories[1].sum() == 7 * 4096  # the other rank zeroes its own memory
     with pytest.warns(RuntimeWarning, match="rank 0: the heap was closed with 1 allocations"):
         heap.close()
-    assert done[2:] == ["finished"]
+    assert events[2:] == ["finished"]
 
 
 def test_fine_grained_memory_is_allocated_opened_and_freed(monkeypatch):
     calls: list[Any] = []
     memory = ctypes.create_string_buffer(64)
 
-    def extended(pointer, size, flags):
+    def malloc(pointer, size, flags):
         calls.append(("malloc", size.value, flags.value))
         pointer._obj.value = ctypes.addressof(memory)
         return 0
 
-    def handle(into, pointer):
+    def get_handle(into, pointer):
         into._obj.reserved = b"where it is"
         return 0
 
-    def opened(pointer, given, flags):
-        calls.append(("open", given.reserved, flags.value))
+    def open_handle(pointer, handle, flags):
+        calls.append(("open", handle.reserved, flags.value))
         pointer._obj.value = ctypes.addressof(memory) + 32
         return 0
 
     library = SimpleNamespace(
-        hipExtMallocWithFlags=extended,
-        hipIpcGetMemHandle=handle,
-        hipIpcOpenMemHandle=opened,
+        hipExtMallocWithFlags=malloc,
+        hipIpcGetMemHandle=get_handle,
+        hipIpcOpenMemHandle=open_handle,
         hipIpcCloseMemHandle=lambda pointer: calls.append(("close", pointer.value - ctypes.addressof(memory))),
         hipFree=lambda pointer: calls.append(("free", pointer.value - ctypes.addressof(memory))),
     )
@@ -370,7 +370,7 @@ def test_fine_grained_memory_is_allocated_opened_and_freed(monkeypatch):
         gpu.FineGrainedMemory(library, 32, TwoRanks())
 
 
-def on_gpu(rank, world, tell):
+def write_to_all_peers_on_one_gpu(rank, world, report):
     """Write to the heaps of all ranks of one GPU."""
     device = take_device("cuda", rank)
     with open_heap(bytes=2**16, device=device, timeout=30) as heap:
@@ -380,7 +380,7 @@ def on_gpu(rank, world, tell):
         for peer in range(world):
             x.peer(peer)[rank] = torch.arange(4, device=device) + 10 * rank + 100 * peer
         heap.barrier()
-        assert x.local.tolist() == [[100 * rank + 10 * giver + n for n in range(4)] for giver in range(world)]
+        assert x.local.tolist() == [[100 * rank + 10 * writer + n for n in range(4)] for writer in range(world)]
         assert x.peer(rank).data_ptr() == x.local.data_ptr()
         x.free()
         heap.allocate((2, 3 + rank))
@@ -391,10 +391,10 @@ def on_gpu(rank, world, tell):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4])
-def test_symmetric_heap_on_one_gpu(world):
+def test_writes_to_a_symmetric_heap_reach_all_ranks_of_one_gpu(world):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    run_ranks(world, on_gpu, timeout=120)
+    run_ranks(world, write_to_all_peers_on_one_gpu, timeout=120)
     if missing() is None:
         with mps():
-            run_ranks(world, on_gpu, timeout=120)
+            run_ranks(world, write_to_all_peers_on_one_gpu, timeout=120)

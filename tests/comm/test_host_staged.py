@@ -1,4 +1,4 @@
-"""Host-staged and throttled transports, on fake streams."""
+"""Host-staged and throttled transports on fake streams, and the choice of a transport."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def staged(below, streams, timeout=20.0):
     return HostStaged(below, DEVICE, timeout, as_streams(streams))
 
 
-@pytest.mark.parametrize("times", [1, 6])
-def test_messages_are_ordered_after_producers_and_before_consumers(times):
+@pytest.mark.parametrize("num_messages", [1, 6])
+def test_messages_are_ordered_after_producers_and_before_consumers(num_messages):
     """A ring of ranks whose streams run late: every value arrives, and no buffer changes under a reader."""
 
     def rank(me, below):
         streams = FakeStreams()
         mover = staged(below, streams)
         world = mover.world("mesh")
-        mine, theirs, seen = torch.zeros(5), torch.zeros(5), []
-        for n in range(times):
-            streams.current_stream().give(partial(mine.fill_, 10 * n + me))
-            handle = mover.exchange("mesh", [((me + 1) % world, mine)], [((me - 1) % world, theirs)])
+        sent, received, seen = torch.zeros(5), torch.zeros(5), []
+        for n in range(num_messages):
+            streams.current_stream().submit(partial(sent.fill_, 10 * n + me))
+            handle = mover.exchange("mesh", [((me + 1) % world, sent)], [((me - 1) % world, received)])
             mover.wait(handle)
-            streams.current_stream().give(lambda: seen.append(theirs.clone()))
+            streams.current_stream().submit(lambda: seen.append(received.clone()))
         streams.synchronize()
         mover.close()
         before = (me - 1) % world
-        assert [x.tolist() for x in seen] == [[10 * n + before] * 5 for n in range(times)]
-        assert mover.counters.received == {("mesh", before): 20 * times}
+        assert [x.tolist() for x in seen] == [[10 * n + before] * 5 for n in range(num_messages)]
+        assert mover.counters.received == {("mesh", before): 20 * num_messages}
 
     in_threads(3, rank)
 
@@ -130,17 +130,17 @@ def test_missing_message_ends_the_wait_at_the_timeout():
         mover.wait(handle)
 
 
-def test_close_ends_the_threads():
+def test_close_ends_the_transport_threads():
     before = threading.active_count()
     mover = staged(Loopback(0, 2), FakeStreams())
     own = mover._threads
     mover.close()
     assert not any(thread.is_alive() for thread in own)
-    assert threading.active_count() <= before + 3  # those of the fake streams
+    assert threading.active_count() <= before + 3  # the fake streams have threads too
 
 
-def test_threads_end_with_the_interpreter():
-    """A failed call drops its transport without closing it."""
+def test_transport_threads_end_with_the_interpreter():
+    """A failed call drops its transport without closing it, and must not keep the process alive."""
     code = """if True:
         import atexit
         from comm.test_host_staged import *
@@ -202,7 +202,7 @@ def test_each_group_has_its_own_throttled_link(clock):
 
 
 def test_throttled_device_waits_in_streams_and_not_on_the_host():
-    streams = FakeStreams(slow=0.0)
+    streams = FakeStreams(max_delay_seconds=0.0)
     mover = Throttled(Loopback(0, 4), DEVICE, bytes_per_second=1e6, latency=0.02, streams=as_streams(streams))
     message = torch.zeros(2500)  # 10 ms
     streams.gate.clear()
@@ -235,39 +235,39 @@ def test_unknown_transport_name_is_refused():
         Throttled(Loopback(0, 2), CPU, 0.0)
 
 
-def over_gloo(rank, world, group):
+def choose_over_gloo(rank, world, group):
     found = choose("auto", {"mesh": group}, CPU, 5.0)
-    slow = choose("throttled(process_group, 2, 5)", {"mesh": group}, CPU, 5.0)
+    throttled = choose("throttled(process_group, 2, 5)", {"mesh": group}, CPU, 5.0)
     with pytest.raises(ValueError, match=r"transport='host_staged' cannot .*: tensors are on the host already"):
         choose("host_staged", {"mesh": group}, CPU, 5.0)
     with pytest.raises(ValueError, match=r"transport='process_group' cannot .*gloo cannot move tensors on cuda; init"):
         choose("process_group", {"mesh": group}, torch.device("cuda"), 5.0)
-    return found.name, slow.name
+    return found.name, throttled.name
 
 
 def test_gloo_refuses_device_tensors(pool):
-    assert pool.run(2, over_gloo) == [("gloo", "gloo at 2 GB/s and 5 us")] * 2
+    assert pool.run(2, choose_over_gloo) == [("gloo", "gloo at 2 GB/s and 5 us")] * 2
 
 
-def wheres(*devices, hosts=None):
+def locations(*devices, hosts=None):
     return [Where(host, f"{host}", device) for host, device in zip(hosts or ["a"] * len(devices), devices, strict=True)]
 
 
-def over_gpus(rank, world, group):
+def choose_over_gpus(rank, world, group):
     cuda, groups = torch.device("cuda"), {"mesh": group}
-    apart, shared = wheres("0", "1"), wheres("0", "0")
+    apart, shared = locations("0", "1"), locations("0", "0")
     assert missing("symmetric", groups, cuda, apart) is None
-    assert missing("symmetric", groups, cuda, wheres("0", "0", hosts=["a", "b"])) == "ranks are on 2 hosts"
+    assert missing("symmetric", groups, cuda, locations("0", "0", hosts=["a", "b"])) == "ranks are on 2 hosts"
     assert missing("symmetric", groups, torch.device("xpu"), apart) == "this torch has no symmetric memory for xpu"
     assert missing("host_staged", groups, cuda, shared) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshflash.comm.transports.choice.cannot_move", lambda group, device: None)  # as with NCCL
         assert missing("process_group", groups, cuda, apart) is None
         assert missing("process_group", groups, cuda, shared) == "ranks share a device, which its backend refuses"
-        told = [Where("a", str(n), "0") for n in range(2)]  # NCCL_HOSTID
-        assert missing("process_group", groups, cuda, told) is None
+        separate_hosts = [Where("a", str(n), "0") for n in range(2)]  # as NCCL_HOSTID declares
+        assert missing("process_group", groups, cuda, separate_hosts) is None
     assert Where.here(CPU).device == "cpu"
 
 
 def test_transport_choice_depends_on_where_the_devices_are(pool):
-    pool.run(2, over_gpus)
+    pool.run(2, choose_over_gpus)

@@ -1,4 +1,4 @@
-"""Schedules over NCCL: two ranks that share one GPU under CUDA MPS, compared with one device."""
+"""Schedules over NCCL, between two ranks that share a GPU under CUDA MPS, match a single device."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ NAMES = ("full", "causal", "gqa", "sinks", "dropout", "documents by row", "sink 
 
 @pytest.fixture
 def mps():
-    """The variables under which several processes share the GPU; the daemon is ended afterwards."""
+    """Start the MPS daemon and yield the variables that its clients need; stop it afterwards."""
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         variables = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for path in variables.values():
@@ -55,6 +55,7 @@ def test_schedules_match_reference_over_nccl(mps, tmp_path, schedule):
 
 
 def main(schedule: str, rank: int, folder: Path) -> None:
+    """Run all cases on one rank and save its results to a file."""
     torch.cuda.set_device(0)
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2

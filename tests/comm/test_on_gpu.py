@@ -1,4 +1,4 @@
-"""Transports between ranks that share a GPU, every schedule: run with `-m gpu`."""
+"""Every schedule and transport between ranks that share a GPU: run with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ dist = _distributed
 
 
 @pytest.fixture(autouse=True)
-def shared():
+def mps_if_installed():
     """Let ranks that share a GPU run at the same time by MPS, if it is installed; otherwise they are time-sliced."""
     with nullcontext() if missing() else mps():
         yield
@@ -42,26 +42,26 @@ def shared():
 @pytest.mark.parametrize("transport", ["symmetric", "host_staged"])
 def test_every_schedule_matches_reference(transport, world):
     checks = suite.everything(schedule_variants(world), world, quick=True, device="cuda", transport=transport)
-    missed = [verdict for verdict in run.run(checks, world) if verdict.outcome != "right"]
-    assert not missed, missed[:3]
+    failed = [verdict for verdict in run.run(checks, world) if verdict.outcome != "right"]
+    assert not failed, failed[:3]
 
 
-def difference(tokens, seed, layout, **how):
-    """Return the largest difference from one device, over the output and all gradients."""
+def difference(tokens, seed, layout, **options):
+    """Return the largest difference from a single device, over the output and all gradients."""
     generator = torch.Generator("cuda").manual_seed(seed)
     q, k, v, dout = (torch.randn(1, tokens, heads, 64, device="cuda", generator=generator) for heads in (4, 2, 2, 4))
     whole = [x.requires_grad_() for x in (q, k, v)]
     own = [shard(x.detach(), layout).contiguous().requires_grad_() for x in whole]
-    got = attention(*own, layout=layout, mask=Mask.causal(), **how)
+    got = attention(*own, layout=layout, mask=Mask.causal(), **options)
     want = flash_attention(*whole, mask=Mask.causal())
     pairs = [(got, want)]
     got_grads, want_grads = torch.autograd.grad(got, own, shard(dout, layout)), torch.autograd.grad(want, whole, dout)
     pairs += zip(got_grads, want_grads, strict=True)
-    return max(float((mine - shard(one, layout)).abs().max()) for mine, one in pairs)
+    return max(float((got - shard(want, layout)).abs().max()) for got, want in pairs)
 
 
-def changing(rank, world, tell, transport):
-    """Compare a hundred calls with changing inputs with one device."""
+def compare_changing_inputs(rank, world, report, transport):
+    """Compare a hundred calls, each with new inputs, with a single device."""
     take_device("cuda", rank)
     layout = Layout.zigzag(515, world)
     return max(difference(515, n, layout, schedule="zigzag", transport=transport) for n in range(100))
@@ -70,11 +70,11 @@ def changing(rank, world, tell, transport):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("transport", ["symmetric", "host_staged"])
 def test_a_hundred_calls_with_changing_inputs_match_reference(transport, world):
-    assert max(run_ranks(world, changing, transport)) < 1e-4
+    assert max(run_ranks(world, compare_changing_inputs, transport)) < 1e-4
 
 
-def over_nccl(rank, world, tell):
-    """NCCL accepts ranks that share a GPU if NCCL_HOSTID declares them to be on several hosts."""
+def compare_over_nccl(rank, world, report):
+    """Compare all schedules over NCCL, which lets ranks share a GPU if NCCL_HOSTID puts them on separate hosts."""
     os.environ["NCCL_HOSTID"] = f"host{rank}"
     take_device("cuda", rank)
     group = dist.new_group(backend="cpu:gloo,cuda:nccl")
@@ -82,17 +82,17 @@ def over_nccl(rank, world, tell):
     assert attention(x, x, x, mesh=group, return_plan=True)[1].transport == "nccl"
     layout = Layout.zigzag(130, world)
     once = [difference(130, 0, layout, mesh=group, schedule=schedule) for schedule in schedule_variants(world)]
-    again = [difference(130, n, layout, mesh=group, schedule="zigzag") for n in range(100)]
-    return max(once + again)
+    repeated = [difference(130, n, layout, mesh=group, schedule="zigzag") for n in range(100)]
+    return max(once + repeated)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_schedules_match_reference_over_nccl(world):
-    assert max(run_ranks(world, over_nccl, timeout=200)) < 1e-4
+    assert max(run_ranks(world, compare_over_nccl, timeout=200)) < 1e-4
 
 
-def stops(rank, world, tell, transport):
-    """One rank skips the second call."""
+def skip_second_call_on_rank_1(rank, world, report, transport):
+    """Skip the second call on rank 1; rank 0 reports its error and how long it waited."""
     os.environ["MESHFLASH_TIMEOUT"] = "8"
     take_device("cuda", rank)
     x = torch.randn(1, 64, 2, 64, device="cuda")
@@ -104,21 +104,21 @@ def stops(rank, world, tell, transport):
             attention(x, x, x, schedule="ring", transport=transport)
             torch.cuda.synchronize()
         except RuntimeError as error:
-            tell((type(error).__name__, time.monotonic() - begin))
+            report((type(error).__name__, time.monotonic() - begin))
 
 
 @pytest.mark.parametrize("transport", ["host_staged", "symmetric"])
 def test_absent_rank_ends_the_other_ranks(transport):
-    told: list[tuple[str, float]] = []
+    reports: list[tuple[str, float]] = []
     with suppress(RankError):  # later work on a poisoned group or device may fail in any way
-        run_ranks(2, stops, transport, timeout=60, listen=told.append)
-    assert len(told) == 1
-    assert told[0][1] < 8 + 10
+        run_ranks(2, skip_second_call_on_rank_1, transport, timeout=60, listen=reports.append)
+    assert len(reports) == 1
+    assert reports[0][1] < 8 + 10
     if transport == "host_staged":
-        assert told[0][0] == "TransportError"
+        assert reports[0][0] == "TransportError"
 
 
-def captured(rank, world, tell, transport, schedule):
+def compare_captured_graph(rank, world, report, transport, schedule):
     """Compare a captured graph of forward and backward, replayed with other inputs, with eager calls."""
     device, layout = take_device("cuda", rank), Layout.zigzag(512, world)
     rows = layout.lengths[rank]
@@ -137,7 +137,7 @@ def captured(rank, world, tell, transport, schedule):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        made = both()
+        captured_outputs = both()
     worst = 0.0
     for _ in range(5):
         with torch.no_grad():
@@ -145,26 +145,26 @@ def captured(rank, world, tell, transport, schedule):
                 x.normal_()
         graph.replay()
         torch.cuda.synchronize()
-        got = [x.clone() for x in made]
+        got = [x.clone() for x in captured_outputs]
         worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(got, both(), strict=True)))
     return worst
 
 
 @pytest.mark.parametrize("schedule", ["zigzag", "ulysses", "allgather"])
 def test_calls_over_symmetric_memory_can_be_captured_in_a_graph(schedule):
-    assert max(run_ranks(2, captured, "symmetric", schedule, timeout=120)) < 1e-4
+    assert max(run_ranks(2, compare_captured_graph, "symmetric", schedule, timeout=120)) < 1e-4
 
 
 def test_transport_that_cannot_be_captured_is_refused():
     with pytest.raises(RankError, match="cannot be captured: it moves messages by threads of the host"):
-        run_ranks(2, captured, "host_staged", "zigzag", timeout=60)
+        run_ranks(2, compare_captured_graph, "host_staged", "zigzag", timeout=60)
 
 
-def test_peak_memory_of_zigzag():
-    """Beyond inputs and results: two buffers of keys and values, two of their gradients, and float32 sums.
+def test_peak_memory_of_zigzag_is_within_the_documented_buffers():
+    """The extra memory is two KV buffers, two buffers of their gradients, and float32 sums of gradients.
 
-    Those are of the gradients of queries, of our own keys and values, and of those that a step attends to. On Hopper
-    the backward of a step adds dQ in tiles first, one float32 dQ more, and copies the LSE and delta of each row.
+    The sums are dQ, dK and dV of the own shard, and dK and dV of the shard that a step attends to. On Hopper the
+    backward of a step accumulates dQ in tiles first, which takes another float32 dQ and a copy of each LSE and delta.
     """
     tokens, world, heads, kv_heads, dim = 65536, 8, 32, 8, 128
     layout = Layout.zigzag(tokens, world)
@@ -183,15 +183,15 @@ def test_peak_memory_of_zigzag():
     saved = q.new_empty(0, dtype=torch.uint8)
     torch.cuda.reset_peak_memory_stats()
     prepared.run("forward", [q, k, v, out, lse, saved], features, mover)
-    rows_known = rows_of(out, lse, dout, None)
-    given = [q, k, v, out, lse, dout, rows_known.delta_BHT, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
+    backward_rows = rows_of(out, lse, dout, None)
+    given = [q, k, v, out, lse, dout, backward_rows.delta_BHT, grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, saved]
     prepared.run("backward", given, features, mover)
     torch.cuda.synchronize()
     extra = torch.cuda.max_memory_allocated() - before - results
-    keys = k.nbytes + v.nbytes
-    gradients = 2 * keys  # in float32
-    sums = 2 * q.nbytes + 2 * gradients
-    numbers = 2 * lse.nbytes  # an LSE and a delta for each row
+    kv_bytes = k.nbytes + v.nbytes
+    dkv_bytes = 2 * kv_bytes  # in float32
+    sum_bytes = 2 * q.nbytes + 2 * dkv_bytes
+    row_bytes = 2 * lse.nbytes  # an LSE and a delta for each row
     workspace = 2 * q.nbytes + 2 * lse.nbytes if torch.cuda.get_device_capability() == (9, 0) else 0
     tables = 2**20
-    assert extra <= 2 * keys + 2 * gradients + sums + workspace + numbers + tables, extra
+    assert extra <= 2 * kv_bytes + 2 * dkv_bytes + sum_bytes + workspace + row_bytes + tables, extra

@@ -1,4 +1,4 @@
-"""The symmetric-memory transport, on fake heaps and streams: programs run in it, and peers pull from it."""
+"""The symmetric-memory transport on fake heaps and streams: programs run in the heap, and peers pull from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = torch.device("cpu")
 
 
 def transport(heaps, rank, groups=("far",)):
-    streams = HostStreams(slow=0.001)
+    streams = HostStreams(max_delay_seconds=0.001)
     made = Symmetric(None, rank, heaps.world, DEVICE, 20.0, heaps.maker(rank, streams), as_streams(streams))
     for name in groups:
         made.add(name, None)
@@ -55,18 +55,18 @@ def test_pull_waits_for_ready_and_sender_waits_for_done():
         memory, got = mover.arena(64).memory, []
         target = torch.zeros(4)
         for n in range(20):
-            mine = memory[16:32].view(torch.float32)
-            mine.fill_(10 * n + me)
-            mover.wait(mover.pull("mesh", [(1 - me, mine)], [(1 - me, target)], [16]))
+            sent = memory[16:32].view(torch.float32)
+            sent.fill_(10 * n + me)
+            mover.wait(mover.pull("mesh", [(1 - me, sent)], [(1 - me, target)], [16]))
             got.append(target.clone())
-            memory.fill_(0xFF)  # no peer may read it after DONE
+            memory.fill_(0xFF)  # after DONE no peer reads it any more
         assert [x.tolist() for x in got] == [[10 * n + 1 - me] * 4 for n in range(20)]
         assert mover.counters.received == {("mesh", 1 - me): 20 * 16}
 
     in_threads(2, rank)
 
 
-def test_throttled_transport_pulls_as_well():
+def test_throttled_transport_delays_pulls_from_symmetric_memory():
     heaps, case = FakeHeaps(2), Case(CAUSAL, batch=1, tokens=9, heads=2, dim=8)
     item, leaves = Item(case, "ring", 2), case.inputs(torch.float32)
 

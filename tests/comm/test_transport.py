@@ -1,4 +1,4 @@
-"""The contract of transports on gloo, in threads and on loopback; and what is special to each."""
+"""The transport contract on gloo and on the in-process hub, and the special behaviour of each transport."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nan_buffer(n: int) -> torch.Tensor:
     return torch.full((n,), torch.nan)
 
 
-def in_order(mover: Transport, rank: int, world: int) -> None:
+def check_message_order(mover: Transport, rank: int, world: int) -> None:
     """Messages between two ranks arrive in the order of their posts, in whichever order handles are waited for."""
     after, before = (rank + 1) % world, (rank - 1) % world
     buffers = [nan_buffer(n + 1) for n in range(6)]
@@ -40,7 +40,7 @@ def in_order(mover: Transport, rank: int, world: int) -> None:
         assert torch.equal(buffers[n], torch.full((n + 1,), 10.0 * before + n))
 
 
-def to_all(mover: Transport, rank: int, world: int) -> None:
+def check_exchange_with_all_ranks(mover: Transport, rank: int, world: int) -> None:
     """One exchange with all ranks, this one included, with several messages to each."""
     peers = range(world)
     buffers = {(peer, n): nan_buffer(n + 2) for peer in peers for n in range(3)}
@@ -51,7 +51,7 @@ def to_all(mover: Transport, rank: int, world: int) -> None:
         assert torch.equal(buffer, torch.full((n + 2,), 100.0 * peer + 10 * rank + n))
 
 
-def nothing(mover: Transport, rank: int, world: int) -> None:
+def check_empty_and_one_way_messages(mover: Transport, rank: int, world: int) -> None:
     """Empty exchanges, empty messages and one-way messages work."""
     mover.wait(mover.exchange("mesh", [], []))
     buffer = nan_buffer(2)
@@ -62,7 +62,7 @@ def nothing(mover: Transport, rank: int, world: int) -> None:
         assert buffer.tolist() == [1, 2]
 
 
-def ourselves(mover: Transport, rank: int, world: int) -> None:
+def check_messages_to_self(mover: Transport, rank: int, world: int) -> None:
     """A message to this rank itself is there at once, and is not counted."""
     mover.counters.clear()
     buffers = [nan_buffer(2), nan_buffer(3)]
@@ -75,7 +75,7 @@ def ourselves(mover: Transport, rank: int, world: int) -> None:
     assert mover.counters.calls == {"exchange": 1}
 
 
-def collectives(mover: Transport, rank: int, world: int) -> None:
+def check_collectives(mover: Transport, rank: int, world: int) -> None:
     """all_gather sends every source to all ranks in order; all_to_all sends its n-th part to rank n."""
     target = nan_buffer(2 * world)
     mover.wait(mover.collective("all_gather", "mesh", elements(rank, -rank), target))
@@ -86,7 +86,7 @@ def collectives(mover: Transport, rank: int, world: int) -> None:
     assert target.reshape(world, 2).tolist() == [[10 * peer + rank, 0.5] for peer in range(world)]
 
 
-def at_once(mover: Transport, rank: int, world: int) -> None:
+def check_concurrent_operations(mover: Transport, rank: int, world: int) -> None:
     """Collectives and exchanges can be in flight at the same time."""
     gathered, got = nan_buffer(world), nan_buffer(1)
     first = mover.collective("all_gather", "mesh", elements(rank), gathered)
@@ -100,7 +100,7 @@ def at_once(mover: Transport, rank: int, world: int) -> None:
     assert got.tolist() == [(rank - 1) % world]
 
 
-def dtypes(mover: Transport, rank: int, world: int) -> None:
+def check_dtypes(mover: Transport, rank: int, world: int) -> None:
     """Bits arrive unchanged in every dtype."""
     after, before = (rank + 1) % world, (rank - 1) % world
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
@@ -113,7 +113,7 @@ def dtypes(mover: Transport, rank: int, world: int) -> None:
         assert torch.equal(gathered, x.repeat(world))
 
 
-def counters(mover: Transport, rank: int, world: int) -> None:
+def check_counters(mover: Transport, rank: int, world: int) -> None:
     """Counters hold the bytes that moved between ranks, by peer."""
     mover.counters.clear()
     after, before = (rank + 1) % world, (rank - 1) % world
@@ -133,29 +133,38 @@ def counters(mover: Transport, rank: int, world: int) -> None:
     assert mover.counters.received_bytes == 0
 
 
-CONTRACT = (in_order, to_all, nothing, ourselves, collectives, at_once, dtypes, counters)
+CONTRACT = (
+    check_message_order,
+    check_exchange_with_all_ranks,
+    check_empty_and_one_way_messages,
+    check_messages_to_self,
+    check_collectives,
+    check_concurrent_operations,
+    check_dtypes,
+    check_counters,
+)
 
 
-def on_gloo(rank: int, world: int, group: Any) -> None:
+def check_contract_on_gloo(rank: int, world: int, group: Any) -> None:
     mover = ProcessGroupTransport({"mesh": group}, CPU, timeout=20.0)
     assert (mover.name, mover.rank("mesh"), mover.world("mesh")) == ("gloo", rank, world)
-    for promise in CONTRACT:
-        promise(mover, rank, world)
+    for check in CONTRACT:
+        check(mover, rank, world)
         dist.barrier(group)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gloo_transport_fulfils_the_contract(pool, world):
-    pool.run(world, on_gloo)
+    pool.run(world, check_contract_on_gloo)
 
 
 @pytest.mark.parametrize("world", [2, 5])
-@pytest.mark.parametrize("promise", CONTRACT)
-def test_hub_transport_fulfils_the_contract(promise, world):
-    in_threads(world, lambda rank, mover: promise(mover, rank, world), timeout=10.0)
+@pytest.mark.parametrize("check", CONTRACT)
+def test_hub_transport_fulfils_the_contract(check, world):
+    in_threads(world, lambda rank, mover: check(mover, rank, world), timeout=10.0)
 
 
-def sub_groups(rank: int, world: int, group: Any) -> None:
+def exchange_in_subgroups(rank: int, world: int, group: Any) -> None:
     pairs = [dist.new_group([0, 3]), dist.new_group([2, 1])]
     own = pairs[0] if rank in (0, 3) else pairs[1]
     mover = ProcessGroupTransport({"mesh": group, "pair": own}, CPU, timeout=20.0)
@@ -176,12 +185,12 @@ def sub_groups(rank: int, world: int, group: Any) -> None:
 
 
 def test_ranks_are_numbered_within_the_group(pool):
-    pool.run(4, sub_groups)
+    pool.run(4, exchange_in_subgroups)
 
 
-def silent(rank: int, world: int, group: Any, form: str) -> tuple[str, float]:
+def wait_for_silent_rank_1(rank: int, world: int, group: Any, form: str) -> tuple[str, float]:
     mover = ProcessGroupTransport({"mesh": group}, CPU, timeout=0.5)
-    to_all(mover, rank, world)
+    check_exchange_with_all_ranks(mover, rank, world)
     dist.barrier(group)
     if rank == 1:
         return "", 0.0
@@ -199,16 +208,16 @@ def silent(rank: int, world: int, group: Any, form: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("form", ["recv", "send", "all_gather"])
 def test_silent_peer_is_named_within_the_timeout(pool, form):
-    told, waited = pool.run(2, silent, form)[0]
-    assert told.startswith("rank 1 was lost or did not answer within 0.5 s (")
-    assert told.endswith("ended, or called attention with other arguments; look at its output first")
+    message, waited = pool.run(2, wait_for_silent_rank_1, form)[0]
+    assert message.startswith("rank 1 was lost or did not answer within 0.5 s (")
+    assert message.endswith("ended, or called attention with other arguments; look at its output first")
     assert waited < 10
 
 
-def gone(rank: int, world: int, group: Any) -> list[str]:
+def exchange_with_lost_rank_1(rank: int, world: int, group: Any) -> list[str]:
     pair = dist.new_group([0, 1])
     mover = ProcessGroupTransport({"mesh": pair}, CPU, timeout=10.0)
-    to_all(mover, rank, world)
+    check_exchange_with_all_ranks(mover, rank, world)
     dist.barrier(group)
     if rank == 1:
         del mover
@@ -227,12 +236,12 @@ def gone(rank: int, world: int, group: Any) -> list[str]:
 
 
 def test_lost_peer_is_named(pool):
-    told = pool.run(2, gone)[0]
-    assert len(told) == 3
-    assert all(text.startswith("rank 1 was lost") for text in told)
+    messages = pool.run(2, exchange_with_lost_rank_1)[0]
+    assert len(messages) == 3
+    assert all(text.startswith("rank 1 was lost") for text in messages)
 
 
-def refuses(rank: int, world: int, group: Any) -> None:
+def check_refused_devices(rank: int, world: int, group: Any) -> None:
     with pytest.raises(ValueError, match=r'gloo cannot move tensors on cuda; .* such as "cpu:gloo,cuda:nccl"'):
         ProcessGroupTransport({"mesh": group}, torch.device("cuda"), 1.0)
     with pytest.raises(ValueError, match=r"group mesh: the process group has no backend for xla"):
@@ -246,7 +255,7 @@ def refuses(rank: int, world: int, group: Any) -> None:
 
 
 def test_tensors_that_the_backend_cannot_move_are_refused(pool):
-    pool.run(2, refuses)
+    pool.run(2, check_refused_devices)
 
 
 def test_hub_names_the_rank_that_did_not_send():
@@ -265,7 +274,7 @@ def test_hub_copies_messages():
     assert buffer.tolist() == [1, 2]
 
 
-def test_loopback_counts_dropped_messages():
+def test_loopback_counts_messages_without_delivering_them():
     mover = Loopback(1, 3)
     assert (mover.name, mover.rank("mesh"), mover.world("mesh")) == ("loopback", 1, 3)
     buffer = nan_buffer(2)
@@ -275,7 +284,7 @@ def test_loopback_counts_dropped_messages():
     mover.wait(mover.collective("all_to_all", "mesh", nan_buffer(6), nan_buffer(6)))
     assert mover.counters.received == {("mesh", 0): 8 + 4 + 8, ("mesh", 2): 4 + 8}
     assert mover.counters.sent == {("mesh", 2): 8 + 4 + 8, ("mesh", 0): 4 + 8}
-    ourselves(mover, 1, 3)
+    check_messages_to_self(mover, 1, 3)
 
 
 def test_message_to_self_needs_a_receive():
