@@ -1,4 +1,4 @@
-"""Kernels as steps of a longer computation: carried partial results, added gradients, any layout of rows."""
+"""Kernels as steps of a ring: they continue carried (out, LSE), add to gradients, and accept any layout of rows."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ CASES = {
 LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 
 
-def ring_in_one_process(kernel: Kernel, case: Case, layout: Layout, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the ranks of a layout compute together: each against each, carrying (out, lse), adding gradients."""
+def emulate_ring(kernel: Kernel, case: Case, layout: Layout, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Run all ring steps of all ranks in this process; return the outputs and gradients of the whole sequence."""
     q, k, v = (leaves[name].detach() for name in "qkv")
     dtype = accumulator_dtype(q.dtype)
     reads_positions = case.alibi or case.dropout > 0
@@ -41,13 +41,13 @@ def ring_in_one_process(kernel: Kernel, case: Case, layout: Layout, leaves: dict
     out = torch.empty_like(q[..., :1].expand(*q.shape[:-1], v.shape[-1]))
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=dtype)
     for rank, own in enumerate(rows):
-        # the partial result is continued in place, and the last step stores the final dtype
-        partial = (torch.empty(*out[:, own].shape, dtype=dtype), torch.empty(*lse[..., own].shape, dtype=dtype))
+        # steps continue the carry in place, and the last step stores the final dtype
+        carry = (torch.empty(*out[:, own].shape, dtype=dtype), torch.empty(*lse[..., own].shape, dtype=dtype))
         final = (torch.empty_like(out[:, own]), torch.empty_like(lse[..., own]))
         for n in range(layout.world):
             last = n == layout.world - 1
             x = step(rank, (rank + n) % layout.world, last)
-            kernel.forward(x, final if last else partial, partial if n else None)
+            kernel.forward(x, final if last else carry, carry if n else None)
         out[:, own], lse[..., own] = final
 
     generator = torch.Generator().manual_seed(7)
@@ -69,19 +69,19 @@ def ring_in_one_process(kernel: Kernel, case: Case, layout: Layout, leaves: dict
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kernel", [Tiled(block_size=4), Reference()], ids=lambda k: k.name)
-def test_a_ring_in_one_process(kernel, dtype, name, layout):
+def test_emulated_ring_matches_the_oracle(kernel, dtype, name, layout):
     case = CASES[name]
     leaves = case.inputs(dtype)
-    got = ring_in_one_process(kernel, case, LAYOUTS[layout](37, 3), leaves)
+    got = emulate_ring(kernel, case, LAYOUTS[layout](37, 3), leaves)
     check(got, case, leaves)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["causal", "documents"])
-def test_a_ring_of_the_vendor_kernel(name, layout):
+def test_emulated_ring_of_the_vendor_kernel_matches_the_oracle(name, layout):
     case = CASES[name]
     leaves = case.inputs(torch.float32)
-    check(ring_in_one_process(Vendor(), case, LAYOUTS[layout](37, 3), leaves), case, leaves)
+    check(emulate_ring(Vendor(), case, LAYOUTS[layout](37, 3), leaves), case, leaves)
 
 
 def test_vendor_refuses_a_carry_in_half_precision():
@@ -94,7 +94,7 @@ def test_vendor_refuses_a_carry_in_half_precision():
     assert "device cuda" in (refusal(Vendor(), replace(request, device=torch.device("cuda"))) or "")
 
 
-def test_merge_of_empty_parts_is_empty():
+def test_merging_rows_that_see_nothing_keeps_them_empty():
     out, lse = torch.zeros(1, 3, 1, 2), torch.full((1, 1, 3), -torch.inf)
     other, other_lse = torch.ones(1, 3, 1, 2), torch.tensor([[[-torch.inf, 0.5, -torch.inf]]])
     other[:, 0] = other[:, 2] = 0
@@ -103,7 +103,7 @@ def test_merge_of_empty_parts_is_empty():
     assert lse.flatten().tolist() == [-torch.inf, 0.5, -torch.inf]
 
 
-def test_every_kernel_tells_what_it_is():
+def test_kernels_are_registered_in_order_and_have_a_summary():
     assert [kernel.name for kernel in kernels()] == [
         "vendor",
         "fa4",

@@ -1,4 +1,4 @@
-"""The kernels that run on a GPU, against the oracle there: run with `-m gpu`."""
+"""All kernels that run on a GPU match the oracle there: run with `-m gpu`."""
 
 import random
 
@@ -19,9 +19,9 @@ pytestmark = [
 ]
 
 CAUSAL = Mask.causal()
-#: What others made, in half precision.
-OTHERS = ("cudnn", "fa2", "fa2-package", "fa3", "fa4")
-#: At the sizes at which blocks are whole, descriptors load them and the pipeline fills.
+#: Vendor kernels; they take half precision.
+VENDOR_KERNELS = ("cudnn", "fa2", "fa2-package", "fa3", "fa4")
+#: Cases large enough that blocks are full, TMA descriptors load them and the pipeline fills.
 REAL = {
     "causal": Case(CAUSAL, batch=1, tokens=1023, heads=4, dim=64),
     "causal, aligned": Case(CAUSAL, batch=2, tokens=1024, heads=2, dim=64),
@@ -48,35 +48,36 @@ REAL = {
 
 @pytest.fixture(autouse=True)
 def ieee_matmul():
-    """float32 products in float32, whatever an earlier test asked for."""
+    """Turn TF32 off, whatever an earlier test set."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def run(case, dtype, kernel="auto", seed=0):
+    """Check a case against the oracle; return its results and the log of the kernels that ran."""
     leaves = case.inputs(dtype, "cuda", seed)
-    with record_kernels() as ran:
+    with record_kernels() as log:
         got = gradients(case.run(leaves, kernel), leaves, case)
     check(got, case, leaves)
-    return got, ran
+    return got, log
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_auto_on_a_gpu(name, dtype):
-    _, ran = run(CASES[name][0], dtype)
-    assert len(ran) == 2
+def test_auto_matches_the_oracle_and_float64_runs_tiled(name, dtype):
+    _, log = run(CASES[name][0], dtype)
+    assert len(log) == 2
     if dtype == torch.float64:
-        assert {kernel for kernel, _ in ran} == {"tiled"}
+        assert {kernel for kernel, _ in log} == {"tiled"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", REAL)
-def test_triton_at_real_shapes(name, dtype):
+def test_triton_at_real_shapes_matches_the_oracle(name, dtype):
     run(REAL[name], dtype, "triton")
 
 
 def hopper_or_triton(case):
-    """The Hopper kernel where it supports both passes of a case, else the portable one."""
+    """Return "hopper" if that kernel supports both passes of a case, else "triton"."""
     leaves = case.inputs(torch.bfloat16, "cuda")
     q, k, v = (leaves[name].detach() for name in "qkv")
     x = local.inputs(q, k, v, case.mask, case.features(leaves), case.q_offset)
@@ -88,37 +89,35 @@ def hopper_or_triton(case):
 
 
 @pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("kernel", OTHERS)
-def test_vendor_kernels_at_real_shapes(kernel, name):
+@pytest.mark.parametrize("kernel", VENDOR_KERNELS)
+def test_vendor_kernels_at_real_shapes_match_the_oracle(kernel, name):
     case = REAL[name]
     leaves = case.inputs(torch.bfloat16, "cuda")
     q, k, v = (leaves[name].detach() for name in "qkv")
     x = local.inputs(q, k, v, case.mask, case.features(leaves), case.q_offset)
-    requests = [
-        local.kernel_request(x, direction, lse_gradient=case.lse_gradient) for direction in ("forward", "backward")
-    ]
+    requests = [local.kernel_request(x, direction, lse_gradient=case.lse_gradient) for direction in ("forward", "backward")]
     found = next(one for one in registry.kernels() if one.name == kernel)
     reasons = [registry.refusal(found, request) for request in requests]
     if any(reasons):
-        pytest.skip(f"it {reasons}")
-    _, ran = run(case, torch.bfloat16, kernel)
-    assert [name for name, _ in ran] == [kernel] * 2
+        pytest.skip(f"not supported: {reasons}")
+    _, log = run(case, torch.bfloat16, kernel)
+    assert [name for name, _ in log] == [kernel] * 2
 
 
 def in_padding(x, pad, heads_first):
-    """The same numbers between rows of NaN, heads before tokens or after them."""
+    """Return the tensor embedded in NaN, with heads before tokens in memory or after them."""
     b, t, h, d = x.shape
     if heads_first:
-        room = x.new_full((b, h, t + pad, d + 8), torch.nan).transpose(1, 2)
+        buffer = x.new_full((b, h, t + pad, d + 8), torch.nan).transpose(1, 2)
     else:
-        room = x.new_full((b, t + pad, h + 1, d + 8), torch.nan)
-    room[:, :t, :h, :d] = x.detach()
-    return room[:, :t, :h, :d].requires_grad_()
+        buffer = x.new_full((b, t + pad, h + 1, d + 8), torch.nan)
+    buffer[:, :t, :h, :d] = x.detach()
+    return buffer[:, :t, :h, :d].requires_grad_()
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("name", ["causal", "causal, 128", "full, gqa", "documents", "dim 96"])
-def test_triton_reads_nothing_beside_its_rows(name, heads_first):
+def test_memory_next_to_the_rows_is_not_read(name, heads_first):
     case = REAL[name]
     leaves = case.inputs(torch.bfloat16, "cuda")
     leaves |= {key: in_padding(leaves[key], pad, heads_first) for key, pad in (("q", 3), ("k", 5), ("v", 1))}
@@ -128,7 +127,7 @@ def test_triton_reads_nothing_beside_its_rows(name, heads_first):
 
 
 def random_case(draw):
-    """Any mask, shape and feature; the Triton kernel serves all of them."""
+    """Return a case of random mask, shape and features, all of which the Triton kernel supports."""
     tokens = draw.randint(1, 900)
     masks = [Mask.full(), CAUSAL, CAUSAL & Mask.window(draw.randint(0, 300), 0), Mask.window(draw.randint(0, 99), 50)]
     cuts = sorted(draw.randint(0, tokens) for _ in range(3))
@@ -153,7 +152,7 @@ def random_case(draw):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", ["hopper", "triton", "auto"])
-def test_fifty_random_cases(kernel, dtype):
+def test_fifty_random_cases_match_the_oracle(kernel, dtype):
     seed = random.SystemRandom().randrange(2**32)
     draw = random.Random(seed)
     for n in range(50):
@@ -167,7 +166,7 @@ def test_fifty_random_cases(kernel, dtype):
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("kernel", ["auto", "hopper", "triton"])
 def test_deterministic_calls_repeat_bit_for_bit(kernel, name):
-    """Torch then fills what is allocated with NaN besides, which shows what is read and was never written."""
+    """In deterministic mode torch also fills new tensors with NaN, which exposes reads of unwritten memory."""
     kernel = hopper_or_triton(REAL[name]) if kernel == "hopper" else kernel
     torch.use_deterministic_algorithms(True)
     try:
@@ -184,8 +183,8 @@ def test_dropout_keeps_the_same_pairs_on_a_gpu_and_on_a_cpu():
     assert torch.allclose(case.run(leaves)[0], case.run(on_gpu)[0].cpu(), atol=1e-5)
 
 
-def test_partial_results_of_vendor_kernels_are_merged_in_float32():
-    """Two halves of the keys by cuDNN, merged, are about as exact as all keys at once."""
+def test_two_halves_of_keys_by_cudnn_merge_in_float32():
+    """The error of two merged halves is at most 1.1 times that of all keys at once."""
     case = Case(batch=1, tokens=1024, heads=4, dim=64)
     leaves = case.inputs(torch.bfloat16, "cuda")
     q, k, v = (leaves[name].detach() for name in "qkv")
@@ -198,19 +197,19 @@ def test_partial_results_of_vendor_kernels_are_merged_in_float32():
     out = torch.empty_like(q, dtype=torch.float32), torch.empty(1, 4, 1024, device="cuda")
     for n in range(2):
         keys = slice(512 * n, 512 * n + 512)
-        part = replace(
+        half = replace(
             whole,
             k_BSKD=k[:, keys],
             v_BSKE=v[:, keys],
             work=worklist(case.mask, (range(1024),), (range(keys.start, keys.stop),)),
         )
-        found.forward(part, out, out if n else None)
+        found.forward(half, out, out if n else None)
     once = found.forward(whole)[0]
     errors = [(x.double() - exact).norm() for x in (out[0], once)]
     assert errors[0] <= 1.1 * errors[1]
 
 
-def test_vendor_names_the_device():
+def test_cpu_vendor_kernel_refuses_cuda_tensors_and_names_the_device():
     x = torch.zeros(1, 4, 1, 8, device="cuda")
     with pytest.raises(ValueError, match="does not support the device cuda; it runs on cpu"):
         flash_attention(x, x, x, kernel="vendor")
@@ -222,14 +221,14 @@ def test_tensors_on_two_devices_are_refused():
         flash_attention(x, x.cuda(), x.cuda())
 
 
-def test_cu_seqlens_on_the_gpu():
+def test_cu_seqlens_on_a_gpu_give_the_same_mask_as_lengths():
     q, k, v = (torch.randn(11, 2, 8, device="cuda") for _ in range(3))
     cu_seqlens = torch.tensor([0, 4, 11], device="cuda", dtype=torch.int32)
     got = flash_attention(q, k, v, mask=Mask.from_cu_seqlens(cu_seqlens))
     assert torch.equal(got, flash_attention(q, k, v, mask=Mask.documents([4, 7])))
 
 
-def test_inductor_on_a_gpu():
+def test_compiled_attention_on_a_gpu_matches_eager():
     torch._dynamo.reset()
     q, k, v = (torch.randn(1, 33, 2, 16, device="cuda", requires_grad=True) for _ in range(3))
     compiled = torch.compile(lambda *x: flash_attention(*x, mask=Mask.causal()) * 2, fullgraph=True)

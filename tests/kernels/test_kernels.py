@@ -1,4 +1,4 @@
-"""Every kernel x feature x dtype against the oracle, forward and every gradient, on NaN-poisoned memory."""
+"""Every kernel, feature and dtype against the oracle: the forward and every gradient, on memory filled with NaN."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """`torch.empty` gives NaN while deterministic algorithms are asked for."""
+    """Make `torch.empty` fill tensors with NaN, which deterministic mode does."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -24,61 +24,61 @@ def poisoned_memory():
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks so small that every case has several."""
+    """Make blocks small enough that every case has several."""
     monkeypatch.setattr(tiled, "MIN_BLOCK", 8)
     monkeypatch.setattr(tiled, "MAX_BLOCK", 8)
 
 
-def _run(case: Case, dtype: torch.dtype, kernel: str) -> None:
+def _run_and_check(case: Case, dtype: torch.dtype, kernel: str) -> None:
     leaves = case.inputs(dtype)
     check(gradients(case.run(leaves, kernel), leaves, case), case, leaves)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_tiled(name, dtype, small_blocks):
-    _run(CASES[name][0], dtype, "tiled")
+def test_tiled_matches_the_oracle(name, dtype, small_blocks):
+    _run_and_check(CASES[name][0], dtype, "tiled")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["long and odd", "gqa", "everything"])
-def test_tiled_with_its_own_block_size(name, dtype):
-    _run(CASES[name][0], dtype, "tiled")
+def test_tiled_with_its_default_block_size_matches_the_oracle(name, dtype):
+    _run_and_check(CASES[name][0], dtype, "tiled")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_reference(name, dtype):
-    _run(CASES[name][0], dtype, "reference")
+def test_reference_matches_the_oracle(name, dtype):
+    _run_and_check(CASES[name][0], dtype, "reference")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_vendor_runs_or_names_what_it_does_not_support(name, dtype):
+def test_vendor_matches_the_oracle_or_names_the_unsupported_feature(name, dtype):
     case, full_precision, half_precision = CASES[name]
     if half_precision if dtype in HALF else full_precision:
-        _run(case, dtype, "vendor")
+        _run_and_check(case, dtype, "vendor")
     else:
         with pytest.raises(
             ValueError, match=r'kernel="vendor" does not support .*; supported here: .*tiled, reference, or "auto"'
         ):
-            _run(case, dtype, "vendor")
+            _run_and_check(case, dtype, "vendor")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_auto_takes_the_fastest_that_can(name, dtype):
+def test_auto_takes_vendor_where_supported_and_tiled_elsewhere(name, dtype):
     case, full_precision, half_precision = CASES[name]
-    with record_kernels() as ran:
-        _run(case, dtype, "auto")
+    with record_kernels() as log:
+        _run_and_check(case, dtype, "auto")
     backward = "vendor" if (half_precision if dtype in HALF else full_precision) else "tiled"
-    # only the gradient of the LSE is asked of the backward alone
+    # a gradient of the LSE restricts the backward alone
     forward = "vendor" if case.lse_gradient and name == "lse gradient" else backward
-    assert ran == [(forward, "forward"), (backward, "backward")]
+    assert log == [(forward, "forward"), (backward, "backward")]
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "vendor", "reference"])
-def test_gradcheck(kernel):
+def test_kernels_pass_gradcheck(kernel):
     case = Case(CAUSAL & Mask.documents([4, 5]), batch=1, tokens=9, heads=4, kv_heads=2, dim=4, sinks=True)
     leaves = case.inputs(torch.float64)
 
@@ -89,7 +89,7 @@ def test_gradcheck(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "reference"])
-def test_gradcheck_with_every_feature(kernel, small_blocks):
+def test_kernels_with_every_feature_pass_gradcheck(kernel, small_blocks):
     case = replace(CASES["everything"][0], batch=1, tokens=11, mask=CAUSAL & Mask.window(5, 0) | Mask.first(2))
     case = replace(case, heads=2, kv_heads=1, dim=3, value_dim=2)
     leaves = case.inputs(torch.float64)

@@ -1,4 +1,4 @@
-"""Merging, its gradient and delta: the Triton kernels, interpreted on CPUs, and plain torch, against float64."""
+"""Merging of (out, LSE), its gradient, and delta match float64: interpreted Triton kernels and plain torch."""
 
 import os
 
@@ -19,33 +19,33 @@ ON_GPUS = [pytest.param(dim, dtype, id=f"{dim}-{dtype}") for dim in (40, 64, 128
 
 
 @pytest.fixture(params=["torch", "triton"])
-def way(request, monkeypatch):
-    """Plain torch, and the kernels interpreted."""
+def backend(request, monkeypatch):
+    """Run a test with plain torch and with the interpreted Triton kernels."""
     if request.param == "triton" and not INTERPRETED:
-        pytest.skip("on a GPU the tests marked gpu run them")
+        pytest.skip("the tests marked gpu run them on a GPU")
     monkeypatch.setattr(module, "_fused", lambda *_: request.param == "triton")
     return request.param
 
 
-def parts_of(dim, dtype, count=2, batch=2, tokens=23, heads=2, device="cpu"):
-    """Parts with empty rows, whose outs are NaN there; every eleventh row is empty in all of them."""
+def make_partials(dim, dtype, count=2, batch=2, tokens=23, heads=2, device="cpu"):
+    """Return partial (out, lse) with empty rows, where out is NaN; every eleventh row is empty in all of them."""
     generator = torch.Generator().manual_seed(dim)
     row = torch.arange(tokens)
-    parts = []
+    partials = []
     for n in range(count):
         out = torch.randn(batch, tokens, heads, dim, generator=generator)
         lse = 3 * torch.randn(batch, heads, tokens, generator=generator)
         empty = (row % 11 == 0) | ((row + n) % 5 == 0)
         out[:, empty] = NAN
         lse[:, :, empty] = -INF
-        parts.append((out.to(device, dtype), lse.to(device)))
-    return parts
+        partials.append((out.to(device, dtype), lse.to(device)))
+    return partials
 
 
-def exact(parts):
-    """(out, lse) in float64, differentiable."""
-    lses = torch.stack([lse.double() for _, lse in parts])
-    outs = torch.stack([out.double() for out, _ in parts])
+def merge_in_float64(partials):
+    """Return the merged (out, lse) in float64, differentiable."""
+    lses = torch.stack([lse.double() for _, lse in partials])
+    outs = torch.stack([out.double() for out, _ in partials])
     empty = lses == -INF
     filled = lses.masked_fill(empty, -1e300)
     weights = torch.softmax(filled, dim=0).masked_fill(empty, 0.0)
@@ -58,8 +58,8 @@ def per_row(x):
     return x.transpose(-1, -2).unsqueeze(-1)
 
 
-def near(got, want, units=32):
-    """Units in the last place of float32 at the size of the largest value, and one of the value's own dtype."""
+def assert_near(got, want, units=32):
+    """Allow `units` float32 roundings of the largest value, and one rounding of each value to its own dtype."""
     finite = want[want.isfinite()].abs()
     unit = torch.finfo(torch.float32).eps * max(1.0, float(finite.max()) if finite.numel() else 0.0)
     rtol = 0.0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps
@@ -67,20 +67,20 @@ def near(got, want, units=32):
 
 
 def other_strides(x):
-    """The same numbers, dimensions in another order in memory and gaps between rows."""
+    """Return the tensor with its dimensions in another order in memory, and with gaps between rows."""
     order = (2, 0, 1, 3) if x.ndim == 4 else (2, 1, 0)
-    turned = x.permute(order)
-    wide = turned.new_full([n + 3 for n in turned.shape], NAN)
-    view = wide[tuple(slice(1, 1 + n) for n in turned.shape)]
-    view.copy_(turned)
-    back = view.permute([order.index(n) for n in range(x.ndim)])
-    assert not back.is_contiguous()
-    return back
+    permuted = x.permute(order)
+    wide = permuted.new_full([n + 3 for n in permuted.shape], NAN)
+    view = wide[tuple(slice(1, 1 + n) for n in permuted.shape)]
+    view.copy_(permuted)
+    strided = view.permute([order.index(n) for n in range(x.ndim)])
+    assert not strided.is_contiguous()
+    return strided
 
 
 def check_merge(dim, dtype, **shape):
-    (out, lse), (other, other_lse) = parts_of(dim, dtype, **shape)
-    want = exact([(out, lse), (other, other_lse)])
+    (out, lse), (other, other_lse) = make_partials(dim, dtype, **shape)
+    want = merge_in_float64([(out, lse), (other, other_lse)])
     final = torch.full_like(out, NAN), torch.full_like(lse, NAN)
     before = lse.clone()
     merge((out, lse), (other, other_lse), final)
@@ -88,15 +88,15 @@ def check_merge(dim, dtype, **shape):
     sums = out.float()
     merge_(sums, lse, other, other_lse)
     for got in (final, (sums, lse)):
-        near(got[0], want[0])
-        near(got[1], want[1])
+        assert_near(got[0], want[0])
+        assert_near(got[1], want[1])
         assert (got[0][per_row(got[1] == -INF).expand_as(out)] == 0).all()
 
 
 def check_gradient(dim, dtype, has_dout=True, has_dlse=True, **shape):
-    parts = parts_of(dim, dtype, **shape)
-    leaves = [x.double().requires_grad_() for part in parts for x in part]
-    merged = exact(list(zip(leaves[::2], leaves[1::2], strict=True)))
+    partials = make_partials(dim, dtype, **shape)
+    leaves = [x.double().requires_grad_() for partial in partials for x in partial]
+    merged = merge_in_float64(list(zip(leaves[::2], leaves[1::2], strict=True)))
     out, lse = merged[0].detach().to(dtype), merged[1].detach().float()
     generator = torch.Generator().manual_seed(7)
     dout = torch.randn(out.shape, generator=generator).to(out) if has_dout else None
@@ -104,21 +104,21 @@ def check_gradient(dim, dtype, has_dout=True, has_dlse=True, **shape):
     upstream = [(y, dy.double()) for y, dy in zip(merged, (dout, dlse), strict=True) if dy is not None]
     want = torch.autograd.grad([y for y, _ in upstream], leaves, [dy for _, dy in upstream], allow_unused=True)
     empty = lse == -INF
-    for dy in (dout, dlse):  # what comes back to an empty row has no meaning
+    for dy in (dout, dlse):  # the incoming gradient of an empty row has no meaning and must be ignored
         if dy is not None:
             dy.masked_fill_(empty if dy is dlse else per_row(empty), NAN)
-    # the merged out is rounded to its dtype, and the gradient of an LSE reads it
+    # the gradient of an LSE reads the merged out, which is rounded to its dtype
     rounding = 0 if dtype == torch.float32 else dim**0.5 * 2 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    for n, part in enumerate(parts):
-        dpart, dpart_lse = merge_gradient(dout, dlse, part, (out, lse))
-        assert (dpart is None) == (not has_dout)
-        if dpart is not None:
-            near(dpart, want[2 * n])
-        near(dpart_lse, want[2 * n + 1], 32 + rounding)
+    for n, partial in enumerate(partials):
+        dpartial, dpartial_lse = merge_gradient(dout, dlse, partial, (out, lse))
+        assert (dpartial is None) == (not has_dout)
+        if dpartial is not None:
+            assert_near(dpartial, want[2 * n])
+        assert_near(dpartial_lse, want[2 * n + 1], 32 + rounding)
 
 
 def check_delta(dim, dtype, has_dlse=True, **shape):
-    (_, lse), (dout, _) = parts_of(dim, dtype, **shape)
+    (_, lse), (dout, _) = make_partials(dim, dtype, **shape)
     out = torch.randn(dout.shape, generator=torch.Generator().manual_seed(1)).to(dout)
     dout, dlse = dout.nan_to_num(nan=0.5), 2 * torch.ones_like(lse)
     want = (dout.double() * out.double()).sum(dim=-1).transpose(1, 2)
@@ -128,59 +128,59 @@ def check_delta(dim, dtype, has_dlse=True, **shape):
     got = delta(out, dout, lse, dlse if has_dlse else None)
     assert got.is_contiguous()
     assert got.dtype == lse.dtype
-    near(got, want)
+    assert_near(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", DIMS)
-def test_merge(way, dim, dtype):
+def test_merge_matches_float64(backend, dim, dtype):
     check_merge(dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", DIMS)
-def test_gradient_of_merge(way, dim, dtype):
+def test_gradient_of_merge_matches_float64(backend, dim, dtype):
     check_gradient(dim, dtype)
 
 
 @pytest.mark.parametrize(("has_dout", "has_dlse"), [(True, False), (False, True)])
-def test_gradient_of_one_result_alone(way, has_dout, has_dlse):
+def test_gradient_of_merge_with_only_dout_or_only_dlse_matches_float64(backend, has_dout, has_dlse):
     check_gradient(40, torch.float32, has_dout, has_dlse)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", DIMS)
-def test_delta(way, dim, dtype):
+def test_delta_matches_float64(backend, dim, dtype):
     check_delta(dim, dtype)
 
 
-def test_delta_without_a_gradient_of_the_lse(way):
+def test_delta_without_a_gradient_of_the_lse_matches_float64(backend):
     check_delta(40, torch.bfloat16, has_dlse=False)
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
-def test_few_rows(way, tokens):
+def test_few_rows_match_float64(backend, tokens):
     check_merge(8, torch.float32, tokens=tokens)
     check_gradient(8, torch.float32, tokens=tokens)
     check_delta(8, torch.float32, tokens=tokens)
 
 
 @pytest.mark.parametrize("shape", [dict(batch=0), dict(tokens=0), dict(heads=0)], ids=str)
-def test_no_rows(way, shape):
+def test_empty_tensors_are_accepted(backend, shape):
     check_merge(8, torch.float32, **shape)
     check_delta(8, torch.float32, **shape)
 
 
-def test_any_strides(way):
-    (out, lse), (other, other_lse) = parts_of(40, torch.float32)
+def test_any_strides_match_contiguous_tensors(backend):
+    (out, lse), (other, other_lse) = make_partials(40, torch.float32)
     strided = [other_strides(x) for x in (out, lse, other.bfloat16().float(), other_lse)]
-    want = exact([(strided[0], strided[1]), (strided[2], strided[3])])
+    want = merge_in_float64([(strided[0], strided[1]), (strided[2], strided[3])])
     final = other_strides(torch.zeros_like(out, dtype=torch.float16)), other_strides(torch.zeros_like(lse))
     merge((strided[0], strided[1]), (strided[2].bfloat16(), strided[3]), final)
     merge_(*strided)
     for result in (final, strided[:2]):
-        near(result[0], want[0])
-        near(result[1], want[1])
+        assert_near(result[0], want[0])
+        assert_near(result[1], want[1])
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     merged = want[0].float(), want[1].float()
     plain = merge_gradient(dout, dlse, (other, other_lse), merged)
@@ -192,18 +192,18 @@ def test_any_strides(way):
     assert torch.equal(delta(out, dy, lse, dl), delta(merged[0], dout, merged[1], dlse))
 
 
-def test_numbers_of_a_row_apart(way):
-    (out, lse), (other, other_lse) = parts_of(8, torch.float32)
-    want = exact([(out, lse), (other, other_lse)])
-    apart = torch.stack([out, out], dim=-1)[..., 0]
-    merge_(apart, lse, torch.stack([other, other], dim=-1)[..., 1], other_lse)
-    near(apart, want[0])
+def test_rows_with_strided_elements_match_float64(backend):
+    (out, lse), (other, other_lse) = make_partials(8, torch.float32)
+    want = merge_in_float64([(out, lse), (other, other_lse)])
+    strided = torch.stack([out, out], dim=-1)[..., 0]
+    merge_(strided, lse, torch.stack([other, other], dim=-1)[..., 1], other_lse)
+    assert_near(strided, want[0])
     one = torch.ones(()).expand(out.shape)
-    near(delta(apart, one, lse, None), want[0].sum(dim=-1).transpose(1, 2))
+    assert_near(delta(strided, one, lse, None), want[0].sum(dim=-1).transpose(1, 2))
 
 
-def test_nan_of_an_empty_part_is_ignored(way):
-    """Of either part, and of both, where the result is empty."""
+def test_nan_of_an_empty_partial_is_ignored(backend):
+    """A row may be empty in either partial result, or in both, where the merged row is empty."""
     out, other = torch.full((1, 3, 1, 2), NAN), torch.full((1, 3, 1, 2), NAN)
     lse, other_lse = torch.tensor([[[-INF, 0.5, -INF]]]), torch.tensor([[[0.25, -INF, -INF]]])
     out[0, 1], other[0, 0] = 3.0, 2.0
@@ -212,7 +212,7 @@ def test_nan_of_an_empty_part_is_ignored(way):
     assert lse.flatten().tolist() == [0.25, 0.5, -INF]
 
 
-def test_nan_of_a_part_that_weighs_is_kept(way):
+def test_nan_of_a_partial_with_weight_is_kept(backend):
     out, lse = torch.ones(1, 4, 1, 2), torch.zeros(1, 1, 4)
     other, other_lse = torch.ones(1, 4, 1, 2), torch.zeros(1, 1, 4)
     out[0, 0], other[0, 1], lse[..., 2], other_lse[..., 3] = NAN, NAN, NAN, NAN
@@ -221,16 +221,16 @@ def test_nan_of_a_part_that_weighs_is_kept(way):
     assert lse.isnan().flatten().tolist() == [False, False, True, True]
 
 
-def test_sinks(way):
-    ((out, lse),) = parts_of(40, torch.float32, count=1, heads=3)
+def test_sinks_match_float64(backend):
+    ((out, lse),) = make_partials(40, torch.float32, count=1, heads=3)
     sinks = torch.tensor([0.5, -INF, 30.0])
-    want = exact([(out, lse), (torch.zeros_like(out), sinks[None, :, None].expand_as(lse))])
+    want = merge_in_float64([(out, lse), (torch.zeros_like(out), sinks[None, :, None].expand_as(lse))])
     add_sinks_(out, lse, sinks)
-    near(out, want[0])
-    near(lse, want[1])
+    assert_near(out, want[0])
+    assert_near(lse, want[1])
 
 
-def test_large_and_distant_lses(way):
+def test_large_and_distant_lses_neither_overflow_nor_lose_weight(backend):
     out, lse = torch.full((1, 3, 1, 2), 5.0), torch.tensor([[[1e4, -1e4, 1e4]]])
     other, other_lse = torch.full((1, 3, 1, 2), 7.0), torch.tensor([[[1e4, -1e4, -1e4]]])
     merge_(out, lse, other, other_lse)
@@ -238,7 +238,7 @@ def test_large_and_distant_lses(way):
     assert lse.flatten().tolist() == pytest.approx([1e4 + 0.693, -1e4 + 0.693, 1e4])
 
 
-def test_plain_torch_in_float64_and_on_cpus():
+def test_float64_and_cpu_tensors_use_plain_torch():
     assert not module._fused(torch.zeros(1))
     out, lse = torch.zeros(1, 2, 1, 4, dtype=torch.float64), torch.zeros(1, 1, 2, dtype=torch.float64)
     merge_(out, lse, out.clone(), lse.clone())
@@ -248,9 +248,9 @@ def test_plain_torch_in_float64_and_on_cpus():
 @gpu
 @needs_gpu
 @pytest.mark.parametrize(("dim", "dtype"), ON_GPUS)
-def test_on_a_gpu(dim, dtype):
+def test_merge_gradient_and_delta_on_a_gpu_match_float64(dim, dtype):
     shape = dict(batch=2, tokens=1003, heads=6, device="cuda")
-    assert module._fused(*parts_of(dim, dtype, **shape)[0])
+    assert module._fused(*make_partials(dim, dtype, **shape)[0])
     check_merge(dim, dtype, **shape)
     check_gradient(dim, dtype, **shape)
     check_delta(dim, dtype, **shape)
@@ -259,7 +259,7 @@ def test_on_a_gpu(dim, dtype):
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("tokens", [1, 3, 64])
-def test_few_rows_on_a_gpu(tokens):
+def test_few_rows_on_a_gpu_match_float64(tokens):
     shape = dict(batch=40, tokens=tokens, heads=8, device="cuda")
     check_merge(64, torch.bfloat16, **shape)
     check_delta(64, torch.bfloat16, **shape)
@@ -267,7 +267,7 @@ def test_few_rows_on_a_gpu(tokens):
 
 @gpu
 @needs_gpu
-def test_more_than_two_to_the_31_numbers_on_a_gpu():
+def test_tensors_of_more_than_2_to_the_31_elements_on_a_gpu():
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB")
     out = torch.ones(1, 140_000, 128, 128, device="cuda", dtype=torch.bfloat16)

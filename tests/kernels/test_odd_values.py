@@ -1,4 +1,4 @@
-"""Values at the ends of what numbers can be, and odd strides: every kernel is right, or the call is refused."""
+"""Extreme values and odd strides: every kernel computes the right result, or the call is refused."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ KERNELS = ("tiled", "vendor", "triton", "auto")
 SHAPES = (1, 9, 4, 16), (1, 9, 2, 16), (1, 9, 2, 16)
 
 
-def numbers(seed=0):
+def random_qkv(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def results(kernel, inputs, dout=None, **given):
-    """(out, lse) and all gradients by a kernel, or None where it cannot do what is asked."""
+    """Return (out, lse) and all gradients by a kernel, or None if it does not support the call."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     if "sink_logits" in given:
         given["sink_logits"] = given["sink_logits"].clone().requires_grad_()
@@ -45,8 +45,8 @@ def assert_close(got, want):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5), float((a - b).abs().max())
 
 
-#: What the interpreted kernel is tried with each time; it takes a second for each.
-SOON = ("softcap 1e-30", "sink inf")
+#: Values that the interpreted kernel runs in every test run; each takes a second, so the others are marked slow.
+NOT_SLOW = ("softcap 1e-30", "sink inf")
 VALUES: dict[str, dict[str, Any]] = {
     "softcap 1e30": dict(softcap=1e30),
     "softcap 1e-30": dict(softcap=1e-30),
@@ -62,14 +62,14 @@ VALUES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kernel", "name"),
     [
-        pytest.param(kernel, name, marks=pytest.mark.slow if kernel == "triton" and name not in SOON else ())
+        pytest.param(kernel, name, marks=pytest.mark.slow if kernel == "triton" and name not in NOT_SLOW else ())
         for kernel in KERNELS
         for name in VALUES
     ],
 )
-def test_odd_values_are_right_in_every_kernel(kernel, name):
-    got = results(kernel, numbers(), **VALUES[name])
-    want = results("reference", numbers(), **VALUES[name])
+def test_extreme_scales_softcaps_sinks_and_slopes_match_the_reference(kernel, name):
+    got = results(kernel, random_qkv(), **VALUES[name])
+    want = results("reference", random_qkv(), **VALUES[name])
     assert want is not None
     if got is not None:
         assert_close(got, want)
@@ -77,7 +77,7 @@ def test_odd_values_are_right_in_every_kernel(kernel, name):
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled", "vendor", "auto"])
 def test_an_infinite_sink_takes_all_weight(kernel):
-    made = results(kernel, numbers(), sink_logits=torch.tensor([INF, 0.0, 0.0, 0.0]))
+    made = results(kernel, random_qkv(), sink_logits=torch.tensor([INF, 0.0, 0.0, 0.0]))
     if made is not None:
         out, lse, dq, *_, dsink = made
         assert not out[:, :, 0].any()
@@ -87,7 +87,7 @@ def test_an_infinite_sink_takes_all_weight(kernel):
 
 
 def test_an_infinite_slope_shows_a_query_its_own_position_alone():
-    q, k, v = numbers()
+    q, k, v = random_qkv()
     out = flash_attention(q, k, v, alibi_slopes=torch.full((4,), INF), mask=Mask.causal())
     assert torch.allclose(out, v.repeat_interleave(2, dim=2))
 
@@ -96,13 +96,13 @@ def test_an_infinite_slope_shows_a_query_its_own_position_alone():
 @pytest.mark.parametrize("given", [dict(softcap=1e308), dict(softcap=1e-40), dict(scale=1e39), dict(scale=-1e300)])
 def test_values_beyond_float32_are_refused(call, given):
     ((name, value),) = given.items()
-    said = re.escape(f"{name}={value}: float32 cannot compute with it; expected ")
-    with pytest.raises(ValueError, match=said + r".*1e[-+]30 to 1e\+30"):
-        call(*numbers(), **given)
+    message = re.escape(f"{name}={value}: float32 cannot compute with it; expected ")
+    with pytest.raises(ValueError, match=message + r".*1e[-+]30 to 1e\+30"):
+        call(*random_qkv(), **given)
 
 
 def odd_strides(shape, generator):
-    """Tensors of a shape with numbers that repeat, or lie in another order or with gaps."""
+    """Yield tensors of a shape that are expanded, permuted, or have gaps in memory."""
     batch, tokens, heads, dim = shape
     whole = torch.randn(shape, generator=generator)
     for axis in range(4):
@@ -114,13 +114,13 @@ def odd_strides(shape, generator):
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "vendor", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
-def test_odd_strides_give_what_their_contiguous_copies_give(kernel, which):
-    place = ("q", "k", "v", "dout").index(which)
+@pytest.mark.parametrize("argument", ["q", "k", "v", "dout"])
+def test_odd_strides_match_contiguous_copies(kernel, argument):
+    index = ("q", "k", "v", "dout").index(argument)
     generator = torch.Generator().manual_seed(1)
-    for odd in odd_strides(SHAPES[place % 3], generator):
-        given = [*numbers(), torch.ones(SHAPES[0])]
-        given[place] = odd
+    for odd in odd_strides(SHAPES[index % 3], generator):
+        given = [*random_qkv(), torch.ones(SHAPES[0])]
+        given[index] = odd
         *inputs, dout = given
         got = results(kernel, inputs, dout)
         want = results(kernel, [x.contiguous() for x in inputs], dout.contiguous())
@@ -130,7 +130,7 @@ def test_odd_strides_give_what_their_contiguous_copies_give(kernel, which):
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_many_equal_queries_give_the_bits_of_their_contiguous_copy(axis):
+def test_expanded_queries_give_the_same_bits_as_their_contiguous_copy(axis):
     q, kv = torch.randn(2, 300, 4, 64, generator=torch.Generator().manual_seed(0)), torch.randn(2, 300, 1, 64)
     q = q.narrow(axis, 0, 1).expand(2, 300, 4, 64)
     leaves, copies = ([x.detach().requires_grad_() for x in (y, kv, kv)] for y in (q, q.contiguous()))
@@ -142,7 +142,7 @@ def test_many_equal_queries_give_the_bits_of_their_contiguous_copy(axis):
         assert torch.equal(made, want)
 
 
-def strides_over_ranks(rank, world, group):
+def compare_strides_over_ranks(rank, world, group):
     for schedule in ("ring", "ulysses"):
         generator = torch.Generator().manual_seed(rank)
         for x in odd_strides((1, 6, 2, 8), generator):
@@ -156,5 +156,5 @@ def strides_over_ranks(rank, world, group):
             assert_close(grads, torch.autograd.grad(b, plain, torch.ones_like(b)))
 
 
-def test_odd_strides_and_values_over_ranks(pool):
-    pool.run(2, strides_over_ranks)
+def test_odd_strides_and_infinite_sinks_over_ranks_match_contiguous_copies(pool):
+    pool.run(2, compare_strides_over_ranks)

@@ -1,4 +1,4 @@
-"""Measured rates: what they predict, which table a device gets, and what "auto" makes of them."""
+"""Measured kernel rates: predicted times, the table of a device, the choice of "auto", and unsupported calls."""
 
 import json
 import re
@@ -21,7 +21,7 @@ CAUSAL = Mask.causal()
 
 
 def table(**tflops):
-    found = [
+    rows = [
         Rate(kernel, direction, causal, dim, tokens, rate * (1 if tokens == 1024 else 2))
         for kernel, rate in tflops.items()
         for direction in ("forward", "backward")
@@ -30,10 +30,10 @@ def table(**tflops):
         for tokens in (1024, 4096)
     ]
     host = {kernel: {"forward": 10.0, "backward": 20.0} for kernel in tflops}
-    return Rates("Made-up 1", "sm_99", tuple(found), host)
+    return Rates("Made-up 1", "sm_99", tuple(rows), host)
 
 
-def request(mask=CAUSAL, tokens=1024, **more):
+def make_request(mask=CAUSAL, tokens=1024, **more):
     work = worklist(mask, (range(tokens),), (range(tokens),))
     made = KernelRequest(
         "forward", torch.device("cpu"), torch.bfloat16, 64, 64, work, Features(0.125), batch=2, heads=8
@@ -41,19 +41,19 @@ def request(mask=CAUSAL, tokens=1024, **more):
     return replace(made, **more)
 
 
-def test_a_prediction_is_work_over_rate():
+def test_predicted_seconds_are_flops_divided_by_the_rate():
     made = table(tiled=100.0)
     launch = Launch(1024.0 * 1024, 1024, causal=False)
     flops = 4 * 1024 * 1024 * 64 * 2 * 8
-    assert made.seconds("tiled", request(), [launch]) == pytest.approx(flops / 100e12)
-    backward = made.seconds("tiled", request(direction="backward"), [launch])
+    assert made.seconds("tiled", make_request(), [launch]) == pytest.approx(flops / 100e12)
+    backward = made.seconds("tiled", make_request(direction="backward"), [launch])
     assert backward == pytest.approx(2.5 * flops / 100e12)
-    half = made.seconds("tiled", request(), [Launch(512.0 * 1024, 1024, causal=True)])
+    half = made.seconds("tiled", make_request(), [Launch(512.0 * 1024, 1024, causal=True)])
     assert half == pytest.approx(flops / 100e12 / 2)
-    assert made.seconds("other", request(), [launch]) is None
+    assert made.seconds("other", make_request(), [launch]) is None
 
 
-def test_rates_between_lengths_and_beyond():
+def test_rates_are_interpolated_between_lengths_and_clamped_beyond():
     made = table(tiled=100.0)
     assert made._rate("tiled", "forward", True, 64, 2048) == pytest.approx(150.0)
     assert made._rate("tiled", "forward", True, 64, 10**6) == 200.0
@@ -62,33 +62,36 @@ def test_rates_between_lengths_and_beyond():
     assert made._rate("tiled", "forward", True, 256, 1024) == 100.0
 
 
-def test_many_small_launches_cost_the_host():
+def test_many_small_launches_are_bound_by_host_time():
     made = table(tiled=100.0)
-    assert made.seconds("tiled", request(), [Launch(10.0, 4, causal=True)] * 100) == pytest.approx(100 * 10e-6)
+    assert made.seconds("tiled", make_request(), [Launch(10.0, 4, causal=True)] * 100) == pytest.approx(100 * 10e-6)
 
 
-def test_launches_of_a_worklist():
-    tiled = registry.choose("tiled", request()).kernel
-    (full,) = tiled.launches(request(Mask.full()))
+def test_launches_of_a_worklist_count_its_visible_pairs():
+    tiled = registry.choose("tiled", make_request()).kernel
+    (full,) = tiled.launches(make_request(Mask.full()))
     assert full == Launch(1024.0 * 1024, 1024, causal=False)
-    (causal,) = tiled.launches(request())
+    (causal,) = tiled.launches(make_request())
     assert (causal.pairs, causal.causal) == (1024 * 1025 / 2, True)
     assert causal.keys == pytest.approx(1024, abs=2)
     late = worklist(CAUSAL, (range(8000, 8008),), (range(8008),))
-    assert tiled.launches(request(work=late))[0].pairs == late.pairs
-    vendor = registry.choose("vendor", request()).kernel
+    assert tiled.launches(make_request(work=late))[0].pairs == late.pairs
+    vendor = registry.choose("vendor", make_request()).kernel
     documents = CAUSAL & Mask.documents([256, 768])
-    assert vendor.launches(request(documents)) == (Launch(256 * 257 / 2, 256, True), Launch(768 * 769 / 2, 768, True))
+    assert vendor.launches(make_request(documents)) == (
+        Launch(256 * 257 / 2, 256, True),
+        Launch(768 * 769 / 2, 768, True),
+    )
     wide = worklist(CAUSAL, (range(20),), (range(5),))
-    assert vendor.launches(request(work=wide)) == (Launch(wide.pairs, 5, True),)
+    assert vendor.launches(make_request(work=wide)) == (Launch(wide.pairs, 5, True),)
 
 
 @pytest.mark.parametrize(("fast", "slow"), [("vendor", "tiled"), ("tiled", "vendor")])
-def test_auto_takes_the_fastest(fast, slow, monkeypatch):
+def test_auto_takes_the_kernel_with_the_shortest_predicted_time(fast, slow, monkeypatch):
     registry.forget()
     made = replace(table(**{fast: 300.0, slow: 200.0}), host_us={})
     monkeypatch.setattr(rates, "known", lambda device: Known(made, "a made-up table"))
-    chosen = registry.choose("auto", request())
+    chosen = registry.choose("auto", make_request())
     assert chosen.kernel.name == fast
     assert chosen.reason.startswith(f"predicted: {fast} ")
     assert chosen.reason.endswith("by a made-up table")
@@ -99,14 +102,14 @@ def test_auto_takes_the_fastest(fast, slow, monkeypatch):
     registry.forget()
 
 
-def test_without_rates_the_order_is_fixed():
+def test_auto_without_rates_uses_a_fixed_order():
     registry.forget()
-    assert registry.choose("auto", request()).reason == "before tiled, by a fixed order"
-    alone = registry.choose("auto", request(features=Features(0.1, softcap=2.0)))
+    assert registry.choose("auto", make_request()).reason == "before tiled, by a fixed order"
+    alone = registry.choose("auto", make_request(features=Features(0.1, softcap=2.0)))
     assert alone.reason == "the only supported one"
 
 
-def test_which_table_a_device_gets(tmp_path, monkeypatch):
+def test_own_table_precedes_shipped_tables_of_the_device_or_architecture(tmp_path, monkeypatch):
     shipped, own = tmp_path / "shipped", tmp_path / "own"
     shipped.mkdir()
     monkeypatch.setattr(rates, "SHIPPED", shipped)
@@ -142,30 +145,30 @@ def test_which_table_a_device_gets(tmp_path, monkeypatch):
     ],
     ids=str,
 )
-def test_a_table_with_wrong_numbers_is_refused_by_its_name(wrong, tmp_path):
+def test_invalid_rate_table_is_refused_and_its_file_is_named(wrong, tmp_path):
     path = tmp_path / "some.json"
     path.write_text(json.dumps(table(tiled=1.0).to_json() | wrong))
     with pytest.raises(ValueError, match=r"some.json: not a table of rates"):
         rates._read(path)
 
 
-def test_slow_kernels_keep_their_digits():
+def test_small_rates_keep_four_significant_digits():
     assert Rates.from_json(table(tiled=0.00123456).to_json()).rates[0].tflops == 0.001235
 
 
-def test_without_a_home_there_is_no_own_table(monkeypatch):
-    def nowhere():
+def test_no_own_table_is_read_without_a_home_directory(monkeypatch):
+    def raise_no_home():
         raise RuntimeError("no home")
 
     for name in ("MESHFLASH_RATES", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(rates.Path, "home", nowhere)
+    monkeypatch.setattr(rates.Path, "home", raise_no_home)
     assert rates._there(lambda: rates.own_file("A GPU")) is None
     monkeypatch.setenv("MESHFLASH_RATES", "tables")
     assert rates.own_file("A GPU").as_posix() == "tables/a-gpu.json"
 
 
-def test_every_shipped_table_can_be_read():
+def test_shipped_rate_tables_are_valid():
     for path in rates.SHIPPED.glob("*.json"):
         made = rates._read(path)
         assert made.rates, path
@@ -191,11 +194,11 @@ def test_calibrating_measures_every_supported_kernel(monkeypatch):
         for tokens in (16, 32)
     }
     assert set(found.host_us) == {"vendor", "tiled"}
-    again = Rates.from_json(found.to_json())
-    assert again.to_json() == found.to_json()
+    read_back = Rates.from_json(found.to_json())
+    assert read_back.to_json() == found.to_json()
 
 
-def test_configurations_are_forced_and_let_go():
+def test_forced_configuration_applies_only_inside_its_context():
     device = torch.device("cuda")
     name = triton_configs.name("forward", 64)
     with triton_configs.forced(name, triton_configs.Config(16, 16, 1, 1)):
@@ -204,7 +207,7 @@ def test_configurations_are_forced_and_let_go():
     assert all(list(triton_configs.candidates(direction, 128)) for direction in triton_configs.PASSES)
 
 
-def test_hopper_says_which_calls_it_does_not_support(monkeypatch):
+def test_hopper_kernel_names_unsupported_arguments(monkeypatch):
     monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
     work = worklist(Mask.causal(), (range(64),), (range(64),))
 
@@ -228,7 +231,7 @@ def test_hopper_says_which_calls_it_does_not_support(monkeypatch):
     assert reason(96, "backward", softcap=3.0) == reason(96)
 
 
-def test_hopper_names_what_it_needs_of_the_machine(monkeypatch):
+def test_hopper_kernel_names_unsupported_devices_and_triton_versions(monkeypatch):
     work = worklist(Mask.causal(), (range(64),), (range(64),))
 
     def reason(device):
@@ -257,7 +260,7 @@ def test_hopper_names_what_it_needs_of_the_machine(monkeypatch):
     hopper_launch.has_gluon.cache_clear()
 
 
-def test_hopper_and_triton_have_rates_of_their_own(monkeypatch):
+def test_hopper_and_triton_have_separate_rates(monkeypatch):
     monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
     monkeypatch.setattr(Hopper, "missing", lambda self: None)
     registry.forget()

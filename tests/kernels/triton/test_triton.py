@@ -1,4 +1,4 @@
-"""The Triton kernel, interpreted on CPUs, against the oracle: every case, both ways to dQ, and inside a schedule."""
+"""The interpreted Triton kernel against the oracle: every case, atomic and deterministic dQ, and in schedules."""
 
 import os
 
@@ -17,9 +17,9 @@ from meshflash.kernels.triton import launch as triton_launch
 from meshflash.kernels.triton.block_tables import make_tile_table
 from meshflash.kernels.triton.kernel import Triton
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU test_gpu.py runs them")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_gpu.py runs them on a GPU")
 
-#: A row that sees one key has a true gradient of 0, of which the difference of two sums in other orders remains.
+#: Allowed rounding units. The true gradient of a row that sees one key is 0; two sums in different orders leave a rest.
 UNITS = 16
 make_descriptors = triton_launch._make_descriptors
 SMALL = {name: case for name, (case, _, _) in CASES.items() if case.tokens < 100}
@@ -75,7 +75,7 @@ def test_tma_descriptors_match_the_oracle(name, monkeypatch):
     monkeypatch.setattr(triton_launch, "_make_descriptors", keep)
     monkeypatch.setattr(triton_launch, "has_descriptors", lambda device: True)
     case = SMALL[name]
-    assert case.tokens > 32, "a whole block, for what is not whole is loaded without them"
+    assert case.tokens > 32, "the case needs a full block, because partial blocks are loaded without descriptors"
     run(case, torch.bfloat16, deterministic=True)
     assert len(made) == 3
     assert None not in made
@@ -90,17 +90,17 @@ def test_tensors_that_tma_cannot_address_are_loaded_by_pointers(monkeypatch):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(40, 0), (0, 40)])
-def test_empty_tensors_with_tma_enabled(queries, keys, monkeypatch):
+def test_empty_tensors_with_tma_enabled_are_accepted(queries, keys, monkeypatch):
     monkeypatch.setattr(triton_launch, "has_descriptors", lambda device: True)
     run(Case(tokens=queries, k_tokens=keys), torch.bfloat16, deterministic=True)
 
 
 @pytest.mark.parametrize("scale", [1e-46, 1e-30])
-def test_denormal_scales(scale):
+def test_denormal_scales_match_the_oracle(scale):
     run(Case(Mask.causal(), tokens=9, scale=scale), torch.float32, deterministic=True)
 
 
-def test_a_very_large_softcap():
+def test_very_large_softcap_matches_the_oracle():
     run(Case(Mask.causal(), tokens=9, softcap=1e6), torch.float32, deterministic=True)
 
 
@@ -117,21 +117,21 @@ def test_padding_rows_have_no_weight_beside_very_negative_scores():
 
 
 @pytest.mark.parametrize("dim", [40, 80, 96])
-def test_head_dims_computed_as_two_widths(dim):
+def test_head_dims_computed_as_two_widths_match_the_oracle(dim):
     run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=dim), torch.float32, deterministic=True)
     run(Case(Mask.causal(), tokens=37, dim=dim, value_dim=24), torch.float32, deterministic=False)
 
 
 def test_unaligned_rows_are_padded_to_one_width():
-    """The compiler gives wrong numbers for those, on Hopper."""
-    lined, padded = torch.zeros(1, 5, 2, 96), torch.zeros(1, 5, 2, 104)[..., :96]
+    """On Hopper the compiler gives wrong results for unaligned rows in two widths."""
+    aligned, padded = torch.zeros(1, 5, 2, 96), torch.zeros(1, 5, 2, 104)[..., :96]
     shifted = torch.zeros(5 * 2 * 96 + 1)[1:].view(1, 5, 2, 96)
-    assert triton_launch._split_widths(lined, lined, lined) == ((64, 32), (64, 32))
+    assert triton_launch._split_widths(aligned, aligned, aligned) == ((64, 32), (64, 32))
     for other in (padded, shifted):
-        assert triton_launch._split_widths(lined, other, lined) == ((128, 0), (128, 0))
+        assert triton_launch._split_widths(aligned, other, aligned) == ((128, 0), (128, 0))
 
 
-def test_inside_a_schedule(pool):
+def test_triton_kernel_inside_schedules_matches_the_oracle(pool):
     items = [
         Item(SMALL[name], schedule, 2, kernel="triton")
         for schedule, name in (
@@ -147,26 +147,26 @@ def test_inside_a_schedule(pool):
         check_moved(item, [part[n][1] for part in parts])
 
 
-def request(**more):
+def make_request(**more):
     work = worklist(Mask.causal(), (range(8),), (range(8),))
     return replace(KernelRequest("backward", torch.device("cpu"), torch.float32, 16, 16, work, Features(1.0)), **more)
 
 
-def test_unsupported_calls_are_named(monkeypatch):
-    assert refusal(Triton(), request()) is None
-    assert "float64" in (refusal(Triton(), request(dtype=torch.float64)) or "")
-    assert "above 256" in (refusal(Triton(), request(head_dim=257)) or "")
+def test_unsupported_dtype_head_dim_and_device_are_named(monkeypatch):
+    assert refusal(Triton(), make_request()) is None
+    assert "float64" in (refusal(Triton(), make_request(dtype=torch.float64)) or "")
+    assert "above 256" in (refusal(Triton(), make_request(head_dim=257)) or "")
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "TRITON_INTERPRET=1" in (refusal(Triton(), request()) or "")
+    assert "TRITON_INTERPRET=1" in (refusal(Triton(), make_request()) or "")
 
 
 def test_auto_never_chooses_the_interpreter():
-    assert choose("auto", request()).kernel.name != "triton"
-    assert choose("auto", request(device=torch.device("cuda"))).kernel.name == "triton"
+    assert choose("auto", make_request()).kernel.name != "triton"
+    assert choose("auto", make_request(device=torch.device("cuda"))).kernel.name == "triton"
 
 
 def test_deterministic_calls_get_a_deterministic_kernel():
-    chosen = [choose("triton", request(deterministic=wanted)).kernel for wanted in (False, True)]
+    chosen = [choose("triton", make_request(deterministic=wanted)).kernel for wanted in (False, True)]
     assert [kernel.deterministic for kernel in chosen if isinstance(kernel, Triton)] == [False, True]
 
 
@@ -185,14 +185,14 @@ def test_tiles_start_with_the_heaviest_and_hold_every_row_once():
     )
 
 
-def test_rows_with_strided_elements():
+def test_rows_with_strided_elements_match_the_reference():
     q, k, v = (torch.randn(1, 2, 16, 9).transpose(1, 3) for _ in range(3))
     got = flash_attention(q, k, v, mask=Mask.causal(), kernel="triton")
     assert torch.allclose(got, flash_attention(q, k, v, mask=Mask.causal(), kernel="reference"), atol=1e-5)
 
 
-def test_heads_more_than_two_billion_elements_apart():
-    """Their memory is asked for, and next to none of it touched."""
+def test_heads_more_than_two_billion_elements_apart_match_contiguous_ones():
+    """The memory is reserved, but almost none of it is touched."""
     stride, tokens, dim = 2**30, 40, 24
     far = torch.empty(2 * stride + tokens * dim, dtype=torch.float16)
     x = far.as_strided((1, tokens, 3, dim), (far.numel(), dim, stride, 1))

@@ -1,4 +1,4 @@
-"""Kernels of others: rectangles that they cannot do are cut, and packages get the arguments that they have."""
+"""Vendor kernels (cuDNN, FlashAttention): unsupported rectangles are split, and each version gets its own arguments."""
 
 import sys
 from types import ModuleType
@@ -21,8 +21,8 @@ from meshflash.kernels.vendor.gpu import Cudnn, Flash2, Flash2Package, Flash3, F
 CAUSAL = Mask.causal()
 
 
-class FromTheBottom(Vendor):
-    """A kernel whose last query sees the last key, as FlashAttention's does."""
+class BottomAlignedVendor(Vendor):
+    """A kernel whose causal mask is aligned to the last query and key, as FlashAttention's is."""
 
     name = "vendor"
     causal_from_top_left = False
@@ -47,36 +47,37 @@ class FromTheBottom(Vendor):
     ],
     ids=lambda case: f"{case.tokens} x {case.k_tokens}",
 )
-def test_causal_rectangles_are_squared(case, monkeypatch):
+def test_causal_rectangles_are_split_into_squares_for_bottom_aligned_kernels(case, monkeypatch):
     registry.forget()
-    monkeypatch.setitem(registry._KERNELS, "vendor", FromTheBottom())
+    monkeypatch.setitem(registry._KERNELS, "vendor", BottomAlignedVendor())
     leaves = case.inputs(torch.float32)
     check(gradients(case.run(leaves, "vendor"), leaves, case), case, leaves)
     registry.forget()
 
 
-def request(**more):
+def make_request(**more):
     work = worklist(CAUSAL, (range(64),), (range(64),))
     made = KernelRequest("forward", torch.device("cuda"), torch.bfloat16, 64, 64, work, Features(0.125))
     return replace(made, **more)
 
 
 @pytest.fixture
-def hopper(monkeypatch):
+def hopper_gpu(monkeypatch):
+    """Make vendor kernels believe in a Hopper GPU."""
     monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
 
 
-@pytest.mark.usefixtures("hopper")
-def test_flash_attention_4_is_not_asked_for_head_dims_whose_gradients_it_gets_wrong():
-    assert "multiples of 32" in (Flash4().unsupported_reason(request(head_dim=80, value_dim=80)) or "")
-    assert Flash4().unsupported_reason(request(head_dim=96, value_dim=96)) is None
+@pytest.mark.usefixtures("hopper_gpu")
+def test_flash_attention_4_refuses_head_dims_with_wrong_gradients():
+    assert "multiples of 32" in (Flash4().unsupported_reason(make_request(head_dim=80, value_dim=80)) or "")
+    assert Flash4().unsupported_reason(make_request(head_dim=96, value_dim=96)) is None
 
 
-@pytest.mark.usefixtures("hopper")
-def test_each_names_what_it_does_not_support():
+@pytest.mark.usefixtures("hopper_gpu")
+def test_vendor_kernels_name_unsupported_arguments():
     for kernel in (Cudnn(), Flash2(), Flash2Package(), Flash3(), Flash4()):
-        assert kernel.unsupported_reason(request()) is None, kernel.name
+        assert kernel.unsupported_reason(make_request()) is None, kernel.name
         for wanted, word in (
             (dict(device=torch.device("cpu")), "device cpu"),
             (dict(dtype=torch.float32), "float32"),
@@ -87,12 +88,12 @@ def test_each_names_what_it_does_not_support():
             (dict(lse_gradient=True), "LSE"),
             (dict(work=worklist(Mask.window(4, 0), (range(9),), (range(9),))), "windows"),
         ):
-            assert word in (kernel.unsupported_reason(request(**wanted)) or ""), (kernel.name, word)
+            assert word in (kernel.unsupported_reason(make_request(**wanted)) or ""), (kernel.name, word)
 
 
-@pytest.mark.usefixtures("hopper")
-def test_only_some_sum_in_a_fixed_order():
-    backward = request(direction="backward", deterministic=True)
+@pytest.mark.usefixtures("hopper_gpu")
+def test_only_flash_attention_3_supports_a_deterministic_backward():
+    backward = make_request(direction="backward", deterministic=True)
     assert "same bits" in (Cudnn().unsupported_reason(backward) or "")
     assert "same bits" in (Flash2().unsupported_reason(backward) or "")
     served = Flash3().serving(backward)
@@ -101,38 +102,38 @@ def test_only_some_sum_in_a_fixed_order():
     assert served.deterministic
 
 
-def test_the_gpu_must_be_new_enough_and_not_too_new(monkeypatch):
+def test_unsupported_compute_capabilities_are_named(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (10, 0))
-    assert "capability, 10.0" in (Flash3().unsupported_reason(request()) or "")
+    assert "capability, 10.0" in (Flash3().unsupported_reason(make_request()) or "")
     monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (7, 5))
-    assert "capability, 7.5" in (Cudnn().unsupported_reason(request()) or "")
+    assert "capability, 7.5" in (Cudnn().unsupported_reason(make_request()) or "")
 
 
-@pytest.mark.usefixtures("hopper")
-def test_cudnn_plans_each_shape_and_so_declines_many():
+@pytest.mark.usefixtures("hopper_gpu")
+def test_cudnn_refuses_many_rectangles_and_single_element_ones():
     many = worklist(CAUSAL & Mask.documents([4] * 16), (range(64),), (range(64),))
-    assert "more than 8 rectangles" in (Cudnn().unsupported_reason(request(work=many)) or "")
-    assert Flash2().unsupported_reason(request(work=many)) is None
+    assert "more than 8 rectangles" in (Cudnn().unsupported_reason(make_request(work=many)) or "")
+    assert Flash2().unsupported_reason(make_request(work=many)) is None
     single = worklist(CAUSAL & Mask.documents([1, 63]), (range(64),), (range(64),))
-    assert "one query that sees one key" in (Cudnn().unsupported_reason(request(work=single)) or "")
+    assert "one query that sees one key" in (Cudnn().unsupported_reason(make_request(work=single)) or "")
 
 
-def reference(q, k, v, causal, scale):
+def reference_inputs(q, k, v, causal, scale):
     return local.inputs(q, k, v, CAUSAL if causal else Mask.full(), Features(scale))
 
 
 def forward_by_window(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
                       alibi_slopes, return_softmax):  # fmt: skip
     assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
-    return *Reference().forward(reference(q, k, v, causal, softmax_scale)), None, None
+    return *Reference().forward(reference_inputs(q, k, v, causal, softmax_scale)), None, None
 
 
 def backward_by_window(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
                        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
     assert deterministic
     delta = (dout * out).sum(-1).transpose(1, 2)
-    grads = Reference().backward(reference(q, k, v, causal, softmax_scale), Rows(out, dout, softmax_lse, delta))
+    grads = Reference().backward(reference_inputs(q, k, v, causal, softmax_scale), Rows(out, dout, softmax_lse, delta))
     for target, value in ((dq, grads.dq_BTHD), (dk, grads.dk_BSKD), (dv, grads.dv_BSKE)):
         target.copy_(value)
 
@@ -140,15 +141,15 @@ def backward_by_window(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, s
 def forward_by_pair(q, k, v, k_new, cu_seqlens_q, softmax_scale, causal, window_size=(-1, -1), num_splits=1):
     assert k_new is cu_seqlens_q is None
     assert num_splits == 1
-    return *Reference().forward(reference(q, k, v, causal, softmax_scale)), None
+    return *Reference().forward(reference_inputs(q, k, v, causal, softmax_scale)), None
 
 
-def forward_of_four(q, k, v, softmax_scale=None, causal=False, softcap=None, return_lse=False):
+def forward_of_version_4(q, k, v, softmax_scale=None, causal=False, softcap=None, return_lse=False):
     assert return_lse
-    return Reference().forward(reference(q, k, v, causal, softmax_scale))
+    return Reference().forward(reference_inputs(q, k, v, causal, softmax_scale))
 
 
-def backward_of_four(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, deterministic=False,
+def backward_of_version_4(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, deterministic=False,
                      dq=None, dk=None, dv=None):  # fmt: skip
     backward_by_window(dout, q, k, v, out, lse, dq, dk, dv, 0.0, softmax_scale, causal, -1, -1, 0.0, None,
                        deterministic)  # fmt: skip
@@ -159,18 +160,18 @@ def backward_of_four(q, k, v, out, dout, lse, softmax_scale=None, causal=False, 
     [
         (Flash2Package(True), (forward_by_window, backward_by_window)),
         (Flash3(True), (forward_by_pair, backward_by_window)),
-        (Flash4(True), (forward_of_four, backward_of_four)),
+        (Flash4(True), (forward_of_version_4, backward_of_version_4)),
     ],
     ids=["fa2", "fa3", "fa4"],
 )
-def test_packages_get_the_arguments_that_their_version_has(kernel, functions, monkeypatch):
+def test_each_flash_attention_version_gets_its_own_arguments(kernel, functions, monkeypatch):
     module = ModuleType(kernel.module)
     for name, function in zip(kernel.function_names, functions, strict=True):
         setattr(module, name, function)
     monkeypatch.setattr(vendor_gpu, "_import_module", lambda name: module)
     vendor_gpu._function_and_parameters.cache_clear()
     q, k, v, dout = (torch.randn(1, 9, 2, 16) for _ in range(4))
-    x = reference(q, k, v, True, 0.25)
+    x = reference_inputs(q, k, v, True, 0.25)
     want = Reference().forward(x)
     out, lse = kernel.attend(q, k, v, True, 0.25)
     assert torch.equal(out, want[0])
@@ -182,19 +183,19 @@ def test_packages_get_the_arguments_that_their_version_has(kernel, functions, mo
     vendor_gpu._function_and_parameters.cache_clear()
 
 
-@pytest.mark.usefixtures("hopper")
-def test_what_cannot_be_imported_is_missing():
-    assert "cannot be imported" in (registry.refusal(Flash3(), request()) or "")
+@pytest.mark.usefixtures("hopper_gpu")
+def test_vendor_kernel_whose_package_cannot_be_imported_is_refused():
+    assert "cannot be imported" in (registry.refusal(Flash3(), make_request()) or "")
 
 
-def test_packages_are_not_imported_for_calls_that_they_cannot_serve(monkeypatch):
+def test_packages_are_not_imported_for_unsupported_calls(monkeypatch):
     monkeypatch.setattr(vendor_gpu, "_import_module", lambda module: pytest.fail(f"{module} was looked for"))
-    assert "device cpu" in (registry.refusal(Flash4(), request(device=torch.device("cpu"))) or "")
+    assert "device cpu" in (registry.refusal(Flash4(), make_request(device=torch.device("cpu"))) or "")
 
 
-@pytest.mark.usefixtures("hopper")
-def test_a_stub_of_a_package_is_not_the_package(monkeypatch):
+@pytest.mark.usefixtures("hopper_gpu")
+def test_stub_of_a_package_counts_as_not_importable(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     vendor_gpu._import_module.cache_clear()
-    assert "cannot be imported" in (registry.refusal(Flash4(), request()) or "")
+    assert "cannot be imported" in (registry.refusal(Flash4(), make_request()) or "")
     vendor_gpu._import_module.cache_clear()
