@@ -1,4 +1,4 @@
-"""The definition of masks, pair by pair, that shares no code with them, and masks as it reads them."""
+"""The definition of every mask, one pair at a time, which shares no code with `Mask`; tests compare the two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshflash.core.mask import Mask
 
 # A mask as nested tuples: ("causal",), ("window", left, right), ("first", n), ("first_of_own", n),
-# ("documents", which), ("and", a, b), ("or", a, b).
+# ("documents", index), ("and", a, b), ("or", a, b).
 Expression = tuple[Any, ...]
 
 
@@ -33,8 +33,8 @@ class DocumentSet:
         return f"DocumentSet({self.q}, {self.k}, pad={self.pad}, rows={self.rows})"
 
 
-def place(lengths: list[int], position: int) -> tuple[int, int] | None:
-    """(document, place in it) of a position, or None in the padding."""
+def locate(lengths: list[int], position: int) -> tuple[int, int] | None:
+    """Return (document, offset in the document) of a position, or None in the padding."""
     end = 0
     for document, length in enumerate(lengths):
         start, end = end, end + length
@@ -44,7 +44,7 @@ def place(lengths: list[int], position: int) -> tuple[int, int] | None:
 
 
 def sees(e: Expression, i: int, j: int, batch: int, sets: Sequence[DocumentSet]) -> bool:
-    """The definition of every mask, one pair at a time."""
+    """Return whether query i sees key j, by the definition of the mask expression."""
     match e:
         case ("full",):
             return True
@@ -54,14 +54,14 @@ def sees(e: Expression, i: int, j: int, batch: int, sets: Sequence[DocumentSet])
             return bool((left is None or j >= i - left) and (right is None or j <= i + right))
         case ("first", n):
             return bool(j < n)
-        case ("documents", which):
-            q, k = sets[which].lengths(batch)
-            mine, theirs = place(q, i), place(k, j)
-            return mine is not None and theirs is not None and mine[0] == theirs[0]
+        case ("documents", index):
+            q, k = sets[index].lengths(batch)
+            query, key = locate(q, i), locate(k, j)
+            return query is not None and key is not None and query[0] == key[0]
         case ("first_of_own", n):
             q, k = sets[0].lengths(batch)
-            mine, theirs = place(q, i), place(k, j)
-            return mine is not None and theirs is not None and mine[0] == theirs[0] and bool(theirs[1] < n)
+            query, key = locate(q, i), locate(k, j)
+            return query is not None and key is not None and query[0] == key[0] and bool(key[1] < n)
         case ("and", a, b):
             return sees(a, i, j, batch, sets) and sees(b, i, j, batch, sets)
         case ("or", a, b):
@@ -70,6 +70,7 @@ def sees(e: Expression, i: int, j: int, batch: int, sets: Sequence[DocumentSet])
 
 
 def build(e: Expression, sets: Sequence[DocumentSet]) -> Mask:
+    """Return the mask of an expression."""
     match e:
         case ("full",):
             return Mask.full()
@@ -79,8 +80,8 @@ def build(e: Expression, sets: Sequence[DocumentSet]) -> Mask:
             return Mask.window(left, right)
         case ("first", n):
             return Mask.first(n)
-        case ("documents", which):
-            return sets[which].mask()
+        case ("documents", index):
+            return sets[index].mask()
         case ("first_of_own", n):
             return Mask.first(n, per_document=True)
         case ("and", a, b):
@@ -91,6 +92,7 @@ def build(e: Expression, sets: Sequence[DocumentSet]) -> Mask:
 
 
 def assert_same(mask: Mask, e: Expression, q_tokens: int, k_tokens: int, sets: Sequence[DocumentSet]) -> None:
+    """Check that a mask shows exactly the pairs of the expression's definition."""
     for batch in range(next((s.rows for s in sets if s.rows is not None), 1)):
         want = [[sees(e, i, j, batch, sets) for j in range(k_tokens)] for i in range(q_tokens)]
         got = mask.visible(np.arange(q_tokens)[:, None], np.arange(k_tokens)[None, :], batch=batch)
@@ -100,6 +102,6 @@ def assert_same(mask: Mask, e: Expression, q_tokens: int, k_tokens: int, sets: S
 
 
 def split(draw: st.DrawFn, total: int, count: int) -> list[int]:
-    """`count` lengths that add up to `total`, zeros among them."""
+    """Draw `count` lengths that add up to `total`; some may be zero."""
     cuts = sorted(draw(st.lists(st.integers(0, total), min_size=count - 1, max_size=count - 1)))
     return [b - a for a, b in pairwise([0, *cuts, total])]

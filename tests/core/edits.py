@@ -1,6 +1,6 @@
 """Edits that make a program wrong in one place, for tests of the verifier.
 
-The programs are for two ranks with 3 tokens each under a full mask, with 4 query heads and 2 key heads.
+The programs are for two ranks with 3 tokens each under a full mask, with 4 query heads and 2 KV heads.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def programs_of(schedule: str, direction: Direction, problem: Problem = PROBLEM)
     return [build(schedule, problem, rank, direction) for rank in range(2)]
 
 
+# one-letter names keep the rows of `wrong_buffers` and `wrong_steps` on one line
 def s(name: str, rows: tuple[int, int] = (0, 3), heads: tuple[int, int] = (0, 4)) -> Slice:
     return Slice(name, rows, heads)
 
@@ -62,13 +63,16 @@ def extra_buffers(*buffers: Buffer) -> Edit:
 
 
 def program(**changes: Any) -> Edit:
+    """Change fields of the program itself."""
     return lambda p: replace(p, **changes)
 
 
 def both(*edits: Edit) -> Edit:
+    """Apply several edits, one after another."""
+
     def edit(p: Program) -> Program:
-        for one in edits:
-            p = one(p)
+        for single in edits:
+            p = single(p)
         return p
 
     return edit
@@ -90,7 +94,7 @@ EXTRA_OUT = Buffer("more", "out", 3, 4, "partial")
 
 
 class Wrong(NamedTuple):
-    """A wrong program: its name, the right program, the edit, the expected error, and the ranks that are edited."""
+    """A wrong program: its name, the correct program, the edit, the expected error, and the ranks that are edited."""
 
     name: str
     made: Made

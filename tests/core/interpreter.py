@@ -1,9 +1,9 @@
-"""A numeric interpreter: runs the programs of all ranks at once, in float64, under the harshest rules allowed.
+"""A numeric interpreter: it runs the programs of all ranks together, in float64, under the harshest legal timing.
 
-It shares no code with the verifier. A program is right here if its results equal dense attention, with ALiBi slopes
-and sink logits that differ by head. Memory that is not written is NaN, and so are an LSE and a delta that did not
-travel with their rows. If the caller wants the LSE, it also has a gradient. Messages leave and arrive either at once or
-as late as possible; scratch shares the memory of the output that it becomes, or does not.
+It shares no code with the verifier. A program is correct if its results equal dense attention, with ALiBi slopes and
+sink logits that differ by head. Unwritten memory is NaN, and so are an LSE and a delta that did not travel with their
+rows. If the caller wants the LSE, it also has a gradient. Messages leave and arrive either at once or as late as
+possible. Scratch shares the memory of the output that it becomes, or has its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BrokenError(Exception):
 
 @lru_cache(maxsize=4096)
 def visible(mask: Mask, q: Ranges, k: Ranges) -> npt.NDArray[np.bool_]:
-    """[batch, q rows, 1, k rows]."""
+    """Return the visible pairs as [batch, q rows, 1, k rows]."""
     i, j = positions(q), positions(k)
     rows = [mask.visible(i[:, None], j[None, :], batch) for batch in range(mask.batch_rows or 1)]
     return np.stack([np.broadcast_to(row, (len(i), len(j))) for row in rows])[:, :, None, :]
@@ -109,11 +109,11 @@ class DenseProblem:
         self, q: Floats, k: Floats, v: Floats, q_at: Ranges, k_at: Ranges, heads: tuple[int, int]
     ) -> tuple[Floats, Floats]:
         scores = self.scores(q, k, q_at, k_at, heads)
-        top = scores.max(axis=-1, initial=-np.inf)
-        weights = np.exp(scores - np.where(top == -np.inf, 0, top)[..., None])
-        total = weights.sum(axis=-1)
-        out = np.einsum("bnhm,bmhe->bnhe", weights, _repeat(v, q)) / np.where(total == 0, 1, total)[..., None]
-        return out, np.log(total) + top
+        row_max = scores.max(axis=-1, initial=-np.inf)
+        weights = np.exp(scores - np.where(row_max == -np.inf, 0, row_max)[..., None])
+        row_sum = weights.sum(axis=-1)
+        out = np.einsum("bnhm,bmhe->bnhe", weights, _repeat(v, q)) / np.where(row_sum == 0, 1, row_sum)[..., None]
+        return out, np.log(row_sum) + row_max
 
     def finish(self, partial: tuple[Floats, Floats], heads: tuple[int, int]) -> tuple[Floats, Floats]:
         """Add sink logits: a weight in the denominator without a value."""
@@ -129,28 +129,31 @@ class DenseProblem:
         dq = np.einsum("bnhm,bmhd->bnhd", dscores, _repeat(k, q))
         dk = np.einsum("bnhm,bnhd->bmhd", dscores, q)
         dv = np.einsum("bnhm,bnhe->bmhe", weights, rows["dout"])
-        return dq, _fold(dk, k), _fold(dv, v)
+        return dq, _sum_gqa_groups(dk, k), _sum_gqa_groups(dv, v)
 
 
 def merge(a: tuple[Floats, Floats], b: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+    """Merge two partial (out, lse)."""
     lse = np.logaddexp(a[1], b[1])
     base = np.where(lse == -np.inf, 0, lse)
-    return sum(out * np.exp(part - base)[..., None] for out, part in (a, b)), lse  # type: ignore[return-value]
+    return sum(out * np.exp(x - base)[..., None] for out, x in (a, b)), lse  # type: ignore[return-value]
 
 
 def _repeat(x: Floats, q: Floats) -> Floats:
+    """Repeat each KV head for all of its query heads."""
     if not x.shape[2] or q.shape[2] % x.shape[2]:
         raise BrokenError("key heads do not divide query heads")
     return np.repeat(x, q.shape[2] // x.shape[2], axis=2)
 
 
-def _fold(x: Floats, like: Floats) -> Floats:
+def _sum_gqa_groups(x: Floats, like: Floats) -> Floats:
+    """Sum gradients over the query heads of each KV head."""
     group = x.shape[2] // like.shape[2]
     return x.reshape(*x.shape[:2], like.shape[2], group, x.shape[3]).sum(axis=3)
 
 
 @dataclass(eq=False)
-class Sent:
+class PostInFlight:
     """A post in flight: its parts with their sequence numbers between two ranks, and the messages that have left."""
 
     step: Post
@@ -163,7 +166,11 @@ class Sent:
 
 
 class Run:
-    """One run of all ranks. `late` delays messages; `shared` lets scratch share the memory of its output."""
+    """One run of all ranks.
+
+    `late` delays messages as long as possible. `shared` lets scratch share the memory of the output that it becomes.
+    `after` is the forward's run, from which a backward reads saved buffers.
+    """
 
     def __init__(
         self, programs: Sequence[Program], dense: DenseProblem, late: bool, shared: bool, after: Run | None = None
@@ -178,7 +185,7 @@ class Run:
                     held[b.name] = {name: x.copy() for name, x in dense.of(b.kind, program.rank).items()}
                     if (
                         b.name == "dout" and "dout" in program.without_lse
-                    ):  # the engine computes no delta that no step reads
+                    ):  # the engine does not compute a delta that no step reads
                         held[b.name]["delta"][:] = np.nan
                 elif b.role == "saved" and program.direction == "backward":
                     held[b.name] = self._saved(after, program.rank, b)
@@ -189,14 +196,14 @@ class Run:
                 if b.becomes and shared:
                     held[b.name] = held[b.becomes]
             self.memory.append(held)
-        self.posts: list[dict[str, Sent]] = [{} for _ in programs]
-        self.queues: dict[tuple[str, int], list[Sent]] = defaultdict(list)
+        self.posts: list[dict[str, PostInFlight]] = [{} for _ in programs]
+        self.queues: dict[tuple[str, int], list[PostInFlight]] = defaultdict(list)
         self.channels: dict[Any, int] = defaultdict(int)
-        self.ends: dict[Any, Sent] = {}
+        self.ends: dict[Any, PostInFlight] = {}
 
     def check(self) -> None:
         """Run to the end; raise BrokenError unless all results are right."""
-        for _ in self._turns():
+        for _ in self._run_steps():
             pass
         for rank, program in enumerate(self.programs):
             for name, post in self.posts[rank].items():
@@ -213,7 +220,7 @@ class Run:
             own = {b.name for b in program.buffers if b.role == "saved"}
             needed = {"out", *own}
             if program.direction == "forward" and not needed <= set(program.saves):
-                raise BrokenError("the backward does not find what it needs")
+                raise BrokenError("the forward does not save all buffers that the backward reads")
 
     @staticmethod
     def _saved(after: Run | None, rank: int, b: Buffer) -> Fields:
@@ -226,11 +233,11 @@ class Run:
             raise BrokenError(f"the forward saved another {b.name}")
         return {name: x.copy() for name, x in found.items()}
 
-    def _turns(self) -> Iterator[None]:
-        """Run steps until all ranks are at their ends.
+    def _run_steps(self) -> Iterator[None]:
+        """Run steps until all ranks have finished.
 
-        Late: every rank goes on to its next wait, then one of the waits ends. Early: a rank that has posted
-        lets all others post first.
+        If late, every rank runs to its next wait, then one of the waits ends. If early, a rank that has posted lets
+        all others post first.
         """
         while any(self._step(rank) is not None for rank in range(len(self.programs))):
             moved = False
@@ -238,13 +245,13 @@ class Run:
                 while (step := self._step(rank)) is not None:
                     if isinstance(step, Wait) and (self.late or not self._post_of(rank, step).complete):
                         break
-                    self._take(rank)
+                    self._run_step(rank)
                     moved = True
                     if isinstance(step, Post) and not self.late:
                         break
             ready = [rank for rank in range(len(self.programs)) if self._can_wait(rank)]
             if not moved and ready:
-                self._take(min(ready, key=self._unread))
+                self._run_step(min(ready, key=self._unread))
             elif not moved:
                 raise BrokenError("deadlock")
             yield
@@ -253,7 +260,7 @@ class Run:
         steps = self.programs[rank].steps
         return steps[self.at[rank]] if self.at[rank] < len(steps) else None
 
-    def _post_of(self, rank: int, step: Wait) -> Sent:
+    def _post_of(self, rank: int, step: Wait) -> PostInFlight:
         post = self.posts[rank].get(step.post)
         if post is None or post.waited:
             raise BrokenError(f"nothing to wait for: {step}")
@@ -268,7 +275,7 @@ class Run:
         post = self._post_of(rank, self._step(rank))
         return sum(key not in self.ends["send", key].left for key, _ in post.recvs)
 
-    def _take(self, rank: int) -> None:
+    def _run_step(self, rank: int) -> None:
         step = self._step(rank)
         match step:
             case Attend():
@@ -369,7 +376,7 @@ class Run:
         members = self.programs[rank].group.get(step.group)
         if step.name in self.posts[rank] or members is None:
             raise BrokenError("a name twice, or an unknown group")
-        sent = Sent(step, rank, [], [])
+        sent = PostInFlight(step, rank, [], [])
         for side, parts in (("send", step.sends), ("recv", step.recvs)):
             for part in parts:
                 if part.peer not in members:
@@ -390,28 +397,28 @@ class Run:
         self._complete()
 
     def _complete(self) -> None:
-        """Complete the posts at the head of their queue whose peers are at the head of theirs, or complete."""
+        """Complete posts at the head of their queue whose peers' posts are complete or at the head of theirs."""
         changed = True
         while changed:
             changed = False
             for queue in self.queues.values():
-                if queue and self._met(queue[0]):
+                if queue and self._peers_are_ready(queue[0]):
                     post = queue.pop(0)
                     post.complete = changed = True
                     if not self.late:
                         self._arrive(post)
 
-    def _met(self, post: Sent) -> bool:
+    def _peers_are_ready(self, post: PostInFlight) -> bool:
         others = [self.ends.get(("recv", key)) for key, _ in post.sends]
         others += [self.ends.get(("send", key)) for key, _ in post.recvs]
         return all(o is not None and (o.complete or self.queues[o.step.group, o.rank][0] is o) for o in others)
 
-    def _leave(self, post: Sent) -> None:
+    def _leave(self, post: PostInFlight) -> None:
         for key, part in post.sends:
             if key not in post.left:
                 post.left[key] = {name: x.copy() for name, x in self._get(post.rank, part.slice).items()}
 
-    def _arrive(self, post: Sent) -> None:
+    def _arrive(self, post: PostInFlight) -> None:
         for key, part in post.recvs:
             other = self.ends["send", key]
             (sent,) = (p for k, p in other.sends if k == key)
@@ -430,20 +437,20 @@ class Run:
             self._arrive(post)
 
 
-def ran(programs: Sequence[Program], dense: DenseProblem) -> Run:
-    """Run a correct forward, for its saved buffers."""
+def run_forward(programs: Sequence[Program], dense: DenseProblem) -> Run:
+    """Run a correct forward and return the run, which holds its saved buffers."""
     run = Run(programs, dense, late=False, shared=False)
     with np.errstate(all="ignore"):
         run.check()
     return run
 
 
-def fault(programs: Sequence[Program], dense: DenseProblem, after: Run | None = None) -> str:
-    """Return the first error in any way of running these programs, or ""."""
+def find_error(programs: Sequence[Program], dense: DenseProblem, after: Run | None = None) -> str:
+    """Run the programs with every timing and memory sharing; return the first error, or ""."""
     with np.errstate(all="ignore"):
         for late, shared in product((True, False), repeat=2):
             try:
                 Run(programs, dense, late, shared, after).check()
             except BrokenError as error:
-                return f"{'late' if late else 'early'}, {'shared' if shared else 'apart'}: {error}"
+                return f"{'late' if late else 'early'}, {'shared' if shared else 'separate'} memory: {error}"
     return ""

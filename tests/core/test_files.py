@@ -14,10 +14,10 @@ from meshflash.core.reading import read_object
 
 
 @contextmanager
-def full_disk(most: int = 0) -> Iterator[None]:
-    """Let no file of this process grow beyond `most` bytes: writing fails as on a full disk."""
+def full_disk(max_bytes: int = 0) -> Iterator[None]:
+    """Let no file of this process grow beyond `max_bytes`: writing fails as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, hard))
     try:
         yield
     finally:

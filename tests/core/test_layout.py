@@ -23,7 +23,7 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 }
 
 
-def even(tokens: int, pieces: int) -> list[list[int]]:
+def split_evenly(tokens: int, pieces: int) -> list[list[int]]:
     """Cut positions from 0 into pieces of equal size; the first pieces take the remainder."""
     rest, out = list(range(tokens)), []
     for n in range(pieces):
@@ -54,7 +54,7 @@ def test_layouts_hold_each_position_once(name: str) -> None:
 def test_contiguous_zigzag_and_striped_match_their_definitions() -> None:
     for tokens in range(41):
         for world in range(1, 10):
-            runs, pieces = even(tokens, world), even(tokens, 2 * world)
+            runs, pieces = split_evenly(tokens, world), split_evenly(tokens, 2 * world)
             contiguous, zigzag, striped = (
                 make(tokens, world) for make in (Layout.contiguous, Layout.zigzag, Layout.striped)
             )
@@ -76,7 +76,7 @@ def test_neighbouring_ranges_are_merged() -> None:
     assert Layout.balanced(Mask.full(), 16, 1).ranges == ((range(16),),)
 
 
-def test_a_rank_may_be_empty() -> None:
+def test_ranks_may_hold_no_positions() -> None:
     assert Layout.contiguous(2, 3).ranges == ((range(1),), (range(1, 2),), ())
     assert Layout.striped(0, 2).ranges == ((), ())
     assert Layout.contiguous(0, 1).positions(0).tolist() == []
@@ -264,13 +264,13 @@ def test_layouts_with_different_names_are_equal() -> None:
 
 
 @pytest.mark.parametrize("make", [Layout.contiguous, Layout.zigzag, Layout.striped])
-def test_sizes_are_integers(make: Callable[[Any, Any], Layout]) -> None:
+def test_sizes_that_are_not_integers_are_refused(make: Callable[[Any, Any], Layout]) -> None:
     with pytest.raises(ValueError, match=r"Layout\(tokens\): expected an integer, got 10.0"):
         make(10.0, 2)
     with pytest.raises(ValueError, match=r"Layout\(world\): expected an integer, got '2'"):
         make(10, "2")
 
 
-def test_balanced_takes_masks_only() -> None:
+def test_balanced_refuses_arguments_that_are_not_masks() -> None:
     with pytest.raises(ValueError, match=r"balanced\(masks\): expected a mask, or a list of masks"):
         Layout.balanced("causal", 8, 1)  # type: ignore[arg-type]

@@ -24,16 +24,16 @@ def leaf_names(e: Expression) -> set[str]:
 @st.composite
 def document_sets(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int) -> DocumentSet:
     pad = draw(st.booleans())
-    apart = q_tokens != k_tokens or draw(st.booleans())
+    separate_keys = q_tokens != k_tokens or draw(st.booleans())
     count = draw(st.integers(1, 5))
 
     def side(tokens: int) -> list[int]:
         return split(draw, draw(st.integers(0, tokens)) if pad else tokens, count)
 
     if draw(st.booleans()):
-        return DocumentSet(side(q_tokens), side(k_tokens) if apart else None, pad)
+        return DocumentSet(side(q_tokens), side(k_tokens) if separate_keys else None, pad)
     q = [side(q_tokens) for _ in range(rows)]
-    return DocumentSet(q, [side(k_tokens) for _ in range(rows)] if apart else None, pad, rows)
+    return DocumentSet(q, [side(k_tokens) for _ in range(rows)] if separate_keys else None, pad, rows)
 
 
 limits = st.none() | st.integers(0, 12)
@@ -75,11 +75,11 @@ def test_visible_of_random_expressions_matches_the_definition(
     mask.check(q_tokens, k_tokens, mask.batch_rows or 1)
 
     text, arrays = mask.pack()
-    again = Mask.unpack(text, arrays)
-    assert again == mask
-    assert hash(again) == hash(mask)
-    assert repr(again) == repr(mask)
-    assert_same(again, e, q_tokens, k_tokens, sets)
+    unpacked = Mask.unpack(text, arrays)
+    assert unpacked == mask
+    assert hash(unpacked) == hash(mask)
+    assert repr(unpacked) == repr(mask)
+    assert_same(unpacked, e, q_tokens, k_tokens, sets)
 
 
 @given(problems())
@@ -212,7 +212,7 @@ SAME: list[tuple[Callable[[], Mask], Callable[[], Mask]]] = [
 
 
 @pytest.mark.parametrize(("written", "meant"), SAME, ids=[repr(meant()) for _, meant in SAME])
-def test_redundant_parts_are_removed(written: Callable[[], Mask], meant: Callable[[], Mask]) -> None:
+def test_redundant_operands_are_removed(written: Callable[[], Mask], meant: Callable[[], Mask]) -> None:
     assert written() == meant()
     assert hash(written()) == hash(meant())
     assert repr(written()) == repr(meant())
@@ -242,9 +242,9 @@ def test_canonical_is_equal_for_equivalent_expressions(
     def shuffled(e: Expression) -> Expression:
         if e[0] not in ("and", "or"):
             return random.choice([e, ("and", ("full",), e), ("or", e, e), ("and", e, e)])
-        parts = [shuffled(e[1]), shuffled(e[2])]
-        random.shuffle(parts)
-        return e[0], *parts
+        operands = [shuffled(e[1]), shuffled(e[2])]
+        random.shuffle(operands)
+        return e[0], *operands
 
     e, q_tokens, k_tokens, sets = problem
     mask, other = build(e, sets).canonical(), build(shuffled(e), sets).canonical()

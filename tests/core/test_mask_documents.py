@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.definition import DocumentSet, Expression, assert_same, build, place, split
+from core.definition import DocumentSet, Expression, assert_same, build, locate, split
 from meshflash.core.mask import Mask
 
 DOCUMENT_SETS = [
@@ -31,7 +31,7 @@ DOCUMENT_SETS = [
 
 
 @pytest.mark.parametrize("documents", DOCUMENT_SETS, ids=str)
-def test_documents(documents: DocumentSet) -> None:
+def test_document_masks_match_their_definition(documents: DocumentSet) -> None:
     mask = documents.mask()
     assert mask.batch_rows == documents.rows
     assert_same(mask, ("documents", 0), 12, 12, [documents])
@@ -40,7 +40,7 @@ def test_documents(documents: DocumentSet) -> None:
 
 @pytest.mark.parametrize("documents", DOCUMENT_SETS, ids=str)
 @pytest.mark.parametrize("n", [1, 3, 50])
-def test_first_of_each_document(documents: DocumentSet, n: int) -> None:
+def test_first_keys_of_each_document_match_their_definition(documents: DocumentSet, n: int) -> None:
     own: Expression = ("first_of_own", n)
     for e in (
         ("and", ("documents", 0), own),
@@ -57,7 +57,7 @@ def test_rows_may_have_different_numbers_of_documents() -> None:
     assert_same(ragged, ("documents", 0), 5, 5, [DocumentSet([[2, 3], [5], [1, 1, 3]], rows=3)])
 
 
-def test_repr_of_documents() -> None:
+def test_repr_counts_documents_instead_of_listing_them() -> None:
     assert repr(Mask.documents([2, 3])) == "documents(2 lengths)"
     assert repr(Mask.documents([[2, 3], [5]])) == "documents(2 x 2 lengths)"
     assert repr(Mask.documents([2, 3], pad=True)) == "documents(2 lengths, pad=True)"
@@ -73,7 +73,7 @@ def test_empty_documents_do_not_change_equality() -> None:
     assert Mask.documents([2, 0, 3], k_lengths=[1, 2, 2]) != Mask.documents([2, 3], k_lengths=[1, 2])
 
 
-def test_keys_with_documents_of_their_own_fit_other_lengths() -> None:
+def test_separate_key_documents_must_match_the_key_length() -> None:
     shared, apart = Mask.documents([2, 3]), Mask.documents([2, 3], k_lengths=[2, 3])
     assert shared != apart
     shared.check(3, 5, batch=1)
@@ -135,11 +135,13 @@ class Tensor:
         return self.values
 
 
-CUTS = pytest.mark.parametrize("make", [list, tuple, np.array, Tensor], ids=["list", "tuple", "array", "tensor"])
+CU_SEQLENS_TYPES = pytest.mark.parametrize(
+    "make", [list, tuple, np.array, Tensor], ids=["list", "tuple", "array", "tensor"]
+)
 
 
-@CUTS
-def test_from_cu_seqlens(make: Callable[[list[int]], Any]) -> None:
+@CU_SEQLENS_TYPES
+def test_cu_seqlens_of_any_type_match_the_definition(make: Callable[[list[int]], Any]) -> None:
     mask = Mask.from_cu_seqlens(make([0, 2, 2, 5]))
     assert_same(mask, ("documents", 0), 5, 5, [DocumentSet([2, 0, 3])])
     mask.check(5, 5, batch=3)
@@ -147,8 +149,8 @@ def test_from_cu_seqlens(make: Callable[[list[int]], Any]) -> None:
     assert not Mask.from_cu_seqlens(make([0])).visible(0, 0)
 
 
-@CUTS
-def test_from_cu_seqlens_with_keys_of_their_own(make: Callable[[list[int]], Any]) -> None:
+@CU_SEQLENS_TYPES
+def test_separate_cu_seqlens_for_keys_match_the_definition(make: Callable[[list[int]], Any]) -> None:
     mask = Mask.from_cu_seqlens(make([0, 2, 5]), make([0, 4, 6]))
     assert_same(mask, ("documents", 0), 5, 6, [DocumentSet([2, 3], [4, 2])])
     mask.check(5, 6, batch=1)
@@ -156,7 +158,7 @@ def test_from_cu_seqlens_with_keys_of_their_own(make: Callable[[list[int]], Any]
     assert Mask.unpack(text, arrays) == mask
 
 
-def test_from_cu_seqlens_makes_documents() -> None:
+def test_cu_seqlens_equal_documents_of_their_lengths() -> None:
     for cuts in ([0, 2, 2, 5], np.array([0, 2, 2, 5])):
         assert Mask.from_cu_seqlens(cuts) == Mask.documents([2, 0, 3])
     assert Mask.from_cu_seqlens([0]) == Mask.documents([])
@@ -185,7 +187,7 @@ def test_tensor_is_read_once_and_on_first_use() -> None:
     assert again == mask
 
 
-def test_documents_of_a_tensor() -> None:
+def test_tensors_of_lengths_equal_lists_of_lengths() -> None:
     shared, rows = Mask.documents(Tensor([2, 3])), Mask.documents(Tensor([[2, 3], [5, 0]]))
     assert (shared.batch_rows, rows.batch_rows) == (None, 2)
     assert shared == Mask.documents([2, 3])
@@ -193,7 +195,7 @@ def test_documents_of_a_tensor() -> None:
     assert Mask.documents(Tensor([2, 3]), k_lengths=[1, 4]) == Mask.documents([2, 3], k_lengths=[1, 4])
 
 
-def test_positions_in_document() -> None:
+def test_positions_in_document_count_from_each_document_start() -> None:
     assert Mask.causal().positions_in_document(4).tolist() == [0, 1, 2, 3]
     mask = Mask.causal() & (Mask.documents([2, 0, 3]) | Mask.first(1, per_document=True))
     assert mask.positions_in_document(5).tolist() == [0, 1, 0, 1, 2]
@@ -211,7 +213,7 @@ def test_positions_in_document() -> None:
 def test_positions_in_document_follow_the_definition(data: st.DataObject, tokens: int, count: int) -> None:
     lengths = data.draw(st.composite(split)(tokens, count))
     found = Mask.documents(lengths).positions_in_document(tokens)
-    assert found.tolist() == [(place(lengths, p) or (0, -1))[1] for p in range(tokens)]
+    assert found.tolist() == [(locate(lengths, p) or (0, -1))[1] for p in range(tokens)]
 
 
 @pytest.mark.parametrize(
@@ -236,13 +238,13 @@ def test_decreasing_tensor_of_cumulative_lengths_is_refused_on_first_use() -> No
 
 
 @pytest.mark.parametrize("tokens", [3, 5])
-def test_a_tensor_of_cumulative_lengths_starts_at_0(tokens: int) -> None:
+def test_cu_seqlens_tensor_must_start_at_0(tokens: int) -> None:
     mask = Mask.from_cu_seqlens(Tensor([2, 5]))
     with pytest.raises(ValueError, match=r"from_cu_seqlens\(cu_seqlens\): expected \[0, n1"):
         mask.check(tokens, tokens, batch=1)
 
 
-def test_a_tensor_of_cumulative_lengths_has_one_dimension() -> None:
+def test_cu_seqlens_tensor_must_have_one_dimension() -> None:
     with pytest.raises(ValueError, match=r"from_cu_seqlens"):
         Mask.from_cu_seqlens(Tensor([[0, 2], [0, 5]]))
 
@@ -274,26 +276,26 @@ def test_keys_need_as_many_documents_as_queries(k_lengths: Any) -> None:
         Mask.documents([2, 3], k_lengths=k_lengths).check(5, 5, batch=1)
 
 
-def total(name: str, documents: int, tokens: int) -> str:
+def length_error(name: str, documents: int, tokens: int) -> str:
     return rf"documents\({name}\): {documents} tokens in the documents, {tokens} in the sequence"
 
 
 def test_documents_must_add_up_to_the_sequence() -> None:
     mask = Mask.causal() & Mask.documents([2, 3])
     mask.check(5, 5, batch=1)
-    with pytest.raises(ValueError, match=total("lengths", 5, 6) + "; pad=True if the rest is padding"):
+    with pytest.raises(ValueError, match=length_error("lengths", 5, 6) + "; pad=True if the rest is padding"):
         mask.check(6, 6, batch=1)
-    with pytest.raises(ValueError, match=total("lengths", 5, 4) + "$"):
+    with pytest.raises(ValueError, match=length_error("lengths", 5, 4) + "$"):
         mask.check(4, 4, batch=1)
-    with pytest.raises(ValueError, match=total("lengths", 4, 5)):
+    with pytest.raises(ValueError, match=length_error("lengths", 4, 5)):
         Mask.documents([[5, 0], [2, 2]]).check(5, 5, batch=2)
 
 
-def test_documents_of_queries_that_continue_a_sequence() -> None:
+def test_query_offset_counts_towards_the_document_lengths() -> None:
     mask = Mask.documents([2, 3])
     mask.check(2, 5, batch=1, q_offset=3)
     mask.check(3, 5, batch=1)
-    with pytest.raises(ValueError, match=total("lengths", 5, 6)):
+    with pytest.raises(ValueError, match=length_error("lengths", 5, 6)):
         mask.check(2, 5, batch=1, q_offset=4)
 
 
@@ -301,18 +303,18 @@ def test_padding_may_follow_the_documents_but_not_be_negative() -> None:
     mask = Mask.documents([[2, 3], [1]], pad=True)
     mask.check(5, 5, batch=2)
     mask.check(9, 9, batch=2)
-    with pytest.raises(ValueError, match=total("lengths", 5, 4) + "$"):
+    with pytest.raises(ValueError, match=length_error("lengths", 5, 4) + "$"):
         mask.check(4, 4, batch=2)
 
 
-def test_documents_of_keys_must_add_up_too() -> None:
+def test_key_documents_must_add_up_to_the_key_length() -> None:
     mask = Mask.documents([2, 3], k_lengths=[4, 3])
     mask.check(5, 7, batch=1)
-    with pytest.raises(ValueError, match=total("k_lengths", 7, 8)):
+    with pytest.raises(ValueError, match=length_error("k_lengths", 7, 8)):
         mask.check(5, 8, batch=1)
-    with pytest.raises(ValueError, match=total("lengths", 5, 6)):
+    with pytest.raises(ValueError, match=length_error("lengths", 5, 6)):
         mask.check(6, 7, batch=1)
-    with pytest.raises(ValueError, match=total("k_lengths", 7, 6)):
+    with pytest.raises(ValueError, match=length_error("k_lengths", 7, 6)):
         Mask.documents([2, 3], k_lengths=[4, 3], pad=True).check(9, 6, batch=1)
 
 
@@ -366,7 +368,7 @@ def test_visible_refuses_batch_rows_out_of_range(batch: int) -> None:
         Mask.documents([[2, 3], [5]]).visible(0, 0, batch=batch)
 
 
-def test_positions_in_documents_that_do_not_add_up() -> None:
+def test_positions_in_document_refuses_lengths_that_do_not_add_up() -> None:
     with pytest.raises(ValueError, match=r"documents\(lengths\): 5 tokens in the documents, 10 in the sequence"):
         Mask.documents([2, 3]).positions_in_document(10)
     assert Mask.documents([2, 3], pad=True).positions_in_document(6).tolist() == [0, 1, 0, 1, 2, 0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.interpreter import DenseProblem, fault, ran
+from core.interpreter import DenseProblem, find_error, run_forward
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
@@ -34,7 +34,7 @@ from meshflash.core.verify import VerificationError, verify_programs
 from meshflash.schedules.registry import build, default_layout
 
 CAUSAL = Mask.causal()
-#: schedule, tokens, ranks, mask, query heads, key heads
+#: schedule, tokens, ranks, mask, query heads, KV heads
 CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
     "ring, causal": ("ring", 11, 3, CAUSAL, 4, 2),
     "ring, window: gradients go straight to the owner": ("ring", 13, 4, CAUSAL & Mask.window(1, 0), 4, 2),
@@ -74,7 +74,8 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @cache
-def made(case: str) -> tuple[Problem, DenseProblem, dict[Direction, list[Program]]]:
+def build_case(case: str) -> tuple[Problem, DenseProblem, dict[Direction, list[Program]]]:
+    """Return the problem of a case, its dense result, and its programs of all ranks by direction."""
     schedule, tokens, world, mask, heads, kv_heads = CASES[case]
     layout: Layout = default_layout(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads, kv_heads, lse="without LSE" not in case)
@@ -85,16 +86,16 @@ def made(case: str) -> tuple[Problem, DenseProblem, dict[Direction, list[Program
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_unmutated_programs_match_dense_attention(case: str, direction: Direction) -> None:
-    problem, dense, programs = made(case)
+    problem, dense, programs = build_case(case)
     both = [programs["forward"], programs["backward"]]
-    after = ran(both[0], dense) if direction == "backward" else None
-    assert fault(programs[direction], dense, after) == ""
+    after = run_forward(both[0], dense) if direction == "backward" else None
+    assert find_error(programs[direction], dense, after) == ""
     assert not refused(both, problem)
 
 
-def test_case_names_describe_the_programs() -> None:
+def test_cases_have_the_collectives_and_directions_that_their_names_say() -> None:
     def posts(case: str, direction: Direction) -> list[Post]:
-        return [s for program in made(case)[2][direction] for s in program.steps if isinstance(s, Post)]
+        return [s for program in build_case(case)[2][direction] for s in program.steps if isinstance(s, Post)]
 
     assert {p.collective for p in posts("allgather, even: collectives", "backward")} == {"all_gather", "all_to_all"}
     assert {p.collective for p in posts("allgather, uneven", "backward")} == {""}
@@ -115,25 +116,26 @@ def with_step(program: Program, n: int, step: Step) -> Program:
     return with_steps(program, [*program.steps[:n], step, *program.steps[n + 1 :]])
 
 
-def places(step: Any) -> Iterator[tuple[Slice, Callable[[Slice], Step]]]:
+def slices_of(step: Any) -> Iterator[tuple[Slice, Callable[[Slice], Step]]]:
     """Yield the slices of a step, each with a function that replaces it."""
 
-    def whole(name: str) -> Callable[[Slice], Step]:
+    def replace_field(name: str) -> Callable[[Slice], Step]:
         return lambda new: replace(step, **{name: new})
 
-    def part(name: str, n: int) -> Callable[[Slice], Step]:
+    def replace_part(name: str, n: int) -> Callable[[Slice], Step]:
         parts = getattr(step, name)
         return lambda new: replace(step, **{name: (*parts[:n], replace(parts[n], slice=new), *parts[n + 1 :])})
 
     for field in fields(step):
         value = getattr(step, field.name)
         if isinstance(value, Slice):
-            yield value, whole(field.name)
+            yield value, replace_field(field.name)
         if field.name in ("sends", "recvs"):
-            yield from ((each.slice, part(field.name, n)) for n, each in enumerate(value))
+            yield from ((part.slice, replace_part(field.name, n)) for n, part in enumerate(value))
 
 
 def pick(rng: random.Random, program: Program, *kinds: type[Step]) -> tuple[int, Any] | None:
+    """Pick a random step of the given types, with its index; None if there is none."""
     found = [(n, step) for n, step in enumerate(program.steps) if not kinds or isinstance(step, kinds)]
     return rng.choice(found) if found else None
 
@@ -163,9 +165,9 @@ def another_peer(rng: random.Random, program: Program) -> Program | None:
     n, step = found
     side = rng.choice([name for name in ("sends", "recvs") if getattr(step, name)])
     parts: list[Part] = list(getattr(step, side))
-    which = rng.randrange(len(parts))
-    peer = rng.choice([rank for rank in range(program.world) if rank != parts[which].peer])
-    parts[which] = replace(parts[which], peer=peer)
+    index = rng.randrange(len(parts))
+    peer = rng.choice([rank for rank in range(program.world) if rank != parts[index].peer])
+    parts[index] = replace(parts[index], peer=peer)
     return with_step(program, n, replace(step, **{side: tuple(parts)}))
 
 
@@ -210,7 +212,7 @@ def moved(rng: random.Random, interval: tuple[int, int]) -> tuple[int, int]:
 
 def other_rows(rng: random.Random, program: Program) -> Program | None:
     found = pick(rng, program)
-    slices = list(places(found[1])) if found else []
+    slices = list(slices_of(found[1])) if found else []
     if found is None or not slices:
         return None
     place, exchange = rng.choice(slices)
@@ -224,15 +226,15 @@ def other_rows_throughout(rng: random.Random, program: Program) -> Program | Non
         return None
     n, step = found
     by = rng.choice([-1, 1])
-    for which in range(len(list(places(step)))):
-        place, exchange = list(places(step))[which]
+    for index in range(len(list(slices_of(step)))):
+        place, exchange = list(slices_of(step))[index]
         step = exchange(replace(place, rows=(place.rows[0] + by, place.rows[1] + by)))
     return with_step(program, n, step)
 
 
 def other_heads(rng: random.Random, program: Program) -> Program | None:
     found = pick(rng, program)
-    slices = list(places(found[1])) if found else []
+    slices = list(slices_of(found[1])) if found else []
     if found is None or not slices:
         return None
     n, step = found
@@ -253,17 +255,17 @@ def other_positions(rng: random.Random, program: Program) -> Program | None:
     ranges = list(getattr(step, name))
     if not ranges:
         return None
-    which = rng.randrange(len(ranges))
-    r = ranges[which]
-    ways = [
-        [*ranges[:which], range(r.start + 1, r.stop + 1, r.step), *ranges[which + 1 :]],
-        [*ranges[:which], range(r.start, r.start + (r.step + 1) * len(r), r.step + 1), *ranges[which + 1 :]],
-        [*ranges[:which], *ranges[which + 1 :]],
+    index = rng.randrange(len(ranges))
+    r = ranges[index]
+    changes = [
+        [*ranges[:index], range(r.start + 1, r.stop + 1, r.step), *ranges[index + 1 :]],
+        [*ranges[:index], range(r.start, r.start + (r.step + 1) * len(r), r.step + 1), *ranges[index + 1 :]],
+        [*ranges[:index], *ranges[index + 1 :]],
         ranges[::-1],
     ]
     if r.start:
-        ways.append([*ranges[:which], range(r.start - 1, r.stop - 1, r.step), *ranges[which + 1 :]])
-    return with_step(program, n, replace(step, **{name: tuple(rng.choice(ways))}))
+        changes.append([*ranges[:index], range(r.start - 1, r.stop - 1, r.step), *ranges[index + 1 :]])
+    return with_step(program, n, replace(step, **{name: tuple(rng.choice(changes))}))
 
 
 def another_buffer(rng: random.Random, program: Program) -> Program | None:
@@ -274,16 +276,16 @@ def another_buffer(rng: random.Random, program: Program) -> Program | None:
     if not kinds:
         return None
     old, new = rng.choice(kinds)
-    taken = [n for n, step in enumerate(program.steps) if any(place.buffer == old for place, _ in places(step))]
-    if not taken:
+    users = [n for n, step in enumerate(program.steps) if any(place.buffer == old for place, _ in slices_of(step))]
+    if not users:
         return None
-    first = rng.choice(taken)
+    first = rng.choice(users)
     steps = list(program.steps)
-    for n in taken if rng.random() < 0.3 else [first]:
+    for n in users if rng.random() < 0.3 else [first]:
         if n < first:
             continue
-        for which in range(len(list(places(steps[n])))):
-            place, exchange = list(places(steps[n]))[which]
+        for index in range(len(list(slices_of(steps[n])))):
+            place, exchange = list(slices_of(steps[n]))[index]
             if place.buffer == old:
                 steps[n] = exchange(replace(place, buffer=new))
     return with_steps(program, steps)
@@ -312,10 +314,10 @@ def another_group(rng: random.Random, program: Program) -> Program | None:
     if found is None:
         return None
     members = tuple(range(program.world))
-    way = rng.randrange(3)
-    if way == 0:
+    change = rng.randrange(3)
+    if change == 0:
         return with_step(program, found[0], replace(found[1], group="other"))
-    if way == 1:
+    if change == 1:
         return replace(program, groups=(("mesh", members[:-1] if program.rank < program.world - 1 else members[1:]),))
     other = with_step(program, found[0], replace(found[1], group="other"))
     return replace(other, groups=(*program.groups, ("other", members)))
@@ -344,9 +346,9 @@ def toggled_lse(rng: random.Random, program: Program) -> Program | None:
     if found is None:
         return None
     n, step = found
-    every = range(len(list(places(step))))
-    for which in every if rng.random() < 0.5 else [rng.choice(every)]:
-        place, exchange = list(places(step))[which]
+    every = range(len(list(slices_of(step))))
+    for index in every if rng.random() < 0.5 else [rng.choice(every)]:
+        place, exchange = list(slices_of(step))[index]
         step = exchange(replace(place, without_lse=not place.without_lse))
     return with_step(program, n, step)
 
@@ -362,10 +364,10 @@ def copy_for_add(rng: random.Random, program: Program) -> Program | None:
 def another_becomes(rng: random.Random, program: Program) -> Program | None:
     """Let scratch become an output, or stop becoming one."""
     outputs = {b.kind: b.name for b in program.buffers if b.role == "output"}
-    able = [n for n, b in enumerate(program.buffers) if b.role == "scratch" and b.kind in outputs]
-    if not able:
+    candidates = [n for n, b in enumerate(program.buffers) if b.role == "scratch" and b.kind in outputs]
+    if not candidates:
         return None
-    n = rng.choice(able)
+    n = rng.choice(candidates)
     b = program.buffers[n]
     new = replace(b, becomes="" if b.becomes else outputs[b.kind])
     return replace(program, buffers=(*program.buffers[:n], new, *program.buffers[n + 1 :]))
@@ -373,15 +375,16 @@ def another_becomes(rng: random.Random, program: Program) -> Program | None:
 
 def cleared(rng: random.Random, program: Program) -> Program | None:
     """Clear some rows at some point."""
-    able = [b for b in program.buffers if b.role != "input" and b.rows]
-    if not able:
+    candidates = [b for b in program.buffers if b.role != "input" and b.rows]
+    if not candidates:
         return None
-    b, n = rng.choice(able), rng.randint(0, len(program.steps))
+    b, n = rng.choice(candidates), rng.randint(0, len(program.steps))
     begin = rng.randrange(b.rows)
     place = Slice(b.name, (begin, rng.randint(begin + 1, b.rows)), (0, b.heads))
     return with_steps(program, [*program.steps[:n], Clear(place), *program.steps[n:]])
 
 
+#: Each name also seeds the mutants of its mutator: another name gives other mutants.
 MUTATORS: dict[str, Callable[[random.Random, Program], Program | None]] = {
     "drop": drop,
     "duplicate": duplicate,
@@ -417,7 +420,7 @@ def mutants(name: str, count: int) -> Iterator[tuple[str, Direction, int, Progra
         if len(seen) == count:
             break
         case, direction = rng.choice(list(CASES)), rng.choice(DIRECTIONS)
-        program = rng.choice(made(case)[2][direction])
+        program = rng.choice(build_case(case)[2][direction])
         mutant = MUTATORS[name](rng, program) if program.steps else None
         if mutant is not None and mutant != program and (case, mutant) not in seen:
             seen.add((case, mutant))
@@ -425,7 +428,7 @@ def mutants(name: str, count: int) -> Iterator[tuple[str, Direction, int, Progra
 
 
 def refused(passes: list[list[Program]], problem: Problem) -> bool:
-    """Whether the verifier refuses a forward, or a backward after it."""
+    """Return whether the verifier refuses a forward, or a backward after it."""
     report = None
     try:
         for programs in passes:
@@ -435,25 +438,25 @@ def refused(passes: list[list[Program]], problem: Problem) -> bool:
     return False
 
 
-def goes_wrong(passes: list[list[Program]], dense: DenseProblem) -> str:
+def find_error_in_passes(passes: list[list[Program]], dense: DenseProblem) -> str:
     """Return the error of a forward, or of a backward after it, or ""."""
-    wrong = fault(passes[0], dense)
-    return wrong or (fault(passes[1], dense, ran(passes[0], dense)) if len(passes) > 1 else "")
+    error = find_error(passes[0], dense)
+    return error or (find_error(passes[1], dense, run_forward(passes[0], dense)) if len(passes) > 1 else "")
 
 
 @pytest.mark.parametrize("name", MUTATORS)
 def test_verifier_refuses_every_mutation_that_changes_results(name: str) -> None:
-    effective, live = 0, []
+    num_effective, survivors = 0, []
     for case, direction, rank, mutant in mutants(name, MUTANTS_EACH):
-        problem, dense, programs = made(case)
+        problem, dense, programs = build_case(case)
         changed = [*programs[direction]]
         changed[rank] = mutant
         passes = [changed] if direction == "forward" else [programs["forward"], changed]
         if direction == "forward" and mutant.saves != SAVES:  # the backward may read a wrong saved buffer
             passes.append(programs["backward"])
-        wrong = goes_wrong(passes, dense)
-        effective += bool(wrong)
-        if wrong and not refused(passes, problem):
-            live.append(f"{case}, {direction} of rank {rank} ({wrong}):\n{mutant.text()}")
-    assert effective >= MUTANTS_EACH // 4, "hardly any of these mutations changes a result"
-    assert not live, "\n\n".join(live)
+        error = find_error_in_passes(passes, dense)
+        num_effective += bool(error)
+        if error and not refused(passes, problem):
+            survivors.append(f"{case}, {direction} of rank {rank} ({error}):\n{mutant.text()}")
+    assert num_effective >= MUTANTS_EACH // 4, "too few of these mutations change a result"
+    assert not survivors, "\n\n".join(survivors)

@@ -32,7 +32,7 @@ LAYOUTS = STEP_ONE | {"striped": Layout.striped}
 
 
 def shown(mask: Mask, q: Ranges, k: Ranges) -> Shown:
-    """[q rows, k rows], in any batch row."""
+    """Return the pairs that are visible in any batch row, as [q rows, k rows]."""
     i, j = (np.array([p for r in ranges for p in r], np.int64) for ranges in (q, k))
     rows = [mask.visible(i[:, None], j[None, :], batch=b) for b in range(mask.batch_rows or 1)]
     out: Shown = np.logical_or.reduce([np.broadcast_to(row, (len(i), len(j))) for row in rows])
@@ -51,7 +51,7 @@ def lengths(draw: Any, tokens: int) -> list[int]:
 
 @st.composite
 def masks(draw: Any, tokens: int) -> Mask:
-    """Causal, windows, documents (also per batch row, also padded), first keys, and combinations of them."""
+    """Draw causal masks, windows, documents (also per batch row or padded), first keys, and combinations of them."""
     window = st.builds(Mask.window, st.integers(0, tokens), st.integers(0, tokens))
     documents = st.one_of(
         st.builds(Mask.documents, lengths(tokens)),
@@ -129,7 +129,7 @@ def test_seen_returns_sorted_intervals_of_visible_positions(problem: Problem, by
         assert inside == set(np.flatnonzero(pairs).tolist())
 
 
-def test_needs_of_cross_attention() -> None:
+def test_needs_of_cross_attention_match_the_visible_keys() -> None:
     mask = Mask.documents([4, 0, 6], k_lengths=[3, 5, 7])
     problem = Problem(Layout.contiguous(10, 2).ranges, Layout.contiguous(15, 2).ranges, mask)
     assert problem.needs == ((((0, 3),), ()), (((0, 7),), ((0, 7),)))
@@ -144,7 +144,7 @@ def test_queries_may_begin_later_than_keys() -> None:
     assert problem.needs == ((((5, 6),), ()), (((0, 4),), ((1, 6),)))
 
 
-def test_lengths_and_options() -> None:
+def test_problem_derives_lengths_options_and_needs() -> None:
     problem = Problem(Layout.contiguous(5, 3).ranges, Layout.striped(2, 3).ranges, Mask.full(), 4, 2, (("stride", 1),))
     assert (problem.world, problem.q_lengths, problem.k_lengths) == (3, (2, 2, 1), (1, 1, 0))
     assert problem.option == {"stride": 1}
@@ -154,7 +154,7 @@ def test_lengths_and_options() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (1, 2), (4, 0), (4, -2)])
-def test_problem_refuses_key_heads_that_do_not_divide(heads: int, kv_heads: int) -> None:
+def test_problem_refuses_kv_heads_that_do_not_divide_heads(heads: int, kv_heads: int) -> None:
     held = Layout.contiguous(4, 2).ranges
     with pytest.raises(
         ValueError, match=rf"Problem\(heads={heads}, kv_heads={kv_heads}\): expected kv_heads to divide heads"

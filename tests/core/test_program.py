@@ -1,4 +1,4 @@
-"""Programs as data: text, JSON, and byte counts."""
+"""Programs as data: their text, JSON, byte counts, and packed messages."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ MASKS = {
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
-def place(name: str, rows: tuple[int, int] = (0, 4), heads: tuple[int, int] = (0, 2)) -> Slice:
+def slice_of(name: str, rows: tuple[int, int] = (0, 4), heads: tuple[int, int] = (0, 2)) -> Slice:
     return Slice(name, rows, heads)
 
 
-A, B, C, D, E, F = (place(name) for name in "abcdef")
+A, B, C, D, E, F = (slice_of(name) for name in "abcdef")
 AT = (range(0, 8, 2),)
 #: A step of every type, with its text and the slices that it accesses.
 EXAMPLES: list[tuple[Step, str, list[tuple[str, str]]]] = [
@@ -107,10 +107,10 @@ def test_examples_cover_every_step_type() -> None:
     assert {type(step) for step, _, _ in EXAMPLES} == set(STEPS.values())
 
 
-@pytest.mark.parametrize(("step", "line", "touched"), EXAMPLES, ids=lambda x: str(x) if isinstance(x, Step) else "")
-def test_steps_have_readable_text(step: Step, line: str, touched: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(("step", "line", "accesses"), EXAMPLES, ids=lambda x: str(x) if isinstance(x, Step) else "")
+def test_steps_have_readable_text(step: Step, line: str, accesses: list[tuple[str, str]]) -> None:
     assert str(step) == line
-    assert [(touch.buffer, how) for touch, how in slices(step)] == touched
+    assert [(accessed.buffer, access) for accessed, access in slices(step)] == accesses
 
 
 def test_text_lists_buffers_and_steps() -> None:
@@ -132,7 +132,7 @@ def test_text_lists_buffers_and_steps() -> None:
     )
 
 
-def test_text_of_a_program_without_a_name_has_a_title() -> None:
+def test_text_of_an_unnamed_program_begins_with_its_direction() -> None:
     assert Program("", "backward", 1, 3, (), (), ()).text() == "backward of rank 1 of 3"
 
 
@@ -178,7 +178,7 @@ def test_json_has_only_plain_values() -> None:
 SIZES = Sizes(batch=3, dim=8, value_dim=16, input_bytes=2, partial_bytes=4, reduce_bytes=1)
 
 
-def test_sizes_of_fields() -> None:
+def test_width_of_a_field_is_its_elements_per_row() -> None:
     assert [SIZES.width(field) for field in KINDS["kv"]] == [8, 16]
     assert SIZES.width(Field("lse", "", always_partial=True)) == 1
 
@@ -197,19 +197,19 @@ def test_sizes_of_fields() -> None:
         ("dq", "partial", 8 * 4),
     ],
 )
-def test_bytes_of_a_row_of_one_head(kind: str, dtype: Dtype, each: int) -> None:
+def test_row_bytes_depend_on_kind_and_dtype(kind: str, dtype: Dtype, each: int) -> None:
     assert SIZES.row_bytes(kind, dtype) == 3 * each
     assert Buffer("x", kind, 5, 2, dtype).bytes(SIZES) == 5 * 2 * 3 * each
     program = Program("", "forward", 0, 1, (Buffer("x", kind, 5, 2, dtype),), (), ())
-    assert program.slice_bytes(place("x", (1, 4), (1, 2)), SIZES) == 3 * 3 * each
+    assert program.slice_bytes(slice_of("x", (1, 4), (1, 2)), SIZES) == 3 * 3 * each
 
 
-def test_cells_of_a_slice() -> None:
-    assert place("x", (1, 4), (0, 2)).cells == 6
-    assert place("x", (4, 4)).cells == 0
+def test_cells_of_a_slice_are_rows_times_heads() -> None:
+    assert slice_of("x", (1, 4), (0, 2)).cells == 6
+    assert slice_of("x", (4, 4)).cells == 0
 
 
-def small(*steps: Step) -> Program:
+def small_program(*steps: Step) -> Program:
     buffers = (
         Buffer("kv", "kv", 4, 2, role="input"),
         Buffer("dout", "dout", 4, 2, role="input"),
@@ -223,7 +223,7 @@ def small(*steps: Step) -> Program:
 
 
 def test_scratch_shares_the_memory_of_its_output_where_the_bytes_agree() -> None:
-    program = small()
+    program = small_program()
     assert not program.shares(program.buffer["dkv.sum"], SIZES)
     assert program.shares(program.buffer["dkv.sum"], replace(SIZES, input_bytes=4))
     for name in ("kv.recv", "dkv", "kv"):
@@ -231,20 +231,22 @@ def test_scratch_shares_the_memory_of_its_output_where_the_bytes_agree() -> None
 
 
 def test_scratch_bytes_exclude_the_callers_memory() -> None:
-    program = small()
+    program = small_program()
     recv_bytes = 6 * 2 * SIZES.row_bytes("kv", "input")
     rows = 4 * 2 * SIZES.row_bytes("dout", "input")
     assert program.scratch_bytes(SIZES) == recv_bytes + rows + 4 * 2 * SIZES.row_bytes("dkv", "partial")
-    alike = replace(SIZES, input_bytes=4)
-    assert program.scratch_bytes(alike) == 2 * recv_bytes + 4 * 2 * alike.row_bytes("dout", "input")
+    same_bytes = replace(SIZES, input_bytes=4)
+    assert program.scratch_bytes(same_bytes) == 2 * recv_bytes + 4 * 2 * same_bytes.row_bytes("dout", "input")
     assert program.saved_bytes(SIZES) == 4 * 2 * SIZES.row_bytes("q", "input")
 
 
 def test_packed_messages_count_as_scratch_once_for_all_peers() -> None:
-    some = place("kv", (0, 3), (0, 1))
+    some = slice_of("kv", (0, 3), (0, 1))
     post = Post("kv 1", (Part(0, some), Part(1, some)), ())
-    assert small(post).staged(post, SIZES) == [some]
-    assert small(post).scratch_bytes(SIZES) == small().scratch_bytes(SIZES) + 3 * SIZES.row_bytes("kv", "input")
+    assert small_program(post).staged(post, SIZES) == [some]
+    assert small_program(post).scratch_bytes(SIZES) == small_program().scratch_bytes(SIZES) + 3 * SIZES.row_bytes(
+        "kv", "input"
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,18 +265,18 @@ def test_packed_messages_count_as_scratch_once_for_all_peers() -> None:
 def test_slices_that_are_not_contiguous_rows_are_packed(
     buffer: str, heads: tuple[int, int], batch: int, packed: bool
 ) -> None:
-    sent = place(buffer, (0, 4), heads)
-    post = Post("one", (Part(1, sent),), (Part(1, place("kv.recv")),))
-    assert small(post).staged(post, replace(SIZES, batch=batch)) == ([sent] if packed else [])
+    sent = slice_of(buffer, (0, 4), heads)
+    post = Post("one", (Part(1, sent),), (Part(1, slice_of("kv.recv")),))
+    assert small_program(post).staged(post, replace(SIZES, batch=batch)) == ([sent] if packed else [])
 
 
 def test_scratch_that_shares_the_callers_memory_is_packed() -> None:
-    post = Post("one", (Part(1, place("dkv.sum")),), ())
-    assert small(post).staged(post, replace(SIZES, input_bytes=4)) == [place("dkv.sum")]
-    assert small(post).staged(post, replace(SIZES, input_bytes=4, batch=1)) == []
+    post = Post("one", (Part(1, slice_of("dkv.sum")),), ())
+    assert small_program(post).staged(post, replace(SIZES, input_bytes=4)) == [slice_of("dkv.sum")]
+    assert small_program(post).staged(post, replace(SIZES, input_bytes=4, batch=1)) == []
 
 
-def test_buffers_and_groups_by_name() -> None:
-    program = small()
+def test_buffers_and_groups_are_found_by_name() -> None:
+    program = small_program()
     assert program.buffer["kv.recv"].rows == 6
     assert program.group == {"mesh": (0, 1)}

@@ -25,10 +25,10 @@ SHARD = st.lists(
 )
 
 
-def of(numbers: set[int]) -> Rows:
-    """Return a Python set as rows, in the simplest way."""
+def to_rows(indices: set[int]) -> Rows:
+    """Convert a Python set to sorted intervals, in the simplest way."""
     out: list[tuple[int, int]] = []
-    for n in sorted(numbers):
+    for n in sorted(indices):
         if out and out[-1][1] == n:
             out[-1] = (out[-1][0], n + 1)
         else:
@@ -36,7 +36,7 @@ def of(numbers: set[int]) -> Rows:
     return tuple(out)
 
 
-def numbers(rows: Rows) -> list[int]:
+def to_indices(rows: Rows) -> list[int]:
     return [n for begin, end in rows for n in range(begin, end)]
 
 
@@ -46,61 +46,61 @@ def is_normal(rows: Rows) -> bool:
 
 @settings(deadline=None)
 @given(st.lists(ANY, max_size=4))
-def test_union_holds_the_rows_of_any(sets: list[set[int]]) -> None:
-    assert union(*map(of, sets)) == of(set().union(*sets))
+def test_union_equals_the_union_of_python_sets(sets: list[set[int]]) -> None:
+    assert union(*map(to_rows, sets)) == to_rows(set().union(*sets))
 
 
 @settings(deadline=None)
 @given(st.lists(INTERVALS, max_size=3))
 def test_union_takes_intervals_in_any_order_even_empty_ones(lists: list[list[tuple[int, int]]]) -> None:
-    assert union(*lists) == of({n for intervals in lists for a, b in intervals for n in range(a, b)})
+    assert union(*lists) == to_rows({n for intervals in lists for a, b in intervals for n in range(a, b)})
 
 
 @settings(deadline=None)
 @given(ANY, ANY)
 def test_common_and_without_are_intersection_and_difference(a: set[int], b: set[int]) -> None:
-    assert common(of(a), of(b)) == of(a & b)
-    assert without(of(a), of(b)) == of(a - b)
-    assert union(common(of(a), of(b)), without(of(a), of(b))) == of(a)
+    assert common(to_rows(a), to_rows(b)) == to_rows(a & b)
+    assert without(to_rows(a), to_rows(b)) == to_rows(a - b)
+    assert union(common(to_rows(a), to_rows(b)), without(to_rows(a), to_rows(b))) == to_rows(a)
 
 
 @settings(deadline=None)
 @given(ANY, ANY)
-def test_every_result_is_sorted_and_does_not_touch(a: set[int], b: set[int]) -> None:
-    for rows in (union(of(a), of(b)), common(of(a), of(b)), without(of(a), of(b))):
+def test_results_are_sorted_intervals_that_do_not_touch(a: set[int], b: set[int]) -> None:
+    for rows in (union(to_rows(a), to_rows(b)), common(to_rows(a), to_rows(b)), without(to_rows(a), to_rows(b))):
         assert is_normal(rows)
 
 
 @settings(deadline=None)
 @given(ANY)
 def test_count_is_the_size(a: set[int]) -> None:
-    assert count(of(a)) == len(a)
+    assert count(to_rows(a)) == len(a)
 
 
 @settings(deadline=None)
 @given(ANY, ANY)
 def test_places_are_indices_into_a_packed_buffer(wanted: set[int], more: set[int]) -> None:
     held = wanted | more
-    found = places(of(wanted), within=of(held))
-    assert len(found) == len(of(wanted))
-    assert numbers(found) == [sorted(held).index(row) for row in sorted(wanted)]
+    found = places(to_rows(wanted), within=to_rows(held))
+    assert len(found) == len(to_rows(wanted))
+    assert to_indices(found) == [sorted(held).index(row) for row in sorted(wanted)]
 
 
 @settings(deadline=None)
 @given(ANY, ANY)
 def test_places_refuses_rows_that_are_not_held(wanted: set[int], held: set[int]) -> None:
     if wanted <= held:
-        places(of(wanted), within=of(held))
+        places(to_rows(wanted), within=to_rows(held))
     else:
         with pytest.raises(ValueError, match=r"rows \d+ to \d+ are not within"):
-            places(of(wanted), within=of(held))
+            places(to_rows(wanted), within=to_rows(held))
 
 
 @settings(deadline=None)
 @given(SHARD, ANY)
-def test_positions_of_rows_in_their_order(ranges: list[range], wanted: set[int]) -> None:
+def test_positions_of_rows_keep_the_order_of_the_shard(ranges: list[range], wanted: set[int]) -> None:
     flat = [p for r in ranges for p in r]
-    found = positions(ranges, of(wanted))
+    found = positions(ranges, to_rows(wanted))
     assert all(len(r) for r in found)
     assert [p for r in found for p in r] == [flat[n] for n in sorted(wanted) if n < len(flat)]
 
@@ -111,4 +111,4 @@ def test_among_returns_the_rows_whose_positions_lie_inside(
     ranges: list[range], intervals: list[tuple[int, int]]
 ) -> None:
     flat = [p for r in ranges for p in r]
-    assert among(ranges, intervals) == of({n for n, p in enumerate(flat) if any(a <= p < b for a, b in intervals)})
+    assert among(ranges, intervals) == to_rows({n for n, p in enumerate(flat) if any(a <= p < b for a, b in intervals)})

@@ -27,15 +27,15 @@ def expand(ranges: Ranges) -> Counts:
     return np.array([p for r in ranges for p in r], dtype=np.int64)
 
 
-def truth(mask: Mask, q: Ranges, k: Ranges) -> Counts:
+def visible_pairs(mask: Mask, q: Ranges, k: Ranges) -> Counts:
     """Return the visible pairs as [batch, query rows, key rows] of 0 and 1."""
     i, j = expand(q), expand(k)
     rows = [mask.visible(i[:, None], j[None, :], batch=b) for b in range(mask.batch_rows or 1)]
     return np.stack(rows).astype(np.int64)
 
 
-def entries(table: Table) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
-    """Yield the segments of a table with their spans, with named columns."""
+def named_entries(table: Table) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
+    """Return the segments of a table with their spans, with named columns."""
     return [
         (
             dict(zip(SEGMENT, segment, strict=True)),
@@ -48,14 +48,14 @@ def entries(table: Table) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
     ]
 
 
-def affine(entry: dict[str, int]) -> Counts:
+def positions_of(entry: dict[str, int]) -> Counts:
     return entry["position"] + entry["step"] * np.arange(entry["rows"], dtype=np.int64)
 
 
 def tile(segment: dict[str, int], span: dict[str, int], by_key: bool) -> npt.NDArray[np.bool_]:
     """Return the visible pairs of a tile, [query rows, key rows]."""
     q, k = (span, segment) if by_key else (segment, span)
-    distance = affine(k)[None, :] - affine(q)[:, None]
+    distance = positions_of(k)[None, :] - positions_of(q)[:, None]
     shown = np.ones(distance.shape, np.bool_)
     if span["lo"] != -UNBOUNDED:
         shown &= distance >= span["lo"]
@@ -71,7 +71,7 @@ def rows_of(entry: dict[str, int]) -> slice:
 def paint(table: Table, shape: Sequence[int], by_key: bool) -> Counts:
     """Return how often a table computes each pair, [batch, query rows, key rows]."""
     out = np.zeros(shape, np.int64)
-    for segment, spans in entries(table):
+    for segment, spans in named_entries(table):
         batch = slice(None) if segment["batch"] < 0 else segment["batch"]
         for span in spans:
             q, k = (span, segment) if by_key else (segment, span)
@@ -90,13 +90,13 @@ def check_form(table: Table, own: Counts, other: Counts, batches: int | None, ex
     assert table.indptr[0] == 0
 
     cover = np.zeros((batches or 1, len(own)), np.int64)
-    for segment, spans in entries(table):
+    for segment, spans in named_entries(table):
         assert (segment["batch"] == -1) if batches is None else (0 <= segment["batch"] < batches)
         assert segment["rows"] > 0
         cover[max(segment["batch"], 0), rows_of(segment)] += 1
         banded = [s for s in spans if s["lo"] != -UNBOUNDED or s["hi"] != UNBOUNDED]
         if exact or banded:
-            assert (affine(segment) == own[rows_of(segment)]).all()
+            assert (positions_of(segment) == own[rows_of(segment)]).all()
         for before, after in pairwise(spans):
             assert before["row"] + before["rows"] <= after["row"]
         for span in spans:
@@ -104,14 +104,16 @@ def check_form(table: Table, own: Counts, other: Counts, batches: int | None, ex
             assert span["row"] >= 0
             assert span["row"] + span["rows"] <= len(other)
             if exact or span in banded:
-                assert (affine(span) == other[rows_of(span)]).all()
+                assert (positions_of(span) == other[rows_of(span)]).all()
         for span in banded:
-            q, k = (affine(span), affine(segment)) if by_key else (affine(segment), affine(span))
+            q, k = (
+                (positions_of(span), positions_of(segment)) if by_key else (positions_of(segment), positions_of(span))
+            )
             assert span["lo"] == -UNBOUNDED or span["lo"] > k[0] - q[-1], "a side that cannot bind is open"
             assert span["hi"] == UNBOUNDED or span["hi"] < k[-1] - q[0], "a side that cannot bind is open"
             shown = np.asarray(tile(segment, span, by_key).any(axis=1 if by_key else 0))
-            assert shown.any() or segment["step"] != span["step"], "a span with nothing to see"
-            assert (shown[0] and shown[-1]) or segment["step"] > 1, "a span longer than what is seen"
+            assert shown.any() or segment["step"] != span["step"], "a span without a visible pair"
+            assert (shown[0] and shown[-1]) or segment["step"] > 1, "a span longer than its visible rows"
     assert (cover == 1).all()
 
 
@@ -121,7 +123,7 @@ def check_rectangles(work: Worklist, want: Counts) -> None:
         assert not work.disjoint
         assert any(
             span["lo"] != -UNBOUNDED or (span["hi"] != UNBOUNDED and span["step"] != segment["step"])
-            for segment, spans in entries(work.by_query)
+            for segment, spans in named_entries(work.by_query)
             for span in spans
         )
         return
@@ -142,7 +144,7 @@ def check_rectangles(work: Worklist, want: Counts) -> None:
 
 def check(mask: Mask, q: Ranges, k: Ranges) -> None:
     """Check all invariants of the worklist of any mask over any rows."""
-    i, j, want = expand(q), expand(k), truth(mask, q, k)
+    i, j, want = expand(q), expand(k), visible_pairs(mask, q, k)
     for exact in (False, True):
         work = Worklist(mask, q, k, exact)
         check_form(work.by_query, i, j, mask.batch_rows, exact, by_key=False)
@@ -154,15 +156,15 @@ def check(mask: Mask, q: Ranges, k: Ranges) -> None:
 
 
 def split(draw: st.DrawFn, total: int, count: int) -> list[int]:
-    """`count` lengths that add up to `total`, zeros among them."""
+    """Draw `count` lengths that add up to `total`; some may be zero."""
     cuts = sorted(draw(st.lists(st.integers(0, total), min_size=count - 1, max_size=count - 1)))
     return [b - a for a, b in pairwise([0, *cuts, total])]
 
 
 @st.composite
-def documents(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int) -> Mask:
+def random_documents(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int) -> Mask:
     pad = draw(st.booleans())
-    apart = draw(st.booleans())
+    separate_keys = draw(st.booleans())
     count = draw(st.integers(1, 6))
 
     def side(tokens: int) -> Any:
@@ -172,7 +174,7 @@ def documents(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int) -> Mask:
         return [side(tokens) for _ in range(rows)] if per_row else side(tokens)
 
     per_row = draw(st.booleans())
-    if apart:
+    if separate_keys:
         return Mask.documents(sides(q_tokens), k_lengths=sides(k_tokens), pad=pad)
     return Mask.documents(sides(max(q_tokens, k_tokens)), pad=pad)
 
@@ -181,7 +183,7 @@ def documents(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int) -> Mask:
 def masks(draw: st.DrawFn, q_tokens: int, k_tokens: int) -> Mask:
     """Draw an expression of depth up to 3 over all primitives."""
     rows = draw(st.integers(1, 3))
-    sets = draw(st.lists(documents(q_tokens, k_tokens, rows), min_size=1, max_size=2))
+    sets = draw(st.lists(random_documents(q_tokens, k_tokens, rows), min_size=1, max_size=2))
     limit = st.none() | st.integers(0, 4) | st.integers(0, 50)
 
     def leaf() -> Mask:
@@ -270,7 +272,7 @@ def test_tables_hold_every_visible_pair_exactly_once(problem: Problem) -> None:
 def test_visible_per_query_counts_the_visible_keys_of_each_query(case: tuple[int, Mask]) -> None:
     tokens, mask = case
     whole = (range(tokens),)
-    assert visible_per_query(mask, tokens).tolist() == truth(mask, whole, whole).sum(axis=(0, 2)).tolist()
+    assert visible_per_query(mask, tokens).tolist() == visible_pairs(mask, whole, whole).sum(axis=(0, 2)).tolist()
 
 
 def test_visible_per_query_refuses_a_mask_of_another_length() -> None:
@@ -317,7 +319,7 @@ def test_worklists_of_all_ranks_cover_the_whole_matrix(mask: str, layout: str) -
             check(m, q, k)
             pairs += worklist(m, q, k).pairs
     whole = (range(tokens),)
-    assert pairs == worklist(m, whole, whole).pairs == truth(m, whole, whole).sum()
+    assert pairs == worklist(m, whole, whole).pairs == visible_pairs(m, whole, whole).sum()
 
 
 def test_cross_attention_with_separate_document_lengths() -> None:
@@ -340,14 +342,14 @@ def test_worklists_are_cached_by_value() -> None:
     assert make(False).rectangles is make(False).rectangles
 
 
-def half_block(q_rank: int, k_rank: int) -> Worklist:
+def zigzag_worklist(q_rank: int, k_rank: int) -> Worklist:
     held = Layout.zigzag(64, 4).ranges
     return worklist(Mask.causal(), held[q_rank], held[k_rank])
 
 
 def test_zigzag_sees_the_front_half_of_an_earlier_rank() -> None:
     """Both pieces of the queries see exactly the first piece of the keys: one rectangle."""
-    work = half_block(2, 1)
+    work = zigzag_worklist(2, 1)
     assert work.by_query.segments[:, 1:3].tolist() == [[0, 16]]
     assert work.by_query.spans[:, [0, 1, 4, 5]].tolist() == [[0, 8, -UNBOUNDED, UNBOUNDED]]
     assert work.by_key.segments[:, 1:3].tolist() == [[0, 8], [8, 8]]
@@ -359,7 +361,7 @@ def test_zigzag_sees_the_front_half_of_an_earlier_rank() -> None:
 
 def test_zigzag_shows_everything_to_the_back_half_of_an_earlier_rank() -> None:
     """The second piece of the queries sees both pieces of the keys: one rectangle."""
-    work = half_block(1, 2)
+    work = zigzag_worklist(1, 2)
     assert work.by_query.segments[:, 1:3].tolist() == [[0, 8], [8, 8]]
     assert work.by_query.indptr.tolist() == [0, 0, 1]
     assert work.by_query.spans[:, [0, 1, 4, 5]].tolist() == [[0, 16, -UNBOUNDED, UNBOUNDED]]
@@ -450,7 +452,7 @@ def test_rows_that_see_nothing_have_no_span(mask: Mask, q: range, k: range) -> N
         assert work.disjoint
 
 
-def test_a_striped_window_that_reaches_a_stripe_has_a_span() -> None:
+def test_striped_window_has_a_span_only_if_it_reaches_the_stripe() -> None:
     for left in range(9):
         pairs = worklist(Mask.window(left, 0), (range(3, 64, 8),), (range(0, 64, 8),)).pairs
         assert pairs == (8 if left >= 3 else 0)
@@ -458,7 +460,7 @@ def test_a_striped_window_that_reaches_a_stripe_has_a_span() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("own_sinks", [False, True])
-def test_tables_stay_small(layout: str, own_sinks: bool) -> None:
+def test_number_of_table_entries_is_bounded_by_documents_times_ranges(layout: str, own_sinks: bool) -> None:
     """Tables of one rank against all keys have O(documents x ranges) entries, and far fewer for contiguous ranges."""
     tokens, world, count = 65536, 64, 256
     rng = np.random.default_rng(0)
@@ -469,12 +471,12 @@ def test_tables_stay_small(layout: str, own_sinks: bool) -> None:
     held = LAYOUTS[layout](tokens, world).ranges
     q, k = held[20], tuple(r for ranges in held for r in ranges)
     work = Worklist(mask, q, k, False)
-    met = len(np.unique(np.searchsorted(cuts, expand(q), "right")))
+    num_documents = len(np.unique(np.searchsorted(cuts, expand(q), "right")))
     # a document overlaps one or two contiguous ranges of keys, but one stripe of every rank
     runs = len(k) if layout == "striped" else 2
     for table in (work.by_query, work.by_key):
-        assert len(table.spans) <= (1 + own_sinks) * (met + len(q)) * runs
-    assert len(work.by_query) <= met + len(q)
+        assert len(table.spans) <= (1 + own_sinks) * (num_documents + len(q)) * runs
+    assert len(work.by_query) <= num_documents + len(q)
     assert len(work.by_key) <= 2 * (1 + own_sinks) * count * (len(k) if layout == "striped" else 1)
 
 
@@ -498,8 +500,8 @@ def test_huge_limits_do_not_overflow(huge: int) -> None:
 def test_limits_may_be_numpy_integers(dtype: Any) -> None:
     whole = (range(12),)
     for left, right in ((None, 3), (3, None), (3, 2)):
-        numbers = [None if n is None else dtype(n) for n in (left, right)]
-        mask = Mask.window(*numbers) | Mask.first(dtype(2))
+        limits = [None if n is None else dtype(n) for n in (left, right)]
+        mask = Mask.window(*limits) | Mask.first(dtype(2))
         work = Worklist(mask, whole, whole, False)
         plain = Worklist(Mask.window(left, right) | Mask.first(2), whole, whole, False)
         assert work.by_query.spans.tolist() == plain.by_query.spans.tolist()
@@ -515,7 +517,7 @@ def staircase(count: int) -> Mask:
 
 
 @pytest.mark.parametrize("count", [2, 20, 63, 64, 70])
-def test_unions_of_many_terms(count: int) -> None:
+def test_unions_of_many_terms_hold_every_visible_pair(count: int) -> None:
     mask = staircase(count)
     assert len(mask.terms) == count
     check(mask, (range(160),), (range(160),))

@@ -1,4 +1,4 @@
-"""The verifier accepts all schedules on any world size, mask, layout and heads, and counts their bytes."""
+"""The verifier accepts all schedules on any world size, mask, layout and number of heads, and counts their bytes."""
 
 from __future__ import annotations
 
@@ -46,61 +46,61 @@ def masks_of(schedule: str, world: int) -> list[str]:
     return [names[(first + n) % len(names)] for n in range(2)]
 
 
-def check_both(schedule: str, problem: Problem, tables: bool = True) -> None:
+def verify_forward_and_backward(schedule: str, problem: Problem, tables: bool = True) -> None:
     verified(schedule, problem, tables=tables)
 
 
-def held_at_home(schedule: str, tokens: int, world: int) -> tuple[Ranges, ...]:
+def default_ranges(schedule: str, tokens: int, world: int) -> tuple[Ranges, ...]:
     """Return the default layout of a schedule."""
     return default_layout(schedule)(tokens, world).ranges
 
 
-def solves(schedule: str, world: int, names: list[str]) -> None:
-    held = held_at_home(schedule, 53, world)
+def verify_masks(schedule: str, world: int, names: list[str]) -> None:
+    held = default_ranges(schedule, 53, world)
     for name in names:
         problem = Problem(held, held, MASKS[name](53), 4, 2, lse=world % 2 == 0)
-        check_both(schedule, problem, tables=world <= TABLES_UP_TO)
+        verify_forward_and_backward(schedule, problem, tables=world <= TABLES_UP_TO)
 
 
 @pytest.mark.parametrize("world", range(1, 17))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_verifies_on_every_world_size(schedule: str, world: int) -> None:
-    solves(schedule, world, masks_of(schedule, world))
+    verify_masks(schedule, world, masks_of(schedule, world))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", range(ALL_MASKS_UP_TO + 1, 17))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_verifies_on_the_remaining_masks(schedule: str, world: int) -> None:
-    solves(schedule, world, [name for name in MASKS if name not in masks_of(schedule, world)])
+    verify_masks(schedule, world, [name for name in MASKS if name not in masks_of(schedule, world)])
 
 
-def test_every_schedule_verifies_on_large_worlds() -> None:
+def test_every_mask_is_tested_on_two_large_worlds_per_schedule() -> None:
     for schedule in SCHEDULES:
-        met = [name for world in range(ALL_MASKS_UP_TO + 1, 17) for name in masks_of(schedule, world)]
-        assert all(met.count(name) >= 2 for name in MASKS)
+        tested = [name for world in range(ALL_MASKS_UP_TO + 1, 17) for name in masks_of(schedule, world)]
+        assert all(tested.count(name) >= 2 for name in MASKS)
 
 
 @pytest.mark.parametrize(("schedule", "mask"), list(zip(SCHEDULES, MASKS, strict=False)))
 def test_tile_tables_verify_on_a_large_world(schedule: str, mask: str) -> None:
-    held = held_at_home(schedule, 61, 11)
-    check_both(schedule, Problem(held, held, MASKS[mask](61), 2, 1))
+    held = default_ranges(schedule, 61, 11)
+    verify_forward_and_backward(schedule, Problem(held, held, MASKS[mask](61), 2, 1))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 5, 11])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lengths_that_no_world_size_divides(schedule: str, tokens: int) -> None:
+def test_schedules_verify_on_lengths_that_the_world_size_does_not_divide(schedule: str, tokens: int) -> None:
     for world, mask in product((3, 7), ("full", "causal", "two-sided window", "documents both ways", "padding")):
-        held = held_at_home(schedule, tokens, world)
-        check_both(schedule, Problem(held, held, MASKS[mask](tokens), 2, 1))
+        held = default_ranges(schedule, tokens, world)
+        verify_forward_and_backward(schedule, Problem(held, held, MASKS[mask](tokens), 2, 1))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (3, 3), (6, 2), (6, 3)])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "allgather(head_stride=2)"])
-def test_any_gqa_ratio(schedule: str, heads: int, kv_heads: int) -> None:
+def test_schedules_verify_with_any_gqa_ratio(schedule: str, heads: int, kv_heads: int) -> None:
     for world, mask in product((2, 3), ("full", "causal", "documents of batch rows")):
-        held = held_at_home(schedule, 12, world)
-        check_both(schedule, Problem(held, held, MASKS[mask](12), heads, kv_heads))
+        held = default_ranges(schedule, 12, world)
+        verify_forward_and_backward(schedule, Problem(held, held, MASKS[mask](12), heads, kv_heads))
 
 
 CROSS = {
@@ -114,27 +114,30 @@ CROSS = {
 
 @pytest.mark.parametrize("mask", CROSS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_cross_attention(schedule: str, mask: str) -> None:
+def test_schedules_verify_with_cross_attention(schedule: str, mask: str) -> None:
     for world in (1, 2, 4, 5):
-        check_both(
-            schedule, Problem(held_at_home(schedule, 29, world), held_at_home(schedule, 17, world), CROSS[mask], 4, 2)
+        verify_forward_and_backward(
+            schedule,
+            Problem(default_ranges(schedule, 29, world), default_ranges(schedule, 17, world), CROSS[mask], 4, 2),
         )
-    check_both(schedule, Problem(Layout.zigzag(29, 3).ranges, Layout.striped(17, 3).ranges, CROSS[mask], 4, 2))
+    verify_forward_and_backward(
+        schedule, Problem(Layout.zigzag(29, 3).ranges, Layout.striped(17, 3).ranges, CROSS[mask], 4, 2)
+    )
 
 
 def shuffled(tokens: int, world: int, seed: int) -> tuple[Ranges, ...]:
     """Draw contiguous and strided ranges of any size, on any rank, in any order."""
     rng = random.Random(seed)
-    pieces, begin = [], 0
+    ranges, begin = [], 0
     while begin < tokens:
         end = min(tokens, begin + rng.randint(1, 9))
         step = rng.choice([1, 1, 2, 3])
-        pieces += [range(begin + n, end, step) for n in range(min(step, end - begin))]
+        ranges += [range(begin + n, end, step) for n in range(min(step, end - begin))]
         begin = end
-    rng.shuffle(pieces)
+    rng.shuffle(ranges)
     held: list[list[range]] = [[] for _ in range(world)]
-    for piece in pieces:
-        held[rng.randrange(world)].append(piece)
+    for drawn in ranges:
+        held[rng.randrange(world)].append(drawn)
     return Layout(tuple(map(tuple, held))).ranges
 
 
@@ -154,41 +157,43 @@ def some_masks(first: int) -> list[str]:
     return [*MASKS][first % 3 :: 3]
 
 
-def solves_on(schedule: str, layout: str, world: int, names: list[str]) -> None:
+def verify_masks_on_layout(schedule: str, layout: str, world: int, names: list[str]) -> None:
     held = CUSTOM[layout](31, world)
     for name in names:
-        check_both(schedule, Problem(held, held, MASKS[name](31), 2, 1), tables=world == 2)
+        verify_forward_and_backward(schedule, Problem(held, held, MASKS[name](31), 2, 1), tables=world == 2)
 
 
 @pytest.mark.parametrize("layout", CUSTOM)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_any_layout(schedule: str, layout: str) -> None:
-    solves_on(schedule, layout, 2, [*MASKS])
-    solves_on(schedule, layout, 5, some_masks([*CUSTOM].index(layout) + SCHEDULES.index(schedule)))
+def test_schedules_verify_on_any_layout(schedule: str, layout: str) -> None:
+    verify_masks_on_layout(schedule, layout, 2, [*MASKS])
+    verify_masks_on_layout(schedule, layout, 5, some_masks([*CUSTOM].index(layout) + SCHEDULES.index(schedule)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", CUSTOM)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_any_layout_over_more_ranks(schedule: str, layout: str) -> None:
-    solves_on(schedule, layout, 5, [*MASKS])
+def test_schedules_verify_on_any_layout_with_five_ranks_and_all_masks(schedule: str, layout: str) -> None:
+    verify_masks_on_layout(schedule, layout, 5, [*MASKS])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_queries_and_keys_of_different_layouts(schedule: str) -> None:
+def test_schedules_verify_with_different_layouts_of_queries_and_keys(schedule: str) -> None:
     for n, (q, k) in enumerate(zip(CUSTOM, [*CUSTOM][1:] + [*CUSTOM][:1], strict=True)):
         for mask in some_masks(n + SCHEDULES.index(schedule)):
-            check_both(schedule, Problem(CUSTOM[q](23, 3), CUSTOM[k](23, 3), MASKS[mask](23), 2, 1), tables=False)
+            verify_forward_and_backward(
+                schedule, Problem(CUSTOM[q](23, 3), CUSTOM[k](23, 3), MASKS[mask](23), 2, 1), tables=False
+            )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_queries_that_begin_later_than_keys(schedule: str) -> None:
-    """As in decoding: queries start at position 20, keys at 0."""
+def test_schedules_verify_with_queries_that_begin_later_than_keys(schedule: str) -> None:
+    """As in decoding, queries start at position 20 and keys at 0."""
     for world, mask in product((1, 2, 3), (Mask.full(), CAUSAL, CAUSAL & Mask.window(5, 0), Mask.documents([13, 16]))):
         q = tuple(
-            tuple(range(r.start + 20, r.stop + 20, r.step) for r in held) for held in held_at_home(schedule, 9, world)
+            tuple(range(r.start + 20, r.stop + 20, r.step) for r in held) for held in default_ranges(schedule, 9, world)
         )
-        check_both(schedule, Problem(q, held_at_home(schedule, 29, world), mask, 4, 2))
+        verify_forward_and_backward(schedule, Problem(q, default_ranges(schedule, 29, world), mask, 4, 2))
 
 
 def test_bytes_are_counted_by_sender_and_with_the_sizes_given() -> None:

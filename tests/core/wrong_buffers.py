@@ -29,22 +29,22 @@ from core.edits import (
 )
 from meshflash.core.program import Add, Attend, Buffer, Clear, Copy, Delta, Part, Post
 
-#: Of rank 0 in ulysses: all rows, half of the heads.
+#: An attention over all rows and half of the heads, as on rank 0 of ulysses.
 ALL_ROWS = (range(6),)
 HALF = Attend(s("q:0", (0, 6), (0, 2)), k("kv:0", (0, 6), (0, 1)), s("y", (0, 6), (0, 2)), ALL_ROWS, ALL_ROWS, (0, 2))
 WRONG: list[Wrong] = [
     Wrong(*row)
     for row in (
         # the program as a whole
-        ("another world", RING_F, program(world=3), "is written for 3 ranks, the problem has 2"),
+        ("another world size", RING_F, program(world=3), "is written for 3 ranks, the problem has 2"),
         (
-            "a group without itself",
+            "a group without its own rank",
             RING_F,
             program(groups=(("mesh", (1,)),)),
             "group mesh must list its ranks once, in order",
         ),
         (
-            "itself twice",
+            "a rank twice in a group",
             RING_F,
             program(groups=(("mesh", (0, 0, 1)),)),
             "group mesh must list its ranks once, in order",
@@ -57,7 +57,7 @@ WRONG: list[Wrong] = [
             "group mesh must list its ranks once, in order, and this rank among them",
         ),
         (
-            "a group of strangers",
+            "a group with a rank outside of the mesh",
             RING_F,
             program(groups=(("mesh", (0, 1)), ("x", (0, 7)))),
             "group x: rank 7 does not list",
@@ -65,7 +65,12 @@ WRONG: list[Wrong] = [
         ("a buffer twice", RING_F, extra_buffers(Buffer("kv+1.1", "kv", 3, 2)), "two buffers have the same name"),
         ("an unknown kind", RING_F, extra_buffers(Buffer("x", "x", 3, 2)), "x has an unknown kind or an invalid shape"),
         ("no heads", RING_F, extra_buffers(Buffer("x", "kv", 3, 0)), "x has an unknown kind or an invalid shape"),
-        ("an output more", RING_F, extra_buffers(Buffer("o", "out", 3, 4, role="output")), "the caller's buffers are"),
+        (
+            "one output too many",
+            RING_F,
+            extra_buffers(Buffer("o", "out", 3, 4, role="output")),
+            "the caller's buffers are",
+        ),
         ("an input that is scratch", RING_F, buffer("q", role="scratch"), "the caller's buffers are"),
         (
             "an input of another dtype",
@@ -125,7 +130,7 @@ WRONG: list[Wrong] = [
             "was saved and may not be written",
         ),
         (
-            "a result of some keys for that of all",
+            "a result over some keys used as the result over all",
             RING_B,
             both(
                 extra_buffers(Buffer("x", "out", 3, 4)),
@@ -142,7 +147,7 @@ WRONG: list[Wrong] = [
         ),
         # results without their LSE, gradients without their delta
         (
-            "an LSE that is wanted and does not come",
+            "a requested LSE that does not arrive",
             HEADS_F,
             put(7, Copy(without_lse("out:0", (0, 3), (0, 2)), without_lse("out", (0, 3), (0, 2)))),
             "output out lacks the LSE of some rows, which the problem requests",
@@ -171,7 +176,7 @@ WRONG: list[Wrong] = [
             "only copies and posts of out and dout may",
         ),
         (
-            "an LSE from nowhere",
+            "an LSE without a source",
             WITHOUT_LSE_F,
             change(8, dst=s("out", (0, 3), (2, 4))),
             "source and target differ in kind or shape",
@@ -202,7 +207,7 @@ WRONG: list[Wrong] = [
         ),
         ("saved twice", RING_F, program(saves=("q", "kv", "out", "out")), "saves a buffer twice"),
         # scratch that becomes an output
-        ("becoming nothing known", RING_F, buffer("out.sum", becomes="x"), "out.sum cannot become x"),
+        ("becoming an unknown output", RING_F, buffer("out.sum", becomes="x"), "out.sum cannot become x"),
         ("becoming an input", RING_F, buffer("kv+1.1", becomes="kv"), "cannot become kv"),
         (
             "becoming another kind",
@@ -218,7 +223,7 @@ WRONG: list[Wrong] = [
         ),
         ("becoming another shape", RING_F, buffer("out.sum", rows=4), "out.sum becomes out but has another shape"),
         (
-            "two that become one",
+            "two buffers that become one output",
             RING_B,
             extra_buffers(Buffer("dq.more", "dq", 3, 4, "partial", becomes="dq")),
             "two buffers become dq",
@@ -275,8 +280,8 @@ WRONG: list[Wrong] = [
             insert(9, Post("x", (Part(1, k("dkv.sum")),), ())),
             "while post x still sends",
         ),
-        # steps and the places that they touch
-        ("no step at all", RING_F, insert(0, s("q")), "unknown step"),  # type: ignore[arg-type]
+        # steps and the slices that they access
+        ("an object that is not a step", RING_F, insert(0, s("q")), "unknown step"),  # type: ignore[arg-type]
         ("no such buffer", RING_F, insert(1, Clear(s("x"))), "there is no buffer x"),
         (
             "too many rows",

@@ -169,13 +169,18 @@ WRONG: list[Wrong] = [
             "its queries are not at the positions and heads that it names",
         ),
         (
-            "three heads over two",
+            "three query heads over two KV heads",
             RING_F,
             change(1, q=s("q", heads=(0, 3)), heads=(0, 3)),
             "key heads do not divide its query",
         ),
         ("no key heads", RING_F, change(1, kv=k("kv", (0, 3), (0, 0))), "its key heads do not divide its query heads"),
-        ("one key head for two groups", RING_F, change(1, kv=k("kv", (0, 3), (0, 1))), "are in different GQA groups"),
+        (
+            "one KV head for two GQA groups",
+            RING_F,
+            change(1, kv=k("kv", (0, 3), (0, 1))),
+            "are in different GQA groups",
+        ),
         (
             "other key heads",
             STRIDE_F,
@@ -245,7 +250,7 @@ WRONG: list[Wrong] = [
         ("another dtype than is sent", RING_F, buffer("kv+1.1", dtype="reduce"), "shape, kind or dtype differ"),
         ("nothing to send", RING_F, change(0, sends=()), "deadlock: rank 1 at step 2"),
         (
-            "a message to itself, kept",
+            "a message to its own rank that a peer expects",
             RING_F,
             change(0, sends=(Part(0, k("kv")),)),
             "deadlock: rank 0 at step 2.*rank 1 at",
@@ -283,14 +288,19 @@ WRONG: list[Wrong] = [
             put(4, Copy(s("out.sum"), s("out"))),
             "output out is not the finished result",
         ),
-        ("a hop forgotten", RING_F, put(3), "output out: 36 pairs are missing, 0 are repeated or not visible"),
+        ("a missing hop", RING_F, put(3), "output out: 36 pairs are missing, 0 are repeated or not visible"),
         (
             "a hop twice",
             RING_F,
             lambda p: insert(3, p.steps[3])(p),
             "output out: 0 pairs are missing, 36 are repeated or not visible",
         ),
-        ("gradients that stay away", RING_B, put(7), "output dkv: 36 pairs are missing, 0 are repeated or not visible"),
+        (
+            "gradients that are not added",
+            RING_B,
+            put(7),
+            "output dkv: 36 pairs are missing, 0 are repeated or not visible",
+        ),
         # on both ranks at once
         (
             "an all_gather of several slices",
@@ -322,7 +332,7 @@ WRONG: list[Wrong] = [
             BOTH,
         ),
         (
-            "spread in another order",
+            "scattered in another order",
             GATHER_B,
             change(3, sends=(Part(0, k("dkv2.0", (3, 6))), Part(1, k("dkv2.0", (0, 3))))),
             "an all_to_all are not contiguous",
@@ -359,7 +369,7 @@ WRONG: list[Wrong] = [
             BOTH,
         ),
         (
-            "queries that stand twice, so that keys get twice the gradient",
+            "queries twice in a buffer, so that keys get twice the gradient",
             RING_B,
             both(
                 extra_buffers(*(Buffer(f"{kind}2", kind, 6, 4) for kind in ("q", "out", "dout"))),

@@ -1,4 +1,4 @@
-"""Programs bound to memory, over whole worlds in threads: no result depends on what scratch held before."""
+"""Programs bound to memory, with all ranks as threads: results do not depend on the old content of scratch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshflash.check.spread import Item
 from meshflash.engine.memory import Arena, Pool
 
 CAUSAL = Mask.causal()
-#: Small ones with all that makes programs differ.
+#: Small cases that cover all differences between programs.
 WIDE = ("gqa", "no keys", "fewer keys", "everything")
 SCRATCH: dict[str, Case] = {
     "batch 1": Case(CAUSAL, batch=1, heads=4, kv_heads=2),
@@ -28,7 +28,7 @@ SCRATCH: dict[str, Case] = {
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch that is NaN in every dtype whenever a call gets it."""
+    """Fill scratch with NaN, in every dtype, whenever a call takes it from the pool."""
     take = Pool.take
 
     def poison(self: Pool, wanted: int, used: int) -> Arena:
@@ -41,34 +41,35 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.full((8,), 0xFF, dtype=torch.uint8).view(dtype).isnan().all()
 
 
-def run_and_check(item: Item, times: int = 1) -> None:
+def run_and_check(item: Item, calls: int = 1) -> None:
+    """Run an item in `calls` consecutive calls and check the last result against the oracle."""
     leaves = item.case.inputs(item.dtype)
-    check(run_item(item, leaves, times), item.case, leaves)
+    check(run_item(item, leaves, calls), item.case, leaves)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", WIDE)
-def test_eight_ranks_are_right(name, schedule):
+def test_eight_ranks_match_the_oracle(name, schedule):
     run_and_check(Item(CASES[name][0], schedule, 8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world", [5, 8, 13])
-def test_every_case_is_right_in_larger_worlds(world, schedule):
+def test_every_case_matches_the_oracle_on_5_to_13_ranks(world, schedule):
     for case, _, _ in CASES.values():
         run_and_check(Item(case, schedule, world))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", SCRATCH)
-def test_scratch_may_hold_anything(poisoned, name, schedule):
-    run_and_check(Item(SCRATCH[name], schedule, 3), times=2)
+def test_nan_in_scratch_does_not_reach_results(poisoned, name, schedule):
+    run_and_check(Item(SCRATCH[name], schedule, 3), calls=2)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_scratch_may_hold_anything_in_half_precision(poisoned, batch, schedule):
+def test_nan_in_scratch_does_not_reach_half_precision_results(poisoned, batch, schedule):
     case = Case(CAUSAL, batch=batch, heads=4, kv_heads=2)
     for reduce_dtype in (None, torch.bfloat16):
         item = Item(case, schedule, 3, torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -79,7 +80,7 @@ def test_scratch_may_hold_anything_in_half_precision(poisoned, batch, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_uneven_and_empty_shards(poisoned, schedule):
+def test_uneven_and_empty_shards_match_the_oracle(poisoned, schedule):
     layout = Layout(((range(20, 21),), (), (range(1, 20, 2), range(21, 25)), (range(0, 20, 2),)))
     for mask in (CAUSAL, CAUSAL & Mask.window(3, 0)):
         run_and_check(Item(Case(mask, tokens=25), schedule, 4, layout=layout))
@@ -97,7 +98,7 @@ def test_rows_that_see_nothing_are_0_and_their_lse_is_minus_infinity(poisoned, s
         assert not got[name][0, rows:].any()
 
 
-def test_every_attending_step_has_a_kernel_of_its_own():
+def test_every_attend_step_has_its_own_kernel():
     item = Item(Case(CAUSAL, tokens=64), "zigzag", 4)
     prepared = prepare(item, 0)
     kernels = prepared.kernels("forward", item.case.features(item.case.inputs(item.dtype)))
@@ -105,7 +106,7 @@ def test_every_attending_step_has_a_kernel_of_its_own():
     assert {choice.kernel.name for choice, _ in kernels.values()} <= {"vendor", "tiled"}
 
 
-def test_a_kernel_that_cannot_serve_a_step_is_refused():
+def test_kernel_that_does_not_support_a_step_is_refused():
     item = Item(Case(CAUSAL & Mask.window(3, 0), tokens=64), "ring", 2, kernel="vendor")
     features = item.case.features(item.case.inputs(item.dtype))
     with pytest.raises(ValueError, match=r'kernel="vendor" does not support .*; supported here: (triton, )?tiled'):

@@ -1,4 +1,7 @@
-"""Calls that go into a graph: what they run in, and what is refused. On a CPU there are no graphs: we pretend."""
+"""Calls captured in a CUDA graph: they use memory of their own, and unsupported captures are refused.
+
+A CPU has no graphs, so the tests replace the check for a running capture.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def capturing():
+    """Make the engine believe that a graph is being captured."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (mesh, binding):
             patch.setattr(module, "capturing", lambda device: True)
@@ -30,7 +34,7 @@ def call(world, **options):
     return out, torch.autograd.grad(out.sum(), x)[0]
 
 
-def in_memory_of_its_own(rank, world, group):
+def compare_captured_with_eager(rank, world, group):
     want = call(world)
     with capturing():
         before = pool(CPU).usage.allocations, len(pool(CPU)._free)
@@ -42,11 +46,11 @@ def in_memory_of_its_own(rank, world, group):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_it_runs_in_memory_of_the_graphs_own(pool):
-    pool.run(2, in_memory_of_its_own)
+def test_captured_call_leaves_the_scratch_pool_untouched(pool):
+    pool.run(2, compare_captured_with_eager)
 
 
-def refused(rank, world, group):
+def capture_unsupported_calls(rank, world, group):
     call(world)
     with capturing(), pytest.raises(RuntimeError, match="agree on this call first: make it once before the capture"):
         call(world, scale=0.3)
@@ -56,20 +60,20 @@ def refused(rank, world, group):
             call(world)
 
 
-def test_what_cannot_be_captured_is_refused(pool):
-    pool.run(2, refused)
+def test_capture_of_a_new_call_or_over_an_unsupported_transport_is_refused(pool):
+    pool.run(2, capture_unsupported_calls)
 
 
-def ended(rank, world, group):
+def call_after_shutdown(rank, world, group):
     call(world)
     assert any(found._free for found in _pools.values())
     shutdown()
     assert not any(found._free for found in _pools.values())
     assert not _contexts
-    call(world)  # afresh
+    call(world)  # makes a new handshake
     assert group_context(group.group_name).handshakes == 1
     assert all(found.usage.live == 0 for found in _pools.values())
 
 
-def test_shutdown_frees_what_was_kept_and_calls_begin_afresh(pool):
-    pool.run(2, ended)
+def test_shutdown_frees_scratch_and_the_next_call_makes_a_new_handshake(pool):
+    pool.run(2, call_after_shutdown)

@@ -1,6 +1,6 @@
 """Ranks that are killed, stopped or interrupted: every survivor ends in time and names the right rank.
 
-A few cases of the soak campaign, so that each run of the tests has some; `make soak` runs hundreds.
+These are a few cases of the soak campaign; `make soak` runs hundreds.
 """
 
 import signal
@@ -13,6 +13,7 @@ from soak.zygote import Zygote
 
 @pytest.fixture(scope="module")
 def zygote():
+    """Start one process from which all jobs of this module are forked."""
     found = Zygote()
     yield found
     found.close()
@@ -43,4 +44,4 @@ def test_interrupt_ends_a_rank_that_waits_in_a_handshake(zygote, tmp_path):
     job = zygote.run("interrupted", 2, tmp_path, timeout=30.0, limit=20.0, victims=[0], fault=signal.SIGINT, delay=1.0)
     assert job.report(0)["error"] == "KeyboardInterrupt"
     assert job.fired is not None
-    assert job.times[0] - job.fired < 5.0  # 2 s to end, and an interpreter's exit on busy cores
+    assert job.times[0] - job.fired < 5.0  # 2 s to end, and time for the interpreter to exit on busy cores

@@ -1,4 +1,4 @@
-"""Group contexts: contexts of destroyed groups are dropped, and a rank refuses calls after an error."""
+"""Group contexts: those of destroyed groups are dropped, and a rank refuses calls after an error."""
 
 import gc
 import time
@@ -20,22 +20,22 @@ def call(tokens=4, **options):
     return attention(x, x, x, mask=CAUSAL, schedule=options.pop("schedule", "ring"), **options)
 
 
-def leaves_a_call(rank, world, group):
+def fail_inside_a_call(rank, world, group):
     call()
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mesh.Prepared, "run", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
+            patch.setattr(mesh.Prepared, "run", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no memory")))
             with pytest.raises(MemoryError):
                 call()
-        with pytest.raises(RuntimeError, match=r"left an earlier call .*no room.*make a new process group"):
+        with pytest.raises(RuntimeError, match=r"left an earlier call .*no memory.*make a new process group"):
             call()
 
 
 def test_rank_that_left_a_call_by_an_error_refuses_later_calls(pool):
-    pool.run(2, leaves_a_call)
+    pool.run(2, fail_inside_a_call)
 
 
-def refuses_alone(rank, world, group):
+def call_with_unsupported_kernel_on_one_rank(rank, world, group):
     layout = Layout(((range(3),), (range(3, 8),)))
     x = torch.randn(1, layout.lengths[rank], 2, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="vendor"):
@@ -43,10 +43,10 @@ def refuses_alone(rank, world, group):
 
 
 def test_kernel_that_one_rank_lacks_is_refused_on_all_ranks(pool):
-    pool.run(2, refuses_alone)
+    pool.run(2, call_with_unsupported_kernel_on_one_rank)
 
 
-def fails_before_the_op(rank, world, group):
+def call_with_wrong_shape_on_one_rank(rank, world, group):
     x = torch.randn(1, 4, 2, 8)
     y = x if rank else x[:, :3]
     with pytest.raises(ValueError, match="k has 3 tokens"):
@@ -54,27 +54,27 @@ def fails_before_the_op(rank, world, group):
 
 
 def test_error_before_the_handshake_reaches_the_other_ranks(pool):
-    pool.run(2, fails_before_the_op, timeout=30.0)
+    pool.run(2, call_with_wrong_shape_on_one_rank, timeout=30.0)
 
 
-def again_on_the_same_store(rank, world, group):
+def make_groups_on_one_store(rank, world, group):
     # Only meshflash's own keys share the store: gloo itself may read a peer's old address from one.
     store = distributed.distributed_c10d._get_default_store()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed.distributed_c10d, "_get_process_group_store", lambda _: store)
         for scale in (1.0, 2.0):
             own = distributed.new_group([0, 1])
-            time.sleep(0.2 * rank)  # an old payload of rank 1 is there, and rank 0 must not read it
+            time.sleep(0.2 * rank)  # the store still has an old payload of rank 1, which rank 0 must not read
             call(mesh=own, scale=scale)
             call(mesh=own, scale=scale)
             distributed.destroy_process_group(own)
 
 
 def test_keys_of_an_earlier_group_are_not_read(pool):
-    pool.run(2, again_on_the_same_store)
+    pool.run(2, make_groups_on_one_store)
 
 
-def groups_come_and_go(rank, world, group):
+def make_and_destroy_groups(rank, world, group):
     for _ in range(3):
         own = distributed.new_group([0, 1])
         call(mesh=own)
@@ -85,10 +85,10 @@ def groups_come_and_go(rank, world, group):
 
 
 def test_contexts_of_destroyed_groups_are_dropped(pool):
-    assert pool.run(2, groups_come_and_go) == [1, 1]
+    assert pool.run(2, make_and_destroy_groups) == [1, 1]
 
 
-def keeps_no_graph(rank, world, group):
+def call_and_drop_the_graph(rank, world, group):
     class Seen(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -108,26 +108,26 @@ def keeps_no_graph(rank, world, group):
 
 
 def test_bound_program_keeps_no_reference_to_the_autograd_graph(pool):
-    pool.run(2, keeps_no_graph)
+    pool.run(2, call_and_drop_the_graph)
 
 
-def renamed(rank, world, group):
-    ran = []
+def run_reregistered_schedule(rank, world, group):
+    steps = []
     for family in (ring, allgather):
         register_schedule("mine", family.forward, family.backward, options={"head_stride": 0})
         plan = call(schedule="mine", return_plan=True)[1]
-        ran.append([str(step).split()[0] for step in plan.program.steps])
+        steps.append([str(step).split()[0] for step in plan.program.steps])
         unregister_schedule("mine")
-    return ran
+    return steps
 
 
 def test_reregistered_schedule_name_runs_the_new_schedule(pool):
-    first, second = pool.run(2, renamed)[1]
+    first, second = pool.run(2, run_reregistered_schedule)[1]
     assert "finish" in first
     assert "finish" not in second
 
 
-def test_compiled_calls_on_one_rank_raise_the_errors_of_eager_calls():
+def test_compiled_calls_on_a_single_device_raise_the_errors_of_eager_calls():
     compiled = torch.compile(attention, backend="aot_eager")
     x = torch.randn(1, 9, 1, 8)
     with pytest.raises(ValueError, match="on one rank positions must be in order"):

@@ -1,4 +1,4 @@
-"""The pool of scratch: arenas grow, are used again, and are never shared by calls that run at once."""
+"""The pool of scratch memory: arenas grow, are reused, and are never shared by concurrent calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshflash.engine.memory import ALIGNMENT, Pool, pool
 CPU = torch.device("cpu")
 
 
-def test_an_arena_is_used_again():
+def test_returned_arena_is_reused():
     memory = Pool(CPU)
     first = memory.take(1000, 900)
     memory.give_back(first, 900)
@@ -30,7 +30,7 @@ def test_an_arena_is_used_again():
     assert first.bytes == 1000
 
 
-def test_a_smaller_call_takes_the_smallest_arena_that_fits():
+def test_call_takes_the_smallest_free_arena_that_fits():
     memory = Pool(CPU)
     small, large = memory.take(100, 100), memory.take(1000, 1000)
     memory.give_back(large, 1000)
@@ -40,7 +40,7 @@ def test_a_smaller_call_takes_the_smallest_arena_that_fits():
     assert memory.usage.allocations == 2
 
 
-def test_an_arena_that_is_too_small_gives_way_to_a_larger_one():
+def test_larger_arena_replaces_one_that_is_too_small():
     memory = Pool(CPU)
     memory.give_back(memory.take(100, 100), 100)
     larger = memory.take(200, 200)
@@ -48,12 +48,12 @@ def test_an_arena_that_is_too_small_gives_way_to_a_larger_one():
     memory.give_back(larger, 200)
     assert memory.take(10, 10) is larger
     assert memory.usage.allocations == 2
-    other = memory.take(10, 10)  # the small one is not there any more
+    other = memory.take(10, 10)  # the small arena was freed
     assert other is not larger
     assert memory.usage.allocations == 3
 
 
-def test_sizes_that_grow_leave_one_arena():
+def test_growing_sizes_leave_one_arena():
     memory = Pool(CPU)
     for size in range(1, 50):
         memory.give_back(memory.take(size, size), size)
@@ -64,7 +64,7 @@ def test_sizes_that_grow_leave_one_arena():
     assert memory.usage.allocations == 49
 
 
-def test_calls_at_once_have_arenas_of_their_own():
+def test_concurrent_calls_have_separate_arenas():
     memory = Pool(CPU)
     arenas = [memory.take(10, 8) for _ in range(3)]
     assert len({id(arena) for arena in arenas}) == len({arena.memory.data_ptr() for arena in arenas}) == 3
@@ -76,7 +76,7 @@ def test_calls_at_once_have_arenas_of_their_own():
     assert memory.usage.allocations == 3
 
 
-def test_an_arena_that_was_dropped_does_not_come_back():
+def test_dropped_arena_is_not_reused():
     memory = Pool(CPU)
     arena = memory.take(10, 10)
     memory.drop(10)
@@ -84,7 +84,7 @@ def test_an_arena_that_was_dropped_does_not_come_back():
     assert memory.take(10, 10) is not arena
 
 
-def test_clear_frees_what_no_call_holds():
+def test_clear_frees_only_arenas_that_no_call_holds():
     memory = Pool(CPU)
     held, free = memory.take(10, 10), memory.take(10, 10)
     memory.give_back(free, 10)
@@ -94,7 +94,7 @@ def test_clear_frees_what_no_call_holds():
     assert memory.take(10, 10) is held
 
 
-def test_nothing_is_something_too():
+def test_arena_of_zero_bytes_is_reused():
     memory = Pool(CPU)
     arena = memory.take(0, 0)
     assert arena.memory.device == CPU
@@ -102,7 +102,7 @@ def test_nothing_is_something_too():
     assert memory.take(0, 0) is arena
 
 
-def test_there_is_one_pool_for_each_device():
+def test_each_device_has_one_pool():
     assert pool(CPU) is pool(torch.device("cpu"))
     assert pool(torch.device("meta")) is not pool(CPU)
     assert pool(torch.device("meta")).device.type == "meta"
@@ -131,7 +131,7 @@ def test_threads_never_hold_the_same_arena():
     assert len(memory._free) <= 8
 
 
-def test_a_call_that_fails_drops_its_arena_and_the_next_one_works():
+def test_failed_call_drops_its_arena():
     item = Item(Case(Mask.causal(), tokens=16), "ring", 2)
     memory = pool(CPU)
     memory.clear()
@@ -148,7 +148,7 @@ def test_a_call_that_fails_drops_its_arena_and_the_next_one_works():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_that_a_program_places_is_aligned_and_apart(dtype):
+def test_placed_buffers_are_aligned_and_do_not_overlap(dtype):
     for schedule in ("zigzag", "allgather(head_stride=1)"):
         item = Item(Case(Mask.causal(), batch=3, tokens=37, heads=6, kv_heads=2, dim=24), schedule, 3, dtype)
         for direction in ("forward", "backward"):
@@ -163,20 +163,20 @@ def test_all_that_a_program_places_is_aligned_and_apart(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_saved_lies_where_it_is_said_to(dtype):
+def test_strided_description_of_saved_buffers_matches_their_views(dtype):
     item = Item(Case(Mask.causal(), batch=3, tokens=21, heads=4, kv_heads=2, dim=8, value_dim=24), "ulysses", 2, dtype)
     placement = prepare(item, 1)._placement("forward", lse_gradient=False)
     memory = torch.randint(0, 256, (placement.saved,), dtype=torch.uint8)
-    kept = [buffer for buffer in placement.program.buffers if buffer.role == "saved"]
-    assert len(kept) == 3
-    for buffer in kept:
+    saved = [buffer for buffer in placement.program.buffers if buffer.role == "saved"]
+    assert len(saved) == 3
+    for buffer in saved:
         for rows, heads in (((0, buffer.rows), (0, buffer.heads)), ((2, 7), (0, buffer.heads)), ((3, 4), (0, 1))):
             place = Slice(buffer.name, rows, heads)
             for field in KINDS[buffer.kind]:
-                ways = [(placement.view(memory, place, field), False)]
+                views = [(placement.view(memory, place, field), False)]
                 if heads == (0, buffer.heads):
-                    ways.append((placement.message(memory, buffer.name, field, place), True))
-                for want, flat in ways:
+                    views.append((placement.message(memory, buffer.name, field, place), True))
+                for want, flat in views:
                     kind, size, stride, offset = placement.strided(place, field, flat)
                     got = memory.view(kind).as_strided(size, stride, offset)
                     assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))

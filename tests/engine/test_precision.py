@@ -1,4 +1,4 @@
-"""How far half precision is from the truth: spreading a sequence over ranks adds nothing to it."""
+"""Rounding errors in half precision: sharding a sequence over ranks does not increase them."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ ELEMENTS = CASE.batch * CASE.tokens * CASE.heads * CASE.dim
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def on_one_device(leaves: dict[str, Tensor], kernel: str, dout: Tensor) -> dict[str, Tensor]:
+def run_on_single_device(leaves: dict[str, Tensor], kernel: str, dout: Tensor) -> dict[str, Tensor]:
     out, _ = CASE.run(leaves, kernel)
     grads = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
     return dict(zip(NAMES, (out.detach(), *grads), strict=True))
 
 
-def rms(value: Tensor, truth: Tensor) -> float:
+def rms_error(value: Tensor, exact: Tensor) -> float:
     assert value.numel() == ELEMENTS
-    return float((value.double() - truth.double()).square().mean().sqrt())
+    return float((value.double() - exact.double()).square().mean().sqrt())
 
 
 @pytest.fixture(scope="module")
-def one_device() -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The truth, in float32, and the error of one device in bfloat16."""
+def single_device() -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the results in float32, and the errors of a single device in bfloat16."""
     leaves = CASE.inputs(torch.bfloat16)
     like = torch.empty(0, dtype=torch.bfloat16)
     dout, _ = upstream(Item(CASE, "ring", 1), like, like, 0)
-    truth = on_one_device(as_dtype(leaves, torch.float32), "auto", dout)
-    got = on_one_device(leaves, "tiled", dout)
-    return truth, {name: rms(got[name], truth[name]) for name in NAMES}
+    exact = run_on_single_device(as_dtype(leaves, torch.float32), "auto", dout)
+    got = run_on_single_device(leaves, "tiled", dout)
+    return exact, {name: rms_error(got[name], exact[name]) for name in NAMES}
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("schedule", ["ring", "zigzag"])
-def test_the_error_in_bfloat16_is_that_of_one_device(one_device, schedule, world):
+def test_bfloat16_error_over_ranks_is_that_of_a_single_device(single_device, schedule, world):
     assert ELEMENTS >= 10**6
-    truth, alone = one_device
+    exact, single_errors = single_device
     got = run_item(Item(CASE, schedule, world, torch.bfloat16, kernel="tiled"), CASE.inputs(torch.bfloat16))
-    errors = {name: rms(got[name], truth[name]) / alone[name] for name in NAMES}
+    errors = {name: rms_error(got[name], exact[name]) / single_errors[name] for name in NAMES}
     assert max(errors.values()) <= 1.1, errors
 
 
-def test_the_error_is_seen_where_sums_are_rounded_on_their_way(one_device):
-    truth, alone = one_device
+def test_bfloat16_reductions_increase_only_the_errors_of_dk_and_dv(single_device):
+    exact, single_errors = single_device
     item = Item(CASE, "zigzag", 4, torch.bfloat16, kernel="tiled", reduce_dtype=torch.bfloat16)
     got = run_item(item, CASE.inputs(torch.bfloat16))
-    errors = {name: rms(got[name], truth[name]) / alone[name] for name in NAMES}
+    errors = {name: rms_error(got[name], exact[name]) / single_errors[name] for name in NAMES}
     assert max(errors["out"], errors["dq"]) <= 1.1
     assert min(errors["dk"], errors["dv"]) > 1.1
     assert max(errors["dk"], errors["dv"]) < 4

@@ -1,4 +1,4 @@
-"""A repeated call allocates nothing, builds nothing and agrees on nothing; calls that differ do not pile up."""
+"""A repeated call allocates nothing, builds nothing and makes no handshake; caches of changing calls stay bounded."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ BUILT: tuple[type[Any], ...] = (Program, Bound, Worklist, Placement, engine.Prep
 
 
 @contextmanager
-def constructions() -> Iterator[Counter[str]]:
-    """What is built inside the block, by class."""
+def count_constructions() -> Iterator[Counter[str]]:
+    """Count the objects constructed inside the block, by class."""
     built: Counter[str] = Counter()
 
-    def counting(kind: type[Any]) -> Callable[..., None]:
+    def count_init(kind: type[Any]) -> Callable[..., None]:
         plain = kind.__init__
 
         def init(self: Any, *arguments: Any, **named: Any) -> None:
@@ -49,19 +49,19 @@ def constructions() -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for kind in BUILT:
-            patch.setattr(kind, "__init__", counting(kind))
+            patch.setattr(kind, "__init__", count_init(kind))
         yield built
 
 
 def step(tokens: int, world: int, **call: Any) -> None:
-    """A forward and a backward."""
+    """Run a forward and a backward."""
     q, k, v = (torch.ones(2, tokens // world, 4, 8).requires_grad_() for _ in range(3))
     attention(q, k, v, **call).sum().backward()
 
 
-def steady(rank: int, world: int, group: Any) -> None:
+def repeat_calls(rank: int, world: int, group: Any) -> None:
     kinds: list[list[dict[str, Any]]] = [[dict(tokens=32, schedule=schedule, mask=CAUSAL)] for schedule in SCHEDULES]
-    kinds.append([call for calls in kinds for call in calls])  # one after another
+    kinds.append([call for calls in kinds for call in calls])  # all schedules alternate
     kinds.append([dict(tokens=32, mask=CAUSAL), dict(tokens=64, mask=CAUSAL & Mask.window(9, 0), schedule="zigzag")])
     kinds.append(
         [dict(tokens=32, mask=CAUSAL & Mask.documents(torch.tensor([9, 23])), layout=Layout.zigzag(32, world))]
@@ -72,7 +72,7 @@ def steady(rank: int, world: int, group: Any) -> None:
             for call in calls:
                 step(world=world, **call)
         before = usage.allocations, here.handshakes, len(here.prepared)
-        with constructions() as built:
+        with count_constructions() as built:
             for _ in range(5):
                 for call in calls:
                     step(world=world, **call)
@@ -81,39 +81,39 @@ def steady(rank: int, world: int, group: Any) -> None:
         assert usage.live == 0
 
 
-def test_a_repeated_call_builds_and_allocates_nothing(pool):
-    pool.run(2, steady)
+def test_repeated_call_builds_allocates_and_negotiates_nothing(pool):
+    pool.run(2, repeat_calls)
 
 
-def counts_what_is_built(rank: int, world: int, group: Any) -> None:
-    with constructions() as built:
+def count_constructions_of_first_call(rank: int, world: int, group: Any) -> None:
+    with count_constructions() as built:
         step(32, world, mask=CAUSAL & Mask.window(11, 0), schedule="zigzag")
     assert set(built) == {kind.__name__ for kind in BUILT}
 
 
-def test_a_first_call_is_seen_to_build(pool):
-    pool.run(2, counts_what_is_built)
+def test_constructions_of_a_first_call_are_counted(pool):
+    pool.run(2, count_constructions_of_first_call)
 
 
-def seeds(rank: int, world: int, group: Any) -> None:
+def change_seeds_slopes_and_logits(rank: int, world: int, group: Any) -> None:
     here = group_context(group.group_name)
     for seed in range(10):
         if seed == 2:
             before = here.handshakes, len(here.prepared), pool(CPU).usage.allocations
         slopes, logits = torch.rand(4, generator=torch.Generator().manual_seed(seed)), torch.full((4,), float(seed))
-        more = dict(dropout=0.5, seed=seed, alibi_slopes=slopes, sink_logits=logits)
-        step(32, world, mask=CAUSAL, schedule="ring", **more)
+        options = dict(dropout=0.5, seed=seed, alibi_slopes=slopes, sink_logits=logits)
+        step(32, world, mask=CAUSAL, schedule="ring", **options)
     assert before == (here.handshakes, len(here.prepared), pool(CPU).usage.allocations)
 
 
-def test_seeds_slopes_and_logits_that_change_are_the_same_kind_of_call(pool):
-    pool.run(2, seeds)
+def test_changing_seeds_slopes_and_logits_need_no_new_handshake(pool):
+    pool.run(2, change_seeds_slopes_and_logits)
 
 
-def packings(rank: int, world: int, group: Any) -> None:
+def change_packings(rank: int, world: int, group: Any) -> None:
     draw = random.Random(0)  # the same on all ranks
     here, memory = group_context(group.group_name), pool(CPU)
-    memory.clear()  # of what other tests of this worker left
+    memory.clear()  # other tests of this worker left arenas
     layout = Layout.zigzag(32, world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "BOUND", 6)
@@ -127,20 +127,20 @@ def packings(rank: int, world: int, group: Any) -> None:
             assert len(memory._free) == 1
             if n == 20:
                 allocations = memory.usage.allocations
-        # a kind of call that was forgotten is agreed on again
+        # an evicted call needs a new handshake
         before = here.handshakes
         step(32, world, mask=CAUSAL, layout=layout)
         assert here.handshakes == before + 1
-    assert memory.usage.allocations - allocations <= 3  # only where a packing needs more than any before
+    assert memory.usage.allocations - allocations <= 3  # only for a packing that needs more memory than any before
     assert memory.usage.live == 0
 
 
-def test_packings_that_change_every_step_do_not_pile_up(pool):
-    pool.run(2, packings)
+def test_caches_stay_bounded_when_packings_change_every_step(pool):
+    pool.run(2, change_packings)
 
 
 class Idle(Kernel):
-    """Computes nothing, so that all that is seen is the engine's own."""
+    """A kernel that computes nothing, so that only the engine's own operations are recorded."""
 
     name, summary = "idle", "nothing"
 
@@ -156,8 +156,8 @@ class Idle(Kernel):
         return grads
 
 
-class Watch(TorchDispatchMode):
-    """Every op that makes a tensor of its own: neither a view, nor in place, nor into a given one."""
+class AllocationRecorder(TorchDispatchMode):
+    """Record all ops, and those that allocate: neither views, nor in place, nor into a given tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,9 +174,9 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_bound_program_makes_no_tensor(monkeypatch, schedule, batch, dtype):
+def test_bound_program_allocates_no_tensor(monkeypatch, schedule, batch, dtype):
     monkeypatch.setattr("meshflash.engine.binding.choose", lambda name, request: Choice(Idle(), "for the test"))
-    for name in ("merge_", "delta_"):  # kernels too
+    for name in ("merge_", "delta_"):  # these launch kernels as well
         monkeypatch.setattr(f"meshflash.engine.binding.{name}", lambda *tensors: None)
     for mask in (Mask.full(), CAUSAL, CAUSAL & Mask.window(9, 0)):
         item = Item(Case(mask, batch=batch, tokens=37, heads=4, kv_heads=2), schedule, 3, dtype)
@@ -193,16 +193,16 @@ def test_a_bound_program_makes_no_tensor(monkeypatch, schedule, batch, dtype):
             for direction, given in passes.items():
                 tensors = [*given, saved]
                 prepared.run(direction, tensors, features, mover)  # type: ignore[arg-type]
-                with Watch() as watch:
+                with AllocationRecorder() as recorder:
                     prepared.run(direction, tensors, features, mover)  # type: ignore[arg-type]
-                assert not watch.allocating, (direction, watch.allocating)
+                assert not recorder.allocating, (direction, recorder.allocating)
 
 
-def test_the_watch_sees_what_allocates():
+def test_allocation_recorder_detects_allocating_ops():
     x = torch.zeros(4)
-    with Watch() as watch:
+    with AllocationRecorder() as recorder:
         x.view(2, 2).narrow(0, 0, 1).fill_(1.0).add_(1.0)
-        assert not watch.allocating
-        assert watch.all
+        assert not recorder.allocating
+        assert recorder.all
         x.clone(), torch.empty(3), x + 1, x.reshape(2, 2).t().contiguous(), x.double()
-    assert len(watch.allocating) == 5
+    assert len(recorder.allocating) == 5

@@ -1,4 +1,4 @@
-"""Traces of real runs: every attend and every move is there, in order, and can be drawn."""
+"""Traces of real runs: they hold every attend step and every transfer in order, and can be drawn."""
 
 import json
 
@@ -15,8 +15,8 @@ from meshflash.viz import recorded
 SLOW = "throttled(auto, 0.001, 1000)"
 
 
-def traced(rank, world, group, folder):
-    """Two calls with gradients, one of them over a slow link."""
+def trace_two_calls(rank, world, group, folder):
+    """Trace two calls with gradients, one of them over a slow link."""
     made = trace.Trace()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHFLASH_TRACE", folder)
@@ -28,18 +28,19 @@ def traced(rank, world, group, folder):
             out.sum().backward()
         last = group_context(group.group_name).last
         made.write()
-    attention(*x, mesh=group)  # no trace is wanted any more
+    attention(*x, mesh=group)  # tracing is off again
     return made.calls, [len([s for s in last.program(d).steps if "attend" in str(s)]) for d in ("forward", "backward")]
 
 
 @pytest.fixture(scope="module")
 def events(pool, tmp_path_factory):
+    """Return the folder of the traces of three ranks, and their events."""
     folder = tmp_path_factory.mktemp("traces")
-    assert pool.run(3, traced, str(folder)) == [(4, [3, 3])] * 3
+    assert pool.run(3, trace_two_calls, str(folder)) == [(4, [3, 3])] * 3
     return folder, recorded.read(folder)
 
 
-def test_every_attend_and_every_move_is_there(events):
+def test_trace_holds_every_attend_step_and_every_transfer(events):
     _, found = events
     calls = recorded.calls(found)
     assert [number for _, number in calls] == [0, 1, 2, 3]
@@ -54,7 +55,7 @@ def test_every_attend_and_every_move_is_there(events):
             assert all(0 <= event.begin <= event.end <= timeline.total for event in (*attends, *moves, *waits))
 
 
-def test_a_slow_link_shows(events):
+def test_transfers_over_a_slow_link_take_their_time_in_the_trace(events):
     _, found = events
     slow = recorded.timeline(found, *recorded.calls(found)[2])
     seconds = 1e-3 + 2 * 8 * 2 * 16 * 4 / 1e6  # 8 rows of keys and values, at 1 MB/s
@@ -62,7 +63,7 @@ def test_a_slow_link_shows(events):
     assert all(event.seconds > 0.99 * seconds for event in moves)
 
 
-def recorded_here(rank, world, group):
+def record_one_call(rank, world, group):
     x = torch.randn(1, 8, 2, 16)
     with trace.recording() as made:
         attention(x, x, x, mesh=group, schedule="ring", transport=SLOW)
@@ -72,13 +73,13 @@ def recorded_here(rank, world, group):
     return made.seconds("attend"), made.seconds("move")
 
 
-def test_a_block_may_be_recorded_to_look_at(pool):
-    for attending, moving in pool.run(2, recorded_here):
+def test_recording_context_measures_attention_and_transfers(pool):
+    for attending, moving in pool.run(2, record_one_call):
         assert attending > 0
         assert moving > 1e-3
 
 
-def test_the_command_draws_it(events, tmp_path):
+def test_trace_command_draws_and_merges_traces(events, tmp_path):
     folder, found = events
     svg, merged = tmp_path / "a.svg", tmp_path / "all.json"
     command = ["trace", str(folder), "--call", "2", "--svg", str(svg), "--merged", str(merged)]
@@ -94,7 +95,7 @@ def test_the_command_draws_it(events, tmp_path):
         assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_only_so_many_calls_are_kept(monkeypatch, tmp_path):
+def test_trace_keeps_at_most_the_configured_number_of_calls(monkeypatch, tmp_path):
     monkeypatch.setattr(trace, "MOST_CALLS", 2)
     monkeypatch.setenv("MESHFLASH_TRACE", str(tmp_path))
     monkeypatch.setenv("RANK", "3")

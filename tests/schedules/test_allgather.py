@@ -1,4 +1,4 @@
-"""Traffic and scratch of all-gather: at most that of other implementations, and less under sparse masks."""
+"""Traffic and scratch of all-gather: no more than in other implementations, and less under sparse masks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MASKS = {
 }
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
-#: Bytes of one row of k (or of v), over all key heads.
-ROW = KV_HEADS * 64 * 2
+#: Bytes of one row of k (or of v), over all KV heads.
+ROW_BYTES = KV_HEADS * 64 * 2
 
 
 def problem_of(world: int, mask: Mask, tokens: int = 0) -> Problem:
@@ -51,9 +51,9 @@ def posts(programs: list[Program]) -> list[Post]:
 def test_forward_receives_at_most_the_keys_and_values_of_all_other_ranks(schedule: str, mask: str) -> None:
     for world in WORLDS:
         got = received(schedule, problem_of(world, MASKS[mask]), "forward")
-        assert max(got) <= 2 * (world - 1) * ROWS * ROW
+        assert max(got) <= 2 * (world - 1) * ROWS * ROW_BYTES
         if mask == "full":
-            assert set(got) == {2 * (world - 1) * ROWS * ROW}
+            assert set(got) == {2 * (world - 1) * ROWS * ROW_BYTES}
 
 
 @pytest.mark.parametrize("reduce_bytes", [4, 2])
@@ -65,19 +65,19 @@ def test_backward_receives_keys_again_and_one_gradient_share_per_other_rank(
     sizes = replace(SIZES, reduce_bytes=reduce_bytes)
     for world in WORLDS:
         got = received(schedule, problem_of(world, MASKS[mask]), "backward", sizes)
-        keys = 2 * (world - 1) * ROWS * ROW
-        most = keys + keys * reduce_bytes // 2
-        assert max(got) <= most
+        kv_bytes = 2 * (world - 1) * ROWS * ROW_BYTES
+        max_bytes = kv_bytes + kv_bytes * reduce_bytes // 2
+        assert max(got) <= max_bytes
         if mask == "full":
-            assert set(got) == {most}
+            assert set(got) == {max_bytes}
 
 
 @pytest.mark.parametrize("schedule", GATHERS)
 def test_causal_mask_moves_half_of_the_keys(schedule: str) -> None:
     for world in WORLDS:
         problem = problem_of(world, Mask.causal())
-        keys = [2 * rank * ROWS * ROW for rank in range(world)]
-        shares = [2 * (world - 1 - rank) * ROWS * ROW * 2 for rank in range(world)]
+        keys = [2 * rank * ROWS * ROW_BYTES for rank in range(world)]
+        shares = [2 * (world - 1 - rank) * ROWS * ROW_BYTES * 2 for rank in range(world)]
         assert list(received(schedule, problem, "forward")) == keys
         assert list(received(schedule, problem, "backward")) == [a + b for a, b in zip(keys, shares, strict=True)]
 
@@ -85,7 +85,9 @@ def test_causal_mask_moves_half_of_the_keys(schedule: str) -> None:
 @pytest.mark.parametrize("left", [1, 4, ROWS, ROWS + 2])
 def test_causal_window_moves_only_the_rows_inside_the_window(left: int) -> None:
     problem = problem_of(4, Mask.causal() & Mask.window(left, 0))
-    assert list(received("allgather", problem, "forward")) == [2 * min(left, rank * ROWS) * ROW for rank in range(4)]
+    assert list(received("allgather", problem, "forward")) == [
+        2 * min(left, rank * ROWS) * ROW_BYTES for rank in range(4)
+    ]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -96,7 +98,7 @@ def test_documents_that_each_lie_on_one_rank_move_nothing(schedule: str, directi
         programs = programs_of(schedule, problem, direction)
         verify_programs(programs, problem)
         assert posts(programs) == []
-        assert all(b.role != "scratch" for program in programs for b in program.buffers), "and take no scratch"
+        assert all(b.role != "scratch" for program in programs for b in program.buffers), "no scratch is needed"
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -172,6 +174,6 @@ def test_gather_of_the_next_chunk_overlaps_with_attention() -> None:
     assert words == ["post", "post", "wait", "attend", "post", "wait", "attend", "wait", "attend", "finish"]
     whole, chunked = (verified(name, problem, SIZES)["forward"] for name in ("allgather", "allgather(chunks=3)"))
     assert max(chunked.received_bytes) == max(whole.received_bytes)
-    gathered = 2 * 2 * ROWS * ROW
+    gathered = 2 * 2 * ROWS * ROW_BYTES
     partial = ROWS * HEADS * (64 * 4 + 4)
     assert max(chunked.scratch_bytes) <= 2 * gathered // 3 + partial < gathered + partial

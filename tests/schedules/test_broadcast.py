@@ -1,4 +1,4 @@
-"""Traffic and scratch of the broadcast schedules: at most that of other implementations, less under sparse masks."""
+"""Traffic and scratch of the broadcast schedules: no more than in other implementations, less under sparse masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLDS = (2, 3, 4, 7, 8)
 ROWS = 6
 SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
 #: Bytes of one row of one head.
-ROW = 64 * 2
+ROW_BYTES = 64 * 2
 MASKS = {
     "full": Mask.full(),
     "causal": Mask.causal(),
@@ -41,7 +41,7 @@ def report(schedule: str, problem: Problem, direction: Direction, sizes: Sizes =
 def test_broadcast_of_keys_receives_at_most_the_keys_of_all_other_ranks(mask):
     for world in WORLDS:
         problem = problem_of(world, MASKS[mask])
-        keys = 2 * (world - 1) * ROWS * 4 * ROW
+        keys = 2 * (world - 1) * ROWS * 4 * ROW_BYTES
         forward, backward = (report("ringx4", problem, direction) for direction in ("forward", "backward"))
         assert max(forward.received_bytes) <= keys
         assert max(backward.received_bytes) <= keys + 2 * keys
@@ -52,15 +52,15 @@ def test_broadcast_of_keys_receives_at_most_the_keys_of_all_other_ranks(mask):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_broadcast_of_queries_receives_queries_and_returns_partial_results(mask):
-    """Other implementations receive N (Q + 2 Q of out and the LSE) in a forward."""
+    """Other implementations receive N (Q + 2 Q of out, and the LSE) in a forward."""
     for world in WORLDS:
         problem = problem_of(world, MASKS[mask], heads=8, kv_heads=8)
         queries = (world - 1) * ROWS * 8
-        most = queries * (ROW + 2 * ROW + 4)
+        max_bytes = queries * (ROW_BYTES + 2 * ROW_BYTES + 4)
         got = report("ringx1", problem, "forward").received_bytes
-        assert max(got) <= most
+        assert max(got) <= max_bytes
         if mask == "full":
-            assert set(got) == {most}
+            assert set(got) == {max_bytes}
         assert report("ringx2", problem, "forward").received_bytes == got
 
 
@@ -70,23 +70,23 @@ def test_backward_broadcasts_queries_or_keys_whichever_moves_less(heads, kv_head
         problem = problem_of(world, Mask.full(), heads, kv_heads)
         assert queries_move_less(problem) == queries
         got = max(report("ringx1", problem, "backward").received_bytes)
-        by_keys = max(report("ringx4", problem, "backward").received_bytes)
-        assert got < by_keys if queries else got == by_keys
+        keys_broadcast = max(report("ringx4", problem, "backward").received_bytes)
+        assert got < keys_broadcast if queries else got == keys_broadcast
 
 
 def test_half_precision_gradients_halve_their_traffic():
     problem = problem_of(4, Mask.full())
     halves = replace(SIZES, reduce_bytes=2)
     full, half = (max(report("ringx4", problem, "backward", sizes).received_bytes) for sizes in (SIZES, halves))
-    assert (full, half) == (3 * 2 * 3 * ROWS * 4 * ROW, 2 * 2 * 3 * ROWS * 4 * ROW)
+    assert (full, half) == (3 * 2 * 3 * ROWS * 4 * ROW_BYTES, 2 * 2 * 3 * ROWS * 4 * ROW_BYTES)
 
 
 @pytest.mark.parametrize("schedule", ["ringx1", "ringx2", "ringx4"])
 def test_scratch_does_not_grow_with_the_number_of_ranks(schedule):
-    """Double buffers for received rows, for our shares and for returned shares, and our own accumulators."""
+    """Scratch is double buffers for received rows, own results and returned results, and the own accumulators."""
     for direction in ("forward", "backward"):
         held = [max(report(schedule, problem_of(world, Mask.full()), direction).scratch_bytes) for world in (4, 8)]
-        staged = ROWS * 8 * (3 * ROW + 8)  # a slice is packed once for all of its receivers
+        staged = ROWS * 8 * (3 * ROW_BYTES + 8)  # a slice is packed once for all of its receivers
         assert held[1] <= held[0] + staged
 
 

@@ -1,4 +1,4 @@
-"""The double ring: as many bytes as a ring, few of them between nodes; inner hops never wait for outer ones."""
+"""The double ring: it moves as many bytes as a ring, few of them between nodes, and inner hops never wait for outer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshflash.schedules.registry import build, verified
 SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
 ROWS, KV_HEADS = 6, 4
 #: Bytes of a rank's keys and values.
-KEYS = 2 * ROWS * KV_HEADS * 64 * 2
+KV_BYTES = 2 * ROWS * KV_HEADS * 64 * 2
 MASKS = {
     "full": Mask.full(),
     "causal": Mask.causal(),
@@ -46,8 +46,8 @@ def test_double_ring_moves_no_more_than_a_ring(world, inner):
         double, single = (
             verified(schedule, problem, SIZES, tables=False) for schedule in (f"double_ring(inner={inner})", "ring")
         )
-        assert max(double["forward"].received_bytes) <= (world - 1) * KEYS
-        assert max(double["backward"].received_bytes) <= (world - 1) * KEYS + (world - 1) * 2 * KEYS
+        assert max(double["forward"].received_bytes) <= (world - 1) * KV_BYTES
+        assert max(double["backward"].received_bytes) <= (world - 1) * KV_BYTES + (world - 1) * 2 * KV_BYTES
         if name == "full":
             for direction in ("forward", "backward"):
                 assert double[direction].received_bytes == single[direction].received_bytes
@@ -57,8 +57,8 @@ def test_each_key_crosses_between_two_nodes_once():
     problem = problem_of(8, Mask.full())
     for rank, received in enumerate(verified("double_ring(inner=4)", problem, SIZES)["forward"].received):
         near = sum(n for peer, n in received.items() if peer // 4 == rank // 4)
-        assert received[(rank + 4) % 8] == KEYS
-        assert near == 6 * KEYS
+        assert received[(rank + 4) % 8] == KV_BYTES
+        assert near == 6 * KV_BYTES
 
 
 def test_move_to_the_next_node_starts_before_the_inner_ring():

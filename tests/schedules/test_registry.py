@@ -32,7 +32,7 @@ PROBLEM = Problem(HELD, HELD, Mask.causal(), 2, 1)
 
 @pytest.fixture
 def mine() -> Iterator[str]:
-    """A schedule with an option of every type."""
+    """Register a schedule named "mine" with an option of every type; return its name."""
     register_schedule(
         "mine",
         ring.forward,
@@ -186,11 +186,11 @@ def test_build_caches_programs() -> None:
 def test_needs_are_computed_once_for_all_ranks_and_both_passes() -> None:
     seen = []
 
-    def look(problem: Problem, rank: int, name: str) -> Program:
+    def record(problem: Problem, rank: int, name: str) -> Program:
         seen.append(problem)
         return ring.forward(problem, rank, name)
 
-    register_schedule("mine", look, look)
+    register_schedule("mine", record, record)
     for rank in range(2):
         build("mine", PROBLEM, rank, "forward")
         build("mine", PROBLEM, rank, "backward")

@@ -1,4 +1,4 @@
-"""Traffic of the ring family: at most that of other implementations, and less under sparse masks."""
+"""Traffic of the ring family: no more than in other implementations, and less under sparse masks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MASKS = {
 }
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
-#: Bytes of one row of k (or of v), over all key heads.
-ROW = KV_HEADS * 64 * 2
+#: Bytes of one row of k (or of v), over all KV heads.
+ROW_BYTES = KV_HEADS * 64 * 2
 
 
 def problem_of(schedule: str, world: int, mask: Mask, rows: int = ROWS) -> Problem:
@@ -53,9 +53,9 @@ def posts(programs: list[Program]) -> list[Post]:
 def test_forward_receives_at_most_the_keys_and_values_of_all_other_ranks(schedule: str, mask: str) -> None:
     for world in WORLDS:
         got = received(schedule, problem_of(schedule, world, MASKS[mask]), "forward")
-        assert max(got) <= 2 * (world - 1) * ROWS * ROW
+        assert max(got) <= 2 * (world - 1) * ROWS * ROW_BYTES
         if mask == "full":
-            assert set(got) == {2 * (world - 1) * ROWS * ROW}
+            assert set(got) == {2 * (world - 1) * ROWS * ROW_BYTES}
 
 
 @pytest.mark.parametrize("reduce_bytes", [4, 2])
@@ -67,34 +67,36 @@ def test_backward_receives_keys_again_and_gradients_for_one_hop_less_than_ranks(
     sizes = replace(SIZES, reduce_bytes=reduce_bytes)
     for world in WORLDS:
         got = received(schedule, problem_of(schedule, world, MASKS[mask]), "backward", sizes)
-        keys = 2 * (world - 1) * ROWS * ROW
-        most = keys + keys * reduce_bytes // 2
-        assert max(got) <= most
+        kv_bytes = 2 * (world - 1) * ROWS * ROW_BYTES
+        max_bytes = kv_bytes + kv_bytes * reduce_bytes // 2
+        assert max(got) <= max_bytes
         if mask == "full":
-            assert set(got) == {most}
+            assert set(got) == {max_bytes}
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_causal_zigzag_moves_three_quarters_of_the_keys(world: int) -> None:
-    """Of the W(W - 1) hops, half move whole shards and half move only the front halves."""
+    """Half of the W(W - 1) hops move whole shards; the other half moves only the front halves."""
     got = received("zigzag", problem_of("zigzag", world, Mask.causal()), "forward")
     hops = world * (world - 1)
-    assert sum(got) == hops // 2 * 2 * ROWS * ROW + hops // 2 * 2 * (ROWS // 2) * ROW
-    assert 4 * sum(got) == 3 * world * 2 * (world - 1) * ROWS * ROW
+    assert sum(got) == hops // 2 * 2 * ROWS * ROW_BYTES + hops // 2 * 2 * (ROWS // 2) * ROW_BYTES
+    assert 4 * sum(got) == 3 * world * 2 * (world - 1) * ROWS * ROW_BYTES
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_causal_ring_moves_half_of_the_keys(world: int) -> None:
     """Keys travel to later ranks only."""
     got = received("ring", problem_of("ring", world, Mask.causal()), "forward")
-    assert got == tuple(2 * rank * ROWS * ROW for rank in range(world))
+    assert got == tuple(2 * rank * ROWS * ROW_BYTES for rank in range(world))
 
 
 @pytest.mark.parametrize("left", [1, 3, ROWS, ROWS + 2, 2 * ROWS])
 @pytest.mark.parametrize("world", [3, 5])
 def test_causal_window_moves_only_the_rows_inside_the_window(world: int, left: int) -> None:
     problem = problem_of("ring", world, Mask.causal() & Mask.window(left, 0))
-    assert received("ring", problem, "forward") == tuple(2 * min(left, rank * ROWS) * ROW for rank in range(world))
+    assert received("ring", problem, "forward") == tuple(
+        2 * min(left, rank * ROWS) * ROW_BYTES for rank in range(world)
+    )
 
 
 @pytest.mark.parametrize("reduce_bytes", [4, 2])
@@ -102,7 +104,7 @@ def test_gradients_of_a_window_go_straight_to_their_owner(reduce_bytes: int) -> 
     world, left = 5, 2
     problem = problem_of("ring", world, Mask.causal() & Mask.window(left, 0))
     sizes = replace(SIZES, reduce_bytes=reduce_bytes)
-    keys, shares = 2 * left * ROW, 2 * left * ROW * reduce_bytes // 2
+    keys, shares = 2 * left * ROW_BYTES, 2 * left * ROW_BYTES * reduce_bytes // 2
     expected = [keys * (rank > 0) + shares * (rank < world - 1) for rank in range(world)]
     assert list(received("ring", problem, "backward", sizes)) == expected
 
@@ -112,7 +114,7 @@ def test_two_sided_window_sends_one_hop_in_each_direction() -> None:
     problem = problem_of("ring", world, Mask.window(2, 1))
     programs = programs_of("ring", problem, "forward")
     report = verify_programs(programs, problem, SIZES)
-    assert report.received[2] == {1: 2 * 2 * ROW, 3: 2 * 1 * ROW}
+    assert report.received[2] == {1: 2 * 2 * ROW_BYTES, 3: 2 * 1 * ROW_BYTES}
     assert {post.name for post in posts(programs)} == {"kv+1 1", "kv-1 1"}
 
 
@@ -124,7 +126,7 @@ def test_documents_that_each_lie_on_one_rank_move_nothing(direction: Direction) 
         programs = programs_of("ring", problem, direction)
         verify_programs(programs, problem)
         assert posts(programs) == []
-        assert all(not b.becomes and b.role != "scratch" for p in programs for b in p.buffers), "and take no scratch"
+        assert all(not b.becomes and b.role != "scratch" for p in programs for b in p.buffers), "no scratch is needed"
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

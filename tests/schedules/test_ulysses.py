@@ -1,4 +1,4 @@
-"""Ulysses and hybrids: how heads are split over ranks, and what the exchange moves and saves."""
+"""Ulysses and hybrids: the split of heads over ranks, and the bytes that the exchange moves and saves."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshflash.schedules.registry import build, verified
 from meshflash.schedules.ulysses import largest_inner
 
 SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
-#: Bytes of one row of one head, and what an LSE or a delta adds to it.
-ROW, NUMBER = 64 * 2, 4
+#: Bytes of one row of one head, and of its LSE or delta.
+ROW_BYTES, LSE_BYTES = 64 * 2, 4
 ROWS = 6
 MASKS = {"full": Mask.full(), "causal": Mask.causal(), "window": Mask.causal() & Mask.window(5, 0)}
 LAYOUTS = (Layout.contiguous, Layout.zigzag, Layout.striped)
 #: (ranks, inner): grids of 2 x 2, 3 x 2, 2 x 3 and 2 x 4.
-TABLES = ((4, 2), (6, 2), (6, 3), (8, 4))
+GRIDS = ((4, 2), (6, 2), (6, 3), (8, 4))
 RINGS = ("ring", "zigzag", "striped", "allgather", "ringx1", "ringx2", "ringx3", "ringx4", "double_ring")
 
 
@@ -76,23 +76,23 @@ def test_merge_shards_orders_the_rows_of_a_group_by_position():
 def test_ulysses_moves_as_many_bytes_as_other_implementations(world, mask, lse):
     """Each pass moves (N - 1) / N (2 Q + 2 K); if the caller wants the LSE, LSE and delta travel as well."""
     problem = problem_of(world, MASKS[mask], heads=24, kv_heads=24, lse=lse)
-    queries, keys = ROWS * 24 * ROW, 2 * ROWS * 24 * ROW
-    numbers = ROWS * 24 * NUMBER
-    most = (world - 1) * (2 * queries + keys + lse * numbers) // world
+    queries, keys = ROWS * 24 * ROW_BYTES, 2 * ROWS * 24 * ROW_BYTES
+    lse_bytes = ROWS * 24 * LSE_BYTES
+    max_bytes = (world - 1) * (2 * queries + keys + lse * lse_bytes) // world
     reports = verified("ulysses", problem, SIZES, tables=False)
     for report in reports.values():
-        assert set(report.received_bytes) == {most}
-    assert set(reports["forward"].saved_bytes) == {2 * queries + keys + numbers}
+        assert set(report.received_bytes) == {max_bytes}
+    assert set(reports["forward"].saved_bytes) == {2 * queries + keys + lse_bytes}
 
 
 def test_key_heads_move_only_to_ranks_that_need_them():
     """Other implementations repeat 8 key heads over 16 ranks to 32, one for each query head; we repeat them to 16."""
     problem = problem_of(16, Mask.full(), heads=32, kv_heads=8)
     received = verified("ulysses", problem, SIZES, tables=False)["forward"].received_bytes
-    assert max(received) == 15 * ROWS * (2 * ROW + 2 * ROW + 2 * 1 * ROW)
+    assert max(received) == 15 * ROWS * (2 * ROW_BYTES + 2 * ROW_BYTES + 2 * 1 * ROW_BYTES)
 
 
-@pytest.mark.parametrize(("world", "inner"), TABLES)
+@pytest.mark.parametrize(("world", "inner"), GRIDS)
 @pytest.mark.parametrize("ring", RINGS)
 def test_hybrid_of_every_schedule_verifies_on_every_layout(ring, world, inner):
     for n, (layout, turned) in enumerate(product(LAYOUTS, (False, True))):
@@ -102,17 +102,17 @@ def test_hybrid_of_every_schedule_verifies_on_every_layout(ring, world, inner):
         verified(schedule, Problem(held, held, mask, *((4, 2) if n % 2 else (3, 1)), lse=n % 4 < 2))
 
 
-@pytest.mark.parametrize(("world", "inner"), TABLES)
+@pytest.mark.parametrize(("world", "inner"), GRIDS)
 def test_hybrid_moves_as_many_bytes_as_other_implementations(world, inner):
     """The exchange moves (A - 1) / A (2 Q + 2 K); across groups a ring moves longer shards of fewer heads."""
-    lines = world // inner
+    num_groups = world // inner
     problem = problem_of(world, Mask.full(), heads=12, kv_heads=12)
-    queries, keys = ROWS * 12 * ROW, 2 * ROWS * 12 * ROW
+    queries, keys = ROWS * 12 * ROW_BYTES, 2 * ROWS * 12 * ROW_BYTES
     exchanged = (inner - 1) * (2 * queries + keys) // inner
     schedule = f"hybrid(inner={inner}, ring=ring)"
     reports = verified(schedule, problem, SIZES, tables=False)
-    assert max(reports["forward"].received_bytes) <= exchanged + (lines - 1) * keys
-    assert max(reports["backward"].received_bytes) <= exchanged + (lines - 1) * keys + lines * 2 * keys
+    assert max(reports["forward"].received_bytes) <= exchanged + (num_groups - 1) * keys
+    assert max(reports["backward"].received_bytes) <= exchanged + (num_groups - 1) * keys + num_groups * 2 * keys
 
 
 def test_turned_hybrid_exchanges_across_groups():

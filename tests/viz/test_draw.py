@@ -1,4 +1,4 @@
-"""Pictures: every cell equals the result of a search through all steps, and nothing else is drawn."""
+"""Drawings of coverage and timelines: every cell matches a search through all steps, and nothing else is drawn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MASKS = {
 }
 
 
-def made(
+def build_all_ranks(
     schedule: str, tokens: int, world: int, mask: Mask = CAUSAL, direction: Direction = "forward"
 ) -> tuple[list[Program], Problem]:
     layout = default_layout(schedule)(tokens, world)
@@ -52,7 +52,7 @@ def holder(problem: Problem, i: int) -> int:
     return next(rank for rank, held in enumerate(problem.q) if any(i in r for r in held))
 
 
-def searched(programs: list[Program], problem: Problem, head: int) -> list[list[Owner]]:
+def find_owners(programs: list[Program], problem: Problem, head: int) -> list[list[Owner]]:
     """Return, for each pair, the rank and the attend step that compute it."""
     tokens, mask = sum(problem.q_lengths), problem.mask
     i, j = np.arange(tokens)[:, None], np.arange(tokens)[None, :]
@@ -80,7 +80,7 @@ def read_text(text: str) -> tuple[list[int], list[list[str]]]:
     return ranks, [list(row.replace(" ", "")) for row in rows]
 
 
-def shown(cell: Owner) -> str:
+def character_of(cell: Owner) -> str:
     return "." if cell is None else NUMBERS[cell[1]]
 
 
@@ -88,20 +88,20 @@ def shown(cell: Owner) -> str:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("tokens", "world"), [(9, 3), (11, 4), (7, 1), (3, 5), (1, 2)])
 def test_coverage_text_of_short_sequences_is_exact(schedule: str, mask: str, tokens: int, world: int) -> None:
-    programs, problem = made(schedule, tokens, world, MASKS[mask](tokens))
+    programs, problem = build_all_ranks(schedule, tokens, world, MASKS[mask](tokens))
     ranks, rows = read_text(coverage_text(programs, problem))
     assert ranks == [holder(problem, i) for i in range(tokens)]
     heads = (0, 2) if "head_stride" in schedule else (0,)
-    panels = [searched(programs, problem, head) for head in heads]
-    assert rows == [[shown(cell) for panel in panels for cell in panel[i]] for i in range(tokens)]
+    panels = [find_owners(programs, problem, head) for head in heads]
+    assert rows == [[character_of(cell) for panel in panels for cell in panel[i]] for i in range(tokens)]
 
 
 @pytest.mark.parametrize("schedule", ["ring", "zigzag", "striped"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_coverage_text_of_long_sequences_is_right_in_every_cell(schedule: str, mask: str) -> None:
     tokens, world, width = 61, 4, 24
-    programs, problem = made(schedule, tokens, world, MASKS[mask](tokens))
-    pairs = searched(programs, problem, 0)
+    programs, problem = build_all_ranks(schedule, tokens, world, MASKS[mask](tokens))
+    pairs = find_owners(programs, problem, 0)
     text = coverage_text(programs, problem, width)
     ranks, rows = read_text(text)
     columns = next(line.split()[-1] for line in text.splitlines() if line.startswith("keys of"))
@@ -109,8 +109,8 @@ def test_coverage_text_of_long_sequences_is_right_in_every_cell(schedule: str, m
     assert {len(row) for row in rows} == {width}
     for a, (rank, row) in enumerate(zip(ranks, rows, strict=True)):
         queries = range(a * tokens // len(rows), (a + 1) * tokens // len(rows))
-        mine = [i for i in queries if holder(problem, i) == rank]
-        assert mine
+        own_queries = [i for i in queries if holder(problem, i) == rank]
+        assert own_queries
         for b, character in enumerate(row):
             keys = [
                 j
@@ -118,19 +118,19 @@ def test_coverage_text_of_long_sequences_is_right_in_every_cell(schedule: str, m
                 if holder(problem, j) == int(columns[b])
             ]
             assert keys
-            cells = {pairs[i][j] for i in mine for j in keys}
-            assert character in {shown(cell) for cell in cells}
-            if len(mine) <= 4 and len(keys) <= 4:
+            cells = {pairs[i][j] for i in own_queries for j in keys}
+            assert character in {character_of(cell) for cell in cells}
+            if len(own_queries) <= 4 and len(keys) <= 4:
                 assert (character == ".") == (cells == {None})
     # stripes are finer than these cells, and still all ranks and steps appear
     assert set(ranks) == set(range(world))
-    assert {shown(cell) for line in pairs for cell in line} == {character for row in rows for character in row}
+    assert {character_of(cell) for line in pairs for cell in line} == {character for row in rows for character in row}
 
 
 def test_coverage_text_fits_a_terminal() -> None:
     for schedule in SCHEDULES:
         for world in (1, 4, 12):
-            programs, problem = made(schedule, 16_384, world, CAUSAL & Mask.window(3000, 0))
+            programs, problem = build_all_ranks(schedule, 16_384, world, CAUSAL & Mask.window(3000, 0))
             timeline = simulate(programs, problem, Sizes(), RATES)
             for text in (coverage_text(programs, problem), timeline_text(timeline)):
                 assert max(map(len, text.splitlines())) <= 80
@@ -152,22 +152,22 @@ def test_many_sets_of_heads_wrap_into_several_rows_of_panels() -> None:
 
 
 def test_visible_pairs_that_no_rank_computes_are_marked() -> None:
-    programs, problem = made("ring", 8, 2)
+    programs, problem = build_all_ranks("ring", 8, 2)
     last = max(n for n, step in enumerate(programs[1].steps) if isinstance(step, Attend))
     programs[1] = replace(programs[1], steps=programs[1].steps[:last] + programs[1].steps[last + 1 :])
     text = coverage_text(programs, problem)
     assert [row[:4] for row in read_text(text)[1][4:]] == [["?"] * 4] * 4
     assert "no rank computes it" in text
     assert "computed by no rank" in coverage_svg(programs, problem)
-    assert "?" not in coverage_text(*made("ring", 8, 2))
+    assert "?" not in coverage_text(*build_all_ranks("ring", 8, 2))
 
 
-def test_captions_name_the_ranks_that_compute_heads_of_others() -> None:
+def test_captions_name_the_rank_of_each_head_if_ranks_split_heads() -> None:
     place = Slice("q", (0, 0), (0, 0))
     whole, halves = (range(8),), ((range(4),), (range(4, 8),))
     problem = Problem(halves, halves, CAUSAL, heads=2)
     programs = [
-        Program("spread", "forward", r, 2, (), (Attend(place, place, place, whole, whole, (r, r + 1)),), ())
+        Program("by heads", "forward", r, 2, (), (Attend(place, place, place, whole, whole, (r, r + 1)),), ())
         for r in range(2)
     ]
     text = coverage_text(programs, problem)
@@ -180,7 +180,7 @@ def test_captions_name_the_ranks_that_compute_heads_of_others() -> None:
 
 
 def read_paths(picture: str) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Return the titles and cells (row, column) of the strokes, for each square."""
+    """Yield the title and the cells (row, column) of each path."""
     for path in elements(picture, "path"):
         row = column = 0
         cells = []
@@ -203,12 +203,12 @@ def title_of(element: ElementTree.Element) -> str:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("tokens", "world"), [(23, 4), (3, 5)])
 def test_svg_of_short_sequences_is_exact(schedule: str, mask: str, tokens: int, world: int) -> None:
-    programs, problem = made(schedule, tokens, world, MASKS[mask](tokens))
+    programs, problem = build_all_ranks(schedule, tokens, world, MASKS[mask](tokens))
     picture = coverage_svg(programs, problem)
     heads = (0, 2) if "head_stride" in schedule else (0,)
     wanted: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for head in heads:
-        for i, row in enumerate(searched(programs, problem, head)):
+        for i, row in enumerate(find_owners(programs, problem, head)):
             for j, cell in enumerate(row):
                 if cell is not None:
                     wanted.setdefault(cell, set()).add((i, j))
@@ -229,7 +229,7 @@ def test_svg_of_short_sequences_is_exact(schedule: str, mask: str, tokens: int, 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_svg_of_long_sequences_is_small_and_complete(schedule: str) -> None:
     for mask in (CAUSAL, Mask.full()):
-        programs, problem = made(schedule, 1 << 20, 8, mask)
+        programs, problem = build_all_ranks(schedule, 1 << 20, 8, mask)
         picture = coverage_svg(programs, problem)
         assert len(picture) < 200_000
         drawn = {title.split(" (")[0] for title, cells in read_paths(picture) if cells}
@@ -239,27 +239,27 @@ def test_svg_of_long_sequences_is_small_and_complete(schedule: str) -> None:
 
 
 def test_svg_of_many_ranks_merges_shapes_of_one_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    programs, problem = made("zigzag", 1 << 14, 17)
+    programs, problem = build_all_ranks("zigzag", 1 << 14, 17)
     timeline = simulate(programs, problem, Sizes(), Rates(1e12, 1e9))
-    apart = picture_svg(programs, problem, timeline)
+    separate = picture_svg(programs, problem, timeline)
     monkeypatch.setattr("meshflash.viz.svg.TITLED", 100)
-    joined = picture_svg(programs, problem, timeline)
-    assert len(joined) < len(apart) / 2
-    # the same cells, by their steps
+    merged = picture_svg(programs, problem, timeline)
+    assert len(merged) < len(separate) / 2
+    # both pictures draw the same cells for each step
     cells: list[dict[str, set[tuple[int, int]]]] = [{}, {}]
-    for each, picture in zip(cells, (apart, joined), strict=True):
-        for title, where in read_paths(picture):
+    for by_step, picture in zip(cells, (separate, merged), strict=True):
+        for title, drawn in read_paths(picture):
             step = re.search(r"attend \d+", title)
             if step is not None:
-                each.setdefault(step[0], set()).update(where)
+                by_step.setdefault(step[0], set()).update(drawn)
     assert cells[0] == cells[1]
     assert len(cells[0]) == 17
-    titles = {title_of(path) for path in elements(joined, "path")}
+    titles = {title_of(path) for path in elements(merged, "path")}
     assert titles == {f"attend {n}" for n in range(17)} | {"move", "wait"}
 
 
 def test_svg_is_self_contained() -> None:
-    programs, problem = made("zigzag", 64, 4, CAUSAL & Mask.documents([40, 24]))
+    programs, problem = build_all_ranks("zigzag", 64, 4, CAUSAL & Mask.documents([40, 24]))
     timeline = simulate(programs, problem, Sizes(), RATES)
     both = picture_svg(programs, problem, timeline, title="Tom & Jerry <1>")
     for picture in (coverage_svg(programs, problem), timeline_svg(timeline), both):
@@ -280,7 +280,7 @@ def test_svg_is_self_contained() -> None:
 @pytest.mark.parametrize(("tokens", "world"), [(400, 4), (40, 1), (3, 5), (0, 2)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_event_is_in_the_timeline(schedule: str, tokens: int, world: int, direction: Direction) -> None:
-    programs, problem = made(schedule, tokens, world, direction=direction)
+    programs, problem = build_all_ranks(schedule, tokens, world, direction=direction)
     for rates in (RATES, Rates(1e6, inf), Rates(1e12, 1e6, 1e-6)):
         timeline = simulate(programs, problem, Sizes(), rates)
         lines = timeline_text(timeline).splitlines()
@@ -296,9 +296,9 @@ def test_every_event_is_in_the_timeline(schedule: str, tokens: int, world: int, 
         titles = [title_of(box) for box in elements(timeline_svg(timeline), "rect")]
         for event in timeline.events:
             if event.kind != "other" or event.seconds:
-                mine = f"rank {event.rank}, "
+                prefix = f"rank {event.rank}, "
                 assert (
-                    sum(t.startswith(mine) and f"(step {event.step})," in t and event.label in t for t in titles) == 1
+                    sum(t.startswith(prefix) and f"(step {event.step})," in t and event.label in t for t in titles) == 1
                 )
 
 

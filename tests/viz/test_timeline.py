@@ -1,4 +1,4 @@
-"""Simulated timelines: the order of steps, matching of posts, and total times."""
+"""Simulated timelines: the order of steps, the matching of posts, exposed communication, and total times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)
 FREE, UNIT = Rates(1e6, inf), Rates(1.0, 1.0)
 
 
-def made(
+def build_all_ranks(
     schedule: str, tokens: int, world: int, mask: Mask = CAUSAL, direction: Direction = "forward"
 ) -> tuple[list[Program], Problem]:
     layout = default_layout(schedule)(tokens, world)
@@ -50,7 +50,7 @@ def row(n: int) -> Slice:
 
 
 def attend(n: int) -> Attend:
-    """n pairs."""
+    """Return an attend step over n pairs."""
     return Attend(row(n), row(1), row(n), (range(n),), (range(1),), (0, 1))
 
 
@@ -60,7 +60,7 @@ def post(name: str, to: dict[int, int], back: dict[int, int], group: str = "mesh
     return Post(name, sends, recvs, group)
 
 
-def by_hand(*steps: Sequence[Step], rates: Rates = UNIT) -> Timeline:
+def simulate_steps(*steps: Sequence[Step], rates: Rates = UNIT) -> Timeline:
     world = len(steps)
     group = (("mesh", tuple(range(world))),)
     buffers = (Buffer("q", "q", 100, 1, role="input"),)
@@ -76,7 +76,7 @@ def times(timeline: Timeline, rank: int) -> dict[int, Interval]:
 def test_communication_starts_when_both_sides_have_posted() -> None:
     there: list[Step] = [post("a", {1: 4}, {1: 6}), attend(3), Wait("a"), attend(1)]
     back: list[Step] = [attend(10), post("a", {0: 6}, {0: 4}), Wait("a")]
-    timeline = by_hand(there, back, rates=Rates(1.0, 1.0, latency=2.0))
+    timeline = simulate_steps(there, back, rates=Rates(1.0, 1.0, latency=2.0))
     # starts at 10, takes the latency and the larger of 4 and 6 bytes
     assert times(timeline, 0) == {0: (10, 18), 1: (0, 3), 2: (3, 18), 3: (18, 19)}
     assert times(timeline, 1) == {0: (0, 10), 1: (10, 18), 2: (10, 18)}
@@ -96,7 +96,7 @@ def test_posts_of_one_group_are_serial_and_of_different_groups_parallel() -> Non
         Wait("c"),
     ]
     other: list[Step] = [post("a", {}, {0: 5}), post("b", {}, {0: 5}), post("c", {}, {0: 3}, "other"), Wait("c")]
-    timeline = by_hand(one, other)
+    timeline = simulate_steps(one, other)
     assert [times(timeline, 1)[step] for step in range(4)] == [(0, 5), (5, 10), (0, 3), (0, 3)]
     assert timeline.exposed(0) == 10
 
@@ -105,27 +105,27 @@ def test_parts_match_in_the_order_of_their_posts() -> None:
     # the two parts of one post match two posts, and the second of these is late
     one: list[Step] = [post("both", {1: 2}, {1: 1}), Wait("both")]
     other: list[Step] = [post("in", {}, {0: 2}), attend(20), post("out", {0: 1}, {}), Wait("in"), Wait("out")]
-    timeline = by_hand(one, other)
+    timeline = simulate_steps(one, other)
     assert times(timeline, 0)[0] == (20, 22)
     assert times(timeline, 1)[0] == (0, 2)
     assert times(timeline, 1)[2] == (20, 21)
 
 
 def test_messages_of_a_rank_to_itself_take_no_time() -> None:
-    timeline = by_hand([post("a", {0: 50}, {0: 50}), Wait("a"), attend(1)], rates=Rates(1.0, 1.0, latency=5.0))
+    timeline = simulate_steps([post("a", {0: 50}, {0: 50}), Wait("a"), attend(1)], rates=Rates(1.0, 1.0, latency=5.0))
     assert timeline.total == 1
-    more = by_hand([post("a", {0: 50, 1: 2}, {0: 50}), Wait("a")], [post("a", {}, {0: 2}), Wait("a")])
+    more = simulate_steps([post("a", {0: 50, 1: 2}, {0: 50}), Wait("a")], [post("a", {}, {0: 2}), Wait("a")])
     assert more.total == 2
 
 
 def test_simulate_refuses_programs_that_do_not_match() -> None:
     with pytest.raises(ValueError, match="deadlock"):
-        by_hand(
+        simulate_steps(
             [post("a", {}, {1: 1}), Wait("a"), post("b", {1: 1}, {})],
             [post("a", {}, {0: 1}), Wait("a"), post("b", {0: 1}, {})],
         )
     with pytest.raises(ValueError, match="rank 0 sends 1 parts to rank 1, which receives 0"):
-        by_hand([post("a", {1: 1}, {})], [])
+        simulate_steps([post("a", {1: 1}, {})], [])
     for wrong in ((0.0, 1.0, 0.0), (1.0, -2.0, 0.0), (1.0, 1.0, -1.0), (float("nan"), 1.0, 0.0)):
         with pytest.raises(ValueError, match="expected a positive number"):
             Rates(*wrong)
@@ -138,7 +138,7 @@ def test_single_device_takes_time_in_proportion_to_its_pairs(schedule: str, mask
     pairs = worklist(mask, whole, whole).pairs * 4 * (1 if mask.batch_rows else batch)
     costs: dict[Direction, float] = {"forward": 1.0, "backward": 2.5}
     for direction, cost in costs.items():
-        programs, problem = made(schedule, 40, 1, mask, direction)
+        programs, problem = build_all_ranks(schedule, 40, 1, mask, direction)
         timeline = simulate(programs, problem, Sizes(batch=batch), Rates(100.0, 1e-6, 1e3))
         assert timeline.total == pytest.approx(pairs * cost / 100.0)
         assert timeline.efficiency == pytest.approx(1.0)
@@ -157,7 +157,7 @@ def test_single_device_takes_time_in_proportion_to_its_pairs(schedule: str, mask
 def test_invariants_of_simulated_timelines(
     schedule: str, tokens: int, world: int, mask: Mask, direction: Direction, rates: Rates
 ) -> None:
-    programs, problem = made(schedule, tokens, world, mask, direction)
+    programs, problem = build_all_ranks(schedule, tokens, world, mask, direction)
     timeline = simulate(programs, problem, Sizes(), rates)
     free = simulate(programs, problem, Sizes(), replace(rates, bytes_per_second=inf, latency=0.0))
     assert timeline.total >= max(timeline.busy(rank) for rank in range(world)) * (1 - 1e-9)
@@ -166,17 +166,17 @@ def test_invariants_of_simulated_timelines(
     cost = worklist(mask, whole, whole).pairs * 4 * (2.5 if direction == "backward" else 1.0)
     assert sum(map(timeline.busy, range(world))) == pytest.approx(cost / rates.pairs_per_second)
     for rank, program in enumerate(programs):
-        mine = [event for event in timeline.events if event.rank == rank]
-        assert [event.step for event in mine] == list(range(len(program.steps)))
-        assert all(0 <= event.begin <= event.end <= timeline.total for event in mine)
-        local = [event for event in mine if event.kind != "move"]
+        own_events = [event for event in timeline.events if event.rank == rank]
+        assert [event.step for event in own_events] == list(range(len(program.steps)))
+        assert all(0 <= event.begin <= event.end <= timeline.total for event in own_events)
+        local = [event for event in own_events if event.kind != "move"]
         assert all(a.end == b.begin for a, b in pairwise(local))
         kinds = [isinstance(step, Attend | AttendGrad) for step in program.steps]
-        assert kinds == [event.kind == "attend" for event in mine]
-        assert not any(event.seconds for event in mine if isinstance(program.steps[event.step], Finish))
+        assert kinds == [event.kind == "attend" for event in own_events]
+        assert not any(event.seconds for event in own_events if isinstance(program.steps[event.step], Finish))
         moves = timeline.of(rank, "move")
         assert all(a.end <= b.begin for a, b in pairwise(moves))
-        both = zip(program.steps, mine, strict=True)
+        both = zip(program.steps, own_events, strict=True)
         waits = {step.post: event.end for step, event in both if isinstance(step, Wait)}
         for event in moves:
             made_post = program.steps[event.step]
@@ -186,7 +186,7 @@ def test_invariants_of_simulated_timelines(
 
 def test_causal_zigzag_is_balanced_and_causal_ring_is_not() -> None:
     world, tokens = 4, 4096
-    even, uneven = (simulate(*made(name, tokens, world), Sizes(), FREE) for name in ("zigzag", "ring"))
+    even, uneven = (simulate(*build_all_ranks(name, tokens, world), Sizes(), FREE) for name in ("zigzag", "ring"))
     assert even.efficiency > 0.95
     busy = [uneven.busy(rank) for rank in range(world)]
     # in a causal matrix of W bands, the last band has 2 W - 1 times the pairs of the first
@@ -196,7 +196,7 @@ def test_causal_zigzag_is_balanced_and_causal_ring_is_not() -> None:
 
 
 def test_total_time_on_slow_links_is_the_communication_time() -> None:
-    programs, problem = made("ring", 64, 4, Mask.full())
+    programs, problem = build_all_ranks("ring", 64, 4, Mask.full())
     sizes = Sizes(batch=2, dim=32, value_dim=16, input_bytes=4)
     timeline = simulate(programs, problem, sizes, Rates(1e9, 1.0))
     # three hops of 16 rows of k and v
@@ -208,11 +208,11 @@ def test_total_time_on_slow_links_is_the_communication_time() -> None:
     assert late.total == pytest.approx(15.0, rel=1e-3)
 
 
-def test_ranks_without_tokens_are_done_at_once() -> None:
-    timeline = simulate(*made("ring", 2, 5), Sizes(), Rates(1.0, 1.0))
+def test_ranks_without_tokens_take_no_time() -> None:
+    timeline = simulate(*build_all_ranks("ring", 2, 5), Sizes(), Rates(1.0, 1.0))
     assert timeline.world == 5
     assert [bool(timeline.busy(rank)) for rank in range(5)] == [True, True, False, False, False]
-    nothing = simulate(*made("ring", 0, 2), Sizes(), Rates(1.0, 1.0))
+    nothing = simulate(*build_all_ranks("ring", 0, 2), Sizes(), Rates(1.0, 1.0))
     assert (nothing.total, nothing.efficiency) == (0.0, 1.0)
 
 
@@ -222,9 +222,9 @@ def test_measured_step_times_replace_the_model():
     programs = [build("ring", problem, rank, "forward") for rank in range(2)]
     kinds = [type(step).__name__ for step in programs[0].steps]
     assert kinds == ["Post", "Attend", "Wait", "Attend", "Finish"]
-    took = [[1.0, 4.0, 99.0, 8.0, 2.0], [3.0, 4.0, 99.0, 8.0, 2.0]]
+    step_seconds = [[1.0, 4.0, 99.0, 8.0, 2.0], [3.0, 4.0, 99.0, 8.0, 2.0]]
     sizes = Sizes(dim=1, value_dim=1, input_bytes=1)
-    timeline = simulate(programs, problem, sizes, Rates(1.0, 1.0, 0.5), took)
+    timeline = simulate(programs, problem, sizes, Rates(1.0, 1.0, 0.5), step_seconds)
     moved = 3.0 + 0.5 + 8.0  # both ready, latency, 8 bytes at 1 byte per second
     assert [timeline.exposed(rank) for rank in range(2)] == [moved - 5.0, moved - 7.0]
     assert timeline.total == moved + 8.0 + 2.0
