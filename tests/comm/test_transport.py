@@ -63,7 +63,7 @@ def check_empty_and_one_way_messages(mover: Transport, rank: int, world: int) ->
 
 
 def check_messages_to_self(mover: Transport, rank: int, world: int) -> None:
-    """A message to this rank itself is there at once, and is not counted."""
+    """A message to this rank itself arrives at once, and is not counted."""
     mover.counters.clear()
     buffers = [nan_buffer(2), nan_buffer(3)]
     handle = mover.exchange(

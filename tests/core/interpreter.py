@@ -154,7 +154,7 @@ def _sum_gqa_groups(x: Floats, like: Floats) -> Floats:
 
 @dataclass(eq=False)
 class PostInFlight:
-    """A post in flight: its parts with their sequence numbers between two ranks, and the messages that have left."""
+    """A post in flight: its parts, each with a sequence number between two ranks, and the messages that have left."""
 
     step: Post
     rank: int

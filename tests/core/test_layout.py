@@ -182,7 +182,7 @@ def test_sizes_may_be_numpy_integers() -> None:
         assert make(size(20), size(3)) == make(20, 3)
 
 
-def test_layout_from_user_ranges() -> None:
+def test_layout_from_user_ranges_keeps_their_order() -> None:
     layout = Layout(((range(8, 10), range(0, 8, 2)), (), (range(1, 8, 2),)))
     assert (layout.tokens, layout.world, layout.lengths) == (10, 3, (6, 0, 4))
     assert layout.name == "custom"

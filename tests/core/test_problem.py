@@ -138,7 +138,7 @@ def test_needs_of_cross_attention_match_the_visible_keys() -> None:
         assert expand(problem.needs[c][d]) == wanted.tolist()
 
 
-def test_queries_may_begin_later_than_keys() -> None:
+def test_needs_of_queries_that_begin_later_than_keys() -> None:
     later = tuple(tuple(range(r.start + 8, r.stop + 8) for r in held) for held in Layout.contiguous(4, 2).ranges)
     problem = Problem(later, Layout.contiguous(12, 2).ranges, Mask.causal() & Mask.window(3, 0))
     assert problem.needs == ((((5, 6),), ()), (((0, 4),), ((1, 6),)))

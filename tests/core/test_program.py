@@ -158,7 +158,7 @@ def test_steps_round_trip_through_json(step: Step, line: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"Wait": {"post": "kv"}}', "3", '"Program"'])
-def test_from_json_refuses_other_json(text: str) -> None:
+def test_from_json_refuses_json_that_is_not_a_program(text: str) -> None:
     with pytest.raises(ValueError, match=r"Program\.from_json\(text\): expected the JSON|Expecting"):
         Program.from_json(text)
 

@@ -73,7 +73,7 @@ def test_results_are_sorted_intervals_that_do_not_touch(a: set[int], b: set[int]
 
 @settings(deadline=None)
 @given(ANY)
-def test_count_is_the_size(a: set[int]) -> None:
+def test_count_equals_the_number_of_rows(a: set[int]) -> None:
     assert count(to_rows(a)) == len(a)
 
 

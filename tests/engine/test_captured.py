@@ -1,4 +1,4 @@
-"""Calls captured in a CUDA graph: they use memory of their own, and unsupported captures are refused.
+"""Calls captured in a CUDA graph: they use separate memory, and unsupported captures are refused.
 
 A CPU has no graphs, so the tests replace the check for a running capture.
 """

@@ -162,7 +162,7 @@ def warp_specialized_ranks(monkeypatch):
 
 @contextmanager
 def not_time_shared():
-    """Plan as if each rank had a GPU of its own, with as many SMs as its share of this one."""
+    """Plan as if each rank had a separate GPU with as many SMs as its share of this one."""
     plan_fused = distributed_api.plan_fused
 
     def planned(*arguments: Any, num_sms: int, **options: Any) -> FusedPlan:

@@ -243,7 +243,7 @@ def count_backward_local_accesses(built: list[Built]) -> int:
 
 
 def test_unmasked_backward_loop_at_dim_128_almost_avoids_local_memory(few):
-    """Masked blocks have a loop of their own, which spills more."""
+    """Masked blocks are in a separate loop, which spills more."""
     assert count_backward_local_accesses(kernels(few, "sm_90", Call("backward", 128, hopper=True))) <= 2
 
 

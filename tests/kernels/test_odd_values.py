@@ -76,7 +76,7 @@ def test_extreme_scales_softcaps_sinks_and_slopes_match_the_reference(kernel, na
 
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled", "vendor", "auto"])
-def test_an_infinite_sink_takes_all_weight(kernel):
+def test_infinite_sink_takes_all_weight(kernel):
     made = results(kernel, random_qkv(), sink_logits=torch.tensor([INF, 0.0, 0.0, 0.0]))
     if made is not None:
         out, lse, dq, *_, dsink = made
@@ -86,7 +86,7 @@ def test_an_infinite_sink_takes_all_weight(kernel):
         assert dsink[0] == 0
 
 
-def test_an_infinite_slope_shows_a_query_its_own_position_alone():
+def test_infinite_alibi_slope_leaves_only_the_own_position_visible():
     q, k, v = random_qkv()
     out = flash_attention(q, k, v, alibi_slopes=torch.full((4,), INF), mask=Mask.causal())
     assert torch.allclose(out, v.repeat_interleave(2, dim=2))

@@ -65,7 +65,7 @@ def test_names_lists_all_schedules() -> None:
         ("ringx4", "zigzag"),
     ],
 )
-def test_default_layout_of_each_schedule(name: str, layout: str) -> None:
+def test_schedules_have_their_documented_default_layout(name: str, layout: str) -> None:
     assert find(name).layout(13, 3).name == layout
 
 

@@ -101,7 +101,7 @@ def test_posts_of_one_group_are_serial_and_of_different_groups_parallel() -> Non
     assert timeline.exposed(0) == 10
 
 
-def test_parts_match_in_the_order_of_their_posts() -> None:
+def test_sends_and_receives_match_in_the_order_of_their_posts() -> None:
     # the two parts of one post match two posts, and the second of these is late
     one: list[Step] = [post("both", {1: 2}, {1: 1}), Wait("both")]
     other: list[Step] = [post("in", {}, {0: 2}), attend(20), post("out", {0: 1}, {}), Wait("in"), Wait("out")]
@@ -154,7 +154,7 @@ def test_single_device_takes_time_in_proportion_to_its_pairs(schedule: str, mask
     direction=st.sampled_from(["forward", "backward"]),
     rates=st.builds(Rates, st.floats(1.0, 1e6), st.floats(1.0, 1e6), st.floats(0.0, 10.0)),
 )
-def test_invariants_of_simulated_timelines(
+def test_simulated_steps_are_in_order_and_waits_last_until_their_transfers_end(
     schedule: str, tokens: int, world: int, mask: Mask, direction: Direction, rates: Rates
 ) -> None:
     programs, problem = build_all_ranks(schedule, tokens, world, mask, direction)

@@ -97,7 +97,7 @@ def test_backward_splits_cover_every_query_block_once(queries, keys, batch, head
 
 
 @pytest.mark.parametrize(
-    ("num_tiles", "num_blocks", "group", "combine_cost", "max_waves", "num_splits"),
+    ("num_tiles", "num_blocks", "group", "fixed_cost", "max_splits", "num_splits"),
     [
         (4, 256, 1, split_kv.BACKWARD_COST, 64, 32),  # all SMs, one wave
         (4, 64, 1, split_kv.BACKWARD_COST, 64, 22),  # fewer than SMs, because combining more would cost more
@@ -114,10 +114,10 @@ def test_backward_splits_cover_every_query_block_once(queries, keys, batch, head
     ],
 )
 def test_number_of_splits_minimizes_the_predicted_time(
-    num_tiles, num_blocks, group, combine_cost, max_waves, num_splits, monkeypatch
+    num_tiles, num_blocks, group, fixed_cost, max_splits, num_splits, monkeypatch
 ):
     monkeypatch.undo()
-    assert split_kv._best_num_splits(num_tiles, num_blocks, group, 132, combine_cost, max_waves) == num_splits
+    assert split_kv._best_num_splits(num_tiles, num_blocks, group, 132, fixed_cost, max_splits) == num_splits
 
 
 @pytest.mark.parametrize("appended", [True, False])

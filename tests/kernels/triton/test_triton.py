@@ -60,7 +60,7 @@ def test_atomic_dq_matches_the_oracle(name):
     ],
     ids=str,
 )
-def test_half_precision(name, dtype):
+def test_half_precision_matches_the_oracle(name, dtype):
     run(SMALL[name], dtype, deterministic=True)
 
 
