@@ -382,6 +382,7 @@ def exchange_on_gpu_and_lose_rank_1(rank, world, report, rounds):
 
 
 def check_exchange_on_gpu(world, rounds):
+    """Run ranks on one GPU; check that all messages arrived and that the lost rank is named in time."""
     reports: list[Any] = []
     with suppress(RankError):  # rank 1 waits at the end for the others, or they for it
         run_ranks(world, exchange_on_gpu_and_lose_rank_1, rounds, timeout=200, listen=reports.append)

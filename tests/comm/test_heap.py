@@ -196,6 +196,7 @@ def test_writes_to_a_shared_heap_reach_all_processes(pool, world):
 
 
 def allocate_different_shapes(heap):
+    """Allocate another shape on each rank."""
     heap.allocate(4, name="flags")
     heap.barrier()
     heap.allocate((2, 2 + heap.rank), torch.bfloat16, name="x")
@@ -203,6 +204,7 @@ def allocate_different_shapes(heap):
 
 
 def free_on_one_rank(heap):
+    """Free a tensor on rank 1 only."""
     x = heap.allocate(4, name="flags")
     if heap.rank:
         x.free()
@@ -210,6 +212,7 @@ def free_on_one_rank(heap):
 
 
 def leave_on_one_rank(heap):
+    """Leave the heap by an error on rank 1 only."""
     if heap.rank:
         raise ZeroDivisionError("of rank 1")
     heap.barrier()

@@ -169,6 +169,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
+    """Replace the clock of the throttled transport by one that advances only in sleep."""
     made = Clock()
     monkeypatch.setattr("meshflash.comm.transports.throttled.time", made)
     return made
@@ -236,6 +237,7 @@ def test_unknown_transport_name_is_refused():
 
 
 def choose_over_gloo(rank, world, group):
+    """Choose transports for CPU tensors, and check that unsupported ones are refused."""
     found = choose("auto", {"mesh": group}, CPU, 5.0)
     throttled = choose("throttled(process_group, 2, 5)", {"mesh": group}, CPU, 5.0)
     with pytest.raises(ValueError, match=r"transport='host_staged' cannot .*: tensors are on the host already"):
@@ -254,6 +256,7 @@ def locations(*devices, hosts=None):
 
 
 def choose_over_gpus(rank, world, group):
+    """Check the reasons against each transport, for GPUs that ranks share or not."""
     cuda, groups = torch.device("cuda"), {"mesh": group}
     apart, shared = locations("0", "1"), locations("0", "0")
     assert missing("symmetric", groups, cuda, apart) is None

@@ -146,6 +146,7 @@ CONTRACT = (
 
 
 def check_contract_on_gloo(rank: int, world: int, group: Any) -> None:
+    """Run all contract checks over gloo on this rank."""
     mover = ProcessGroupTransport({"mesh": group}, CPU, timeout=20.0)
     assert (mover.name, mover.rank("mesh"), mover.world("mesh")) == ("gloo", rank, world)
     for check in CONTRACT:
@@ -165,6 +166,7 @@ def test_hub_transport_fulfils_the_contract(check, world):
 
 
 def exchange_in_subgroups(rank: int, world: int, group: Any) -> None:
+    """Exchange in a pair and in the whole mesh at the same time; ranks count within their group."""
     pairs = [dist.new_group([0, 3]), dist.new_group([2, 1])]
     own = pairs[0] if rank in (0, 3) else pairs[1]
     mover = ProcessGroupTransport({"mesh": group, "pair": own}, CPU, timeout=20.0)
@@ -189,6 +191,7 @@ def test_ranks_are_numbered_within_the_group(pool):
 
 
 def wait_for_silent_rank_1(rank: int, world: int, group: Any, form: str) -> tuple[str, float]:
+    """Wait on rank 0 for rank 1, which does nothing; return the error message and the seconds waited."""
     mover = ProcessGroupTransport({"mesh": group}, CPU, timeout=0.5)
     check_exchange_with_all_ranks(mover, rank, world)
     dist.barrier(group)
@@ -215,6 +218,7 @@ def test_silent_peer_is_named_within_the_timeout(pool, form):
 
 
 def exchange_with_lost_rank_1(rank: int, world: int, group: Any) -> list[str]:
+    """Exchange three times with rank 1 after it has left; return the error messages."""
     pair = dist.new_group([0, 1])
     mover = ProcessGroupTransport({"mesh": pair}, CPU, timeout=10.0)
     check_exchange_with_all_ranks(mover, rank, world)
@@ -242,6 +246,7 @@ def test_lost_peer_is_named(pool):
 
 
 def check_refused_devices(rank: int, world: int, group: Any) -> None:
+    """Check that devices without a backend in the group are refused."""
     with pytest.raises(ValueError, match=r'gloo cannot move tensors on cuda; .* such as "cpu:gloo,cuda:nccl"'):
         ProcessGroupTransport({"mesh": group}, torch.device("cuda"), 1.0)
     with pytest.raises(ValueError, match=r"group mesh: the process group has no backend for xla"):

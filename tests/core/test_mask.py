@@ -23,6 +23,7 @@ def leaf_names(e: Expression) -> set[str]:
 
 @st.composite
 def document_sets(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int) -> DocumentSet:
+    """Draw document lengths, shared or per batch row, padded or not."""
     pad = draw(st.booleans())
     separate_keys = q_tokens != k_tokens or draw(st.booleans())
     count = draw(st.integers(1, 5))
@@ -40,6 +41,7 @@ limits = st.none() | st.integers(0, 12)
 
 
 def expressions(sets: int) -> st.SearchStrategy[Expression]:
+    """Return a strategy for nested mask expressions over the given number of document sets."""
     leaves = [
         st.just(("full",)),
         st.just(("causal",)),
@@ -54,6 +56,7 @@ def expressions(sets: int) -> st.SearchStrategy[Expression]:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Expression, int, int, list[DocumentSet]]:
+    """Draw a mask expression with the lengths and documents that it needs."""
     q_tokens = draw(st.integers(0, 20))
     k_tokens = draw(st.integers(0, 20) | st.just(q_tokens))
     rows = draw(st.integers(1, 3))

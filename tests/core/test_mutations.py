@@ -141,24 +141,28 @@ def pick(rng: random.Random, program: Program, *kinds: type[Step]) -> tuple[int,
 
 
 def drop(rng: random.Random, program: Program) -> Program | None:
+    """Drop a step."""
     n = rng.randrange(len(program.steps))
     return with_steps(program, [*program.steps[:n], *program.steps[n + 1 :]])
 
 
 def duplicate(rng: random.Random, program: Program) -> Program | None:
+    """Repeat a step later."""
     n = rng.randrange(len(program.steps))
     again = rng.randint(n, len(program.steps))
     return with_steps(program, [*program.steps[:again], program.steps[n], *program.steps[again:]])
 
 
 def swap(rng: random.Random, program: Program) -> Program | None:
+    """Swap two neighbouring steps."""
     if len(program.steps) < 2:
         return None
     n = rng.randrange(len(program.steps) - 1)
     return with_steps(program, [*program.steps[:n], program.steps[n + 1], program.steps[n], *program.steps[n + 2 :]])
 
 
-def another_peer(rng: random.Random, program: Program) -> Program | None:
+def change_peer(rng: random.Random, program: Program) -> Program | None:
+    """Send a part to another rank, or receive it from another rank."""
     found = pick(rng, program, Post)
     if found is None:
         return None
@@ -171,7 +175,8 @@ def another_peer(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, n, replace(step, **{side: tuple(parts)}))
 
 
-def parts_exchanged(rng: random.Random, program: Program) -> Program | None:
+def swap_parts(rng: random.Random, program: Program) -> Program | None:
+    """Swap the slices of two parts of a post."""
     found = pick(rng, program, Post)
     if found is None:
         return None
@@ -185,7 +190,8 @@ def parts_exchanged(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, n, replace(step, **{side: tuple(parts)}))
 
 
-def a_part_less(rng: random.Random, program: Program) -> Program | None:
+def drop_part(rng: random.Random, program: Program) -> Program | None:
+    """Drop one part of a post."""
     found = pick(rng, program, Post)
     if found is None:
         return None
@@ -196,7 +202,8 @@ def a_part_less(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, n, replace(step, **{side: tuple(parts)}))
 
 
-def moved(rng: random.Random, interval: tuple[int, int]) -> tuple[int, int]:
+def shift_interval(rng: random.Random, interval: tuple[int, int]) -> tuple[int, int]:
+    """Shift, shrink or extend an interval by one."""
     begin, end = interval
     return rng.choice(
         [
@@ -210,16 +217,17 @@ def moved(rng: random.Random, interval: tuple[int, int]) -> tuple[int, int]:
     )
 
 
-def other_rows(rng: random.Random, program: Program) -> Program | None:
+def change_rows(rng: random.Random, program: Program) -> Program | None:
+    """Shift the rows of one slice."""
     found = pick(rng, program)
     slices = list(slices_of(found[1])) if found else []
     if found is None or not slices:
         return None
     place, exchange = rng.choice(slices)
-    return with_step(program, found[0], exchange(replace(place, rows=moved(rng, place.rows))))
+    return with_step(program, found[0], exchange(replace(place, rows=shift_interval(rng, place.rows))))
 
 
-def other_rows_throughout(rng: random.Random, program: Program) -> Program | None:
+def shift_all_rows(rng: random.Random, program: Program) -> Program | None:
     """Shift all slices of a step together, so that their shapes still agree."""
     found = pick(rng, program)
     if found is None:
@@ -232,21 +240,23 @@ def other_rows_throughout(rng: random.Random, program: Program) -> Program | Non
     return with_step(program, n, step)
 
 
-def other_heads(rng: random.Random, program: Program) -> Program | None:
+def change_heads(rng: random.Random, program: Program) -> Program | None:
+    """Change the heads of a step or of one slice."""
     found = pick(rng, program)
     slices = list(slices_of(found[1])) if found else []
     if found is None or not slices:
         return None
     n, step = found
     if hasattr(step, "heads") and rng.random() < 0.3:
-        return with_step(program, n, replace(step, heads=moved(rng, step.heads)))
+        return with_step(program, n, replace(step, heads=shift_interval(rng, step.heads)))
     place, exchange = rng.choice(slices)
     heads = program.buffer[place.buffer].heads
     choices = [(a, b) for a in range(heads) for b in range(a + 1, heads + 1) if (a, b) != place.heads]
     return with_step(program, n, exchange(replace(place, heads=rng.choice(choices)))) if choices else None
 
 
-def other_positions(rng: random.Random, program: Program) -> Program | None:
+def change_positions(rng: random.Random, program: Program) -> Program | None:
+    """Shift, stretch, drop or reverse the positions of an attend step."""
     found = pick(rng, program, Attend, AttendGrad)
     if found is None:
         return None
@@ -268,7 +278,7 @@ def other_positions(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, n, replace(step, **{name: tuple(rng.choice(changes))}))
 
 
-def another_buffer(rng: random.Random, program: Program) -> Program | None:
+def change_buffer(rng: random.Random, program: Program) -> Program | None:
     """Let one step, or every step from some point on, use another buffer of the same kind."""
     kinds = [
         (b.name, c.name) for b in program.buffers for c in program.buffers if b.kind == c.kind and b.name != c.name
@@ -291,12 +301,15 @@ def another_buffer(rng: random.Random, program: Program) -> Program | None:
     return with_steps(program, steps)
 
 
-def no_wait(rng: random.Random, program: Program) -> Program | None:
+def drop_wait(rng: random.Random, program: Program) -> Program | None:
+    """Drop a wait."""
     found = pick(rng, program, Wait)
     return None if found is None else with_steps(program, [s for s in program.steps if s is not found[1]])
 
 
-def moved_step(kind: type[Step]) -> Callable[[random.Random, Program], Program | None]:
+def move_step(kind: type[Step]) -> Callable[[random.Random, Program], Program | None]:
+    """Return a mutator that moves a step of a type to another place."""
+
     def mutate(rng: random.Random, program: Program) -> Program | None:
         found = pick(rng, program, kind)
         if found is None:
@@ -309,7 +322,8 @@ def moved_step(kind: type[Step]) -> Callable[[random.Random, Program], Program |
     return mutate
 
 
-def another_group(rng: random.Random, program: Program) -> Program | None:
+def change_group(rng: random.Random, program: Program) -> Program | None:
+    """Let a post use another group, or remove a rank from the group."""
     found = pick(rng, program, Post)
     if found is None:
         return None
@@ -323,7 +337,8 @@ def another_group(rng: random.Random, program: Program) -> Program | None:
     return replace(other, groups=(*program.groups, ("other", members)))
 
 
-def another_flag(rng: random.Random, program: Program) -> Program | None:
+def flip_flag(rng: random.Random, program: Program) -> Program | None:
+    """Flip one flag of an attend step."""
     found = pick(rng, program, Attend, AttendGrad)
     if found is None:
         return None
@@ -332,7 +347,8 @@ def another_flag(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, n, replace(step, **{name: not getattr(step, name)}))
 
 
-def another_form(rng: random.Random, program: Program) -> Program | None:
+def change_collective(rng: random.Random, program: Program) -> Program | None:
+    """Turn a post into another collective, or into plain messages."""
     found = pick(rng, program, Post)
     if found is None:
         return None
@@ -340,7 +356,7 @@ def another_form(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, found[0], replace(found[1], collective=form))
 
 
-def toggled_lse(rng: random.Random, program: Program) -> Program | None:
+def toggle_lse(rng: random.Random, program: Program) -> Program | None:
     """Toggle `without_lse` of one slice, or of all slices of a step."""
     found = pick(rng, program, Copy, Post)
     if found is None:
@@ -353,7 +369,8 @@ def toggled_lse(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, n, step)
 
 
-def copy_for_add(rng: random.Random, program: Program) -> Program | None:
+def swap_copy_and_add(rng: random.Random, program: Program) -> Program | None:
+    """Turn a copy into an add, or an add into a copy."""
     found = pick(rng, program, Add, Copy)
     if found is None:
         return None
@@ -361,7 +378,7 @@ def copy_for_add(rng: random.Random, program: Program) -> Program | None:
     return with_step(program, n, (Copy if isinstance(step, Add) else Add)(step.src, step.dst))
 
 
-def another_becomes(rng: random.Random, program: Program) -> Program | None:
+def change_becomes(rng: random.Random, program: Program) -> Program | None:
     """Let scratch become an output, or stop becoming one."""
     outputs = {b.kind: b.name for b in program.buffers if b.role == "output"}
     candidates = [n for n, b in enumerate(program.buffers) if b.role == "scratch" and b.kind in outputs]
@@ -373,7 +390,7 @@ def another_becomes(rng: random.Random, program: Program) -> Program | None:
     return replace(program, buffers=(*program.buffers[:n], new, *program.buffers[n + 1 :]))
 
 
-def cleared(rng: random.Random, program: Program) -> Program | None:
+def clear_rows(rng: random.Random, program: Program) -> Program | None:
     """Clear some rows at some point."""
     candidates = [b for b in program.buffers if b.role != "input" and b.rows]
     if not candidates:
@@ -389,25 +406,25 @@ MUTATORS: dict[str, Callable[[random.Random, Program], Program | None]] = {
     "drop": drop,
     "duplicate": duplicate,
     "swap": swap,
-    "peer": another_peer,
-    "parts exchanged": parts_exchanged,
-    "a part less": a_part_less,
-    "rows": other_rows,
-    "rows throughout": other_rows_throughout,
-    "heads": other_heads,
-    "positions": other_positions,
-    "buffer": another_buffer,
-    "no wait": no_wait,
-    "wait moved": moved_step(Wait),
-    "post moved": moved_step(Post),
-    "group": another_group,
-    "flag": another_flag,
-    "form": another_form,
-    "copy for add": copy_for_add,
-    "becomes": another_becomes,
-    "cleared": cleared,
-    "bareness": toggled_lse,
-    "delta moved": moved_step(Delta),
+    "peer": change_peer,
+    "parts exchanged": swap_parts,
+    "a part less": drop_part,
+    "rows": change_rows,
+    "rows throughout": shift_all_rows,
+    "heads": change_heads,
+    "positions": change_positions,
+    "buffer": change_buffer,
+    "no wait": drop_wait,
+    "wait moved": move_step(Wait),
+    "post moved": move_step(Post),
+    "group": change_group,
+    "flag": flip_flag,
+    "form": change_collective,
+    "copy for add": swap_copy_and_add,
+    "becomes": change_becomes,
+    "cleared": clear_rows,
+    "bareness": toggle_lse,
+    "delta moved": move_step(Delta),
 }
 MUTANTS_EACH = 34
 

@@ -72,6 +72,7 @@ def masks(draw: Any, tokens: int) -> Mask:
 
 @st.composite
 def problems(draw: Any, layouts: list[str]) -> Problem:
+    """Draw a problem over the named layouts."""
     tokens, world = draw(st.integers(1, 30)), draw(st.integers(1, 5))
     q, k = (LAYOUTS[draw(st.sampled_from(layouts))](tokens, world).ranges for _ in range(2))
     return Problem(q, k, draw(masks(tokens)))

@@ -210,6 +210,7 @@ def test_cells_of_a_slice_are_rows_times_heads() -> None:
 
 
 def small_program(*steps: Step) -> Program:
+    """Return a program with one buffer of each role and the given steps."""
     buffers = (
         Buffer("kv", "kv", 4, 2, role="input"),
         Buffer("dout", "dout", 4, 2, role="input"),

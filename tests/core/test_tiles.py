@@ -118,6 +118,7 @@ def check_form(table: Table, own: Counts, other: Counts, batches: int | None, ex
 
 
 def check_rectangles(work: Worklist, want: Counts) -> None:
+    """Check that rectangles hold every visible pair once, and that `disjoint` is right."""
     rectangles = work.rectangles
     if rectangles is None:
         assert not work.disjoint
@@ -163,6 +164,7 @@ def split(draw: st.DrawFn, total: int, count: int) -> list[int]:
 
 @st.composite
 def random_documents(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int) -> Mask:
+    """Draw a document mask, shared or per batch row, padded or not."""
     pad = draw(st.booleans())
     separate_keys = draw(st.booleans())
     count = draw(st.integers(1, 6))
@@ -212,6 +214,7 @@ def masks(draw: st.DrawFn, q_tokens: int, k_tokens: int) -> Mask:
 
 @st.composite
 def layouts(draw: st.DrawFn, tokens: int) -> Layout:
+    """Draw a layout: one of the standard ones, or random ranges of any step."""
     world = draw(st.integers(1, 6))
     match draw(st.integers(0, 5)):
         case 0:
@@ -236,6 +239,8 @@ def layouts(draw: st.DrawFn, tokens: int) -> Layout:
 
 @dataclass(frozen=True)
 class Problem:
+    """A mask over some rows of queries and keys, with a readable repr for failures."""
+
     mask: Mask
     q: Ranges
     k: Ranges
@@ -247,6 +252,7 @@ class Problem:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
+    """Draw a mask over one rank's queries and some ranks' keys."""
     q_tokens = draw(st.integers(0, 48))
     k_tokens = draw(st.just(q_tokens) | st.integers(0, 48))
     q_layout, k_layout = draw(layouts(q_tokens)), draw(layouts(k_tokens))

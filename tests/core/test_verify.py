@@ -39,6 +39,7 @@ TABLES_UP_TO = 5
 
 
 def masks_of(schedule: str, world: int) -> list[str]:
+    """Return the masks to verify on a world size: all of them, or two on large worlds."""
     names = list(MASKS)
     if world <= ALL_MASKS_UP_TO:
         return names
@@ -56,6 +57,7 @@ def default_ranges(schedule: str, tokens: int, world: int) -> tuple[Ranges, ...]
 
 
 def verify_masks(schedule: str, world: int, names: list[str]) -> None:
+    """Verify a schedule on its default layout under the named masks."""
     held = default_ranges(schedule, 53, world)
     for name in names:
         problem = Problem(held, held, MASKS[name](53), 4, 2, lse=world % 2 == 0)
@@ -158,6 +160,7 @@ def some_masks(first: int) -> list[str]:
 
 
 def verify_masks_on_layout(schedule: str, layout: str, world: int, names: list[str]) -> None:
+    """Verify a schedule on a custom layout under the named masks."""
     held = CUSTOM[layout](31, world)
     for name in names:
         verify_forward_and_backward(schedule, Problem(held, held, MASKS[name](31), 2, 1), tables=world == 2)

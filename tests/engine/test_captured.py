@@ -29,12 +29,14 @@ def capturing():
 
 
 def call(world, **options):
+    """Run attention forward and backward on this rank's shard; return output and gradient."""
     x = torch.randn(1, 6, 2, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     out = attention(x, x, x, layout=Layout.zigzag(6 * world, world), schedule="zigzag", mask=Mask.causal(), **options)
     return out, torch.autograd.grad(out.sum(), x)[0]
 
 
 def compare_captured_with_eager(rank, world, group):
+    """Compare a captured call with an eager one; the free arenas stay as they were."""
     want = call(world)
     with capturing():
         before = pool(CPU).usage.allocations, len(pool(CPU)._free)
@@ -51,6 +53,7 @@ def test_captured_call_leaves_the_scratch_pool_untouched(pool):
 
 
 def capture_unsupported_calls(rank, world, group):
+    """Capture a call that ranks have not agreed on, and one over a transport without support."""
     call(world)
     with capturing(), pytest.raises(RuntimeError, match="agree on this call first: make it once before the capture"):
         call(world, scale=0.3)
@@ -65,6 +68,7 @@ def test_capture_of_a_new_call_or_over_an_unsupported_transport_is_refused(pool)
 
 
 def call_after_shutdown(rank, world, group):
+    """Shut down between two calls; all memory is freed and a new handshake is made."""
     call(world)
     assert any(found._free for found in _pools.values())
     shutdown()

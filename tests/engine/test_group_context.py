@@ -21,6 +21,7 @@ def call(tokens=4, **options):
 
 
 def fail_inside_a_call(rank, world, group):
+    """Fail on rank 1 inside a call; later calls on it are refused."""
     call()
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:
@@ -36,6 +37,7 @@ def test_rank_that_left_a_call_by_an_error_refuses_later_calls(pool):
 
 
 def call_with_unsupported_kernel_on_one_rank(rank, world, group):
+    """Request a kernel that only one rank does not support."""
     layout = Layout(((range(3),), (range(3, 8),)))
     x = torch.randn(1, layout.lengths[rank], 2, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="vendor"):
@@ -47,6 +49,7 @@ def test_kernel_that_one_rank_lacks_is_refused_on_all_ranks(pool):
 
 
 def call_with_wrong_shape_on_one_rank(rank, world, group):
+    """Give a wrong shape on rank 0 only."""
     x = torch.randn(1, 4, 2, 8)
     y = x if rank else x[:, :3]
     with pytest.raises(ValueError, match="k has 3 tokens"):
@@ -59,6 +62,7 @@ def test_error_before_the_handshake_reaches_the_other_ranks(pool):
 
 def make_groups_on_one_store(rank, world, group):
     # Only meshflash's own keys share the store: gloo itself may read a peer's old address from one.
+    """Make two groups, one after another, whose handshakes share one store."""
     store = distributed.distributed_c10d._get_default_store()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed.distributed_c10d, "_get_process_group_store", lambda _: store)
@@ -75,6 +79,7 @@ def test_keys_of_an_earlier_group_are_not_read(pool):
 
 
 def make_and_destroy_groups(rank, world, group):
+    """Make and destroy several groups; return the number of contexts left."""
     for _ in range(3):
         own = distributed.new_group([0, 1])
         call(mesh=own)
@@ -89,6 +94,8 @@ def test_contexts_of_destroyed_groups_are_dropped(pool):
 
 
 def call_and_drop_the_graph(rank, world, group):
+    """Drop all tensors of a call; its autograd graph is freed."""
+
     class Seen(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -112,6 +119,7 @@ def test_bound_program_keeps_no_reference_to_the_autograd_graph(pool):
 
 
 def run_reregistered_schedule(rank, world, group):
+    """Register two schedules under one name, one after another; return the steps of both."""
     steps = []
     for family in (ring, allgather):
         register_schedule("mine", family.forward, family.backward, options={"head_stride": 0})

@@ -17,6 +17,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def run_on_single_device(leaves: dict[str, Tensor], kernel: str, dout: Tensor) -> dict[str, Tensor]:
+    """Return the output and gradients of a single device."""
     out, _ = CASE.run(leaves, kernel)
     grads = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
     return dict(zip(NAMES, (out.detach(), *grads), strict=True))

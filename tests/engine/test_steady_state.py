@@ -60,6 +60,7 @@ def step(tokens: int, world: int, **call: Any) -> None:
 
 
 def repeat_calls(rank: int, world: int, group: Any) -> None:
+    """Repeat calls of each kind; after two rounds nothing is built, allocated or negotiated."""
     kinds: list[list[dict[str, Any]]] = [[dict(tokens=32, schedule=schedule, mask=CAUSAL)] for schedule in SCHEDULES]
     kinds.append([call for calls in kinds for call in calls])  # all schedules alternate
     kinds.append([dict(tokens=32, mask=CAUSAL), dict(tokens=64, mask=CAUSAL & Mask.window(9, 0), schedule="zigzag")])
@@ -86,6 +87,7 @@ def test_repeated_call_builds_allocates_and_negotiates_nothing(pool):
 
 
 def count_constructions_of_first_call(rank: int, world: int, group: Any) -> None:
+    """Check that a first call constructs every counted class."""
     with count_constructions() as built:
         step(32, world, mask=CAUSAL & Mask.window(11, 0), schedule="zigzag")
     assert set(built) == {kind.__name__ for kind in BUILT}
@@ -96,6 +98,7 @@ def test_constructions_of_a_first_call_are_counted(pool):
 
 
 def change_seeds_slopes_and_logits(rank: int, world: int, group: Any) -> None:
+    """Repeat a call with new seeds, slopes and sink logits."""
     here = group_context(group.group_name)
     for seed in range(10):
         if seed == 2:
@@ -111,6 +114,7 @@ def test_changing_seeds_slopes_and_logits_need_no_new_handshake(pool):
 
 
 def change_packings(rank: int, world: int, group: Any) -> None:
+    """Call with a new packing in each step; caches and free arenas stay bounded."""
     draw = random.Random(0)  # the same on all ranks
     here, memory = group_context(group.group_name), pool(CPU)
     memory.clear()  # other tests of this worker left arenas

@@ -64,6 +64,7 @@ def test_transfers_over_a_slow_link_take_their_time_in_the_trace(events):
 
 
 def record_one_call(rank, world, group):
+    """Record one of two calls; return its seconds of attention and of transfers."""
     x = torch.randn(1, 8, 2, 16)
     with trace.recording() as made:
         attention(x, x, x, mesh=group, schedule="ring", transport=SLOW)

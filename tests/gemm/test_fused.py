@@ -107,6 +107,7 @@ def check_calls(case, number, by_rank):
 
 
 def run_and_check(pool, world, cases, delay_seconds=0.0):
+    """Run cases on all ranks, check their results, and return them by rank."""
     by_rank = pool.run(world, run_cases, cases, delay_seconds, timeout=240)
     first = 0
     for number, case in enumerate(cases):

@@ -60,6 +60,7 @@ def open_local_heap(world, timeout=20.0):
 
 
 def operands(collective, world, m, n, k, dtype=torch.float32, seed=0):
+    """Return the shards of A and B by rank, and the unsharded result in float64."""
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (k, n)))
     if collective == "all_scatter":
@@ -71,6 +72,7 @@ def operands(collective, world, m, n, k, dtype=torch.float32, seed=0):
 
 
 def check(collective, outs, want, allowed=1e-6):
+    """Check that all ranks have the same bits, close to float64."""
     if collective == "gemm_rs":
         outs = [torch.cat(outs)]
     for out in outs:

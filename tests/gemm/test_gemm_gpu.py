@@ -54,6 +54,7 @@ def poisoned(monkeypatch):
 
 
 def operands(m, n, k, dtype_name="bfloat16", layout="nn", seed=0):
+    """Return random A and B in the given layout."""
     generator = torch.Generator("cuda").manual_seed(seed)
     dtype = torch.float32 if dtype_name == "tf32" else getattr(torch, dtype_name)
 

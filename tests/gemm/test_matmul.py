@@ -24,6 +24,7 @@ interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reas
 
 
 def leaves(m=17, n=18, k=20, dtype=torch.float32, transposed=False):
+    """Return random A, B and bias that require gradients."""
     generator = torch.Generator().manual_seed(0)
     a, b, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (n, k), (n,)))
     b = b if transposed else b.T.contiguous()
@@ -31,12 +32,14 @@ def leaves(m=17, n=18, k=20, dtype=torch.float32, transposed=False):
 
 
 def outputs_and_gradients(function, tensors):
+    """Return the output of a function and the gradients of its inputs."""
     out = function(*tensors)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return [out, *torch.autograd.grad(out, tensors, dout)]
 
 
 def check(got, want, allowed):
+    """Compare tensors by the relative error of their norms."""
     for x, y in zip(got, want, strict=True):
         assert x.shape == y.shape
         assert float((x.detach().double() - y.detach()).norm()) <= allowed * float(y.detach().norm())

@@ -54,6 +54,7 @@ def multiply(a, b, mode, epilogue=None, config=SMALL):
 
 
 def check(got, want, dtype=None):
+    """Compare with float64 by the relative error of the norm."""
     dtype = dtype or got.dtype
     assert got.isfinite().all()
     assert float((got.double() - want).norm()) <= ALLOWED[dtype] * float(want.norm())

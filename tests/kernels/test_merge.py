@@ -79,6 +79,7 @@ def other_strides(x):
 
 
 def check_merge(dim, dtype, **shape):
+    """Compare `merge` and `merge_` with float64."""
     (out, lse), (other, other_lse) = make_partials(dim, dtype, **shape)
     want = merge_in_float64([(out, lse), (other, other_lse)])
     final = torch.full_like(out, NAN), torch.full_like(lse, NAN)
@@ -94,6 +95,7 @@ def check_merge(dim, dtype, **shape):
 
 
 def check_gradient(dim, dtype, has_dout=True, has_dlse=True, **shape):
+    """Compare the gradient of a merge with float64 autograd."""
     partials = make_partials(dim, dtype, **shape)
     leaves = [x.double().requires_grad_() for partial in partials for x in partial]
     merged = merge_in_float64(list(zip(leaves[::2], leaves[1::2], strict=True)))
@@ -118,6 +120,7 @@ def check_gradient(dim, dtype, has_dout=True, has_dlse=True, **shape):
 
 
 def check_delta(dim, dtype, has_dlse=True, **shape):
+    """Compare delta with float64."""
     (_, lse), (dout, _) = make_partials(dim, dtype, **shape)
     out = torch.randn(dout.shape, generator=torch.Generator().manual_seed(1)).to(dout)
     dout, dlse = dout.nan_to_num(nan=0.5), 2 * torch.ones_like(lse)

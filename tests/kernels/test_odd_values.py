@@ -40,6 +40,7 @@ def results(kernel, inputs, dout=None, **given):
 
 
 def assert_close(got, want):
+    """Check that tensors are finite and close."""
     for a, b in zip(got, want, strict=True):
         assert a.isfinite().all()
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5), float((a - b).abs().max())
@@ -143,6 +144,7 @@ def test_expanded_queries_give_the_same_bits_as_their_contiguous_copy(axis):
 
 
 def compare_strides_over_ranks(rank, world, group):
+    """Compare odd strides with contiguous copies on two ranks, with an infinite sink."""
     for schedule in ("ring", "ulysses"):
         generator = torch.Generator().manual_seed(rank)
         for x in odd_strides((1, 6, 2, 8), generator):

@@ -21,6 +21,7 @@ CAUSAL = Mask.causal()
 
 
 def table(**tflops):
+    """Return a rate table in which each kernel has the given TFLOP/s, and twice that at 4096 tokens."""
     rows = [
         Rate(kernel, direction, causal, dim, tokens, rate * (1 if tokens == 1024 else 2))
         for kernel, rate in tflops.items()
@@ -34,6 +35,7 @@ def table(**tflops):
 
 
 def make_request(mask=CAUSAL, tokens=1024, **more):
+    """Return a forward request on the CPU, with some fields replaced."""
     work = worklist(mask, (range(tokens),), (range(tokens),))
     made = KernelRequest(
         "forward", torch.device("cpu"), torch.bfloat16, 64, 64, work, Features(0.125), batch=2, heads=8

@@ -28,6 +28,7 @@ RINGS = ("ring", "zigzag", "striped", "allgather", "ringx1", "ringx2", "ringx3",
 def problem_of(
     world: int, mask: Mask, heads: int = 8, kv_heads: int = 4, layout=Layout.contiguous, lse: bool = False
 ) -> Problem:
+    """Return a problem with `ROWS` rows per rank."""
     held = layout(ROWS * world, world).ranges
     return Problem(held, held, mask, heads, kv_heads, lse=lse)
 

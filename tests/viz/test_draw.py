@@ -39,6 +39,7 @@ MASKS = {
 def build_all_ranks(
     schedule: str, tokens: int, world: int, mask: Mask = CAUSAL, direction: Direction = "forward"
 ) -> tuple[list[Program], Problem]:
+    """Return the programs of all ranks on the default layout, and their problem."""
     layout = default_layout(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads=4, kv_heads=2)
     return [build(schedule, problem, rank, direction) for rank in range(world)], problem

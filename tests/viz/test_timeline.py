@@ -40,6 +40,7 @@ FREE, UNIT = Rates(1e6, inf), Rates(1.0, 1.0)
 def build_all_ranks(
     schedule: str, tokens: int, world: int, mask: Mask = CAUSAL, direction: Direction = "forward"
 ) -> tuple[list[Program], Problem]:
+    """Return the programs of all ranks on the default layout, and their problem."""
     layout = default_layout(schedule)(tokens, world)
     problem = Problem(layout.ranges, layout.ranges, mask, heads=4, kv_heads=2)
     return [build(schedule, problem, rank, direction) for rank in range(world)], problem
@@ -61,6 +62,7 @@ def post(name: str, to: dict[int, int], back: dict[int, int], group: str = "mesh
 
 
 def simulate_steps(*steps: Sequence[Step], rates: Rates = UNIT) -> Timeline:
+    """Simulate the given steps of each rank; one row is one byte, one pair one second by default."""
     world = len(steps)
     group = (("mesh", tuple(range(world))),)
     buffers = (Buffer("q", "q", 100, 1, role="input"),)

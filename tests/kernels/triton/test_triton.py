@@ -26,6 +26,7 @@ SMALL = {name: case for name, (case, _, _) in CASES.items() if case.tokens < 100
 
 
 def run(case: Case, dtype: torch.dtype, deterministic: bool) -> None:
+    """Check a case of the interpreted kernel against the oracle."""
     leaves = case.inputs(dtype)
     torch.use_deterministic_algorithms(deterministic)
     try:

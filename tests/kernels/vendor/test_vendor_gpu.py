@@ -56,6 +56,7 @@ def test_causal_rectangles_are_split_into_squares_for_bottom_aligned_kernels(cas
 
 
 def make_request(**more):
+    """Return a causal forward request on a GPU, with some fields replaced."""
     work = worklist(CAUSAL, (range(64),), (range(64),))
     made = KernelRequest("forward", torch.device("cuda"), torch.bfloat16, 64, 64, work, Features(0.125))
     return replace(made, **more)
@@ -125,12 +126,14 @@ def reference_inputs(q, k, v, causal, scale):
 
 def forward_by_window(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
                       alibi_slopes, return_softmax):  # fmt: skip
+    """The forward of flash_attn 2, whose window is two arguments."""
     assert (dropout_p, window_size_left, window_size_right, softcap, alibi_slopes) == (0.0, -1, -1, 0.0, None)
     return *Reference().forward(reference_inputs(q, k, v, causal, softmax_scale)), None, None
 
 
 def backward_by_window(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
                        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
+    """The backward of flash_attn 2 and 3."""
     assert deterministic
     delta = (dout * out).sum(-1).transpose(1, 2)
     grads = Reference().backward(reference_inputs(q, k, v, causal, softmax_scale), Rows(out, dout, softmax_lse, delta))
@@ -139,18 +142,21 @@ def backward_by_window(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, s
 
 
 def forward_by_pair(q, k, v, k_new, cu_seqlens_q, softmax_scale, causal, window_size=(-1, -1), num_splits=1):
+    """The forward of flash_attn 3, whose window is a pair."""
     assert k_new is cu_seqlens_q is None
     assert num_splits == 1
     return *Reference().forward(reference_inputs(q, k, v, causal, softmax_scale)), None
 
 
 def forward_of_version_4(q, k, v, softmax_scale=None, causal=False, softcap=None, return_lse=False):
+    """The forward of flash_attn 4."""
     assert return_lse
     return Reference().forward(reference_inputs(q, k, v, causal, softmax_scale))
 
 
 def backward_of_version_4(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, deterministic=False,
                      dq=None, dk=None, dv=None):  # fmt: skip
+    """The backward of flash_attn 4."""
     backward_by_window(dout, q, k, v, out, lse, dq, dk, dv, 0.0, softmax_scale, causal, -1, -1, 0.0, None,
                        deterministic)  # fmt: skip
 
