@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import cli_kernels, cli_peers, cli_training, cli_variants
+from benchmarks import cli_fused, cli_kernels, cli_peers, cli_training, cli_variants
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks behind docs/benchmarks.md.")
 for command in (
@@ -16,13 +16,14 @@ for command in (
     cli_kernels.rank,
     cli_kernels.engine,
     cli_kernels.tiles,
+    cli_fused.fused,
     cli_training.ddp,
     cli_training.model,
     cli_training.step,
     cli_training.weights,
 ):
     app.command()(command)
-app.command("bytes")(cli_kernels.moved)
+app.command("bytes")(cli_kernels.bytes_moved)
 
 if __name__ == "__main__":
     app()

@@ -1,261 +1,198 @@
-"""Commands that time one kernel, one rank or a part of the engine; results feed docs/benchmarks.md."""
+"""Commands that time kernels, one rank, or a part of the engine."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
+from rich.status import Status
 
-from benchmarks import tables
-from benchmarks.options import Update, recorder
-from meshflash.bench.columns import terminal
-from meshflash.cli.bench_options import (
-    Batch,
-    Deterministic,
-    Device,
-    Dim,
-    Heads,
-    Kernels,
-    KvHeads,
-    Markdown,
+from benchmarks.options import (
+    RECORD,
+    RECORD_AND_PLOT,
+    SHAPE,
     MaybeKernels,
-    OneDtype,
-    OneMask,
-    Output,
-    Plot,
-    Rounds,
-    Source,
+    Nproc,
+    PlotOptions,
+    RecordOptions,
+    Schedules,
+    ShapeOptions,
     Tokens,
-    View,
-    explained,
-    show,
+    with_options,
 )
+from meshflash.bench.record import Recorder
+from meshflash.cli.bench_options import Deterministic, Kernels, Rounds
+
+#: A large model's heads, whose number depends on the device.
+LARGE_SHAPE = ShapeOptions(heads=None, dim=128)
 
 
+@with_options
 def lengths(
     tokens: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Sequence length; repeat. By default 1,024 to 65,536, on a CPU to 4,096."),
     ] = None,
     kernel: MaybeKernels = None,
-    mask: OneMask = "causal",
-    batch: Batch = 1,
-    heads: Heads = 8,
-    kv_heads: KvHeads = None,
-    dim: Dim = 64,
-    dtype: OneDtype = None,
-    device: Device = None,
+    shape: ShapeOptions = SHAPE,
     rounds: Rounds = 5,
-    output: Output = None,
-    update: Update = False,
-    plot: Plot = None,
-    markdown: Markdown = False,
-    source: Source = None,
+    options: PlotOptions = RECORD_AND_PLOT,
 ) -> None:
-    """Standard attention and kernels over growing lengths: time, speed-up, peak memory and memory saved.
+    """Standard attention and kernels over growing lengths: time, speedup, peak memory and memory saved.
 
     A kernel that runs out of memory is shown as that; one that takes seconds is timed once.
     """
-    from rich.console import Console
-
     from benchmarks import lengths as bench
-    from meshflash.bench import plots
-    from meshflash.bench.cases import Case, pick_device, pick_dtype
-    from meshflash.bench.tables import title as title_of
+    from benchmarks.protocol import show
+    from meshflash.bench.cases import pick_device
 
-    console = Console()
-    view = View(
-        bench.read,
-        tables.lengths,
-        tables.lengths_markdown,
-        plots.lengths,
-        lambda rows: title_of(rows[0], tokens=False),
-    )
-    if source is not None:
-        with explained():
-            written, path = view.read(source), None
-    else:
-        with explained(), console.status("starting") as status:
-            device = pick_device(device)
-            cases = [
-                Case(t, batch, heads, kv_heads or heads, dim, mask, pick_dtype(dtype, device), device)
-                for t in tokens or bench.default_lengths(device)
-            ]
-            found = recorder(f"lengths-{device}", output, update, plot)
-            for case in cases:
-                say = lambda text, t=case.tokens: status.update(f"{t:,} tokens: {text}")  # noqa: E731
-                names = tuple(kernel or bench.default_kernels(device))
-                found.add(bench.run(case, names, rounds, say))
-        written, path = found.made(), found.path
-    show(console, written, view, path=path, markdown=markdown, plot=plot)
+    def measure(status: Status) -> Recorder:
+        device = pick_device(shape.device)
+        cases = [shape.case(count, device) for count in tokens or bench.default_lengths(device)]
+        found = options.recorder(f"lengths-{device}")
+        for case in cases:
+            say = lambda text, t=case.tokens: status.update(f"{t:,} tokens: {text}")  # noqa: E731
+            found.add(bench.run(case, tuple(kernel or bench.default_kernels(device)), rounds, say))
+        return found
+
+    show(bench.BENCHMARK, options, measure)
 
 
+@with_options
 def host(
     kernel: Kernels = ["auto"],  # noqa: B006
     tokens: Tokens = None,
-    mask: OneMask = "causal",
-    batch: Batch = 1,
-    heads: Heads = 8,
-    kv_heads: KvHeads = None,
-    dim: Dim = 64,
-    dtype: OneDtype = None,
-    device: Device = None,
+    shape: ShapeOptions = SHAPE,
     deterministic: Deterministic = False,
     rounds: Rounds = 21,
-    output: Output = None,
-    update: Update = False,
+    options: RecordOptions = RECORD,
 ) -> None:
-    """The host's own time for a call, beside that of torch's own: 512 tokens on a GPU, 8 on a CPU."""
-    from rich.console import Console
-
+    """The host's own time for a call, over that of torch's own: 512 tokens on a GPU, 8 on a CPU."""
+    from benchmarks.host import BENCHMARK
+    from benchmarks.protocol import show
     from meshflash.bench import host as bench
-    from meshflash.bench.candidates import SDPA
-    from meshflash.bench.cases import Case, pick_device, pick_dtype
-    from meshflash.bench.report import report
+    from meshflash.bench.cases import pick_device
 
-    console = Console()
-    with explained(), console.status("measuring"):
-        device = pick_device(device)
-        found = recorder(f"host-{device}", output, update)
-        tokens, dtype = tokens or bench.default_tokens(device), pick_dtype(dtype, device)
-        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, device, deterministic)
+    def measure(_: Status) -> Recorder:
+        device = pick_device(shape.device)
+        found = options.recorder(f"host-{device}")
+        case = shape.case(tokens or bench.default_tokens(device), device, deterministic=deterministic)
         found.add(bench.run(case, tuple(kernel), rounds))
-    report(console, [tables.host(found.rows, beside=SDPA)], found)
+        return found
+
+    show(BENCHMARK, options, measure)
 
 
+@with_options
 def memory(
     kernel: Kernels = ["auto"],  # noqa: B006
     tokens: Tokens = None,
-    mask: OneMask = "causal",
-    batch: Batch = 1,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads; 32 on a GPU, 8 on a CPU by default.")] = None,
-    kv_heads: KvHeads = None,
-    dim: Dim = 128,
-    dtype: OneDtype = None,
-    device: Device = None,
+    shape: ShapeOptions = LARGE_SHAPE,
     deterministic: Deterministic = False,
-    output: Output = None,
-    update: Update = False,
+    options: RecordOptions = RECORD,
 ) -> None:
-    """Peak memory of forward and backward as a multiple of the bytes of q, k, v, out and their four gradients."""
-    from rich.console import Console
+    """Peak memory of forward and backward over the bytes of q, k, v, out and their four gradients.
 
+    There are 32 query heads on a GPU and 8 on a CPU by default.
+    """
     from benchmarks import memory as bench
-    from meshflash.bench.cases import Case, pick_device, pick_dtype
-    from meshflash.bench.report import report
+    from benchmarks.protocol import show
+    from meshflash.bench.cases import pick_device
 
-    console = Console()
-    with explained(), console.status("measuring"):
-        device = pick_device(device)
-        found = recorder(f"peak-{device}", output, update)
-        tokens, dtype = tokens or bench.default_tokens(device), pick_dtype(dtype, device)
-        heads = heads or bench.default_heads(device)
-        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, device, deterministic)
-        found.add(bench.run(case, tuple(kernel)))
-    report(console, [tables.memory(found.rows)], found)
+    def measure(_: Status) -> Recorder:
+        device = pick_device(shape.device)
+        found = options.recorder(f"peak-{device}")
+        count, heads = tokens or bench.default_tokens(device), bench.default_heads(device)
+        found.add(bench.run(shape.case(count, device, heads, deterministic), tuple(kernel)))
+        return found
+
+    show(bench.BENCHMARK, options, measure)
 
 
+@with_options
 def tiles(
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 131072,
     documents: Annotated[int, typer.Option(min=1, help="Documents packed into it.")] = 256,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks that share it.")] = 64,
-    output: Output = None,
-    update: Update = False,
+    options: RecordOptions = RECORD,
 ) -> None:
-    """Worklists: how long one rank's table takes to build, against one rank's keys and against all of them."""
-    from rich.console import Console
-
+    """Worklists: the time to build one rank's table, over one rank's keys and over all of them."""
     from benchmarks import tiles as bench
-    from meshflash.bench.report import report
+    from benchmarks.protocol import show
 
-    found = recorder("tiles", output, update)
-    with explained():
+    def measure(_: Status) -> Recorder:
+        found = options.recorder("tiles")
         found.add(bench.run(tokens, documents, ranks))
-    title = f"{documents} documents, {ranks} ranks, {tokens:,} tokens"
-    report(Console(), [terminal(title, tables.TILES, found.rows)], found)
+        return found
+
+    show(bench.BENCHMARK, options, measure)
 
 
+@with_options
 def rank(
-    schedule: Annotated[list[str], typer.Option(help="A schedule; repeat for several.")] = ["zigzag"],  # noqa: B006
-    world: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks, of which one is played.")] = 8,
-    rank: Annotated[int, typer.Option(min=0, help="Which.")] = 3,
+    schedule: Schedules = ["zigzag"],  # noqa: B006
+    world: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks; one of them runs.")] = 8,
+    rank: Annotated[int, typer.Option(min=0, help="The rank that runs.")] = 3,
     local_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 1024,
     kernel: Annotated[list[str], typer.Option(help="A kernel; repeat for several.")] = ["auto"],  # noqa: B006
-    batch: Batch = 1,
-    heads: Heads = 8,
-    kv_heads: KvHeads = None,
-    dim: Dim = 64,
-    mask: OneMask = "causal",
-    dtype: OneDtype = None,
-    device: Device = None,
+    shape: ShapeOptions = SHAPE,
     rounds: Rounds = 5,
-    output: Output = None,
-    update: Update = False,
+    options: RecordOptions = RECORD,
 ) -> None:
-    """One rank's own time, without messages, beside one kernel over as many pairs."""
-    from rich.console import Console
-
+    """One rank's own time without communication, beside a single kernel over as many pairs."""
     from benchmarks import rank as bench
-    from meshflash.bench.cases import Case, pick_device, pick_dtype
-    from meshflash.bench.report import report
+    from benchmarks.protocol import show
+    from meshflash.bench.cases import pick_device
 
-    console = Console()
-    with explained(), console.status("measuring"):
-        device = pick_device(device)
-        found = recorder(f"rank-{device}", output, update)
-        tokens = world * local_tokens
-        case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, pick_dtype(dtype, device), device)
+    def measure(_: Status) -> Recorder:
+        device = pick_device(shape.device)
+        found = options.recorder(f"rank-{device}")
+        case = shape.case(world * local_tokens, device)
         for name in kernel:
             found.add(bench.run(case, tuple(schedule), world, rank, name, rounds))
-    title = f"rank {rank} of {world}, {local_tokens:,} tokens each, {mask}, on {device}"
-    report(console, [terminal(title, tables.RANK, found.rows)], found)
+        return found
+
+    show(bench.BENCHMARK, options, measure)
 
 
+@with_options
 def engine(
-    schedule: Annotated[list[str], typer.Option(help="A schedule; repeat for several.")] = [  # noqa: B006
-        "ring",
-        "zigzag",
-        "striped",
-        "allgather",
-    ],
-    world: Annotated[int, typer.Option("--nproc", "-n", min=2, help="Ranks, of which rank 0 is played.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 21,
-    output: Output = None,
-    update: Update = False,
+    schedule: Schedules = ["ring", "zigzag", "striped", "allgather"],  # noqa: B006
+    world: Nproc = 8,
+    rounds: Rounds = 21,
+    options: RecordOptions = RECORD,
 ) -> None:
-    """The engine's own time for each step of a program: kernels and transport do nothing."""
-    from rich.console import Console
-
+    """The engine's own time for each step of a program on rank 0: kernels and transport do nothing."""
     from benchmarks import engine as bench
-    from meshflash.bench.report import report
+    from benchmarks.protocol import show
 
-    found = recorder("engine", output, update)
-    with explained():
+    def measure(_: Status) -> Recorder:
+        found = options.recorder("engine")
         found.add(bench.run(tuple(schedule), world, rounds))
-    title = f"the engine's own time, {world} ranks"
-    report(Console(), [terminal(title, tables.ENGINE, found.rows)], found)
+        return found
+
+    show(bench.BENCHMARK, options, measure)
 
 
-def moved(
+@with_options
+def bytes_moved(
     schedule: Annotated[list[str], typer.Option(help="A schedule; repeat for several. All by default.")] = [],  # noqa: B006
-    world: Annotated[int, typer.Option("--nproc", "-n", min=2, help="Ranks.")] = 8,
+    world: Nproc = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length, over all ranks.")] = 131072,
-    output: Output = None,
-    update: Update = False,
+    options: RecordOptions = RECORD,
 ) -> None:
-    """Bytes that ranks receive in each schedule, counted in its programs, beside what peers move; as Markdown."""
-    from rich.console import Console
-
+    """Bytes that ranks receive in each schedule, counted in its programs, beside those of peers; as Markdown."""
     from benchmarks import bytes_moved as bench
+    from benchmarks.protocol import show
     from meshflash.bench.cases import Case
-    from meshflash.bench.report import report
     from meshflash.schedules.registry import schedule_variants
 
-    found = recorder("bytes", output, update)
-    with explained():
+    def measure(_: Status) -> Recorder:
+        found = options.recorder("bytes")
         for kv_heads in (32, 8):
             for mask in ("full", "causal", "window-4096"):
                 case = Case(tokens, 1, 32, kv_heads, 128, mask, "bfloat16")
                 found.add(bench.run(case, tuple(schedule) or schedule_variants(world), world))
-    typer.echo(tables.bytes_markdown(found.rows))
-    report(Console(), [], found)
+        return found
+
+    show(bench.BENCHMARK, options, measure)

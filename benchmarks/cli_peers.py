@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.status import Status
 
-from benchmarks.options import Update, recorder
-from meshflash.cli.bench_options import MASKS, Device, Markdown, Output, Plot, Rounds, Source, View, explained, show
+from benchmarks.options import RECORD_AND_PLOT, PlotOptions, with_options
+from meshflash.bench.record import Recorder
+from meshflash.cli.bench_options import MASKS, Device, Rounds
 
 
+@with_options
 def peers(
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Sequence length; repeat. All by default.")] = None,
     mask: Annotated[list[str] | None, typer.Option(help=f"{MASKS}; repeat. All by default.")] = None,
@@ -18,46 +21,38 @@ def peers(
     device: Device = None,
     rounds: Rounds = 9,
     minutes: Annotated[float, typer.Option(min=0, help="Time for all of it; slow peers are left out first.")] = 10.0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what the record has.")] = False,
-    output: Output = None,
-    update: Update = False,
-    plot: Plot = None,
-    markdown: Markdown = False,
-    source: Source = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what the record has.")] = False,
+    options: PlotOptions = RECORD_AND_PLOT,
 ) -> None:
     """Our kernels beside their peers in 24 cells: lengths, head dims, masks, forward and backward.
 
     A peer that fails is named. Cells that the record has already are not measured again.
     """
-    from rich.console import Console
-
     from benchmarks import peers as bench
-    from benchmarks import peers_table
-    from meshflash.bench import plots, record
+    from benchmarks.peers_table import BENCHMARK
+    from benchmarks.protocol import show
+    from meshflash.bench import record
     from meshflash.bench.cases import pick_device
 
-    console = Console()
-    view = View(bench.read, peers_table.table, peers_table.markdown, plots.peers, peers_table.title)
-    if source is not None:
-        with explained():
-            written, path = view.read(source), None
-    else:
-        with explained(), console.status("starting") as status:
-            budget = bench.Budget(minutes)
-            device = pick_device(device)
-            cases = bench.settings(device, tokens, dim, mask)
-            names = tuple(dict.fromkeys(kernel or bench.default_kernels(device)))
-            found = recorder(f"peers-{device}", output, update, plot)
-            path = found.path
-            before = bench.read(path) if path and path.exists() and not fresh else None
-            known = bench.still_true(before) if before else []
-            if before and len(known) < len(before["rows"]):
-                console.print(f"{path}: rows of other code, versions or machines are dropped")
-            if skipped := [case for case in cases if bench.holds(known, case, names, rounds)]:
-                console.print(f"skipped: {len(skipped)} of {len(cases)} settings, measured before; --fresh to repeat")
-            for rows in bench.run(cases, names, rounds, budget, known, status.update):
-                found.rows = rows
-                if path and (before is None or rows != before["rows"]):  # else its date and command stay
-                    record.write(path, rows, record.command_line())
-        written = bench.read(path) if path else found.made()
-    show(console, written, view, path=path, markdown=markdown, plot=plot)
+    def measure(status: Status) -> Recorder:
+        budget = bench.Budget(minutes)
+        picked = pick_device(device)
+        cases = bench.cases_of(picked, tokens, dim, mask)
+        names = tuple(dict.fromkeys(kernel or bench.default_kernels(picked)))
+        found = options.recorder(f"peers-{picked}")
+        path = found.path
+        before = BENCHMARK.read(path) if path and path.exists() and not fresh else None
+        known = bench.still_valid(before) if before else []
+        if before and len(known) < len(before["rows"]):
+            status.console.print(f"{path}: rows of other code, versions or machines are dropped")
+        if skipped := [case for case in cases if bench.holds(known, case, names, rounds)]:
+            status.console.print(f"skipped: {len(skipped)} of {len(cases)} cases, measured before; --fresh to repeat")
+        for rows in bench.run(cases, names, rounds, budget, known, status.update):
+            found.rows = rows
+            is_unchanged = before is not None and rows == before["rows"]
+            found.header = before["header"] if before and is_unchanged else None  # its date and command stay
+            if path and not is_unchanged:
+                record.write(path, rows, record.command_line())
+        return found
+
+    show(BENCHMARK, options, measure)

@@ -5,26 +5,16 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.status import Status
 
-from benchmarks.options import Update, recorder
-from meshflash.cli.bench_options import (
-    MASKS,
-    Device,
-    Markdown,
-    OneDtype,
-    Output,
-    Plot,
-    Rounds,
-    Source,
-    Tokens,
-    View,
-    explained,
-    show,
-)
+from benchmarks.options import RECORD_AND_PLOT, OneDtype, PlotOptions, Tokens, with_options
+from meshflash.bench.record import Recorder
+from meshflash.cli.bench_options import MASKS, Device, Rounds
 
 
+@with_options
 def variants(
-    kernel: Annotated[str | None, typer.Option(help="A kernel; triton on a GPU, tiled on a CPU by default.")] = None,
+    kernel: Annotated[str | None, typer.Option(help="A kernel; ours on a GPU, tiled on a CPU by default.")] = None,
     tokens: Tokens = None,
     long_tokens: Annotated[
         int | None, typer.Option(min=1, help="Sequence length for masks; by default what suits the device.")
@@ -38,42 +28,29 @@ def variants(
     dtype: OneDtype = None,
     device: Device = None,
     rounds: Rounds = 9,
-    output: Output = None,
-    update: Update = False,
-    plot: Plot = None,
-    markdown: Markdown = False,
-    source: Source = None,
+    options: PlotOptions = RECORD_AND_PLOT,
 ) -> None:
     """A kernel as schedules call it beside the plain call, and masks beside causal.
 
     plain writes the final dtype. step, as in a ring, carries results and
-    adds to gradients in float32. deterministic is the backward with the same
-    bits each time. gqa has 4 query heads for each key head. Masks are causal,
-    a window and 32 packed documents, at a long length; rates are of visible
-    pairs. All take turns in one process; a variant that is wrong is an error,
-    not a time.
+    accumulates gradients in float32. deterministic is the backward with the
+    same bits each time. gqa has 4 query heads for each KV head. Masks are
+    causal, a window and 32 packed documents, at a long length; rates are of
+    visible pairs. All are interleaved in one process; a wrong variant is an
+    error, not a time.
     """
-    from rich.console import Console
-
     from benchmarks import variants as bench
-    from benchmarks import variants_table
+    from benchmarks.protocol import show
+    from benchmarks.variants_table import BENCHMARK
     from meshflash.bench.cases import pick_device
 
-    console = Console()
-    view = View(
-        variants_table.read, variants_table.table, variants_table.markdown, variants_table.draw, variants_table.title
-    )
-    if source is not None:
-        with explained():
-            written, path = view.read(source), None
-    else:
-        with explained(), console.status("starting") as status:
-            device = pick_device(device)
-            settings = bench.settings(device, tokens, long_tokens, dim, mask, dtype)
-            found = recorder(f"variants-{device}", output, update, plot)
-            for n, setting in enumerate(settings):
-                say = lambda text, n=n: status.update(f"{n + 1} of {len(settings)}: {text}")  # noqa: E731
-                name = kernel or bench.default_kernel(device)
-                found.add(bench.run(setting, name, rounds, say))
-        written, path = found.made(), found.path
-    show(console, written, view, path=path, markdown=markdown, plot=plot)
+    def measure(status: Status) -> Recorder:
+        picked = pick_device(device)
+        settings = bench.settings(picked, tokens, long_tokens, dim, mask, dtype)
+        found = options.recorder(f"variants-{picked}")
+        for n, setting in enumerate(settings):
+            say = lambda text, n=n: status.update(f"{n + 1} of {len(settings)}: {text}")  # noqa: E731
+            found.add(bench.run(setting, kernel or bench.default_kernel(picked), rounds, say))
+        return found
+
+    show(BENCHMARK, options, measure)

@@ -1,7 +1,7 @@
-"""DDP on one machine: a step of the same total batch on 1, 2 or more ranks, and how much faster more of them are.
+"""DDP on one machine: a step of the same total batch on 1, 2 or more ranks, with speedup and efficiency.
 
-On a CPU each rank has one thread. Ranks that share a GPU have equal parts of it by MPS, and a rank alone the same part
-as each of the most ranks, so that more ranks have more hardware; one rank on the whole GPU stands beside them.
+On a CPU each rank has one thread. Ranks that share a GPU get equal parts of it from MPS, the same part for any number
+of ranks, so more ranks have more hardware. A single rank on the whole GPU is timed beside them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import torch
 from rich.table import Table
 from torch import distributed as _distributed
 
-from benchmarks import training as shared
-from benchmarks.training import Trainer, Training, check_losses, in_markdown, of_row
-from meshflash.bench import plots, tables
+from benchmarks.protocol import Benchmark, Rows
+from benchmarks.training import Trainer, Training, check_losses, of_row
+from meshflash.bench import plots
 from meshflash.bench.cases import on_cpu
+from meshflash.bench.columns import Column, Row, milliseconds, optional, terminal
+from meshflash.bench.columns import markdown as write_markdown
 from meshflash.bench.timing import synchronize
 from meshflash.kernels import registry
 from meshflash.parallel import init_mesh
@@ -35,28 +37,28 @@ dist: Any = _distributed  # torch does not declare all that it exports here
 #: A step of about a second on one core; and one whose gradients, 67 MB, gloo can sum beside a GPU's backward.
 SMALL = Training(layers=4, dim=256, heads=4, vocabulary=1024, tokens=256, batch=4)
 LARGE = Training(layers=4, dim=512, heads=8, vocabulary=4096, tokens=4096, batch=32)
-#: Steps before the first that is timed: DDP arranges its buckets after one, and the optimizer makes its state.
+#: Steps before the first timed one: DDP rebuilds its buckets after one, and the optimizer allocates its state.
 WARM_UP = 2
 #: Threads of each rank, on the host.
 THREADS = 1
-WHOLE = "one rank, whole GPU"
+WHOLE_GPU = "single rank, whole GPU"
 
 
 @dataclass(frozen=True)
 class DdpRow:
-    """The slowest rank's median step, against one rank: `efficiency` is the speed-up for each rank.
+    """The median step of the slowest rank; `speedup` is over a single rank, `efficiency` the speedup for each rank.
 
-    `share` is each rank's part of the GPU in percent, where ranks share one; `of_whole` the speed against one rank that
-    has all of it. `loss` is that of the last step, `backend` what gradients travel by.
+    `gpu_percent` is each rank's part of the GPU if ranks share one, and `vs_whole_gpu` the speed over a single rank
+    that has all of it. `loss` is that of the last step, `backend` that of the all-reduce of gradients.
     """
 
     ranks: int
-    share: int | None
+    gpu_percent: int | None
     case: Training
     ms: float
     speedup: float
     efficiency: float | None
-    of_whole: float | None
+    vs_whole_gpu: float | None
     tokens_per_second: float
     loss: float
     backend: str
@@ -68,7 +70,7 @@ class DdpRow:
 
 @dataclass(frozen=True)
 class _Timed:
-    """One rank's milliseconds of each step, the last loss, what gradients travel by, and the attention that ran."""
+    """One rank's milliseconds of each step, the last loss, the backend of gradients, and the attention that ran."""
 
     ms: list[float]
     loss: float
@@ -78,7 +80,7 @@ class _Timed:
 
 
 def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, listen: Tell | None = None) -> list[DdpRow]:
-    """A row for each number of ranks, one among them; and with MPS one for the whole GPU. Losses that differ raise."""
+    """Return a row for each number of ranks, 1 included, and with MPS one for the whole GPU; unequal losses raise."""
     counts = sorted({1, *ranks})
     for number in counts:
         if case.batch % number:
@@ -88,21 +90,21 @@ def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, list
     if share_gpu and counts == [1]:
         raise ValueError("mps: a rank alone has the GPU to itself; give --nproc 2 or more too")
     share = 100 // counts[-1] if share_gpu else None
-    asked = [(number, share) for number in counts] + ([(1, 100)] if share_gpu else [])
+    runs = [(number, share) for number in counts] + ([(1, 100)] if share_gpu else [])
     with mps() if share_gpu else nullcontext():
-        found = {key: _timed(case, *key, rounds, listen) for key in dict.fromkeys(asked)}
+        found = {key: _timed(case, *key, rounds, listen) for key in dict.fromkeys(runs)}
     ms = {key: _median([rank.ms for rank in each]) for key, each in found.items()}
     check_losses({_name(*key): each[0].loss for key, each in found.items()}, case.dtype)
     one, whole = ms[1, share], ms.get((1, 100))
     return [
         DdpRow(
             ranks=number,
-            share=part,
+            gpu_percent=part,
             case=case,
             ms=ms[number, part],
             speedup=one / ms[number, part],
             efficiency=one / ms[number, part] / number if part == share else None,
-            of_whole=None if whole is None else whole / ms[number, part],
+            vs_whole_gpu=None if whole is None else whole / ms[number, part],
             tokens_per_second=case.batch * case.tokens / ms[number, part] * 1e3,
             loss=each[0].loss,
             backend=each[0].backend,
@@ -115,7 +117,7 @@ def run(case: Training, ranks: Sequence[int], rounds: int, share_gpu: bool, list
 
 
 def _median(ranks: list[list[float]]) -> float:
-    """Of the steps' milliseconds, each that of the slowest rank."""
+    """Return the median over steps of the slowest rank's milliseconds."""
     return statistics.median(map(max, zip(*ranks, strict=True)))
 
 
@@ -128,7 +130,7 @@ def _timed(case: Training, ranks: int, share: int | None, rounds: int, listen: T
 
 
 def train(rank: int, world: int, tell: Tell, case: Training, rounds: int, name: str) -> _Timed:
-    """One rank's part: steps that all ranks begin together, and how long each takes this one."""
+    """Time the steps of one rank; all ranks begin each step together."""
     say = tell if rank == 0 else lambda _: None
     say(f"{name}: building the model")
     device = take_device(case.device, rank)
@@ -150,74 +152,70 @@ def train(rank: int, world: int, tell: Tell, case: Training, rounds: int, name: 
     return _Timed(ms, loss, backend, forward_ran, backward_ran)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A record of this benchmark."""
-    return shared.read(path, {"ranks", "of_whole"}, "bench ddp")
-
-
-def title(rows: list[dict[str, Any]]) -> str:
-    """What was trained."""
+def title(rows: Rows) -> str:
+    """Return what was trained, in words."""
     case = of_row(rows[0])
     return f"DDP, {case.batch} x {case.tokens:,} tokens a step\n{case.words}"
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Ranks with their speed against one."""
-    made = tables.blank(title(rows), *_columns(rows, "ms a step", "x whole"))
-    made.caption, made.caption_justify = caption(rows), "left"
-    for row in rows:
-        made.add_row(*_cells(row, _shared(rows)))
-    return made
+def tables(rows: Rows) -> list[Table]:
+    """Return numbers of ranks with their speedup and efficiency."""
+    return [terminal(title(rows), _columns(rows), rows, caption=caption(rows))]
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table for a document, and what it says of itself."""
-    lines = [_cells(row, _shared(rows)) for row in rows]
-    return f"{in_markdown(_columns(rows, 'a step, ms', 'x one rank, whole GPU'), lines)}\n\n{caption(rows)}."
+def markdown(rows: Rows) -> str:
+    """Return the table and its caption for a document."""
+    return f"{write_markdown(_columns(rows), rows)}\n\n{caption(rows)}."
 
 
-def caption(rows: list[dict[str, Any]]) -> str:
-    """What each rank has, and how gradients travel."""
+def caption(rows: Rows) -> str:
+    """Return the hardware of each rank, and how gradients are reduced."""
     most, threads = rows[0], rows[0]["threads"]
     words = [f"each rank has {threads} thread{'s' if threads > 1 else ''}"]
-    if _shared(rows):
-        words = [f"each rank, also alone, has {most['share']}% of the GPU by MPS but for the last row, which has all"]
+    if _shares_gpu(rows):
+        words = [
+            f"each rank, also a single one, has {most['gpu_percent']}% of the GPU by MPS; the last row has all of it"
+        ]
     if backend := next((row["backend"] for row in rows if row["backend"]), ""):
-        why = ", through the host, for NCCL refuses ranks that share a GPU" if _shared(rows) else ""
+        why = ", through the host, for NCCL refuses ranks that share a GPU" if _shares_gpu(rows) else ""
         words.append(f"gradients, {most['gradient_bytes'] / 1e6:.1f} MB, travel by {backend}{why}")
-    words.append("efficiency: the speed-up for each rank")
+    words.append("efficiency: speedup / ranks")
     return "; ".join(words)
 
 
-def plot(rows: list[dict[str, Any]], head: str, path: Path) -> None:
-    """Bars of milliseconds and of speed for each number of ranks."""
-    panels = {"milliseconds of a step": ("ms", 1.0), "times one rank's speed": ("speedup", 1.0)}
-    named = [{**row, "name": WHOLE if row["share"] == 100 else "DDP"} for row in rows]
+def plot(rows: Rows, head: str, path: Path) -> None:
+    """Draw bars of time and of speedup for each number of ranks."""
+    panels = {"time of a step (ms)": ("ms", 1.0), "speedup over a single rank": ("speedup", 1.0)}
+    named = [{**row, "name": WHOLE_GPU if row["gpu_percent"] == 100 else "DDP"} for row in rows]
     plots.bars(named, "name", lambda row: _name(row["ranks"], None), panels, head, path)
 
 
 def _name(ranks: int, share: int | None) -> str:
-    return WHOLE if share == 100 else f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return WHOLE_GPU if share == 100 else f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
-def _shared(rows: list[dict[str, Any]]) -> bool:
-    """Whether ranks shared a GPU."""
-    return rows[0]["share"] is not None
+def _shares_gpu(rows: Rows) -> bool:
+    return rows[0]["gpu_percent"] is not None
 
 
-def _columns(rows: list[dict[str, Any]], ms: str, whole: str) -> list[str]:
-    gpu = (["of the GPU"], [whole]) if _shared(rows) else ([], [])
-    return ["ranks", *gpu[0], ms, "speed-up", "efficiency", *gpu[1], "tokens/s", "loss"]
+def _columns(rows: Rows) -> tuple[Column, ...]:
+    shares_gpu = _shares_gpu(rows)
+
+    def percent(row: Row) -> str:
+        return f"{row['gpu_percent']}%"
+
+    return (
+        Column("ranks", "ranks"),
+        *((Column("of the\nGPU", percent),) * shares_gpu),
+        Column("step\n(ms)", lambda row: milliseconds(row["ms"])),
+        Column("speedup", optional("speedup", "{:.2f}x")),
+        Column("efficiency", optional("efficiency", "{:.3f}")),
+        *((Column("x whole\nGPU", optional("vs_whole_gpu", "{:.3f}")),) * shares_gpu),
+        Column("tokens/s", lambda row: f"{row['tokens_per_second']:,.0f}"),
+        Column("loss", lambda row: f"{row['loss']:.5f}"),
+    )
 
 
-def _cells(row: dict[str, Any], gpu: bool) -> list[str]:
-    return [
-        str(row["ranks"]),
-        *([f"{row['share']}%"] if gpu else []),
-        tables.milliseconds(row["ms"]),
-        f"{row['speedup']:.2f}x",
-        "" if row["efficiency"] is None else f"{row['efficiency']:.3f}",
-        *([f"{row['of_whole']:.3f}"] if gpu else []),
-        f"{row['tokens_per_second']:,.0f}",
-        f"{row['loss']:.5f}",
-    ]
+BENCHMARK = Benchmark(
+    name="ddp", keys=frozenset({"ranks", "vs_whole_gpu"}), tables=tables, markdown=markdown, title=title, draw=plot
+)

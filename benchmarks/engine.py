@@ -1,4 +1,4 @@
-"""The engine's own time: programs run with kernels and a transport that do nothing, a step at a time."""
+"""The engine's own time for each step of a program: kernels and transport do nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from unittest import mock
 
 import torch
 
+from benchmarks import protocol
+from benchmarks.protocol import Benchmark, in_markdown
+from meshflash.bench.columns import Column, terminal
+from meshflash.bench.tables import SCHEDULE
 from meshflash.comm.transports.loopback import Loopback
 from meshflash.core.mask import Mask
 from meshflash.core.program import Direction
@@ -25,7 +29,7 @@ CALLS = 50
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One program: its steps, and microseconds a step that are the engine's."""
+    """One program: its number of steps, and the engine's microseconds for a step."""
 
     schedule: str
     direction: str
@@ -34,7 +38,7 @@ class EngineRow:
     microseconds: float
 
 
-class _Nothing(Kernel):
+class _NoOpKernel(Kernel):
     """A kernel that computes nothing."""
 
     name = "nothing"
@@ -53,10 +57,10 @@ class _Nothing(Kernel):
 
 
 def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[EngineRow]:
-    """The engine's time on rank 0 of each schedule, for a short causal sequence; steps that copy or add included."""
+    """Return the engine's time on rank 0 of each schedule for a short causal sequence, with copies and additions."""
     rows = []
     mesh.connect(registry.build, resolve)
-    with mock.patch.object(binding, "choose", return_value=Choice(_Nothing(), "it is given")):
+    with mock.patch.object(binding, "choose", return_value=Choice(_NoOpKernel(), "it is given")):
         for schedule in schedules:
             layout = registry.default_layout(schedule)(64 * world, world)
             for direction in ("forward", "backward"):
@@ -71,7 +75,7 @@ def _measure(schedule: str, plan: mesh.Plan, direction: Direction, world: int, r
     prepared = mesh.Prepared(plan, Mask.causal(), 4, 2, 0, setting)
     forward = [q, k, k.clone(), q.clone(), lse]
     tensors = forward if direction == "forward" else [q, k, k, q, lse, q, lse, q.clone(), k.clone(), k.clone()]
-    transport, features = _Silent(0, world), Features(scale=1.0)
+    transport, features = _NoOpTransport(0, world), Features(scale=1.0)
     tensors.append(q.new_empty(prepared.saved_bytes, dtype=torch.uint8))
     prepared.run(direction, tensors, features, transport)
     times = []
@@ -84,7 +88,7 @@ def _measure(schedule: str, plan: mesh.Plan, direction: Direction, world: int, r
     return EngineRow(schedule, direction, world, steps, statistics.median(times) / steps * 1e6)
 
 
-class _Silent(Loopback):
+class _NoOpTransport(Loopback):
     """A transport whose calls cost nothing, not even counting."""
 
     def exchange(self, *_: object) -> None:
@@ -95,3 +99,25 @@ class _Silent(Loopback):
 
     def wait(self, handle: object) -> None:
         return None
+
+
+COLUMNS = (
+    SCHEDULE,
+    Column("pass", "pass", is_text=True),
+    Column("steps", "steps"),
+    Column("us per step", lambda row: f"{row['microseconds']:.1f}"),
+)
+
+
+def title(rows: protocol.Rows) -> str:
+    """Return the setting in words."""
+    return f"the engine's own time, {rows[0]['world']} ranks"
+
+
+BENCHMARK = Benchmark(
+    name="engine",
+    keys=frozenset({"steps", "microseconds"}),
+    tables=lambda rows: [terminal(title(rows), COLUMNS, rows)],
+    markdown=in_markdown(COLUMNS),
+    title=title,
+)

@@ -1,30 +1,33 @@
-"""How time and memory grow with the length: standard attention, which holds every score, beside kernels that do not.
+"""Time and memory over the sequence length: standard attention, which holds every score, beside flash kernels.
 
-Each candidate is checked before it is timed (`check.oracle_of` says by what at which length). One that runs
-out of memory is shown as that, and the others go on.
+Each candidate is checked before it is timed (`check.oracle_of` names the oracle). A candidate that runs out of memory
+is shown as that, and the others go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from meshflash.bench import record
+from rich.table import Table
+
+from benchmarks import plots
+from benchmarks.protocol import Benchmark, Rows, in_markdown
 from meshflash.bench.candidates import STANDARD, own_kernel
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.bench.check import PASSES
+from meshflash.bench.columns import Column, mebibytes, milliseconds, optional, terminal
 from meshflash.bench.measure import Measured, Say, both, measure
+from meshflash.bench.tables import KERNEL, title
 from meshflash.kernels import registry
 
 
 @dataclass(frozen=True)
 class LengthRow:
-    """One kernel at one length. What has no figure, or nothing to compare with, for want of memory is None.
+    """One kernel at one length. A figure is None if memory ran out for it, or for the standard attention it needs.
 
-    `ms` is forward and backward together, like `peak_bytes`, which count what is held beyond the inputs;
-    `saved` is the part of standard attention's peak that this kernel does without.
+    `ms` and `peak_bytes` are of forward and backward together; the peak excludes the inputs. `saved` is the fraction of
+    standard attention's peak that this kernel does not need.
     """
 
     kernel: str
@@ -43,26 +46,18 @@ class LengthRow:
 
 
 def default_lengths(device: str) -> list[int]:
-    """1,024 to 65,536 on a GPU, to 4,096 on a CPU."""
+    """Return the lengths for a device: 1,024 to 65,536 on a GPU, to 4,096 on a CPU."""
     return [1024 * 2**n for n in range(3 if on_cpu(device) else 7)]
 
 
 def default_kernels(device: str) -> list[str]:
-    """Standard attention, the tiled kernel, our GPU kernel where Triton is installed, and the one that is chosen."""
+    """Return standard attention, the tiled kernel, our GPU kernel if it can run, and "auto"."""
     own = [kernel.name for kernel in registry.kernels() if kernel.name == own_kernel(device) and not kernel.missing()]
     return [STANDARD, "tiled", *([] if on_cpu(device) else own), "auto"]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A record of lengths."""
-    written = record.read(path)
-    if not all("forward_ms" in row for row in written.get("rows") or [{}]):
-        raise ValueError(f"{path} is not a record of `meshflash bench lengths`")
-    return written
-
-
 def run(case: Case, names: tuple[str, ...], rounds: int, say: Say = lambda _: None) -> Iterator[LengthRow]:
-    """Each kernel's row for one length; a kernel that is wrong raises instead of being timed."""
+    """Yield the row of each kernel at one length; a wrong result raises instead of being timed."""
     measured = measure(case, names, rounds, say=say)
     standard = measured.get(STANDARD)
     base_ms = _both(standard) if standard else None
@@ -87,5 +82,32 @@ def run(case: Case, names: tuple[str, ...], rounds: int, say: Say = lambda _: No
 
 
 def _both(figures: Measured) -> float | None:
-    """Milliseconds of forward and backward together."""
+    """Return the milliseconds of forward and backward together."""
     return sum(figures.ms.values()) if len(figures.ms) == len(PASSES) else None
+
+
+COLUMNS = (
+    Column("tokens", lambda row: f"{row['tokens']:,}", once=True),
+    KERNEL,
+    Column("forward\n(ms)", lambda row: milliseconds(row["forward_ms"], "")),
+    Column("backward\n(ms)", lambda row: milliseconds(row["backward_ms"], "")),
+    Column("both\n(ms)", lambda row: milliseconds(row["ms"])),
+    Column("speedup", optional("speedup", "{:.2f}x")),
+    Column("peak\nMiB", lambda row: mebibytes(row["peak_bytes"], "")),
+    Column("memory\nsaved", optional("saved", "{:.0%}")),
+)
+
+
+def tables(rows: Rows) -> list[Table]:
+    """Return kernels by length, with speedup and memory saved over standard attention."""
+    return [terminal(f"{title(rows[0], tokens=False)} on {rows[0]['device']}", COLUMNS, rows, "tokens")]
+
+
+BENCHMARK = Benchmark(
+    name="lengths",
+    keys=frozenset({"forward_ms"}),
+    tables=tables,
+    markdown=in_markdown(COLUMNS),
+    title=lambda rows: title(rows[0], tokens=False),
+    draw=plots.lengths,
+)

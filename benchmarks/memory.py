@@ -1,4 +1,4 @@
-"""Peak memory of forward and backward, against what any implementation has to hold."""
+"""Peak memory of forward and backward, over the bytes that any implementation must hold."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from benchmarks.protocol import Benchmark, in_markdown
 from meshflash.bench.candidates import DENSE_TOKENS, candidate, check_names
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.bench.check import judge, truth
+from meshflash.bench.columns import Column, mebibytes, optional, terminal
 from meshflash.bench.measure import both
+from meshflash.bench.tables import KERNEL, title
 from meshflash.bench.timing import watched
 from meshflash.kernels import registry
 from meshflash.runtime.oom import attempt
@@ -32,20 +35,20 @@ class MemoryRow:
 
 
 def default_tokens(device: str) -> int:
-    """As many as show what grows with the length."""
+    """Return enough tokens for a device to show what grows with the length."""
     return 4096 if on_cpu(device) else 262144
 
 
 def default_heads(device: str) -> int:
-    """A large model's on a GPU."""
+    """Return the query heads of a large model on a GPU, fewer on a CPU."""
     return 8 if on_cpu(device) else 32
 
 
 def run(case: Case, names: tuple[str, ...]) -> Iterator[MemoryRow]:
-    """A row for each kernel, out of memory included.
+    """Yield a row for each kernel, also if it runs out of memory.
 
-    Each is checked on the first 4,096 tokens at most; that also loads what a first call loads. The call that
-    is watched is then the first of its length, so that tables which it makes and keeps are counted.
+    Each kernel is checked on at most the first 4,096 tokens; that also loads what a first call loads. The measured call
+    is the first of its length, so tables that it makes and keeps are counted.
     """
     check_names(names)
     short = replace(case, tokens=min(case.tokens, DENSE_TOKENS))
@@ -74,3 +77,18 @@ def run(case: Case, names: tuple[str, ...]) -> Iterator[MemoryRow]:
             peak_bytes=peak,
             ratio=None if peak is None else peak / (2 * given),
         )
+
+
+COLUMNS = (
+    KERNEL,
+    Column("needed\n(MiB)", lambda row: mebibytes(row["needed_bytes"])),
+    Column("peak\n(MiB)", lambda row: mebibytes(row["peak_bytes"])),
+    Column("x needed", optional("ratio", "{:.3f}")),
+)
+BENCHMARK = Benchmark(
+    name="memory",
+    keys=frozenset({"needed_bytes", "ratio"}),
+    tables=lambda rows: [terminal(f"{title(rows[0])} on {rows[0]['device']}", COLUMNS, rows)],
+    markdown=in_markdown(COLUMNS),
+    title=lambda rows: title(rows[0]),
+)

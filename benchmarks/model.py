@@ -1,4 +1,4 @@
-"""Flash against standard attention inside a model: a training step of a GPT over growing lengths, with each in turns.
+"""Flash against standard attention inside a model: a training step of a GPT over growing lengths, interleaved.
 
 Both train the same model from the same weights, and their losses are compared before anything is timed. Standard
 attention that runs out of memory is shown as that.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,15 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import training as shared
-from benchmarks.training import Trainer, Training, check_losses, in_markdown, of_row
-from benchmarks.weights import hold
-from meshflash.bench import plots, tables
+from benchmarks.protocol import Benchmark, Rows, in_markdown
+from benchmarks.training import Trainer, Training, check_losses, of_row
+from benchmarks.weights import held_bytes
+from meshflash.bench import plots
 from meshflash.bench.candidates import STANDARD, STANDARD_MATRICES, Attention, candidate
 from meshflash.bench.cases import Case, on_cpu
+from meshflash.bench.columns import NO_MEMORY, Column, mebibytes, milliseconds, optional, terminal
 from meshflash.bench.measure import Say, both
+from meshflash.bench.tables import KERNEL
 from meshflash.bench.timing import interleaved, watched
 from meshflash.kernels import registry
 from meshflash.parallel import MeshAttention, init_mesh
@@ -33,16 +34,16 @@ from meshflash.runtime.oom import attempt, free_bytes
 SMALL = Training(layers=2, dim=256, heads=4, vocabulary=1024, tokens=256, batch=1)
 LARGE = Training(layers=4, dim=1024, heads=16, vocabulary=8192, tokens=1024, batch=1)
 AUTO = "auto"
-#: Steps after which losses are compared: the first loss is that of the forward, later ones follow from gradients too.
-CHECKED = 3
+#: Steps after which losses are compared: the first loss checks the forward, later ones gradients too.
+CHECKED_STEPS = 3
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One attention at one length. What has no figure, or nothing to compare with, for want of memory is None.
+    """One attention at one length. A figure is None if memory ran out for it, or for the standard attention it needs.
 
-    `ms` is forward, backward and AdamW; `peak_bytes` are all that a step holds, weights and optimizer included; `saved`
-    is the part of the peak with standard attention that this one does without. `loss` is that of step 3.
+    `ms` is forward, backward and AdamW. `peak_bytes` includes weights and the optimizer's state. `saved` is the
+    fraction of the peak with standard attention that this one does not need. `loss` is that of step 3.
     """
 
     kernel: str
@@ -58,12 +59,12 @@ class ModelRow:
 
 
 def default_lengths(device: str) -> list[int]:
-    """256 to 2,048 on a CPU, 1,024 to 32,768 on a GPU."""
+    """Return the lengths for a device: 256 to 2,048 on a CPU, 1,024 to 32,768 on a GPU."""
     return [256 * 2**n for n in range(4)] if on_cpu(device) else [1024 * 2**n for n in range(6)]
 
 
 def run(case: Training, rounds: int, say: Say = lambda _: None) -> list[ModelRow]:
-    """The rows of one length; RuntimeError where losses differ."""
+    """Return the rows of one length; RuntimeError if losses differ."""
     device = take_device(case.device, 0)
     say("building the model")
     trainer = Trainer(case, init_mesh(device=device.type), device)
@@ -104,7 +105,7 @@ def run(case: Training, rounds: int, say: Say = lambda _: None) -> list[ModelRow
 
 
 class _Standard(MeshAttention):
-    """Standard attention in a model's place for ours. Autocast, which would widen its scores, ends here as in ours."""
+    """Standard attention as a drop-in for ours. Autocast, which would widen its scores, is off here as in ours."""
 
     def __init__(self, function: Attention) -> None:
         super().__init__()
@@ -116,7 +117,10 @@ class _Standard(MeshAttention):
 
 
 def _standard(case: Training) -> MeshAttention:
-    """Refused as out of memory on a CPU before it takes all that there is: every layer keeps its scores."""
+    """Return standard attention; on a CPU raise OutOfMemoryError before it takes all memory.
+
+    Every layer keeps its scores for the backward.
+    """
     sizes = case.config
     assert sizes.head_dim is not None
     shape = Case(case.tokens, case.batch, case.heads, case.heads, sizes.head_dim, "causal", case.dtype, case.device)
@@ -129,7 +133,7 @@ def _standard(case: Training) -> MeshAttention:
 
 
 def _with(trainer: Trainer, module: MeshAttention) -> Callable[[], Tensor]:
-    """A step with this attention in every block."""
+    """Return a training step with this attention in every block."""
 
     def step() -> Tensor:
         for block in trainer.gpt.layers:
@@ -140,65 +144,57 @@ def _with(trainer: Trainer, module: MeshAttention) -> Callable[[], Tensor]:
 
 
 def _loss(trainer: Trainer, step: Callable[[], Tensor]) -> float:
-    """The loss after some steps from the same weights."""
+    """Return the loss after some steps from the initial weights."""
     trainer.restart()
-    return [float(step()) for _ in range(CHECKED)][-1]
+    return [float(step()) for _ in range(CHECKED_STEPS)][-1]
 
 
 def _peak(trainer: Trainer, step: Callable[[], Tensor], device: torch.device) -> int | None:
-    """The most that a step holds: what is there before it, weights and the optimizer's state, and what comes on top."""
+    """Return the peak of a step, with weights and the optimizer's state; None if memory runs out."""
     found = attempt(lambda: watched(step, device))
-    return None if found is None else hold(trainer.gpt, trainer.optimizer).total + found.peak_bytes
+    return None if found is None else held_bytes(trainer.gpt, trainer.optimizer).total + found.peak_bytes
 
 
 def _saved(peak: int | None, base: int | None) -> float | None:
     return None if peak is None or base is None else 1 - peak / base
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A record of this benchmark."""
-    return shared.read(path, {"kernel", "saved", "loss"}, "bench model")
+COLUMNS = (
+    Column("tokens", lambda row: f"{row['tokens']:,}", once=True),
+    KERNEL,
+    Column("step\n(ms)", lambda row: milliseconds(row["ms"])),
+    Column("speedup", optional("speedup", "{:.2f}x")),
+    Column("peak\n(MiB)", lambda row: mebibytes(row["peak_bytes"], "")),
+    Column("memory\nsaved", optional("saved", "{:.0%}")),
+    Column("loss", optional("loss", "{:.5f}")),
+)
 
 
-def title(rows: list[dict[str, Any]]) -> str:
-    """What was trained."""
+def title(rows: Rows) -> str:
+    """Return what was trained, in words."""
     case = of_row(rows[0])
     return f"a training step with standard attention and ours, batch {case.batch}\n{case.words}"
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Both attentions by length."""
-    columns = ("tokens", "kernel", "a step, ms", "speed-up", "peak MiB", "saved", "loss")
-    made = tables.blank(title(rows), *columns)
-    made.caption, made.caption_justify = "peak: of a step, weights and AdamW's state included", "left"
-    for tokens, own in groupby(rows, key=lambda row: row["tokens"]):
-        for n, row in enumerate(own):
-            made.add_row("" if n else f"{tokens:,}", *_cells(row))
-        made.add_section()
-    return made
+def tables(rows: Rows) -> list[Table]:
+    """Return both attentions by length."""
+    caption = "peak: of a step, weights and AdamW's state included"
+    return [terminal(title(rows), COLUMNS, rows, "tokens", caption)]
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table for a document."""
-    head = ("tokens", "attention", "a step, ms", "speed-up", "peak, MiB", "memory saved", "loss")
-    return in_markdown(head, [[f"{row['tokens']:,}", *_cells(row)] for row in rows])
-
-
-def plot(rows: list[dict[str, Any]], head: str, path: Path) -> None:
-    """Bars of milliseconds and of peak memory of each attention, a group for each length."""
-    panels = {"milliseconds of a step": ("ms", 1.0), "peak memory, MiB": ("peak_bytes", 2.0**20)}
+def plot(rows: Rows, head: str, path: Path) -> None:
+    """Draw bars of time and of peak memory of each attention, a group for each length."""
+    panels = {"time of a step (ms)": ("ms", 1.0), "peak memory (MiB)": ("peak_bytes", 2.0**20)}
     fit = [row for row in rows if row["ms"] is not None and row["peak_bytes"] is not None]
-    head += "" if len(fit) == len(rows) else f"; no bar: {tables.NO_MEMORY}"
+    head += "" if len(fit) == len(rows) else f"; no bar: {NO_MEMORY}"
     plots.bars(fit, "kernel", lambda row: f"{row['tokens']:,}\ntokens", panels, head, path)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table, after the length."""
-    return [
-        tables.kernel_cell(row),
-        tables.milliseconds(row["ms"]),
-        "" if row["speedup"] is None else f"{row['speedup']:.2f}x",
-        tables.mebibytes(row["peak_bytes"], ""),
-        "" if row["saved"] is None else f"{row['saved']:.0%}",
-        "" if row["loss"] is None else f"{row['loss']:.5f}",
-    ]
+BENCHMARK = Benchmark(
+    name="model",
+    keys=frozenset({"kernel", "saved", "loss"}),
+    tables=tables,
+    markdown=in_markdown(COLUMNS),
+    title=title,
+    draw=plot,
+)

@@ -1,8 +1,8 @@
-"""The headline set: ours beside its peers at three lengths, two head dims and two masks, forward and backward.
+"""The headline set: our kernel beside its peers at three lengths, two head dims and two masks, forward and backward.
 
-All kernels of a setting (length, dim, mask) take turns in one process, each checked before it is timed; a setting is
-two cells. A record is written after each setting, and what it holds is not measured again while machine, versions and
-code are the same. Where time runs short the slow peers are left out of what is left first.
+All kernels of a case (length, dim, mask) are interleaved in one process, each checked before it is timed; a case is two
+cells. The record is written after each case. Its rows are not measured again while machine, versions and code are the
+same. If time runs short, slow peers are left out first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import meshflash
+from benchmarks.protocol import Rows
 from benchmarks.sampled import sampled
 from meshflash.bench import record
 from meshflash.bench.candidates import DENSE_TOKENS, FLEX, SDPA, STANDARD, check_names, own_among, own_kernel
@@ -31,25 +32,23 @@ from meshflash.bench.measure import Say, measure
 from meshflash.bench.timing import SAMPLE_MS
 from meshflash.kernels import registry
 
-#: Left out first where time runs short, the first of them first.
+#: Peers that are left out if time runs short, in this order.
 SLOW = (FLEX, "fa2")
-#: Masks of the set.
+#: Masks of the headline set.
 MASKS = ("causal", "full")
 NO_TIME = "no time"
 NO_MEMORY = "memory: it ran out"
 ABSENT = "absent"
 
-#: Calls of each pass besides those of the rounds: to check, to watch memory, and to warm up.
+#: Calls of each pass besides those of the rounds: to check, to measure memory, and to warm up.
 OTHER_CALLS = 6
-#: Predicted seconds count as so many: what is predicted knows nothing of the oracle.
-CAUTION = 1.2
-
-Rows = list[dict[str, Any]]
+#: Safety factor of predicted seconds, which do not include the oracle.
+SAFETY_FACTOR = 1.2
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Lengths and head dims, heads times dim, and batch times tokens, of which there is at least one sequence."""
+    """Lengths and head dims; `width` is heads times dim, and `total` batch times tokens, at least one sequence."""
 
     tokens: tuple[int, ...]
     dims: tuple[int, ...]
@@ -63,7 +62,7 @@ ON_CPU = Scale((128, 256), (16, 32), 64, 256)
 
 @dataclass(frozen=True)
 class Peer(KernelRow):
-    """A kernel's row with its version, the rounds, the seconds to check it, and why there are no figures if so."""
+    """A kernel's row with its version, the rounds, the seconds to check it, and a note if it has no figures."""
 
     version: str
     rounds: int
@@ -72,14 +71,14 @@ class Peer(KernelRow):
 
 
 def default_kernels(device: str) -> tuple[str, ...]:
-    """Ours and all peers on a GPU; on a CPU what there is."""
+    """Return ours and all peers on a GPU, and kernels that run on a CPU there."""
     return ("auto", "tiled", SDPA, FLEX) if on_cpu(device) else (own_kernel(device), "fa4", "cudnn", "fa2", FLEX)
 
 
-def settings(
+def cases_of(
     device: str, tokens: list[int] | None = None, dims: list[int] | None = None, masks: list[str] | None = None
 ) -> list[Case]:
-    """The settings of the set, or those that are asked for; short ones first, which say how long others take."""
+    """Return the cases of the set, or those asked for; short ones first, because they predict the time of others."""
     scale = ON_CPU if on_cpu(device) else ON_GPU
     for mask in masks or []:
         if mask not in MASKS:
@@ -91,16 +90,8 @@ def settings(
     return list(dict.fromkeys(cases))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A record of the headline set."""
-    written = record.read(path)
-    if not all({"note", "check_s", "version"} <= row.keys() for row in written.get("rows") or [{}]):
-        raise ValueError(f"{path} is not a record of `meshflash bench kernels --peers`")
-    return written
-
-
-def still_true(written: dict[str, Any]) -> Rows:
-    """The rows of a record that this machine would measure again with the same code, setting by setting."""
+def still_valid(written: dict[str, Any]) -> Rows:
+    """Return the rows of a record that are still valid: same machine, versions and code, case by case."""
     now = record.header("")
     if any(written["header"][key] != now[key] for key in ("machine", "versions")):
         return []
@@ -108,7 +99,7 @@ def still_true(written: dict[str, Any]) -> Rows:
 
 
 def by_case(rows: Rows) -> Iterator[tuple[Case, Rows]]:
-    """The rows of each setting, which stand together."""
+    """Yield the rows of each case, which are adjacent."""
     for case, own in groupby(rows, key=_case):
         yield case, list(own)
 
@@ -116,10 +107,18 @@ def by_case(rows: Rows) -> Iterator[tuple[Case, Rows]]:
 def run(
     cases: list[Case], names: tuple[str, ...], rounds: int, budget: Budget, known: Rows, say: Say
 ) -> Iterator[Rows]:
-    """Measure settings; after each, all rows so far with those `known` from before, which are not measured again.
+    """Measure cases; after each one yield all rows so far.
 
-    Ours raises where it fails or is wrong. A peer that cannot be imported, fails, is wrong, or for which there is no
-    time gets rows without figures that say so.
+    Our kernel raises if it fails or is wrong. A peer that cannot be imported, fails, is wrong, or has no time left gets
+    rows with a note instead of figures.
+
+    Args:
+        cases: The cases to measure.
+        names: The kernels.
+        rounds: The number of rounds, in each of which every kernel is timed once.
+        budget: The time for all of it.
+        known: Rows of an earlier run, which are not measured again.
+        say: A function that is called with progress messages.
     """
     check_names(names)
     done = dict(by_case(known))
@@ -127,7 +126,7 @@ def run(
     for n, case in enumerate(todo):
         rows = [row for own in done.values() for row in own]
         taken = budget.affords(todo[n:], names, rounds, rows)
-        old = done.pop(case, [])  # a setting that is measured stands last
+        old = done.pop(case, [])  # a case that is measured comes last
         if not old or not holds(old, case, taken, rounds):
             say_of = lambda text, n=n, case=case: say(f"{n + 1} of {len(todo)}, {words(case)}: {text}")  # noqa: E731
             old = [record.flat(row) for row in _measured(case, names, taken, rounds, say_of)]
@@ -138,16 +137,16 @@ def run(
 
 
 class Budget:
-    """Seconds for a run from now on, and what they are spent on."""
+    """The seconds of a run from now on, and which kernels they suffice for. The command makes it."""
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._end = clock() + minutes * 60
 
     def affords(self, todo: list[Case], names: tuple[str, ...], rounds: int, rows: Rows) -> tuple[str, ...]:
-        """The kernels that there is time for in the first of the settings to do.
+        """Return the kernels that there is time for in the first of the cases to do.
 
-        The slow ones get what all others leave over in all settings; what nothing is known of takes no time.
+        Slow peers get the time that all others leave in all cases. A kernel without earlier rows counts as taking none.
         """
         left = self._end - self._clock()
         fast = [name for name in names if name not in SLOW]
@@ -164,7 +163,7 @@ class Budget:
 
 
 def holds(rows: Rows, case: Case, names: tuple[str, ...], rounds: int) -> bool:
-    """Whether rows have all that was found of these kernels in a setting, in as many rounds."""
+    """Return whether rows hold figures or final notes of all these kernels for a case, with as many rounds."""
     return set(names) <= {
         row["kernel"]
         for row in rows
@@ -173,12 +172,12 @@ def holds(rows: Rows, case: Case, names: tuple[str, ...], rounds: int) -> bool:
 
 
 def words(case: Case) -> str:
-    """A setting in a few words."""
+    """Return a case in a few words."""
     return f"{case.batch} x {case.tokens:,} tokens, dim {case.head_dim}, {case.mask}"
 
 
 def version_of(name: str) -> str:
-    """The version of a kernel: of its package, or for ours of the sources and of the variables that steer them."""
+    """Return the version of a kernel: of its package, or for ours a digest of sources and environment variables."""
     packages = {"fa4": "flash-attn-4", "fa3": "flash-attn-3", "fa2-package": "flash-attn"}
     if name in packages:
         try:
@@ -193,7 +192,7 @@ def version_of(name: str) -> str:
 
 
 def _measured(case: Case, names: tuple[str, ...], taken: tuple[str, ...], rounds: int, say: Say) -> list[Peer]:
-    """The rows of a setting: figures of the kernels in `taken` that are there, and notes for the others."""
+    """Return the rows of a case: figures of the kernels in `taken` that are installed, notes for the others."""
     notes = dict.fromkeys(names, f"{NO_TIME}: the minutes were over, or needed for others")
     seconds = dict.fromkeys(names, 0.0)
     missing = {kernel.name: kernel.missing() for kernel in registry.kernels() if kernel.name in names}
@@ -224,7 +223,7 @@ def _measured(case: Case, names: tuple[str, ...], taken: tuple[str, ...], rounds
 
 
 def _seconds(case: Case, name: str, rounds: int, rows: Rows) -> float:
-    """What a kernel will take in a setting, going by the longest that is known with its dim and mask; else 0.
+    """Predict the seconds of a kernel in a case from the longest known case of its dim and mask; 0 without one.
 
     FlexAttention is compiled for each length, others once for a dim and mask.
     """
@@ -240,11 +239,11 @@ def _seconds(case: Case, name: str, rounds: int, rows: Rows) -> float:
             ms = row["ms"] * case.flops(row["pass"]) / _case(row).flops(row["pass"])
             total += row["check_s"] / len(PASSES) if name == FLEX else 0.0
             total += (rounds * (ms + max(ms, SAMPLE_MS)) + OTHER_CALLS * ms) / 1e3
-    return total * CAUTION
+    return total * SAFETY_FACTOR
 
 
 def _in_order(done: dict[Case, Rows]) -> list[Rows]:
-    """Settings from short to long."""
+    """Return the rows of cases from short to long."""
     return [done[case] for case in sorted(done, key=lambda case: (case.tokens, case.head_dim, case.mask))]
 
 
@@ -253,7 +252,7 @@ def _case(row: dict[str, Any]) -> Case:
 
 
 def _same(rows: Rows) -> bool:
-    """Whether all kernels of these rows are the same today, and those that were absent still are."""
+    """Return whether all kernels of these rows have the same version now, and those that were absent still are."""
     absent = {f"{ABSENT}: {kernel.missing()}" for kernel in registry.kernels() if kernel.missing()}
     return all(
         row["version"] == version_of(row["kernel"])
@@ -264,7 +263,7 @@ def _same(rows: Rows) -> bool:
 
 @cache
 def _sources() -> str:
-    """A digest of the package's sources, and of the variables that steer it."""
+    """Return a digest of the package's sources and of the environment variables that it reads."""
     root = Path(meshflash.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

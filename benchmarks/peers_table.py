@@ -1,26 +1,28 @@
-"""The headline set as a table: TFLOP/s of every kernel, ours as a multiple of peers, and in how many cells it leads."""
+"""The table of the headline set: TFLOP/s of every kernel, ours over peers, and in how many cells ours leads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
-from benchmarks.peers import Rows
-from benchmarks.training import in_markdown
+from benchmarks import plots
+from benchmarks.protocol import Benchmark, Rows
 from meshflash.bench.candidates import SDPA, own_among
+from meshflash.bench.columns import Column, Row, terminal
+from meshflash.bench.columns import markdown as write_markdown
+from meshflash.bench.tables import ratio_header
 
-#: What ours is shown as a multiple of, and the multiples for which cells are counted.
+#: The peers that ours is compared with, and the speedups for which cells are counted.
 FLOORS = {"cudnn": (1.0,), "fa4": (0.97, 1.03), SDPA: (1.0,)}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting and pass: the milliseconds and TFLOP/s of each kernel, or a word where there are none."""
+    """One case and pass: the milliseconds of each kernel, and its TFLOP/s or a word if there are none."""
 
     batch: int
     tokens: int
@@ -30,43 +32,39 @@ class Cell:
     ms: dict[str, float]
     shown: dict[str, str]
 
-    def ratio(self, ours: str, beside: str) -> float | None:
-        """How many times as fast ours is."""
-        return self.ms[beside] / self.ms[ours] if {ours, beside} <= self.ms.keys() else None
+    def speedup(self, ours: str, peer: str) -> float | None:
+        """Return the speed of ours over that of a peer; None unless both have figures."""
+        return self.ms[peer] / self.ms[ours] if {ours, peer} <= self.ms.keys() else None
 
     @property
     def words(self) -> str:
-        """Which cell it is."""
+        """The cell in words."""
         return f"{self.tokens:,} tokens, dim {self.dim}, {self.mask}, {self.direction}"
 
 
 def title(rows: Rows) -> str:
-    """What was measured."""
+    """Return what was measured, in words."""
     heads = {row["head_dim"]: row["heads"] for row in rows}
     of_dims = " or ".join(f"{count} heads of {dim}" for dim, count in sorted(heads.items()))
     return f"TFLOP/s, {rows[0]['dtype']}, {of_dims}, on {rows[0]['device']}"
 
 
-def table(rows: Rows) -> Group:
-    """The table, and below it what it comes to and why figures are missing."""
-    made = Table(title=title(rows), title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD)
-    made.pad_edge, made.padding = False, (0, 0)
-    for name in _head(rows):
-        made.add_column(name, justify="left" if name in ("mask", "pass") else "right", no_wrap=True)
-    for cell in cells(rows):
-        made.add_row(*_line(cell, rows))
-    return Group(made, *map(Text, (*summary(rows), *notes(rows))))
+def tables(rows: Rows) -> Sequence[RenderableType]:
+    """Return the table, and below it the summary and why figures are missing."""
+    return [
+        terminal(title(rows), _columns(rows), _lines(rows), dense=True),
+        *map(Text, (*summary(rows), *notes(rows))),
+    ]
 
 
 def markdown(rows: Rows) -> str:
-    """The same for a document."""
-    lines = [_line(cell, rows) for cell in cells(rows)]
+    """Return the same for a document."""
     below = "\n".join(f"- {line}" for line in (*summary(rows), *notes(rows)))
-    return f"{in_markdown(_head(rows), lines)}\n\n{below}"
+    return f"{write_markdown(_columns(rows), _lines(rows))}\n\n{below}"
 
 
 def cells(rows: Rows) -> list[Cell]:
-    """The cells of a record, each with all its kernels."""
+    """Return the cells of a record, each with all its kernels."""
     out = []
     keys = ("batch", "tokens", "head_dim", "mask", "pass")
     for (batch, tokens, dim, mask, direction), group in groupby(rows, key=lambda row: tuple(map(row.get, keys))):
@@ -78,24 +76,24 @@ def cells(rows: Rows) -> list[Cell]:
 
 
 def summary(rows: Rows) -> list[str]:
-    """For each kernel that ours is compared with: in how many cells it reaches which multiple, and the smallest."""
+    """Return for each peer in how many cells ours reaches which speedup, and the smallest speedup."""
     ours, out = _ours(rows), []
-    for beside in _beside(rows):
-        ratios = [(ratio, cell) for cell in cells(rows) if (ratio := cell.ratio(ours, beside)) is not None]
-        if not ratios:
-            out.append(f"{ours} against {beside}: no cell has both")
+    for peer in _peers(rows):
+        found = [(speedup, cell) for cell in cells(rows) if (speedup := cell.speedup(ours, peer)) is not None]
+        if not found:
+            out.append(f"{ours} against {peer}: no cell has both")
             continue
         counts = ", ".join(
-            f"at least {floor:.2f}x in {sum(ratio >= floor for ratio, _ in ratios)} of {len(ratios)} cells"
-            for floor in FLOORS[beside]
+            f"at least {floor:.2f}x in {sum(speedup >= floor for speedup, _ in found)} of {len(found)} cells"
+            for floor in FLOORS[peer]
         )
-        least, where = min(ratios, key=lambda pair: pair[0])
-        out.append(f"{ours} against {beside}: {counts}; smallest {least:.3f}x: {where.words}")
+        smallest, where = min(found, key=lambda pair: pair[0])
+        out.append(f"{ours} against {peer}: {counts}; smallest {smallest:.3f}x: {where.words}")
     return out
 
 
 def notes(rows: Rows) -> list[str]:
-    """Why figures are missing, each reason once."""
+    """Return why figures are missing, each reason once."""
     count: dict[tuple[str, str], int] = {}
     for row in rows:
         if row["note"]:
@@ -104,21 +102,27 @@ def notes(rows: Rows) -> list[str]:
     return [f"{kernel}, {n} of {len(cells(rows))} cells: {note}" for (kernel, note), n in count.items()]
 
 
-def _head(rows: Rows) -> list[str]:
-    besides = [f"x {name.split()[-1]}" for name in _beside(rows)]
-    return ["tokens", "dim", "mask", "pass", *(name.removeprefix("torch ") for name in _names(rows)), *besides]
-
-
-def _line(cell: Cell, rows: Rows) -> list[str]:
-    ratios = [cell.ratio(_ours(rows), beside) for beside in _beside(rows)]
+def _columns(rows: Rows) -> list[Column]:
     return [
-        f"{cell.batch}x{cell.tokens:,}",
-        str(cell.dim),
-        cell.mask,
-        cell.direction,
-        *(cell.shown.get(name, "") for name in _names(rows)),
-        *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        Column("tokens", "tokens"),
+        Column("dim", "dim"),
+        Column("mask", "mask", is_text=True),
+        Column("pass", "pass", is_text=True),
+        *(Column(name.removeprefix("torch "), name) for name in _names(rows)),
+        *(Column(header, header) for header in map(ratio_header, _peers(rows))),
     ]
+
+
+def _lines(rows: Rows) -> list[Row]:
+    """Return a row for each cell, with the text of each column."""
+    names, ours, peers = _names(rows), _ours(rows), _peers(rows)
+    lines = []
+    for cell in cells(rows):
+        speedups = {ratio_header(peer): cell.speedup(ours, peer) for peer in peers}
+        line = {"tokens": f"{cell.batch}x{cell.tokens:,}", "dim": cell.dim, "mask": cell.mask, "pass": cell.direction}
+        line |= {name: cell.shown.get(name, "") for name in names}
+        lines.append(line | {key: "" if speedup is None else f"{speedup:.2f}" for key, speedup in speedups.items()})
+    return lines
 
 
 def _names(rows: Rows) -> list[str]:
@@ -129,7 +133,7 @@ def _ours(rows: Rows) -> str:
     return own_among(_names(rows))
 
 
-def _beside(rows: Rows) -> list[str]:
+def _peers(rows: Rows) -> list[str]:
     return [name for name in FLOORS if name in _names(rows) and name != _ours(rows)]
 
 
@@ -139,3 +143,13 @@ def _rate(tflops: float) -> str:
 
 def _word(note: str) -> str:
     return note.partition(":")[0]
+
+
+BENCHMARK = Benchmark(
+    name="peers",
+    keys=frozenset({"note", "check_s", "version"}),
+    tables=tables,
+    markdown=markdown,
+    title=title,
+    draw=plots.peers,
+)

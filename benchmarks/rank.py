@@ -1,6 +1,6 @@
-"""One rank of many, alone: its program by real kernels over a transport that moves nothing, beside one kernel.
+"""One rank of a schedule alone: its program with real kernels and a transport that moves nothing, beside one kernel.
 
-What a schedule costs a rank besides its messages: kernels on parts of the keys, sums of parts, copies, launches.
+The difference is what a schedule costs besides communication: kernels on parts of the keys, merges, copies, launches.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.protocol import Benchmark, Rows, in_markdown
 from meshflash.api import flash_attention
 from meshflash.bench.cases import Case
+from meshflash.bench.columns import Column, terminal
+from meshflash.bench.tables import SCHEDULE
 from meshflash.bench.timing import interleaved
 from meshflash.comm.transports.loopback import Loopback
 from meshflash.core.program import Direction
@@ -28,15 +31,15 @@ from meshflash.kernels import registry as kernels
 from meshflash.kernels.contract import Features, Grads, accumulator_dtype, new_outputs
 from meshflash.schedules import registry
 
-ONE = "one kernel"
+SINGLE_KERNEL = "single kernel"
 PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """A rank's own time in one pass, the share of its kernels in it, and one kernel over as many pairs.
+    """A rank's own time in one pass, the time of its kernels, and that of a single kernel over as many pairs.
 
-    `ran` are the kernels that its steps ran, `one_ran` is the one kernel beside them.
+    `ran` names the kernels of its steps, `single_kernel_ran` the single kernel. `ratio` is the time over that kernel's.
     """
 
     schedule: str
@@ -46,38 +49,42 @@ class RankRow:
     case: Case
     kernel: str
     ran: str
-    one_ran: str
+    single_kernel_ran: str
     ms: float
-    attend_ms: float
-    one_ms: float
+    kernels_ms: float
+    single_kernel_ms: float
     ratio: float
 
 
 def run(case: Case, schedules: tuple[str, ...], world: int, rank: int, kernel: str, rounds: int) -> list[RankRow]:
-    """The passes of each schedule; the tokens of the case are those of all ranks."""
+    """Return a row for each pass of each schedule; the tokens of the case are those of all ranks."""
     if not 0 <= rank < world:
         raise ValueError(f"rank={rank}: expected 0 to {world - 1}")
     device = torch.device(case.device)
     rows = []
     for schedule in schedules:
-        played = _Played(case, schedule, world, rank, kernel, device)
+        alone = _LoneRank(case, schedule, world, rank, kernel, device)
         for direction in PASSES:
-            functions = {schedule: played.of(direction), ONE: played.one(direction)}
+            functions = {schedule: alone.call(direction), SINGLE_KERNEL: alone.single_kernel(direction)}
             ran = {}
             for name, function in functions.items():
                 with kernels.record_kernels() as seen:
                     function()
                 ran[name] = seen.names(direction)
             ms = interleaved(functions, device, rounds)
-            ratio = ms[schedule] / ms[ONE]
-            times = ms[schedule], played.attends(direction), ms[ONE]
-            rows.append(RankRow(schedule, direction, world, rank, case, kernel, ran[schedule], ran[ONE], *times, ratio))
+            ratio = ms[schedule] / ms[SINGLE_KERNEL]
+            times = ms[schedule], alone.time_kernels(direction), ms[SINGLE_KERNEL]
+            rows.append(
+                RankRow(
+                    schedule, direction, world, rank, case, kernel, ran[schedule], ran[SINGLE_KERNEL], *times, ratio
+                )
+            )
         pool(device).clear()
     return rows
 
 
-class _Played:
-    """A rank whose peers are not there."""
+class _LoneRank:
+    """A rank without peers: its messages are never sent nor received."""
 
     def __init__(self, case: Case, schedule: str, world: int, rank: int, kernel: str, device: torch.device) -> None:
         self.case, self.kernel, self.device = case, kernel, device
@@ -107,26 +114,26 @@ class _Played:
         self.features, self.transport = Features(scale=case.head_dim**-0.5), Loopback(rank, world)
         self.saved = self.q.new_empty(self.prepared.saved_bytes, dtype=torch.uint8)
         self.out, self.lse = new_outputs(self.q, self.v)
-        self.of("forward")()
-        for arena in pool(device)._free:  # messages that never come: numbers, for zeros take less power
+        self.call("forward")()
+        for arena in pool(device)._free:  # messages never arrive: random data, because a GPU draws less power on zeros
             arena.memory[: arena.bytes // 2 * 2].view(torch.bfloat16).normal_(generator=generator)
         pairs = worklist(case.rule, layout.ranges[rank], ((range(case.tokens)),)).pairs
         keys = max(1, round(pairs / max(1, rows)))
         self.many = [tensor(keys, case.kv_heads).requires_grad_() for _ in range(2)]
         self.queries = self.q.clone().requires_grad_()
 
-    def of(self, direction: Direction) -> Callable[[], Any]:
-        """Its pass."""
+    def call(self, direction: Direction) -> Callable[[], Any]:
+        """Return the call of a pass."""
         return self._forward if direction == "forward" else self._backward
 
-    def attends(self, direction: Direction) -> float:
-        """Milliseconds of its kernels alone, in one run."""
+    def time_kernels(self, direction: Direction) -> float:
+        """Return the milliseconds of its kernels in one run."""
         with recording() as trace:
-            self.of(direction)()
+            self.call(direction)()
         return trace.seconds("attend") * 1e3
 
-    def one(self, direction: Direction) -> Callable[[], Any]:
-        """One kernel over as many pairs: all queries see as many keys as they do on average."""
+    def single_kernel(self, direction: Direction) -> Callable[[], Any]:
+        """Return a call of one kernel over as many pairs: every query sees the mean number of keys."""
         call = partial(
             flash_attention, self.queries, *self.many, kernel=self.kernel, deterministic=self.case.deterministic
         )
@@ -144,3 +151,30 @@ class _Played:
         tensors = [self.q, self.k, self.v, self.out, self.lse, self.dout, rows.delta_BHT]
         tensors += [grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, self.saved]
         self.prepared.run("backward", tensors, self.features, self.transport)
+
+
+COLUMNS = (
+    SCHEDULE,
+    Column("kernel", "kernel", is_text=True),
+    Column("pass", "pass", is_text=True),
+    Column("ms", lambda row: f"{row['ms']:.3f}"),
+    Column("its kernels\n(ms)", lambda row: f"{row['kernels_ms']:.3f}"),
+    Column("single kernel\n(ms)", lambda row: f"{row['single_kernel_ms']:.3f}"),
+    Column("ratio", lambda row: f"{row['ratio']:.3f}"),
+)
+
+
+def title(rows: Rows) -> str:
+    """Return the setting in words."""
+    row = rows[0]
+    tokens = row["tokens"] // row["world"]
+    return f"rank {row['rank']} of {row['world']}, {tokens:,} tokens each, {row['mask']}, on {row['device']}"
+
+
+BENCHMARK = Benchmark(
+    name="rank",
+    keys=frozenset({"kernels_ms", "single_kernel_ms"}),
+    tables=lambda rows: [terminal(title(rows), COLUMNS, rows)],
+    markdown=in_markdown(COLUMNS),
+    title=title,
+)

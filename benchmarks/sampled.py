@@ -1,7 +1,7 @@
-"""A judge of long sequences, in plain torch: the output in every row, gradients in blocks of rows.
+"""An oracle for long sequences in plain torch: the output in every row, gradients in sampled blocks of rows.
 
-Scores of some rows at a time are held, so that it takes a small part of what gradients in every row would: seconds
-on a GPU where `check.truth` takes much longer. It shares no code with what it judges.
+It holds the scores of some rows at a time, and takes seconds on a GPU where `check.truth` takes much longer. It shares
+no code with the kernels that it checks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from meshflash.bench.cases import Case, Tensors
 from meshflash.bench.check import MATRIX_BYTES, Truth
 from meshflash.kernels.contract import HALF
 
-#: How many blocks of rows have their gradients checked, from the first to the last, and how many rows each has.
-BLOCKS = 8
+#: Number of blocks whose gradients are checked, spread from the first row to the last, and rows of a block.
+NUM_BLOCKS = 8
 ROWS = 128
 
 
 def sampled(case: Case, tensors: Tensors) -> Truth:
-    """Output of a full or causal case, and gradients of blocks: in float32 for half precision, else in float64."""
+    """Return the output of a full or causal case and gradients of blocks: float32 for half precision, else float64."""
     assert case.mask in ("full", "causal")
     assert case.heads == case.kv_heads
     dtype = torch.float32 if case.torch_dtype in HALF else torch.float64
@@ -42,7 +42,7 @@ def sampled(case: Case, tensors: Tensors) -> Truth:
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Some heads of one row of the batch, `[heads, tokens, dim]`; `q_HTD` is scaled."""
+    """Some heads of one batch row, `[heads, tokens, dim]`; `q_HTD` is scaled."""
 
     q_HTD: Tensor
     k_HTD: Tensor
@@ -53,16 +53,16 @@ class _Heads:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> _Heads:
-        """Scale the queries."""
+        """Return these heads with scaled queries."""
         scale = q.shape[-1] ** -0.5
         return cls(q * scale, k.contiguous(), v.contiguous(), dout.contiguous(), scale, causal)
 
     def results(self, blocks: tuple[slice, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The output, and the gradients of q, k and v in blocks."""
+        """Return the output, and the gradients of q, k and v in blocks."""
         out, lse_HT = self._forward()
         delta_HT = (out * self.dout_HTD).sum(-1)
-        dq = [self._of_queries(block, lse_HT, delta_HT) for block in blocks]
-        dkv = [self._of_keys(block, lse_HT, delta_HT) for block in blocks]
+        dq = [self._dq(block, lse_HT, delta_HT) for block in blocks]
+        dkv = [self._dkv(block, lse_HT, delta_HT) for block in blocks]
         dk, dv = (torch.cat(each, dim=1) for each in zip(*dkv, strict=True))
         return out, torch.cat(dq, dim=1), dk, dv
 
@@ -70,22 +70,22 @@ class _Heads:
         outs, lses = [], []
         for rows in self._chunks():
             s_HRS, keys = self._scores(rows)
-            most_HR1 = s_HRS.amax(-1, keepdim=True)
-            p_HRS = s_HRS.sub_(most_HR1).exp_()
+            max_HR1 = s_HRS.amax(-1, keepdim=True)
+            p_HRS = s_HRS.sub_(max_HR1).exp_()
             sum_HR1 = p_HRS.sum(-1, keepdim=True)
             outs.append(p_HRS @ self.v_HTD[:, keys] / sum_HR1)
-            lses.append((most_HR1 + sum_HR1.log()).squeeze(-1))
+            lses.append((max_HR1 + sum_HR1.log()).squeeze(-1))
         return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
-    def _of_queries(self, rows: slice, lse_HT: Tensor, delta_HT: Tensor) -> Tensor:
-        """The gradient of these queries."""
+    def _dq(self, rows: slice, lse_HT: Tensor, delta_HT: Tensor) -> Tensor:
+        """Return the gradient of these queries."""
         s_HRS, keys = self._scores(rows)
         p_HRS = s_HRS.sub_(lse_HT[:, rows, None]).exp_()
         dp_HRS = self.dout_HTD[:, rows] @ self.v_HTD[:, keys].mT
         return (dp_HRS.sub_(delta_HT[:, rows, None]).mul_(p_HRS) @ self.k_HTD[:, keys]) * self.scale
 
-    def _of_keys(self, rows: slice, lse_HT: Tensor, delta_HT: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of these keys and values, from all queries that see them."""
+    def _dkv(self, rows: slice, lse_HT: Tensor, delta_HT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of these keys and values, from all queries that see them."""
         queries = slice(rows.start if self.causal else 0, None)
         s_HRT = self.k_HTD[:, rows] @ self.q_HTD[:, queries].mT
         if self.causal:
@@ -98,7 +98,7 @@ class _Heads:
         return ds_HRT @ self.q_HTD[:, queries], p_HRT @ dout_HTD
 
     def _scores(self, rows: slice) -> tuple[Tensor, slice]:
-        """Scores of these rows with the keys up to the last that one of them sees, and which keys those are."""
+        """Return the scores of these rows with all keys that one of them may see, and the slice of these keys."""
         keys = slice(0, rows.stop if self.causal else None)
         s_HRS = self.q_HTD[:, rows] @ self.k_HTD[:, keys].mT
         if self.causal:
@@ -107,7 +107,7 @@ class _Heads:
         return s_HRS, keys
 
     def _chunks(self) -> Iterator[slice]:
-        """All rows, some at a time."""
+        """Yield slices over all rows whose scores fit MATRIX_BYTES."""
         heads, tokens, _ = self.q_HTD.shape
         fit = max(1, MATRIX_BYTES // (heads * tokens * self.q_HTD.itemsize))
         for first in range(0, tokens, fit):
@@ -115,9 +115,9 @@ class _Heads:
 
 
 def _blocks(tokens: int) -> tuple[slice, ...]:
-    """Blocks of rows with the same distance from each other: one at the beginning, one at the end."""
+    """Return evenly spaced blocks of rows: one at the beginning, one at the end."""
     count = min(ROWS, tokens)
-    starts = sorted({round(n * (tokens - count) / (BLOCKS - 1)) for n in range(BLOCKS)})
+    starts = sorted({round(n * (tokens - count) / (NUM_BLOCKS - 1)) for n in range(NUM_BLOCKS)})
     return tuple(slice(start, start + count) for start in starts)
 
 

@@ -1,7 +1,7 @@
 """One training step of a GPT on one device: its time and memory, beside the sum of its kernels' own times.
 
-The kernels are timed apart, in the step's shapes and as often as the step runs them. What the step takes beyond their
-sum is the cost of putting them together: gathers and casts of weights, launches, allocations.
+The kernels are timed alone, in the shapes of the step, and counted as often as the step runs them. What the step takes
+beyond their sum is overhead: gathers and casts of weights, launches, allocations.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.protocol import Benchmark, Rows
 from meshflash.api import flash_attention
+from meshflash.bench.columns import Column, Row, markdown, terminal
 from meshflash.bench.timing import interleaved, synchronize, watched
 from meshflash.core.mask import Mask
 from meshflash.kernels import registry
@@ -27,15 +30,15 @@ from meshflash.runtime.devices import take_device
 
 Call = Callable[[], Any]
 
-#: Tokens of the first step, which compiles kernels and makes the optimizer's state.
-FIRST = 8192
-#: Seconds of a step that is done once for its memory and its time.
-LONG = 10.0
+#: Tokens of the first step, which compiles kernels and allocates the optimizer's state.
+FIRST_TOKENS = 8192
+#: A step of more seconds than this runs once, for its memory and its time.
+LONG_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Which model and how long a sequence, how weights lie, and what is computed again."""
+    """The model, the sequence length, how weights are sharded, and which activations are checkpointed."""
 
     preset: str = "tiny"
     tokens: int = 1024
@@ -52,7 +55,7 @@ class Setup:
 
     @property
     def config(self) -> GPTConfig:
-        """The preset's sizes, with those that were asked."""
+        """The sizes of the preset, but for those that were given."""
         if self.preset not in PRESETS:
             raise ValueError(f"preset={self.preset!r}: expected one of {', '.join(PRESETS)}")
         config = PRESETS[self.preset]()
@@ -62,14 +65,14 @@ class Setup:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What weights and activations are computed in; the masters are float32."""
+        """The dtype of computation; master weights are float32."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
 
 @dataclass(frozen=True)
 class Part:
-    """A kernel of the step: how often it runs, and milliseconds of one run."""
+    """A kernel of the step: how often it runs, and the milliseconds of one run."""
 
     name: str
     times: int
@@ -78,7 +81,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """A step's milliseconds, those of its kernels in sum, the plain model's, what it took, and which attention ran."""
+    """The milliseconds of a step, of all its kernels and of the plain model; its memory, and the attention that ran."""
 
     setup: Setup
     forward_ran: str
@@ -101,9 +104,14 @@ def run(
     parts: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> Step:
-    """A step of the model as `parallelize` lays it out on this device alone; `plain` times the bare model in turns.
+    """Time a step of the model as `parallelize` lays it out on this device.
 
-    Without `parts` its kernels are not timed, and a step that takes long is done once.
+    Args:
+        setup: The model and how it runs.
+        rounds: The number of samples; their median counts.
+        plain: Whether the model without `parallelize` is timed too, interleaved with it.
+        parts: Whether the kernels of the step are timed. Without them a long step runs once.
+        say: A function that is called with progress messages.
     """
     device = take_device(setup.device, 0)
     mesh, config, half = init_mesh(device=setup.device), setup.config, setup.compute_dtype != torch.float32
@@ -143,7 +151,7 @@ def run(
 
     step = trainer(setup.mode, setup.offload)
     say("first step")
-    step(shard_batch(tokens[:, :FIRST], mesh))
+    step(shard_batch(tokens[:, :FIRST_TOKENS], mesh))
     synchronize(device)
     say("watching memory")
     begin = time.perf_counter()
@@ -157,7 +165,7 @@ def run(
     if plain:
         steps["plain"] = trainer(None, False)
         steps["plain"]()
-    once = not parts and not plain and seconds > LONG
+    once = not parts and not plain and seconds > LONG_SECONDS
     ms = {"step": 1e3 * seconds} if once else interleaved(steps, device, rounds)
     found: list[Part] = []
     if parts:
@@ -177,7 +185,7 @@ def _meta(config: GPTConfig) -> GPT:
 
 
 def _held(device: torch.device) -> int:
-    """Bytes that are held all the time: weights and the optimizer's state."""
+    """Return the bytes of weights and of the optimizer's state."""
     module: Any = torch.get_device_module(device) if device.type != "cpu" else None
     return int(module.memory_allocated(device)) if module is not None else 0
 
@@ -185,7 +193,7 @@ def _held(device: torch.device) -> int:
 def _parts(
     setup: Setup, config: GPTConfig, device: torch.device, rounds: int, say: Callable[[str], None]
 ) -> list[Part]:
-    """Every kernel of forward and backward, timed alone."""
+    """Time every kernel of forward and backward alone."""
     assert config.head_dim is not None
     t, e, d, dtype = setup.tokens, config.dim, config.head_dim, setup.compute_dtype
     q, k, h = config.heads * d, config.kv_heads * d, config.hidden
@@ -208,9 +216,9 @@ def _parts(
             call()
         found = interleaved(calls, device, rounds)
         times = {"forward": ahead, "backward": back}
-        parts.extend(Part(f"{name}, {way}", times[way], ms) for way, ms in found.items())
+        parts.extend(Part(f"{name}, {direction}", times[direction], ms) for direction, ms in found.items())
 
-    # of tokens, from, to: how often forward, and how often backward
+    # (tokens, input size, output size): number of forward and of backward runs
     linears: dict[tuple[int, int, int], tuple[int, int]] = {}
     tile, hidden, down = _in_tiles(setup, forwards)
     for shape, ahead, back in (
@@ -232,9 +240,9 @@ def _parts(
     timed("RMSNorm", norm, [new(1, t, e), new(e)], 2 * forwards + 1, 2 * config.layers + 1)
     wide = torch.promote_types(dtype, torch.float32)
     cos, sin = rotary_cos_sin(torch.arange(t, device=device), rotary_frequencies(d, config.theta, config.scaling), wide)
-    turn = partial(_turned, cos=cos, sin=sin)
-    timed("rotary, queries", turn, [new(1, t, config.heads, d)], forwards, config.layers)
-    timed("rotary, keys", turn, [new(1, t, config.kv_heads, d)], forwards, config.layers)
+    rotate = partial(_rotated, cos=cos, sin=sin)
+    timed("rotary, queries", rotate, [new(1, t, config.heads, d)], forwards, config.layers)
+    timed("rotary, keys", rotate, [new(1, t, config.kv_heads, d)], forwards, config.layers)
     timed("SwiGLU", _gated, [new(1, tile, h), new(1, tile, h)], hidden, config.layers * setup.tiles)
     timed("residual", torch.add, [new(1, t, e), new(1, t, e)], forwards + config.layers, 0)
     labels = torch.randint(config.vocabulary, (1, t), device=device)
@@ -245,10 +253,10 @@ def _parts(
 
 
 def _in_tiles(setup: Setup, forwards: int) -> tuple[int, int, int]:
-    """Tokens of an MLP's tile, and how often all tiles' hidden units, and what follows from them, are computed.
+    """Return the tokens of an MLP's tile, and how often the up and the down projections of all tiles run.
 
-    A block that computes itself again ends when all that was saved is there: before its last product, and in tiles,
-    whose backward computes hidden units again by itself, before its MLP.
+    The recomputation of a checkpointed block stops once all saved tensors exist: before its last GEMM. A tiled MLP
+    recomputes its hidden units in its own backward, so that of its block stops before the MLP.
     """
     layers = setup.config.layers
     if setup.tiles == 1:
@@ -260,7 +268,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return apply_rotary(x, cos, sin).to(x.dtype)
 
 
@@ -269,7 +277,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _update(config: GPTConfig, device: torch.device, rounds: int) -> float:
-    """Milliseconds of clipping and of AdamW on as many float32 weights."""
+    """Return the milliseconds of gradient clipping and AdamW on as many float32 weights."""
     model = nn.ParameterList(torch.zeros(p.shape, device=device) for p in _meta(config).parameters())
     for p in model:
         p.grad = torch.ones_like(p)
@@ -281,3 +289,52 @@ def _update(config: GPTConfig, device: torch.device, rounds: int) -> float:
 
     update()
     return interleaved({"update": update}, device, rounds)["update"]
+
+
+KERNELS = (
+    Column("kernel", "name", is_text=True),
+    Column("times", "times"),
+    Column("ms each", lambda row: f"{row['ms']:.3f}"),
+    Column("ms", lambda row: f"{row['times'] * row['ms']:.1f}"),
+)
+TOTALS = (
+    Column("", "name", is_text=True),
+    Column("ms", lambda row: f"{row['ms']:.1f}"),
+    Column("of the step", "share"),
+)
+
+
+def title(rows: Rows) -> str:
+    """Return the model in words."""
+    setup = rows[0]["setup"]
+    return f"{setup['preset']}, {setup['tokens']:,} tokens, {setup['dtype']}, on {setup['device']}"
+
+
+def tables(rows: Rows) -> list[Table]:
+    """Return the kernels of the step by their total time, and the step beside their sum."""
+    total = terminal(f"{rows[0]['weights']:,} weights, loss {rows[0]['loss']:.3f}", TOTALS, _totals(rows[0]))
+    return [terminal(title(rows), KERNELS, _kernels(rows[0])), total] if rows[0]["parts"] else [total]
+
+
+def _kernels(row: Row) -> Rows:
+    return sorted(row["parts"], key=lambda part: -part["times"] * part["ms"])
+
+
+def _totals(row: Row) -> Rows:
+    found: Rows = []
+    if row["kernels_ms"] is not None:
+        found.append({"name": "its kernels", "ms": row["kernels_ms"], "share": f"{row['ratio']:.3f}"})
+    peak = f"{row['tflops']:.1f} TFLOP/s, peak {row['peak_bytes'] / 2**30:.2f} GiB"
+    found.append({"name": "the step", "ms": row["ms"], "share": peak})
+    if row["plain_ms"] is not None:
+        found.append({"name": "the plain model", "ms": row["plain_ms"], "share": f"{row['plain_ms'] / row['ms']:.3f}"})
+    return found
+
+
+BENCHMARK = Benchmark(
+    name="step",
+    keys=frozenset({"setup", "parts", "kernels_ms"}),
+    tables=tables,
+    markdown=lambda rows: f"{markdown(KERNELS, _kernels(rows[0]))}\n\n{markdown(TOTALS, _totals(rows[0]))}",
+    title=title,
+)

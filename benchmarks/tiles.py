@@ -10,6 +10,8 @@ from itertools import chain
 
 import numpy as np
 
+from benchmarks.protocol import Benchmark, Rows, in_markdown
+from meshflash.bench.columns import Column, terminal
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import Worklist
@@ -19,7 +21,7 @@ LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": 
 
 @dataclass(frozen=True)
 class TilesRow:
-    """One layout: the median over ranks of the milliseconds for the table by query, against one rank's keys and all."""
+    """One layout: the median milliseconds over ranks for the table by query, over one rank's keys and over all."""
 
     layout: str
     documents: int
@@ -32,7 +34,7 @@ class TilesRow:
 
 
 def run(tokens: int, documents: int, ranks: int) -> Iterator[TilesRow]:
-    """A row for each layout; causal documents with random borders."""
+    """Yield a row for each layout of causal documents with random boundaries."""
     if documents > tokens:
         raise ValueError(f"{documents} documents do not fit in {tokens} tokens")
     inner = np.random.default_rng(0).choice(np.arange(1, tokens), documents - 1, replace=False)
@@ -54,3 +56,26 @@ def _time(mask: Mask, q_ranges: tuple[range, ...], k_ranges: tuple[range, ...]) 
     start = time.perf_counter()
     spans = len(work.by_query.spans)
     return (time.perf_counter() - start) * 1e3, spans
+
+
+COLUMNS = (
+    Column("layout", "layout", is_text=True),
+    Column("keys of one\nrank (ms)", lambda row: f"{row['step_ms']:.2f}"),
+    Column("spans", lambda row: f"{row['step_spans']:,}"),
+    Column("all keys\n(ms)", lambda row: f"{row['all_ms']:.2f}"),
+    Column("spans", lambda row: f"{row['all_spans']:,}"),
+)
+
+
+def title(rows: Rows) -> str:
+    """Return the packed sequence in words."""
+    return f"{rows[0]['documents']} documents, {rows[0]['ranks']} ranks, {rows[0]['tokens']:,} tokens"
+
+
+BENCHMARK = Benchmark(
+    name="tiles",
+    keys=frozenset({"step_spans", "all_spans"}),
+    tables=lambda rows: [terminal(title(rows), COLUMNS, rows)],
+    markdown=in_markdown(COLUMNS),
+    title=title,
+)

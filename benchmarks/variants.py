@@ -1,7 +1,7 @@
-"""One kernel in the ways that schedules call it, beside a plain call of as many FLOPs; and over masks beside causal.
+"""A kernel in the variants that schedules call, beside a plain call of as many FLOPs; and over masks beside causal.
 
-A way is checked before it is timed: the plain call against the oracle, a step of a ring against the plain call. All
-ways of a setting take turns in one process. Calls are those of the kernel's contract; delta is made before them.
+A variant is checked before it is timed: the plain call against the oracle, a step of a ring against the plain call. All
+variants of a case are interleaved in one process. Calls are those of the kernel's contract; delta is computed before.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ STEP = "step"
 DETERMINISTIC = "deterministic"
 GQA = "gqa"
 
-#: Query heads of a key head in the way `gqa`.
-GROUP = 4
-#: Documents in the way `documents`.
-DOCUMENTS = 32
-#: A step may differ from the plain call by this part of the error that a dtype is allowed: it rounds no sums.
-SAME = 0.2
+#: Query heads of a KV head in the variant `gqa`.
+GQA_RATIO = 4
+#: Documents in the mask `documents`.
+NUM_DOCUMENTS = 32
+#: A step may differ from the plain call by this fraction of the error that a dtype allows: it does not round its sums.
+STEP_TOLERANCE = 0.2
 
-#: The ways of a setting with their cases; others are shown beside the first.
+#: The variants that are compared with their cases; the first one is the baseline.
 Setting = dict[str, Case]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes on a kind of device: of the ways to call a kernel, `width` is heads times dim; then those of masks."""
+    """Sizes on a kind of device: first those of variants, where `width` is heads times dim; then those of masks."""
 
     tokens: int
     batch: int
@@ -70,22 +70,22 @@ class Packed(Case):
     @property
     def rule(self) -> Mask:
         """Causal within each document."""
-        if self.tokens < DOCUMENTS:
-            raise ValueError(f"{DOCUMENTS} documents do not fit in {self.tokens} tokens")
+        if self.tokens < NUM_DOCUMENTS:
+            raise ValueError(f"{NUM_DOCUMENTS} documents do not fit in {self.tokens} tokens")
         generator = np.random.default_rng(0)
-        shares = generator.dirichlet(np.ones(DOCUMENTS))
-        return Mask.causal() & Mask.documents(1 + generator.multinomial(self.tokens - DOCUMENTS, shares))
+        shares = generator.dirichlet(np.ones(NUM_DOCUMENTS))
+        return Mask.causal() & Mask.documents(1 + generator.multinomial(self.tokens - NUM_DOCUMENTS, shares))
 
 
 @dataclass(frozen=True)
 class VariantRow:
-    """One way, one pass. `ratio` is its rate as a multiple of that of the way `beside`.
+    """One variant, one pass. `ratio` is its rate over that of the variant `baseline`.
 
-    Without figures where memory ran out. `error` is against `oracle`.
+    Figures are None if memory ran out. `error` is against `oracle`.
     """
 
-    way: str
-    beside: str
+    variant: str
+    baseline: str
     kernel: str
     ran: str
     direction: str
@@ -98,8 +98,8 @@ class VariantRow:
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """A way that was right: by pass the call to time, the kernel that runs, and its error against the oracle."""
+class Variant:
+    """A variant that passed its check: by pass the call to time, the kernel that runs, and its error."""
 
     name: str
     case: Case
@@ -110,7 +110,7 @@ class Way:
 
 
 def default_kernel(device: str) -> str:
-    """Ours on a GPU, the tiled one on a CPU."""
+    """Return our kernel on a GPU, the tiled one on a CPU."""
     return "tiled" if on_cpu(device) else own_kernel(device)
 
 
@@ -122,17 +122,19 @@ def settings(
     masks: list[str] | None = None,
     dtype: str | None = None,
 ) -> list[Setting]:
-    """The ways to call a kernel for each dim and mask, then the masks at a long length for each dim."""
+    """Return the variants for each head dim and mask, then the masks at a long length for each head dim."""
     scale = ON_CPU if on_cpu(device) else ON_GPU
     sizes, kind = list(dict.fromkeys(dims or scale.dims)), pick_dtype(dtype, device)
     out: list[Setting] = []
     for dim, mask in product(sizes, dict.fromkeys(masks or MASKS)):
         heads = scale.width // dim
-        if not heads or heads % GROUP:
-            raise ValueError(f"dim {dim}: heads times dim are {scale.width}, and heads must be a multiple of {GROUP}")
+        if not heads or heads % GQA_RATIO:
+            raise ValueError(
+                f"dim {dim}: heads times dim are {scale.width}, and heads must be a multiple of {GQA_RATIO}"
+            )
         case = Case(tokens or scale.tokens, scale.batch, heads, heads, dim, mask, kind, device)
-        ways = dict.fromkeys((PLAIN, STEP, DETERMINISTIC), case)
-        out.append(ways | ({GQA: replace(case, kv_heads=heads // GROUP)} if mask == "causal" else {}))
+        calls = dict.fromkeys((PLAIN, STEP, DETERMINISTIC), case)
+        out.append(calls | ({GQA: replace(case, kv_heads=heads // GQA_RATIO)} if mask == "causal" else {}))
     for dim in sizes:
         shape: dict[str, Any] = dict(tokens=long_tokens or scale.long_tokens, heads=scale.long_heads)
         shape |= dict(kv_heads=scale.long_heads, head_dim=dim, dtype=kind, device=device)
@@ -142,43 +144,42 @@ def settings(
 
 
 def run(setting: Mapping[str, Case], kernel: str, rounds: int, say: Say = lambda _: None) -> Iterator[VariantRow]:
-    """The rows of a setting; WrongError for a way that is wrong, ValueError for one that the kernel cannot serve."""
+    """Yield the rows of a setting; WrongError for a wrong variant, ValueError for one that the kernel cannot run."""
     if kernel not in registry.names():
         raise ValueError(f"kernel {kernel!r}: expected one of {', '.join(registry.names())}")
     checked: dict[Case, _Checked] = {}
-    ways = []
+    variants = []
     for name, case in setting.items():
         say(f"checking {name}")
         if case not in checked:
             checked[case] = _Checked(case, kernel, name)
-        ways.append(checked[case].way(name))
+        variants.append(checked[case].variant(name))
     checked.clear()
-    device = torch.device(ways[0].case.device)
+    device, baseline = torch.device(variants[0].case.device), variants[0].name
     for direction in PASSES:
         say(f"timing {direction}")
-        own = [way for way in ways if direction in way.calls]
-        ms = interleaved({way.name: way.calls[direction] for way in own}, device, rounds)
-        rates = {way.name: way.case.flops(direction) / ms[way.name] / 1e9 for way in own if way.name in ms}
-        beside = ways[0].name
-        for way in own:
-            rate, base = rates.get(way.name), rates.get(beside)
+        own = [variant for variant in variants if direction in variant.calls]
+        ms = interleaved({variant.name: variant.calls[direction] for variant in own}, device, rounds)
+        rates = {each.name: each.case.flops(direction) / ms[each.name] / 1e9 for each in own if each.name in ms}
+        for variant in own:
+            rate, base = rates.get(variant.name), rates.get(baseline)
             yield VariantRow(
-                way=way.name,
-                beside=beside,
+                variant=variant.name,
+                baseline=baseline,
                 kernel=kernel,
-                ran=way.ran[direction],
+                ran=variant.ran[direction],
                 direction=direction,
-                case=way.case,
-                ms=ms.get(way.name),
+                case=variant.case,
+                ms=ms.get(variant.name),
                 tflops=rate,
                 ratio=None if rate is None or base is None else rate / base,
-                error=way.errors[direction],
-                oracle=way.oracle,
+                error=variant.errors[direction],
+                oracle=variant.oracle,
             )
 
 
 class _Checked:
-    """A kernel on a case whose plain call was right, and the ways to call it."""
+    """A kernel on a case whose plain call passed its check, and the variants of the call."""
 
     def __init__(self, case: Case, kernel: str, name: str) -> None:
         tensors = case.tensors()
@@ -197,19 +198,19 @@ class _Checked:
         ran = {"forward": forward_ran, "backward": backward_ran}
         known_out, *known_grads = self.want.results
         errors = {"forward": _worst([self.out], [known_out]), "backward": _worst(self.grads, known_grads)}
-        self.plain = self._right(Way(name, case, self.want.oracle, calls, ran, errors), case.worst_error)
+        self.plain = self._checked(Variant(name, case, self.want.oracle, calls, ran, errors), case.worst_error)
 
-    def way(self, name: str) -> Way:
-        """The way of this name."""
+    def variant(self, name: str) -> Variant:
+        """Return the variant of this name."""
         if name == STEP:
             return self._step()
         return self._deterministic() if name == DETERMINISTIC else replace(self.plain, name=name)
 
-    def _step(self) -> Way:
-        """As a step of a ring: results are carried in place and gradients are added to, in the accumulator's dtype.
+    def _step(self) -> Variant:
+        """Return a call as in a step of a ring: results are carried in place, gradients accumulated, both in float32.
 
-        Continued from nothing it is the plain call. Continued from other results it is the two merged, and what is
-        added to other gradients is the plain call's. Those others are the plain call's own, last row first.
+        From an empty carry it must equal the plain call. From another carry it must equal the two merged, and the
+        gradients that it adds must equal those of the plain call. That carry is the plain call's, with rows reversed.
         """
         forward, forward_ran = self._choose("forward", in_parts=True)
         backward, backward_ran = self._choose("backward", in_parts=True)
@@ -234,10 +235,12 @@ class _Checked:
             "backward": partial(backward.backward, self.x, self.rows, grads),
         }
         ran = {"forward": forward_ran, "backward": backward_ran}
-        return self._right(Way(STEP, self.case, PLAIN, calls, ran, errors), SAME * self.case.worst_error)
+        return self._checked(
+            Variant(STEP, self.case, PLAIN, calls, ran, errors), STEP_TOLERANCE * self.case.worst_error
+        )
 
-    def _deterministic(self) -> Way:
-        """The backward that gives the same bits each time."""
+    def _deterministic(self) -> Variant:
+        """Return the deterministic backward, which gives the same bits each time."""
         backward, backward_ran = self._choose("backward", deterministic=True)
         call = partial(backward.backward, self.x, self.rows)
         first, second = _tensors(call()), _tensors(call())
@@ -245,8 +248,8 @@ class _Checked:
             raise WrongError(f"{DETERMINISTIC}, backward: two calls differ at {self.case}; it is not timed")
         errors = {"backward": _worst(first, self.want.results[1:])}
         ran = {"backward": backward_ran}
-        way = Way(DETERMINISTIC, self.case, self.want.oracle, {"backward": call}, ran, errors)
-        return self._right(way, self.case.worst_error)
+        variant = Variant(DETERMINISTIC, self.case, self.want.oracle, {"backward": call}, ran, errors)
+        return self._checked(variant, self.case.worst_error)
 
     def _choose(self, direction: Pass, deterministic: bool = False, in_parts: bool = False) -> tuple[Kernel, str]:
         """Return the kernel of a call, and its name."""
@@ -254,15 +257,15 @@ class _Checked:
         found = registry.choose(self.kernel, request)
         return found.kernel, found.kernel.name
 
-    def _right(self, way: Way, allowed: float) -> Way:
-        """The way itself; WrongError for an error that is not allowed."""
-        for direction, error in way.errors.items():
+    def _checked(self, variant: Variant, allowed: float) -> Variant:
+        """Return the variant; WrongError for an error that is not allowed."""
+        for direction, error in variant.errors.items():
             if not error <= allowed:
                 raise WrongError(
-                    f"{way.name}, {direction}: relative error {error:.1e} against {way.oracle} at {way.case}, where "
-                    f"{allowed:.0e} is allowed; it is wrong, so it is not timed"
+                    f"{variant.name}, {direction}: relative error {error:.1e} against {variant.oracle} at "
+                    f"{variant.case}, where {allowed:.0e} is allowed; it is wrong, so it is not timed"
                 )
-        return way
+        return variant
 
 
 def _tensors(grads: Grads) -> tuple[Tensor, ...]:
@@ -270,5 +273,5 @@ def _tensors(grads: Grads) -> tuple[Tensor, ...]:
 
 
 def _worst(got: Sequence[Tensor], known: Sequence[Tensor]) -> float:
-    """The worst relative error; NaN is worse than any."""
+    """Return the worst relative error; NaN is worse than any."""
     return worst(relative_error(value, reference) for value, reference in zip(got, known, strict=True))

@@ -1,72 +1,56 @@
-"""Ways to call a kernel as tables: one beside the plain call, one of masks beside causal."""
+"""The tables of variants of a kernel call: one over the plain call, one of masks over causal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Group
+from rich.table import Table
 
-from benchmarks import training
+from benchmarks import plots
+from benchmarks.protocol import Benchmark, Rows
 from benchmarks.variants import PLAIN
-from meshflash.bench import plots, tables
 from meshflash.bench.check import PASSES
-
-Rows = list[dict[str, Any]]
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A record of ways."""
-    return training.read(path, {"way", "beside", "ratio", "pass"}, "bench ways")
+from meshflash.bench.columns import NO_MEMORY, Column, Row, milliseconds, terminal
+from meshflash.bench.columns import markdown as write_markdown
+from meshflash.bench.tables import kernel_cell
 
 
 def title(rows: Rows) -> str:
-    """What was called."""
-    ran = " and ".join(dict.fromkeys(tables.kernel_cell(row) for row in rows))
-    return f"ways to call {ran}, {rows[0]['dtype']} on {rows[0]['device']}"
+    """Return what was called, in words."""
+    ran = " and ".join(dict.fromkeys(kernel_cell(row) for row in rows))
+    return f"variants of calls of {ran}, {rows[0]['dtype']} on {rows[0]['device']}"
 
 
-def table(rows: Rows) -> Group:
-    """A table of ways and one of masks."""
-    made = []
-    for own in _by_beside(rows):
-        one = tables.blank(_title(own))
-        one.box, one.pad_edge, one.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
-        for name in _head(own):
-            one.add_column(name, justify="left" if name in ("mask", "way") else "right", no_wrap=True)
-        for _, setting in groupby(_lines(own), key=lambda line: line[: 2 if own[0]["beside"] == PLAIN else 1]):
-            for line in setting:
-                one.add_row(*line)
-            one.add_section()
-        made.append(one)
-    return Group(*made)
+def tables(rows: Rows) -> list[Table]:
+    """Return a table of variants and one of masks."""
+    return [terminal(_title(own), _columns(own), _lines(own), "section", dense=True) for own in _by_baseline(rows)]
 
 
 def markdown(rows: Rows) -> str:
-    """The same for a document."""
-    made = [(_title(own), training.in_markdown(_head(own), list(_lines(own)))) for own in _by_beside(rows)]
-    return "\n\n".join(f"{words}:\n\n{lines}" for words, lines in made)
+    """Return the same for a document."""
+    found = [(_title(own), write_markdown(_columns(own), _lines(own))) for own in _by_baseline(rows)]
+    return "\n\n".join(f"{words}:\n\n{table}" for words, table in found)
 
 
 def draw(rows: Rows, title: str, path: Path) -> None:
-    """Bars of TFLOP/s for each way, a group for each shape and mask; the masks are one."""
-    plots.peers(
-        [row | {"kernel": row["way"]} | ({} if row["beside"] == PLAIN else {"mask": "masks"}) for row in rows],
-        *(title, path),
-    )
+    """Draw bars of TFLOP/s for each variant, a group for each shape and mask; all masks are one group."""
+    named = [row | {"kernel": row["variant"]} | ({} if _is_call(row) else {"mask": "masks"}) for row in rows]
+    plots.peers(named, title, path)
 
 
-def _by_beside(rows: Rows) -> Iterator[Rows]:
-    """The rows of each table."""
-    for beside in dict.fromkeys(row["beside"] for row in rows):
-        yield [row for row in rows if row["beside"] == beside]
+def _is_call(row: Row) -> bool:
+    """Return whether a row is a variant of a call, and not a mask."""
+    return bool(row["baseline"] == PLAIN)
+
+
+def _by_baseline(rows: Rows) -> list[Rows]:
+    baselines = dict.fromkeys(row["baseline"] for row in rows)
+    return [[row for row in rows if row["baseline"] == baseline] for baseline in baselines]
 
 
 def _title(rows: Rows) -> str:
-    """What was called, and the shape of one table's rows."""
+    """Return the calls and the shape of one table's rows."""
     dims: dict[int, list[int]] = {}
     for heads, dim in dict.fromkeys((row["heads"], row["head_dim"]) for row in rows):
         dims.setdefault(heads, []).append(dim)
@@ -74,26 +58,44 @@ def _title(rows: Rows) -> str:
     return f"{title(rows)}, {rows[0]['tokens']:,} tokens, batch {rows[0]['batch']}, {of_dims}"
 
 
-def _head(rows: Rows) -> list[str]:
-    beside = rows[0]["beside"]
-    masks = ["mask"] if beside == PLAIN else []
-    figures = [name for short in ("fwd", "bwd") for name in (f"{short} ms", "TFLOP/s", f"x {beside}")]
-    return ["dim", *masks, "way", *figures]
+def _columns(rows: Rows) -> list[Column]:
+    def figure(direction: str, place: int) -> Any:
+        return lambda line: line[direction][place]
+
+    columns = [Column("dim", "dim"), Column("variant", "variant", is_text=True)]
+    if _is_call(rows[0]):
+        columns.insert(1, Column("mask", "mask", is_text=True))
+    for direction, short in zip(PASSES, ("fwd", "bwd"), strict=True):
+        headers = (f"{short} ms", "TFLOP/s", f"x {rows[0]['baseline']}")
+        columns += [Column(header, figure(direction, place)) for place, header in enumerate(headers)]
+    return columns
 
 
-def _lines(rows: Rows) -> Iterator[list[str]]:
-    """A line for each way of a setting: its backward, which all have, and its forward where it has one."""
-    found = {(row["head_dim"], row["mask"], row["way"], row["pass"]): row for row in rows}
-    for dim, mask, way in (key[:3] for key in found if key[3] == "backward"):
-        masks = [mask] if rows[0]["beside"] == PLAIN else []
-        passes = [_figures(found.get((dim, mask, way, direction))) for direction in PASSES]
-        yield [str(dim), *masks, way, *passes[0], *passes[1]]
+def _lines(rows: Rows) -> list[Row]:
+    """Return a row for each variant of a case: its backward, which all have, and its forward if it has one."""
+    found = {(row["head_dim"], row["mask"], row["variant"], row["pass"]): row for row in rows}
+    lines = []
+    for dim, mask, variant in (key[:3] for key in found if key[3] == "backward"):
+        figures: Row = {direction: _figures(found.get((dim, mask, variant, direction))) for direction in PASSES}
+        section = (dim, mask) if _is_call(rows[0]) else dim
+        lines.append({"dim": dim, "mask": mask, "variant": variant, "section": section, **figures})
+    return lines
 
 
-def _figures(row: dict[str, Any] | None) -> list[str]:
+def _figures(row: Row | None) -> tuple[str, str, str]:
     if row is None:
-        return ["", "", ""]
+        return "", "", ""
     if row["ms"] is None:
-        return [tables.NO_MEMORY, "", ""]
+        return NO_MEMORY, "", ""
     rate = f"{row['tflops']:.1f}" if row["tflops"] >= 1 else f"{row['tflops']:.2g}"
-    return [tables.milliseconds(row["ms"]), rate, "" if row["ratio"] is None else f"{row['ratio']:.2f}"]
+    return milliseconds(row["ms"]), rate, "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+
+
+BENCHMARK = Benchmark(
+    name="variants",
+    keys=frozenset({"variant", "baseline", "ratio", "pass"}),
+    tables=tables,
+    markdown=markdown,
+    title=title,
+    draw=draw,
+)

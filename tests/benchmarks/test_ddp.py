@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import ddp, training
-from benchmarks.ddp import WHOLE
+from benchmarks.ddp import WHOLE_GPU
 from benchmarks.training import Training, check_losses
 from commands import app
 from meshflash.bench import record
@@ -69,7 +69,7 @@ def test_bench_ddp_writes_a_record_and_shows_it_again(tmp_path, monkeypatch, poo
     assert two["efficiency"] == pytest.approx(two["speedup"] / 2)
     assert two["tokens_per_second"] == pytest.approx(4 * 16 / two["ms"] * 1e3)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
-    assert (two["threads"], two["share"], two["of_whole"]) == (1, None, None)
+    assert (two["threads"], two["gpu_percent"], two["vs_whole_gpu"]) == (1, None, None)
     assert two["gradient_bytes"] == 4 * SMALL.config.num_parameters
     assert plot.stat().st_size > 1000
     assert "each rank has 1 thread" in " ".join(result.output.split())
@@ -100,23 +100,23 @@ def test_a_rank_alone_has_the_part_of_one_of_many(monkeypatch):
     case = replace(SMALL, device="cuda", dtype="bfloat16")
     rows = [record.flat(row) for row in ddp.run(case, (4, 2), 3, share_gpu=True)]
     assert seen == list(speed)
-    assert [(row["ranks"], row["share"]) for row in rows] == [(1, 25), (2, 25), (4, 25), (1, 100)]
+    assert [(row["ranks"], row["gpu_percent"]) for row in rows] == [(1, 25), (2, 25), (4, 25), (1, 100)]
     assert [row["ms"] for row in rows] == list(speed.values())  # the median of steps, each the slowest rank's
     assert rows[2]["efficiency"] == 400 / 125 / 4
-    assert rows[2]["of_whole"] == 110 / 125
+    assert rows[2]["vs_whole_gpu"] == 110 / 125
     assert rows[3]["efficiency"] is None
     caption = ddp.caption(rows)
     assert "has 25% of the GPU by MPS" in caption
     assert "travel by gloo, through the host, for NCCL refuses ranks that share a GPU" in caption
     assert "| 4 | 25% | 125.00 | 3.20x | 0.800 | 0.880 | 512 | 4.00000 |" in ddp.markdown(rows)
-    assert ddp.table(rows).row_count == 4
+    assert ddp.tables(rows)[0].row_count == 4
 
 
 def test_losses_that_differ_are_an_error():
     check_losses({"1 rank": 5.0, "2 ranks": 5.0004}, "float32")
     for wrong in (5.001, math.nan):
-        with pytest.raises(RuntimeError, match=f"2 ranks: loss {wrong:.6f} where {WHOLE} has 5.000000"):
-            check_losses({WHOLE: 5.0, "2 ranks": wrong}, "float32")
+        with pytest.raises(RuntimeError, match=f"2 ranks: loss {wrong:.6f} where {WHOLE_GPU} has 5.000000"):
+            check_losses({WHOLE_GPU: 5.0, "2 ranks": wrong}, "float32")
 
 
 @pytest.mark.parametrize(

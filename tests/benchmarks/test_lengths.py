@@ -5,9 +5,9 @@ import json
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import lengths, memory, tables
+from benchmarks import lengths, memory, plots
 from commands import app
-from meshflash.bench import candidates, host, measure, plots, record
+from meshflash.bench import candidates, host, measure, record
 from meshflash.bench.cases import Case
 
 SMALL = "--device cpu --heads 2 --kv-heads 1 --dim 8"
@@ -57,7 +57,7 @@ def test_standard_attention_that_does_not_fit_is_shown_as_that(monkeypatch):
     rows = {row.kernel: record.flat(row) for row in lengths.run(case, ("standard", "auto"), rounds=1)}
     assert rows["standard"]["ms"] is rows["standard"]["peak_bytes"] is rows["auto"]["speedup"] is None
     assert rows["auto"]["ms"] > 0
-    table = tables.lengths_markdown(list(rows.values()))
+    table = lengths.BENCHMARK.markdown(list(rows.values()))
     assert "| 32 | standard |  |  | out of memory |  |  |  |" in table
 
 
@@ -85,7 +85,7 @@ def test_a_backward_that_does_not_fit_leaves_the_forward(monkeypatch):
     (row,) = lengths.run(case, ("tiled",), rounds=1)
     assert row.forward_ms is not None
     assert row.backward_ms is row.ms is row.peak_bytes is None
-    assert "out of memory" in tables.lengths_markdown([record.flat(row)])
+    assert "out of memory" in lengths.BENCHMARK.markdown([record.flat(row)])
 
 
 def test_standard_attention_holds_every_score():
@@ -112,7 +112,7 @@ def test_bench_host_compares_with_sdpa(tmp_path, monkeypatch):
     rows = record.read(tmp_path / "x")["rows"]
     names = ("auto", "tiled", "torch sdpa")
     assert [(row["pass"], row["kernel"]) for row in rows] == [(p, name) for p in host.PASSES for name in names]
-    assert all(0 < row["least"] <= row["microseconds"] for row in rows)
+    assert all(0 < row["min_microseconds"] <= row["microseconds"] for row in rows)
     assert {row["ratio"] for row in rows if row["kernel"] == "torch sdpa"} == {1.0}
 
 

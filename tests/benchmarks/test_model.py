@@ -84,7 +84,7 @@ def test_standard_attention_that_does_not_fit_is_shown_as_that(layers, monkeypat
     assert standard["ms"] is standard["peak_bytes"] is standard["loss"] is None
     assert ours["speedup"] is ours["saved"] is None
     assert ours["ms"] > 0
-    assert "| 24 | standard | out of memory |  |  |  |  |" in model.markdown(rows)
+    assert "| 24 | standard | out of memory |  |  |  |  |" in model.BENCHMARK.markdown(rows)
     model.plot(rows, "title", tmp_path / "x.svg")
     assert "no bar: out of memory" in (tmp_path / "x.svg").read_text()
 

@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import peers, peers_table, sampled
+from benchmarks import peers, peers_table, plots, sampled
 from commands import app
-from meshflash.bench import candidates, check, measure, plots, record
+from meshflash.bench import candidates, check, measure, record
 from meshflash.bench.cases import Case
 from meshflash.kernels.tiled import Tiled
 
 SMALL = "benchmarks peers --device cpu --tokens 16 --tokens 24 --dim 8 --rounds 1"
-CASES = peers.settings("cpu", tokens=[16, 24], dims=[8])
+CASES = peers.cases_of("cpu", tokens=[16, 24], dims=[8])
 
 
 def invoke(words, *more):
@@ -37,14 +37,14 @@ def row(kernel, ms, note=None, tokens=4096, direction="forward", check_s=0.0, **
 
 
 def test_the_set_on_a_gpu_is_24_cells():
-    cases = peers.settings("cuda")
+    cases = peers.cases_of("cuda")
     assert len(cases) * len(check.PASSES) == 24
     assert [case.tokens for case in cases] == sorted(case.tokens for case in cases)
     assert {(case.tokens, case.batch) for case in cases} == {(4096, 8), (16384, 2), (65536, 1)}
     assert {(case.head_dim, case.heads, case.kv_heads) for case in cases} == {(64, 32, 32), (128, 16, 16)}
     assert {(case.mask, case.dtype) for case in cases} == {("causal", "bfloat16"), ("full", "bfloat16")}
     assert peers.default_kernels("cuda") == (candidates.own_kernel("cuda"), "fa4", "cudnn", "fa2", "flex")
-    (narrow,) = peers.settings("cuda", [65536], [128], ["full"])
+    (narrow,) = peers.cases_of("cuda", [65536], [128], ["full"])
     assert narrow in cases
 
 
@@ -72,14 +72,14 @@ def test_peers_are_measured_shown_and_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "measure", None)  # nothing is measured from here on
     again = invoke(words, "--kernel", "torch sdpa", "--output", output)
     assert again.exit_code == 0, (again.output, again.exception)
-    assert "skipped: 2 of 2 settings" in again.output
+    assert "skipped: 2 of 2 cases" in again.output
     assert json.loads(output.read_text())["rows"] == rows
     narrow = invoke(
         "benchmarks peers --device cpu --dim 8 --tokens 24 --mask causal --kernel auto --rounds 1",
         "--output",
         output,
     )
-    assert "skipped: 1 of 1 settings" in narrow.output
+    assert "skipped: 1 of 1 cases" in narrow.output
     assert json.loads(output.read_text())["rows"] == rows
     shown = invoke("benchmarks peers --markdown", "--from", output)
     assert shown.output.startswith("`python -m benchmarks peers` on ")
@@ -94,7 +94,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path):
     first = next(peers.run(CASES, names, 1, budget, [], quiet))
     assert [case for case, _ in peers.by_case(first)] == CASES[:1]
     record.write(tmp_path / "x.json", first, "")
-    known = peers.still_true(peers.read(tmp_path / "x.json"))
+    known = peers.still_valid(peers_table.BENCHMARK.read(tmp_path / "x.json"))
     assert known == first
     said: list[str] = []
     *_, last = peers.run(CASES, names, 1, budget, known, said.append)
@@ -116,14 +116,14 @@ def test_other_rounds_or_kernels_are_measured():
 def test_what_other_code_machines_or_kernels_measured_is_dropped(monkeypatch):
     (rows,) = peers.run(CASES[:1], ("auto", "fa4"), 1, peers.Budget(10), [], quiet)
     written: dict[str, Any] = {"header": record.header(""), "rows": rows}
-    assert peers.still_true(written) == rows
-    assert peers.still_true(written | {"header": written["header"] | {"machine": {"cpu": "other"}}}) == []
+    assert peers.still_valid(written) == rows
+    assert peers.still_valid(written | {"header": written["header"] | {"machine": {"cpu": "other"}}}) == []
     with monkeypatch.context() as patch:
         patch.setattr(peers, "_sources", lambda: "other")
-        assert peers.still_true(written) == []
+        assert peers.still_valid(written) == []
     with monkeypatch.context() as patch:
         patch.setattr(type(peers.registry._KERNELS["fa4"]), "missing", lambda self: None)
-        assert peers.still_true(written) == []
+        assert peers.still_valid(written) == []
 
 
 def test_variables_that_steer_kernels_make_another_version(monkeypatch):
@@ -203,7 +203,7 @@ def test_the_table_of_a_gpu_fits_a_terminal():
         for name in peers.default_kernels("cuda")
     ]
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(peers_table.table(rows))
+    console.print(*peers_table.tables(rows))
     text = console.export_text()
     assert "…" not in text
     assert "causal backward    600 absent   600 no time memory    1.00" in text

@@ -22,9 +22,9 @@ from meshflash.kernels.registry import Choice, KernelLog
 WITHOUT = {
     "bytes_moved": "counts bytes in programs",
     "engine": "runs kernels that compute nothing",
-    "fused_cases": "products of matrices",
-    "fused_sweep": "products of matrices",
-    "gemm": "products of matrices",
+    "fused": "GEMMs",
+    "fused_cases": "GEMMs",
+    "gemm": "GEMMs",
     "tiles": "builds tables on the host",
     "weights": "counts bytes of weights",
 }
@@ -78,7 +78,7 @@ def test_records_of_auto_name_real_kernels(words: str, tmp_path) -> None:
     rows = record.read(tmp_path / "x.json")["rows"]
     known = {kernel.name for kernel in registry.kernels()}
     for row in rows:
-        of_one_pass = ["ran", "one_ran"] if "one_ran" in row else ["forward_ran"]
+        of_one_pass = ["ran", "single_kernel_ran"] if "single_kernel_ran" in row else ["forward_ran"]
         both = ["backward_ran"] if "backward_ran" in row and row.get("pass") != "forward" else []
         for name in of_one_pass + both:
             assert set(row[name].split(", ")) <= known, (name, row)

@@ -1,4 +1,4 @@
-"""Ways to call a kernel: what is measured by default, what is written and shown, and checks that can fail."""
+"""Variants of kernel calls: what is measured by default, what is written and shown, and checks that can fail."""
 
 import json
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_documents_are_32_of_random_lengths_and_the_same_each_time():
 
 def test_ways_are_measured_written_and_shown_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "variants"])
-    output, plot = tmp_path / "ways.json", tmp_path / "ways.png"
+    output, plot = tmp_path / "variants.json", tmp_path / "variants.png"
     result = invoke(SMALL, "--output", output, "--plot", plot)
     assert result.exit_code == 0, (result.output, result.exception)
     assert plot.stat().st_size > 1000
@@ -72,21 +72,21 @@ def test_ways_are_measured_written_and_shown_again(tmp_path, monkeypatch):
     calls = ["plain", "step", "deterministic"]
     masks = ["causal", "window-256", "documents"]
     expected = [(p, way) for own in ([*calls, "gqa"], calls, masks) for p in PASSES for way in own]
-    found = [(row["pass"], row["way"]) for row in rows]
+    found = [(row["pass"], row["variant"]) for row in rows]
     assert found == [each for each in expected if each != ("forward", "deterministic")]
     for row in rows:
         assert row["kernel"] == row["ran"] == "tiled"
         assert row["ms"] > 0
         assert row["error"] < 2e-5
-        assert row["oracle"] == ("plain" if row["way"] == "step" else "reference in float64")
+        assert row["oracle"] == ("plain" if row["variant"] == "step" else "reference in float64")
         beside = next(
             other
             for other in rows
-            if (other["way"], other["pass"]) == (row["beside"], row["pass"])
-            and (other["mask"] == row["mask"] or row["beside"] == "causal")
+            if (other["variant"], other["pass"]) == (row["baseline"], row["pass"])
+            and (other["mask"] == row["mask"] or row["baseline"] == "causal")
         )
         assert row["ratio"] == pytest.approx(row["tflops"] / beside["tflops"])
-        if row["way"] == "documents":
+        if row["variant"] == "documents":
             pairs = visible_per_query(variants.Packed(tokens=64).rule, 64).sum()
             flops = 4 * 4 * 16 * pairs * (2.5 if row["pass"] == "backward" else 1)
             assert row["tflops"] * row["ms"] * 1e9 == pytest.approx(flops)
@@ -94,9 +94,9 @@ def test_ways_are_measured_written_and_shown_again(tmp_path, monkeypatch):
     assert again.output.splitlines() == result.output.splitlines()[:-2]
     shown = invoke("benchmarks variants --markdown", "--from", output).output
     assert shown.startswith("`python -m benchmarks variants` on ")
-    assert "| dim | mask | way | fwd ms | TFLOP/s | x plain | bwd ms | TFLOP/s | x plain |" in shown
+    assert "| dim | mask | variant | fwd ms | TFLOP/s | x plain | bwd ms | TFLOP/s | x plain |" in shown
     assert "| 16 | causal | deterministic |  |  |  | " in shown
-    assert "| dim | way | fwd ms | TFLOP/s | x causal | bwd ms | TFLOP/s | x causal |" in shown
+    assert "| dim | variant | fwd ms | TFLOP/s | x causal | bwd ms | TFLOP/s | x causal |" in shown
     assert shown.count("| 1.00 |") >= 2 * 3
 
 
@@ -197,7 +197,7 @@ def test_a_way_that_runs_out_of_memory_is_shown_as_that(monkeypatch):
 
     monkeypatch.setattr(variants, "interleaved", greedy)
     rows = [record.flat(row) for row in variants.run(CALLS, "tiled", rounds=1)]
-    assert [row["way"] for row in rows if row["ms"] is None] == ["step", "step"]
+    assert [row["variant"] for row in rows if row["ms"] is None] == ["step", "step"]
     assert "| 8 | causal | step | out of memory |  |  | out of memory |  |  |" in variants_table.markdown(rows)
 
 

@@ -68,8 +68,8 @@ def test_an_uneven_cut_is_not_even():
     assert shards[3].optimizer < shards[0].optimizer
     tensors = len(list(model.parameters()))
     moments = 2 * sum(p.nbytes for p in model.parameters())
-    assert sum(held.optimizer for held in shards) == moments + 4 * tensors * weights.STEP
-    assert sum(held.optimizer for held in weights.count(model, ZERO, 4)) == moments + tensors * weights.STEP
+    assert sum(held.optimizer for held in shards) == moments + 4 * tensors * weights.STEP_BYTES
+    assert sum(held.optimizer for held in weights.count(model, ZERO, 4)) == moments + tensors * weights.STEP_BYTES
 
 
 def test_shared_storage_counts_once():
@@ -83,9 +83,9 @@ def test_shared_storage_counts_once():
     flat = torch.zeros(32)
     model.one.weight.grad, model.other.weight.grad = flat[:16].view(4, 4), flat[16:].view(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    assert weights.hold(model, optimizer) == weights.Held(64, 128, 0)
+    assert weights.held_bytes(model, optimizer) == weights.Held(64, 128, 0)
     optimizer.step()
-    assert weights.hold(model, optimizer).optimizer == 2 * (2 * 64 + weights.STEP)
+    assert weights.held_bytes(model, optimizer).optimizer == 2 * (2 * 64 + weights.STEP_BYTES)
 
 
 def test_large_models_are_counted_and_not_allocated():

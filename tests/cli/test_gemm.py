@@ -37,13 +37,13 @@ def measure(rank, world, group, *args):
 def broken(rank, world, group, *args):
     """Rank 1 multiplies by another B."""
 
-    def part(self, a, b, rank):
+    def operands(self, a, b, rank):
         x, y = right(self, a, b, rank)
         return x, y * (1.01 if rank == 1 else 1)
 
-    right = Case.part
+    right = Case.operands
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Case, "part", part)
+        patch.setattr(Case, "operands", operands)
         return measure(rank, world, group, *args)
 
 
@@ -70,9 +70,9 @@ def test_gemm_checks_times_records_and_draws_every_rank(tmp_path, monkeypatch, p
     written = json.loads(record.read_text())
     assert written["header"]["command"] == "meshflash gemm"
     rows = written["rows"]
-    assert [(row["by"], row["rank"]) for row in rows] == [(HEAP, 0), (HEAP, 1), (GROUP, 0), (GROUP, 1)]
+    assert [(row["comm"], row["rank"]) for row in rows] == [(HEAP, 0), (HEAP, 1), (GROUP, 0), (GROUP, 1)]
     assert [row["variant"] for row in rows] == ["producer_consumer"] * 2 + ["bulk"] * 2
-    assert [row["means"] for row in rows] == ["shared heap"] * 2 + ["gloo"] * 2
+    assert [row["backend"] for row in rows] == ["shared heap"] * 2 + ["gloo"] * 2
     assert all(0 < row["error"] < 1e-6 and row["ms"] > 0 for row in rows)
     assert rows[0]["bits"] == rows[1]["bits"]
     assert rows[0]["ratio"] == rows[0]["ms"] / rows[2]["ms"]

@@ -37,7 +37,6 @@ BENCHMARKS = [
 ]
 COMMANDS = [
     *([*words, "--output"] for words in BENCHMARKS),
-    ["bench", "gemm", "--fused", "--device", "cpu", "--output"],
     ["bench", "attention", "--plot"],
     ["bench", "attention", "--trace"],
     ["bench", "attention", "--profile"],

@@ -262,20 +262,20 @@ def test_tiles_below_128_rows_do_not_run_warp_specialized():
 
 def test_verdict_names_losses_and_how_far_auto_is_behind():
     def row(mode, ms, ratio):
-        return dict(m=8, n=8, k=8, numbers="bfloat16", layout="nn", device="cuda", mode=mode, ms=ms, ratio=ratio)
+        return dict(m=8, n=8, k=8, dtype="bfloat16", layout="nn", device="cuda", mode=mode, ms=ms, ratio=ratio)
 
-    lines = bench.verdict([row("torch", 2.0, 1.0), row("stream_k", 4.0, 0.5), row("auto", 2.2, 0.9)])
+    lines = bench.summary([row("torch", 2.0, 1.0), row("stream_k", 4.0, 0.5), row("auto", 2.2, 0.9)])
     assert lines == [
         "slower than torch.mm at 8x8x8 nn: stream_k 0.500",
         "auto is at most 10.0% behind the best: at 8x8x8 nn",
     ]
-    assert bench.verdict([row("torch", None, None), row("stream_k", 4.0, None)]) == []
+    assert bench.summary([row("torch", None, None), row("stream_k", 4.0, None)]) == []
 
 
 def test_bench_measures_in_a_separate_process():
     messages: list[str] = []
     case = bench.Case(16, 16, 16, "float32", "nn", "cpu")
-    (found,) = bench.measure_apart(case, ["torch"], 1, messages.append)
+    (found,) = bench.measure_in_process(case, ["torch"], 1, messages.append)
     assert found.ms is not None
     assert found.case == case
     assert "timing" in messages
@@ -347,7 +347,7 @@ def test_calibration_writes_the_best_of_each_mode(monkeypatch):
     """The rows are made up: on a CPU no kernel is timed."""
     wide, slim = (128, 256, 64, 8, 3, 8, 1, 0), (64, 128, 64, 4, 4, 8, 2, 0)
 
-    def trials(case, rounds, say):
+    def time_configs(case, rounds, say):
         say("timing")
         made = [("torch", (), 500.0), ("stream_k", wide, 400.0), ("stream_k", slim, 450.0), ("split_k", slim, None)]
         return [
@@ -355,7 +355,7 @@ def test_calibration_writes_the_best_of_each_mode(monkeypatch):
             for mode, config, tflops in made
         ]
 
-    monkeypatch.setattr(bench, "trials", trials)
+    monkeypatch.setattr(bench, "time_configs", time_configs)
     monkeypatch.setattr(bench, "identity", lambda device: ("a GPU", "sm_90"))
     messages: list[str] = []
     table, rows = bench.calibrate("cuda", [(64, 64, 64)], layouts=("nn", "tn"), say=messages.append)

@@ -1,1 +1,1 @@
-"""Benchmarks: cases, timing, memory, records and plots. Each is a command of the command line."""
+"""Benchmarks of the command line: cases, candidates, checks, timing, records, tables and plots."""

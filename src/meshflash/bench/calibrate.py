@@ -1,4 +1,4 @@
-"""Measure a device's kernels once, for the choice of "auto": rates, host time and, on request, configurations."""
+"""Measure a device's kernels once, for kernel="auto": rates, host time and, on request, configurations."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from meshflash.kernels.triton import configs as triton_configs
 #: Head dims and lengths that are measured by default.
 DIMS = (64, 128)
 TOKENS = (512, 2048, 8192, 32768)
-#: Tokens over all batch rows, and heads times dim: enough to fill a device.
+#: Batch times tokens, and heads times dim: enough to fill a GPU.
 ALL_TOKENS = 16384
 WIDTH = 2048
-#: So few that the host takes longer than the device.
+#: So few tokens that the host takes longer than the device.
 HOST_TOKENS = 512
 #: A kernel this many times slower than the fastest so far is not measured at longer lengths.
 HOPELESS = 20.0
@@ -39,7 +39,7 @@ Configs = dict[str, list[int]]
 
 
 def case_of(tokens: int, dim: int, mask: str, device: str) -> Case:
-    """What is measured at one length."""
+    """Return the case that is measured at one length."""
     heads = max(1, WIDTH // dim)
     return Case(tokens, max(1, ALL_TOKENS // tokens), heads, heads, dim, mask, "bfloat16", device)
 
@@ -52,9 +52,15 @@ def run(
     configs: Configs | None = None,
     say: Say = print,
 ) -> Rates:
-    """The rates of every kernel that can run on a device, each checked before it is timed.
+    """Return the rates of every kernel that supports a device, each checked before it is timed.
 
-    The Triton kernel runs in these configurations, where they are given.
+    Args:
+        device: The GPU to measure.
+        dims: The head dims.
+        tokens: The sequence lengths.
+        rounds: The number of rounds, in each of which every kernel is timed once.
+        configs: Configurations of the Triton kernel by name. None means its defaults.
+        say: A function that is called with progress messages.
     """
     with ExitStack() as stack:
         for name, written in (configs or {}).items():
@@ -63,7 +69,7 @@ def run(
         say("host time")
         case = replace(case_of(HOST_TOKENS, dims[0], "causal", device), batch=1)
         host_us: dict[str, dict[str, float]] = {}
-        for row in host.run(case, able(case), rounds):
+        for row in host.run(case, supported(case), rounds):
             if row.kernel in registry.names() and row.direction in PASSES:
                 host_us.setdefault(row.kernel, {})[row.direction] = round(row.microseconds, 1)
     about = rates.identity(torch.device(device))
@@ -75,7 +81,7 @@ def _rates(device: str, dims: tuple[int, ...], tokens: tuple[int, ...], rounds: 
     hopeless: set[tuple[str, int, str]] = set()
     for dim, mask, length in product(dims, ("causal", "full"), sorted(tokens)):
         case = case_of(length, dim, mask, device)
-        names = tuple(name for name in able(case) if (name, dim, mask) not in hopeless)
+        names = tuple(name for name in supported(case) if (name, dim, mask) not in hopeless)
         say(f"{mask}, dim {dim}, {length:,} tokens")
         measured = measure(case, names, rounds)
         best = min((result.ms["forward"] for result in measured.values() if "forward" in result.ms), default=0.0)
@@ -90,7 +96,7 @@ def _rates(device: str, dims: tuple[int, ...], tokens: tuple[int, ...], rounds: 
 
 
 def tune(device: str, dims: tuple[int, ...] = DIMS, rounds: int = 3, say: Say = print) -> Configs:
-    """The fastest configuration of each pass of the Triton kernel, by head dim."""
+    """Return the fastest configuration of each pass of the Triton kernel, by head dim."""
     best: Configs = {}
     for direction, dim in product(triton_configs.PASSES, dims):
         case = replace(case_of(8192, dim, "causal", device), deterministic=direction == "bwd_dq")
@@ -101,7 +107,7 @@ def tune(device: str, dims: tuple[int, ...] = DIMS, rounds: int = 3, say: Say = 
             with triton_configs.forced(name, config):
                 try:
                     times[config] = _milliseconds(case, direction, rounds)
-                except Exception as error:  # too much memory, or the compiler fails: it is no candidate here
+                except Exception as error:  # the compiler fails, or shared memory is too small: not a candidate here
                     say(f"{name}: {config} does not run: {error}")
         if times:
             chosen = min(times, key=lambda config: times[config])
@@ -110,7 +116,7 @@ def tune(device: str, dims: tuple[int, ...] = DIMS, rounds: int = 3, say: Say = 
 
 
 def _milliseconds(case: Case, direction: str, rounds: int) -> float:
-    """Of the Triton kernel's pass."""
+    """Return the milliseconds of a pass of the Triton kernel."""
     tensors = case.tensors()
     function = candidate(case, "triton")
     device = torch.device(case.device)
@@ -122,8 +128,8 @@ def _milliseconds(case: Case, direction: str, rounds: int) -> float:
     return interleaved({"": backward}, device, rounds)[""]
 
 
-def able(case: Case) -> tuple[str, ...]:
-    """The kernels that "auto" may take for both passes of a case."""
+def supported(case: Case) -> tuple[str, ...]:
+    """Return the kernels that kernel="auto" may choose for both passes of a case."""
     q, k, v, _ = case.tensors()
     x = local.inputs(q, k, v, case.rule, Features(case.head_dim**-0.5))
     requests = [local.kernel_request(x, direction) for direction in ("forward", "backward")]

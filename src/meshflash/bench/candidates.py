@@ -1,4 +1,4 @@
-"""What is compared: our kernels by name, torch's own two, and attention as one writes it down first."""
+"""The candidates of a comparison: our kernels by name, torch's SDPA and FlexAttention, and standard attention."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SDPA = "torch sdpa"
 STANDARD = "standard"
 FLEX = "flex"
 
-#: Torch's own is not given matrices of more rows than this.
+#: SDPA gets no mask matrix of more rows than this; the dense oracle ends here too.
 DENSE_TOKENS = 4096
-#: How many matrices of scores standard attention holds at once, forward and backward, beside the mask.
+#: Number of score matrices that standard attention holds at once over both passes, besides the mask.
 STANDARD_MATRICES = 4
 
 #: Our own GPU kernels, the faster one first.
@@ -42,7 +42,7 @@ def own_among(names: Sequence[str]) -> str:
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """ValueError for a name that nothing here has."""
+    """Raise ValueError for a name that is no candidate."""
     known = (*registry.names(), SDPA, STANDARD, FLEX)
     for name in names:
         if name not in known:
@@ -50,7 +50,7 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def candidate(case: Case, name: str) -> Attention:
-    """The function of this name, on `[batch, tokens, heads, dim]`."""
+    """Return the candidate of this name, a function of `[batch, tokens, heads, dim]` tensors."""
     check_names((name,))
     if name == SDPA:
         return _by_heads(sdpa(case))
@@ -62,9 +62,9 @@ def candidate(case: Case, name: str) -> Attention:
 
 
 def sdpa(case: Case) -> Attention:
-    """Torch's own, on `[batch, heads, tokens, dim]`.
+    """Return torch's scaled_dot_product_attention, on `[batch, heads, tokens, dim]`.
 
-    Masks other than full and causal it takes only as a matrix, made here once and not timed.
+    Masks other than full and causal are a matrix for it, made here once and not timed.
     """
     matrix = None
     if case.mask not in ("full", "causal"):
@@ -80,10 +80,10 @@ def sdpa(case: Case) -> Attention:
 
 
 def standard(case: Case) -> Attention:
-    """softmax(Q K^T) V in plain torch, on `[batch, heads, tokens, dim]`: every score is held in memory.
+    """Return softmax(Q K^T) V in plain torch, on `[batch, heads, tokens, dim]`: every score is held in memory.
 
-    What others are measured against; the library never runs it. The mask is made here once and not timed.
-    On a CPU it is refused as out of memory before it takes all that there is.
+    It is a baseline that the library never runs. The mask is made here once and not timed. On a CPU it raises
+    OutOfMemoryError before it takes all memory.
     """
     matrix = case.batch * case.heads * case.tokens**2 * case.torch_dtype.itemsize
     free = free_bytes() if on_cpu(case.device) else None
@@ -103,14 +103,14 @@ def standard(case: Case) -> Attention:
 
 
 def flex(case: Case) -> Attention:
-    """Torch's FlexAttention, compiled for this shape, on `[batch, heads, tokens, dim]`. Its mask is not timed."""
+    """Return torch's FlexAttention, compiled for this shape, on `[batch, heads, tokens, dim]`; the mask is untimed."""
     if case.mask not in ("full", "causal"):
         raise ValueError(f"{FLEX} is compared on full and causal masks, not on {case.mask}")
     from torch._functorch import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # it would stop compiling after eight shapes
-    config.donated_buffer = False  # a backward that is timed runs on one graph several times
+    torch.compiler.reset()  # dynamo stops compiling after eight shapes
+    config.donated_buffer = False  # a timed backward runs over one graph several times
     blocks = None
     if case.mask == "causal":
         shape = (None, None, case.tokens, case.tokens)
@@ -120,12 +120,12 @@ def flex(case: Case) -> Attention:
 
 
 def _by_heads(attention: Attention) -> Attention:
-    """A function on `[batch, heads, tokens, dim]` as one on `[batch, tokens, heads, dim]`."""
+    """Turn a function of `[batch, heads, tokens, dim]` into one of `[batch, tokens, heads, dim]`."""
     return lambda q, k, v: attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
 def _visible(case: Case) -> Tensor:
-    """The mask as a matrix on the device, made some rows at a time."""
+    """Return the mask as a matrix on the device, made some rows at a time."""
     matrix = torch.ones(case.tokens, case.tokens, dtype=torch.bool, device=case.device)
     if case.mask == "causal":
         return matrix.tril_()

@@ -1,4 +1,4 @@
-"""What is measured: one shape, mask and dtype on one device. Masks, dtypes and devices go by their names."""
+"""The case of a benchmark of attention: one shape, mask and dtype on one device, all of them by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshflash.core.mask import Mask
 from meshflash.core.tiles import worklist
 from meshflash.runtime.devices import CPU, kind_here
 
-#: No time is shown of what has a relative error above this; plain PyTorch stays well below.
+#: Relative errors above these count as wrong; such a result is not timed. Plain PyTorch stays well below.
 WORST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-10}
 
 #: q, k, v and the gradient of the output.
@@ -21,7 +21,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape, mask and dtype; over several ranks, that of all of them. One that cannot be is a ValueError."""
+    """One shape, mask and dtype, over all ranks together. An impossible one raises ValueError."""
 
     tokens: int = 2048
     batch: int = 1
@@ -43,12 +43,12 @@ class Case:
 
     @property
     def rule(self) -> Mask:
-        """The mask that the name stands for."""
+        """The mask of this name."""
         return parse_mask(self.mask, self.tokens)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that the name stands for."""
+        """The torch dtype of this name."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -58,7 +58,7 @@ class Case:
         return WORST_ERROR[self.torch_dtype]
 
     def tensors(self) -> Tensors:
-        """q, k, v and the gradient of the output; the same each time, and on every rank."""
+        """Return q, k, v and the gradient of the output; the same each time, and on every rank."""
         generator = torch.Generator(self.device).manual_seed(0)
 
         def tensor(heads: int) -> Tensor:
@@ -69,14 +69,14 @@ class Case:
         return q, k, v, tensor(self.heads)
 
     def flops(self, direction: str) -> float:
-        """Of the pairs that the mask shows: 4 for each of dim, and 2.5 times that backward."""
+        """Return the FLOPs of a pass over all visible pairs: 4 dim for each pair, 2.5 times that backward."""
         whole = (range(self.tokens),)
         forward = 4.0 * self.batch * self.heads * self.head_dim * worklist(self.rule, whole, whole).pairs
         return forward * 2.5 if direction == "backward" else forward
 
 
 def pick_device(name: str | None) -> str:
-    """The device of this name if it can be used; the GPU, if there is one, for None."""
+    """Return this device if it can be used, else raise ValueError; for None the GPU if there is one."""
     if name is None:
         return kind_here()
     try:
@@ -87,10 +87,10 @@ def pick_device(name: str | None) -> str:
 
 
 def pick_dtype(name: str | None, device: str) -> str:
-    """The dtype of this name; for None what one computes in on the device: bfloat16 on GPUs, float32 on CPUs."""
+    """Return this dtype; for None bfloat16 on GPUs and float32 on CPUs."""
     return name or ("float32" if on_cpu(device) else "bfloat16")
 
 
 def on_cpu(device: str) -> bool:
-    """Whether the device of this name is the CPU."""
+    """Return whether the device of this name is the CPU."""
     return torch.device(device).type == CPU

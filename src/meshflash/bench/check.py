@@ -1,4 +1,4 @@
-"""Right before fast: results to compare with, and the verdict on a candidate before its time is shown."""
+"""Check before time: the results of an oracle, and the check of a candidate against them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from meshflash.runtime.oom import attempt
 
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 
-#: Rows of an output that are compared by themselves.
+#: Rows of an output whose error is computed by itself.
 BLOCK = 128
-#: Bytes of one matrix of scores in the oracle: it takes as many heads at a time.
+#: Bytes of the score matrices in the oracle: it computes as many heads at a time.
 MATRIX_BYTES = 2**30
 
 
 class WrongError(RuntimeError):
-    """A candidate whose results are not those of the oracle."""
+    """A candidate's results differ from those of the oracle."""
 
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """Output and gradients to compare with, and what computed them.
+    """The output and gradients of an oracle, and its name.
 
-    The output is known in every row, and gradients are unless there are `blocks`: then in those rows alone, which
-    stand one after another in the results.
+    The output has every row. Gradients have every row too, or with `blocks` only those rows, concatenated.
     """
 
     oracle: str
@@ -41,11 +40,11 @@ class Truth:
     blocks: tuple[slice, ...] = ()
 
     def forward_error(self, out: Tensor) -> float:
-        """The worst relative error of a block of an output."""
+        """Return the worst relative error of a block of an output."""
         return block_error(out, self.results[0])
 
     def backward_error(self, grads: Sequence[Tensor]) -> float:
-        """The worst relative error of a gradient, and of a block of it; NaN where a row that is not known is none."""
+        """Return the worst relative error of a block of a gradient; NaN if a row, sampled or not, is not finite."""
         pairs = list(zip(grads, self.results[1:], strict=True))
         if not self.blocks:
             return worst(block_error(grad, known) for grad, known in pairs)
@@ -61,18 +60,18 @@ class Truth:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The relative error and the kernel that ran, of each pass that had memory enough."""
+    """The relative error and the kernel that ran, of each pass that did not run out of memory."""
 
     errors: dict[str, float]
     ran: dict[str, str]
 
 
 def oracle_of(case: Case, exact: bool = False) -> str:
-    """What a case is judged by; `exact` wants float64 however long it takes.
+    """Return the name of a case's oracle; `exact` demands float64 however long it takes.
 
-    Up to 4,096 tokens that is the dense oracle in float64, and beyond the tiled kernel in float64. On a GPU
-    that one would take minutes: full and causal masks have torch's own in float32 there, whose error is at
-    most a hundredth of what dtypes are allowed (`WORST_ERROR`, whatever the oracle).
+    Up to 4,096 tokens it is the dense reference in float64, beyond that the tiled kernel in float64. On a GPU that
+    kernel would take minutes, so full and causal masks use torch's SDPA in float32. Its error is at most a hundredth
+    of `WORST_ERROR`.
     """
     if case.tokens <= DENSE_TOKENS:
         return "reference in float64"
@@ -82,7 +81,7 @@ def oracle_of(case: Case, exact: bool = False) -> str:
 
 
 def truth(case: Case, tensors: Tensors, exact: bool = False) -> Truth:
-    """What the oracle says: some heads at a time, so that it fits."""
+    """Return the results of the oracle, computed some heads at a time so that they fit in memory."""
     oracle = oracle_of(case, exact)
     name, _, dtype = oracle.partition(" in ")
     rows = []
@@ -96,7 +95,7 @@ def truth(case: Case, tensors: Tensors, exact: bool = False) -> Truth:
 
 
 def judge(case: Case, name: str, function: Attention, tensors: Tensors, want: Truth) -> Verdict:
-    """Run a candidate forward and backward; WrongError, a RuntimeError, if it is wrong."""
+    """Run a candidate forward and backward; WrongError, a RuntimeError, for a wrong result."""
     inputs, dout = tensors[:3], tensors[3]
     errors: dict[str, float] = {}
     with registry.record_kernels() as seen:
@@ -116,7 +115,7 @@ def judge(case: Case, name: str, function: Attention, tensors: Tensors, want: Tr
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest error, or NaN where there is one, which `max` would lose.
+    """Return the largest error, or NaN if there is one, which `max` would lose.
 
     >>> worst([0.5, math.nan, 1.0]), worst([0.5, 1.0])
     (nan, 1.0)
@@ -125,13 +124,13 @@ def worst(errors: Iterable[float]) -> float:
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """The norm of the difference over that of the reference."""
+    """Return the norm of the difference over that of the reference."""
     with torch.no_grad():
         return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
 def block_error(value_BTHD: Tensor, reference_BTHD: Tensor, rows: int = BLOCK) -> float:
-    """The worst relative error of so many rows of one head: one wrong tile of many would be lost in that of all.
+    """Return the worst relative error of a block of `rows` rows of one head: the norm over all rows hides one bad tile.
 
     >>> x = torch.ones(1, 300, 4, 8)
     >>> y = x.clone()
@@ -147,12 +146,12 @@ def block_error(value_BTHD: Tensor, reference_BTHD: Tensor, rows: int = BLOCK) -
 
     with torch.no_grad():
         wrong, known = squares(value_BTHD - reference_BTHD), squares(reference_BTHD)
-        ratio = torch.where(wrong > 0, wrong / known, wrong)  # 0 of 0 where no row sees anything, and NaN stays
+        ratio = torch.where(wrong > 0, wrong / known, wrong)  # 0 / 0 is 0 where no row sees a key, and NaN stays
         return float(ratio.max().sqrt())
 
 
 def _torch(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Torch's own with a key head for every query head: in float32 shared ones would make it dense on GPUs."""
+    """Run SDPA with a KV head for every query head: in float32 on GPUs, shared KV heads would make it dense."""
     heads = q.shape[2]
     k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     return candidate(replace(case, batch=1, heads=heads, kv_heads=heads), SDPA)(q, k, v)
@@ -161,7 +160,7 @@ def _torch(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _slices(
     case: Case, row: int, tensors: Tensors, dtype: torch.dtype, all_heads: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """q, k, v and dout of one row of the batch: some key heads with their query heads at a time."""
+    """Yield q, k, v and dout of one batch row: some KV heads with their query heads at a time."""
     group = case.heads // case.kv_heads
     fit = MATRIX_BYTES // (case.tokens**2 * group * dtype.itemsize)
     count = case.kv_heads if all_heads else min(case.kv_heads, max(1, fit))

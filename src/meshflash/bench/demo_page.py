@@ -74,13 +74,13 @@ def page(path: Path, title: str, sections: Sequence[Section]) -> None:
     )
 
 
-def results_table(rows: Sequence[Mapping[str, Any]], baseline: str) -> str:
-    """Return a table of each pass: time, speedup over the row named `baseline`, communication, error and memory."""
+def results_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of each pass: time, speedup over the single device, communication, error and memory."""
     tables = []
     for direction, own in groupby(rows, key=lambda row: row["pass"]):
         name = "forward" if direction == "forward" else "forward + backward"
         head = "".join(f"<th>{html.escape(column)}</th>" for column in HEADER)
-        lines = "\n".join(_line(row, row["schedule"] == baseline) for row in own)
+        lines = "\n".join(_line(row, row["schedule"] == SINGLE_DEVICE) for row in own)
         tables.append(f"<table>\n<caption>{name}</caption>\n<tr>{head}</tr>\n{lines}\n</table>")
     return "\n".join(tables)
 

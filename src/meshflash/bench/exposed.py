@@ -1,4 +1,4 @@
-"""How long ranks wait for messages, as measured and as a simulation of the same programs says."""
+"""Exposed communication: how long ranks wait for messages, measured and simulated from the same programs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshflash.viz.timeline import Rates, simulate
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: Runs of each pass, of which the median counts.
+#: Runs of each pass; the median counts.
 RUNS = 3
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """Milliseconds of the rank that waits longest; simulated only where the rates of its links are known."""
+    """Milliseconds of the rank that waits longest; `simulated` is None unless the transport has known rates."""
 
     measured: float = 0.0
     simulated: float | None = None
@@ -39,7 +39,7 @@ class Exposed:
 
 
 def exposed(function: Callable[[], Any], device: torch.device, transport: Transport, group: Any) -> Exposed:
-    """What one call, on all ranks of a group at once, waits for. All of them get the same."""
+    """Return the exposed communication of a call that all ranks of a group make; the same on all of them."""
     found = [_once(function, device, transport, group) for _ in range(RUNS)]
     simulated = [one.simulated for one in found if one.simulated is not None]
     measured = statistics.median(one.measured for one in found)
@@ -60,7 +60,9 @@ def _once(function: Callable[[], Any], device: torch.device, transport: Transpor
     if not isinstance(transport, Throttled):
         return Exposed(measured * 1e3)
     last = group_context(group.group_name).last
-    rates = Rates(1.0, transport.bytes_per_second, transport.latency)  # no pair is asked for: steps took what they took
+    rates = Rates(
+        1.0, transport.bytes_per_second, transport.latency
+    )  # kernel times are the measured ones, so the rate of pairs does not count
     simulated = 0.0
     for calls in zip(*(calls for _, calls in gathered), strict=True):
         programs, seconds = zip(*calls, strict=True)

@@ -1,8 +1,8 @@
-"""The host's own time for a call: what is left when the device has next to nothing to do.
+"""The host's own time for a call: CPU overhead of dispatch and launch, with next to no work for the device.
 
-On a GPU it is the time to issue calls: the device is idle at the start, nobody waits for it before the end,
-and a sample has too few calls to fill its queue, so that the host never waits, unless a call makes it. On a
-CPU the tokens are so few that computing them does not count; it is done by one thread, for waking others does.
+On a GPU it is the time to issue calls. The device is idle at the start, and a sample has too few calls to fill its
+launch queue, so the host never blocks unless a call synchronizes. On a CPU so few tokens are used that computing them
+does not count. One thread computes them, because waking others would count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshflash.bench.timing import synchronize
 
 PASSES = ("forward", "forward with grad", "backward")
 
-#: Calls in a sample: at a handful of launches each, a GPU's queue of about a thousand never fills.
+#: Calls in a sample: at a handful of launches each, a GPU's launch queue of about a thousand never fills.
 CALLS = 50
 #: Calls before the first sample.
 WARM_UP = 20
@@ -33,28 +33,28 @@ WARM_UP = 20
 
 @dataclass(frozen=True)
 class HostRow:
-    """One kernel on one pass: microseconds of a call, the median and the least over samples, and how many of SDPA's."""
+    """One kernel on one pass: the median and the least microseconds of a call over samples; `ratio` is over SDPA."""
 
     kernel: str
     ran: str
     direction: str
     case: Case
     microseconds: float
-    least: float
+    min_microseconds: float
     ratio: float
 
 
 def default_tokens(device: str) -> int:
-    """As many as still cost the device nothing to speak of."""
+    """Return so few tokens that the time of the device does not count."""
     return 8 if on_cpu(device) else 512
 
 
 def run(case: Case, names: tuple[str, ...], rounds: int) -> list[HostRow]:
-    """Rows of each kernel and of SDPA, which is always there: in each round all take their turn on all passes.
+    """Return rows of each kernel and of SDPA, the baseline; each round times all of them on all passes.
 
-    The kernels are checked first. SDPA gets tensors in its own layout, `[batch, heads, tokens, dim]`, made
-    beforehand. Forward is of tensors that need no gradient; with grad, a call includes letting go of what it
-    saved. Backward is over a graph that is kept.
+    The kernels are checked first. SDPA gets tensors in its own layout, `[batch, heads, tokens, dim]`, made beforehand.
+    The pass "forward" is without gradients. A call of "forward with grad" includes freeing what it saved. The backward
+    runs over a retained graph.
     """
     names = tuple(dict.fromkeys((*names, SDPA)))
     check_names(names)
@@ -91,7 +91,7 @@ def run(case: Case, names: tuple[str, ...], rounds: int) -> list[HostRow]:
 
 
 def _calls(case: Case, name: str, tensors: Tensors) -> tuple[Callable[[], Any], ...]:
-    """What is called for each pass."""
+    """Return the call of each pass."""
     function = sdpa(case) if name == SDPA else candidate(case, name)
     plain = [x.detach().transpose(1, 2) if name == SDPA else x.detach() for x in tensors]
     leaves = [x.detach().requires_grad_() for x in plain[:3]]
@@ -101,7 +101,7 @@ def _calls(case: Case, name: str, tensors: Tensors) -> tuple[Callable[[], Any], 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """One thread, and no collection of garbage."""
+    """Use one thread, and turn the garbage collector off."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
@@ -114,7 +114,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _microseconds(call: Callable[[], Any], device: torch.device, calls: int) -> float:
-    """Of the host for one call, by a sample of several."""
+    """Return the host's microseconds for one call, from a sample of several."""
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(calls):

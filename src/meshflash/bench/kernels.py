@@ -1,4 +1,4 @@
-"""Kernels beside each other and beside torch's own: right first, then timed in turns, forward and backward."""
+"""Attention kernels beside each other and torch's SDPA: checked, then timed interleaved, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshflash.bench.measure import Measured, measure
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel in one case, one pass; without figures where memory ran out."""
+    """One kernel in one case, one pass; figures are None if memory ran out."""
 
     kernel: str
     ran: str
@@ -27,15 +27,19 @@ class KernelRow:
 
 
 def run(case: Case, names: tuple[str, ...], rounds: int, exact: bool = False) -> Iterator[KernelRow]:
-    """Each kernel's rows for a case; a kernel that is wrong raises instead of being timed.
+    """Return each kernel's rows for a case; a wrong result raises instead of being timed.
 
-    `exact` checks against float64 at any length.
+    Args:
+        case: The shape, mask and dtype.
+        names: The candidates by name.
+        rounds: The number of rounds, in each of which every candidate is timed once.
+        exact: Whether to check against float64 at any length.
     """
     return rows_of(case, measure(case, names, rounds, partial(truth, exact=exact)))
 
 
 def rows_of(case: Case, measured: Mapping[str, Measured]) -> Iterator[KernelRow]:
-    """What was measured of a case, a row for each pass and kernel."""
+    """Yield a row for each pass and kernel of a measured case."""
     for direction in PASSES:
         for name, figures in measured.items():
             ms = figures.ms.get(direction)

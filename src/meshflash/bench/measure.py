@@ -1,4 +1,4 @@
-"""Candidates on one case: right first, then their memory, then their times in turns, forward and backward."""
+"""Measure candidates on one case: check results, then memory, then interleaved times, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Oracle = Callable[[Case, Tensors], Truth]
 
 @dataclass(frozen=True)
 class Measured:
-    """One candidate: by pass its milliseconds, peak bytes, error and the kernel that ran.
+    """The figures of one candidate: by pass its milliseconds, error, kernel that ran, and peak bytes.
 
-    A pass that ran out of memory is in none of them. `peak_bytes` are of each pass beyond what was held
-    before it, `both_bytes` of forward and backward together, beyond the inputs. `check_s` are the seconds until it
-    was checked, compilation included; `note` says why there are no figures where it failed.
+    A pass that ran out of memory has no entries. `peak_bytes` is of each pass beyond what was held before it,
+    `both_bytes` of forward and backward together beyond the inputs. `check_s` is the seconds of the check, compilation
+    included. `note` says why a candidate has no figures.
     """
 
     oracle: str
@@ -40,7 +40,7 @@ class Measured:
 
 
 def both(forward: str, backward: str) -> str:
-    """The kernels of both passes in a cell of a table.
+    """Return the kernels of both passes for a cell of a table.
 
     >>> both("vendor", "vendor"), both("vendor", "tiled")
     ('vendor', 'vendor, tiled')
@@ -56,10 +56,19 @@ def measure(
     say: Say = lambda _: None,
     noted: Collection[str] = (),
 ) -> dict[str, Measured]:
-    """Measure each candidate; WrongError for one that is wrong. Those in `noted` that fail get a note instead."""
+    """Measure each candidate; a wrong one raises WrongError.
+
+    Args:
+        case: The shape, mask and dtype.
+        names: The candidates by name.
+        rounds: The number of rounds, in each of which every candidate is timed once.
+        oracle: A function that gives the results to check against.
+        say: A function that is called with progress messages.
+        noted: The candidates that get a note instead of raising if they fail.
+    """
     check_names(names)
     device, tensors = torch.device(case.device), case.tensors()
-    say("asking the oracle")
+    say("computing the oracle")
     want = oracle(case, tensors)
     functions: dict[str, Attention] = {}
     verdicts: dict[str, Verdict] = {}
@@ -80,7 +89,7 @@ def measure(
         seconds[name] = time.perf_counter() - start
     judged_by = want.oracle
     del want
-    say("watching memory")
+    say("measuring memory")
     peaks = {name: _peaks(function, tensors, device) for name, function in functions.items()}
     say("timing forward")
     times = {"forward": interleaved({n: partial(f, *tensors[:3]) for n, f in functions.items()}, device, rounds)}
@@ -101,7 +110,7 @@ def measure(
 
 
 def _checked(case: Case, name: str, tensors: Tensors, want: Truth) -> tuple[Verdict, Attention | None]:
-    """The verdict on a candidate, and the candidate where it had the memory for a pass."""
+    """Return the verdict on a candidate, and the candidate itself unless memory ran out in its forward."""
     function = attempt(partial(candidate, case, name))
     if function is None:
         return Verdict({}, dict.fromkeys(PASSES, name)), None
@@ -110,7 +119,7 @@ def _checked(case: Case, name: str, tensors: Tensors, want: Truth) -> tuple[Verd
 
 
 def _why(error: Exception) -> str:
-    """What became of a candidate, in one line."""
+    """Return why a candidate failed, in one line."""
     kind = "wrong" if isinstance(error, WrongError) else "unable" if isinstance(error, ValueError) else "failed"
     line = next(iter(str(error).splitlines()), "")
     return f"{kind}: {line}" if kind != "failed" else f"{kind}: {type(error).__name__}: {line}"
@@ -119,7 +128,7 @@ def _why(error: Exception) -> str:
 def _backwards(
     functions: dict[str, Attention], verdicts: dict[str, Verdict], tensors: Tensors
 ) -> dict[str, Callable[[], Any]]:
-    """The backward alone of each function that has the memory for it."""
+    """Return the backward of each candidate that has the memory for it."""
     calls: dict[str, Callable[[], Any]] = {}
     for name, function in functions.items():
         out = attempt(partial(function, *tensors[:3])) if "backward" in verdicts[name].errors else None
@@ -129,7 +138,7 @@ def _backwards(
 
 
 def _peaks(function: Attention, tensors: Tensors, device: torch.device) -> tuple[dict[str, int], int | None]:
-    """The peak of each pass, and of both together."""
+    """Return the peak of each pass, and of both together."""
     forward = attempt(lambda: watched(lambda: function(*tensors[:3]), device))
     if forward is None:
         return {}, None

@@ -1,4 +1,4 @@
-"""What peers' implementations move, as formulas: to print beside what ours moved."""
+"""Formulas of the bytes that peers' implementations of schedules move."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from meshflash.schedules.registry import parse
 
 
 def peer_bytes(schedule: str, case: Case, world: int, direction: str) -> int | None:
-    """Bytes that a rank receives in peers' implementations of a schedule, sums travelling in float32.
+    """Return the bytes that a rank receives in peers' implementations of a schedule; gradients are sent in float32.
 
-    Of `n` ranks, with K = V the bytes of a rank's keys and Q those of its queries: the ring family moves 2 (n - 1) K
-    forward, and backward again as much with n hops of float32 gradients; all-gather the same forward, and backward
-    again as much with a reduce-scatter of n - 1 parts. ringX4 has n turns of each. ringX1 and 2 give queries round
-    and reduce float32 results with their LSE; backward they give keys, and ringX2 reduces gradients of queries too.
-    Ulysses exchanges (n - 1) / n of 2 Q + 2 K in each pass, with key heads repeated up to n, and a hybrid that of its
-    lines and what a ring moves between them. None where peers have no such schedule, or heads do not divide for it.
-    `direction` is forward, or forward+backward for both together.
+    For n ranks, with K = V the bytes of a rank's keys and Q those of its queries:
+    - The ring family moves 2 (n - 1) K forward; backward the same again plus n hops of float32 gradients.
+    - All-gather moves the same forward; backward the same again plus a reduce-scatter of n - 1 shards.
+    - ringX4 has n steps of each. ringX1 and ringX2 broadcast queries and reduce float32 results with their LSE;
+      backward they broadcast keys, and ringX2 also reduces gradients of queries.
+    - Ulysses exchanges (n - 1) / n of 2 Q + 2 K in each pass, with KV heads repeated up to n. A hybrid exchanges that
+      within its inner groups, and what a ring moves between them.
+
+    Args:
+        schedule: The schedule with its options.
+        case: The shape and dtype.
+        world: The number of ranks.
+        direction: "forward", or "forward+backward" for both together.
+
+    Returns:
+        The bytes; None if peers have no such schedule, or heads do not divide for it.
     """
     each, sums = case.torch_dtype.itemsize, max(4, case.torch_dtype.itemsize)
     rows = case.batch * -(-case.tokens // world)

@@ -1,4 +1,4 @@
-"""A run's record: a header that says where the figures come from, and flat rows, as JSON."""
+"""The record of a run: a header that says where the figures come from, and flat rows, as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECORD = "a record of a benchmark"
 
 
 def header(command: str) -> dict[str, Any]:
-    """Machine, versions, commit, date and command of this run."""
+    """Return the machine, versions, commit, date and command of this run."""
     import torch
 
     machine: dict[str, Any] = {
@@ -53,18 +53,20 @@ def header(command: str) -> dict[str, Any]:
 
 
 def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
-    """Write a record and its folders; OutputError where that fails, and a record that was there stays."""
+    """Write a record and its folders; OutputError if that fails, and an earlier record stays."""
     write_whole(path, json.dumps({"header": header(command), "rows": rows}, indent=1) + "\n")
 
 
 class Recorder:
     """The rows of one run. A benchmark adds rows case by case; with a path, each addition rewrites the record.
 
-    Rewriting keeps what is measured when a run is cut short. Without a path nothing is written.
+    Rewriting keeps what is measured when a run is cut short. Without a path nothing is written. `header` is that of an
+    earlier record whose rows are shown again; None means this run's.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.header: dict[str, Any] | None = None
         self.rows: list[dict[str, Any]] = []
 
     def add(self, rows: Iterable[Any]) -> None:
@@ -73,13 +75,13 @@ class Recorder:
         if self.path is not None:
             write(self.path, self.rows, command_line())
 
-    def made(self) -> dict[str, Any]:
+    def as_record(self) -> dict[str, Any]:
         """Return the record as `read` returns one that was written."""
-        return {"header": header(command_line()), "rows": self.rows}
+        return {"header": self.header or header(command_line()), "rows": self.rows}
 
 
 def flat(row: Any) -> dict[str, Any]:
-    """A benchmark's row as a record takes it: the fields of its case beside its own; `direction` is called pass."""
+    """Return a dataclass row as a dict: fields of its case beside its own, and `direction` under the key "pass"."""
     out: dict[str, Any] = {}
     for key, value in asdict(row).items():
         out |= value if key == "case" else {"pass" if key == "direction" else key: value}
@@ -87,7 +89,7 @@ def flat(row: Any) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A record that `write` made; ValueError, which names the file, for anything else."""
+    """Return a record that `write` made; ValueError, which names the file, for anything else."""
     record = read_object(path, RECORD)
     if not isinstance(record.get("header"), dict) or not isinstance(record.get("rows"), list):
         raise ValueError(f"{path}: no header and rows in it; expected {RECORD}")
@@ -95,7 +97,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def place(header: dict[str, Any], device: str) -> str:
-    """The machine and the versions of a record, in a few words."""
+    """Return the machine and the versions of a record, in a few words."""
     machine, versions = header["machine"], header["versions"]
     name = f"{machine['cores']} x {machine['cpu']}" if device == "cpu" else machine.get("gpu", device)
     triton = "" if device == "cpu" else f", Triton {versions['triton']}"

@@ -1,4 +1,4 @@
-"""What a benchmark does with its rows: tables in the terminal, a record, a picture."""
+"""Show the rows of a benchmark: tables in the terminal, the name of the record, a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ def report(
     draw: Plot | None = None,
     title: str = "",
 ) -> None:
-    """Print the tables, name the record where one was written, and draw the plot where one is wanted."""
+    """Print the tables, name the record if one was written, and draw the plot if one is wanted.
+
+    Args:
+        console: The terminal.
+        tables: The tables to print.
+        found: The recorder of the run.
+        plot: The file of the plot, or None.
+        draw: The function that draws rows with a title to a file.
+        title: The title of the plot.
+    """
     console.print(*tables, sep="\n")
     if found.path is not None:
         console.print(f"written: {found.path}", soft_wrap=True)
@@ -32,7 +41,7 @@ def report(
 
 
 def picture(console: Console, draw: Plot, rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw rows to a file, or say why not."""
+    """Draw rows to a file, or print why not."""
     try:
         with naming(path):
             draw(rows, title, path)

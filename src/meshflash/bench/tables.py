@@ -1,170 +1,114 @@
-"""Tables of the benchmarks that come with the package, readable at 80 columns.
-
-`blank` is the one table style of all commands.
-"""
+"""Tables of the commands that come with the package, readable at 80 columns: their columns, titles and captions."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from meshflash.bench.columns import Column, Row, mebibytes, milliseconds, optional, terminal
 from meshflash.kernels.rates import Rates
 
-#: What tells one cell from another; its passes stand in one table.
-CELL = ("mask", "tokens", "batch", "heads", "kv_heads", "head_dim", "dtype", "device", "deterministic")
-NO_MEMORY = "out of memory"
-
-
-def kernels(rows: list[dict[str, Any]], beside: str) -> list[Table]:
-    """A table for each cell: kernels by pass, each with its speed as a multiple of the kernel `beside`."""
-    return [
-        _cell(dict(zip(CELL, cell, strict=True)), list(own), beside)
-        for cell, own in groupby(rows, key=lambda row: tuple(row[key] for key in CELL))
-    ]
-
-
-def schedules(rows: list[dict[str, Any]], beside: str) -> list[Table]:
-    """A table for each shape: schedules by pass, with their speed as a multiple of `beside`, and what they moved."""
-    return [
-        _schedules(dict(zip(CELL, cell, strict=True)), list(own), beside)
-        for cell, own in groupby(rows, key=lambda row: tuple(row[key] for key in CELL))
-    ]
-
-
-#: More of them than this do not fit a terminal.
+#: Keys of a row whose values name a case; all passes of a case stand in one table.
+CASE = ("mask", "tokens", "batch", "heads", "kv_heads", "head_dim", "dtype", "device", "deterministic")
+#: More schedules than this do not fit a terminal.
 MANY_SCHEDULES = 24
-
-
-def checks(rows: list[dict[str, Any]]) -> Table:
-    """Schedules with how many checks were right, missed and refused, the worst error, and what they received.
-
-    Where there are many they are one row for each name, whatever their options.
-    """
-    head = ("schedule", "right", "missed", "refused", "worst error", "of allowed", "recv (KB)")
-    table = blank(f"against float64, {rows[0]['world']} ranks", *head)
-    many = len({row["schedule"] for row in rows}) > MANY_SCHEDULES
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_name.setdefault(row["schedule"].partition("(")[0] if many else row["schedule"], []).append(row)
-    for schedule, own in by_name.items():
-        count = [sum(row["outcome"] == outcome for row in own) for outcome in ("right", "missed", "refused")]
-        worst = max(own, key=lambda row: row["error"] / row["allowed"] if row["allowed"] else 0.0)
-        share = f"{worst['error'] / worst['allowed']:.2f}" if worst["allowed"] else "-"
-        moved = sum(row["forward_bytes"] + row["backward_bytes"] for row in own) / max(1, len(own)) / 1e3
-        error = f"{worst['error']:.0e} {worst['worst'].removesuffix('_logits')}"
-        table.add_row(schedule, *map(str, count), error, share, f"{moved:.1f}")
-    return table
-
-
-def kernel_cell(row: dict[str, Any]) -> str:
-    """A kernel, and what ran where it chose."""
-    return row["kernel"] if row["ran"] == row["kernel"] else f"{row['kernel']} ({row['ran']})"
-
-
-def milliseconds(number: float | None, missing: str = NO_MEMORY) -> str:
-    """A time in its cell."""
-    return missing if number is None else f"{number:,.{2 if number < 1000 else 0}f}"
-
-
-def mebibytes(number: int | None, missing: str = NO_MEMORY) -> str:
-    """Memory in its cell."""
-    return missing if number is None else f"{number / 2**20:,.1f}"
-
-
-def _times(beside: str) -> str:
-    return f"x {beside.split()[-1]}"
-
-
-def blank(head: str, *columns: str) -> Table:
-    """Return an empty table in the style of all commands: words are left-aligned, numbers right-aligned.
-
-    Cells that do not fit are folded onto the next line, never cut: a schedule shown as "ri..." could be any of six.
-    """
-    table = Table(
-        title=head,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for name in columns:
-        add_column(table, name)
-    return table
-
-
-#: Columns of words; all others hold numbers.
-WORDS = ("pass", "kernel", "schedule", "mask", "")
-
-
-def add_column(table: Table, name: str) -> None:
-    """Add a column to a table of `blank`. Words may wrap; numbers stay on one line while there is room."""
-    is_text = name in WORDS
-    table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
-
-
-def _schedules(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Table:
-    world = max(row["world"] for row in rows)
-    table = blank(f"{title(cell)}, {world} ranks", "pass", "schedule")
-    simulated = any(row["simulated_ms"] is not None for row in rows)
-    exposed = ("exposed\ncomm (ms)", "sim.\n(ms)") if simulated else ("exposed\ncomm (ms)",)
-    shares_cores = cell["device"] == "cpu"  # so no rank has hardware of its own, and efficiency means nothing
-    speeds = ("speedup",) if shares_cores else ("TFLOP/s", "eff.")
-    for name in ("ms", "±", *speeds, *exposed, "recv\n(MB)", "error", "peak\nMiB"):
-        add_column(table, name)
-    rounds = rows[0]["rounds"]
-    words = "speedup: over the single device (baseline)"
-    if not shares_cores:
-        words = "eff.: measured speed over that of the single device (baseline), for each rank's part of the hardware"
-    table.caption = (
-        f"ms: median of {rounds} interleaved round{'' if rounds == 1 else 's'}; ±: half of max - min, relative; "
-        f"{words}; exposed comm: measured, of the rank that waits longest; recv: mean over ranks"
-    )
-    table.caption += "; sim.: exposed comm of the same programs, simulated" if simulated else ""
-    table.caption += f"; kernels that ran: {_ran(rows)}"
-    flagged = [row for row in rows if impossible(row)]
-    if flagged:
-        limit = max(row["speedup_limit"] for row in flagged)
-        table.caption += (
-            f"\n{FLAG} impossible: above {limit:g}, the most that these ranks and cores could give; "
-            "the machine was busy, measure again"
-        )
-    for direction, own in groupby(rows, key=lambda row: row["pass"]):
-        for n, row in enumerate(own):
-            mark = FLAG if impossible(row) else ""
-            table.add_row(
-                ("forward" if direction == "forward" else "both") if n == 0 else "",
-                SINGLE_DEVICE if row["schedule"] == beside else row["schedule"],
-                _short(row["ms"]),
-                spread(row),
-                *(
-                    [f"{row['speedup']:.2f}{mark}"]
-                    if shares_cores
-                    else [_tflops(row), f"{row['efficiency']:.3f}{mark}"]
-                ),
-                *([""] * len(exposed) if row["world"] == 1 else _exposed(row)[: len(exposed)]),
-                "" if row["world"] == 1 else f"{row['received_mean'] / 1e6:.1f}",
-                "" if row["world"] == 1 else f"{row['error']:.0e}",
-                f"{row['peak_bytes'] / 2**20:.1f}",
-            )
-        table.add_section()
-    return table
-
-
-#: The baseline in tables of schedules: the same work on one rank.
+#: The baseline of schedules: the same work on one device.
 SINGLE_DEVICE = "single device"
 #: Marks an impossible figure.
 FLAG = "!"
 
 
-def impossible(row: dict[str, Any]) -> bool:
-    """Whether a speedup is more than the ranks, and the cores that they share, could give.
+def kernel_cell(row: Row) -> str:
+    """Return the name of a kernel, and the kernel that ran if another one was chosen."""
+    return row["kernel"] if row["ran"] == row["kernel"] else f"{row['kernel']} ({row['ran']})"
+
+
+PASS = Column("pass", "pass", is_text=True, once=True)
+KERNEL = Column("kernel", kernel_cell, is_text=True)
+SCHEDULE = Column("schedule", "schedule", is_text=True)
+
+
+def ratio_header(baseline: str) -> str:
+    """Return the header of a column of ratios to a baseline, such as "x sdpa" for "torch sdpa"."""
+    return f"x {baseline.split()[-1]}"
+
+
+def kernels(rows: list[Row], baseline: str) -> list[Table]:
+    """Return a table for each case: kernels by pass, each with its speed as a multiple of the kernel `baseline`."""
+    columns = (
+        PASS,
+        KERNEL,
+        Column("ms", lambda row: milliseconds(row["ms"])),
+        Column("TFLOP/s", optional("tflops", "{:.3f}")),
+        Column(ratio_header(baseline), optional("speedup", "{:.2f}")),
+        Column("error", optional("error", "{:.1e}")),
+        Column("peak MiB", lambda row: mebibytes(row["peak_bytes"], "")),
+    )
+    found = []
+    for own in _by_case(rows):
+        times = {row["pass"]: row["ms"] for row in own if row["kernel"] == baseline}
+        shown = [row | {"speedup": _ratio(times.get(row["pass"]), row["ms"])} for row in own]
+        head, caption = f"{title(own[0])} on {own[0]['device']}", f"error: against {own[0]['oracle']}"
+        found.append(terminal(head, columns, shown, "pass", caption))
+    return found
+
+
+def schedules(rows: list[Row]) -> list[Table]:
+    """Return a table for each case: schedules by pass, with time, communication and memory."""
+    return [_schedules(own) for own in _by_case(rows)]
+
+
+def _schedules(rows: list[Row]) -> Table:
+    has_simulation = any(row["simulated_ms"] is not None for row in rows)
+    # on a CPU ranks share cores: no rank has hardware of its own, and efficiency means nothing
+    shares_cores = rows[0]["device"] == "cpu"
+    columns = (
+        Column("pass", lambda row: "forward" if row["pass"] == "forward" else "both", is_text=True, once=True),
+        SCHEDULE,
+        Column("ms", lambda row: _short(row["ms"])),
+        Column("±", spread),
+        *(
+            (Column("speedup", lambda row: _flagged(row, f"{row['speedup']:.2f}")),)
+            if shares_cores
+            else (
+                Column("TFLOP/s", lambda row: f"{row['tflops']:.3g}"),
+                Column("eff.", lambda row: _flagged(row, f"{row['efficiency']:.3f}")),
+            )
+        ),
+        Column("exposed\ncomm (ms)", lambda row: _over_ranks(row, _short(row["exposed_ms"]))),
+        *((Column("sim.\n(ms)", lambda row: _over_ranks(row, _short(row["simulated_ms"]))),) * has_simulation),
+        Column("recv\n(MB)", lambda row: _over_ranks(row, f"{row['received_mean'] / 1e6:.1f}")),
+        Column("error", lambda row: _over_ranks(row, f"{row['error']:.0e}")),
+        Column("peak\nMiB", lambda row: mebibytes(row["peak_bytes"])),
+    )
+    head = f"{title(rows[0])}, {max(row['world'] for row in rows)} ranks"
+    return terminal(head, columns, rows, "pass", _schedules_caption(rows, shares_cores, has_simulation))
+
+
+def _schedules_caption(rows: list[Row], shares_cores: bool, has_simulation: bool) -> str:
+    rounds = rows[0]["rounds"]
+    speed = "speedup: over the single device (baseline)"
+    if not shares_cores:
+        speed = "eff.: measured speed over that of the single device (baseline), for each rank's part of the hardware"
+    caption = (
+        f"ms: median of {rounds} interleaved round{'' if rounds == 1 else 's'}; ±: half of max - min, relative; "
+        f"{speed}; exposed comm: measured, of the rank that waits longest; recv: mean over ranks"
+    )
+    caption += "; sim.: exposed comm of the same programs, simulated" if has_simulation else ""
+    caption += f"; kernels that ran: {_kernels_that_ran(rows)}"
+    limits = [row["speedup_limit"] for row in rows if impossible(row)]
+    if limits:
+        caption += (
+            f"\n{FLAG} impossible: above {max(limits):g}, the most that these ranks and cores could give; "
+            "the machine was busy, measure again"
+        )
+    return caption
+
+
+def impossible(row: Row) -> bool:
+    """Return whether a speedup is more than the ranks, and the cores that they share, could give.
 
     >>> impossible({"speedup": 13.59, "speedup_limit": 2.0}), impossible({"speedup": 1.9, "speedup_limit": 2.0})
     (True, False)
@@ -172,8 +116,8 @@ def impossible(row: dict[str, Any]) -> bool:
     return bool(row["speedup"] > row["speedup_limit"])
 
 
-def spread(row: dict[str, Any]) -> str:
-    """Half of the distance from the fastest to the slowest round, as a part of the median.
+def spread(row: Row) -> str:
+    """Return half of the distance from the fastest to the slowest round, relative to the median.
 
     >>> spread({"ms": 100.0, "ms_low": 90.0, "ms_high": 120.0, "rounds": 3})
     '15%'
@@ -181,8 +125,78 @@ def spread(row: dict[str, Any]) -> str:
     return f"{(row['ms_high'] - row['ms_low']) / 2 / row['ms']:.0%}" if row["rounds"] > 1 else "-"
 
 
-def _ran(rows: list[dict[str, Any]]) -> str:
-    """Which kernels ran in each pass, of all schedules."""
+def checks(rows: list[Row]) -> Table:
+    """Return schedules with how many checks were right, missed and refused, the worst error, and bytes received.
+
+    Many schedules become one row for each name, whatever their options.
+    """
+    many = len({row["schedule"] for row in rows}) > MANY_SCHEDULES
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        by_name.setdefault(row["schedule"].partition("(")[0] if many else row["schedule"], []).append(row)
+    columns = (
+        SCHEDULE,
+        *(Column(name, name) for name in ("right", "missed", "refused")),
+        Column("worst error", lambda row: f"{row['error']:.0e} {row['worst'].removesuffix('_logits')}"),
+        Column("of allowed", lambda row: f"{row['error'] / row['allowed']:.2f}" if row["allowed"] else "-"),
+        Column("recv (KB)", lambda row: f"{row['received'] / 1e3:.1f}"),
+    )
+    shown = []
+    for schedule, own in by_name.items():
+        count = {name: sum(row["outcome"] == name for row in own) for name in ("right", "missed", "refused")}
+        worst = max(own, key=lambda row: row["error"] / row["allowed"] if row["allowed"] else 0.0)
+        received = sum(row["forward_bytes"] + row["backward_bytes"] for row in own) / max(1, len(own))
+        shown.append({**worst, **count, "schedule": schedule, "received": received})
+    return terminal(f"against float64, {rows[0]['world']} ranks", columns, shown)
+
+
+def rates(found: Rates) -> Table:
+    """Return the measured rates in TFLOP/s, kernels beside each other; the fastest of a row is bold."""
+    rows: dict[tuple[str, bool, int, int], Row] = {}
+    for rate in found.rates:
+        key = (rate.direction, rate.causal, rate.head_dim, rate.tokens)
+        rows.setdefault(key, {})[rate.kernel] = rate.tflops
+
+    def cell(kernel: str) -> Any:
+        def text(row: Row) -> str:
+            rate = row["rates"].get(kernel)
+            return (
+                "" if rate is None else f"[bold]{rate:.0f}[/]" if rate == max(row["rates"].values()) else f"{rate:.0f}"
+            )
+
+        return text
+
+    columns = (
+        Column("pass", "pass", is_text=True),
+        Column("mask", "mask", is_text=True),
+        Column("dim", "dim"),
+        Column("tokens", lambda row: f"{row['tokens']:,}"),
+        *(Column(name, cell(name)) for name in dict.fromkeys(rate.kernel for rate in found.rates)),
+    )
+    shown = [
+        {"pass": direction, "mask": "causal" if causal else "full", "dim": dim, "tokens": tokens, "rates": own}
+        for (direction, causal, dim, tokens), own in sorted(rows.items(), key=lambda item: item[0], reverse=True)
+    ]
+    return terminal(f"{found.device}: TFLOP/s", columns, shown)
+
+
+def title(case: Row, tokens: bool = True) -> str:
+    """Return the shape of a case in words, with or without its number of tokens."""
+    heads = f"{case['heads']} heads"
+    if case["kv_heads"] != case["heads"]:
+        heads += f" on {case['kv_heads']}"
+    words = [case["mask"], f"{case['tokens']:,} tokens", f"batch {case['batch']}", heads, f"dim {case['head_dim']}"]
+    if not tokens:
+        del words[1]
+    return ", ".join([*words, case["dtype"], *(["deterministic"] if case["deterministic"] else [])])
+
+
+def _by_case(rows: list[Row]) -> list[list[Row]]:
+    return [list(own) for _, own in groupby(rows, key=lambda row: tuple(row[key] for key in CASE))]
+
+
+def _kernels_that_ran(rows: list[Row]) -> str:
+    """Return which kernels ran in each pass, over all schedules."""
     words = []
     for direction in ("forward", "backward"):
         found = dict.fromkeys(name for row in rows for name in row[f"{direction}_ran"].split(", ") if name)
@@ -190,62 +204,18 @@ def _ran(rows: list[dict[str, Any]]) -> str:
     return "; ".join(words)
 
 
-def _tflops(row: dict[str, Any]) -> str:
-    return f"{row['tflops']:.3g}"
+def _over_ranks(row: Row, text: str) -> str:
+    """Return the text, or nothing for a single device, which receives and waits for nothing."""
+    return "" if row["world"] == 1 else text
 
 
-def _exposed(row: dict[str, Any]) -> list[str]:
-    simulated = row["simulated_ms"]
-    return [_short(row["exposed_ms"]), "" if simulated is None else _short(simulated)]
+def _flagged(row: Row, text: str) -> str:
+    return f"{text}{FLAG}" if impossible(row) else text
 
 
-def _short(milliseconds: float) -> str:
-    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.2f}"
+def _ratio(baseline_ms: float | None, ms: float | None) -> float | None:
+    return None if baseline_ms is None or ms is None else baseline_ms / ms
 
 
-def title(cell: dict[str, Any], tokens: bool = True) -> str:
-    """A shape in words, with or without its length."""
-    heads = f"{cell['heads']} heads"
-    if cell["kv_heads"] != cell["heads"]:
-        heads += f" on {cell['kv_heads']}"
-    words = [cell["mask"], f"{cell['tokens']:,} tokens", f"batch {cell['batch']}", heads, f"dim {cell['head_dim']}"]
-    if not tokens:
-        del words[1]
-    return ", ".join([*words, cell["dtype"], *(["deterministic"] if cell["deterministic"] else [])])
-
-
-def _cell(cell: dict[str, Any], rows: list[dict[str, Any]], beside: str) -> Table:
-    columns = ("pass", "kernel", "ms", "TFLOP/s", _times(beside), "error", "peak MiB")
-    table = blank(f"{title(cell)} on {cell['device']}", *columns)
-    table.caption = f"error: against {rows[0]['oracle']}"
-    for direction, own in groupby(rows, key=lambda row: row["pass"]):
-        passes = list(own)
-        peer = next((row["ms"] for row in passes if row["kernel"] == beside), None)
-        for n, row in enumerate(passes):
-            ms = row["ms"]
-            table.add_row(
-                direction if n == 0 else "",
-                kernel_cell(row),
-                milliseconds(ms),
-                "" if ms is None else f"{row['tflops']:.3f}",
-                "" if peer is None or ms is None else f"{peer / ms:.2f}",
-                "" if row["error"] is None else f"{row['error']:.1e}",
-                mebibytes(row["peak_bytes"], ""),
-            )
-        table.add_section()
-    return table
-
-
-def rates(found: Rates) -> Table:
-    """Measured rates, TFLOP/s, kernels beside each other; the fastest of a row is bold."""
-    names = list(dict.fromkeys(rate.kernel for rate in found.rates))
-    table = blank(f"{found.device}: TFLOP/s", "pass", "mask", "dim", "tokens", *names)
-    rows: dict[tuple[str, bool, int, int], dict[str, float]] = {}
-    for rate in found.rates:
-        key = (rate.direction, rate.causal, rate.head_dim, rate.tokens)
-        rows.setdefault(key, {})[rate.kernel] = rate.tflops
-    for (direction, causal, dim, tokens), row in sorted(rows.items(), reverse=True):
-        best = max(row.values())
-        cells = [("" if x is None else f"[bold]{x:.0f}[/]" if x == best else f"{x:.0f}") for x in map(row.get, names)]
-        table.add_row(direction, "causal" if causal else "full", str(dim), f"{tokens:,}", *cells)
-    return table
+def _short(milliseconds: float | None) -> str:
+    return "" if milliseconds is None else f"{milliseconds:.{0 if milliseconds >= 100 else 2}f}"

@@ -1,4 +1,4 @@
-"""Time and memory of a function on a device. Functions that are compared take turns, so that drift is shared."""
+"""Time and memory of functions on a device. Compared functions are interleaved, so that drift affects all alike."""
 
 from __future__ import annotations
 
@@ -17,30 +17,37 @@ import torch
 from meshflash.runtime.devices import CPU
 from meshflash.runtime.oom import attempt
 
-#: Milliseconds that a sample lasts at least: it is as many calls, back to back, as that takes.
+#: The least milliseconds of a sample: it is as many back-to-back calls as that takes.
 SAMPLE_MS = 5.0
-#: On a GPU samples of all functions last as long as the longest call of any, up to this: its clock follows the load,
-#: and short calls after a long one would have that one's.
+#: On a GPU all samples last as long as the longest call of any function, up to these milliseconds. Its clock follows
+#: the load, and a short sample after a long one would run at the clock of the long one.
 LONGEST_MS = 100.0
 #: The most calls in a sample.
 MOST_CALLS = 1000
 #: A call of more milliseconds than this is timed once.
 SLOW_MS = 2000.0
-#: Milliseconds that a GPU is held at most, of how long what is issued takes the host, and the cycles of a millisecond.
+#: The most milliseconds that a GPU is kept busy before a sample.
 HELD_MS = 100.0
+#: Safety factor of that time over the time that the host takes to issue the sample.
 SPARE = 1.5
+#: Clock cycles of a millisecond, about: the unit of torch.cuda._sleep.
 CYCLES = 1.8e6
 
 
 def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, float]:
-    """The median milliseconds of a call of each function over `rounds` rounds, in each of which all take their turn.
+    """Return the median milliseconds of a call of each function over `rounds` rounds, each with one sample of all.
 
-    The functions have run before. A turn is a sample of several calls without a pause, and the order of turns is
-    another one in each round: a GPU is faster after one that left it cool. A function that runs out of memory is
-    left out, and one that takes seconds is timed once.
+    The functions have run before. A sample is several calls back to back. The order is shuffled in each round, because
+    a GPU is faster after a function that left it cool. A function that runs out of memory is left out, and one that
+    takes seconds is timed once.
 
-    A GPU is held busy while the host issues a sample, so that the host's own time, which `python -m benchmarks host`
-    shows, does not count.
+    A GPU is kept busy while the host issues a sample, so the host's own time, which `python -m benchmarks host` shows,
+    does not count.
+
+    Args:
+        functions: The functions by name.
+        device: The device that they run on.
+        rounds: The number of rounds.
     """
     times: dict[str, list[float]] = {}
     once: dict[str, float] = {}
@@ -66,7 +73,7 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device
 
 @dataclass(frozen=True)
 class Watched:
-    """A call's result, the most memory that it held beyond what was held before, and what it still holds."""
+    """A call's result, and its peak and remaining memory in bytes beyond what was held before."""
 
     result: Any
     peak_bytes: int
@@ -74,13 +81,13 @@ class Watched:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
+    """Wait until a device has finished all work."""
     if device.type != CPU:
         torch.get_device_module(device).synchronize(device)
 
 
 def watched(function: Callable[[], Any], device: torch.device) -> Watched:
-    """Call a function and watch the memory that it takes."""
+    """Call a function and measure the memory that it takes."""
     if device.type != CPU:
         module: Any = torch.get_device_module(device)
         module.synchronize(device)
@@ -103,12 +110,12 @@ def watched(function: Callable[[], Any], device: torch.device) -> Watched:
 
 
 def _calls(milliseconds: float, least: float = 0.0) -> int:
-    """How many calls of this length make a sample, of at least so many milliseconds."""
+    """Return how many calls of this length make a sample of at least `least` milliseconds."""
     return min(MOST_CALLS, max(1, math.ceil(max(SAMPLE_MS, least) / max(milliseconds, 1e-6))))
 
 
 def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int, lead: bool = True) -> float:
-    """Of one call, by a sample of several."""
+    """Return the milliseconds of one call, from a sample of several."""
     if device.type != CPU:
         module: Any = torch.get_device_module(device)
         begin, end = (module.Event(enable_timing=True) for _ in range(2))
@@ -132,11 +139,11 @@ def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int,
 
 
 def _issued_while_held(calls: int, host: float) -> int:
-    """How many calls, each of so many milliseconds of the host, a GPU can be held for; one at least."""
+    """Return how many calls the host can issue while a GPU is kept busy, at least one; `host` is ms for a call."""
     return max(1, min(calls, int(HELD_MS / (SPARE * max(host, 1e-3))) - 1))
 
 
 def _hold(module: Any, milliseconds: float) -> None:
-    """Keep the current device busy for about so long, and a bit longer, where it can be told to sleep."""
+    """Keep the current device busy for somewhat longer than `milliseconds`, if it has a sleep kernel."""
     if sleep := getattr(module, "_sleep", None):
         sleep(int(min(milliseconds * SPARE + 0.1, HELD_MS) * CYCLES))

@@ -1,6 +1,6 @@
 """`meshflash bench`: time attention, kernels and GEMMs on this machine, beside peers.
 
-Benchmarks that only feed the documentation are outside of the package: `python -m benchmarks` in a checkout.
+Benchmarks that only feed the documentation are outside of the package: `python -m benchmarks NAME` in a checkout.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def kernels(
 ) -> None:
     """Attention kernels, forward and backward: time, error and peak memory.
 
-    All kernels of a cell run in turns in one process; one that is wrong is an error, not a time.
+    All kernels of a case are interleaved in one process; a wrong result is an error, not a time.
     """
     from rich.console import Console
     from rich.progress import track
@@ -76,7 +76,7 @@ def kernels(
         for case in track(cases, "measuring", console=console, transient=True):
             found.add(bench.run(case, tuple(kernel), rounds, exact))
     title = f"attention kernels on {device}"
-    report(console, tables.kernels(found.rows, beside=SDPA), found, plot, plots.kernels, title)
+    report(console, tables.kernels(found.rows, SDPA), found, plot, plots.kernels, title)
 
 
 @app.command()
@@ -94,15 +94,15 @@ def attention(
     mask: OneMask = "causal",
     causal: Annotated[bool | None, typer.Option(help="In place of --mask: causal, or full.")] = None,
     dtype: Annotated[str, typer.Option(help=f"{DTYPES}.")] = "float32",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each rank, and of the one rank beside them.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each rank, and of the single device.")] = 1,
     rounds: Annotated[
-        int, typer.Option("--rounds", "--iters", min=1, help="Rounds, in each of which every schedule takes its turn.")
+        int, typer.Option("--rounds", "--iters", min=1, help="Rounds that time every schedule once each.")
     ] = 7,
-    device: Annotated[str, typer.Option(help="cpu or cuda; ranks share GPUs where there are more of them.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda; ranks share GPUs if there are more of them.")] = "cpu",
     transport: Annotated[
         str, typer.Option(help='As in attention: auto, symmetric, "throttled(auto, 50, 10)".')
     ] = "auto",
-    kernel: Annotated[str, typer.Option(help="That of all ranks, and of the one rank beside them.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="The kernel of all ranks and of the single device.")] = "auto",
     forward_only: Annotated[bool, typer.Option(help="Time no backward.")] = False,
     mps: Annotated[bool, typer.Option(help="Start CUDA MPS, and give each rank its part of the GPU.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Have ranks write traces there, for `meshflash trace`.")] = None,
@@ -112,9 +112,9 @@ def attention(
     output: Output = None,
     plot: Plot = None,
 ) -> None:
-    """Attention over ranks: each schedule's time beside one rank on the same total work, bytes, waiting and memory.
+    """Attention over ranks: time, bytes, exposed communication and memory of each schedule, beside a single device.
 
-    Every schedule is checked against one rank before it is timed; one that is wrong is an error, not a time.
+    Every schedule is checked against the single device before it is timed; a wrong result is an error, not a time.
     """
     from rich.console import Console
 
@@ -139,7 +139,7 @@ def attention(
         listen = status.update if console.is_terminal else lambda text: typer.echo(text, err=True)
         found.add(bench.run(case, tuple(schedule), setup, listen).rows)
     title = f"{mask}, {tokens:,} tokens over {world} ranks on {device}"
-    report(console, tables.schedules(found.rows, bench.ONE), found, plot, plots.schedules, title)
+    report(console, tables.schedules(found.rows), found, plot, plots.schedules, title)
 
 
 app.command()(bench_gemm.gemm)

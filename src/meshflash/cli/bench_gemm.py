@@ -1,6 +1,6 @@
-"""`meshflash bench gemm`: products of matrices, each mode beside torch.mm, and the table that "auto" goes by.
+"""`meshflash bench gemm`: GEMMs on a single device, each mode beside torch.mm, and the table that mode="auto" reads.
 
-With --fused, products of several ranks: see `bench_fused`.
+GEMMs fused with collectives are timed by `python -m benchmarks fused` in a checkout.
 """
 
 from __future__ import annotations
@@ -11,25 +11,17 @@ from typing import Annotated
 
 import typer
 
-from meshflash.cli import bench_fused
-from meshflash.cli.bench_options import Device, Output, Plot, explained, given
+from meshflash.cli.bench_options import Device, GemmDtypes, Output, Plot, Shapes, explained
 from meshflash.cli.outputs import writable
 
 
 def gemm(
-    context: typer.Context,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="MxNxK; repeat for several. By default large ones on a GPU: six, or nine to calibrate."),
-    ] = None,
+    shape: Shapes = None,
     mode: Annotated[
         list[str] | None,
         typer.Option(help="stream_k, data_parallel, split_k, torch or auto; repeat. All on a GPU, torch on a CPU."),
     ] = None,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(help="bfloat16, float16, float32 or tf32; repeat. bfloat16 on GPUs, float32 on CPUs."),
-    ] = None,
+    dtype: GemmDtypes = None,
     layout: Annotated[
         list[str] | None,
         typer.Option(help="nn, nt, tn or tt: a t for each operand that is a transpose in memory; repeat. nn."),
@@ -39,45 +31,18 @@ def gemm(
     ] = False,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="The same in layouts nn, nt and tn; write the table that auto goes by."),
+        typer.Option("--calibrate", help="The same in layouts nn, nt and tn; write the table that mode=auto reads."),
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every mode takes its turn.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that time every mode once each.")] = 9,
     device: Device = None,
     output: Output = None,
     plot: Plot = None,
-    fused: Annotated[
-        bool, typer.Option("--fused", help="Products of several ranks instead, against the same ones unfused.")
-    ] = False,
-    collective: Annotated[
-        list[str] | None,
-        typer.Option("--collective", "-c", help="With --fused: all_scatter, all_reduce, ag_gemm or gemm_rs; repeat."),
-    ] = None,
-    world: Annotated[
-        int | None,
-        typer.Option("--nproc", "--num-gpus", "-n", min=1, max=64, help="With --fused: ranks; 4, on a CPU 2."),
-    ] = None,
-    heap: Annotated[
-        str, typer.Option(help="With --fused: local, one process plays all ranks; symmetric or shared, one each.")
-    ] = "local",
-    mps: Annotated[bool, typer.Option("--mps", help="With --fused: processes share the GPU by MPS.")] = False,
 ) -> None:
-    """Products of matrices: time, TFLOP/s, and speed as a multiple of torch.mm's, each mode checked against float64.
+    """GEMMs on a single device: time, TFLOP/s and speed over torch.mm, each mode checked against float64.
 
-    All modes of a product run in turns in a process of its own; one that is wrong is an error, not a time. On a CPU our
-    kernel is interpreted, where TRITON_INTERPRET=1 is set: it is checked, and not timed.
-
-    With --fused, C = A B with A or B in parts, over growing K: each variant's time, and the best fused one as a
-    multiple of the best unfused one; losses are told. --tune has each variant in the best of its configurations, and
-    --calibrate adds these to the table that auto goes by.
+    All modes of a GEMM are interleaved in a process of its own; a wrong result is an error, not a time. On a CPU our
+    kernel is interpreted if TRITON_INTERPRET=1 is set: it is checked, and not timed.
     """
-    others = given(context, bench_fused.DECIDED if fused else bench_fused.OWN)
-    if others:
-        words = ", ".join("--nproc" if name == "world" else f"--{name}" for name in others)
-        raise typer.BadParameter(f"{words}: not {'with' if fused else 'without'} --fused")
-    if fused:
-        cells = (shape, dtype, collective, world, heap, mps)
-        bench_fused.fused(*cells, rounds, device, output, plot, tune, calibrate)
-        return
     import torch
     from rich.console import Console
 
@@ -93,31 +58,29 @@ def gemm(
     table_file: Path | None = None
     with explained(), console.status("starting") as status:
         device = pick_device(device)
-        kinds = dtype or [pick_dtype(None, device)]
-        shapes = [bench.parse(text) for text in shape or []] or list(bench.default_shapes(device, calibrate))
-        record_of = record.Recorder(writable(output, plot))
+        dtypes = dtype or [pick_dtype(None, device)]
+        shapes = [bench.parse_shape(text) for text in shape or []] or list(bench.default_shapes(device, calibrate))
+        found = record.Recorder(writable(output, plot))
         if calibrate and not on_cpu(device):
             writable(rates.file_of(identity(torch.device(device))[0]))
         if calibrate:
             layouts = layout or list(bench.LAYOUTS)
-            found, measured = bench.calibrate(device, shapes, kinds, layouts, rounds, status.update)
-            table_file = rates.add(found.rates, torch.device(device), found.measured_with)
-            record_of.add(measured)
+            table, rows = bench.calibrate(device, shapes, dtypes, layouts, rounds, status.update)
+            table_file = rates.add(table.rates, torch.device(device), table.measured_with)
+            found.add(rows)
         else:
-            for (m, n, k), kind, lies in product(shapes, kinds, layout or ["nn"]):
-                case = bench.Case(m, n, k, kind, lies, device)
+            for (m, n, k), name, order in product(shapes, dtypes, layout or ["nn"]):
+                case = bench.Case(m, n, k, name, order, device)
                 say = lambda text, case=case: status.update(f"{case.m}x{case.n}x{case.k}: {text}")  # noqa: E731
                 modes = tuple(mode or bench.default_modes(device))
-                measure = bench.measure if on_cpu(device) else bench.measure_apart
-                own = bench.trials(case, rounds, say) if tune else measure(case, modes, rounds, say)
-                record_of.add(own)
-    rows = record_of.rows
-    console.print(*bench.table(rows, most), sep="\n")
-    for line in [] if most else bench.verdict(rows):
+                measure = bench.measure if on_cpu(device) else bench.measure_in_process
+                found.add(bench.time_configs(case, rounds, say) if tune else measure(case, modes, rounds, say))
+    console.print(*bench.tables(found.rows, most), sep="\n")
+    for line in [] if most else bench.summary(found.rows):
         console.print(line, soft_wrap=True)
     if on_cpu(device):
         console.print("on a CPU only torch is timed: our kernel is interpreted there", soft_wrap=True)
-    for written in filter(None, (record_of.path, table_file)):
+    for written in filter(None, (found.path, table_file)):
         console.print(f"written: {written}", soft_wrap=True)
     if plot is not None:
-        picture(console, bench.plot, rows, f"products on {device}", plot)
+        picture(console, bench.plot, found.rows, f"GEMMs on {device}", plot)

@@ -102,12 +102,12 @@ def _progress(console: Console, update: Callable[[str], None]) -> Callable[[str]
 
 def _show(console: Console, record: Record) -> None:
     """Print counts by schedule and by each other dimension, and the refused calls."""
-    from meshflash.bench.tables import blank
+    from meshflash.bench.columns import Column, terminal
+    from meshflash.bench.tables import SCHEDULE
 
-    table = blank("cases that call each schedule", "schedule", "right", "refused", "missed")
-    for name, counts in sorted(record.dimensions.get("schedule", {}).items()):
-        table.add_row(name, *(str(counts[outcome]) for outcome in ("right", "refused", "missed")))
-    console.print(table)
+    columns = (SCHEDULE, *(Column(outcome, outcome) for outcome in ("right", "refused", "missed")))
+    rows = [{"schedule": name, **counts} for name, counts in sorted(record.dimensions.get("schedule", {}).items())]
+    console.print(terminal("cases that call each schedule", columns, rows))
     for name, values in sorted(record.dimensions.items()):
         if name != "schedule":
             summary = ", ".join(f"{value} {_count(counts)}" for value, counts in sorted(values.items()))

@@ -62,13 +62,15 @@ def command(
         listen = lambda text: status.update(str(text))  # noqa: E731
         found = bench.run(case, schedules, bench.Setup(nproc, rounds, timeline=schedule), listen)
     flat = [record.flat(row) for row in found.rows]
-    console.print(*tables.schedules(flat, bench.ONE))
+    console.print(*tables.schedules(flat))
     console.print(
         "error: the largest of output and gradients, relative to the single device; peak MiB: memory beyond the "
         "inputs, of the rank that holds most.\n"
     )
     whole = (range(tokens),)
-    seconds = next(row.ms for row in found.rows if row.schedule == bench.ONE and row.direction == "forward") / 1e3
+    seconds = (
+        next(row.ms for row in found.rows if row.schedule == tables.SINGLE_DEVICE and row.direction == "forward") / 1e3
+    )
     pairs = worklist(case.rule, whole, whole).pairs * heads
     drawn = pictures.draw(
         built,
@@ -89,7 +91,7 @@ def command(
     measured = f"The same forward pass, recorded here on {nproc} processes that share {len(cores_here())} cores."
     what = f"Which rank attends to which keys, in which step: {tokens:,} tokens over {nproc} ranks."
     sections = [
-        Section("Results", introduction, demo_page.results_table(flat, bench.ONE)),
+        Section("Results", introduction, demo_page.results_table(flat)),
         Section(f"The schedule {schedule}", what, drawn.parts["coverage"], is_wide=False),
         Section("Timeline, simulated", simulated, drawn.parts["simulated"]),
         *([Section("Timeline, measured", measured, drawn.parts["measured"])] if found.timeline else []),

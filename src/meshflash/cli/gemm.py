@@ -78,7 +78,7 @@ def command(
         device = pick_device(device)
     if on_cpu(device):
         interpret()
-    from meshflash.bench import fused, fused_cases, fused_tables, record
+    from meshflash.bench import fused, fused_cases, record
     from meshflash.viz.tile_timeline import picture
 
     here = init() if detect().world_size > 1 else None
@@ -102,25 +102,25 @@ def command(
     if found is None:
         return
     rows = [record.flat(row) for row in found.rows]
-    console.print(fused_tables.ranks(rows))
+    console.print(fused_cases.table(rows))
     for plan in dict.fromkeys(found.plans.values()):
         own = [str(rank) for rank, other in found.plans.items() if other == plan]
         console.print(f"rank {', '.join(own)}: {plan}", soft_wrap=True)
     if on_cpu(device):
-        console.print(fused_tables.INTERPRETED, soft_wrap=True)
+        console.print(fused_cases.INTERPRETED, soft_wrap=True)
     if output is not None:
         record.write(output, rows, record.command_line())
         console.print(f"written: {output}", soft_wrap=True)
     if timeline is not None:
-        head = f"{fused_tables.title(rows[0])}, {rows[0]['variant']}: {'x'.join(map(str, sizes))} on {ranks} ranks"
+        head = f"{fused_cases.title(rows[0])}, {rows[0]['variant']}: {'x'.join(map(str, sizes))} on {ranks} ranks"
         try:
-            drawn = picture(found.times, head, fused_tables.INTERPRETED if on_cpu(device) else "")
+            drawn = picture(found.times, head, fused_cases.INTERPRETED if on_cpu(device) else "")
         except ValueError as error:  # the bulk variant of ag_gemm records no tiles
             console.print(f"no picture: {error}; try --variant epilogue", soft_wrap=True)
         else:
             write_whole(timeline, drawn)
             console.print(f"written: {timeline}", soft_wrap=True)
-    wrong = fused_cases.failures(found.rows)
+    wrong = fused_cases.find_failures(found.rows)
     for line in wrong:
         typer.echo(f"wrong: {line}", err=True)
     if wrong:

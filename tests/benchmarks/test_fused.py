@@ -1,4 +1,4 @@
-"""Fused products in benchmarks: parts, bytes, the verdict, and the sweep of `meshflash bench gemm --fused`."""
+"""Fused GEMM + collectives in benchmarks: shards, bytes, failures, and the sweep of `python -m benchmarks fused`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
-from meshflash.bench import fused, fused_sweep, fused_tables, fused_tune, record
-from meshflash.bench.fused import Played, planned
-from meshflash.bench.fused_cases import GROUP, HEAP, Case, RankRow, Setup, default_shape, default_world, failures
-from meshflash.bench.fused_sweep import COPIES, WAYS, Copies
-from meshflash.cli import app
+from benchmarks import fused as sweep
+from benchmarks import fused_tables, fused_tune
+from benchmarks.fused import COLLECTIVE_SHOTS, COPIES, Copies
+from commands import app
+from meshflash.bench import fused, record
+from meshflash.bench.fused import Harness, plan_case
+from meshflash.bench.fused_cases import GROUP, HEAP, Case, RankRow, Setup, default_shape, default_world, find_failures
 from meshflash.comm.heap.api import open_heap
 from meshflash.gemm import configs, rates
 from meshflash.gemm.configs import Config
@@ -28,14 +30,14 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="interprets kernels on 
 
 
 def invoke(words, *more):
-    return CliRunner().invoke(app, ["bench", "gemm", *words.split(), *map(str, more)], env={"COLUMNS": "100"})
+    return CliRunner().invoke(app, ["benchmarks", "fused", *words.split(), *map(str, more)], env={"COLUMNS": "100"})
 
 
-@pytest.mark.parametrize("collective", [name for name, _ in WAYS])
-def test_parts_make_the_whole(collective):
+@pytest.mark.parametrize("collective", [name for name, _ in COLLECTIVE_SHOTS])
+def test_shards_of_operands_give_the_whole_gemm(collective):
     case = Case(collective, 7, 10, 8, 3, seed=2)
     a, b = case.tensors(torch.device("cpu"))
-    parts = [case.part(a, b, rank) for rank in range(3)]
+    parts = [case.operands(a, b, rank) for rank in range(3)]
     made = [x.double() @ y.double() for x, y in parts]
     whole = {
         "all_scatter": lambda: torch.cat(made, 1),
@@ -44,14 +46,14 @@ def test_parts_make_the_whole(collective):
         "gemm_rs": lambda: torch.stack(made).sum(0),
     }[collective]()
     torch.testing.assert_close(whole, a.double() @ b.double())
-    shares = [case.share(whole, rank) for rank in range(3)]
+    shares = [case.output(whole, rank) for rank in range(3)]
     assert [len(x) for x in shares] == ([3, 2, 2] if collective == "gemm_rs" else [7, 7, 7])
     again = case.tensors(torch.device("cpu"))[0]
     assert torch.equal(a, again)
     assert not torch.equal(a, replace(case, seed=3).tensors(torch.device("cpu"))[0])
 
 
-def test_bytes_that_a_rank_sends():
+def test_sent_bytes_follow_from_shapes():
     def sent(collective, rank, shots=0):
         return Case(collective, 8, 12, 16, 4, "bfloat16").sent_bytes(rank, shots)
 
@@ -63,15 +65,15 @@ def test_bytes_that_a_rank_sends():
     assert Case("all_scatter", 8, 10, 16, 4).sent_bytes(3, 0) == 3 * 8 * 2 * 4  # a smaller part
 
 
-def test_a_case_of_a_gpu_needs_no_interpreter(monkeypatch):
+def test_case_on_a_gpu_needs_no_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert Case("all_reduce", 8, 8, 8, 2, "bfloat16", "cuda", 1).product.world == 2
+    assert Case("all_reduce", 8, 8, 8, 2, "bfloat16", "cuda", 1).problem.world == 2
     with pytest.raises(ValueError, match="shots=3"):
         Case("all_reduce", 8, 8, 8, 2, "bfloat16", "cuda", 3)
 
 
-def test_processes_that_share_a_gpu_by_mps_may_use_all_of_it(monkeypatch):
-    """Shares of multiprocessors that MPS gives may overlap: then who waits on one keeps it from whom it waits for."""
+def test_processes_under_mps_may_use_all_sms(monkeypatch):
+    """Shares of SMs that MPS gives may overlap: a CTA that spins would keep an SM from the peer that it waits for."""
 
     def started(world, function, *args, **more):
         return [os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")] * world
@@ -80,7 +82,7 @@ def test_processes_that_share_a_gpu_by_mps_may_use_all_of_it(monkeypatch):
     monkeypatch.setattr(fused, "mps", nullcontext)
     monkeypatch.setattr(fused, "run_ranks", started)
     case = Case("ag_gemm", 8, 8, 8, 8, "bfloat16", "cuda")
-    assert fused.in_ranks(started, case, Setup(mps=True)) == [None] * 8
+    assert fused.run_in_ranks(started, case, Setup(mps=True)) == [None] * 8
 
 
 def test_defaults_on_a_cpu_are_small():
@@ -88,44 +90,43 @@ def test_defaults_on_a_cpu_are_small():
     assert default_world("cpu") == 2
 
 
-def test_failures_name_ranks():
+def test_failures_name_their_rank():
     right = RankRow(Case("all_reduce", 8, 8, 8, 2), 0, HEAP, "shared heap", "bulk", 1, "", 1, 1, 1, 1e-7, None, "a")
-    assert failures([right, replace(right, rank=1)]) == []
+    assert find_failures([right, replace(right, rank=1)]) == []
     nan, other = replace(right, rank=1, error=math.nan), replace(right, rank=1, bits="b")
-    assert failures([right, nan]) == [
+    assert find_failures([right, nan]) == [
         "rank 1, bulk by shared heap: relative error nan against float64, where float32 allows 1e-05"
     ]
-    assert "other bits than rank 0" in failures([right, other])[0]
-    assert failures([right, replace(other, by=GROUP)]) == []  # a group has the bits of its library
+    assert "other bits than rank 0" in find_failures([right, other])[0]
+    assert find_failures([right, replace(other, comm=GROUP)]) == []  # a group has the bits of its library
     rows = replace(other, case=replace(right.case, collective="gemm_rs"))
-    assert failures([replace(rows, rank=0, bits="a"), rows]) == []
+    assert find_failures([replace(rows, rank=0, bits="a"), rows]) == []
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_copies_are_the_same_product(way):
-    collective, shots = way
+@pytest.mark.parametrize(("collective", "shots"), COLLECTIVE_SHOTS, ids=str)
+def test_copies_give_the_same_results(collective, shots):
     case = Case(collective, 7, 10, 8, 3, "bfloat16", shots=shots)
     with open_heap(3, bytes=4096, device="cpu") as heap:
-        played = Played(case, heap)
-        call = Copies(played, shots or 0)
+        harness = Harness(case, heap)
+        call = Copies(harness, shots or 0)
         for _ in range(2):
-            assert max(played.errors(call())) < 5e-3
+            assert max(harness.errors(call())) < 5e-3
 
 
-def test_cases_of_a_sweep():
-    found = fused_sweep.cases("cpu", 2, "float32", [], [])
-    assert len(found) == len(WAYS) * len(fused_sweep.SMALL)
-    found = fused_sweep.cases("cpu", 2, "float32", [(1, 2, 3)], ["all_reduce"])
+def test_sweep_has_each_collective_at_each_shape():
+    found = sweep.cases_of("cpu", 2, "float32", [], [])
+    assert len(found) == len(COLLECTIVE_SHOTS) * len(sweep.SMALL)
+    found = sweep.cases_of("cpu", 2, "float32", [(1, 2, 3)], ["all_reduce"])
     assert [(case.shots, case.k) for case in found] == [(1, 3), (2, 3)]
     with pytest.raises(ValueError, match="collective 'all'"):
-        fused_sweep.cases("cpu", 2, "float32", [], ["all"])
+        sweep.cases_of("cpu", 2, "float32", [], ["all"])
 
 
 @interpreted
-def test_bench_gemm_fused_writes_a_record(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "gemm"])
+def test_fused_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "fused"])
     output, plot = tmp_path / "fused.json", tmp_path / "fused.png"
-    words = "--fused -c all_scatter --shape 10x36x8 --shape 10x36x20 --rounds 1 --device cpu"
+    words = "-c all_scatter --shape 10x36x8 --shape 10x36x20 --rounds 1 --device cpu"
     done = invoke(words, "--output", output, "--plot", plot)
     assert done.exit_code == 0, done.output
     assert "all_scatter, 2 ranks, local heap, float32 on cpu" in done.output
@@ -138,19 +139,23 @@ def test_bench_gemm_fused_writes_a_record(tmp_path, monkeypatch):
     for own in (rows[:4], rows[4:]):
         unfused = min(row["ms"] for row in own[2:])
         assert all(row["ratio"] == row["ms"] / unfused for row in own)
-        assert min(row["behind"] for row in own) == 1
+        assert min(row["vs_best"] for row in own) == 1
         assert all(row["error"] < 1e-6 for row in own)
+    again = invoke("", "--device", "cpu", "--from", output)
+    assert again.exit_code == 0, again.output
+    assert again.output in done.output
+    assert "| 10x36x20 | " in invoke("--device cpu --markdown", "--from", output).output
 
 
-def sweep(rank, world, group, setup, cases):
+def run_sweep(rank, world, group, setup, cases):
     told: list = []
-    fused_sweep._run(rank, world, told.append, setup, cases)
+    sweep._run(rank, world, told.append, setup, cases)
     return told
 
 
 @interpreted
-def test_a_sweep_over_processes(pool):
-    told, others = pool.run(2, sweep, Setup(rounds=1), [Case("all_reduce", 10, 36, 8, 2, shots=1)])
+def test_sweep_runs_over_processes(pool):
+    told, others = pool.run(2, run_sweep, Setup(rounds=1), [Case("all_reduce", 10, 36, 8, 2, shots=1)])
     assert others == []
     assert told[0] == "all_reduce 10x36x8 float32 on 2 ranks"
     assert [row.variant for row in told[1]] == ["epilogue", "producer_consumer", "bulk"]
@@ -158,10 +163,10 @@ def test_a_sweep_over_processes(pool):
 
 
 @interpreted
-def test_what_is_wrong_is_not_timed(monkeypatch):
+def test_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setattr(Copies, "_sum", lambda self, rank: self.inbox[rank][0])
     with pytest.raises(RuntimeError, match=r"copies: relative error .* it is wrong, so it is not timed"):
-        fused_sweep.run([Case("gemm_rs", 6, 8, 8, 2)], Setup(rounds=1, local=True), lambda _: None)
+        sweep.run([Case("gemm_rs", 6, 8, 8, 2)], Setup(rounds=1, local=True), lambda _: None)
 
 
 #: What does not fit, and two that do.
@@ -170,8 +175,8 @@ TRIED = (Config(16, 32, 16, 1, 2), Config(16, 32, 16, 1, 1), Config(8, 16, 16, 1
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Candidates of which the first one does not run and the last one is the fastest, with one that moves."""
-    call, time = Played.call, Played.time
+    """Candidates of which the first does not run and the last is the fastest, with one communication SM."""
+    call, time = Harness.call, Harness.time
 
     def refused(self, gemm, copy=True):
         if gemm.plan.tiling.num_stages == 2:
@@ -185,18 +190,18 @@ def tried(monkeypatch):
     monkeypatch.setattr(
         configs, "candidates", lambda dtype_name, device: (*TRIED, replace(TRIED[1], warp_specialized=1))
     )
-    monkeypatch.setattr(Played, "call", refused)
-    monkeypatch.setattr(Played, "time", timed)
+    monkeypatch.setattr(Harness, "call", refused)
+    monkeypatch.setattr(Harness, "time", timed)
 
 
 @pytest.mark.slow
 @interpreted
-def test_the_best_configuration_of_each_variant(tried):
+def test_tuning_finds_the_best_configuration_of_each_variant(tried):
     said: list = []
     case = Case("gemm_rs", 20, 36, 8, 2)
     chosen = fused_tune.best(0, Setup(rounds=1, local=True), case, said.append)
-    one_moves = FusedConfig.of(TRIED[2], 1)
-    assert chosen == dict.fromkeys(VARIANTS, TRIED[2]) | {"producer_consumer": one_moves}
+    one_comm_sm = FusedConfig.of(TRIED[2], 1)
+    assert chosen == dict.fromkeys(VARIANTS, TRIED[2]) | {"producer_consumer": one_comm_sm}
     left_out = "does not run: RuntimeError: out of resource: shared memory"
     assert said == [
         *(f"epilogue {x}" for x in (TRIED[0], f"{TRIED[0]} {left_out}", *TRIED[1:])),
@@ -204,19 +209,19 @@ def test_the_best_configuration_of_each_variant(tried):
         *(f"producer_consumer {TRIED[2]} {number}comm" for number in (1, 2)),
         *(f"bulk {x}" for x in (TRIED[2], TRIED[0], f"{TRIED[0]} {left_out}")),  # tiles of other sizes
     ]
-    rows = fused_sweep._measure(0, Setup(rounds=1, local=True), case, chosen)
+    rows = sweep._measure(0, Setup(rounds=1, local=True), case, chosen)
     assert [row.config[:2] for row in rows if row.config] == [(8, 16)] * 3
-    assert [row.config[-1] for row in rows if row.config] == [0, 1, 0]  # movers
+    assert [row.config[-1] for row in rows if row.config] == [0, 1, 0]  # communication SMs
     assert not any(row.auto for row in rows)  # auto takes other blocks
-    auto = planned(case, Setup(local=True), torch.device("cpu"), "auto")
+    auto = plan_case(case, Setup(local=True), torch.device("cpu"), "auto")
     same = FusedConfig.of(auto.tiling, auto.num_comm_sms)  # as a table has it
-    rows = fused_sweep._measure(0, Setup(rounds=1, local=True), case, chosen | {auto.variant: same})
+    rows = sweep._measure(0, Setup(rounds=1, local=True), case, chosen | {auto.variant: same})
     assert [row.variant for row in rows if row.auto] == [auto.variant]
 
 
 @interpreted
-def test_a_configuration_that_is_wrong_raises(tried, monkeypatch):
-    monkeypatch.setattr(Played, "errors", lambda self, results: [0.1])
+def test_wrong_configuration_raises(tried, monkeypatch):
+    monkeypatch.setattr(Harness, "errors", lambda self, results: [0.1])
     with pytest.raises(RuntimeError, match=r"epilogue 16x32x16 1w 1s: relative error .* it is wrong"):
         fused_tune.best(0, Setup(rounds=1, local=True), Case("gemm_rs", 20, 36, 8, 2), lambda _: None)
 
@@ -226,7 +231,7 @@ def tuned(rank, world, group, setup, case):
 
 
 @interpreted
-def test_processes_choose_the_same(pool):
+def test_processes_choose_the_same_configurations(pool):
     one, other = pool.run(2, tuned, Setup(rounds=1), Case("ag_gemm", 10, 20, 8, 2))
     assert one == other
     assert set(one) == set(VARIANTS)
@@ -240,8 +245,8 @@ def no_table():
     rates._known.cache_clear()
 
 
-def test_rates_join_the_users_own_table(tmp_path, monkeypatch, no_table):
-    """Those of other products stay, the same ones are replaced, and `auto` takes the fastest with its movers."""
+def test_rates_are_added_to_the_users_table(tmp_path, monkeypatch, no_table):
+    """Rates of other GEMMs stay, equal ones are replaced, and `auto` takes the fastest with its communication SMs."""
     monkeypatch.setenv("MESHFLASH_RATES", str(tmp_path))
     monkeypatch.setattr(rates, "identity", lambda device: ("a GPU", "sm_90"))
     monkeypatch.setattr(rates, "known", lambda device: rates._known("a GPU", "sm_90"))
@@ -251,9 +256,9 @@ def test_rates_join_the_users_own_table(tmp_path, monkeypatch, no_table):
     plain = rates.Rate("torch", "bfloat16", "nn", 4096, 4096, 4096, 700.0)
     rates.write(rates.Table("a GPU", "sm_90", (plain,)), rates.file_of("a GPU"))
     case = Case("all_reduce", 4096, 4096, 4096, 4, "bfloat16", "cuda", 2)
-    row = fused_sweep.SweepRow(case, "local heap", "bulk", False, False, 2.0, 1.0, 1.0, 1.0, 0.0, "", sharing=4)
+    row = sweep.SweepRow(case, "local heap", "bulk", False, False, 2.0, 1.0, 1.0, 1.0, 0.0, "", ranks_per_device=4)
     moving = replace(row, variant="producer_consumer", ms=1.0, config=(128, 128, 64, 8, 4, 8, 1, 0, 3))
-    found = fused_sweep.rates_of([row, moving, replace(row, variant=COPIES)])
+    found = sweep.rates_of([row, moving, replace(row, variant=COPIES)])
     assert [(rate.mode, rate.layout) for rate in found] == [
         ("bulk/2", "all_reduce/4/4"),
         ("producer_consumer/2", "all_reduce/4/4"),
@@ -264,10 +269,10 @@ def test_rates_join_the_users_own_table(tmp_path, monkeypatch, no_table):
         path = rates.add(found, device, {"torch": "2"})
     assert len(rates._read(path).rates) == 3
     assert rates._read(path).best("bfloat16", "nn", 4096, 4096, 4096) == plain
-    plan = plan_fused(case.product, device, ranks_per_device=4)
+    plan = plan_fused(case.problem, device, ranks_per_device=4)
     assert (plan.variant, plan.shots, plan.num_comm_sms, plan.num_ctas) == ("producer_consumer", 2, 3, 30)
-    rates.add(fused_sweep.rates_of([replace(moving, ms=4.0)]), device, {})
-    assert plan_fused(case.product, device, ranks_per_device=4).variant == "bulk"
+    rates.add(sweep.rates_of([replace(moving, ms=4.0)]), device, {})
+    assert plan_fused(case.problem, device, ranks_per_device=4).variant == "bulk"
 
 
 @interpreted
@@ -282,32 +287,32 @@ def test_calibrating_adds_the_rates_of_each_case(tmp_path, monkeypatch):
     monkeypatch.setattr(rates, "add", add)
     told: list = []
     cases = [Case("all_reduce", 10, 20, k, 2, shots=1) for k in (8, 12)]
-    fused_sweep.run(cases, Setup(rounds=1, local=True), told.append, tune=True, write=True)
+    sweep.run(cases, Setup(rounds=1, local=True), told.append, tune=True, write=True)
     assert added == [[(f"{name}/1", k, 9) for name in VARIANTS] for k in (8, 12)]
     assert told.count(tmp_path) == 2
     assert "all_reduce 10x20x12 float32 on 2 ranks: epilogue 16x32x16 1w 1s g2" in told
 
 
 @interpreted
-def test_bench_gemm_fused_tunes(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["meshflash", "bench", "gemm"])
+def test_fused_tunes_and_names_configurations(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "fused"])
     output = tmp_path / "tuned.json"
-    done = invoke("--fused --tune -c ag_gemm --shape 10x20x8 --rounds 1 --device cpu", "--output", output)
+    done = invoke("--tune -c ag_gemm --shape 10x20x8 --rounds 1 --device cpu", "--output", output)
     assert done.exit_code == 0, done.output
     assert "ag_gemm, 10x20x8: producer_consumer in 16x32x16 1w 1s g2 " in done.output
     assert [len(row["config"]) for row in record.read(output)["rows"]] == [9, 9, 9, 0]
 
 
-def test_losses_are_told():
+def test_verdict_lists_where_fusing_loses():
     case = Case("all_reduce", 8, 8, 8, 2, shots=2)
-    best = fused_sweep.SweepRow(case, "local heap", "epilogue", True, False, 1.0, 1.0, 1.25, 1.25, 0.0, "")
+    best = sweep.SweepRow(case, "local heap", "epilogue", True, False, 1.0, 1.0, 1.25, 1.25, 0.0, "")
     rows = [
         best,
         replace(best, variant="producer_consumer", ratio=1.5),
         replace(best, case=replace(case, k=16), ratio=0.9),
     ]
     assert fused_tables.verdict([record.flat(row) for row in rows]) == [
-        "fusing pays in 1 of 2 products",
+        "fusing pays in 1 of 2 GEMMs",
         "it loses: all_reduce in two shots, 8x8x8: epilogue takes 1.250 times the unfused time",
     ]
 
@@ -315,14 +320,12 @@ def test_losses_are_told():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--fused --layout nn", "--layout: not with --fused"),
-        ("--fused --calibrate --device cpu", "kernels are interpreted, and have no rates"),
-        ("-n 2 --mps", "--nproc, --mps: not without --fused"),
-        ("--fused --device cpu --mps", "share a GPU"),
-        ("--fused --device cpu --heap symmetric", "expected local or shared"),
+        ("--calibrate --device cpu", "kernels are interpreted, and have no rates"),
+        ("--device cpu --mps", "share a GPU"),
+        ("--device cpu --heap symmetric", "expected local or shared"),
     ],
 )
-def test_options_that_do_not_go_together(words, message):
+def test_invalid_options_name_the_remedy(words, message):
     done = invoke(words)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
