@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -75,10 +76,8 @@ def host(
 
     def measure(_: Status) -> Recorder:
         device = pick_device(shape.device)
-        found = options.recorder(f"host-{device}")
         case = shape.case(tokens or bench.default_tokens(device), device, deterministic=deterministic)
-        found.add(bench.run(case, tuple(kernel), rounds))
-        return found
+        return options.record(f"host-{device}", partial(bench.run, case, tuple(kernel), rounds))
 
     show(BENCHMARK, options, measure)
 
@@ -101,10 +100,9 @@ def memory(
 
     def measure(_: Status) -> Recorder:
         device = pick_device(shape.device)
-        found = options.recorder(f"peak-{device}")
         count, heads = tokens or bench.default_tokens(device), bench.default_heads(device)
-        found.add(bench.run(shape.case(count, device, heads, deterministic), tuple(kernel)))
-        return found
+        case = shape.case(count, device, heads, deterministic)
+        return options.record(f"peak-{device}", partial(bench.run, case, tuple(kernel)))
 
     show(bench.BENCHMARK, options, measure)
 
@@ -120,12 +118,8 @@ def tiles(
     from benchmarks import tiles as bench
     from benchmarks.protocol import show
 
-    def measure(_: Status) -> Recorder:
-        found = options.recorder("tiles")
-        found.add(bench.run(tokens, documents, ranks))
-        return found
-
-    show(bench.BENCHMARK, options, measure)
+    run = partial(bench.run, tokens, documents, ranks)
+    show(bench.BENCHMARK, options, lambda _: options.record("tiles", run))
 
 
 @with_options
@@ -166,12 +160,8 @@ def engine(
     from benchmarks import engine as bench
     from benchmarks.protocol import show
 
-    def measure(_: Status) -> Recorder:
-        found = options.recorder("engine")
-        found.add(bench.run(tuple(schedule), world, rounds))
-        return found
-
-    show(bench.BENCHMARK, options, measure)
+    run = partial(bench.run, tuple(schedule), world, rounds)
+    show(bench.BENCHMARK, options, lambda _: options.record("engine", run))
 
 
 @with_options

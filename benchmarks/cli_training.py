@@ -108,12 +108,11 @@ def weights(
     from benchmarks import weights as bench
     from benchmarks.protocol import show
 
-    def measure(_: Status) -> Recorder:
-        found = options.recorder("weights")
-        found.add((*bench.measured(world), *bench.counted()))
-        return found
-
-    show(bench.BENCHMARK, options, measure)
+    show(
+        bench.BENCHMARK,
+        options,
+        lambda _: options.record("weights", lambda: (*bench.measured(world), *bench.counted())),
+    )
 
 
 @with_options

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from benchmarks import protocol
-from benchmarks.protocol import Benchmark, in_markdown
-from meshflash.bench.columns import Column, terminal
+from benchmarks.protocol import one_table
+from meshflash.bench.columns import Column
 from meshflash.bench.tables import SCHEDULE
 from meshflash.comm.transports.loopback import Loopback
 from meshflash.core.mask import Mask
@@ -114,10 +114,4 @@ def title(rows: protocol.Rows) -> str:
     return f"the engine's own time, {rows[0]['world']} ranks"
 
 
-BENCHMARK = Benchmark(
-    name="engine",
-    keys=frozenset({"steps", "microseconds"}),
-    tables=lambda rows: [terminal(title(rows), COLUMNS, rows)],
-    markdown=in_markdown(COLUMNS),
-    title=title,
-)
+BENCHMARK = one_table("engine", {"steps", "microseconds"}, COLUMNS, title)

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from benchmarks import plots
 from benchmarks.protocol import Benchmark, Rows
@@ -28,7 +27,7 @@ def tables(rows: Rows) -> Sequence[RenderableType]:
     """Return a table for each collective, and below them where fusing loses."""
     device = rows[0]["device"]
     below = [INTERPRETED] if on_cpu(device) else [*verdict(rows), "ranks that share a card also share its memory"]
-    return [*sweep_tables(rows), *map(Text, below)]
+    return [*sweep_tables(rows), *below]
 
 
 def sweep_tables(rows: Rows) -> list[Table]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.protocol import Benchmark, in_markdown
+from benchmarks.protocol import one_table
 from meshflash.bench.candidates import SDPA
-from meshflash.bench.columns import Column, optional, terminal
-from meshflash.bench.tables import KERNEL, PASS, ratio_header, title
+from meshflash.bench.columns import Column, optional
+from meshflash.bench.tables import KERNEL, PASS, ratio_header, title_on_device
 
 COLUMNS = (
     PASS,
@@ -14,10 +14,4 @@ COLUMNS = (
     Column("min", lambda row: f"{row['min_microseconds']:.1f}"),
     Column(ratio_header(SDPA), optional("ratio", "{:.2f}")),
 )
-BENCHMARK = Benchmark(
-    name="host",
-    keys=frozenset({"microseconds", "min_microseconds"}),
-    tables=lambda rows: [terminal(f"{title(rows[0])} on {rows[0]['device']}", COLUMNS, rows, "pass")],
-    markdown=in_markdown(COLUMNS),
-    title=lambda rows: title(rows[0]),
-)
+BENCHMARK = one_table("host", {"microseconds", "min_microseconds"}, COLUMNS, title_on_device, section="pass")

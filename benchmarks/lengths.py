@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from benchmarks import plots
-from benchmarks.protocol import Benchmark, Rows, in_markdown
+from benchmarks.protocol import one_table
 from meshflash.bench.candidates import STANDARD, own_kernel
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.bench.check import PASSES
-from meshflash.bench.columns import Column, mebibytes, milliseconds, optional, terminal
+from meshflash.bench.columns import Column, mebibytes, milliseconds, optional
 from meshflash.bench.measure import Measured, Say, both, measure
 from meshflash.bench.tables import KERNEL, title
 from meshflash.kernels import registry
@@ -97,17 +95,11 @@ COLUMNS = (
     Column("memory\nsaved", optional("saved", "{:.0%}")),
 )
 
-
-def tables(rows: Rows) -> list[Table]:
-    """Return kernels by length, with speedup and memory saved over standard attention."""
-    return [terminal(f"{title(rows[0], tokens=False)} on {rows[0]['device']}", COLUMNS, rows, "tokens")]
-
-
-BENCHMARK = Benchmark(
-    name="lengths",
-    keys=frozenset({"forward_ms"}),
-    tables=tables,
-    markdown=in_markdown(COLUMNS),
-    title=lambda rows: title(rows[0], tokens=False),
+BENCHMARK = one_table(
+    "lengths",
+    {"forward_ms"},
+    COLUMNS,
+    lambda rows: f"{title(rows[0], tokens=False)} on {rows[0]['device']}",
+    section="tokens",
     draw=plots.lengths,
 )

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.protocol import Benchmark, in_markdown
+from benchmarks.protocol import one_table
 from meshflash.bench.candidates import DENSE_TOKENS, candidate, check_names
 from meshflash.bench.cases import Case, on_cpu
 from meshflash.bench.check import judge, truth
-from meshflash.bench.columns import Column, mebibytes, optional, terminal
+from meshflash.bench.columns import Column, mebibytes, optional
 from meshflash.bench.measure import both
-from meshflash.bench.tables import KERNEL, title
+from meshflash.bench.tables import KERNEL, title_on_device
 from meshflash.bench.timing import watched
 from meshflash.kernels import registry
 from meshflash.runtime.oom import attempt
@@ -85,10 +85,4 @@ COLUMNS = (
     Column("peak\n(MiB)", lambda row: mebibytes(row["peak_bytes"])),
     Column("x needed", optional("ratio", "{:.3f}")),
 )
-BENCHMARK = Benchmark(
-    name="memory",
-    keys=frozenset({"needed_bytes", "ratio"}),
-    tables=lambda rows: [terminal(f"{title(rows[0])} on {rows[0]['device']}", COLUMNS, rows)],
-    markdown=in_markdown(COLUMNS),
-    title=lambda rows: title(rows[0]),
-)
+BENCHMARK = one_table("memory", {"needed_bytes", "ratio"}, COLUMNS, title_on_device)

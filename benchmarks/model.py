@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.protocol import Benchmark, Rows, in_markdown
+from benchmarks.protocol import Rows, one_table
 from benchmarks.training import Trainer, Training, check_losses, of_row
 from benchmarks.weights import held_bytes
 from meshflash.bench import plots
 from meshflash.bench.candidates import STANDARD, STANDARD_MATRICES, Attention, candidate
 from meshflash.bench.cases import Case, on_cpu
-from meshflash.bench.columns import NO_MEMORY, Column, mebibytes, milliseconds, optional, terminal
+from meshflash.bench.columns import NO_MEMORY, Column, mebibytes, milliseconds, optional
 from meshflash.bench.measure import Say, both
 from meshflash.bench.tables import KERNEL
 from meshflash.bench.timing import interleaved, watched
@@ -176,12 +175,6 @@ def title(rows: Rows) -> str:
     return f"a training step with standard attention and ours, batch {case.batch}\n{case.words}"
 
 
-def tables(rows: Rows) -> list[Table]:
-    """Return both attentions by length."""
-    caption = "peak: of a step, weights and AdamW's state included"
-    return [terminal(title(rows), COLUMNS, rows, "tokens", caption)]
-
-
 def plot(rows: Rows, head: str, path: Path) -> None:
     """Draw bars of time and of peak memory of each attention, a group for each length."""
     panels = {"time of a step (ms)": ("ms", 1.0), "peak memory (MiB)": ("peak_bytes", 2.0**20)}
@@ -190,11 +183,12 @@ def plot(rows: Rows, head: str, path: Path) -> None:
     plots.bars(fit, "kernel", lambda row: f"{row['tokens']:,}\ntokens", panels, head, path)
 
 
-BENCHMARK = Benchmark(
-    name="model",
-    keys=frozenset({"kernel", "saved", "loss"}),
-    tables=tables,
-    markdown=in_markdown(COLUMNS),
-    title=title,
+BENCHMARK = one_table(
+    "model",
+    {"kernel", "saved", "loss"},
+    COLUMNS,
+    title,
+    section="tokens",
+    caption="peak: of a step, weights and AdamW's state included",
     draw=plot,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -107,6 +107,12 @@ class RecordOptions:
         if self.output is not None and self.update:
             raise typer.BadParameter("--output and --update name two records; give one of them")
         return Recorder(writable(RESULTS / f"{name}.json" if self.update else self.output, self.picture))
+
+    def record(self, name: str, run: Callable[[], Iterable[Any]]) -> Recorder:
+        """Return the recorder of a run of one case; `run` gives its rows."""
+        found = self.recorder(name)
+        found.add(run())
+        return found
 
 
 @dataclass(frozen=True)

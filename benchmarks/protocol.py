@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.options import RecordOptions
 from meshflash.bench import record
-from meshflash.bench.columns import Column, Row, markdown
+from meshflash.bench.columns import Column, Row, markdown, terminal
 from meshflash.bench.record import Recorder
 from meshflash.bench.report import Plot, picture
 from meshflash.cli.bench_options import explained
@@ -54,9 +54,31 @@ class Benchmark:
         return written
 
 
-def in_markdown(columns: Sequence[Column]) -> Callable[[Rows], str]:
-    """Return the function that writes rows as Markdown with these columns."""
-    return lambda rows: markdown(columns, rows)
+def one_table(
+    name: str,
+    keys: set[str],
+    columns: Sequence[Column],
+    title: Callable[[Rows], str],
+    section: str = "",
+    caption: str = "",
+    draw: Plot | None = None,
+) -> Benchmark:
+    """Return a benchmark whose rows are one table.
+
+    Args:
+        name: Its name, as in `python -m benchmarks NAME`.
+        keys: Keys that every row of its record has.
+        columns: The columns of the table.
+        title: A function from rows to the title of table and plot.
+        section: The key of the value that rows of one section share.
+        caption: The words below the table.
+        draw: The function that draws the plot, or None.
+    """
+
+    def tables(rows: Rows) -> Sequence[RenderableType]:
+        return [terminal(title(rows), columns, rows, section, caption)]
+
+    return Benchmark(name, frozenset(keys), tables, lambda rows: markdown(columns, rows), title, draw)
 
 
 def show(benchmark: Benchmark, options: RecordOptions, measure: Callable[[Status], Recorder]) -> None:

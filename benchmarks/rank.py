@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.protocol import Benchmark, Rows, in_markdown
+from benchmarks.protocol import Rows, one_table
 from meshflash.api import flash_attention
 from meshflash.bench.cases import Case
-from meshflash.bench.columns import Column, terminal
+from meshflash.bench.columns import Column
 from meshflash.bench.tables import SCHEDULE
 from meshflash.bench.timing import interleaved
 from meshflash.comm.transports.loopback import Loopback
@@ -171,10 +171,4 @@ def title(rows: Rows) -> str:
     return f"rank {row['rank']} of {row['world']}, {tokens:,} tokens each, {row['mask']}, on {row['device']}"
 
 
-BENCHMARK = Benchmark(
-    name="rank",
-    keys=frozenset({"kernels_ms", "single_kernel_ms"}),
-    tables=lambda rows: [terminal(title(rows), COLUMNS, rows)],
-    markdown=in_markdown(COLUMNS),
-    title=title,
-)
+BENCHMARK = one_table("rank", {"kernels_ms", "single_kernel_ms"}, COLUMNS, title)

@@ -10,8 +10,8 @@ from itertools import chain
 
 import numpy as np
 
-from benchmarks.protocol import Benchmark, Rows, in_markdown
-from meshflash.bench.columns import Column, terminal
+from benchmarks.protocol import Rows, one_table
+from meshflash.bench.columns import Column
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import Worklist
@@ -72,10 +72,4 @@ def title(rows: Rows) -> str:
     return f"{rows[0]['documents']} documents, {rows[0]['ranks']} ranks, {rows[0]['tokens']:,} tokens"
 
 
-BENCHMARK = Benchmark(
-    name="tiles",
-    keys=frozenset({"step_spans", "all_spans"}),
-    tables=lambda rows: [terminal(title(rows), COLUMNS, rows)],
-    markdown=in_markdown(COLUMNS),
-    title=title,
-)
+BENCHMARK = one_table("tiles", {"step_spans", "all_spans"}, COLUMNS, title)

@@ -78,7 +78,7 @@ def test_impossible_speeds_are_flagged_and_spread_is_shown():
     assert "impossible" not in str(calm.caption)
 
 
-def test_a_recorded_timeline_is_of_a_schedule_that_is_measured():
+def test_timeline_of_an_unmeasured_schedule_is_refused():
     with pytest.raises(ValueError, match="timeline='ring': expected one of the schedules, zigzag"):
         attention.run(Case(tokens=32), ("zigzag",), attention.Setup(2, 1, timeline="ring"))
 
@@ -92,7 +92,7 @@ def test_draw_says_that_its_timeline_is_simulated(tmp_path):
         assert "simulated: total" in text
 
 
-def test_demo_proves_draws_and_writes(tmp_path):
+def test_demo_checks_draws_and_writes_its_page(tmp_path):
     words = ["demo", "--tokens", "70", "-n", "3", "--heads", "2", "--steps", "10", "--folder", str(tmp_path)]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
@@ -133,13 +133,13 @@ def test_demo_proves_draws_and_writes(tmp_path):
         ("benchmarks engine --schedule spiral", "expected one of auto, allgather, double_ring"),
     ],
 )
-def test_bad_arguments_are_explained(words, message):
+def test_invalid_arguments_name_the_remedy(words, message):
     result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
 
-def test_bench_rank_plays_one_of_many(tmp_path):
+def test_rank_times_one_rank_without_communication(tmp_path):
     words = (
         f"benchmarks rank -n 4 --rank 2 --local-tokens 16 --heads 4 --dim 8 --rounds 1 --output {tmp_path / 'x.json'}"
     )
@@ -158,7 +158,7 @@ def test_bench_rank_plays_one_of_many(tmp_path):
     assert "expected 0 to 1" in result.output
 
 
-def test_bench_engine_times_every_program(tmp_path):
+def test_engine_times_every_program(tmp_path):
     words = f"benchmarks engine -n 3 --rounds 1 --schedule zigzag --output {tmp_path / 'x.json'}"
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 0, result.output
@@ -168,7 +168,7 @@ def test_bench_engine_times_every_program(tmp_path):
     assert engine.run(("zigzag",), 3, 1)[0].steps == rows[0]["steps"]
 
 
-def test_peers_formulas():
+def test_peer_bytes_follow_the_formulas():
     case = Case(tokens=64, heads=4, kv_heads=2, head_dim=8, dtype="bfloat16")
     keys = 16 * 2 * 8 * 2
     assert peer_bytes("zigzag", case, 4, "forward") == 3 * 2 * keys

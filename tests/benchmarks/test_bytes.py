@@ -26,7 +26,7 @@ def test_no_schedule_moves_more_than_its_peers(world, kv_heads, mask):
         assert 0 < row.received_mean <= row.received_bytes <= most
 
 
-def test_the_command(tmp_path):
+def test_bytes_writes_a_record_and_prints_markdown(tmp_path):
     path = tmp_path / "bytes.json"
     result = CliRunner().invoke(app, ["benchmarks", "bytes", "-n", "2", "--tokens", "64", "--output", str(path)])
     assert result.exit_code == 0, result.output
@@ -34,7 +34,7 @@ def test_the_command(tmp_path):
     assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * 3 * len(schedule_variants(2))
 
 
-def test_a_schedule_that_is_not_there(tmp_path):
+def test_unknown_schedule_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["benchmarks", "bytes", "--schedule", "spiral", "--output", str(tmp_path / "x")])
     assert result.exit_code == 2
     assert "spiral" in result.output

@@ -38,7 +38,7 @@ def steps(rank, world, group):
     return found, lonely(rank, world, told.append, SMALL, 3), told
 
 
-def test_ranks_take_the_same_steps_as_one(pool):
+def test_losses_of_two_ranks_match_a_single_rank(pool):
     both, (alone,) = pool.run(2, steps), pool.run(1, steps)
     for dtype, one, *two in zip(("float32", "bfloat16"), alone[0], *(found for found, _, _ in both), strict=True):
         check_losses({"one": one.loss} | {f"{n}": rank.loss for n, rank in enumerate(two)}, dtype)
@@ -54,7 +54,7 @@ def test_ranks_take_the_same_steps_as_one(pool):
     assert both[1][2] == []
 
 
-def test_bench_ddp_writes_a_record_and_shows_it_again(tmp_path, monkeypatch, pool):
+def test_ddp_writes_a_record_and_shows_it_again(tmp_path, monkeypatch, pool):
     monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "ddp"])
     # ranks that have started already
     monkeypatch.setattr(ddp, "run_ranks", lambda world, function, *args, **options: pool.run(world, train, *args))
@@ -82,7 +82,7 @@ def test_bench_ddp_writes_a_record_and_shows_it_again(tmp_path, monkeypatch, poo
     assert invoke("benchmarks model", "--from", output).exit_code == 2
 
 
-def test_a_rank_alone_has_the_part_of_one_of_many(monkeypatch):
+def test_single_rank_has_the_same_part_of_the_gpu_as_each_of_many(monkeypatch):
     """MPS is given what each run needs; the whole GPU has a row of its own."""
     seen = []
     speed = {(1, "25"): 400.0, (2, "25"): 220.0, (4, "25"): 125.0, (1, None): 110.0}
@@ -129,13 +129,13 @@ def test_losses_that_differ_are_an_error():
         ("benchmarks model --device cpu --dtype int8", "expected one of float32, bfloat16"),
     ],
 )
-def test_bad_arguments_are_explained(words, message):
+def test_invalid_arguments_name_the_remedy(words, message):
     result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
 
-def test_sizes_for_a_gpu():
+def test_gradients_on_a_gpu_are_50_to_80_megabytes():
     """Gradients of 50 to 80 MB, which gloo sums while a part of a GPU computes."""
     case = training.training(ddp.SMALL, ddp.LARGE, "cuda", None, batch=64, dim=None)
     assert (case.batch, case.dim, case.dtype) == (64, 512, "bfloat16")

@@ -59,14 +59,14 @@ def test_bench_kernels_writes_a_record_and_a_plot(tmp_path):
         ("--heads 3 --kv-heads 2", "2 key heads do not divide 3 query heads"),
     ],
 )
-def test_bad_arguments_are_explained(arguments, message, tmp_path):
+def test_invalid_arguments_name_the_remedy(arguments, message, tmp_path):
     base = f"bench kernels --tokens 16 --heads 1 --dim 8 --rounds 1 --output {tmp_path / 'x.json'}"
     result = CliRunner().invoke(app, [*base.split(), "--device", "cpu", *arguments.split()], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
 
-def test_a_wrong_kernel_is_not_timed(monkeypatch):
+def test_wrong_kernel_is_not_timed(monkeypatch):
     right = Tiled.forward
 
     def wrong(self, x, outputs=None, carry=None):
@@ -87,7 +87,7 @@ def test_masks_by_name():
             parse_mask(name, 8)
 
 
-def test_lognormal_documents_have_their_mean_and_are_the_same_each_time():
+def test_lognormal_documents_have_their_mean_and_are_deterministic():
     mask = parse_mask("documents-lognormal-100", 100_000)
     assert mask == parse_mask("documents-lognormal-100", 100_000)
     (documents,) = mask.documents_nodes
@@ -104,14 +104,14 @@ def test_flops_count_visible_pairs():
     assert cell.flops("backward") == 2.5 * cell.flops("forward")
 
 
-def test_peak_bytes_sees_what_is_freed_again():
+def test_peak_bytes_include_memory_that_is_freed_again():
     def work():
         return (torch.empty(1000, dtype=torch.float32) * 2 + 1).sum()
 
     assert 8000 <= watched(work, torch.device("cpu")).peak_bytes < 20000
 
 
-def test_interleaved_takes_turns_in_samples(monkeypatch):
+def test_interleaved_alternates_samples_of_all_functions(monkeypatch):
     calls = []
     functions = {name: (lambda name=name: calls.append(name)) for name in "ab"}
     monkeypatch.setattr(timing, "MOST_CALLS", 3)
@@ -135,14 +135,14 @@ def test_samples_on_a_gpu_last_as_long_as_the_longest_call(monkeypatch):
 
 
 @pytest.mark.parametrize("host", [0.0, 0.01, 1.0, 33.0, 1e4])
-def test_a_gpu_is_held_while_a_sample_is_issued(host):
+def test_gpu_is_kept_busy_while_a_sample_is_issued(host):
     calls = timing._issued_while_held(timing.MOST_CALLS, host)
     assert 1 <= calls <= timing.MOST_CALLS
     assert calls == 1 or host * (calls + 1) * timing.SPARE <= timing.HELD_MS
     assert calls == timing.MOST_CALLS or host * (calls + 2) * timing.SPARE > timing.HELD_MS
 
 
-def test_interleaved_times_slow_functions_once_and_leaves_out_what_has_no_memory(monkeypatch):
+def test_interleaved_times_slow_functions_once_and_leaves_out_those_without_memory(monkeypatch):
     calls = []
 
     def greedy():
@@ -154,7 +154,7 @@ def test_interleaved_times_slow_functions_once_and_leaves_out_what_has_no_memory
     assert calls == [1]
 
 
-def test_other_errors_are_not_taken_for_memory():
+def test_other_errors_are_not_taken_for_out_of_memory():
     def broken():
         raise RuntimeError("broken")
 
@@ -164,7 +164,7 @@ def test_other_errors_are_not_taken_for_memory():
 
 
 @pytest.mark.parametrize("oracle", ["torch sdpa in float32", "tiled in float64"])
-def test_oracles_agree_a_few_heads_at_a_time(oracle, monkeypatch):
+def test_oracles_agree_when_computed_a_few_heads_at_a_time(oracle, monkeypatch):
     case = Case(tokens=24, batch=2, heads=6, kv_heads=3, head_dim=8)
     tensors = case.tensors()
     want = check.truth(case, tensors)
@@ -176,7 +176,7 @@ def test_oracles_agree_a_few_heads_at_a_time(oracle, monkeypatch):
         assert check.relative_error(a, b) < 1e-6
 
 
-def test_which_oracle_judges():
+def test_oracle_depends_on_length_mask_dtype_and_device():
     long = Case(tokens=8192, device="cuda", dtype="bfloat16")
     assert check.oracle_of(long) == "torch sdpa in float32"
     assert check.oracle_of(long, exact=True) == "tiled in float64"
@@ -185,7 +185,7 @@ def test_which_oracle_judges():
     assert check.oracle_of(replace(long, tokens=4096)) == "reference in float64"
 
 
-def test_deterministic_reaches_the_kernel(monkeypatch):
+def test_deterministic_option_reaches_the_kernel(monkeypatch):
     asked = []
     monkeypatch.setattr(Tiled, "unsupported_reason", lambda self, ask: asked.append(ask.deterministic))
     case = Case(tokens=8, heads=1, kv_heads=1, head_dim=8, deterministic=True)
@@ -195,7 +195,7 @@ def test_deterministic_reaches_the_kernel(monkeypatch):
     assert all(record.flat(row)["deterministic"] for row in rows)
 
 
-def test_plots_say_what_is_missing(monkeypatch, tmp_path: Path):
+def test_plot_without_matplotlib_names_the_package(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(RuntimeError, match=r"pip install matplotlib"):
         plots.kernels([], "", tmp_path / "x.png")

@@ -17,7 +17,7 @@ def invoke(words, *more):
     return CliRunner().invoke(app, [*words.split(), *map(str, more)], env={"COLUMNS": "80"})
 
 
-def test_bench_lengths_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
+def test_lengths_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "lengths"])
     output, plot = tmp_path / "lengths.json", tmp_path / "lengths.png"
     words = f"benchmarks lengths {SMALL} --tokens 16 --tokens 32 --rounds 1"
@@ -44,14 +44,14 @@ def test_bench_lengths_writes_a_record_and_shows_it_again(tmp_path, monkeypatch)
     assert len(written.output.splitlines()) == 2 + 2 + len(rows)
 
 
-def test_what_is_no_record_of_lengths_is_refused(tmp_path):
+def test_lengths_refuses_files_that_are_not_its_record(tmp_path):
     for text in ('{"header": {}, "rows": [{"ms": 1}]}', '{"rows": []}', "no JSON"):
         (tmp_path / "x.json").write_text(text)
         result = invoke("benchmarks lengths", "--from", tmp_path / "x.json")
         assert result.exit_code == 2, result.output
 
 
-def test_standard_attention_that_does_not_fit_is_shown_as_that(monkeypatch):
+def test_standard_attention_without_memory_is_shown_as_out_of_memory(monkeypatch):
     monkeypatch.setattr(candidates, "free_bytes", lambda: 1000)
     case = Case(tokens=32, heads=2, kv_heads=2, head_dim=8)
     rows = {row.kernel: record.flat(row) for row in lengths.run(case, ("standard", "auto"), rounds=1)}
@@ -61,7 +61,7 @@ def test_standard_attention_that_does_not_fit_is_shown_as_that(monkeypatch):
     assert "| 32 | standard |  |  | out of memory |  |  |  |" in table
 
 
-def test_plots_say_where_memory_ended(tmp_path):
+def test_plot_marks_where_memory_ran_out(tmp_path):
     row = {"kernel": "standard", "ms": 2.0, "peak_bytes": 2**20}
     rows = [{**row, "tokens": 16}, {**row, "tokens": 32}, {**row, "tokens": 64, "ms": None, "peak_bytes": None}]
     rows += [{**row, "tokens": tokens, "kernel": "auto"} for tokens in (16, 32, 64)]
@@ -69,7 +69,7 @@ def test_plots_say_where_memory_ended(tmp_path):
     assert (tmp_path / "x.svg").read_text().count("<!-- out of memory beyond -->") == 2
 
 
-def test_a_backward_that_does_not_fit_leaves_the_forward(monkeypatch):
+def test_forward_has_figures_if_the_backward_runs_out_of_memory(monkeypatch):
     class Greedy(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -101,7 +101,7 @@ def test_defaults_suit_the_device():
     assert "triton" not in lengths.default_kernels("cpu")
 
 
-def test_bench_host_compares_with_sdpa(tmp_path, monkeypatch):
+def test_host_compares_with_sdpa(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "CALLS", 2)
     threads = torch.get_num_threads()
     result = invoke(
@@ -116,7 +116,7 @@ def test_bench_host_compares_with_sdpa(tmp_path, monkeypatch):
     assert {row["ratio"] for row in rows if row["kernel"] == "torch sdpa"} == {1.0}
 
 
-def test_bench_memory_counts_what_must_be_held(tmp_path):
+def test_memory_counts_inputs_outputs_and_gradients(tmp_path):
     kernels = "--kernel auto --kernel standard --deterministic"
     words = f"benchmarks memory --device cpu --heads 2 --kv-heads 1 --tokens 512 {kernels}"
     result = invoke(words, "--output", tmp_path / "x")
@@ -127,7 +127,7 @@ def test_bench_memory_counts_what_must_be_held(tmp_path):
     assert 1 <= ours["ratio"] < 1.3 < standard["ratio"]
 
 
-def test_bench_memory_says_out_of_memory(monkeypatch):
+def test_memory_has_no_ratio_if_memory_runs_out(monkeypatch):
     case = Case(tokens=64, heads=1, kv_heads=1, head_dim=8)
     monkeypatch.setattr(memory, "attempt", lambda _: None)
     (row,) = memory.run(case, ("auto",))

@@ -26,7 +26,7 @@ def invoke(words, *more):
     return CliRunner().invoke(app, [*words.split(), *map(str, more)], env={"COLUMNS": "80"})
 
 
-def test_bench_model_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
+def test_model_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "model"])
     output, plot = tmp_path / "model.json", tmp_path / "model.png"
     sizes = "--layers 2 --dim 32 --heads 2 --vocabulary 64 --tokens 16 --tokens 256"
@@ -52,7 +52,7 @@ def test_bench_model_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
     assert invoke("benchmarks ddp", "--from", output).exit_code == 2
 
 
-def test_every_layer_keeps_its_scores():
+def test_standard_attention_keeps_the_scores_of_every_layer():
     case = replace(SMALL, tokens=256)
     matrix = case.heads * case.tokens**2 * 4
     matrices = []
@@ -74,7 +74,7 @@ def test_peaks_count_weights_and_the_state_of_adamw():
 
 
 @pytest.mark.parametrize("layers", [1, 8])
-def test_standard_attention_that_does_not_fit_is_shown_as_that(layers, monkeypatch, tmp_path):
+def test_standard_attention_without_memory_is_shown_as_out_of_memory(layers, monkeypatch, tmp_path):
     case = replace(SMALL, layers=layers)
     matrix = case.heads * case.tokens**2 * 4
     for module in (candidates, model):
@@ -89,7 +89,7 @@ def test_standard_attention_that_does_not_fit_is_shown_as_that(layers, monkeypat
     assert "no bar: out of memory" in (tmp_path / "x.svg").read_text()
 
 
-def test_memory_that_runs_out_in_a_step_leaves_the_other_attention(monkeypatch):
+def test_attention_that_runs_out_of_memory_leaves_the_other_timed(monkeypatch):
     def greedy(case, name):
         def attention(q, k, v):
             raise torch.OutOfMemoryError("too much")
@@ -103,7 +103,7 @@ def test_memory_that_runs_out_in_a_step_leaves_the_other_attention(monkeypatch):
     assert ours.loss is not None
 
 
-def test_an_attention_that_is_wrong_is_not_timed(monkeypatch):
+def test_wrong_attention_is_not_timed(monkeypatch):
     right = model.candidate
 
     def unmasked(case, name):

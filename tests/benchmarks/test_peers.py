@@ -36,7 +36,7 @@ def row(kernel, ms, note=None, tokens=4096, direction="forward", check_s=0.0, **
     return record.flat(peers.Peer(kernel=kernel, ran=kernel, direction=direction, case=base, **figures, **own))
 
 
-def test_the_set_on_a_gpu_is_24_cells():
+def test_headline_set_on_a_gpu_has_24_cells():
     cases = peers.cases_of("cuda")
     assert len(cases) * len(check.PASSES) == 24
     assert [case.tokens for case in cases] == sorted(case.tokens for case in cases)
@@ -89,7 +89,7 @@ def test_peers_are_measured_shown_and_not_measured_again(tmp_path, monkeypatch):
     assert isinstance(fresh.exception, TypeError)  # it would have measured
 
 
-def test_a_run_that_was_cut_short_goes_on(tmp_path):
+def test_interrupted_run_continues_from_its_record(tmp_path):
     names, budget = ("auto", "tiled"), peers.Budget(10)
     first = next(peers.run(CASES, names, 1, budget, [], quiet))
     assert [case for case, _ in peers.by_case(first)] == CASES[:1]
@@ -103,7 +103,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path):
     assert said[0].startswith("1 of 3, 16 x 16 tokens, dim 8, full: ")
 
 
-def test_other_rounds_or_kernels_are_measured():
+def test_rows_of_other_rounds_or_kernels_do_not_count_as_measured():
     rows = [row("triton", 1.0), row("triton", 1.0, direction="backward"), row("flex", None, "no time: over")]
     ((case, _),) = peers.by_case(rows)
     assert peers.holds(rows, case, ("triton",), 1)
@@ -113,7 +113,7 @@ def test_other_rounds_or_kernels_are_measured():
     assert not peers.holds(rows, CASES[0], ("triton",), 1)
 
 
-def test_what_other_code_machines_or_kernels_measured_is_dropped(monkeypatch):
+def test_rows_of_other_code_machines_or_kernels_are_dropped(monkeypatch):
     (rows,) = peers.run(CASES[:1], ("auto", "fa4"), 1, peers.Budget(10), [], quiet)
     written: dict[str, Any] = {"header": record.header(""), "rows": rows}
     assert peers.still_valid(written) == rows
@@ -126,7 +126,7 @@ def test_what_other_code_machines_or_kernels_measured_is_dropped(monkeypatch):
         assert peers.still_valid(written) == []
 
 
-def test_variables_that_steer_kernels_make_another_version(monkeypatch):
+def test_environment_variables_change_the_version_of_our_kernels(monkeypatch):
     before = peers.version_of("triton")
     peers._sources.cache_clear()
     monkeypatch.setenv("MESHFLASH_SOMETHING", "1")
@@ -151,7 +151,7 @@ def test_slow_peers_are_left_out_first():
     assert peers.Budget(1e-9, clock=lambda: 0.0).affords([long], names, 1, []) == names
 
 
-def test_what_there_is_no_time_for_is_said_and_measured_next_time(monkeypatch):
+def test_kernels_without_time_are_noted_and_measured_next_time(monkeypatch):
     monkeypatch.setattr(peers, "SLOW", ("tiled",))
     names = ("auto", "tiled")
     monkeypatch.setattr(peers.Budget, "affords", lambda self, todo, *_: ("auto",) if todo[0] == CASES[0] else ())
@@ -165,7 +165,7 @@ def test_what_there_is_no_time_for_is_said_and_measured_next_time(monkeypatch):
     assert all(own["ms"] for own in rows)
 
 
-def test_a_wrong_peer_is_noted_and_ours_raises(monkeypatch):
+def test_wrong_peer_is_noted_and_wrong_kernel_of_ours_raises(monkeypatch):
     right = Tiled.forward
 
     def wrong(self, x, outputs=None, carry=None):
@@ -182,7 +182,7 @@ def test_a_wrong_peer_is_noted_and_ours_raises(monkeypatch):
         list(peers.run(CASES[:1], ("tiled", "auto"), 1, peers.Budget(10), [], quiet))
 
 
-def test_ratios_are_counted_and_the_smallest_named():
+def test_summary_counts_speedups_and_names_the_smallest():
     rows = [row("triton", 1.0), row("fa4", 0.98), row("cudnn", 1.2), row("flex", None, "no time: over")]
     rows += [row(name, ms, direction="backward") for name, ms in (("triton", 1.0), ("fa4", 1.1), ("cudnn", 0.9))]
     cudnn, fa4 = peers_table.summary(rows)
@@ -195,7 +195,7 @@ def test_ratios_are_counted_and_the_smallest_named():
     assert text.endswith("- flex, 1 of 2 cells: no time: over")
 
 
-def test_the_table_of_a_gpu_fits_a_terminal():
+def test_table_of_all_peers_fits_80_columns():
     notes = {"fa4": "absent: no package", "fa2": "no time: over", "flex": "memory: it ran out"}
     rows = [
         row(name, None if name in notes else 1.0, notes.get(name), tokens=65536, direction=p)
@@ -209,7 +209,7 @@ def test_the_table_of_a_gpu_fits_a_terminal():
     assert "causal backward    600 absent   600 no time memory    1.00" in text
 
 
-def test_no_figures_no_plot(tmp_path):
+def test_plot_without_figures_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="no kernel has figures"):
         plots.peers([row("triton", None, "no time: over")], "title", tmp_path / "x.png")
 
@@ -223,14 +223,14 @@ def test_no_figures_no_plot(tmp_path):
         ("--kernel triton", "does not support the device cpu"),
     ],
 )
-def test_bad_arguments_are_explained(arguments, message):
+def test_invalid_arguments_name_the_remedy(arguments, message):
     words = f"benchmarks peers --device cpu --tokens 16 --rounds 1 {arguments}"
     result = CliRunner().invoke(app, words.split(), env={"COLUMNS": "300", "TRITON_INTERPRET": "0"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
 
-def test_another_record_is_refused(tmp_path):
+def test_record_of_another_benchmark_is_refused(tmp_path):
     (tmp_path / "x.json").write_text('{"header": {}, "rows": [{"ms": 1}]}')
     words = ["benchmarks", "peers", "--from", str(tmp_path / "x.json")]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
@@ -239,7 +239,7 @@ def test_another_record_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("mask", ["causal", "full"])
-def test_the_sampled_judge_agrees_with_the_dense_one(mask, monkeypatch):
+def test_sampled_oracle_agrees_with_the_dense_one(mask, monkeypatch):
     case = Case(tokens=50, batch=2, heads=3, kv_heads=3, head_dim=8, mask=mask)
     monkeypatch.setattr(sampled, "ROWS", 7)
     monkeypatch.setattr(sampled, "MATRIX_BYTES", 2 * 7 * 50 * 8)  # two heads, and seven rows of them
@@ -252,7 +252,7 @@ def test_the_sampled_judge_agrees_with_the_dense_one(mask, monkeypatch):
 
 @pytest.mark.parametrize("gradient", [0, 1, 2])
 @pytest.mark.parametrize("at", [0, 25, 49])
-def test_the_sampled_judge_sees_what_is_wrong(gradient, at, monkeypatch):
+def test_sampled_oracle_detects_wrong_rows(gradient, at, monkeypatch):
     case = Case(tokens=50, heads=1, kv_heads=1, head_dim=8)
     monkeypatch.setattr(sampled, "ROWS", 7)
     tensors = case.tensors()
@@ -267,7 +267,7 @@ def test_the_sampled_judge_sees_what_is_wrong(gradient, at, monkeypatch):
     assert found.forward_error(out) > 1e-3
 
 
-def test_a_row_between_the_blocks_must_be_a_number(monkeypatch):
+def test_nan_between_sampled_blocks_is_detected(monkeypatch):
     case = Case(tokens=50, heads=1, kv_heads=1, head_dim=8)
     monkeypatch.setattr(sampled, "ROWS", 2)
     tensors = case.tensors()
@@ -289,7 +289,7 @@ def test_a_row_between_the_blocks_must_be_a_number(monkeypatch):
         check.judge(case, "tiled", lambda q, k, v: right(Spoiled.apply(q), k, v), tensors, found)
 
 
-def test_failures_raise_unless_they_are_noted(monkeypatch):
+def test_failing_candidate_raises_unless_it_is_noted(monkeypatch):
     def broken(case, name):
         raise NotImplementedError("not on this machine\nand more")
 

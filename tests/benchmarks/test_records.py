@@ -45,7 +45,7 @@ def row_classes() -> dict[str, set[str]]:
     return found
 
 
-def test_every_row_of_a_benchmark_that_attends_names_the_kernels_that_ran() -> None:
+def test_rows_of_attention_benchmarks_name_the_kernels_that_ran() -> None:
     rows = row_classes()
     assert {
         "attention.ScheduleRow",

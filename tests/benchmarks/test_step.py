@@ -16,7 +16,7 @@ def _end():
     shutdown()  # the job that the command's mesh started
 
 
-def test_a_step_and_its_kernels(tmp_path):
+def test_step_is_timed_beside_its_kernels(tmp_path):
     options = "--tokens 33 --rounds 1 --activation-checkpointing selective --plain --device cpu"
     words = f"benchmarks step {options} --output {tmp_path}/s.json"
     result = CliRunner().invoke(app, words.split(), catch_exceptions=False)
@@ -32,7 +32,7 @@ def test_a_step_and_its_kernels(tmp_path):
     assert times["linear 64 to 64, forward"] == 8  # queries and results of two layers, twice
 
 
-def test_an_unknown_preset_is_refused():
+def test_unknown_preset_is_refused():
     result = CliRunner().invoke(app, ["benchmarks", "step", "--preset", "llama9"])
     assert result.exit_code == 2
     assert "expected one of tiny" in " ".join(result.output.split())

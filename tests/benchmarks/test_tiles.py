@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from commands import app
 
 
-def test_bench_tiles_writes_a_record(tmp_path):
+def test_tiles_writes_a_record(tmp_path):
     output = tmp_path / "tiles.json"
     arguments = ["benchmarks", "tiles", "--tokens", "64", "--documents", "5", "--ranks", "4", "--output", str(output)]
     result = CliRunner().invoke(app, arguments)

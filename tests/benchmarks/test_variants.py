@@ -29,7 +29,7 @@ def invoke(words, *more):
     return CliRunner().invoke(app, [*words.split(), *map(str, more)], env={"COLUMNS": "80"})
 
 
-def test_what_is_measured_on_a_gpu():
+def test_default_variants_and_masks_on_a_gpu():
     *calls, short, long = variants.settings("cuda")
     assert [(s["plain"].head_dim, s["plain"].mask) for s in calls] == [
         (dim, mask) for dim in (64, 128) for mask in ("causal", "full")
@@ -50,7 +50,7 @@ def test_what_is_measured_on_a_gpu():
     assert variants.default_kernel("cuda") == own_kernel("cuda")
 
 
-def test_documents_are_32_of_random_lengths_and_the_same_each_time():
+def test_documents_have_32_random_lengths_and_are_deterministic():
     rule = variants.Packed(tokens=4096).rule
     starts = np.flatnonzero(visible_per_query(rule, 4096) == 1)
     lengths = np.diff([*starts, 4096])
@@ -61,7 +61,7 @@ def test_documents_are_32_of_random_lengths_and_the_same_each_time():
         variants.Packed(tokens=31)
 
 
-def test_ways_are_measured_written_and_shown_again(tmp_path, monkeypatch):
+def test_variants_writes_a_record_and_shows_it_again(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmarks/__main__.py", "variants"])
     output, plot = tmp_path / "variants.json", tmp_path / "variants.png"
     result = invoke(SMALL, "--output", output, "--plot", plot)
@@ -110,19 +110,19 @@ def test_ways_are_measured_written_and_shown_again(tmp_path, monkeypatch):
         ("--long-tokens 16", "32 documents do not fit"),
     ],
 )
-def test_mistakes_are_told(words, said, tmp_path):
+def test_invalid_arguments_name_the_remedy(words, said, tmp_path):
     result = invoke(f"{SMALL} {words}", "--output", tmp_path / "x.json")
     assert result.exit_code == 2, (result.output, result.exception)
     assert said in " ".join(result.output.replace("│", " ").split())
 
 
-def test_what_is_no_record_of_ways_is_refused(tmp_path):
+def test_variants_refuses_files_that_are_not_its_record(tmp_path):
     for text in ('{"header": {}, "rows": [{"ms": 1}]}', '{"rows": []}', "no JSON"):
         (tmp_path / "x.json").write_text(text)
         assert invoke("benchmarks variants", "--from", tmp_path / "x.json").exit_code == 2
 
 
-def test_half_precision_and_other_kernels_are_right():
+def test_variants_match_the_oracle_in_other_dtypes_and_kernels():
     for dtype, kernel in (("bfloat16", "tiled"), ("float64", "tiled"), ("float32", "auto")):
         case = replace(CASE, dtype=dtype)
         rows = list(variants.run(dict.fromkeys(CALLS, case), kernel, rounds=1))
@@ -182,7 +182,7 @@ def other_bits(forward, backward):
         (other_bits, "deterministic, backward: two calls differ"),
     ],
 )
-def test_a_way_that_is_wrong_is_not_timed(mistake, said, monkeypatch):
+def test_wrong_variant_is_not_timed(mistake, said, monkeypatch):
     forward, backward = mistake(Tiled.forward, Tiled.backward)
     monkeypatch.setattr(Tiled, "forward", forward)
     monkeypatch.setattr(Tiled, "backward", backward)
@@ -191,7 +191,7 @@ def test_a_way_that_is_wrong_is_not_timed(mistake, said, monkeypatch):
         list(variants.run(CALLS, "tiled", rounds=1))
 
 
-def test_a_way_that_runs_out_of_memory_is_shown_as_that(monkeypatch):
+def test_variant_without_memory_is_shown_as_out_of_memory(monkeypatch):
     def greedy(functions, device, rounds):
         return interleaved({name: call for name, call in functions.items() if name != "step"}, device, rounds)
 
@@ -203,7 +203,7 @@ def test_a_way_that_runs_out_of_memory_is_shown_as_that(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_ways_on_a_gpu(tmp_path):
+def test_variants_on_a_gpu(tmp_path):
     words = "benchmarks variants --tokens 4160 --long-tokens 8256 --rounds 2"
     result = invoke(words, "--output", tmp_path / "x.json")
     assert result.exit_code == 0, (result.output, result.exception)

@@ -45,7 +45,7 @@ def whole_at_a_time(config):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_counts_are_what_ranks_hold(pool, world):
+def test_counted_bytes_equal_those_that_ranks_hold(pool, world):
     ranks = pool.run(world, train_all)
     for name, config in CONFIGS.items():
         model = weights.on_meta(config)
@@ -60,7 +60,7 @@ def test_counts_are_what_ranks_hold(pool, world):
     assert most[FSDP] < most[ZERO] < most[DDP]
 
 
-def test_an_uneven_cut_is_not_even():
+def test_uneven_shards_are_padded_and_their_moments_are_not():
     model = weights.on_meta(ODD)
     shards = weights.count(model, FSDP, 4)
     assert len({held.parameters for held in shards}) == 1
@@ -103,7 +103,7 @@ def test_large_models_are_counted_and_not_allocated():
     assert all(p.is_meta for p in weights.on_meta(weights.LARGE["100B"]).parameters())
 
 
-def test_bench_weights_writes_a_record_and_says_out_of_memory(tmp_path):
+def test_weights_writes_a_record_and_shows_out_of_memory(tmp_path):
     words = [
         "benchmarks",
         "weights",

@@ -50,8 +50,7 @@ def kernels(rows: list[Row], baseline: str) -> list[Table]:
     for own in _by_case(rows):
         times = {row["pass"]: row["ms"] for row in own if row["kernel"] == baseline}
         shown = [row | {"speedup": _ratio(times.get(row["pass"]), row["ms"])} for row in own]
-        head, caption = f"{title(own[0])} on {own[0]['device']}", f"error: against {own[0]['oracle']}"
-        found.append(terminal(head, columns, shown, "pass", caption))
+        found.append(terminal(title_on_device(own), columns, shown, "pass", f"error: against {own[0]['oracle']}"))
     return found
 
 
@@ -189,6 +188,11 @@ def title(case: Row, tokens: bool = True) -> str:
     if not tokens:
         del words[1]
     return ", ".join([*words, case["dtype"], *(["deterministic"] if case["deterministic"] else [])])
+
+
+def title_on_device(rows: list[Row]) -> str:
+    """Return the case of the first row and its device in words."""
+    return f"{title(rows[0])} on {rows[0]['device']}"
 
 
 def _by_case(rows: list[Row]) -> list[list[Row]]:
