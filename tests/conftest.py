@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import forkserver
+from interpreted import speed_up
+from meshflash.runtime import processes
 from pool import Pool
 
 # before tests import them: what they assert is told in full, as in the tests themselves
@@ -23,6 +27,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # before anything imports Triton, which reads it once; workers of the pool find it too
     os.environ.setdefault("TRITON_INTERPRET", "1")
+speed_up()
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +36,11 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started_ranks() -> Iterator[None]:
+    """Let `run_ranks` start its ranks with torch imported; commands in processes of their own start them anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "multiprocessing", SimpleNamespace(get_context=lambda method: forkserver.context()))
+        yield

@@ -1,8 +1,8 @@
 """Worker processes for tests of several ranks: one pool a session, its workers started on first use.
 
 Each run gets a fresh gloo group of just its ranks, which is also their default group, so no test sees
-what an earlier one left behind. Workers run this very file as a script; functions reach them as a file
-and a name, because the test modules that define them are not on any import path.
+what an earlier one left behind. Workers are forked with torch imported (`forkserver.py`); functions reach them as a
+file and a name, because the test modules that define them are not on any import path.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import queue
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,11 +25,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from forkserver import context
+from meshflash.runtime.listen import LOOPBACK
+from meshflash.runtime.mps import variables
 
 WORKERS = 4
 
@@ -62,7 +66,7 @@ class _Worker:
     """A worker as the tests' process sees it."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     pipe: Connection
     log: Path
 
@@ -109,7 +113,7 @@ class Pool:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            worker.process.wait()
+            worker.process.join()
             worker.pipe.close()
         self._workers.clear()
 
@@ -130,24 +134,17 @@ class Pool:
             raise
 
     def _spawn(self, rank: int) -> _Worker:
-        ours, theirs = Pipe()
+        start = context()
+        ours, theirs = start.Pipe()
         log = Path(self._folder.name) / f"rank{rank}.log"
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         # Without an interface gloo looks up the host's name, which need not resolve.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-uP", __file__, str(rank), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
+        with variables(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=interface):
+            process = start.Process(target=_work, args=(rank, theirs, str(log)), daemon=True)
+            process.start()
         theirs.close()
         worker = _Worker(rank, process, ours, log)
         self._workers.append(worker)
-        ours.send_bytes(pickle.dumps(sys.path))
         return worker
 
     def _collect(self, world: int, timeout: float) -> list[Any]:
@@ -188,7 +185,8 @@ class Pool:
 def _death(worker: _Worker) -> str:
     """What to say of a worker whose pipe has ended."""
     worker.process.kill()  # It may have closed its pipe and live on.
-    code = worker.process.wait()
+    worker.process.join()
+    code = worker.process.exitcode or 0
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"rank {worker.rank} died with {how}; its output ended with:\n{_tail(worker.log)}"
 
@@ -196,7 +194,8 @@ def _death(worker: _Worker) -> str:
 def _hangs(workers: list[_Worker], timeout: float) -> list[str]:
     """What to say of workers that did not answer in time: where each of them stands."""
     for worker in workers:
-        worker.process.send_signal(signal.SIGUSR1)
+        assert worker.process.pid is not None
+        os.kill(worker.process.pid, signal.SIGUSR1)
     time.sleep(_STACKS)
     return [
         f"rank {worker.rank} did not end in {timeout:g} s; its output ended with:\n{_tail(worker.log)}"
@@ -213,12 +212,17 @@ def _tail(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _work(rank: int, pipe: Connection) -> None:
+def _work(rank: int, pipe: Connection, log: str) -> None:
     """Do jobs until the tests' process is gone."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(write_through=True)  # what a worker printed before it was killed is in its log
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Whoever stops the tests ends the workers.
-    sys.path[:] = pickle.loads(pipe.recv_bytes())
     import torch
     from torch import distributed
 
@@ -298,7 +302,3 @@ def _load(name: str, path: str) -> Any:
         del sys.modules[name]
         raise
     return module
-
-
-if __name__ == "__main__":
-    _work(int(sys.argv[1]), Connection(int(sys.argv[2])))
