@@ -59,7 +59,7 @@ lint: $(VENV)/.test-ready
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.test-ready
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 imports: $(VENV)/.test-ready
 	$(BIN)/lint-imports --no-cache
@@ -68,7 +68,7 @@ docs: $(VENV)/.test-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: $(VENV)/.test-ready $(VENV)/.mpi-ready
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.test-ready $(VENV)/.mpi-ready
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forkserver import context
 
 PYTHON = (sys.executable,)
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -67,7 +72,7 @@ def start(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
     return subprocess.Popen(command, env=more, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def ended(process: subprocess.Popen[str], timeout: float = 120.0) -> Ended:
+def ended(process: subprocess.Popen[str] | Forked, timeout: float = 120.0) -> Ended:
     """Wait until a process has ended; fail the test after the timeout."""
     try:
         text, _ = process.communicate(timeout=timeout)
@@ -75,6 +80,7 @@ def ended(process: subprocess.Popen[str], timeout: float = 120.0) -> Ended:
         process.kill()
         text, _ = process.communicate()
         pytest.fail(f"still running after {timeout} s:\n{text}")
+    assert process.returncode is not None
     return Ended(process.returncode, told_in(text), text)
 
 
@@ -88,16 +94,68 @@ def run(command: Sequence[str], variables: Mapping[str, str] | None = None, time
     return ended(start(command, variables), timeout)
 
 
+class Forked:
+    """A rank forked with torch imported, rather than started as a script: the part of `Popen` that tests use."""
+
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+        start = context()
+        ours, theirs = start.Pipe(duplex=False)
+        own = environment(**variables)
+        self._process = start.Process(target=_as_script, args=(list(arguments), own, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.stdout = os.fdopen(os.dup(ours.fileno()), errors="replace")
+        ours.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the rank runs."""
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._process.kill()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return the rest of the output after the rank has ended; TimeoutExpired if it runs longer."""
+        found: list[str] = []
+        reader = threading.Thread(target=lambda: found.append(self.stdout.read()), daemon=True)
+        reader.start()
+        reader.join(timeout)
+        if reader.is_alive():
+            raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
+        self._process.join()
+        return found[0], ""
+
+
+def _as_script(arguments: list[str], variables: dict[str, str], output: Connection) -> None:
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 def worker(mode: str, timeout: float, *hidden: str) -> list[str]:
     """Return the command of a rank; `hidden` are variables that it removes first."""
     return [sys.executable, WORKER, mode, str(timeout), *hidden]
 
 
-def by_hand(mode: str, world: int, timeout: float, port: int, **more: str) -> list[subprocess.Popen[str]]:
+def by_hand(mode: str, world: int, timeout: float, port: int, **more: str) -> list[Forked]:
     """Start ranks by torch's own environment variables."""
     return [
-        start(
-            worker(mode, timeout, "given"),
+        Forked(
+            worker(mode, timeout, "given")[1:],
             {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
             | {"MASTER_ADDR": "127.0.0.1"}
             | more,

@@ -106,8 +106,8 @@ def test_occupied_port_is_named():
 
 
 def test_unreachable_address_is_named_within_the_timeout():
-    rank = start(
-        worker("fail", 3),
+    rank = jobs.Forked(
+        worker("fail", 3)[1:],
         {
             "RANK": "1",
             "WORLD_SIZE": "2",

@@ -153,6 +153,17 @@ def as_dtype(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     return {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
 
 
+def references(case: Case, leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the results of dense attention by name, in float64 and in the dtype of the leaves.
+
+    Args:
+        case: The case.
+        leaves: The inputs of the call.
+    """
+    exact, plain = as_dtype(leaves, torch.float64), as_dtype(leaves, leaves["q"].dtype)
+    return gradients(case.dense(exact), exact, case), gradients(case.dense(plain), plain, case)
+
+
 @dataclass(frozen=True)
 class Error:
     """The largest error of a result against the oracle, and the largest that is allowed."""
@@ -190,10 +201,7 @@ def check(
         shares: By name, the extra error from rounding each rank's share of a sum.
     """
     dtype = leaves["q"].dtype
-    exact = as_dtype(leaves, torch.float64)
-    want = gradients(case.dense(exact), exact, case)
-    plain_leaves = as_dtype(leaves, dtype)
-    plain = gradients(case.dense(plain_leaves), plain_leaves, case)
+    want, plain = references(case, leaves)
     unit = 1e-12 if dtype == torch.float64 else units * torch.finfo(torch.float32).eps
     factor = 3 if case.softcap or case.sinks else 2
     errors = {}
@@ -213,7 +221,7 @@ def check(
         allowed = factor * _max_error(plain[name], reference) + rounding + unit * max(1.0, _largest(reference))
         allowed += (shares or {}).get(name, 0.0)
         if error > allowed and name in ("dq", "dk", "dsink_logits"):
-            allowed += _by_delta(got["out"], want, case, exact)[name]
+            allowed += _by_delta(got["out"], want, case, as_dtype(leaves, torch.float64))[name]
         _require(error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}")
         errors[name] = Error(error, allowed)
     return errors
