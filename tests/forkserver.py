@@ -14,11 +14,13 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext
+from multiprocessing.forkserver import ensure_running
 from typing import Any
 
 import torch
 
 from interpreted import speed_up
+from meshflash.runtime.mps import variables
 
 #: Modules that the server imports; it leaves out those that are not installed.
 PRELOAD = (
@@ -54,6 +56,9 @@ def context() -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     found = _Context()
     found.set_forkserver_preload(list(PRELOAD))
+    # both are read by imports, whatever a test has set when it is the first to start a process
+    with variables(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
+        ensure_running()
     return found
 
 

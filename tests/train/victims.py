@@ -7,7 +7,6 @@ as a script, under torchrun, this file is `meshflash` with a rank that kills its
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,18 +21,17 @@ from meshflash.runtime.parent import alive
 #: The most seconds that a run may take.
 LIMIT = 120.0
 
-_fork = multiprocessing.get_context("forkserver")
-_fork.set_forkserver_preload(["meshflash.cli", "meshflash.train.inference", "torch._dynamo", "typer._adapters"])
-
 
 class Job:
     """The ranks of one command; the fsync number `stall` of rank 0 never returns."""
 
     def __init__(self, words: Sequence[Any], world: int, log: Path, stall: int = 0) -> None:
+        from forkserver import context  # as a script this file has no other tests beside it
+
         self.log = log
         job, arguments = uuid.uuid4().hex, [str(word) for word in words]
         self.ranks = [
-            _fork.Process(target=command, args=(arguments, rank, world, job, str(log), stall), daemon=True)
+            context().Process(target=command, args=(arguments, rank, world, job, str(log), stall), daemon=True)
             for rank in range(world)
         ]
         for rank in self.ranks:
