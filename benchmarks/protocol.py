@@ -103,11 +103,11 @@ def show(benchmark: Benchmark, options: RecordOptions, measure: Callable[[Status
     if options.markdown:
         typer.echo(f"`{written['header']['command']}` on {place}.\n\n{benchmark.markdown(rows)}")
     else:
-        for place, table in enumerate(benchmark.tables(rows)):
+        for number, table in enumerate(benchmark.tables(rows)):
             if isinstance(table, str):
                 typer.echo(table)  # rich would fold long lines
             else:
-                console.print(*[""] * (place > 0 and isinstance(table, Table)), table, sep="\n")
+                console.print(*[""] * (number > 0 and isinstance(table, Table)), table, sep="\n")
     if path is not None:
         console.print(f"written: {path}", soft_wrap=True)
     if options.picture is not None and benchmark.draw is not None:
