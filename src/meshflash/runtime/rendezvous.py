@@ -334,8 +334,7 @@ def _on_one_node(place: Place, timeout: float, number: int) -> Store:
         )
     try:
         folder = _own_folder(Path(tempfile.gettempdir()) / f"meshflash-{os.getuid()}")
-        name = hashlib.sha256(f"{place.launcher} {job} {place.world_size} {number}".encode()).hexdigest()[:24]
-        file = folder / f"{name}.json"
+        file = folder / f"{_name(place, job, number)}.json"
         return _host_by_file(place, file, timeout) if place.rank == 0 else _find_by_file(place, file, timeout)
     except OSError as error:
         raise LaunchError(
@@ -408,6 +407,10 @@ def _find_by_file(place: Place, file: Path, timeout: float) -> Store:
         f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s, by {file}. Look at its "
         f"output first; or {ADVICE}"
     )
+
+
+def _name(place: Place, job: str, number: int) -> str:
+    return hashlib.sha256(f"{place.launcher} {job} {place.world_size} {number}".encode()).hexdigest()[:24]
 
 
 def starter() -> str:
