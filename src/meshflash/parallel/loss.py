@@ -157,54 +157,42 @@ class _CrossEntropy(torch.autograd.Function):
         sums = torch.promote_types(torch.float32, torch.promote_types(hidden.dtype, weight.dtype))
         if torch.is_autocast_enabled(kind):
             weight = weight.to(torch.get_autocast_dtype(kind))
-        with torch.autocast(kind, enabled=False):
-            return _CrossEntropy._both(ctx, hidden.to(weight.dtype), weight, labels, tokens, first, group, sums)
-
-    @staticmethod
-    def _both(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        tokens: int,
-        first: int,
-        group: Any,
-        sums: torch.dtype,
-    ) -> Tensor:
+        hidden = hidden.to(weight.dtype)
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=sums, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight = torch.zeros_like(weight, dtype=sums) if want_weight else None
-        for begin in range(0, len(hidden), tokens):
-            rows = slice(begin, begin + tokens)
-            x, label = hidden[rows], labels[rows]
-            logits = wide_gemm(x, weight.T, sums)
-            counts = label != IGNORE_INDEX
-            mine = label - first
-            here = counts & (mine >= 0) & (mine < len(weight))
-            mine = mine.where(here, 0)
-            row_max = logits.amax(-1) if len(weight) else logits.new_full((len(x),), float("-inf"))
-            _reduce(row_max, group, "MAX")
-            logits.sub_(row_max[:, None])
-            # the logit of the label is nonzero on the one rank that has its row, so a sum finds it
-            target = (
-                logits.gather(1, mine[:, None])[:, 0].where(here, 0.0) if len(weight) else torch.zeros_like(row_max)
-            )
-            p = logits.exp_()
-            both = torch.stack((p.sum(-1), target))  # one all-reduce for both
-            _reduce(both, group)
-            row_sum, target = both
-            loss += (row_sum.log() - target).where(counts, 0.0).sum()
-            if not (want_hidden or want_weight):
-                continue
-            p.div_(row_sum[:, None])  # softmax; d_logits = softmax - one_hot(label)
-            if len(weight):
-                p.scatter_add_(1, mine[:, None], -here.to(sums)[:, None])
-            d_logits = p.mul_(counts[:, None]).to(weight.dtype)
-            if d_hidden is not None:
-                d_hidden[rows] = d_logits @ weight
-            if d_weight is not None:
-                d_weight += wide_gemm(d_logits.T, x, sums)
+        with torch.autocast(kind, enabled=False):
+            for begin in range(0, len(hidden), tokens):
+                rows = slice(begin, begin + tokens)
+                x, label = hidden[rows], labels[rows]
+                logits = wide_gemm(x, weight.T, sums)
+                counts = label != IGNORE_INDEX
+                mine = label - first
+                here = counts & (mine >= 0) & (mine < len(weight))
+                mine = mine.where(here, 0)
+                row_max = logits.amax(-1) if len(weight) else logits.new_full((len(x),), float("-inf"))
+                _reduce(row_max, group, "MAX")
+                logits.sub_(row_max[:, None])
+                # the logit of the label is nonzero on the one rank that has its row, so a sum finds it
+                target = (
+                    logits.gather(1, mine[:, None])[:, 0].where(here, 0.0) if len(weight) else torch.zeros_like(row_max)
+                )
+                p = logits.exp_()
+                both = torch.stack((p.sum(-1), target))  # one all-reduce for both
+                _reduce(both, group)
+                row_sum, target = both
+                loss += (row_sum.log() - target).where(counts, 0.0).sum()
+                if not (want_hidden or want_weight):
+                    continue
+                p.div_(row_sum[:, None])  # softmax; d_logits = softmax - one_hot(label)
+                if len(weight):
+                    p.scatter_add_(1, mine[:, None], -here.to(sums)[:, None])
+                d_logits = p.mul_(counts[:, None]).to(weight.dtype)
+                if d_hidden is not None:
+                    d_hidden[rows] = d_logits @ weight
+                if d_weight is not None:
+                    d_weight += wide_gemm(d_logits.T, x, sums)
         if d_hidden is not None:
             _reduce(d_hidden, group)
         ctx.save_for_backward(d_hidden, d_weight)
