@@ -1,4 +1,4 @@
-"""Cases for every kernel: masks, shapes and features, with small and odd sizes."""
+"""Attention cases that every kernel must pass: masks, shapes and features, at small and odd sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshflash.check.oracle import Case
 
 CAUSAL = Mask.causal()
 
-#: name -> (case, whether the vendor kernel serves it in float32, and in half precision)
+#: Maps a name to (case, is it supported by the vendor kernel in float32, is it supported in half precision).
 CASES = {
     "full": (Case(), True, True),
     "causal": (Case(CAUSAL), True, True),
@@ -23,11 +23,11 @@ CASES = {
     "dim 96": (Case(CAUSAL, dim=96), True, True),
     "dim 192": (Case(CAUSAL, dim=192), True, True),
     "dim 256": (Case(CAUSAL, dim=256), True, True),
-    "value dim below": (Case(CAUSAL, dim=24, value_dim=16), False, False),
-    "value dim above": (Case(CAUSAL, dim=16, value_dim=40, heads=4, kv_heads=2), False, False),
+    "smaller value dim": (Case(CAUSAL, dim=24, value_dim=16), False, False),
+    "larger value dim": (Case(CAUSAL, dim=16, value_dim=40, heads=4, kv_heads=2), False, False),
     "scale": (Case(CAUSAL, scale=0.7), True, True),
     "scale 0": (Case(scale=0.0), True, True),
-    "scale below 0": (Case(CAUSAL, scale=-0.4), False, False),
+    "negative scale": (Case(CAUSAL, scale=-0.4), False, False),
     "batch 0": (Case(CAUSAL & Mask.window(4, 0), batch=0, heads=4, kv_heads=2), False, False),
     "softcap": (Case(CAUSAL, softcap=2.0), False, False),
     "alibi": (Case(CAUSAL, alibi=True, heads=4, kv_heads=2), False, False),
@@ -36,7 +36,7 @@ CASES = {
     "dropout": (Case(CAUSAL, dropout=0.3, heads=4, kv_heads=2), False, False),
     "lse gradient": (Case(CAUSAL, lse_gradient=True, heads=4, kv_heads=2), False, False),
     "documents": (Case(CAUSAL & Mask.documents([5, 0, 20, 12])), True, True),
-    "documents, both ways": (Case(Mask.documents([1, 30, 6])), True, True),
+    "bidirectional documents": (Case(Mask.documents([1, 30, 6])), True, True),
     "documents by row": (Case(CAUSAL & Mask.documents([[5, 32], [37]])), True, True),
     "documents and padding": (Case(CAUSAL & Mask.documents([[5, 20], [30]], pad=True)), True, True),
     "one document in one row": (Case(CAUSAL & Mask.documents([[37], [0]], pad=True)), True, True),
@@ -63,7 +63,7 @@ CASES = {
     "more keys": (Case(CAUSAL, tokens=13, k_tokens=37), True, True),
     "fewer keys": (Case(CAUSAL, tokens=37, k_tokens=13), True, True),
     "decoding": (Case(CAUSAL, tokens=1, k_tokens=37, q_offset=36), True, True),
-    "last aligned": (Case(CAUSAL, tokens=13, k_tokens=37, q_offset=24), True, False),
+    "queries aligned with the last keys": (Case(CAUSAL, tokens=13, k_tokens=37, q_offset=24), True, False),
     "empty rows": (Case(Mask.window(None, 0) & Mask.window(4, None), tokens=37, k_tokens=20), False, False),
     "everything": (
         Case(
@@ -84,7 +84,7 @@ CASES = {
     ),
 }
 
-#: At least one schedule of each family.
+#: At least one schedule of each family; tests over several ranks run all of them.
 SCHEDULES = (
     "ring",
     "zigzag",

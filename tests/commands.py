@@ -1,4 +1,4 @@
-"""One command line for tests: all commands of `meshflash`, and `benchmarks NAME` for `python -m benchmarks NAME`."""
+"""The command line under test: every `meshflash` command, and `benchmarks NAME` for `python -m benchmarks NAME`."""
 
 from __future__ import annotations
 

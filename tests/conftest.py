@@ -1,4 +1,4 @@
-"""What every test may ask for: `pool`, worker processes for tests of several ranks."""
+"""Settings and fixtures of all tests: `pool` runs a function in several worker processes, one for each rank."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from meshflash.check import oracle
 from meshflash.runtime import processes
 from pool import Pool
 
-# before tests import them: what they assert is told in full, as in the tests themselves
+# These helpers assert too. Register them before a test imports them, so that pytest shows the compared values.
 pytest.register_assert_rewrite("core.definition", "train.checkpoints")
 
-# a shell that starts the tests in the background ignores Ctrl-C for them, and commands under test would inherit that
+# A shell that starts the tests in the background ignores SIGINT for them. Commands under test would inherit that,
+# and the tests that interrupt them would hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# tensors of tests are small: threads would wait for each other more than they work
+# Tensors of tests are small: more threads would synchronize longer than they compute.
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
-    # before anything imports Triton, which reads it once; workers of the pool find it too
+    # Triton reads this once, on import, so set it before any import of Triton. Workers of the pool inherit it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 speed_up()
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Workers that run a function on 1 to 4 ranks; see `tests/pool.py`."""
+    """Yield worker processes that run a function on 1 to 4 ranks; see `tests/pool.py`."""
     workers = Pool()
     yield workers
     workers.close()

@@ -1,4 +1,4 @@
-"""A world of ranks as threads of one process: programs run over a loopback `Hub`, without autograd or groups."""
+"""Run programs with one thread for each rank, over a loopback `Hub`, without autograd or process groups."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout
             errors.append(error)
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # each rank is a thread already
+    torch.set_num_threads(1)  # each rank already has a thread of its own
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:
         thread.start()
@@ -44,7 +44,7 @@ def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout
 
 
 def prepare(item: Item, rank: int) -> Prepared:
-    """Return the engine's prepared programs of one rank of an item."""
+    """Return the engine's prepared programs for one rank of an item."""
     case = item.case
     setting = Setting(
         batch=case.batch,
@@ -73,7 +73,7 @@ def upstream(item: Item, out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, T
 def run_rank(
     item: Item, leaves: dict[str, Tensor], rank: int, transport: Transport, times: int = 1
 ) -> dict[str, Tensor]:
-    """Run forward and backward of one rank into tensors filled with NaN, so that a row that is not written shows."""
+    """Run forward and backward of one rank; outputs start as NaN, so that a row that stays unwritten fails the test."""
     case, local = item.case, {name: x.detach() for name, x in shards(item, leaves, rank).items()}
     q, k, v = local["q"], local["k"], local["v"]
     features, prepared = case.features(local), prepare(item, rank)

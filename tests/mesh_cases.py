@@ -1,4 +1,4 @@
-"""Inputs and comparisons for tests over a mesh: whole sequences, their shards, and results of one device."""
+"""Inputs and comparisons for tests over a mesh: whole sequences, their shards, and the single-device baseline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshflash.schedules import registry
 
 CAUSAL = Mask.causal()
 SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
-#: The largest difference, as a share of the largest value, that another order of sums explains.
+#: Tolerance for each dtype, relative to the largest value: the most that another order of summation explains.
 CLOSE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
 
@@ -25,15 +25,17 @@ def qkv(tokens=25, k_tokens=None, batch=2, heads=4, kv_heads=2, dim=8, value_dim
 
 
 def cut(x, layout, rank, dim=1):
-    """Return a rank's tokens of a whole sequence."""
+    """Return the tokens of a whole sequence that the layout gives to `rank`."""
     return x.index_select(dim, torch.from_numpy(layout.positions(rank)))
 
 
 def leaves(*tensors):
+    """Return copies of the tensors as leaves that require gradients."""
     return tuple(x.detach().clone().requires_grad_() for x in tensors)
 
 
 def assert_close(got, want, share=None):
+    """Assert equal shapes and dtypes, and values within the dtype's tolerance, or within `share` if given."""
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
@@ -42,6 +44,7 @@ def assert_close(got, want, share=None):
 
 
 def assert_equal(got, want):
+    """Assert that both sequences hold the same tensors, bit for bit."""
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
@@ -51,23 +54,24 @@ def run_items(rank, world, group, items):
 
 
 def default_layout(schedule, tokens, world):
+    """Return the layout that the schedule uses if the caller gives none."""
     return registry.default_layout(schedule)(tokens, world)
 
 
 def gradients(call, *inputs):
-    """Return out and the gradients of all inputs; the upstream gradient is out itself."""
+    """Return the output and the gradients of all inputs; the upstream gradient is the output itself."""
     inputs = leaves(*inputs)
     out = call(*inputs)
     (out.square().sum() / 2).backward()
     return [out.detach(), *(x.grad for x in inputs)]
 
 
-def compare(rank, world, whole, layout, k_layout=None, given=None, share=None, **call):
-    """Assert that output and gradients of this rank's tokens match one device; `call` holds the arguments of both."""
+def compare(rank, world, whole, layout, k_layout=None, layouts=None, share=None, **call):
+    """Assert that output and gradients of this rank match a single device; `call` holds the arguments of both calls."""
     k_layout = k_layout or layout
     own = {name: call.pop(name) for name in ("mesh", "schedule", "reduce_dtype", "transport", "verify") if name in call}
-    given = dict(layout=layout, k_layout=None if k_layout is layout else k_layout) if given is None else given
+    layouts = dict(layout=layout, k_layout=None if k_layout is layout else k_layout) if layouts is None else layouts
     out, dq, dk, dv = gradients(partial(flash_attention, **call), *whole)
     want = [cut(out, layout, rank), cut(dq, layout, rank), cut(dk, k_layout, rank), cut(dv, k_layout, rank)]
-    local = [cut(x, held, rank) for x, held in zip(whole, (layout, k_layout, k_layout), strict=True)]
-    assert_close(gradients(partial(attention, **(given | own | call)), *local), want, share)
+    local = [cut(x, x_layout, rank) for x, x_layout in zip(whole, (layout, k_layout, k_layout), strict=True)]
+    assert_close(gradients(partial(attention, **(layouts | own | call)), *local), want, share)

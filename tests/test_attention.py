@@ -1,4 +1,4 @@
-"""CS336's own tests by their names: FlashAttention as an autograd function on `[..., tokens, dim]`."""
+"""FlashAttention of the CS336 course: the course's own tests by their names, on tensors `[..., tokens, dim]`."""
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ from meshflash.integrations.compat.cs336 import (
 
 
 def _inputs(*shape):
+    """Return q, k, v and an upstream gradient of this shape."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(*shape, generator=generator).requires_grad_() for _ in range(4))
 
 
 def _attention_and_lse(q, k, v, is_causal):
+    """Return dense attention and the log-sum-exp of its scores."""
     scores = torch.einsum("...qd,...kd->...qk", q, k) / q.shape[-1] ** 0.5
     if is_causal:
         visible = torch.arange(q.shape[-2], device=q.device)[:, None] >= torch.arange(k.shape[-2], device=q.device)
@@ -105,7 +107,7 @@ def test_autocast_keeps_float32_accumulators():
         assert all(torch.equal(a, b) for a, b in zip(flash_attention_forward(q, k, v, True), wanted, strict=True))
 
 
-def test_second_derivatives_are_refused():
+def test_double_backward_is_refused():
     q, k, v, _ = _inputs(2, 9, 8)
     grad = torch.autograd.grad(FlashAttentionTorch.apply(q, k, v).sum(), q, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="no autograd formula"):

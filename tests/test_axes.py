@@ -1,4 +1,4 @@
-"""Tensors `[batch, heads, tokens, dim]` in place of `[batch, tokens, heads, dim]`: refused, or one warning."""
+"""Swapped axes: `[batch, heads, tokens, dim]` instead of `[batch, tokens, heads, dim]` raises or warns once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ HINT = r"transpose\(1, 2\), or call meshflash\.integrations\.sdpa"
 
 
 def zeros(tokens, heads, batch=1):
+    """Return zeros of shape `[batch, tokens, heads, 8]`."""
     return torch.zeros(batch, tokens, heads, 8)
 
 
 @pytest.fixture
 def warnings(caplog, monkeypatch):
+    """Return a function that lists the warnings so far; no earlier call counts as warned."""
     monkeypatch.setattr(arguments, "_warned", [])
     monkeypatch.setattr(arguments, "_checked", set())
     monkeypatch.setattr(logging.getLogger("meshflash"), "propagate", True)
@@ -31,7 +33,7 @@ def test_too_many_key_heads_are_refused_as_swapped_axes(call):
     x = zeros(8, 1024)
     with pytest.raises(ValueError, match=rf"q \[1, 8, 1024, 8\]: 1024 heads and 8 tokens\. .*{HINT}"):
         call(x, x, x)
-    with pytest.raises(ValueError, match=HINT):  # packed, and two key heads
+    with pytest.raises(ValueError, match=HINT):  # packed inputs with two key heads
         call(x[0], x[0, :2], x[0, :2])
 
 
@@ -43,7 +45,7 @@ def test_swapped_axes_with_other_key_length_name_the_order_of_axes():
 
 
 @pytest.mark.parametrize("call", [flash_attention, attention])
-def test_documents_that_match_the_third_size_are_refused(call):
+def test_documents_that_match_the_third_axis_are_refused(call):
     x = zeros(8, 20)
     with pytest.raises(ValueError, match=rf"documents have 20 tokens, by the third size of q.*{HINT}"):
         call(x, x, x, mask=Mask.causal() & Mask.documents([15, 5]))
@@ -51,27 +53,27 @@ def test_documents_that_match_the_third_size_are_refused(call):
         call(x, x, x, mask=Mask.documents([15, 4]))
 
 
-def test_layout_that_matches_the_third_size_is_refused():
+def test_layout_that_matches_the_third_axis_is_refused():
     x = zeros(8, 20)
     with pytest.raises(ValueError, match=rf"q has 8 tokens, its layout gives rank 0 20, the third size of q.*{HINT}"):
         attention(x, x, x, layout=Layout.zigzag(20, 1))
 
 
-def over_ranks(rank, world, group):
+def check_every_rank_refuses(rank, world, group):
     x = zeros(4, 10)
     with pytest.raises(ValueError, match=rf"documents have 20 tokens over 2 ranks, .*{HINT}"):
         attention(x, x, x, mask=Mask.documents([15, 5]))
     with pytest.raises(ValueError, match=rf"q has 4 tokens, its layout gives rank {rank} 10, .*{HINT}"):
         attention(x, x, x, layout=Layout.contiguous(20, world))
-    # as many heads as the sequence has tokens, in the right order
+    # Axes in the right order, with as many heads as the sequence has tokens, are accepted.
     whole = torch.randn(1, 6, 6, 8)
-    mine = shard(whole, Layout.contiguous(6, world))
-    attention(mine, mine, mine, layout=Layout.contiguous(6, world), mask=Mask.documents([2, 4]))
-    attention(mine, mine, mine, mask=Mask.documents([2, 4]))
+    local = shard(whole, Layout.contiguous(6, world))
+    attention(local, local, local, layout=Layout.contiguous(6, world), mask=Mask.documents([2, 4]))
+    attention(local, local, local, mask=Mask.documents([2, 4]))
 
 
 def test_all_ranks_refuse_swapped_axes(pool):
-    pool.run(2, over_ranks)
+    pool.run(2, check_every_rank_refuses)
 
 
 def test_suspicious_axes_warn_once(warnings):
@@ -88,10 +90,10 @@ def test_suspicious_axes_warn_once(warnings):
 def test_right_axes_do_not_warn(warnings):
     for tokens, heads, k_tokens, kv_heads in (
         (1, 128, 300, 128),  # decoding
-        (1, 1024, 300, 1024),  # with the batch in the heads
+        (1, 1024, 300, 1024),  # decoding with the batch folded into the heads
         (1, 128, 1, 128),  # the first token
         (16, 128, 16, 8),  # a short prompt, GQA
-        (16, 128, 400, 128),  # and a cached prefix
+        (16, 128, 400, 128),  # a short prompt after a cached prefix
         (5, 32, 5, 32),  # a short prompt
         (2, 16, 2, 16),
         (300, 512, 300, 1),  # MQA

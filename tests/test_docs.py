@@ -1,6 +1,6 @@
-"""Python blocks of the README and docs run, and give the values and gradients of dense attention; pictures are current.
+"""Run the Python blocks of the README and docs, compare them with dense attention, and redraw the pictures.
 
-A block that calls attention runs twice: as it stands, and with float64 code from this file in place of meshflash's
+A block that calls attention runs twice: unchanged, and with the float64 functions of this file in place of meshflash's
 functions. All calls, all tensors of the block and their `.grad` must agree. Calls in models are compared one by one.
 """
 
@@ -26,12 +26,12 @@ BLOCKS = {
     for page in PAGES
     for n, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 }
-#: The largest difference, as a share of the largest value, between float32 kernels and float64 code.
+#: Tolerance between float32 kernels and float64 code, relative to the largest value.
 CLOSE = 2e-5
 
 
 def dense(q, k, v, *, mask=None, scale=None, softcap=None, q_offset=0, return_lse=False, return_plan=False, **given):
-    """Attention as its definition says, in float64, from `Mask.visible` alone."""
+    """Compute attention by its definition, in float64; only `Mask.visible` comes from meshflash."""
     unknown = set(given) - {"mesh", "layout", "schedule", "verify", "kernel", "deterministic", "transport"}
     assert not unknown, f"dense attention in this test does not know {unknown}"
     queries, keys, values = (x.double().transpose(1, 2) for x in (q, k, v))
@@ -51,16 +51,19 @@ def dense(q, k, v, *, mask=None, scale=None, softcap=None, q_offset=0, return_ls
 
 
 def dense_merge(parts):
+    """Merge partial results by their LSE, in float64."""
     outs, lses = (torch.stack([x.double() for x in given]) for given in zip(*parts, strict=True))
     weights = torch.softmax(lses, dim=0).transpose(2, 3)[..., None]
     return (weights * outs).sum(0).to(parts[0][0].dtype), lses.logsumexp(0).float()
 
 
 def dense_shard(x, layout, mesh=None, dim=1):
+    """Return the tokens of rank 0, the only rank of these blocks."""
     return x.index_select(dim, torch.from_numpy(layout.positions(0)))
 
 
 def dense_unshard(x, layout, mesh=None, dim=1):
+    """Undo `dense_shard`."""
     return x.index_select(dim, torch.from_numpy(layout.positions(0)).argsort())
 
 
@@ -74,30 +77,33 @@ DENSE = {
 
 
 def run(block, functions):
-    """Run a block with these functions of meshflash: its tensors by name, those of its calls among them."""
-    found: dict[str, Any] = {}
+    """Run a block with these functions in place of meshflash's.
+
+    Return the tensors that the calls received and returned, and the tensors among the block's variables, by name.
+    """
+    recorded_calls: dict[str, Any] = {}
 
     def recorded(name, function):
         def call(*args, **given):
             made = function(*args, **given)
-            number = sum(key.startswith("call ") and key.endswith(" result") for key in found)
-            found[f"call {number} {name} arguments"] = args
-            found[f"call {number} {name} result"] = made
+            number = sum(key.startswith("call ") and key.endswith(" result") for key in recorded_calls)
+            recorded_calls[f"call {number} {name} arguments"] = args
+            recorded_calls[f"call {number} {name} result"] = made
             return made
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, function in functions.items():  # `from meshflash import name` finds these first
+        for name, function in functions.items():  # `from meshflash import name` reads this dictionary first
             patch.setitem(vars(meshflash), name, recorded(name, function))
         torch.manual_seed(0)
-        space: dict[str, Any] = {}
-        exec(compile(block, "docs", "exec"), space)
-    return dict(tensors(found)), dict(tensors(space))
+        variables: dict[str, Any] = {}
+        exec(compile(block, "docs", "exec"), variables)
+    return dict(tensors(recorded_calls)), dict(tensors(variables))
 
 
 def tensors(x, path=""):
-    """(where, tensor) of every tensor in nested dicts, lists and tuples."""
+    """Yield (path, tensor) for every tensor in nested dicts, lists and tuples."""
     if isinstance(x, torch.Tensor):
         yield path, x
     elif isinstance(x, dict | list | tuple):
@@ -106,6 +112,7 @@ def tensors(x, path=""):
 
 
 def assert_close(where, got, want):
+    """Assert equal shapes, equal places of -inf, and values within `CLOSE`; `where` names the tensor in errors."""
     assert got.shape == want.shape, where
     got, want = got.detach().double(), want.detach().double()
     empty = want == -torch.inf
@@ -115,7 +122,7 @@ def assert_close(where, got, want):
 
 
 def assert_same(got, want):
-    """Two runs have the same tensors, with the same gradients."""
+    """Assert that two runs have the same tensors with the same gradients."""
     assert got.keys() == want.keys()
     for where, x in want.items():
         assert_close(where, got[where], x)
@@ -127,24 +134,25 @@ def assert_same(got, want):
 
 
 def public():
+    """Return the functions of meshflash that `DENSE` replaces, by name."""
     return {name: getattr(meshflash, name) for name in DENSE}
 
 
 @pytest.fixture
 def calls_in_models(monkeypatch):
-    """What models give attention and get from it, forward and backward, of each call."""
+    """Record inputs, output and gradients of every attention call inside a model."""
     calls = []
 
     def recorded(function):
         def call(*args, **given):
-            inputs = [x.view_as(x) for x in args]  # so that a hook sees the gradient of this use alone
+            inputs = [x.view_as(x) for x in args]  # a view, so that its hook sees the gradient of this use only
             made = function(*inputs, **given)
-            one = {"inputs": [x.detach() for x in inputs], "given": given, "out": made.detach()}
+            record = {"inputs": [x.detach() for x in inputs], "given": given, "out": made.detach()}
             if made.requires_grad:
-                made.register_hook(lambda dout: one.update(dout=dout))
+                made.register_hook(lambda dout: record.update(dout=dout))
                 for n, x in enumerate(inputs):
-                    x.register_hook(lambda grad, n=n: one.update({n: grad}))
-            calls.append(one)
+                    x.register_hook(lambda grad, n=n: record.update({n: grad}))
+            calls.append(record)
             return made
 
         return call
@@ -155,7 +163,7 @@ def calls_in_models(monkeypatch):
 
 
 def assert_dense(call):
-    """A recorded call has the values of dense attention, and its gradients if there was a backward."""
+    """Assert that a recorded call matches dense attention, and its gradients too if a backward ran."""
     exact = [x.requires_grad_() for x in call["inputs"]]
     want = dense(*exact, **call["given"])
     assert_close("attention in a model", call["out"], want)
@@ -167,14 +175,14 @@ def assert_dense(call):
 @pytest.mark.parametrize("page", BLOCKS)
 def test_python_blocks_match_dense_attention(page, calls_in_models):
     block, before = BLOCKS[page], names()
-    calls, space = run(block, public())
+    calls, variables = run(block, public())
     for name in set(names()) - set(before):
         unregister_schedule(name)
     assert bool(calls) == bool(re.search(r"\b(flash_)?attention\(", block))
     if calls:
-        plain_calls, plain_space = run(block, DENSE)
-        assert_same(calls, plain_calls)
-        assert_same(space, plain_space)
+        dense_calls, dense_variables = run(block, DENSE)
+        assert_same(calls, dense_calls)
+        assert_same(variables, dense_variables)
     for call in calls_in_models:
         assert_dense(call)
     assert any("dout" in call for call in calls_in_models) == ("GPT(" in block)
@@ -204,7 +212,7 @@ def test_committed_pictures_are_current(picture, tmp_path):
     pages = "\n".join(page.read_text() for page in PAGES)
     command = re.search(rf"`meshflash (draw .*? --svg docs/images/{picture.name})`", pages)
     assert command is not None
-    words = shlex.split(command[1])
-    result = CliRunner().invoke(app, [*words[:-1], str(tmp_path / "again.svg")], catch_exceptions=False)
+    command_arguments = shlex.split(command[1])
+    result = CliRunner().invoke(app, [*command_arguments[:-1], str(tmp_path / "again.svg")], catch_exceptions=False)
     assert "proved right" in result.output
     assert (tmp_path / "again.svg").read_text() == picture.read_text()

@@ -1,4 +1,4 @@
-"""Calls that repeat are not read again: what was right once stays right, and what is refused stays refused."""
+"""Eager fast path: repeated calls skip the argument checks, and give the same results and errors as first calls."""
 
 from typing import Any
 
@@ -16,20 +16,23 @@ CAUSAL = Mask.causal()
 
 
 @pytest.fixture(autouse=True)
-def forgotten():
+def empty_cache():
+    """Start every test without cached calls."""
     fast_path._known.clear()
 
 
 def leaves(dtype=torch.float32, grad=True, tokens=9):
+    """Return random q, k and v."""
     return [torch.randn(2, tokens, 2, 8, dtype=dtype, requires_grad=grad) for _ in range(3)]
 
 
-def wrong(value: Any) -> Any:
-    """What the types forbid."""
+def untyped(value: Any) -> Any:
+    """Return the value as `Any`, to pass what the type annotations forbid."""
     return value
 
 
 def dense(q, k, v, scale=None):
+    """Return causal attention as PyTorch computes it."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
 
@@ -92,8 +95,8 @@ def test_document_lengths_changed_in_place_take_effect():
 def test_repeated_calls_with_other_strides_match_first_call():
     x = leaves(grad=False)
     want = flash_attention(*x, mask=CAUSAL)
-    turned = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
-    assert torch.allclose(flash_attention(*turned, mask=CAUSAL), want, atol=1e-6)
+    transposed = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
+    assert torch.allclose(flash_attention(*transposed, mask=CAUSAL), want, atol=1e-6)
     odd = [torch.stack([y, y], -1)[..., 0] for y in x]
     assert torch.allclose(flash_attention(*odd, mask=CAUSAL), want, atol=1e-6)
 
@@ -105,16 +108,16 @@ def test_refused_arguments_stay_refused_after_valid_calls():
         with pytest.raises(ValueError, match="q_offset=True"):
             flash_attention(*x, mask=CAUSAL, q_offset=True)
         with pytest.raises(ValueError, match="deterministic"):
-            flash_attention(*x, mask=CAUSAL, q_offset=1, deterministic=wrong(0))
+            flash_attention(*x, mask=CAUSAL, q_offset=1, deterministic=untyped(0))
         with pytest.raises(ValueError, match="scale"):
             flash_attention(*x, mask=CAUSAL, scale=float("nan"))
         with pytest.raises(ValueError, match="mask"):
-            flash_attention(*x, mask=wrong("causal"))
+            flash_attention(*x, mask=untyped("causal"))
         with pytest.raises(ValueError, match="dropout"):
             flash_attention(*x, mask=CAUSAL, dropout=1.0)
-        for nothing in map(wrong, (None, "", [], 0j, torch.zeros(2))):
+        for invalid in map(untyped, (None, "", [], 0j, torch.zeros(2))):
             with pytest.raises(ValueError, match="dropout"):
-                flash_attention(*x, mask=CAUSAL, dropout=nothing)
+                flash_attention(*x, mask=CAUSAL, dropout=invalid)
     flash_attention(*x, mask=CAUSAL)
     with forward_ad.dual_level(), pytest.raises(ValueError, match="forward-mode"):
         flash_attention(forward_ad.make_dual(x[0], x[0]), *x[1:], mask=CAUSAL)
@@ -128,7 +131,7 @@ def test_autocast_applies_to_repeated_calls():
     assert flash_attention(*x, mask=CAUSAL).dtype == torch.float32
 
 
-def test_dispatch_modes_and_meta_device_use_the_op():
+def test_dispatch_modes_and_meta_tensors_use_the_registered_op():
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(str(func))
@@ -145,7 +148,7 @@ def test_dispatch_modes_and_meta_device_use_the_op():
         assert flash_attention(*meta, mask=CAUSAL).is_meta
 
 
-def test_cleared_kernel_choice_is_made_again():
+def test_kernel_is_selected_again_after_the_choice_is_cleared():
     x = leaves(grad=False)
     flash_attention(*x, mask=CAUSAL)
     registry.forget()
@@ -163,7 +166,7 @@ def test_symbolic_shapes_bypass_the_fast_path():
     assert "meshflash" in traced(x[0]).code
 
 
-def test_number_of_entries_is_bounded(monkeypatch):
+def test_number_of_cached_calls_is_bounded(monkeypatch):
     monkeypatch.setattr(fast_path, "_MOST", 3)
     for tokens in range(1, 9):
         flash_attention(*leaves(grad=False, tokens=tokens), mask=CAUSAL)

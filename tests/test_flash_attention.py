@@ -1,4 +1,4 @@
-"""The public call on one device: layouts in memory, autocast, checkpointing, compilation, and every error."""
+"""`flash_attention` on a single device: strides, autocast, activation checkpointing, compilation, and every error."""
 
 import random
 from typing import Any
@@ -18,6 +18,7 @@ CAUSAL = Mask.causal()
 
 
 def qkv(*shape, dtype=torch.float32, requires_grad=True):
+    """Return random q, k and v of one shape."""
     return tuple(torch.randn(*shape, dtype=dtype).requires_grad_(requires_grad) for _ in range(3))
 
 
@@ -68,7 +69,7 @@ def test_documents_match_separate_calls():
     assert torch.allclose(packed, torch.cat(alone), atol=1e-6)
 
 
-def test_gradients_of_some_inputs_match_those_of_all():
+def test_gradients_reach_only_inputs_that_require_them():
     q, k, v = qkv(1, 7, 2, 8, requires_grad=False)
     v.requires_grad_()
     flash_attention(q, k, v, mask=CAUSAL).sum().backward()
@@ -164,10 +165,10 @@ def test_nan_gradients_of_the_lse_of_empty_rows_are_ignored(kernel):
     assert not any(grad.isnan().any() for grad in grads)
 
 
-def test_inputs_changed_before_backward_raise():
+def test_backward_raises_if_inputs_changed_after_the_forward():
     q, k, v = qkv(1, 7, 2, 8)
     out = flash_attention(q * 1, k, v)
-    k.data.add_(0)  # not a change that autograd sees
+    k.data.add_(0)  # autograd does not notice this change
     with torch.no_grad():
         v.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -204,14 +205,15 @@ def test_double_backward_is_refused():
 
 
 def _op_arguments(features, mask):
+    """Return the positional arguments of the registered op for a call with these features."""
     q, k, v = qkv(2, 9, 2, 8)
-    text, lengths = mask.pack()
+    spec, lengths = mask.pack()
     seed = torch.tensor(3) if features.get("dropout") else None
     sinks = torch.randn(2, requires_grad=True) if features.get("sinks") else None
     slopes = torch.rand(2, 2) if features.get("alibi") else None
     documents = [torch.from_numpy(x) for x in lengths]
-    numbers = (
-        text,
+    options = (
+        spec,
         0.3,
         features.get("softcap", 0.0),
         features.get("dropout", 0.0),
@@ -224,7 +226,7 @@ def _op_arguments(features, mask):
         "",
         False,
     )
-    return q, k, v, sinks, slopes, seed, documents, *numbers
+    return q, k, v, sinks, slopes, seed, documents, *options
 
 
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"softcap": 2.0, "alibi": True, "dropout": 0.2}], ids=str)
@@ -233,7 +235,7 @@ def test_op_passes_opcheck(features):
 
 
 def packings(count, tokens):
-    """Lists of cumulative lengths with 2 to 9 documents."""
+    """Yield `count` lists of cumulative lengths with 2 to 9 documents each."""
     draw = random.Random(0)
     for _ in range(count):
         yield [0, *sorted(draw.sample(range(1, tokens), draw.randint(1, 8))), tokens]
@@ -254,7 +256,7 @@ def _mask_outside(q, k, v, mask):
         (_mask_outside, lambda cu: CAUSAL & Mask.from_cu_seqlens(torch.tensor(cu))),
         (_mask_outside, lambda cu: CAUSAL & Mask.from_cu_seqlens(cu)),
     ],
-    ids=["tensor inside", "mask of a tensor", "mask of a list"],
+    ids=["mask built while compiling", "mask from a tensor", "mask from a list"],
 )
 def test_fifty_packings_compile_at_most_twice(function, argument):
     torch._dynamo.reset()
@@ -322,7 +324,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "value dim": (dict(v=X[..., :0]), r"v must have a dim of 1 or more; got v \[2, 5, 4, 0\]"),
     "dim": (dict(k=X[..., :4]), r"q and k must have the same dim, .*got 8 in q .* and 4 in k \[2, 5, 4, 4\]"),
     "no dim": (dict(q=X[..., :0], k=X[..., :0]), r"q must have a dim of 1 or more; got q \[2, 5, 4, 0\]"),
-    "a switch": (dict(mask=True), r"mask: expected a meshflash.Mask, such as Mask.causal\(\), .*got bool"),
+    "boolean mask": (dict(mask=True), r"mask: expected a meshflash.Mask, such as Mask.causal\(\), .*got bool"),
     "heads": (dict(k=X[:, :, :3], v=X[:, :, :3]), r"3 heads in k do not divide 4 heads in q"),
     "dtypes": (dict(k=X.half()), r"must share one of the dtypes float16, .*k torch.float16"),
     "integers": (dict(q=X.int(), k=X.int(), v=X.int()), r"must share one of the dtypes .*q torch.int32"),
@@ -392,7 +394,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_name_the_argument_and_what_is_expected(name):
+def test_errors_name_the_argument_and_the_expected_value(name):
     arguments, message = ERRORS[name]
     with pytest.raises(ValueError, match=message):
         flash_attention(**({"q": X, "k": X, "v": X} | arguments))
@@ -415,13 +417,13 @@ def test_batched_gradients_are_refused():
         torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
 
 
-def test_positions_beyond_the_limit_of_tables_are_refused():
+def test_positions_beyond_the_supported_range_are_refused():
     x = torch.zeros(1, 4, 1, 8)
     with pytest.raises(ValueError, match="positions up to"):
         flash_attention(x, x, x, mask=CAUSAL, q_offset=2**30 - 5)
 
 
-def test_equal_values_of_other_types_are_still_checked():
+def test_equal_values_of_another_type_are_refused_after_a_valid_call():
     x = torch.zeros(1, 4, 1, 8)
     flash_attention(x, x, x, mask=CAUSAL, q_offset=1)
     with pytest.raises(ValueError, match="q_offset=True: expected an integer"):

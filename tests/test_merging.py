@@ -1,4 +1,4 @@
-"""The public merge: keys in pieces against all at once, gradients through out and LSE, compilation, and every error."""
+"""`merge_partials`: split keys against all keys, gradients through output and LSE, compilation, and every error."""
 
 import os
 from typing import Any
@@ -17,20 +17,24 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernels of a GPU, interpreted."""
+    """Run the fused GPU kernels in Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("on a GPU the tests marked gpu run them")
+        pytest.skip("tests marked gpu run these kernels on a GPU")
     monkeypatch.setattr(kernels, "_fused", lambda *_: True)
 
 
 def qkv(tokens, prefix, dtype=torch.float64, device="cpu", dim=8):
+    """Return q of `tokens` tokens, and k and v of these tokens after a prefix."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, tokens, 4, dim)] + [(2, prefix + tokens, 2, dim)] * 2
     return [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
 
 
-def in_parts(q, k, v, *cuts):
-    """A cached prefix in pieces, which every query sees, and the new tokens, seen causally."""
+def merge_parts(q, k, v, *cuts):
+    """Merge attention over key ranges that end at `cuts`.
+
+    Every query sees the cached prefix; the last range holds the new tokens under a causal mask.
+    """
     parts = []
     for begin, end in zip((0, *cuts), (*cuts, k.shape[1]), strict=True):
         mask = Mask.causal() if end == k.shape[1] else Mask.full()
@@ -39,17 +43,18 @@ def in_parts(q, k, v, *cuts):
 
 
 def results(outputs, leaves):
-    """Output, LSE and gradients for fixed upstream gradients of both."""
+    """Return output, LSE and the gradients of the leaves, for fixed upstream gradients of output and LSE."""
     generator = torch.Generator().manual_seed(7)
     upstream = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
     return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
 
 
 def check_parts(dtype, cuts, tolerance, tokens=9, prefix=14, **more):
+    """Assert that merged parts match float64 attention over all keys, with all gradients."""
     leaves = qkv(tokens, prefix, dtype, **more)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     whole = flash_attention(*exact, mask=Mask.causal(), q_offset=prefix, return_lse=True)
-    got = results(in_parts(*leaves, *cuts), leaves)
+    got = results(merge_parts(*leaves, *cuts), leaves)
     assert [x.dtype for x in got[:2]] == [dtype, torch.float64 if dtype == torch.float64 else torch.float32]
     for value, want in zip(got, results(whole, exact), strict=True):
         torch.testing.assert_close(value.double(), want, rtol=tolerance, atol=tolerance)
@@ -76,7 +81,8 @@ def test_merged_parts_match_attention_over_all_keys_on_a_gpu(cuts):
         check_parts(dtype, cuts, tolerance, tokens=333, prefix=700, device="cuda", dim=64)
 
 
-def parts_of(count, batch=1, tokens=3, heads=2, dim=2, dtype=torch.float64):
+def random_parts(count, batch=1, tokens=3, heads=2, dim=2, dtype=torch.float64):
+    """Return random leaves, and the `count` pairs of output and LSE that they form."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(batch, tokens, heads, dim), (batch, heads, tokens)] * count
     leaves = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
@@ -85,19 +91,19 @@ def parts_of(count, batch=1, tokens=3, heads=2, dim=2, dtype=torch.float64):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_gradients_pass_gradcheck(count):
-    leaves, _ = parts_of(count)
+    leaves, _ = random_parts(count)
     assert torch.autograd.gradcheck(lambda *x: merge_partials(list(zip(x[::2], x[1::2], strict=True))), leaves)
 
 
 @pytest.mark.parametrize("result", [0, 1], ids=["out", "lse"])
 def test_gradients_of_one_result_pass_gradcheck(result):
-    leaves, _ = parts_of(2)
+    leaves, _ = random_parts(2)
     merged = lambda *x: merge_partials(list(zip(x[::2], x[1::2], strict=True)))[result]  # noqa: E731
     assert torch.autograd.gradcheck(merged, leaves)
 
 
 def test_single_part_is_returned_as_an_equal_copy():
-    (out, lse), parts = parts_of(1)
+    (out, lse), parts = random_parts(1)
     merged = merge_partials(parts)
     assert all(torch.equal(a, b) and a is not b for a, b in zip(merged, (out, lse), strict=True))
     assert all(
@@ -105,7 +111,7 @@ def test_single_part_is_returned_as_an_equal_copy():
     )
 
 
-def test_rows_that_one_part_does_not_see_have_weight_zero():
+def test_part_without_visible_keys_has_weight_zero_in_that_row():
     q, k, v = qkv(5, 4)
     later = Mask.documents([2, 3], k_lengths=[0, 5])
     parts = [
@@ -113,8 +119,8 @@ def test_rows_that_one_part_does_not_see_have_weight_zero():
         flash_attention(q, k[:, 4:], v[:, 4:], mask=later, return_lse=True),
     ]
     out, _ = merge_partials(parts)
-    few = flash_attention(q[:, :2], k[:, :4], v[:, :4])
-    want = torch.cat([few, flash_attention(q[:, 2:], k, v)], dim=1)
+    prefix_only = flash_attention(q[:, :2], k[:, :4], v[:, :4])
+    want = torch.cat([prefix_only, flash_attention(q[:, 2:], k, v)], dim=1)
     torch.testing.assert_close(out, want)
     dout = torch.randn_like(out)
     got = torch.autograd.grad(out, (q, k, v), dout)
@@ -123,8 +129,8 @@ def test_rows_that_one_part_does_not_see_have_weight_zero():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_rows_that_no_part_sees_are_zero(count):
-    leaves, parts = parts_of(count, dtype=torch.float32)
+def test_rows_without_visible_keys_in_any_part_are_zero(count):
+    leaves, parts = random_parts(count, dtype=torch.float32)
     with torch.no_grad():
         for out, lse in parts:
             out[:, 1], lse[..., 1] = NAN, -INF
@@ -138,15 +144,15 @@ def test_rows_that_no_part_sees_are_zero(count):
 
 
 def test_packed_parts_match_a_batch_of_one():
-    _, parts = parts_of(2)
+    _, parts = random_parts(2)
     out, lse = merge_partials([(out[0], lse[0]) for out, lse in parts])
     want = merge_partials(parts)
     assert torch.equal(out, want[0][0])
     assert torch.equal(lse, want[1][0])
 
 
-def test_parts_without_gradients_cost_no_backward(monkeypatch):
-    leaves, parts = parts_of(3)
+def test_backward_skips_parts_that_require_no_gradient(monkeypatch):
+    leaves, parts = random_parts(3)
     want = torch.autograd.grad(merge_partials(parts)[0].sum(), leaves)
     for x in leaves[:2]:
         x.requires_grad_(False)
@@ -158,7 +164,7 @@ def test_parts_without_gradients_cost_no_backward(monkeypatch):
 
 
 def test_inputs_are_not_modified():
-    leaves, parts = parts_of(3, dtype=torch.float32)
+    leaves, parts = random_parts(3, dtype=torch.float32)
     before = [x.detach().clone() for x in leaves]
     merge_partials(parts)[0].sum().backward()
     assert all(map(torch.equal, leaves, before))
@@ -167,15 +173,15 @@ def test_inputs_are_not_modified():
 def test_merge_compiles_as_one_graph():
     torch._dynamo.reset()
     q, k, v = qkv(5, 6, torch.float32)
-    compiled = torch.compile(in_parts, backend="aot_eager", fullgraph=True)
-    got, want = (results(f(q, k, v, 2, 6), (q, k, v)) for f in (compiled, in_parts))
+    compiled = torch.compile(merge_parts, backend="aot_eager", fullgraph=True)
+    got, want = (results(f(q, k, v, 2, 6), (q, k, v)) for f in (compiled, merge_parts))
     assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.slow
 def test_inductor_matches_eager():
     torch._dynamo.reset()
-    leaves, _ = parts_of(2, dtype=torch.float32)
+    leaves, _ = random_parts(2, dtype=torch.float32)
 
     def plain(*x):
         out, lse = merge_partials(list(zip(x[::2], x[1::2], strict=True)))
@@ -187,7 +193,7 @@ def test_inductor_matches_eager():
 
 
 def test_ops_pass_opcheck():
-    leaves, _ = parts_of(2, dtype=torch.float32)
+    leaves, _ = random_parts(2, dtype=torch.float32)
     outs, lses = leaves[::2], leaves[1::2]
     torch.library.opcheck(merge_op, (outs, lses))
     outs, lses = [x.detach() for x in outs], [x.detach() for x in lses]
@@ -196,15 +202,15 @@ def test_ops_pass_opcheck():
         torch.library.opcheck(merge_backward_op, (dout, dlse, out, lse, outs, lses))
 
 
-def test_second_derivatives_are_refused():
-    leaves, parts = parts_of(2)
+def test_double_backward_is_refused():
+    leaves, parts = random_parts(2)
     (grad,) = torch.autograd.grad(merge_partials(parts)[0].square().sum(), leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         grad.sum().backward()
 
 
 def test_forward_mode_is_refused():
-    (out, lse), _ = parts_of(1)
+    (out, lse), _ = random_parts(1)
     with forward_ad.dual_level(), pytest.raises(ValueError, match="no forward-mode derivative"):
         merge_partials([(forward_ad.make_dual(out, out.detach()), lse)])
 
@@ -236,7 +242,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_name_the_part_and_what_is_expected(name):
+def test_errors_name_the_part_and_the_expected_value(name):
     parts, message = ERRORS[name]
     with pytest.raises(ValueError, match=message):
         merge_partials(parts)

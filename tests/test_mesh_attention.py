@@ -1,6 +1,6 @@
-"""Attention over 2, 3 and 4 ranks against the oracle on one: every schedule, mask, dtype and feature.
+"""Attention over 2, 3 and 4 ranks against the single-device oracle: every schedule, mask, dtype and feature.
 
-What each rank received and held is compared with the verifier's word in every one of them.
+Each case also compares the bytes that every rank received and held with the numbers of the verifier.
 """
 
 import pytest
@@ -18,7 +18,7 @@ FAMILIES = {
     "full": Mask.full(),
     "causal": CAUSAL,
     "window": CAUSAL & Mask.window(9, 0),
-    "both sides": Mask.window(4, 6),
+    "bidirectional window": Mask.window(4, 6),
     "prefix": CAUSAL | Mask.first(11),
     "sink tokens": CAUSAL & (Mask.window(6, 0) | Mask.first(4)),
     "documents": CAUSAL & Mask.documents([5, 0, 20, 12]),
@@ -29,6 +29,7 @@ HEADS = ((4, 4), (4, 2), (3, 1))
 
 
 def run(pool, items):
+    """Run items on the pool; assert that results match the oracle and that traffic matches the verifier."""
     parts = pool.run(items[0].world, run_items, items, timeout=240.0)
     for n, item in enumerate(items):
         try:
@@ -39,16 +40,16 @@ def run(pool, items):
             raise AssertionError(f"{item}: {error}") from None
 
 
-def half(schedule, world, other=False):
-    """Of all cases; worlds next to each other have one half each, and so have schedules."""
+def half_of_cases(schedule, world, other=False):
+    """Return one half of all cases, or the other half; the choice alternates with the world size and the schedule."""
     return list(CASES.values())[(SCHEDULES.index(schedule) + world + other) % 2 :: 2]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_case_matches_reference(pool, world, schedule):
-    """All on two ranks; on three one half, on four the other."""
-    cases = CASES.values() if world == 2 else half(schedule, world)
+    """Run all cases on two ranks, one half on three ranks, and the other half on four."""
+    cases = CASES.values() if world == 2 else half_of_cases(schedule, world)
     run(pool, [Item(case, schedule, world) for case, _, _ in cases])
 
 
@@ -56,7 +57,7 @@ def test_every_case_matches_reference(pool, world, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world", [3, 4])
 def test_remaining_cases_match_reference(pool, world, schedule):
-    run(pool, [Item(case, schedule, world) for case, _, _ in half(schedule, world, other=True)])
+    run(pool, [Item(case, schedule, world) for case, _, _ in half_of_cases(schedule, world, other=True)])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -71,15 +72,19 @@ def test_every_mask_dtype_and_gqa_ratio_matches_reference(pool, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lengths_that_do_not_divide_match_reference(pool, schedule):
+def test_lengths_that_ranks_do_not_divide_match_reference(pool, schedule):
     cases = [Case(CAUSAL, batch=1 + tokens % 2, tokens=tokens) for tokens in (1, 2, 3, 5, 7, 11, 29)]
     run(pool, [Item(case, schedule, 4) for case in cases])
 
 
 def test_every_schedule_matches_reference_on_every_layout(pool):
     tokens = 41
-    odd = Layout(((range(40, 41), range(3, 9, 2)), (), (range(9, 40), range(3), range(4, 9, 2))))
-    layouts = [Layout.balanced(CAUSAL, tokens, 3), odd, *(make(tokens, 3) for make in (Layout.zigzag, Layout.striped))]
+    irregular = Layout(((range(40, 41), range(3, 9, 2)), (), (range(9, 40), range(3), range(4, 9, 2))))
+    layouts = [
+        Layout.balanced(CAUSAL, tokens, 3),
+        irregular,
+        *(make(tokens, 3) for make in (Layout.zigzag, Layout.striped)),
+    ]
     items = [
         Item(Case(mask, tokens=tokens, heads=4, kv_heads=2), schedule, 3, layout=layout, k_layout=k_layout)
         for schedule in ("ring", "allgather")

@@ -1,4 +1,4 @@
-"""What goes wrong over a mesh ends on every rank, in time, with a message that says where and what to do."""
+"""Errors over a mesh: every rank raises in time, with a message that names the rank and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshflash.comm.transports.contract import TransportError
 from meshflash.engine.group_context import MissingRankError, group_context
 from pool import WorkerError
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # the stubs of torch miss some of its exports
 
 CAUSAL = Mask.causal()
 TOKENS = 12
@@ -29,15 +29,15 @@ TIMEOUTS = ("0", "-3", "soon", "nan", "inf")
 
 
 @contextmanager
-def seconds(limit: float) -> Iterator[None]:
-    """MESHFLASH_TIMEOUT of so many seconds."""
+def timeout_seconds(limit: float) -> Iterator[None]:
+    """Set MESHFLASH_TIMEOUT to `limit` seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHFLASH_TIMEOUT", str(limit))
         yield
 
 
 def call(world, tokens=None, batch=1, heads=2, kv_heads=2, dim=8, value_dim=None, dtype=torch.float32, **options):
-    """Attention with shards of so many tokens each; 4 by default."""
+    """Call attention with a shard of ones; `tokens` is the length of the shard, 4 by default."""
     tokens = 4 if tokens is None else tokens
     q = torch.ones(batch, tokens, heads, dim, dtype=dtype)
     k = torch.ones(batch, tokens, kv_heads, dim, dtype=dtype)
@@ -46,15 +46,15 @@ def call(world, tokens=None, batch=1, heads=2, kv_heads=2, dim=8, value_dim=None
     return attention(q, k, v, **(given | options))
 
 
-def message(kind, function, *arguments, **options):
-    """What a call raises, and how long it took."""
+def raised_message(kind, function, *arguments, **options):
+    """Assert that a call raises `kind`; return the message and the seconds until it was raised."""
     began = time.monotonic()
     with pytest.raises(kind) as error:
         function(*arguments, **options)
     return str(error.value), time.monotonic() - began
 
 
-#: What one rank does otherwise: (arguments of all, arguments of that rank, what the message says)
+#: Calls in which one rank differs: (arguments of all ranks, changed arguments of that rank, expected message).
 DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dtype": ({}, dict(dtype=torch.float64), r'dtype: rank 0 has "torch.float32", rank {} has "torch.float64"'),
     "batch": ({}, dict(batch=2), r"batch: rank 0 has 1, rank {} has 2"),
@@ -111,7 +111,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "no sinks": (dict(sink_logits=torch.ones(2)), dict(sink_logits=None), r'sink_logits: .*, rank {} has "none"'),
     "reduce_dtype": ({}, dict(reduce_dtype=torch.bfloat16), r'reduce_dtype: rank 0 has "", rank {} has "bfloat16"'),
-    "the LSE, where it must travel": (
+    "return_lse of a schedule that sends the LSE": (
         dict(schedule="ulysses"),
         dict(return_lse=True),
         r"return_lse: rank 0 has false, rank {} has true",
@@ -122,208 +122,209 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def differ(rank, world, group, bad):
+def disagree(rank, world, group, bad):
     messages = {}
     for name, (everyone, one, _) in DIFFERENCES.items():
         options = everyone | (one if rank == bad else {})
-        with seconds(10), pytest.MonkeyPatch.context() as patch:
+        with timeout_seconds(10), pytest.MonkeyPatch.context() as patch:
             patch.setattr(meshflash, "__version__", options.pop("version", meshflash.__version__))
-            messages[name], _ = message(DisagreementError, call, world, **options)
-    call(world)  # all agree again
+            messages[name], _ = raised_message(DisagreementError, call, world, **options)
+    call(world)  # a call that agrees succeeds afterwards
     return messages
 
 
 @pytest.fixture(scope="module")
 def differences(pool):
-    """What each rank was told, by the rank that differed."""
-    return {bad: pool.run(WORLD, differ, bad) for bad in (1, 2)}
+    """Return the messages of all ranks, keyed by the rank that differs."""
+    return {bad: pool.run(WORLD, disagree, bad) for bad in (1, 2)}
 
 
 @pytest.mark.parametrize("bad", [1, 2])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_disagreement_names_rank_and_field_on_every_rank(differences, name, bad):
-    told = [messages[name] for messages in differences[bad]]
-    assert told == [told[0]] * WORLD
-    assert_matches(r"^ranks disagree in " + DIFFERENCES[name][2].format(bad), told[0])
-    assert told[0].count("all ranks of a group must make the same call, each with its own shard") == 1
+    errors = [messages[name] for messages in differences[bad]]
+    assert errors == [errors[0]] * WORLD
+    assert_matches(r"^ranks disagree in " + DIFFERENCES[name][2].format(bad), errors[0])
+    assert errors[0].count("all ranks of a group must make the same call, each with its own shard") == 1
 
 
 def assert_matches(pattern, text):
+    """Assert that the pattern occurs in the text."""
     assert re.search(pattern, text), f"{text!r} does not match {pattern!r}"
 
 
 def rank_0_differs(rank, world, group):
-    return message(DisagreementError, call, world, scale=0.5 if rank == 0 else 0.25)[0]
+    return raised_message(DisagreementError, call, world, scale=0.5 if rank == 0 else 0.25)[0]
 
 
 def test_disagreement_of_rank_0_is_reported_against_rank_1(pool):
-    told = pool.run(WORLD, rank_0_differs)
+    errors = pool.run(WORLD, rank_0_differs)
     want = "ranks disagree in scale: rank 0 has 0.5, rank 1 has 0.25"
-    assert all(text.startswith(want) for text in told)
+    assert all(text.startswith(want) for text in errors)
 
 
-def sub_group(rank, world, group):
+def disagree_in_sub_group(rank, world, group):
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    return message(DisagreementError, call, 2, mesh=half, scale=float(rank + 1))[0]
+    return raised_message(DisagreementError, call, 2, mesh=half, scale=float(rank + 1))[0]
 
 
 def test_messages_use_global_rank_numbers(pool):
-    told = pool.run(4, sub_group)
-    assert [text.partition(";")[0] for text in told] == [
+    errors = pool.run(4, disagree_in_sub_group)
+    assert [text.partition(";")[0] for text in errors] == [
         *["ranks disagree in scale: rank 0 has 1.0, rank 1 has 2.0"] * 2,
         *["ranks disagree in scale: rank 2 has 3.0, rank 3 has 4.0"] * 2,
     ]
 
 
-def wrong_length(rank, world, group, bad):
-    errors = [message(ValueError, call, world, tokens=5 if rank == bad else 4)[0]]
-    errors.append(message(ValueError, call, world, mask=Mask.documents([7] if rank == bad else [8]))[0])
+def call_with_wrong_length(rank, world, group, bad):
+    errors = [raised_message(ValueError, call, world, tokens=5 if rank == bad else 4)[0]]
+    errors.append(raised_message(ValueError, call, world, mask=Mask.documents([7] if rank == bad else [8]))[0])
     call(world)
     return errors
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_wrong_length_on_one_rank_raises_on_all(pool, bad):
-    for rank, (length, documents) in enumerate(pool.run(2, wrong_length, bad)):
-        told = "" if rank == bad else f"rank {bad} raised: "
+def test_wrong_length_on_one_rank_raises_on_all_ranks(pool, bad):
+    for rank, (length, documents) in enumerate(pool.run(2, call_with_wrong_length, bad)):
+        prefix = "" if rank == bad else f"rank {bad} raised: "
         layout = "its layout (contiguous, 8 tokens over 2 ranks) gives it 4"
-        assert length == f"{told}q has 5 tokens on rank {bad} of the group; {layout}"
-        assert documents.startswith(f"{told}documents(lengths): 7 tokens in the documents, 8 in the sequence")
+        assert length == f"{prefix}q has 5 tokens on rank {bad} of the group; {layout}"
+        assert documents.startswith(f"{prefix}documents(lengths): 7 tokens in the documents, 8 in the sequence")
 
 
-def wrong_length_later(rank, world, group):
-    with seconds(1.0):
+def repeat_with_wrong_length(rank, world, group):
+    with timeout_seconds(1.0):
         call(world)
-        return message(ValueError if rank else TransportError, call, world, tokens=5 if rank else 4)
+        return raised_message(ValueError if rank else TransportError, call, world, tokens=5 if rank else 4)
 
 
-def test_wrong_length_in_a_repeated_call_raises_on_all(pool):
-    (lost, waited), (wrong, _) = pool.run(2, wrong_length_later)
+def test_wrong_length_in_a_repeated_call_raises_on_all_ranks(pool):
+    (lost, waited), (wrong, _) = pool.run(2, repeat_with_wrong_length)
     assert wrong.startswith("q has 5 tokens on rank 1 of the group; its layout (contiguous, 8 tokens over 2 ranks)")
     assert lost.startswith("rank 1 did not join forward pass 2 of the process group: it raised ValueError: q has 5")
     assert waited < 10
 
 
-def skips_the_backward(rank, world, group):
-    with seconds(1.0):
+def skip_backward(rank, world, group):
+    with timeout_seconds(1.0):
         x = torch.randn(1, 4, 2, 8, requires_grad=True)
         out = attention(x, x, x, schedule="zigzag")
         if rank == 1:
             return "", 0.0
-        return message(TransportError, out.sum().backward)
+        return raised_message(TransportError, out.sum().backward)
 
 
 def test_rank_that_skips_the_backward_is_named(pool):
-    for rank, (told, waited) in enumerate(pool.run(3, skips_the_backward)):
+    for rank, (error, waited) in enumerate(pool.run(3, skip_backward)):
         if rank != 1:
-            assert told.startswith(
+            assert error.startswith(
                 "rank 1 did not join backward pass 2 of the process group: it finished forward pass 1"
             )
-            assert "all ranks must call backward, or none" in told
+            assert "all ranks must call backward, or none" in error
             assert waited < 10
 
 
 def forward_instead_of_backward(rank, world, group):
-    """Rank 1 goes on with the next forward: it must not take the messages of the others' backward for its own."""
-    with seconds(1.0):
+    """Rank 1 runs another forward; it must not receive the messages of the other rank's backward as its own."""
+    with timeout_seconds(1.0):
         x = torch.randn(1, 4, 2, 8, requires_grad=True)
         out = attention(x, x, x, schedule="allgather")
         if rank == 1:
-            return message(TransportError, attention, x, x, x, schedule="allgather")[0]
-        return message(TransportError, out.sum().backward)[0]
+            return raised_message(TransportError, attention, x, x, x, schedule="allgather")[0]
+        return raised_message(TransportError, out.sum().backward)[0]
 
 
 def test_forward_and_backward_messages_are_never_confused(pool):
-    told = pool.run(2, forward_instead_of_backward)
-    assert sum("did not join" in text for text in told) == 2
+    errors = pool.run(2, forward_instead_of_backward)
+    assert sum("did not join" in text for text in errors) == 2
 
 
-def missing(rank, world, group, absent):
-    with seconds(0.7):
+def call_without_rank(rank, world, group, absent):
+    with timeout_seconds(0.7):
         if rank == absent:
             return "", 0.0
-        return message(MissingRankError, call, world)
+        return raised_message(MissingRankError, call, world)
 
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_rank_that_never_calls_is_named(pool, absent):
-    for rank, (told, waited) in enumerate(pool.run(WORLD, missing, absent)):
+    for rank, (error, waited) in enumerate(pool.run(WORLD, call_without_rank, absent)):
         if rank != absent:
-            assert told.startswith(f"rank {absent} did not come to handshake 0 within 0.7 s. It may have raised,")
-            assert "look at its output first. MESHFLASH_TIMEOUT sets the seconds" in told
+            assert error.startswith(f"rank {absent} did not come to handshake 0 within 0.7 s. It may have raised,")
+            assert "look at its output first. MESHFLASH_TIMEOUT sets the seconds" in error
             assert waited < 10
 
 
-def late(rank, world, group):
-    with seconds(0.5):
+def call_late(rank, world, group):
+    with timeout_seconds(0.5):
         if rank == 1:
             time.sleep(0.8)
-        first = message(MissingRankError, call, world)[0]
-    with seconds(5):
+        first = raised_message(MissingRankError, call, world)[0]
+    with timeout_seconds(5):
         call(world)
     return first
 
 
 def test_late_rank_gets_the_error_and_the_next_call_works(pool):
-    told = pool.run(2, late)
-    assert all(text.startswith("rank 1 did not come to handshake 0 within 0.5 s") for text in told)
+    errors = pool.run(2, call_late)
+    assert all(text.startswith("rank 1 did not come to handshake 0 within 0.5 s") for text in errors)
 
 
-def absent_later(rank, world, group, options):
-    with seconds(2.0):
+def repeat_without_rank_1(rank, world, group, options):
+    with timeout_seconds(2.0):
         call(world, **options)
         dist.barrier()
-        return ("", 0.0) if rank else message(TransportError, call, world, **options)
+        return ("", 0.0) if rank else raised_message(TransportError, call, world, **options)
 
 
 @pytest.mark.parametrize(
     ("schedule", "mask"),
     [("ring", CAUSAL), ("allgather", CAUSAL), ("allgather", None)],
-    ids=["messages", "messages of a gather", "a collective"],
+    ids=["point-to-point", "point-to-point gather", "collective"],
 )
 def test_missing_rank_in_a_repeated_call_is_named(pool, schedule, mask):
-    (told, waited), _ = pool.run(2, absent_later, dict(schedule=schedule, mask=mask))
-    assert told.startswith(
+    (error, waited), _ = pool.run(2, repeat_without_rank_1, dict(schedule=schedule, mask=mask))
+    assert error.startswith(
         "rank 1 did not join forward pass 2 of the process group: it finished forward pass 1 and has made no call since"
     )
-    assert told.endswith("look at its output first")
+    assert error.endswith("look at its output first")
     assert waited < 10
 
 
-def another_call(rank, world, group):
-    with seconds(2.0):
+def call_with_other_arguments(rank, world, group):
+    with timeout_seconds(2.0):
         call(world)
         if rank:
-            return message((TransportError, MissingRankError), call, world)
-        return message((TransportError, MissingRankError), call, world, scale=0.5)
+            return raised_message((TransportError, MissingRankError), call, world)
+        return raised_message((TransportError, MissingRankError), call, world, scale=0.5)
 
 
 def test_new_call_beside_a_cached_call_raises_within_the_timeout(pool):
-    (new, waited), (known, also) = pool.run(2, another_call)
+    (new, waited), (cached, also_waited) = pool.run(2, call_with_other_arguments)
     assert new.startswith("rank 1 did not come to handshake 1 within 2 s. It may have raised, been ended, or be in")
-    assert known.startswith("rank 0 did not join forward pass 2 of the process group: it is in handshake 1")
-    assert "called attention with other arguments" in known
-    assert max(waited, also) < 10
+    assert cached.startswith("rank 0 did not join forward pass 2 of the process group: it is in handshake 1")
+    assert "called attention with other arguments" in cached
+    assert max(waited, also_waited) < 10
 
 
-def one_verifies(rank, world, group):
-    with seconds(0.7):
+def verify_on_rank_0(rank, world, group):
+    with timeout_seconds(0.7):
         call(world)
         if rank:
             call(world)
             return "", 0.0
-        return message(MissingRankError, call, world, verify=True)
+        return raised_message(MissingRankError, call, world, verify=True)
 
 
 def test_verify_on_one_rank_raises_within_the_timeout(pool):
-    (told, waited), _ = pool.run(2, one_verifies)
-    assert told.startswith("rank 1 did not come to handshake 1 within 0.7 s")
-    assert "pass verify=True on all ranks, or on none" in told
+    (error, waited), _ = pool.run(2, verify_on_rank_0)
+    assert error.startswith("rank 1 did not come to handshake 1 within 0.7 s")
+    assert "pass verify=True on all ranks, or on none" in error
     assert waited < 10
 
 
-def dies(rank, world, group):
-    with seconds(30):
+def die_in_repeated_call(rank, world, group):
+    with timeout_seconds(30):
         for n in range(4):
             if rank == 1 and n == 2:
                 os._exit(3)
@@ -334,14 +335,14 @@ def dies(rank, world, group):
 def test_killed_rank_in_a_repeated_call_is_named_at_once(pool):
     began = time.monotonic()
     with pytest.raises(WorkerError) as error:
-        pool.run(2, dies, timeout=20)
+        pool.run(2, die_in_repeated_call, timeout=20)
     text = str(error.value)
     assert text.startswith("rank 1 died with exit code 3")
     assert_matches(r"TransportError: rank 1 was lost", text)
     assert time.monotonic() - began < 10
 
 
-#: What all ranks do alike, and what all are told.
+#: Calls that are invalid on all ranks: (arguments, expected message).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layout's type": (dict(layout="zigzag"), r"layout: expected a meshflash.Layout, such as .*; got 'zigzag'"),
     "k_layout's type": (dict(k_layout=[1]), r"k_layout: expected a meshflash.Layout, such as .*; got \[1\]"),
@@ -373,45 +374,46 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refuse(rank, world, group):
-    with seconds(10):
-        told = {name: message(ValueError, call, world, **options)[0] for name, (options, _) in REFUSED.items()}
+def make_invalid_calls(rank, world, group):
+    with timeout_seconds(10):
+        errors = {name: raised_message(ValueError, call, world, **options)[0] for name, (options, _) in REFUSED.items()}
     grid = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-    told["grid"] = message(ValueError, call, world, mesh=grid)[0]
-    told["another inner"] = message(ValueError, call, world, mesh=grid, schedule="hybrid(inner=1)")[0]
+    errors["grid"] = raised_message(ValueError, call, world, mesh=grid)[0]
+    errors["another inner"] = raised_message(ValueError, call, world, mesh=grid, schedule="hybrid(inner=1)")[0]
     cube = dist.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "cp"))
-    told["cube"] = message(ValueError, call, world, mesh=cube)[0]
-    told["no names"] = message(ValueError, call, world, mesh=dist.init_device_mesh("cpu", (2, 1, 1)))[0]
+    errors["cube"] = raised_message(ValueError, call, world, mesh=cube)[0]
+    errors["no names"] = raised_message(ValueError, call, world, mesh=dist.init_device_mesh("cpu", (2, 1, 1)))[0]
     foreign = dist.new_group([0])
-    told["foreign"] = message(ValueError, call, world, mesh=foreign)[0] if rank else ""
+    errors["foreign"] = raised_message(ValueError, call, world, mesh=foreign)[0] if rank else ""
     for text in TIMEOUTS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MESHFLASH_TIMEOUT", text)
-            told[f"timeout {text}"] = message(ValueError, call, world, scale=0.1)[0]
+            errors[f"timeout {text}"] = raised_message(ValueError, call, world, scale=0.1)[0]
     call(world)
-    return told
+    return errors
 
 
 @pytest.fixture(scope="module")
 def refused(pool):
-    return pool.run(2, refuse)
+    """Return the messages of every rank for the invalid calls, by name."""
+    return pool.run(2, make_invalid_calls)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_invalid_arguments_raise_with_the_expected_values(refused, name):
-    for told in refused:
-        assert_matches(REFUSED[name][1], told[name])
+    for errors in refused:
+        assert_matches(REFUSED[name][1], errors[name])
 
 
 def test_mesh_with_more_dimensions_than_the_schedule_is_refused(refused):
     wanted = r"mesh: it has 3 dimensions, and a sequence is spread over one or two; pass a sub-mesh: "
-    for told in refused:
+    for errors in refused:
         assert_matches(
-            r"schedule='ring' runs over one axis, .*mesh\[\"cp\"\].* with double_ring, hybrid$", told["grid"]
+            r"schedule='ring' runs over one axis, .*mesh\[\"cp\"\].* with double_ring, hybrid$", errors["grid"]
         )
-        assert_matches(r"inner=1, but mesh has 2 ranks in its inner axis$", told["another inner"])
-        assert_matches(wanted + r'mesh\["pp"\]$', told["cube"])
-        assert_matches(wanted + r'init_device_mesh\(..., mesh_dim_names=\("cp",\)\)\["cp"\]$', told["no names"])
+        assert_matches(r"inner=1, but mesh has 2 ranks in its inner axis$", errors["another inner"])
+        assert_matches(wanted + r'mesh\["pp"\]$', errors["cube"])
+        assert_matches(wanted + r'init_device_mesh\(..., mesh_dim_names=\("cp",\)\)\["cp"\]$', errors["no names"])
 
 
 def test_group_without_this_rank_is_refused(refused):
@@ -420,29 +422,29 @@ def test_group_without_this_rank_is_refused(refused):
 
 @pytest.mark.parametrize("text", TIMEOUTS)
 def test_timeout_must_be_a_number_of_seconds(refused, text):
-    for told in refused:
-        assert told[f"timeout {text}"] == f"MESHFLASH_TIMEOUT={text!r}: expected a number of seconds > 0"
+    for errors in refused:
+        assert errors[f"timeout {text}"] == f"MESHFLASH_TIMEOUT={text!r}: expected a number of seconds > 0"
 
 
-def handshakes(rank, world, group):
-    here = group_context(group.group_name)
+def count_handshakes(rank, world, group):
+    context = group_context(group.group_name)
     call(world)
     call(world)
-    assert here.handshakes == 1
+    assert context.handshakes == 1
     call(world, scale=0.5)
     for scale in (None, 0.5):
         call(world, scale=scale)
     call(world, dropout=0.1, seed=1)
     call(world, dropout=0.1, seed=2)
-    assert here.handshakes == 3
+    assert context.handshakes == 3
 
 
 def test_handshake_runs_once_for_each_kind_of_call(pool):
-    pool.run(2, handshakes)
+    pool.run(2, count_handshakes)
 
 
-def not_finite(rank, world, group, bad, name, value):
-    """Only some of the ranks share the sequence: the message numbers them as the job does."""
+def verify_nonfinite(rank, world, group, bad, name, value):
+    """Shard a sequence over ranks 1 and 2 only; the message must use their global rank numbers."""
     group = dist.new_group([1, 2])
     if rank == 0:
         return ""
@@ -452,17 +454,17 @@ def not_finite(rank, world, group, bad, name, value):
     attention(**inputs, **given)
     if rank == bad:
         inputs[name][0, 3, 1, :2] = value
-    return message(ValueError, attention, **inputs, **given)[0]
+    return raised_message(ValueError, attention, **inputs, **given)[0]
 
 
 @pytest.mark.parametrize(("bad", "name", "value"), [(2, "k", torch.nan), (1, "q", torch.nan), (2, "v", -torch.inf)])
 def test_verify_names_the_rank_and_tensor_with_nonfinite_values(pool, bad, name, value):
-    _, *messages = pool.run(WORLD, not_finite, bad, name, value)
+    _, *messages = pool.run(WORLD, verify_nonfinite, bad, name, value)
     assert messages[0] == messages[1]
     assert f"verify: {name} of rank {bad} holds 2 {'inf' if value == -torch.inf else 'NaN'}." in messages[0]
 
 
-def test_verify_names_the_nonfinite_tensor_on_one_rank():
+def test_verify_names_the_nonfinite_tensor_on_a_single_rank():
     x = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"verify: v of rank 0 holds 64 NaN\. .*cannot be checked"):
         attention(x, x, x * torch.nan, verify=True)

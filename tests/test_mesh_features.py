@@ -1,4 +1,4 @@
-"""Features of attention over a mesh: dropout, softcap, ALiBi, sinks, dtypes of reductions, determinism."""
+"""Features of attention over a mesh: dropout, softcap, ALiBi, sinks, reduction dtypes and determinism."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mesh_cases import CAUSAL, SCHEDULES, assert_close, assert_equal, compare, c
 from meshflash import Mask, attention, flash_attention
 from meshflash.engine.group_context import group_context
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # the stubs of torch miss some of its exports
 
 
-def dropout(rank, world, group):
+def check_dropout(rank, world, group):
     whole = qkv(26)
     for seed in (3, torch.tensor(4)):
         for schedule in ("ring", "zigzag", "allgather"):
             layout = default_layout(schedule, 26, world)
             more: dict[str, Any] = dict(batch_offset=1, head_offset=2, mesh=group, schedule=schedule, mask=CAUSAL)
             compare(rank, world, whole, layout, dropout=0.4, seed=seed, **more)
-    # what is dropped is seen in the values: identity matrices show the pairs that were kept
+    # Values that form an identity matrix show the pairs of query and key that dropout kept.
     tokens = 6 * world
     q, k = torch.zeros(1, tokens, 2, 4), torch.zeros(1, tokens, 2, 4)
     v = torch.eye(tokens)[None, :, None].expand(1, tokens, 2, tokens)
@@ -38,8 +38,8 @@ def dropout(rank, world, group):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_dropout_drops_the_same_pairs_on_any_split(pool, world):
-    pool.run(world, dropout)
+def test_dropout_drops_the_same_pairs_on_any_number_of_ranks(pool, world):
+    pool.run(world, check_dropout)
 
 
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -60,7 +60,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def calls(rank, world, group):
+def check_features(rank, world, group):
     for name, (shape, call) in CALLS.items():
         for schedule in ("zigzag", "allgather(head_stride=1)"):
             try:
@@ -70,11 +70,11 @@ def calls(rank, world, group):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_features_and_shapes_match_one_device(pool, world):
-    pool.run(world, calls)
+def test_features_and_shapes_match_a_single_device(pool, world):
+    pool.run(world, check_features)
 
 
-def sinks(rank, world, group):
+def check_sink_gradients(rank, world, group):
     whole, logits = qkv(), torch.linspace(-1, 2, 4, dtype=torch.float64)
     *_, want = gradients(lambda q, k, v, s: flash_attention(q, k, v, mask=CAUSAL, sink_logits=s), *whole, logits)
     for schedule in SCHEDULES:
@@ -88,33 +88,33 @@ def sinks(rank, world, group):
         assert_close([share], [want])
 
 
-def test_sink_logit_gradients_sum_over_ranks_to_those_of_one_device(pool):
-    pool.run(3, sinks)
+def test_sink_logit_gradients_summed_over_ranks_match_a_single_device(pool):
+    pool.run(3, check_sink_gradients)
 
 
-def reduced(rank, world, group):
+def compare_reduce_dtypes(rank, world, group):
     changed = []
     for dtype in (torch.float32, torch.bfloat16):
         for schedule in SCHEDULES:
             layout = default_layout(schedule, 40, world)
             local = [cut(x, layout, rank) for x in qkv(40, dtype=dtype)]
             call: dict[str, Any] = dict(schedule=schedule, layout=layout, mask=CAUSAL)
-            exact, low, same = (
+            exact, rounded, same = (
                 gradients(partial(attention, **call, reduce_dtype=reduce_dtype), *local)
                 for reduce_dtype in (None, torch.bfloat16, torch.float32)
             )
             assert_equal(exact, same)
-            assert_equal(exact[:2], low[:2])  # what does not travel as a sum is not rounded
-            assert_close(low[2:], exact[2:], share=2**-8 * (world + (dtype == torch.bfloat16)))
-            changed.append(not torch.equal(exact[2], low[2]))
+            assert_equal(exact[:2], rounded[:2])  # output and dq are not reduced over ranks, so they are not rounded
+            assert_close(rounded[2:], exact[2:], share=2**-8 * (world + (dtype == torch.bfloat16)))
+            changed.append(not torch.equal(exact[2], rounded[2]))
     return changed
 
 
 def test_bfloat16_reduce_dtype_rounds_only_reduced_gradients(pool):
-    assert all(any(ranks) for ranks in zip(*pool.run(3, reduced), strict=True))
+    assert all(any(ranks) for ranks in zip(*pool.run(3, compare_reduce_dtypes), strict=True))
 
 
-def bits(rank, world, group):
+def check_determinism(rank, world, group):
     for schedule in SCHEDULES:
         layout = default_layout(schedule, 40, world)
         local = [cut(x, layout, rank) for x in qkv(40, dtype=torch.float32)]
@@ -129,5 +129,5 @@ def bits(rank, world, group):
             torch.use_deterministic_algorithms(False)
 
 
-def test_deterministic_calls_give_equal_bits(pool):
-    pool.run(3, bits)
+def test_deterministic_calls_are_bitwise_equal(pool):
+    pool.run(3, check_determinism)

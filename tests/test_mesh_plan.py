@@ -15,7 +15,7 @@ from meshflash.engine.explain import Explanation
 from meshflash.engine.group_context import group_context
 
 
-def plan(rank, world, group):
+def check_plan(rank, world, group):
     inputs = [cut(x, Layout.zigzag(32, world), rank) for x in qkv(32, dtype=torch.float32)]
     out, lse, ran = attention(
         *inputs, schedule="zigzag", mask=CAUSAL, kernel="tiled", return_lse=True, return_plan=True
@@ -27,10 +27,10 @@ def plan(rank, world, group):
     assert (ran.reason, ran.kernels) == ("requested", ("tiled",))
     assert ran.program is group_context(group.group_name).last.program("forward")
     assert (ran.program.rank, ran.program.world, ran.program.direction) == (rank, world, "forward")
-    mover = group_context(group.group_name).transport(torch.device("cpu"))
-    mover.counters.clear()
+    transport = group_context(group.group_name).transport(torch.device("cpu"))
+    transport.counters.clear()
     attention(*inputs, schedule="zigzag", mask=CAUSAL)
-    assert ran.received_bytes == mover.counters.received_bytes > 0
+    assert ran.received_bytes == transport.counters.received_bytes > 0
     assert ran.scratch_bytes > 0
     text = f"zigzag (requested) over {world} ranks, layout zigzag, by gloo; kernels: tiled (requested); forward: "
     assert str(ran) == f"{text}{ran.received_bytes:,} bytes received, {ran.scratch_bytes:,} of scratch"
@@ -41,10 +41,10 @@ def plan(rank, world, group):
 
 
 def test_plan_names_schedule_kernels_and_bytes(pool):
-    pool.run(2, plan)
+    pool.run(2, check_plan)
 
 
-def auto(rank, world, group, limit):
+def auto_schedules(rank, world, group, limit):
     inputs = [cut(x, Layout.zigzag(16, world), rank) for x in qkv(16, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshflash.planning.GATHER_BYTES", limit)
@@ -53,14 +53,14 @@ def auto(rank, world, group, limit):
     return [(each.schedule, each.layout) for each in (ran, other)]
 
 
-def test_auto_gathers_up_to_a_limit_and_keeps_the_layout(pool):
-    whole = 16 * 2 * 2 * (8 + 8) * 4  # tokens, batch, key heads, dims, bytes
-    for limit, schedules in ((whole, ["allgather", "allgather"]), (whole - 1, ["zigzag", "ring"])):
-        for ran in pool.run(2, auto, limit):
+def test_auto_gathers_up_to_a_size_limit_and_keeps_the_layout(pool):
+    gathered_bytes = 16 * 2 * 2 * (8 + 8) * 4  # tokens, batch, key heads, dims, bytes
+    for limit, schedules in ((gathered_bytes, ["allgather", "allgather"]), (gathered_bytes - 1, ["zigzag", "ring"])):
+        for ran in pool.run(2, auto_schedules, limit):
             assert ran == list(zip(schedules, ["zigzag", "contiguous"], strict=True))
 
 
-def auto_uneven(rank, world, group, limit):
+def auto_schedule_on_uneven_shards(rank, world, group, limit):
     layout = Layout(((range(3),), (range(3, 7),)))
     inputs = [cut(x, layout, rank) for x in qkv(7, batch=1, kv_heads=4, dim=8, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
@@ -69,11 +69,11 @@ def auto_uneven(rank, world, group, limit):
 
 
 @pytest.mark.parametrize(("limit", "schedule"), [(7, "allgather"), (6, "ring")])
-def test_auto_takes_the_same_schedule_on_uneven_shards(pool, limit, schedule):
-    assert pool.run(2, auto_uneven, limit) == [schedule] * 2
+def test_auto_selects_the_same_schedule_on_ranks_with_uneven_shards(pool, limit, schedule):
+    assert pool.run(2, auto_schedule_on_uneven_shards, limit) == [schedule] * 2
 
 
-def verify(rank, world, group):
+def check_verify(rank, world, group):
     whole = qkv(40, dtype=torch.float32)
     for schedule in SCHEDULES:
         layout = default_layout(schedule, 40, world)
@@ -90,11 +90,11 @@ def verify(rank, world, group):
     attention(*(cut(x, short, rank) for x in whole), layout=short, mask=CAUSAL & Mask.window(1, 0), verify=True)
 
 
-def test_verify_accepts_right_results(pool):
-    pool.run(3, verify)
+def test_verify_accepts_correct_results(pool):
+    pool.run(3, check_verify)
 
 
-def tampered(rank, world, group, bad, how):
+def verify_tampered_result(rank, world, group, bad, how):
     plain = engine.forward
 
     def wrong(*arguments):
@@ -120,8 +120,8 @@ def tampered(rank, world, group, bad, how):
 
 
 @pytest.mark.parametrize(("bad", "how"), [(1, "out"), (0, "row"), (2, "nan"), (1, "lse")])
-def test_verify_raises_on_every_rank_if_one_is_wrong(pool, bad, how):
-    messages = pool.run(3, tampered, bad, how)
+def test_verify_raises_on_every_rank_if_one_result_is_wrong(pool, bad, how):
+    messages = pool.run(3, verify_tampered_result, bad, how)
     assert len(set(messages)) == 1
     assert f"verify: rank {bad} of the group is off by" in messages[0]
     assert "schedule zigzag, layout zigzag, mask causal" in messages[0]

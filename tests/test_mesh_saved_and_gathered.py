@@ -1,4 +1,4 @@
-"""Saved buffers, gathered keys, transports, optional LSE and spellings of a schedule, over a mesh."""
+"""Attention over a mesh: saved buffers, gathered keys, transports, the optional LSE and spellings of a schedule."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from meshflash.schedules import allgather, registry
 from meshflash.schedules.compose import heads_for_sequence
 
 CAUSAL = Mask.causal()
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # the stubs of torch miss some of its exports
 
 
 def saves_more(problem, rank, name="saves_more"):
-    """A forward that saves a copy of q beside what every backward reads."""
+    """Build a forward program that saves a copy of q in addition to the buffers that every backward reads."""
     program = allgather.forward(problem, rank, name)
     rows, heads = problem.q_lengths[rank], problem.heads
-    room, whole = Buffer("mine", "q", rows, heads, role="saved"), Slice("q", (0, rows), (0, heads))
+    saved_q, whole = Buffer("mine", "q", rows, heads, role="saved"), Slice("q", (0, rows), (0, heads))
     steps = (*program.steps, Copy(whole, replace(whole, buffer="mine")))
-    return replace(program, buffers=(*program.buffers, room), steps=steps, saves=(*program.saves, "mine"))
+    return replace(program, buffers=(*program.buffers, saved_q), steps=steps, saves=(*program.saves, "mine"))
 
 
-def what_is_saved(rank, world, group):
+def check_saved_buffers(rank, world, group):
     register_schedule("saves_more", saves_more, allgather.backward, saves_buffers=True)
     register_schedule("mixed", heads_for_sequence("ring")[0], allgather.backward, saves_buffers=True)
     try:
@@ -49,11 +49,11 @@ def what_is_saved(rank, world, group):
 
 
 def test_backward_uses_only_buffers_saved_by_its_forward(pool):
-    pool.run(2, what_is_saved)
+    pool.run(2, check_saved_buffers)
 
 
-def changed_after(rank, world, group):
-    """Ulysses does without q, k and v once they were exchanged, also on ranks that have no heads."""
+def check_freed_inputs(rank, world, group):
+    """Check that Ulysses frees q, k and v after the exchange of heads, also on ranks without heads."""
     for heads in (1, 2):
         q, k, v = leaves(*(x for x in qkv(4, heads=heads, kv_heads=1)))
         held = [x * 1 for x in (q, k, v)]
@@ -67,34 +67,34 @@ def changed_after(rank, world, group):
         assert q.grad.abs().sum() > 0
 
 
-def test_ulysses_does_not_keep_inputs_beside_exchanged_heads(pool):
-    pool.run(2, changed_after)
+def test_ulysses_frees_inputs_after_exchanging_heads(pool):
+    pool.run(2, check_freed_inputs)
 
 
-def without_memory(rank, world, group):
+def check_fake_tensors_and_compilation(rank, world, group):
     for schedule in ("ring", "ulysses", "hybrid(inner=1)"):
         call = partial(attention, mesh=group, schedule=schedule, mask=CAUSAL)
         meta = [torch.empty(1, 4, 2, 8, device="meta", requires_grad=True) for _ in range(3)]
         assert call(*meta).shape == (1, 4, 2, 8)
         with FakeTensorMode():
             assert call(*(torch.empty(1, 4, 2, 8) for _ in range(3))).shape == (1, 4, 2, 8)
-    table = dist.init_device_mesh("cpu", (world, 1), mesh_dim_names=("a", "b"))
+    mesh_2d = dist.init_device_mesh("cpu", (world, 1), mesh_dim_names=("a", "b"))
     torch._dynamo.reset()
-    call = partial(attention, mesh=table, schedule="hybrid", mask=CAUSAL)
+    call = partial(attention, mesh=mesh_2d, schedule="hybrid", mask=CAUSAL)
     compiled = torch.compile(lambda *x: call(*x) * 2, fullgraph=True, backend="aot_eager")
     inputs = qkv(4)
     assert_close([compiled(*inputs)], [call(*inputs) * 2])
 
 
-def test_fake_tensors_and_compilation_work_on_two_axes(pool):
-    pool.run(2, without_memory)
+def test_fake_tensors_and_compilation_work_on_a_2d_mesh(pool):
+    pool.run(2, check_fake_tensors_and_compilation)
 
 
-def one_way_or_another(rank, world, group):
-    """Ranks may write a schedule in several ways."""
-    texts = ("hybrid(ring=allgather, inner=2)", "hybrid(inner=2,ring=allgather(head_stride=0), rounds=1)")
+def check_spellings(rank, world, group):
+    """Check that ranks may spell a schedule differently, and that destroyed groups leave nothing behind."""
+    spellings = ("hybrid(ring=allgather, inner=2)", "hybrid(inner=2,ring=allgather(head_stride=0), rounds=1)")
     inputs = qkv(4)
-    made = attention(*inputs, mesh=group, schedule=texts[0] if rank else "hybrid( inner=2, ring=allgather )")
+    made = attention(*inputs, mesh=group, schedule=spellings[0] if rank else "hybrid( inner=2, ring=allgather )")
     assert made.shape == inputs[0].shape
     before = len(dist.distributed_c10d._world.pg_names)
     for _ in range(3):
@@ -102,15 +102,15 @@ def one_way_or_another(rank, world, group):
         attention(*inputs, mesh=another, schedule="double_ring")
         dist.barrier()
         dist.destroy_process_group(another)
-    assert len(dist.distributed_c10d._world.pg_names) == before  # gloo tells groups apart by tags
+    assert len(dist.distributed_c10d._world.pg_names) == before  # gloo separates groups by tags, so none is left behind
 
 
 def test_equivalent_schedule_strings_agree_and_groups_do_not_leak(pool):
-    pool.run(2, one_way_or_another)
+    pool.run(2, check_spellings)
 
 
-def gathered_once(rank, world, group):
-    """Two layers of cross-attention to the same keys, which are gathered once."""
+def check_gathered_keys(rank, world, group):
+    """Check two cross-attention layers that attend to the same keys, which are gathered once."""
     whole = dict(zip("qkv", qkv(11), strict=True))
     k_whole, v_whole = (x[:, :7].clone() for x in (whole["k"], whole["v"]))
     for layout in (Layout.zigzag(11, world), Layout.striped(11, world), Layout.contiguous(11, world)):
@@ -149,10 +149,10 @@ def gathered_once(rank, world, group):
 
 def test_keys_gathered_once_serve_several_layers(pool):
     for world in (2, 3):
-        pool.run(world, gathered_once)
+        pool.run(world, check_gathered_keys)
 
 
-def by_transport(rank, world, group):
+def check_transports(rank, world, group):
     whole, layout = qkv(9, seed=world), Layout.zigzag(9, world)
     local = [cut(x, layout, rank) for x in whole]
     for transport, name in (("process_group", "gloo"), ("throttled(auto, 1, 100)", "gloo at 1 GB/s and 100 us")):
@@ -168,11 +168,11 @@ def by_transport(rank, world, group):
 
 
 def test_transport_argument_selects_the_transport(pool):
-    pool.run(2, by_transport)
+    pool.run(2, check_transports)
 
 
-def one_wants_the_lse(rank, world, group):
-    """Where the LSE is at home anyway, ranks may differ in whether they ask for it, from one call to the next, too."""
+def check_different_return_lse(rank, world, group):
+    """Check that ranks may differ in `return_lse` for a schedule that leaves the LSE on its own rank."""
     q, k, v = (cut(x, Layout.contiguous(25, world), rank) for x in qkv())
     layout = Layout.contiguous(25, world)
     outs = [attention(q, k, v, layout=layout, schedule="ring", return_lse=n == rank) for n in range(3)]
@@ -183,11 +183,11 @@ def one_wants_the_lse(rank, world, group):
 
 
 def test_ranks_may_differ_in_return_lse(pool):
-    pool.run(3, one_wants_the_lse)
+    pool.run(3, check_different_return_lse)
 
 
-def unasked(rank, world, group):
-    """Results that went home without their LSE have the same gradients."""
+def check_gradients_without_lse(rank, world, group):
+    """Check that gradients are the same whether or not the LSE is sent back with the output."""
     whole, layout = qkv(tokens=23), Layout.zigzag(23, world)
     for schedule in ("ulysses", "ulysses(rounds=2)", "hybrid(inner=2)" if world == 4 else "hybrid"):
         grads = []
@@ -201,10 +201,10 @@ def unasked(rank, world, group):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_results_do_not_depend_on_return_lse(pool, world):
-    pool.run(world, unasked)
+    pool.run(world, check_gradients_without_lse)
 
 
-def after_inference_mode(rank, world, group):
+def check_call_after_inference_mode(rank, world, group):
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
     with torch.inference_mode():
         first = attention(x, x, x, schedule="zigzag")
@@ -215,10 +215,10 @@ def after_inference_mode(rank, world, group):
 
 
 def test_call_after_inference_mode_has_gradients(pool):
-    pool.run(2, after_inference_mode)
+    pool.run(2, check_call_after_inference_mode)
 
 
-def strided_gradient(rank, world, group, schedule):
+def check_strided_upstream_gradient(rank, world, group, schedule):
     layout = Layout.contiguous(8, world)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 8, 1, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
@@ -233,4 +233,4 @@ def strided_gradient(rank, world, group, schedule):
 
 @pytest.mark.parametrize("schedule", ["ulysses", "ringx1", "zigzag"])
 def test_upstream_gradients_may_have_any_stride(pool, schedule):
-    pool.run(2, strided_gradient, schedule)
+    pool.run(2, check_strided_upstream_gradient, schedule)

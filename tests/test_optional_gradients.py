@@ -1,4 +1,4 @@
-"""Ranks whose losses read different results of the same call: every gradient that is None on some ranks only."""
+"""Losses that use different results on different ranks, so that an upstream gradient is None on some ranks only."""
 
 import contextlib
 import itertools
@@ -11,11 +11,12 @@ from meshflash import DisagreementError, Mask, attention, flash_attention
 from meshflash.schedules.registry import default_layout, schedule_variants
 
 TOKENS, HEADS = 21, 4
-#: What a rank's loss reads. Patterns of these over ranks are the rows of the table.
+#: The results that the loss of a rank uses. A pattern holds one of these for each rank.
 READS = ("out", "lse", "both")
 
 
 def whole(seed=0):
+    """Return (q, k, v), upstream gradients of output and LSE, and sink logits, for the whole sequence."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, TOKENS, HEADS, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     dout = torch.randn(1, TOKENS, HEADS, 8, generator=generator, dtype=torch.float64)
@@ -25,12 +26,13 @@ def whole(seed=0):
 
 
 def loss(reads, out, lse, dout, dlse):
+    """Return the loss of one rank, which uses the output, the LSE or both."""
     terms = [(out * dout).sum()] if reads in ("out", "both") else []
     return sum(terms + ([(lse * dlse).sum()] if reads in ("lse", "both") else []))
 
 
-def wanted(pattern, layout, sinks):
-    """Gradients of one device whose loss is the sum of all ranks' losses."""
+def expected_gradients(pattern, layout, sinks):
+    """Return single-device gradients of the sum of all ranks' losses."""
     tensors, dout, dlse, logits = whole()
     leaves = [x.clone().requires_grad_() for x in (*tensors, *([logits] if sinks else []))]
     out, lse = flash_attention(
@@ -43,7 +45,8 @@ def wanted(pattern, layout, sinks):
     return torch.autograd.grad(total, leaves)
 
 
-def table(rank, world, group, schedule, patterns, sinks, frozen):
+def largest_errors(rank, world, group, schedule, patterns, sinks, frozen):
+    """Return the largest gradient error of this rank for each pattern; `frozen` ranks do not learn the sinks."""
     layout = default_layout(schedule)(TOKENS, world)
     rows = torch.from_numpy(layout.positions(rank))
     worst = {}
@@ -55,7 +58,7 @@ def table(rank, world, group, schedule, patterns, sinks, frozen):
             q, k, v, layout=layout, schedule=schedule, mask=Mask.causal(), sink_logits=given, return_lse=True
         )
         loss(pattern[rank], out, lse, dout[:, rows], dlse[:, :, rows]).backward()
-        want = wanted(pattern, layout, sinks)
+        want = expected_gradients(pattern, layout, sinks)
         errors = [float((x.grad - y[:, rows]).abs().max()) for x, y in zip((q, k, v), want[:3], strict=True)]
         if given is not None and not frozen:
             share = given.grad.clone()
@@ -68,26 +71,26 @@ def table(rank, world, group, schedule, patterns, sinks, frozen):
 @pytest.mark.parametrize("schedule", schedule_variants(2))
 def test_ranks_may_use_different_results_in_their_losses(pool, schedule):
     patterns = list(itertools.product(READS, repeat=2))
-    for errors in pool.run(2, table, schedule, patterns, False, ()):
+    for errors in pool.run(2, largest_errors, schedule, patterns, False, ()):
         assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
 
 
 @pytest.mark.parametrize("schedule", schedule_variants(4))
 def test_one_of_four_ranks_may_use_the_lse(pool, schedule):
     patterns = [("out",) * n + ("both",) + ("out",) * (3 - n) for n in range(4)]
-    for errors in pool.run(4, table, schedule, patterns, False, ()):
+    for errors in pool.run(4, largest_errors, schedule, patterns, False, ()):
         assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
 
 
 @pytest.mark.parametrize("frozen", [(), (1,)], ids=["learned", "frozen on one rank"])
 @pytest.mark.parametrize("schedule", schedule_variants(2))
-def test_sink_logit_gradients_with_different_losses_per_rank(pool, schedule, frozen):
+def test_sink_logit_gradients_are_correct_with_different_losses_per_rank(pool, schedule, frozen):
     patterns = [("both", "out"), ("out", "lse")]
-    for errors in pool.run(2, table, schedule, patterns, True, frozen):
+    for errors in pool.run(2, largest_errors, schedule, patterns, True, frozen):
         assert {pattern: error for pattern, error in errors.items() if not error < 1e-12} == {}
 
 
-def one_without_autograd(rank, world, group, schedule):
+def check_one_rank_without_autograd(rank, world, group, schedule):
     layout = default_layout(schedule)(TOKENS, world)
     rows = torch.from_numpy(layout.positions(rank))
     q, k, v = (x[:, rows].clone().requires_grad_(rank != 1) for x in whole()[0])
@@ -97,10 +100,10 @@ def one_without_autograd(rank, world, group, schedule):
 
 @pytest.mark.parametrize("schedule", schedule_variants(2))
 def test_rank_without_autograd_is_named_on_all_ranks(pool, schedule):
-    pool.run(2, one_without_autograd, schedule)
+    pool.run(2, check_one_rank_without_autograd, schedule)
 
 
-def watched_on_one_rank(rank, world, group):
+def check_dispatch_mode_on_one_rank(rank, world, group):
     from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
@@ -109,5 +112,5 @@ def watched_on_one_rank(rank, world, group):
     attention(x, x, x, schedule="zigzag").sum().backward()
 
 
-def test_dispatch_mode_on_one_rank_changes_nothing(pool):
-    pool.run(2, watched_on_one_rank)
+def test_dispatch_mode_on_one_rank_does_not_affect_the_others(pool):
+    pool.run(2, check_dispatch_mode_on_one_rank)

@@ -1,4 +1,4 @@
-"""The harness itself: results, exceptions, deaths and hangs of workers reach the test that ran them."""
+"""The worker pool of these tests: results, exceptions, deaths and hangs of workers reach the calling test."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from pool import Pool, WorkerError
 
 @dataclass(frozen=True)
 class Case:
+    """An argument and a result that only this module can unpickle; the tests make it."""
+
     scale: float
     x: torch.Tensor
 
@@ -113,7 +115,7 @@ def test_world_larger_than_the_pool_is_refused(pool: Pool, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_failed_rank_ends_the_ranks_that_wait_for_it(pool: Pool) -> None:
+def test_ranks_that_wait_for_a_failed_rank_are_ended(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"(?s)^rank 1 of 2 raised:.*ended: rank 0"):
         pool.run(2, raise_before_barrier, 1, timeout=60)
     assert len(pool.run(2, process)) == 2
@@ -150,7 +152,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     )
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", script, here]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}  # A process that ends like this cleans up nothing.
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # `os._exit` leaves temporary files behind
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
     worker = int(done.stdout)
     deadline = time.monotonic() + 5

@@ -1,4 +1,4 @@
-"""Spreading sequences over ranks and bringing them together: round trips, gradients, errors."""
+"""`shard` and `unshard`: round trips, gradients, aliasing and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import distributed as _distributed
 
 from meshflash import Layout, Mask, attention, flash_attention, positions, shard, unshard
 
-dist: Any = _distributed  # torch does not declare all that it exports here
+dist: Any = _distributed  # the stubs of torch miss some of its exports
 
 CUSTOM = {
     1: Layout(((range(4, 7), range(4)),)),
@@ -22,7 +22,7 @@ CUSTOM = {
 
 
 def layouts(world):
-    """Every kind of layout, of odd lengths, shorter than the world, and of none at all."""
+    """Yield every kind of layout, with odd lengths, fewer tokens than ranks, and no tokens."""
     for tokens in (0, 1, 2, 7, 8, 23):
         for kind in (Layout.contiguous, Layout.zigzag, Layout.striped):
             yield kind(tokens, world)
@@ -31,16 +31,16 @@ def layouts(world):
 
 
 def whole(layout, *shape, dim, dtype=torch.float32):
-    """Numbers of this shape with the layout's tokens in a dimension, the same on every rank."""
+    """Return distinct values of this shape, with the layout's tokens inserted at `dim`; the same on every rank."""
     sizes = list(shape)
     sizes.insert(dim if dim >= 0 else len(shape) + 1 + dim, layout.tokens)
-    numbers = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
-    return numbers.to(dtype)
+    values = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
+    return values.to(dtype)
 
 
-def round_trips(rank, world, group):
+def check_round_trips(rank, world, group):
     for layout in layouts(world):
-        held = torch.from_numpy(layout.positions(rank))
+        own_positions = torch.from_numpy(layout.positions(rank))
         for shape, dim, dtype in (
             ((2,), 1, torch.int64),  # token ids
             ((), 0, torch.int64),  # packed token ids
@@ -50,22 +50,22 @@ def round_trips(rank, world, group):
             ((2, 1, 3), 2, torch.bool),
         ):
             x = whole(layout, *shape, dim=dim, dtype=dtype)
-            mine = shard(x, layout, group, dim=dim)
-            assert torch.equal(mine, x.index_select(dim, held))
-            back = unshard(mine, layout, group, dim=dim)
+            local = shard(x, layout, group, dim=dim)
+            assert torch.equal(local, x.index_select(dim, own_positions))
+            back = unshard(local, layout, group, dim=dim)
             assert torch.equal(back, x)
             assert (back.dtype, back.is_contiguous()) == (dtype, True)
-            assert torch.equal(unshard(mine.movedim(dim, 0).contiguous().movedim(0, dim), layout, group, dim=dim), x)
+            assert torch.equal(unshard(local.movedim(dim, 0).contiguous().movedim(0, dim), layout, group, dim=dim), x)
         ids = whole(layout, 2, dim=1, dtype=torch.int64)
         assert torch.equal(unshard(shard(ids, layout), layout), ids)  # the default group, dimension 1
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_shard_and_unshard_round_trip_on_every_layout(pool, world):
-    pool.run(world, round_trips)
+    pool.run(world, check_round_trips)
 
 
-def without_a_group():
+def check_without_a_group():
     for layout in layouts(1):
         x = whole(layout, 2, 3, dim=1)
         assert torch.equal(unshard(shard(x, layout), layout), x)
@@ -74,66 +74,66 @@ def without_a_group():
 
 def test_shard_and_unshard_copy_without_a_process_group():
     assert not dist.is_initialized()
-    assert without_a_group()
+    assert check_without_a_group()
 
 
-def gradients(rank, world, group):
+def check_gradients(rank, world, group):
     generator = torch.Generator().manual_seed(0)
     for layout in layouts(world):
-        held = torch.from_numpy(layout.positions(rank))
+        own_positions = torch.from_numpy(layout.positions(rank))
         for dim in (0, 1, -2):
             x = whole(layout, 2, 3, dim=dim, dtype=torch.float64).requires_grad_()
             upstream = torch.randn(world, *x.shape, generator=generator, dtype=torch.float64)
-            mine = shard(x, layout, group, dim=dim)
-            (grad,) = torch.autograd.grad(mine, x, upstream[rank].index_select(dim, held))
-            others = torch.ones(layout.tokens, dtype=torch.bool).index_fill(0, held, False).nonzero().flatten()
-            assert torch.equal(grad.index_select(dim, held), upstream[rank].index_select(dim, held))
+            local = shard(x, layout, group, dim=dim)
+            (grad,) = torch.autograd.grad(local, x, upstream[rank].index_select(dim, own_positions))
+            others = torch.ones(layout.tokens, dtype=torch.bool).index_fill(0, own_positions, False).nonzero().flatten()
+            assert torch.equal(grad.index_select(dim, own_positions), upstream[rank].index_select(dim, own_positions))
             assert not grad.index_select(dim, others).any()
 
-            leaf = mine.detach().requires_grad_()
+            leaf = local.detach().requires_grad_()
             back = unshard(leaf, layout, group, dim=dim)
             (grad,) = torch.autograd.grad(back, leaf, upstream[rank])
-            assert torch.allclose(grad, upstream.sum(0).index_select(dim, held), rtol=1e-15, atol=1e-15)
+            assert torch.allclose(grad, upstream.sum(0).index_select(dim, own_positions), rtol=1e-15, atol=1e-15)
             assert grad.is_contiguous()
 
-            # one after the other: each rank's gradient of the whole is the sum of all, at its own tokens
+            # `unshard` after `shard`: the gradient is the sum over all ranks at the rank's own tokens, else zero.
             (grad,) = torch.autograd.grad(unshard(shard(x, layout, group, dim), layout, group, dim), x, upstream[rank])
-            want = torch.zeros_like(x).index_copy(dim, held, upstream.sum(0).index_select(dim, held))
+            want = torch.zeros_like(x).index_copy(dim, own_positions, upstream.sum(0).index_select(dim, own_positions))
             assert torch.allclose(grad, want, rtol=1e-15, atol=1e-15)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_gradients_of_shard_and_unshard_match_one_device(pool, world):
-    pool.run(world, gradients)
+def test_gradients_of_shard_and_unshard_match_a_single_device(pool, world):
+    pool.run(world, check_gradients)
 
 
-def independent_results(rank, world, group):
+def check_independent_results(rank, world, group):
     for layout in layouts(world):
         for function in (shard, unshard):
             tokens = layout.tokens if function is shard else layout.lengths[rank]
             x = torch.zeros(2, tokens, 3)
-            made = function(x, layout, group).requires_grad_()
-            assert made is not x
-            assert not made.numel() or made.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-            assert made._base is not x
-            assert made.is_leaf
+            result = function(x, layout, group).requires_grad_()
+            assert result is not x
+            assert not result.numel() or result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+            assert result._base is not x
+            assert result.is_leaf
             assert not x.requires_grad
             with torch.no_grad():
-                made.fill_(1)
+                result.fill_(1)
             assert not x.any()
             assert x._version == 0
-            again = function(x.requires_grad_(), layout, group)  # and yet gradients flow
+            again = function(x.requires_grad_(), layout, group)  # gradients still flow
             assert not again.is_leaf
             again.sum().backward()
             assert x.grad is not None
-    place = positions(layout, rank)
-    place[:] = -1  # a caller's own array, which no later call hands out
+    own_array = positions(layout, rank)
+    own_array[:] = -1  # the caller owns this array; later calls return another
     assert positions(layout, rank).tolist() == layout.positions(rank).tolist() == [*chain(*layout.ranges[rank])]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_results_do_not_alias_the_callers_tensors(pool, world):
-    pool.run(world, independent_results)
+    pool.run(world, check_independent_results)
 
 
 def test_compiled_shard_does_not_alias_the_callers_tensor():
@@ -141,42 +141,42 @@ def test_compiled_shard_does_not_alias_the_callers_tensor():
     layout = Layout.zigzag(6, 1)
     compiled = torch.compile(lambda x: shard(x, layout), fullgraph=True, backend="aot_eager")
     x = torch.randn(1, 6, 2)
-    made = compiled(x).requires_grad_()
+    result = compiled(x).requires_grad_()
     assert not x.requires_grad
-    assert made.data_ptr() != x.data_ptr()
+    assert result.data_ptr() != x.data_ptr()
     compiled(x.requires_grad_()).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
-def a_loss_of_the_whole(rank, world, group):
+def check_loss_over_whole_sequence(rank, world, group):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 23, 2, 8, generator=generator, dtype=torch.float64).requires_grad_()
     want = torch.autograd.grad(flash_attention(x, x, x, mask=Mask.causal()).square().mean(), x)[0]
     layout = Layout.zigzag(23, world)
-    mine = shard(x, layout, group)
-    out = unshard(attention(mine, mine, mine, mesh=group, layout=layout, mask=Mask.causal()), layout, group)
+    local = shard(x, layout, group)
+    out = unshard(attention(local, local, local, mesh=group, layout=layout, mask=Mask.causal()), layout, group)
     grad = torch.autograd.grad(out.square().mean() / world, x)[0]  # all ranks compute the same loss
     dist.all_reduce(grad, group=group)
     assert torch.allclose(grad, want, rtol=0, atol=1e-14)
 
 
-def test_loss_over_the_whole_sequence_divided_by_ranks_matches_one_device(pool):
-    pool.run(3, a_loss_of_the_whole)
+def test_loss_over_the_whole_sequence_divided_by_ranks_matches_a_single_device(pool):
+    pool.run(3, check_loss_over_whole_sequence)
 
 
-def other_meshes(rank, world, group):
+def check_subgroups(rank, world, group):
     grid = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     x = torch.arange(14).reshape(2, 7)
     for mesh, own in ((grid["cp"], rank % 2), (grid["dp"].get_group(), rank // 2)):
         layout = Layout.zigzag(7, 2)
-        mine = shard(x, layout, mesh)
-        assert torch.equal(mine, x[:, torch.from_numpy(layout.positions(own))])
-        assert torch.equal(unshard(mine, layout, mesh), x)
+        local = shard(x, layout, mesh)
+        assert torch.equal(local, x[:, torch.from_numpy(layout.positions(own))])
+        assert torch.equal(unshard(local, layout, mesh), x)
 
 
 def test_shard_and_unshard_work_on_a_subgroup(pool):
-    pool.run(4, other_meshes)
+    pool.run(4, check_subgroups)
 
 
 X = torch.zeros(2, 7, 3)
@@ -205,7 +205,7 @@ def test_errors_name_the_expected_value(name):
         function(**(dict(x=X, layout=Layout.zigzag(7, 1)) | arguments))
 
 
-def wrong_on_every_rank(rank, world, group):
+def check_wrong_lengths(rank, world, group):
     with pytest.raises(ValueError, match=rf"unshard: x has 7 tokens in dimension 1, the layout gives rank {rank} \d"):
         unshard(X, Layout.zigzag(7, world), group)
     with pytest.raises(ValueError, match=r"mesh: it has 3 dimensions"):
@@ -213,4 +213,4 @@ def wrong_on_every_rank(rank, world, group):
 
 
 def test_shard_of_wrong_length_is_refused(pool):
-    pool.run(2, wrong_on_every_rank)
+    pool.run(2, check_wrong_lengths)

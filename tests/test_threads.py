@@ -1,4 +1,4 @@
-"""Several threads of one process: calls on one device, and over process groups."""
+"""Calls from several threads of one process: on a single device, and over process groups."""
 
 import random
 import sys
@@ -16,16 +16,16 @@ CAUSAL = Mask.causal()
 
 
 def run_in_threads(functions):
-    """Run functions at the same time; their results, or the first error of any."""
+    """Run functions concurrently; return their results in order, or raise the first error."""
     results, errors = [None] * len(functions), []
 
-    def work(number):
+    def work(index):
         try:
-            results[number] = functions[number]()
+            results[index] = functions[index]()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(functions))]
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(functions))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -36,11 +36,11 @@ def run_in_threads(functions):
 
 
 def test_eight_threads_may_call_flash_attention_with_changing_shapes(monkeypatch):
-    monkeypatch.setattr(fast_path, "_MOST", 8)  # so that entries come and go all the time
+    monkeypatch.setattr(fast_path, "_MOST", 8)  # a small cache, so that entries are evicted all the time
     x = torch.randn(1, 64, 2, 8)
     want = {n: flash_attention(x[:, :n], x[:, :n], x[:, :n], mask=CAUSAL) for n in range(1, 65)}
 
-    def many(seed):
+    def call_repeatedly(seed):
         draw = random.Random(seed)
         for _ in range(150):
             n = draw.randrange(1, 65)
@@ -48,18 +48,18 @@ def test_eight_threads_may_call_flash_attention_with_changing_shapes(monkeypatch
             assert torch.allclose(got, want[n], atol=1e-6)
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns within a statement that changes the cache
+    sys.setswitchinterval(1e-6)  # switch threads often, also while one of them changes the cache
     try:
-        run_in_threads([lambda seed=seed: many(seed) for seed in range(8)])
+        run_in_threads([lambda seed=seed: call_repeatedly(seed) for seed in range(8)])
     finally:
         sys.setswitchinterval(interval)
 
 
-def two_groups(rank, world, group, schedules):
+def use_two_groups(rank, world, group, schedules):
     groups = [dist.new_group(list(range(world))) for _ in schedules]
-    own = groups if rank % 2 == 0 else groups[::-1]  # threads of different ranks start in another order
+    ordered = groups if rank % 2 == 0 else groups[::-1]  # threads start in a different order on odd ranks
 
-    def drive(mesh):
+    def call_and_check(mesh):
         schedule = schedules[groups.index(mesh)]
         for tokens in (4, 6, 8, 4):
             x = torch.randn(1, tokens, 4, 8, requires_grad=True)
@@ -68,19 +68,19 @@ def two_groups(rank, world, group, schedules):
             assert x.grad is not None
             assert torch.isfinite(x.grad).all()
 
-    run_in_threads([lambda mesh=mesh: drive(mesh) for mesh in own])
+    run_in_threads([lambda mesh=mesh: call_and_check(mesh) for mesh in ordered])
 
 
 @pytest.mark.parametrize(
     "schedules", [("zigzag", "zigzag"), ("ulysses", "ringx1"), ("allgather", "double_ring(inner=2)")]
 )
 def test_two_threads_of_a_rank_may_use_two_groups(pool, schedules):
-    pool.run(4 if "inner" in schedules[1] else 2, two_groups, schedules)
+    pool.run(4 if "inner" in schedules[1] else 2, use_two_groups, schedules)
 
 
-def one_group(rank, world, group):
+def use_one_group(rank, world, group):
     inside, refused = threading.Event(), []
-    here = group_context(group.group_name)
+    context = group_context(group.group_name)
 
     def second():
         inside.wait(5)
@@ -92,20 +92,20 @@ def one_group(rank, world, group):
 
     thread = threading.Thread(target=second)
     thread.start()
-    with here.in_use():  # as a call of the first thread that is under way
+    with context.in_use():  # the first thread is inside a call
         inside.set()
         thread.join()
     return refused
 
 
 def test_two_threads_that_use_one_group_are_refused(pool):
-    for refused in pool.run(2, one_group):
+    for refused in pool.run(2, use_one_group):
         assert len(refused) == 1
         assert "two threads call attention over one process group" in refused[0]
         assert "new_group" in refused[0]
 
 
-def explained(rank, world, group):
+def call_during_explain(rank, world, group):
     refused = []
 
     def second():
@@ -114,13 +114,13 @@ def explained(rank, world, group):
         except RuntimeError as error:
             refused.append(str(error))
 
-    def meanwhile(*given):
+    def explain_after_second_call(*given):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join()
         return explain(*given)
 
-    explain, api.explain = api.explain, meanwhile
+    explain, api.explain = api.explain, explain_after_second_call
     try:
         plan = attention(*[torch.randn(1, 4, 2, 8)] * 3, schedule="ring", return_plan=True)[1]
     finally:
@@ -129,5 +129,5 @@ def explained(rank, world, group):
 
 
 def test_concurrent_calls_return_their_own_plans(pool):
-    """No other thread can call between a call and the reading of its plan."""
-    assert pool.run(2, explained) == [("ring", 1)] * 2
+    """A second thread is refused between a call and the construction of its plan."""
+    assert pool.run(2, call_during_explain) == [("ring", 1)] * 2
