@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds meshflash's container image with docker, podman or apptainer, whichever is found.
+# Builds the container image of meshflash with docker, podman or apptainer, whichever is installed.
 #   deploy/build.sh [--dry-run] [--engine NAME] [--tag NAME] [cpu|cuda|rocm] [-- MORE ARGUMENTS OF THE ENGINE]
-# Without a target: the one that fits this machine's GPUs. docker and podman get the image meshflash:TARGET, apptainer
-# writes meshflash-TARGET.sif into the current folder. --dry-run prints the command instead.
+# The default target fits this machine's GPUs. docker and podman tag the image meshflash:TARGET; apptainer writes
+# meshflash-TARGET.sif into the current folder. --dry-run prints the command instead.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

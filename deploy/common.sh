@@ -1,14 +1,13 @@
 # shellcheck shell=bash
-# What deploy/build.sh, deploy/run.sh and deploy/train.sh share: errors, which container engine there is, which GPUs, and
-# how to show a command.
-# Sourced, not run.
+# Functions of deploy/build.sh, deploy/run.sh and deploy/train.sh: errors, detection of container engine and GPUs, and
+# dry runs. Source this file; do not run it.
 
 fail() {
   echo "${0##*/}: $*" >&2
   exit 2
 }
 
-# The first container engine that is installed.
+# Print the first container engine that is installed.
 find_engine() {
   local name
   for name in docker podman apptainer singularity; do
@@ -20,7 +19,7 @@ find_engine() {
   fail "found none of docker, podman, apptainer, singularity"
 }
 
-# Whose GPUs this machine has. /dev/dri alone says nothing: servers have it for their console.
+# Print the vendor of this machine's GPUs. /dev/dri alone proves nothing: servers have it for their console.
 find_gpu() {
   if command -v nvidia-smi >/dev/null || [ -e /dev/nvidiactl ]; then
     echo nvidia
@@ -33,7 +32,7 @@ find_gpu() {
   fi
 }
 
-# The build target that serves these GPUs; nothing where there is none.
+# Print the build target for these GPUs; print nothing if there is none.
 kind_for() {
   case "$1" in
   nvidia) echo cuda ;;
@@ -42,7 +41,7 @@ kind_for() {
   esac
 }
 
-# Runs a command, or prints it as a shell would read it where the first argument is yes.
+# Run a command, or print it with shell quoting if the first argument is yes.
 run_or_print() {
   local dry_run=$1 text
   shift

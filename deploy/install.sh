@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs meshflash inside an image that is being built; deploy/Dockerfile and deploy/meshflash.def call it as root.
+# Installs meshflash during an image build; deploy/Dockerfile and deploy/meshflash.def call it as root.
 #   install.sh system cpu|cuda|rocm    Open MPI, a C compiler for Triton, torch in /opt/meshflash
 #   install.sh project cpu|cuda|rocm   meshflash itself, from the wheel or the source tree beside this script
-# TORCH_INDEX names another index to take torch from.
+# TORCH_INDEX names another package index for torch.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -22,7 +22,7 @@ install=("$venv/bin/pip" install --no-cache-dir --disable-pip-version-check --co
 case "$step" in
 system)
   packages=(ca-certificates gcc libc6-dev openmpi-bin libopenmpi-dev)
-  # the image for CPUs is one of Python's own
+  # The image for CPUs is an official Python image.
   if [ "$kind" != cpu ]; then packages+=(python3 python3-dev python3-venv); fi
   export DEBIAN_FRONTEND=noninteractive
   apt-get update
@@ -36,12 +36,12 @@ system)
   fi
   ;;
 project)
-  # a wheel, or the source tree where there is none
+  # Install the wheel, or the source tree if there is no wheel.
   shopt -s nullglob
   wheels=("$here"/wheels/meshflash-*.whl)
   what=${wheels[0]:-$here/source}
   if [ "$kind" = rocm ]; then
-    # torch for ROCm brings a Triton of its own, in the same folder as the one that we depend on
+    # torch for ROCm installs its own Triton into the folder of the Triton on PyPI.
     "${install[@]}" numpy typer rich 'mpi4py>=4'
     "${install[@]}" --no-deps "$what"
   else

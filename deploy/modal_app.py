@@ -4,8 +4,9 @@
     modal run deploy/modal_app.py::run --nproc 4
     modal run deploy/modal_app.py::cluster
 
-What runs there is plain data: a list of steps, each a line to print and a command. `MESHFLASH_MODAL_GPU` (H100) and
-`MESHFLASH_MODAL_NODES` (2) are read where `modal` is called. Needs `pip install modal` and `modal setup`.
+A job is plain data: a list of steps, each with a line to print and a command. The environment of the `modal` command
+sets `MESHFLASH_MODAL_GPU` (default H100) and `MESHFLASH_MODAL_NODES` (default 2). Needs `pip install modal` and
+`modal setup`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NODES = int(os.environ.get("MESHFLASH_MODAL_NODES", "2"))
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and the line that announces it; no line where it is empty."""
+    """A command, and the line that announces it; an empty line is not printed. The functions below make it."""
 
     command: tuple[str, ...]
     line: str = ""
@@ -44,31 +45,31 @@ class Step:
 Runner = Callable[[Sequence[str]], int]
 
 
-def opening(project: str = PROJECT) -> list[str]:
-    """The lines that say where a job runs and what it found there."""
+def opening_lines(project: str = PROJECT) -> list[str]:
+    """Return the lines that name the project folder and its files."""
     return [f"== base_dir == {project}", f"== Files in project == {sorted(os.listdir(project))}"]
 
 
-def building(project: str = PROJECT) -> Step:
-    """Install the project; the image has what it depends on."""
+def install_step(project: str = PROJECT) -> Step:
+    """Return the step that installs the project; the image already has its dependencies."""
     install = (sys.executable, "-m", "pip", "install", "--quiet", "--root-user-action=ignore", "--no-deps", project)
     return Step(install, "🔧 Building...")
 
 
-def job(nproc: int, project: str = PROJECT) -> list[Step]:
-    """One container: the MPI job on `nproc` ranks, which share its GPU, and the self-test on as many."""
+def job_steps(nproc: int, project: str = PROJECT) -> list[Step]:
+    """Return the steps of one container: the MPI job on `nproc` ranks that share its GPU, then the self-test."""
     if nproc < 1:
         raise ValueError(f"nproc={nproc}: expected 1 or more")
     mpirun = ("mpirun", "-np", str(nproc), "--allow-run-as-root", "--oversubscribe")
     return [
-        building(project),
+        install_step(project),
         Step((*mpirun, "meshflash", "checksum"), "🚀 Running distributed FlashAttention..."),
         Step(("meshflash", "check", "-n", str(nproc), "--quick")),
     ]
 
 
-def cluster_job(node: int, addresses: Sequence[str], project: str = PROJECT) -> list[Step]:
-    """One container of several: a torchrun with a rank for each GPU, which meets the others at the first address."""
+def cluster_steps(node: int, addresses: Sequence[str], project: str = PROJECT) -> list[Step]:
+    """Return the steps of one container of a cluster: a torchrun with a rank per GPU and its rendezvous at node 0."""
     torchrun = (
         "torchrun",
         f"--nnodes={len(addresses)}",
@@ -78,16 +79,19 @@ def cluster_job(node: int, addresses: Sequence[str], project: str = PROJECT) -> 
         f"--master-port={PORT}",
         "--no-python",
     )
-    return [building(project), Step((*torchrun, "meshflash", "checksum"), "🚀 Running distributed FlashAttention...")]
+    return [
+        install_step(project),
+        Step((*torchrun, "meshflash", "checksum"), "🚀 Running distributed FlashAttention..."),
+    ]
 
 
 def execute(command: Sequence[str]) -> int:
-    """Run a command with this process's output; its exit status."""
+    """Run a command with the output of this process; return its exit status."""
     return subprocess.run(command, check=False).returncode
 
 
-def carry_out(lines: Iterable[str], steps: Iterable[Step], runner: Runner = execute) -> None:
-    """Print the lines, then announce and run each step; the first that fails raises, and no other runs."""
+def run_steps(lines: Iterable[str], steps: Iterable[Step], runner: Runner = execute) -> None:
+    """Print the lines, then announce and run each step; raise at the first step that fails."""
     for line in lines:
         print(line, flush=True)
     for step in steps:
@@ -99,7 +103,7 @@ def carry_out(lines: Iterable[str], steps: Iterable[Step], runner: Runner = exec
 
 
 def image_from(base: Any, source: Path = SOURCE) -> Any:
-    """The container's image: Open MPI, a C compiler for Triton, the project's dependencies, and its source tree."""
+    """Return the image: Open MPI, a C compiler for Triton, the project's dependencies, and its source tree."""
     return (
         base.debian_slim(python_version="3.12")
         .apt_install("openmpi-bin", "libopenmpi-dev", "build-essential")
@@ -107,7 +111,7 @@ def image_from(base: Any, source: Path = SOURCE) -> Any:
         .pip_install_from_pyproject(
             str(source / "pyproject.toml"), optional_dependencies=["mpi"], extra_options=f"-c {CONSTRAINTS}"
         )
-        # containers may not read each other's memory: without this Open MPI says so at every start
+        # Containers may not read each other's memory; without this setting Open MPI warns at every start.
         .env({"OMPI_MCA_btl_vader_single_copy_mechanism": "none", "PYTHONUNBUFFERED": "1"})
         .add_local_dir(source, PROJECT, ignore=IGNORED)
     )
@@ -115,19 +119,19 @@ def image_from(base: Any, source: Path = SOURCE) -> Any:
 
 app = modal.App("meshflash")
 image = image_from(modal.Image)
-# Modal 1.6 moved the decorator out of `modal.experimental`
+# Modal 1.6 moved the decorator out of `modal.experimental`.
 clustered = getattr(modal, "clustered", None) or modal.experimental.clustered
 
 
 @app.function(image=image, gpu=GPU, timeout=HOUR)
 def run(nproc: int = 4) -> None:
-    """The MPI job and the self-test in one container with one GPU."""
-    carry_out(opening(), job(nproc))
+    """Run the MPI job and the self-test in one container with one GPU."""
+    run_steps(opening_lines(), job_steps(nproc))
 
 
 @app.function(image=image, gpu=f"{GPU}:8", timeout=HOUR)
 @clustered(size=NODES, rdma=True)
 def cluster() -> None:
-    """The job over all GPUs of several containers, which Modal starts together."""
+    """Run the job over all GPUs of several containers, which Modal starts together."""
     info = modal.experimental.get_cluster_info()
-    carry_out(opening(), cluster_job(info.rank, info.container_ips))
+    run_steps(opening_lines(), cluster_steps(info.rank, info.container_ips))

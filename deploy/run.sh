@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs a command in meshflash's container with docker, podman or apptainer, whichever is found.
+# Runs a command in the container of meshflash with docker, podman or apptainer, whichever is installed.
 #   deploy/run.sh [--dry-run] [--engine NAME] [--gpu nvidia|amd|intel|none] [--image NAME] [--] [COMMAND ...]
-# Without a command the image's own runs: meshflash doctor. The container sees the current folder, this machine's GPUs,
-# network and shared memory, and what a launcher told this process, so it also works under srun. --dry-run prints the
-# command instead. Images come from deploy/build.sh; for Intel GPUs name one with --image.
+# The default command is that of the image: meshflash doctor. The container gets the current folder, the GPUs, network
+# and shared memory of this machine, and the variables of the launcher, so it also works under srun. --dry-run prints
+# the command instead. deploy/build.sh builds the images; for Intel GPUs name one with --image.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -32,7 +32,7 @@ intel) if [ -z "$image" ]; then fail "no image is made for Intel GPUs here: name
 esac
 kind=$(kind_for "$gpu")
 
-# The group that owns a device, so that a user inside may open it.
+# Print the group that owns a device, so that the user in the container may open it.
 group_of() {
   local group=video
   if [ -e "$1" ]; then group=$(stat -c %g "$1"); fi
@@ -41,7 +41,7 @@ group_of() {
 
 case "$engine" in
 docker | podman)
-  # shared memory is the host's (--ipc host), so there is no size to give
+  # The container uses the host's shared memory (--ipc host), so it needs no size of its own.
   flags=(--rm --network host --ipc host --ulimit memlock=-1 --ulimit stack=67108864)
   if [ -t 0 ] && [ -t 1 ]; then flags+=(--interactive --tty); fi
   case "$engine $gpu" in
@@ -56,7 +56,7 @@ docker | podman)
   "podman amd" | "podman intel") flags+=(--group-add keep-groups) ;;
   esac
   if [ -e /dev/infiniband ]; then flags+=(--device /dev/infiniband); fi
-  # files in the current folder stay the caller's; root stays the image's user, for mpirun refuses root
+  # Files in the current folder keep the caller as owner. If root calls, keep the image's user: mpirun refuses root.
   if [ "$(id -u)" != 0 ]; then
     if [ "$engine" = docker ]; then flags+=(--user "$(id -u):$(id -g)"); else flags+=(--userns keep-id); fi
     flags+=(--env HOME=/tmp --env USER=meshflash)
@@ -69,12 +69,12 @@ docker | podman)
     esac
     flags+=(--env "$name")
   done
-  # ranks of one node, each in a container of its own, meet through a file in /tmp
+  # Ranks of one node, each in its own container, find each other through a file in /tmp.
   flags+=(--volume /tmp:/tmp --volume "$PWD:/work" --workdir /work)
   run_or_print "$dry_run" "$engine" run "${flags[@]}" "${image:-meshflash:$kind}" "$@"
   ;;
 apptainer | singularity)
-  # it shares network, memory, environment and the current folder by itself
+  # apptainer shares network, memory, environment and the current folder by default.
   flags=()
   case "$gpu" in
   nvidia) flags=(--nv) ;;

@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
-# Submits a run of `meshflash train`: a preset says which model, how many ranks, how long. From the repository's root:
+# Submits a run of `meshflash train`; a preset sets model, number of ranks and time. From the repository's root:
 #   deploy/train.sh PRESET [OPTIONS] [ARGUMENTS OF MESHFLASH TRAIN]
 #   deploy/train.sh llama3-8b-1m --account ABC123 --data data --output runs/1m
 #   deploy/train.sh vit-2.6b --site frontier --nodes 4 --chain 5 --data images.npz --output runs/vit
 #
-#   --site NAME       frontier, slurm, aurora, pbs or lsf: the job script to take. By default that of sbatch, qsub or
-#                     bsub, whichever is found
-#   --nodes N         by default as few as the preset's mesh fits on, with --dp, --fsdp, --cp and --tp as they are given
-#   --gpus N          GPUs of a node, and the most ranks of a node; by default those of the site's nodes
-#   --time HH:MM:SS   the limit of a job
-#   --account NAME    or project;    --queue NAME    or partition
-#   --chain N         submit N jobs, each to begin when the one before it has ended
+#   --site NAME       job script to use: frontier, slurm, aurora, pbs or lsf. Default: that of the installed scheduler
+#                     (sbatch, qsub or bsub)
+#   --nodes N         number of nodes. Default: the fewest that fit the mesh of preset, --dp, --fsdp, --cp and --tp
+#   --gpus N          GPUs per node, and the maximum of ranks per node. Default: the GPUs of the site's nodes
+#   --time HH:MM:SS   time limit of a job
+#   --account NAME    account or project;    --queue NAME    queue or partition
+#   --chain N         submit N jobs; each starts when the previous one has ended
 #   --dry-run         print the commands instead
-#   --                all that follows goes to meshflash train, as do options that are not named here
+#   --                pass all following arguments to meshflash train, as well as options that are not listed here
 #
 # A run that ends at its time limit resumes from its last checkpoint: submit the same command again, or use --chain.
-# Inside a job the run starts at once, on the job's nodes.
-# Edit the tables below to change time limits of presets and GPUs of a site's nodes; options override them.
-# MESHFLASH_MODULES and MESHFLASH_VENV reach the job, see deploy/README.md.
+# Inside a job the run starts at once, on the nodes of the job.
+# Edit the tables below to change the time limits of presets and the GPUs per node of a site; options override them.
+# The job gets MESHFLASH_MODULES and MESHFLASH_VENV; see deploy/README.md.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=deploy/common.sh
 source "$here/common.sh"
 
-# `cp` is that of the preset; `ranks` is the smallest number of ranks whose memory suffices, at 64 GB each.
+# `cp` repeats the value of the preset; `ranks` is the smallest number of ranks with enough memory, at 64 GB each.
 #  name          kind  preset        cp  ranks  time
 presets="
   gpt-tiny       gpt   tiny           1      1  00:10:00
@@ -36,7 +36,7 @@ presets="
   vit-base       vit   base           1      1  02:00:00
   vit-2.6b       vit   2.6b           8      8  02:00:00
 "
-#  site      script              command  in a job it sets  GPUs of a node
+#  site      script              command  job variable      GPUs per node
 sites="
   slurm      slurm/nvidia.sh     sbatch   SLURM_JOB_ID       4
   frontier   slurm/frontier.sh   sbatch   SLURM_JOB_ID       8
@@ -45,7 +45,7 @@ sites="
   lsf        lsf/summit-like.sh  bsub     LSB_JOBID          6
 "
 
-# Print the rest of the table line that starts with a word; nothing if there is none.
+# Print the rest of the table row with this name; print nothing if there is none.
 row() {
   local name rest
   while read -r name rest; do
@@ -53,7 +53,7 @@ row() {
   done <<<"$1"
 }
 
-# Print the first words of a table's lines.
+# Print the names of all rows of a table.
 names() {
   local name rest found=''
   while read -r name rest; do found+=${name:+"${found:+, }$name"}; done <<<"$1"
@@ -102,7 +102,7 @@ time=${time:-$default_time}
 number --chain "$chain"
 if ! [[ "$time" =~ ^[0-9]+:[0-5][0-9]:[0-5][0-9]$ ]]; then fail "--time $time: expected hours, as in 02:00:00"; fi
 
-# read the mesh and checkpoint options from the arguments of meshflash train
+# Read the mesh and checkpoint options from the arguments of meshflash train.
 dp='' fsdp=1 tp=1 output=no fresh=no
 for ((n = 0; n < ${#rest[@]}; n++)); do
   word=${rest[n]} value=${rest[n + 1]:-}
@@ -124,14 +124,14 @@ fi
 
 command=(meshflash train "$kind" --preset "$name" ${rest[@]+"${rest[@]}"})
 
-# Print the site whose job this runs in, else the first whose scheduler is installed.
+# Print the site of the current job, else the first site whose scheduler is installed.
 find_site() {
   local inside name submit job _
   for inside in yes no; do
     while read -r name _ submit job _; do
       if [ -z "$name" ]; then continue; fi
       if { [ $inside = yes ] && [ -n "${!job:-}" ]; } || { [ $inside = no ] && command -v "$submit" >/dev/null; }; then
-        # how Frontier calls itself
+        # Frontier sets this name.
         if [ "$name" = slurm ] && [ "${LMOD_SYSTEM_NAME:-}" = frontier ]; then name=frontier; fi
         echo "$name"
         return
@@ -153,7 +153,7 @@ script=$here/$script
 gpus=${gpus:-${MESHFLASH_PER_NODE:-$site_gpus}}
 number --gpus "$gpus"
 
-# Print the most ranks per node such that $1 nodes make a multiple of the mesh, or exactly the mesh if dp is given.
+# Print the most ranks per node with which $1 nodes hold a multiple of the mesh, or exactly the mesh if dp is given.
 ranks_of_node() {
   local each
   for ((each = gpus; each > 0; each--)); do
@@ -175,7 +175,7 @@ if [ -z "$per_node" ]; then
   fail "--nodes $nodes: with up to $gpus ranks each they do not make the mesh's $mesh ranks; take --nodes $enough"
 fi
 
-# Set `words` to the command that submits a job; with an argument it starts after that job.
+# Set `words` to the command that submits a job; with an argument, the job starts after that job.
 submission() {
   local text name names after=${1:-}
   case "$submit" in
@@ -186,7 +186,7 @@ submission() {
     words+=("$script" "${command[@]}")
     ;;
   qsub)
-    # qsub passes no arguments, and only named variables; names without values, since its list is split at commas
+    # qsub passes no arguments, and only named variables. Pass names without values: qsub splits its list at commas.
     printf -v text '%q ' "${command[@]}"
     names=MESHFLASH_COMMAND,MESHFLASH_PER_NODE
     for name in $(compgen -e); do
@@ -202,7 +202,7 @@ submission() {
     words+=("$script")
     ;;
   bsub)
-    words=(env "MESHFLASH_PER_NODE=$per_node" bsub -nnodes "$nodes" -W "${time%:*}") # it counts in minutes
+    words=(env "MESHFLASH_PER_NODE=$per_node" bsub -nnodes "$nodes" -W "${time%:*}") # bsub takes hours and minutes
     words+=(${account:+-P "$account"} ${queue:+-q "$queue"} ${after:+-w "ended($after)"} "$script" "${command[@]}")
     ;;
   esac
@@ -212,7 +212,7 @@ if [ -n "${!job:-}" ]; then
   if [ "$chain" -gt 1 ]; then fail "--chain $chain: this is inside a job; submit from a login node"; fi
   variables=("MESHFLASH_PER_NODE=$per_node")
   if [ "$submit" = sbatch ]; then
-    variables=() # an interactive job may not set the number of ranks
+    variables=() # an interactive job may leave the number of ranks unset
     if [ -z "${SLURM_NTASKS_PER_NODE:-}${SLURM_NTASKS:-}" ]; then variables=("SLURM_NTASKS_PER_NODE=$per_node"); fi
   fi
   run_or_print "$dry_run" env ${variables[@]+"${variables[@]}"} "$script" "${command[@]}"

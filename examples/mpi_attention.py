@@ -12,7 +12,7 @@ from meshflash import Mask, attention, init
 
 
 def main() -> None:
-    """Attend over one causal sequence of which each rank holds 512 tokens."""
+    """Run causal attention over one sequence; each rank holds 512 tokens of it."""
     with init() as world:
         print(f"Rank {world.rank}/{world.world_size} on device {world.device}", flush=True)
         generator = torch.Generator().manual_seed(world.rank)

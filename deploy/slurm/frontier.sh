@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One rank for each GCD on nodes with four AMD MI250X (8 GCDs) and Slingshot, such as Frontier. From the root:
+# Runs one rank per GCD on nodes with four AMD MI250X (8 GCDs) and Slingshot, such as Frontier. From the root:
 #   sbatch --account=ABC123 deploy/slurm/frontier.sh              # meshflash checksum
 #   sbatch --account=ABC123 --nodes=8 deploy/slurm/frontier.sh python train.py
-# Edit below, or say on sbatch's command line: account, partition, time, nodes. MESHFLASH_MODULES="rocm/7.2.0 ..."
-# replaces the modules, MESHFLASH_VENV=/path activates an environment, and MESHFLASH_OFI_RCCL=/path/to/lib says where
-# the aws-ofi-rccl plugin is (a module may set it, too): without it RCCL goes over TCP between nodes.
-# A variable that is set already stays as it is. meshflash finds rank, master and backend by itself.
+# Edit below, or set on sbatch's command line: account, partition, time, nodes. MESHFLASH_MODULES="rocm/7.2.0 ..."
+# replaces the modules, MESHFLASH_VENV=/path activates an environment, and MESHFLASH_OFI_RCCL=/path/to/lib names the
+# folder of the aws-ofi-rccl plugin (a module may set it, too). Without the plugin RCCL uses TCP between nodes.
+# Variables that are already set keep their values. meshflash detects rank, master and backend.
 #SBATCH --job-name=meshflash
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -19,17 +19,17 @@ set -euo pipefail
 if [ $# -eq 0 ]; then eval "set -- ${MESHFLASH_COMMAND:-meshflash checksum}"; fi
 
 read -r -a modules <<<"${MESHFLASH_MODULES:-PrgEnv-gnu rocm craype-accel-amd-gfx90a}"
-set +u # what sites define as `module`, and environments to activate, read variables that may not be set
+set +u # `module` functions of sites and `activate` scripts read variables that may be unset
 module load "${modules[@]}"
-# shellcheck disable=SC1091 # the user's own
+# shellcheck disable=SC1091 # a file of the user
 if [ -n "${MESHFLASH_VENV:-}" ]; then source "$MESHFLASH_VENV/bin/activate"; fi
 set -u
 
-# sockets, for the first meeting, go over the fast network
+# Sockets for the rendezvous use the fast network.
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-hsn0}"
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-hsn0}"
 
-# RCCL over libfabric, from GPU memory, on any of the four network cards
+# RCCL uses libfabric, from GPU memory, on any of the four network cards.
 if [ -n "${MESHFLASH_OFI_RCCL:-}" ]; then
   export LD_LIBRARY_PATH="$MESHFLASH_OFI_RCCL${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 elif [ "${SLURM_NNODES:-1}" -gt 1 ] && [[ "${LD_LIBRARY_PATH:-}" != *ofi-[rn]ccl* ]]; then
@@ -38,7 +38,7 @@ fi
 export NCCL_NET_GDR_LEVEL="${NCCL_NET_GDR_LEVEL:-PHB}"
 export NCCL_CROSS_NIC="${NCCL_CROSS_NIC:-1}"
 
-# the provider's queues are sized for MPI; collectives over many ranks need longer ones
+# The default queues of the provider are sized for MPI; collectives over many ranks need longer ones.
 export FI_PROVIDER="${FI_PROVIDER:-cxi}"
 export FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR:-kdreg2}"
 export FI_CXI_ATS="${FI_CXI_ATS:-0}"
@@ -47,7 +47,7 @@ export FI_CXI_DEFAULT_CQ_SIZE="${FI_CXI_DEFAULT_CQ_SIZE:-131072}"
 export FI_CXI_DEFAULT_TX_SIZE="${FI_CXI_DEFAULT_TX_SIZE:-2048}"
 export FI_CXI_RX_MATCH_MODE="${FI_CXI_RX_MATCH_MODE:-hybrid}"
 
-# compiled kernels stay on the node: thousands of ranks would write into one home folder
+# Compiled kernels stay on the node; otherwise thousands of ranks would write into one home folder.
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/${USER:-meshflash}-triton}"
 
 exec srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-7}" --gpus-per-task=1 --gpu-bind=closest "$@"
