@@ -60,6 +60,7 @@ def test_layout_that_matches_the_third_axis_is_refused():
 
 
 def check_every_rank_refuses(rank, world, group):
+    """Assert that every rank refuses swapped axes, and accepts as many heads as tokens."""
     x = zeros(4, 10)
     with pytest.raises(ValueError, match=rf"documents have 20 tokens over 2 ranks, .*{HINT}"):
         attention(x, x, x, mask=Mask.documents([15, 5]))

@@ -20,6 +20,7 @@ dist: Any = _distributed  # the stubs of torch miss some of its exports
 
 
 def check_compiled_first_calls(rank, world, group):
+    """Compile the first call over a new group; assert that results and gradients match the eager call."""
     torch._dynamo.reset()
     layout = Layout.zigzag(11, world)
     generator = torch.Generator().manual_seed(0)
@@ -57,6 +58,7 @@ def test_schedules_are_imported_before_the_first_call():
 
 
 def check_deepcopies(rank, world, group):
+    """Assert that a deep copy has its own weights and the same group or mesh."""
     x = torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(rank))
     mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     for ranks in (group, mesh):

@@ -242,10 +242,12 @@ def packings(count, tokens):
 
 
 def _mask_inside(q, k, v, cu_seqlens):
+    """Build the mask inside of the compiled function."""
     return flash_attention(q, k, v, mask=CAUSAL & Mask.from_cu_seqlens(cu_seqlens))
 
 
 def _mask_outside(q, k, v, mask):
+    """Take the mask as an argument of the compiled function."""
     return flash_attention(q, k, v, mask=mask)
 
 

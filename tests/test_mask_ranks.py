@@ -21,6 +21,7 @@ def spelled_mask(spelling):
 
 
 def check_different_spellings(rank, world, group):
+    """Call attention with another spelling of the mask on each rank; assert that results match."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 8, 2, 8, generator=generator, dtype=torch.float64)
     want = flash_attention(x, x, x, mask=spelled_mask(0))

@@ -18,6 +18,7 @@ dist: Any = _distributed  # the stubs of torch miss some of its exports
 
 
 def check_strides(rank, world, group):
+    """Compare strided inputs and upstream gradients with a single device."""
     layout = Layout.zigzag(25, world)
     whole = qkv()
     out, *grads = gradients(lambda *x: flash_attention(*x, mask=CAUSAL), *whole)
@@ -43,6 +44,7 @@ def test_strided_inputs_and_gradients_match_a_single_device(pool):
 
 
 def check_autograd(rank, world, group):
+    """Compare partial, accumulated, nested and checkpointed gradients with a single device."""
     layout, whole = Layout.zigzag(25, world), qkv()
     call: dict[str, Any] = dict(layout=layout, mask=CAUSAL)
     local = [cut(x, layout, rank) for x in whole]
@@ -104,6 +106,7 @@ def test_autograd_matches_a_single_device(pool):
 
 
 def check_autocast(rank, world, group):
+    """Assert that autocast gives the results of bfloat16 inputs, with float32 gradients."""
     layout, whole = Layout.zigzag(65, world), qkv(65, dtype=torch.float32, dim=16)
     local = [cut(x, layout, rank) for x in whole]
     rounded = gradients(lambda *x: attention(*x, layout=layout, mask=CAUSAL), *(x.bfloat16() for x in local))
@@ -137,6 +140,7 @@ def assert_compiles(function, calls, max_compilations):
 
 
 def check_compiled_calls(rank, world, group):
+    """Assert that calls compile once for every kind of mesh, layout and feature."""
     layouts = Layout.zigzag(24, world), Layout.balanced(CAUSAL, 24, world), Layout(((range(12, 24),), (range(12),)))
     grid = dist.init_device_mesh("cpu", (world,))
     inputs = [[x[:, :12] for x in qkv(12, dtype=torch.float32, seed=10 * n + rank)] for n in range(3)]
@@ -160,6 +164,7 @@ def test_compiled_calls_equal_eager_calls(pool):
 
 
 def check_changing_lengths(rank, world, group):
+    """Assert that calls with changing documents or sizes compile at most twice."""
     draw = random.Random(0)  # the same on all ranks
 
     def packing():

@@ -17,6 +17,7 @@ dist: Any = _distributed  # the stubs of torch miss some of its exports
 
 
 def check_without_layout(rank, world, group):
+    """Compare calls without a layout, with shards of equal length, with a single device."""
     for schedule in (*SCHEDULES, "auto"):
         for tokens in (5 * world, world, 0):
             layout = default_layout("ring" if schedule == "auto" else schedule, tokens, world)
@@ -30,6 +31,8 @@ def test_shards_of_equal_length_need_no_layout(pool, world):
 
 
 def check_every_mesh(rank, world, group):
+    """Compare calls over groups, sub-groups and meshes of one and two axes with a single device."""
+
     def check(mesh, rank, world):
         whole, layout = qkv(9, seed=world), Layout.zigzag(9, world)
         for schedule in ("ring", "allgather"):
@@ -60,6 +63,7 @@ def test_mesh_may_be_any_process_group_or_device_mesh(pool):
 
 
 def check_single_rank(rank, world, group):
+    """Assert that a group of one rank gives the bits and the plan of `flash_attention`."""
     inputs = qkv(9)
     whole, lse = flash_attention(*inputs, mask=CAUSAL, return_lse=True)
     for mesh in (None, group, dist.init_device_mesh("cpu", (1,))):
@@ -91,6 +95,7 @@ def test_permuted_layout_is_refused_on_a_single_rank():
 
 
 def check_packed_documents(rank, world, group):
+    """Compare packed documents, given as a list and as a tensor, with a single device."""
     lengths = [4, 0, 9, 1, 5]
     q, k, v = (x[0] for x in qkv(19))
     mask = CAUSAL & Mask.documents(lengths)
@@ -110,6 +115,7 @@ def test_packed_documents_match_a_single_device(pool):
 
 
 def check_cross_attention(rank, world, group):
+    """Compare cross-attention with different layouts of queries and keys with a single device."""
     for q_tokens, k_tokens in ((7, 22), (22, 7), (1, 22), (22, 1), (5, 0)):
         whole = qkv(q_tokens, k_tokens)
         layouts = Layout.zigzag(q_tokens, world), Layout.striped(k_tokens, world)
@@ -141,6 +147,7 @@ def registered_schedules():
 
 
 def check_registered_schedules(rank, world, group):
+    """Compare registered schedules with a single device, and refuse them after they are unregistered."""
     with registered_schedules():
         for schedule, name in (("mine", "contiguous"), ("mine(head_stride=2)", "contiguous"), ("yours", "zigzag")):
             tokens = 6 * world

@@ -123,6 +123,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 def disagree(rank, world, group, bad):
+    """Make every call of `DIFFERENCES` with rank `bad` as the one that differs; return the messages."""
     messages = {}
     for name, (everyone, one, _) in DIFFERENCES.items():
         options = everyone | (one if rank == bad else {})
@@ -154,6 +155,7 @@ def assert_matches(pattern, text):
 
 
 def rank_0_differs(rank, world, group):
+    """Return the message of a call in which rank 0 differs from all other ranks."""
     return raised_message(DisagreementError, call, world, scale=0.5 if rank == 0 else 0.25)[0]
 
 
@@ -164,6 +166,7 @@ def test_disagreement_of_rank_0_is_reported_against_rank_1(pool):
 
 
 def disagree_in_sub_group(rank, world, group):
+    """Return the message of a disagreement within a group of two of the four ranks."""
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     return raised_message(DisagreementError, call, 2, mesh=half, scale=float(rank + 1))[0]
 
@@ -177,6 +180,7 @@ def test_messages_use_global_rank_numbers(pool):
 
 
 def call_with_wrong_length(rank, world, group, bad):
+    """Return the messages of a wrong shard length and of wrong documents on rank `bad`."""
     errors = [raised_message(ValueError, call, world, tokens=5 if rank == bad else 4)[0]]
     errors.append(raised_message(ValueError, call, world, mask=Mask.documents([7] if rank == bad else [8]))[0])
     call(world)
@@ -193,6 +197,7 @@ def test_wrong_length_on_one_rank_raises_on_all_ranks(pool, bad):
 
 
 def repeat_with_wrong_length(rank, world, group):
+    """Return the message and the wait of a repeated call in which rank 1 has a wrong length."""
     with timeout_seconds(1.0):
         call(world)
         return raised_message(ValueError if rank else TransportError, call, world, tokens=5 if rank else 4)
@@ -206,6 +211,7 @@ def test_wrong_length_in_a_repeated_call_raises_on_all_ranks(pool):
 
 
 def skip_backward(rank, world, group):
+    """Return the message and the wait of a backward that rank 1 does not run."""
     with timeout_seconds(1.0):
         x = torch.randn(1, 4, 2, 8, requires_grad=True)
         out = attention(x, x, x, schedule="zigzag")
@@ -240,6 +246,7 @@ def test_forward_and_backward_messages_are_never_confused(pool):
 
 
 def call_without_rank(rank, world, group, absent):
+    """Return the message and the wait of a call that rank `absent` does not make."""
     with timeout_seconds(0.7):
         if rank == absent:
             return "", 0.0
@@ -256,6 +263,7 @@ def test_rank_that_never_calls_is_named(pool, absent):
 
 
 def call_late(rank, world, group):
+    """Return the message of a call that rank 1 makes after the timeout; the next call succeeds."""
     with timeout_seconds(0.5):
         if rank == 1:
             time.sleep(0.8)
@@ -271,6 +279,7 @@ def test_late_rank_gets_the_error_and_the_next_call_works(pool):
 
 
 def repeat_without_rank_1(rank, world, group, options):
+    """Return the message and the wait of a repeated call that rank 1 does not make."""
     with timeout_seconds(2.0):
         call(world, **options)
         dist.barrier()
@@ -292,6 +301,7 @@ def test_missing_rank_in_a_repeated_call_is_named(pool, schedule, mask):
 
 
 def call_with_other_arguments(rank, world, group):
+    """Return message and wait of a call that is new on rank 0 and repeated on rank 1."""
     with timeout_seconds(2.0):
         call(world)
         if rank:
@@ -308,6 +318,7 @@ def test_new_call_beside_a_cached_call_raises_within_the_timeout(pool):
 
 
 def verify_on_rank_0(rank, world, group):
+    """Return the message and the wait of a call with verify=True on rank 0 only."""
     with timeout_seconds(0.7):
         call(world)
         if rank:
@@ -324,6 +335,7 @@ def test_verify_on_one_rank_raises_within_the_timeout(pool):
 
 
 def die_in_repeated_call(rank, world, group):
+    """Repeat a call; rank 1 exits before its third call."""
     with timeout_seconds(30):
         for n in range(4):
             if rank == 1 and n == 2:
@@ -375,6 +387,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def make_invalid_calls(rank, world, group):
+    """Return the messages of all invalid calls, by name."""
     with timeout_seconds(10):
         errors = {name: raised_message(ValueError, call, world, **options)[0] for name, (options, _) in REFUSED.items()}
     grid = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
@@ -427,6 +440,7 @@ def test_timeout_must_be_a_number_of_seconds(refused, text):
 
 
 def count_handshakes(rank, world, group):
+    """Assert that a call with new arguments makes a handshake, and a repeated call makes none."""
     context = group_context(group.group_name)
     call(world)
     call(world)

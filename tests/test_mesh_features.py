@@ -17,6 +17,7 @@ dist: Any = _distributed  # the stubs of torch miss some of its exports
 
 
 def check_dropout(rank, world, group):
+    """Compare dropout with a single device, and assert that it keeps the same pairs of query and key."""
     whole = qkv(26)
     for seed in (3, torch.tensor(4)):
         for schedule in ("ring", "zigzag", "allgather"):
@@ -61,6 +62,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def check_features(rank, world, group):
+    """Compare all calls of `CALLS` with a single device."""
     for name, (shape, call) in CALLS.items():
         for schedule in ("zigzag", "allgather(head_stride=1)"):
             try:
@@ -75,6 +77,7 @@ def test_features_and_shapes_match_a_single_device(pool, world):
 
 
 def check_sink_gradients(rank, world, group):
+    """Assert that sink gradients, summed over ranks, match a single device."""
     whole, logits = qkv(), torch.linspace(-1, 2, 4, dtype=torch.float64)
     *_, want = gradients(lambda q, k, v, s: flash_attention(q, k, v, mask=CAUSAL, sink_logits=s), *whole, logits)
     for schedule in SCHEDULES:
@@ -93,6 +96,7 @@ def test_sink_logit_gradients_summed_over_ranks_match_a_single_device(pool):
 
 
 def compare_reduce_dtypes(rank, world, group):
+    """Assert that bfloat16 reductions round dK and dV only; return where dK changed."""
     changed = []
     for dtype in (torch.float32, torch.bfloat16):
         for schedule in SCHEDULES:
@@ -115,6 +119,7 @@ def test_bfloat16_reduce_dtype_rounds_only_reduced_gradients(pool):
 
 
 def check_determinism(rank, world, group):
+    """Assert that deterministic calls give equal bits, by argument and by PyTorch's global switch."""
     for schedule in SCHEDULES:
         layout = default_layout(schedule, 40, world)
         local = [cut(x, layout, rank) for x in qkv(40, dtype=torch.float32)]

@@ -16,6 +16,7 @@ from meshflash.engine.group_context import group_context
 
 
 def check_plan(rank, world, group):
+    """Assert that the plan names schedule, layout, kernels and bytes of the call."""
     inputs = [cut(x, Layout.zigzag(32, world), rank) for x in qkv(32, dtype=torch.float32)]
     out, lse, ran = attention(
         *inputs, schedule="zigzag", mask=CAUSAL, kernel="tiled", return_lse=True, return_plan=True
@@ -45,6 +46,7 @@ def test_plan_names_schedule_kernels_and_bytes(pool):
 
 
 def auto_schedules(rank, world, group, limit):
+    """Return schedule and layout that auto selects with this size limit, with and without a layout."""
     inputs = [cut(x, Layout.zigzag(16, world), rank) for x in qkv(16, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshflash.planning.GATHER_BYTES", limit)
@@ -61,6 +63,7 @@ def test_auto_gathers_up_to_a_size_limit_and_keeps_the_layout(pool):
 
 
 def auto_schedule_on_uneven_shards(rank, world, group, limit):
+    """Return the schedule that auto selects on shards of 3 and 4 tokens."""
     layout = Layout(((range(3),), (range(3, 7),)))
     inputs = [cut(x, layout, rank) for x in qkv(7, batch=1, kv_heads=4, dim=8, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
@@ -74,6 +77,7 @@ def test_auto_selects_the_same_schedule_on_ranks_with_uneven_shards(pool, limit,
 
 
 def check_verify(rank, world, group):
+    """Run verify=True with every schedule, feature and dtype."""
     whole = qkv(40, dtype=torch.float32)
     for schedule in SCHEDULES:
         layout = default_layout(schedule, 40, world)
@@ -95,6 +99,7 @@ def test_verify_accepts_correct_results(pool):
 
 
 def verify_tampered_result(rank, world, group, bad, how):
+    """Return the message of verify=True if the forward of rank `bad` returns a wrong result."""
     plain = engine.forward
 
     def wrong(*arguments):

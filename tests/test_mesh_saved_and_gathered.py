@@ -34,6 +34,7 @@ def saves_more(problem, rank, name="saves_more"):
 
 
 def check_saved_buffers(rank, world, group):
+    """Run a schedule that saves more than needed; refuse one that saves too little."""
     register_schedule("saves_more", saves_more, allgather.backward, saves_buffers=True)
     register_schedule("mixed", heads_for_sequence("ring")[0], allgather.backward, saves_buffers=True)
     try:
@@ -72,6 +73,7 @@ def test_ulysses_frees_inputs_after_exchanging_heads(pool):
 
 
 def check_fake_tensors_and_compilation(rank, world, group):
+    """Run meta and fake tensors through schedules, and compile a call over two axes."""
     for schedule in ("ring", "ulysses", "hybrid(inner=1)"):
         call = partial(attention, mesh=group, schedule=schedule, mask=CAUSAL)
         meta = [torch.empty(1, 4, 2, 8, device="meta", requires_grad=True) for _ in range(3)]
@@ -153,6 +155,7 @@ def test_keys_gathered_once_serve_several_layers(pool):
 
 
 def check_transports(rank, world, group):
+    """Assert that results and plan follow the transport argument, and that unusable transports raise."""
     whole, layout = qkv(9, seed=world), Layout.zigzag(9, world)
     local = [cut(x, layout, rank) for x in whole]
     for transport, name in (("process_group", "gloo"), ("throttled(auto, 1, 100)", "gloo at 1 GB/s and 100 us")):
@@ -205,6 +208,7 @@ def test_results_do_not_depend_on_return_lse(pool, world):
 
 
 def check_call_after_inference_mode(rank, world, group):
+    """Assert that a call after inference mode has gradients and the same output."""
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
     with torch.inference_mode():
         first = attention(x, x, x, schedule="zigzag")
@@ -219,6 +223,7 @@ def test_call_after_inference_mode_has_gradients(pool):
 
 
 def check_strided_upstream_gradient(rank, world, group, schedule):
+    """Compare gradients for a strided upstream gradient with a single device."""
     layout = Layout.contiguous(8, world)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 8, 1, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]

@@ -91,6 +91,7 @@ def test_sink_logit_gradients_are_correct_with_different_losses_per_rank(pool, s
 
 
 def check_one_rank_without_autograd(rank, world, group, schedule):
+    """Assert that a call raises if rank 1 records no gradients."""
     layout = default_layout(schedule)(TOKENS, world)
     rows = torch.from_numpy(layout.positions(rank))
     q, k, v = (x[:, rows].clone().requires_grad_(rank != 1) for x in whole()[0])
@@ -104,6 +105,7 @@ def test_rank_without_autograd_is_named_on_all_ranks(pool, schedule):
 
 
 def check_dispatch_mode_on_one_rank(rank, world, group):
+    """Count FLOPs on rank 0 only; forward and backward must still run on both ranks."""
     from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.randn(1, 4, 2, 8, requires_grad=True)

@@ -28,6 +28,7 @@ class Case:
 
 
 def reduce(rank: int, world: int, group: Any, case: Case) -> Case:
+    """All-reduce the tensor of a case, scaled by rank and scale."""
     assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, world)
     assert dist.get_world_size() == world
     assert torch.get_num_threads() == 1
@@ -37,36 +38,43 @@ def reduce(rank: int, world: int, group: Any, case: Case) -> Case:
 
 
 def process(rank: int, world: int, group: Any) -> int:
+    """Return the process id of the worker."""
     return os.getpid()
 
 
 def raise_on(rank: int, world: int, group: Any, bad: int) -> None:
+    """Raise on rank `bad`."""
     if rank == bad:
         raise KeyError("the message")
 
 
 def raise_before_barrier(rank: int, world: int, group: Any, bad: int) -> None:
+    """Raise on rank `bad`, so that the other ranks wait in a barrier."""
     raise_on(rank, world, group, bad)
     dist.barrier(group)
 
 
 def leave_unmatched(rank: int, world: int, group: Any) -> None:
+    """Send a message that no rank receives."""
     if rank == 0:
         dist.isend(torch.ones(1), 1, group=group)
 
 
 def die_on(rank: int, world: int, group: Any, bad: int) -> None:
+    """Kill rank `bad`, so that the other ranks wait in a barrier."""
     if rank == bad:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier(group)
 
 
 def sleep_on(rank: int, world: int, group: Any, bad: int) -> None:
+    """Hang on rank `bad`."""
     if rank == bad:
         time.sleep(600)
 
 
 def unpicklable(rank: int, world: int, group: Any) -> Any:
+    """Return a result that cannot be pickled."""
     return lambda: rank
 
 

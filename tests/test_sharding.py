@@ -39,6 +39,7 @@ def whole(layout, *shape, dim, dtype=torch.float32):
 
 
 def check_round_trips(rank, world, group):
+    """Assert that unshard inverts shard for every layout, shape, dimension and dtype."""
     for layout in layouts(world):
         own_positions = torch.from_numpy(layout.positions(rank))
         for shape, dim, dtype in (
@@ -66,6 +67,7 @@ def test_shard_and_unshard_round_trip_on_every_layout(pool, world):
 
 
 def check_without_a_group():
+    """Assert that unshard inverts shard in a process without a group."""
     for layout in layouts(1):
         x = whole(layout, 2, 3, dim=1)
         assert torch.equal(unshard(shard(x, layout), layout), x)
@@ -78,6 +80,7 @@ def test_shard_and_unshard_copy_without_a_process_group():
 
 
 def check_gradients(rank, world, group):
+    """Compare the gradients of shard, of unshard and of both with their definition."""
     generator = torch.Generator().manual_seed(0)
     for layout in layouts(world):
         own_positions = torch.from_numpy(layout.positions(rank))
@@ -108,6 +111,7 @@ def test_gradients_of_shard_and_unshard_match_a_single_device(pool, world):
 
 
 def check_independent_results(rank, world, group):
+    """Assert that results share no memory with inputs or with later results."""
     for layout in layouts(world):
         for function in (shard, unshard):
             tokens = layout.tokens if function is shard else layout.lengths[rank]
@@ -150,6 +154,7 @@ def test_compiled_shard_does_not_alias_the_callers_tensor():
 
 
 def check_loss_over_whole_sequence(rank, world, group):
+    """Assert that the loss of the whole sequence, divided by ranks, gives single-device gradients."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 23, 2, 8, generator=generator, dtype=torch.float64).requires_grad_()
     want = torch.autograd.grad(flash_attention(x, x, x, mask=Mask.causal()).square().mean(), x)[0]
@@ -166,6 +171,7 @@ def test_loss_over_the_whole_sequence_divided_by_ranks_matches_a_single_device(p
 
 
 def check_subgroups(rank, world, group):
+    """Assert that unshard inverts shard over a mesh axis and over its group."""
     grid = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     x = torch.arange(14).reshape(2, 7)
     for mesh, own in ((grid["cp"], rank % 2), (grid["dp"].get_group(), rank // 2)):
@@ -206,6 +212,7 @@ def test_errors_name_the_expected_value(name):
 
 
 def check_wrong_lengths(rank, world, group):
+    """Assert that a shard of the wrong length and a mesh of three axes are refused."""
     with pytest.raises(ValueError, match=rf"unshard: x has 7 tokens in dimension 1, the layout gives rank {rank} \d"):
         unshard(X, Layout.zigzag(7, world), group)
     with pytest.raises(ValueError, match=r"mesh: it has 3 dimensions"):

@@ -56,6 +56,7 @@ def test_eight_threads_may_call_flash_attention_with_changing_shapes(monkeypatch
 
 
 def use_two_groups(rank, world, group, schedules):
+    """Call attention in two threads, each over its own group, started in another order on odd ranks."""
     groups = [dist.new_group(list(range(world))) for _ in schedules]
     ordered = groups if rank % 2 == 0 else groups[::-1]  # threads start in a different order on odd ranks
 
@@ -79,6 +80,7 @@ def test_two_threads_of_a_rank_may_use_two_groups(pool, schedules):
 
 
 def use_one_group(rank, world, group):
+    """Call attention in a second thread while the first uses the group; return the error."""
     inside, refused = threading.Event(), []
     context = group_context(group.group_name)
 
@@ -106,6 +108,7 @@ def test_two_threads_that_use_one_group_are_refused(pool):
 
 
 def call_during_explain(rank, world, group):
+    """Call attention in a second thread while the first builds its plan; return schedule and number of errors."""
     refused = []
 
     def second():

@@ -1,4 +1,4 @@
-"""`meshflash check`: the suite, its verdicts on wrong results, and the command."""
+"""`meshflash check`: the suite of checks, its verdicts on wrong results, and the command."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,7 @@ from meshflash.cli import app
 from meshflash.schedules.registry import names
 
 
-def test_suite_has_every_combination():
+def test_suite_covers_every_combination_of_layout_mask_and_features():
     checks = suite.everything(("ring", "ringx4"), 3)
     cells = {(each.item.schedule, each.layout, each.mask, each.features) for each in checks}
     assert len(cells) == len(checks) == 2 * len(suite.LAYOUTS) * len(suite.MASKS) * len(suite.FEATURES)
@@ -30,14 +30,14 @@ def test_quick_suite_has_several_masks_and_features_for_every_schedule():
 
 
 @pytest.fixture
-def one(pool):
-    """A check, and the results of two ranks."""
+def checked_results(pool):
+    """Return a check, and the results of two ranks."""
     each = next(c for c in suite.everything(("zigzag",), 2, quick=True) if (c.mask, c.features) == ("causal", "mqa"))
     return each, [parts[0] for parts in pool.run(2, run_items, [each.item])]
 
 
-def test_correct_results_count_as_right(one):
-    verdict = run._judge(*one)
+def test_correct_results_count_as_right(checked_results):
+    verdict = run._judge(*checked_results)
     assert verdict.outcome == "right"
     assert 0 < verdict.error <= verdict.allowed
     assert verdict.forward_bytes > 0
@@ -45,21 +45,21 @@ def test_correct_results_count_as_right(one):
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
-def test_wrong_values_count_as_missed(one, name):
-    each, (first, (results, moved)) = one
+def test_wrong_values_count_as_missed(checked_results, name):
+    each, (first, (results, moved)) = checked_results
     wrong = results | {name: results[name] * 1.01}
     verdict = run._judge(each, [first, (wrong, moved)])
     assert verdict.outcome == "missed"
     assert verdict.message.startswith(name)
 
 
-def test_nan_wrong_bytes_and_partial_refusals_count_as_missed(one):
-    each, (first, (results, moved)) = one
-    spoiled = results | {"dv": torch.full_like(results["dv"], torch.nan)}
-    assert "NaN" in run._judge(each, [first, (spoiled, moved)]).message
-    more = {way: Moved({0: 10**6}, held.scratch_bytes) for way, held in moved.items()}
+def test_nan_wrong_bytes_and_partial_refusals_count_as_missed(checked_results):
+    each, (first, (results, moved)) = checked_results
+    with_nan = results | {"dv": torch.full_like(results["dv"], torch.nan)}
+    assert "NaN" in run._judge(each, [first, (with_nan, moved)]).message
+    more = {direction: Moved({0: 10**6}, held.scratch_bytes) for direction, held in moved.items()}
     assert "other bytes" in run._judge(each, [first, (results, more)]).message
-    held = {way: replace(was, scratch_bytes=0) for way, was in moved.items()}
+    held = {direction: replace(was, scratch_bytes=0) for direction, was in moved.items()}
     assert "other scratch" in run._judge(each, [first, (results, held)]).message
     assert run._judge(each, [first, "not here"]).outcome == "missed"
     refused = run._judge(each, ["not here", "not here"])
@@ -87,10 +87,10 @@ def test_command_exits_with_1_if_a_check_is_missed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("options", "name"),
     [(["--schedule", "spiral"], "spiral"), (["--device", "abacus"], "abacus"), (["--transport", "pigeon"], "pigeon")],
 )
-def test_command_refuses_unknown_names(options, word):
+def test_command_refuses_unknown_names(options, name):
     result = CliRunner().invoke(app, ["check", *options])
     assert result.exit_code == 2
-    assert word in result.output
+    assert name in result.output

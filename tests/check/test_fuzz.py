@@ -1,4 +1,4 @@
-"""`meshflash check --fuzz`: reproducible cases, verdicts on wrong results, and campaigns that continue."""
+"""`meshflash check --fuzz`: reproducible cases, verdicts on wrong results, and campaigns that resume."""
 
 import json
 import os
@@ -32,11 +32,11 @@ def test_case_depends_only_on_its_seed_and_number():
         assert derive(Settings(seed=5), number) == cases[number]
     assert derive(Settings(seed=6), 7) != cases[7]
     assert [cases[n].world for n in range(6)] == [2, 3, 4, 2, 3, 4]
-    one = [derive(Settings(seed=5, worlds=(3,)), n) for n in range(5)]
-    assert {case.world for case in one} == {3}
+    three_rank_cases = [derive(Settings(seed=5, worlds=(3,)), n) for n in range(5)]
+    assert {case.world for case in three_rank_cases} == {3}
 
 
-def test_every_dimension_is_varied():
+def test_cases_vary_every_dimension():
     seen: dict[str, set[str]] = {}
     for number in range(300):
         for name, values in derive(Settings(seed=1, threads=True), number).dimensions.items():
@@ -54,17 +54,17 @@ def test_every_dimension_is_varied():
     assert seen["ranks"] == {"1", "2", "3", "4"}
 
 
-def test_calls_of_a_case_fit_their_groups():
+def test_calls_of_a_case_are_valid_for_their_groups():
     for number in range(200):
         case = derive(Settings(seed=2, threads=True), number)
         for call in case.calls:
             assert call.item.world == len(call.group.ranks) == len(set(call.group.ranks))
             assert set(call.group.ranks) <= set(range(case.world))
-            held = sorted(n for ranges in call.item.q.ranges for r in ranges for n in r)
-            assert held == list(range(call.item.case.tokens))
+            positions = sorted(n for ranges in call.item.q.ranges for r in ranges for n in r)
+            assert positions == list(range(call.item.case.tokens))
         forwards = [n for does, n in case.steps if does == "forward"]
         assert forwards == list(range(len(case.calls)))
-        if dict(case.names)["pattern"] == "threads":  # one thread at a time uses a group
+        if dict(case.names)["pattern"] == "threads":  # no two threads share a group
             by_thread = [{c.group for c in case.calls if c.thread == thread} for thread in (0, 1)]
             assert not by_thread[0] & by_thread[1]
 
@@ -80,7 +80,7 @@ def test_restride_keeps_values(how):
 
 
 def test_tolerance_covers_the_rounding_of_delta_for_zero_gradients():
-    # a row that sees one key: dS is dP - delta, two roundings of the same value
+    # Each row sees one key, so that dS = dP - delta is the difference of two roundings of the same value.
     case = Case(batch=3, tokens=1, heads=6, kv_heads=2, scale=0.4, softcap=3.0)
     leaves = case.inputs(torch.float32, seed=824267725)
     got = gradients(case.run(leaves), leaves, case)
@@ -99,38 +99,38 @@ def test_rerun_command_has_all_settings_of_a_case():
     )
 
 
-def parts_of_cases(rank, world, group, settings, numbers):
-    """Return the outcomes of some cases on one rank."""
-    told: list[object] = []
+def run_cases_on_rank(rank, world, group, settings, numbers):
+    """Run these cases on one rank and return their outcomes."""
+    outcomes: list[object] = []
     groups = scenario.Groups(rank)
     for number in numbers:
         case = derive(settings, number)
-        told.append(scenario.take_part(rank, case, groups, settings.threads))
-    return told
+        outcomes.append(scenario.take_part(rank, case, groups, settings.threads))
+    return outcomes
 
 
 SMALL = Settings(seed=4, worlds=(2,), schedules=("zigzag",))
 
 
 @pytest.fixture(scope="module")
-def some(pool):
-    """Cases of several calls, with the outcomes of two ranks."""
+def cases_and_outcomes(pool):
+    """Return six cases with several calls each, and their outcomes on two ranks."""
     numbers = [n for n in range(60) if len(derive(SMALL, n).calls) > 1][:6]
-    told = pool.run(2, parts_of_cases, SMALL, numbers)
-    return [(derive(SMALL, n), [rank[i] for rank in told]) for i, n in enumerate(numbers)]
+    outcomes = pool.run(2, run_cases_on_rank, SMALL, numbers)
+    return [(derive(SMALL, n), [rank[i] for rank in outcomes]) for i, n in enumerate(numbers)]
 
 
-def test_correct_results_count_as_right(some):
-    for case, parts in some:
+def test_correct_results_count_as_right(cases_and_outcomes):
+    for case, parts in cases_and_outcomes:
         verdict = scenario.judged(case, parts)
         assert (verdict.outcome, verdict.message) == ("right", "")
         assert verdict.calls == {"right": len(case.calls), "refused": 0, "missed": 0}
         assert 0 < verdict.share <= 1
 
 
-def test_wrong_results_of_any_call_count_as_missed(some):
+def test_wrong_results_of_any_call_count_as_missed(cases_and_outcomes):
     found = 0
-    for case, parts in some[:4]:
+    for case, parts in cases_and_outcomes[:4]:
         for n, call in list(enumerate(case.calls))[-1:]:
             rank = call.group.ranks[-1]
             results, moved = parts[rank][n]
@@ -146,9 +146,9 @@ def test_wrong_results_of_any_call_count_as_missed(some):
     assert found >= 8
 
 
-def test_stale_results_missing_gradients_and_partial_refusals_count_as_missed(some):
-    case, parts = next((case, parts) for case, parts in some if dict(case.names)["pattern"] == "repeated")
-    stale = [part | {1: part[0]} for part in parts]  # as if a cache returned the first values
+def test_stale_results_missing_gradients_and_partial_refusals_count_as_missed(cases_and_outcomes):
+    case, parts = next((case, parts) for case, parts in cases_and_outcomes if dict(case.names)["pattern"] == "repeated")
+    stale = [part | {1: part[0]} for part in parts]  # as if a cache returned the results of the first call
     if case.calls[1].group == case.calls[0].group:
         assert scenario.judged(case, stale).outcome == "missed"
     rank = case.calls[0].group.ranks[0]
@@ -157,11 +157,12 @@ def test_stale_results_missing_gradients_and_partial_refusals_count_as_missed(so
     fewer[rank][0] = ({name: x for name, x in results.items() if name != "out"}, moved)
     assert "expected" in scenario.judged(case, fewer).message
     fewer[rank][0] = "not here"
-    one_rank = len(case.calls[0].group.ranks) == 1
-    assert scenario.judged(case, fewer).outcome == ("refused" if one_rank else "missed")
+    single_rank = len(case.calls[0].group.ranks) == 1
+    assert scenario.judged(case, fewer).outcome == ("refused" if single_rank else "missed")
 
 
 def verdict(number, outcome="right", message="", refusals=()):
+    """Return the verdict that a rank would send for a case."""
     counts = {"right": 0, "refused": 0, "missed": 0, outcome: 1}
     return Judged(number, outcome, counts, {"world": ("2",)}, 0.5, "dq", message, refusals)
 
@@ -180,7 +181,7 @@ def fake_ranks(monkeypatch, behave):
     return started
 
 
-def test_campaign_continues_where_it_stopped(monkeypatch, tmp_path):
+def test_interrupted_campaign_resumes_where_it_stopped(monkeypatch, tmp_path):
     path, settings = tmp_path / "record.json", Settings(seed=9)
 
     def interrupted(number):
@@ -192,7 +193,7 @@ def test_campaign_continues_where_it_stopped(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         Campaign(Record(settings, HEADER), path, lambda text: None).run(range(12))
     before = go_on(path, settings, HEADER)
-    assert before.done == {0, 3, 6, 9, 1, 4}  # all cases of two ranks, and the first ones of three
+    assert before.done == {0, 3, 6, 9, 1, 4}  # all cases on two ranks, and the first ones on three
     started = fake_ranks(monkeypatch, lambda n: verdict(n, "refused", refusals=(f"heads={n} of 4: no",)))
     Campaign(before, path, lambda text: None).run(range(12))
     assert started == [(3, [7, 10]), (4, [2, 5, 8, 11])]
@@ -217,11 +218,11 @@ def test_case_that_ends_its_ranks_is_missed_and_the_campaign_continues(monkeypat
 
     started = fake_ranks(monkeypatch, behave)
     if how == "raises":
-        told = campaign.run_ranks
+        inner = campaign.run_ranks
 
         def raising(world, function, settings, numbers, limit, folder, timeout, listen):
             try:
-                told(world, function, settings, numbers, limit, folder, timeout, listen)
+                inner(world, function, settings, numbers, limit, folder, timeout, listen)
             except AssertionError:
                 listen(Failed(4, 1, "KeyError: 'q'"))
                 listen(Begun(7))
@@ -239,7 +240,7 @@ def test_case_that_ends_its_ranks_is_missed_and_the_campaign_continues(monkeypat
     assert miss["rerun with those before"] == "meshflash check --case 0-4 --seed 9 -n 3"
 
 
-def test_processes_that_do_not_start_raise(monkeypatch):
+def test_campaign_raises_if_its_processes_do_not_start(monkeypatch):
     def run_ranks(*args, **kwargs):
         raise RankError("rank 0 died with exit code 9")
 
@@ -279,30 +280,30 @@ def test_command_refuses_invalid_options(tmp_path, monkeypatch):
     assert "12 or 3-7" in result.output
 
 
-def with_a_wrong_kernel(rank, world, group, settings, numbers, limit, folder):
-    """Return the messages of a rank whose CPU kernel makes dK slightly too large."""
-    told: list[object] = []
+def run_with_wrong_kernel(rank, world, group, settings, numbers, limit, folder):
+    """Run cases with a CPU kernel that makes dK slightly too large; return the messages of the rank."""
+    messages: list[object] = []
     right = Tiled.backward
 
     def wrong(self, x, rows, grads=None):
-        made = right(self, x, rows, grads)
+        result = right(self, x, rows, grads)
         if x.q_BTHD.dtype == torch.float64:
-            made.dk_BSKD.mul_(1.001)
-        return made
+            result.dk_BSKD.mul_(1.001)
+        return result
 
     handler = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tiled, "backward", wrong)
-        scenario.run_cases(rank, world, told.append, settings, numbers, limit, folder)
+        scenario.run_cases(rank, world, messages.append, settings, numbers, limit, folder)
     signal.signal(signal.SIGINT, handler)
-    return told
+    return messages
 
 
 def test_fuzzing_finds_a_wrong_kernel_and_names_its_cases(pool, monkeypatch, tmp_path):
     def run_ranks(world, function, settings, numbers, limit, folder, timeout, listen):
-        for told in pool.run(world, with_a_wrong_kernel, settings, numbers, limit, folder):
-            for each in told:
-                listen(each)
+        for messages in pool.run(world, run_with_wrong_kernel, settings, numbers, limit, folder):
+            for message in messages:
+                listen(message)
 
     monkeypatch.setattr(campaign, "run_ranks", run_ranks)
     monkeypatch.chdir(tmp_path)
@@ -325,45 +326,47 @@ def test_fuzzing_finds_a_wrong_kernel_and_names_its_cases(pool, monkeypatch, tmp
     assert "1 of 1 cases missed" in again.output
 
 
-def heed_interrupts():
+def restore_interrupts():
+    """Let Ctrl-C end this process again."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_command(folder, *options):
-    """Start `meshflash check` so that Ctrl-C reaches it, even if the tests run in the background and ignore it."""
+    """Start `meshflash check` so that Ctrl-C ends it, even if the tests run in the background and ignore SIGINT."""
     return subprocess.Popen(
         [sys.executable, "-m", "meshflash", "check", *options],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=heed_interrupts,
+        preexec_fn=restore_interrupts,
     )
 
 
-def done_in(path):
+def num_done(path):
+    """Return the number of finished cases in a record, 0 if there is none."""
     return len(campaign.numbers_of(json.loads(path.read_text())["done"])) if path.exists() else 0
 
 
 @pytest.mark.slow
-def test_interrupted_and_killed_campaign_continues_to_its_end(tmp_path):
+def test_interrupted_and_killed_campaign_resumes_and_completes(tmp_path):
     path = tmp_path / "fuzz-seed3.json"
     options = ("--fuzz", "300", "--seed", "3")
     for stop in (signal.SIGINT, signal.SIGKILL):
         process = run_command(tmp_path, *options)
-        before, deadline = done_in(path), time.monotonic() + 240
-        while done_in(path) < before + 20 and time.monotonic() < deadline:
+        before, deadline = num_done(path), time.monotonic() + 240
+        while num_done(path) < before + 20 and time.monotonic() < deadline:
             time.sleep(0.2)
         process.send_signal(stop)
         try:
             output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
-        assert before < done_in(path) < 300
+        assert before < num_done(path) < 300
         if stop == signal.SIGINT:
             assert process.returncode == 130
             assert "the same command goes on" in output
-    before = done_in(path)
+    before = num_done(path)
     output, _ = (process := run_command(tmp_path, *options)).communicate(timeout=900)
     assert process.returncode == 0, output
     assert f"{before} cases are done" in output

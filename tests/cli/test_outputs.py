@@ -1,4 +1,4 @@
-"""Commands that write: a path that cannot be written is refused before the work, and failures are a line."""
+"""Commands that write files: an unwritable path is refused before any work, and errors take one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks import __main__ as outside
+from benchmarks import __main__ as benchmarks_main
 from benchmarks import step
 from commands import app
 from meshflash.bench import attention, learning, record
@@ -17,26 +17,26 @@ from meshflash.cli import bench
 WIDE = {"COLUMNS": "300"}
 
 
-def ran(words: list[str]) -> Result:
-    """What a command did; an exception that it let through is the test's."""
-    return CliRunner().invoke(app, words, env=WIDE, catch_exceptions=False)
+def run_command(arguments: list[str]) -> Result:
+    """Run a command and return its result; an uncaught exception fails the test."""
+    return CliRunner().invoke(app, arguments, env=WIDE, catch_exceptions=False)
 
 
 @pytest.fixture
-def below_a_file(tmp_path: Path) -> str:
-    """A path that cannot be: its folder is a file."""
+def path_below_a_file(tmp_path: Path) -> str:
+    """Return a path that cannot exist, because its folder is a file."""
     (tmp_path / "file").touch()
     return str(tmp_path / "file" / "x.json")
 
 
-#: Every benchmark.
+#: Every benchmark, as (group, name).
 BENCHMARKS = [
     [group, command.name or getattr(command.callback, "__name__", "")]
-    for group, module in (("bench", bench), ("benchmarks", outside))
+    for group, module in (("bench", bench), ("benchmarks", benchmarks_main))
     for command in module.app.registered_commands
 ]
 COMMANDS = [
-    *([*words, "--output"] for words in BENCHMARKS),
+    *([*arguments, "--output"] for arguments in BENCHMARKS),
     ["bench", "attention", "--plot"],
     ["bench", "attention", "--trace"],
     ["bench", "attention", "--profile"],
@@ -49,47 +49,47 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_unwritable_path_is_refused_before_the_work(
-    words: list[str], below_a_file: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_unwritable_path_is_refused_before_any_work(
+    arguments: list[str], path_below_a_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(*_: object, **__: object) -> None:
-        raise AssertionError("it has begun")
+        raise AssertionError("the work has begun")
 
-    monkeypatch.chdir(Path(below_a_file).parent.parent)
+    monkeypatch.chdir(Path(path_below_a_file).parent.parent)
     monkeypatch.setattr("meshflash.runtime.processes.run_ranks", work)
-    for module in (attention, learning):  # imported above, so that none keeps `work` after the test
+    for module in (attention, learning):  # imported above, so that no module keeps `work` after the test
         monkeypatch.setattr(module, "run_ranks", work)
     monkeypatch.setattr(step, "run", work)
     monkeypatch.setattr("meshflash.job.init", work)
     monkeypatch.setattr("os.execv", work)
-    done = ran([*words, below_a_file])
-    assert done.exit_code == 2, done.output
-    assert f"{below_a_file}: it cannot be written (" in done.output
+    result = run_command([*arguments, path_below_a_file])
+    assert result.exit_code == 2, result.output
+    assert f"{path_below_a_file}: it cannot be written (" in result.output
 
 
-def test_trace_refuses_an_unwritable_picture_before_reading(tmp_path: Path, below_a_file: str) -> None:
+def test_trace_refuses_an_unwritable_picture_before_reading(tmp_path: Path, path_below_a_file: str) -> None:
     for option in ("--svg", "--merged"):
-        done = ran(["trace", str(tmp_path), option, below_a_file])
-        assert (done.exit_code, "it cannot be written (" in done.output) == (2, True)
+        result = run_command(["trace", str(tmp_path), option, path_below_a_file])
+        assert (result.exit_code, "it cannot be written (" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["draw", "ring", "--tokens", "8", "--svg"],
         ["benchmarks", "tiles", "--tokens", "64", "--documents", "2", "--ranks", "2", "--output"],
     ],
     ids=" ".join,
 )
-def test_full_disk_prints_one_line(words: list[str]) -> None:
-    done = ran([*words, "/dev/full"])
-    assert done.exit_code == 1
-    assert done.stderr == "meshflash: /dev/full: it cannot be written (No space left on device)\n"
+def test_full_disk_prints_one_line(arguments: list[str]) -> None:
+    result = run_command([*arguments, "/dev/full"])
+    assert result.exit_code == 1
+    assert result.stderr == "meshflash: /dev/full: it cannot be written (No space left on device)\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("arguments", "name"),
     [
         (["benchmarks", "lengths", "--from"], "x.json"),
         (["benchmarks", "model", "--from"], "x.json"),
@@ -102,16 +102,16 @@ def test_full_disk_prints_one_line(words: list[str]) -> None:
     ids=lambda x: " ".join(x) if isinstance(x, list) else x,
 )
 @pytest.mark.parametrize("content", ['{"rows": [', "[]", '{"rows": 3}'])
-def test_invalid_json_is_named(words: list[str], name: str, content: str, tmp_path: Path) -> None:
+def test_file_with_invalid_json_is_named(arguments: list[str], name: str, content: str, tmp_path: Path) -> None:
     file = tmp_path / (name or "trace-0.json")
     file.write_text(content)
-    done = ran([*words, str(tmp_path / name)])
-    assert done.exit_code == 2, done.output
-    assert f"{file}: " in done.output
+    result = run_command([*arguments, str(tmp_path / name)])
+    assert result.exit_code == 2, result.output
+    assert f"{file}: " in result.output
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["generate", "a", "--checkpoint", "nope"], "'nope' does not exist"),
         (["predict", "images", "--output", "x", "--checkpoint", "nope"], "'nope' does not exist"),
@@ -121,12 +121,12 @@ def test_invalid_json_is_named(words: list[str], name: str, content: str, tmp_pa
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 def test_missing_folder_is_named(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = ran(words)
-    assert done.exit_code == 2, done.output
-    assert message in done.output
+    result = run_command(arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The drop-in names, over ranks, against the oracle on one: outputs, LSE and gradients of every form."""
+"""Drop-in replacements of other libraries over several ranks: outputs, LSE and gradients match the oracle."""
 
 import inspect
 from itertools import pairwise
@@ -11,7 +11,7 @@ from meshflash.check.oracle import Case, check, gradients, replace, upstream
 from meshflash.integrations.compat import ring_flash_attn, ringx, sp_aurora, yunchang
 from meshflash.integrations.compat.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
 
-#: Arguments after q, k and v, as FlashAttention has them.
+#: The arguments after q, k and v, in FlashAttention's order.
 ORDER = [
     "dropout_p", "softmax_scale", "causal", "window_size",
     "alibi_slopes", "deterministic", "return_attn_probs", "group",
@@ -31,38 +31,41 @@ DENSE = {
     "sp_aurora": "contiguous",
     "ulysses_flash_attn": "contiguous",
 }
-#: Of packed documents, what a rank holds.
-HELD = {
+#: The functions that return the token ranges of a rank for a packed document.
+RANGES_OF_RANK = {
     "ring_flash_attn": ring_flash_attn._contiguous,
     "zigzag_ring_flash_attn": ring_flash_attn._zigzag,
     "stripe_flash_attn": ring_flash_attn._striped,
 }
 TOKENS, DOCUMENTS = 24, [8, 4, 12]
-#: yunchang's arguments after q, k and v, and how many ranks there are, exchange heads and are a ring.
+#: yunchang's arguments after q, k and v.
 MODULE_ORDER = [*ORDER[:4], "softcap", *ORDER[4:-1]]
+#: (ranks, Ulysses degree, ring degree).
 TABLES = [(2, 2, 1), (2, 1, 2), (3, 3, 1), (3, 1, 3), (4, 4, 1), (4, 2, 2), (4, 1, 4)]
 
 
-def find(name):
+def find_drop_in(name):
+    """Return the drop-in function of this name."""
     modules = {"ringX": ringx, "sp_au": sp_aurora, "ulyss": sp_aurora}
     return getattr(modules.get(name[:5], ring_flash_attn), name)
 
 
 def packed(q, k, v, form):
+    """Return the inputs as the form packs them: separate, k and v stacked, or all stacked."""
     if form == "kvpacked_":
         return q, torch.stack([k, v], -3)
     return (torch.stack([q, k, v], -3),) if form == "qkvpacked_" else (q, k, v)
 
 
 def run(rank, world, group, name, form, layout, case, window, cuts, arguments):
-    """One rank's output, LSE and gradients, by position."""
+    """Return output, LSE and gradients of one rank."""
     whole = case.inputs(torch.float32)
     rows = torch.from_numpy(layout.positions(rank))
     local = {key: x.detach()[:, rows] for key, x in whole.items()}
     if cuts is not None:
         local = {key: x.squeeze(0) for key, x in local.items()}
     local = {key: x.clone().requires_grad_() for key, x in local.items()}
-    function = find(f"{name}_{form}func")
+    function = find_drop_in(f"{name}_{form}func")
     if name.startswith("llama3"):
         made = llama3_flash_attn_prepare_cu_seqlens(torch.tensor(cuts), True, rank, world)
         more = [*made[:4], 1, made[4]]
@@ -78,7 +81,8 @@ def run(rank, world, group, name, form, layout, case, window, cuts, arguments):
     return [x.detach() for x in found]
 
 
-def joined(parts, layout):
+def reassemble(parts, layout):
+    """Reassemble the results of all ranks in the order of the sequence."""
     order = torch.argsort(torch.cat([torch.from_numpy(layout.positions(rank)) for rank in range(len(parts))]))
     names = ("out", "lse", "dq", "dk", "dv")
     axes = {name: 2 if name == "lse" else 1 for name in names}
@@ -97,7 +101,7 @@ def test_dense_functions_match_reference(pool, name):
             mask = Mask.causal() if window[0] < 0 else Mask.causal() & Mask.window(5, 0)
             case = Case(mask, tokens=TOKENS, heads=2, kv_heads=2 if form == "qkvpacked_" else 1)
             parts = pool.run(2, run, name, form, layout, case, window, None, {})
-            check(joined(parts, layout), case, case.inputs(torch.float32), 16)
+            check(reassemble(parts, layout), case, case.inputs(torch.float32), 16)
 
 
 @pytest.mark.parametrize("world", [3, 4])
@@ -107,7 +111,7 @@ def test_sp_aurora_matches_reference_at_odd_lengths(pool, name, world):
     for causal in (True, False):
         case = Case(Mask.causal() if causal else Mask.full(), tokens=13 * world, heads=4, kv_heads=2)
         parts = pool.run(world, run, name, "", layout, case, (-1, -1), None, {"causal": causal})
-        check(joined(parts, layout), case, case.inputs(torch.float32), 16)
+        check(reassemble(parts, layout), case, case.inputs(torch.float32), 16)
 
 
 @pytest.mark.parametrize("form", ["", "kvpacked_", "qkvpacked_"])
@@ -115,7 +119,7 @@ def test_sp_aurora_matches_reference_at_odd_lengths(pool, name, world):
     "name", ["ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn", "llama3_flash_attn"]
 )
 def test_varlen_functions_match_reference_on_packed_documents(pool, name, form):
-    world, held = (
+    world, ranges_of_rank = (
         2,
         getattr(ring_flash_attn, {"r": "_contiguous", "z": "_zigzag", "s": "_striped"}.get(name[0], "_zigzag")),
     )
@@ -124,17 +128,20 @@ def test_varlen_functions_match_reference_on_packed_documents(pool, name, form):
         layout, given = Layout.contiguous(TOKENS, world), cuts
     else:
         given = [cut // world for cut in cuts]
-        held = HELD[name]
-        ranges = [[r for a, b in pairwise(given) for r in held(a * world, b - a, rank, world)] for rank in range(world)]
+        ranges_of_rank = RANGES_OF_RANK[name]
+        ranges = [
+            [r for a, b in pairwise(given) for r in ranges_of_rank(a * world, b - a, rank, world)]
+            for rank in range(world)
+        ]
         layout = Layout(tuple(map(tuple, ranges)))
     case = Case(Mask.causal() & Mask.documents(DOCUMENTS), batch=1, tokens=TOKENS, heads=2)
     parts = pool.run(world, run, f"{name}_varlen", form, layout, case, (-1, -1), given, {})
-    check(joined(parts, layout), case, case.inputs(torch.float32), 16)
+    check(reassemble(parts, layout), case, case.inputs(torch.float32), 16)
 
 
 @pytest.mark.parametrize("name", [*DENSE, "ring_flash_attn_varlen", "llama3_flash_attn_varlen"])
 def test_functions_have_the_argument_names_and_order_of_the_originals(name):
-    function = find(f"{name}_func")
+    function = find_drop_in(f"{name}_func")
     names = list(inspect.signature(function).parameters)
     assert names[:3] == ["q", "k", "v"]
     assert names[-len(ORDER) :] == ORDER
@@ -147,7 +154,7 @@ def test_functions_have_the_argument_names_and_order_of_the_originals(name):
     assert between == expected.get(name, [])
 
 
-def test_sp_aurora_ring_has_its_ring_flash_attn_alias():
+def test_sp_aurora_functions_have_the_signatures_of_ring_flash_attn():
     for form in ("", "kvpacked_", "qkvpacked_"):
         names = [
             list(inspect.signature(getattr(module, f"ring_flash_attn_{form}func")).parameters)
@@ -160,7 +167,7 @@ def test_sp_aurora_ring_has_its_ring_flash_attn_alias():
         assert torch.equal(out, ring_flash_attn.ring_flash_attn_func(q, q, q, causal=True))
 
 
-def test_functions_run_on_one_device_without_a_process_group():
+def test_functions_run_on_a_single_device_without_a_process_group():
     case = Case(Mask.causal(), tokens=11)
     leaves = case.inputs(torch.float32)
     made = ringx.ringX4_attn_func(*leaves.values(), causal=True, return_attn_probs=True)
@@ -207,7 +214,7 @@ def test_prepared_cu_seqlens_cover_the_visible_keys_of_a_rank(causal):
 
 
 def run_module(rank, world, group, make, kind, degrees, case, dtype, options):
-    """One rank's output and gradients, each with its positions: of a module as it is called there."""
+    """Call a yunchang module on one rank; return output and gradients, each with the positions of its tokens."""
     ulysses, ring, low = degrees
     yunchang.set_seq_parallel_pg(ulysses, ring, rank, world, use_ulysses_low=low)
     ranks = ulysses * ring
@@ -229,6 +236,7 @@ def run_module(rank, world, group, make, kind, degrees, case, dtype, options):
 
 
 def check_module(pool, make, kind, table, case, dtype=torch.float32, **options):
+    """Assert that a yunchang module over several ranks matches the oracle."""
     world, *degrees = table
     made = pool.run(world, run_module, make, kind, degrees, case, dtype, options)
     each = degrees[0] * degrees[1]
@@ -244,7 +252,7 @@ def check_module(pool, make, kind, table, case, dtype=torch.float32, **options):
 @pytest.mark.parametrize("kind", ["basic", "zigzag", "strip"])
 @pytest.mark.parametrize("table", [*((*table, True) for table in TABLES), (4, 2, 2, False)], ids=str)
 def test_long_context_attention_matches_reference(pool, kind, table):
-    """At 7 tokens a rank, of which not all lengths are ones that yunchang can cut."""
+    """Use 7 tokens for each rank, a length that yunchang itself cannot always shard."""
     case = Case(Mask.causal(), tokens=7 * table[0], heads=4, kv_heads=2, dim=40)
     check_module(pool, "LongContextAttention", kind, table, case, causal=True)
     check_module(pool, "LongContextAttention", kind, table, replace(case, mask=Mask.full()), torch.float64)
@@ -274,6 +282,7 @@ def test_several_sequences_use_separate_groups_of_ranks(pool, table):
 
 
 def run_compiled(rank, world, group):
+    """Return whether a compiled module gives the result of the eager one."""
     yunchang.set_seq_parallel_pg(1, world, rank, world)
     q = torch.randn(1, 5, 2, 8)
     attention = yunchang.LongContextAttention(ring_impl_type="strip")
@@ -311,7 +320,7 @@ def test_keys_may_have_another_length_without_a_mask(pool, table):
     ],
 )
 def test_extract_functions_return_the_positions_of_the_layout(monkeypatch, kind, low, firsts, step):
-    """As yunchang's own functions cut it, where neighbours exchange; else as its modules take it to be cut."""
+    """Match yunchang's own functions if neighbours exchange heads (`low`), else the order that its modules expect."""
     monkeypatch.setattr(yunchang, "_config", (yunchang._Degrees(2, 2, low), None))
     ring = {"basic": "ring", "strip": "striped"}.get(kind, kind)
     schedule = yunchang.LongContextAttention(ring_impl_type=kind).schedule

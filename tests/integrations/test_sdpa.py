@@ -1,4 +1,4 @@
-"""torch's own signature: equal where torch can do it, an error where torch's arguments have no meaning here."""
+"""`scaled_dot_product_attention` with PyTorch's signature: results match PyTorch, unsupported arguments raise."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from meshflash.integrations.sdpa import scaled_dot_product_attention
 
 
 def _qkv(*shape):
+    """Return random q, k and v of one shape."""
     return tuple(torch.randn(*shape, requires_grad=True) for _ in range(3))
 
 

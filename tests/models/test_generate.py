@@ -1,4 +1,4 @@
-"""Generation over a mesh gives the tokens of a plain loop over whole sequences without a cache."""
+"""Generation over a mesh matches a plain loop that runs the whole sequence for each token, without a cache."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ LENGTHS = (2, 7)
 
 
 def prompt(tokens, rows=2):
+    """Return random token ids."""
     return torch.randint(37, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
-def plain(model, ids, number):
+def generate_without_cache(model, ids, num_tokens):
     """Return the most likely tokens, each from a forward over the whole sequence."""
-    found = []
+    generated = []
     with torch.no_grad():
-        for _ in range(number):
-            found.append(model(ids)[:, -1].argmax(-1))
-            ids = torch.cat((ids, found[-1][:, None]), 1)
-    return torch.stack(found, 1).tolist()
+        for _ in range(num_tokens):
+            generated.append(model(ids)[:, -1].argmax(-1))
+            ids = torch.cat((ids, generated[-1][:, None]), 1)
+    return torch.stack(generated, 1).tolist()
 
 
-def lengthy(rank, world, group, axes, layout):
+def generate_and_sample(rank, world, group, axes, layout):
+    """Return the most likely tokens for each prompt length, and sampled tokens for the seeds 0, 0 and 1."""
     mesh = init_mesh(**axes, device="cpu")
     model: Any = parallelize(GPT(SIZES, seed=3).double(), mesh, schedule="allgather")
-    found = [torch.stack(list(generate(model, prompt(n), mesh, tokens=5, layout=layout)), 1).tolist() for n in LENGTHS]
+    generated = [
+        torch.stack(list(generate(model, prompt(n), mesh, tokens=5, layout=layout)), 1).tolist() for n in LENGTHS
+    ]
     drawn = [
         torch.stack(list(generate(model, prompt(7), mesh, tokens=6, temperature=1.5, top_k=9, top_p=0.9, seed=s)), 1)
         for s in (0, 0, 1)
     ]
-    return found, [x.tolist() for x in drawn]
+    return generated, [x.tolist() for x in drawn]
 
 
 @pytest.mark.parametrize(
@@ -48,24 +52,25 @@ def lengthy(rank, world, group, axes, layout):
     [
         ({}, "zigzag"),
         ({"cp": 2}, "zigzag"),
-        ({"cp": 3}, "striped"),  # which has more ranks than tokens
+        ({"cp": 3}, "striped"),  # more ranks than prompt tokens
         ({"fsdp": 2, "tp": 2}, "zigzag"),
         ({"cp": 2, "tp": 2}, "contiguous"),
     ],
 )
 def test_generation_matches_a_plain_loop_on_each_mesh(pool, axes, layout):
     model = GPT(SIZES, seed=3).double()
-    want = [plain(model, prompt(n), 5) for n in LENGTHS]
+    want = [generate_without_cache(model, prompt(n), 5) for n in LENGTHS]
     world = torch.tensor(list(axes.values())).prod().int().item() if axes else 1
-    ranks = pool.run(int(world), lengthy, axes, layout)
-    for found, drawn in ranks:
-        assert found == want
+    ranks = pool.run(int(world), generate_and_sample, axes, layout)
+    for generated, drawn in ranks:
+        assert generated == want
         assert drawn == ranks[0][1]
         assert drawn[0] == drawn[1]
         assert drawn[0] != drawn[2]
 
 
-def ends(rank, world, group):
+def generate_until_stop(rank, world, group):
+    """Return tokens without a stop token, and with the second of them as the stop token."""
     mesh = init_mesh(device="cpu")
     model = GPT(SIZES, seed=3)
     first = [int(x) for x in generate(model, prompt(4, 1), mesh, tokens=6)]
@@ -83,7 +88,7 @@ def ends(rank, world, group):
 
 
 def test_generation_ends_at_the_stop_token(pool):
-    ((first, stopped),) = pool.run(1, ends)
+    ((first, stopped),) = pool.run(1, generate_until_stop)
     assert len(first) == 6
     assert stopped == first[: first.index(first[1]) + 1]
 
