@@ -1,4 +1,4 @@
-"""Real jobs for tests: start ranks by a launcher or by hand, and collect the JSON lines that they print."""
+"""Real jobs for tests: start ranks with a launcher or one by one, and collect the JSON lines that they print."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from forkserver import context
 
 PYTHON = (sys.executable,)
 WORKER = str(Path(__file__).with_name("worker.py"))
-#: Prefixes of variables that identify a rank. Tests that run under a launcher themselves must not pass them on.
-ABOUT = (
+#: Prefixes of variables that identify a rank. Tests that run under a launcher must not pass them on to their jobs.
+RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "MPI_", "TORCHELASTIC", "GLOO_", "OMP_"),
     *("MESHFLASH_TOKEN", "MESHFLASH_LISTEN"),
 )
@@ -30,9 +30,9 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return our environment without the variables that identify a rank."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(ABOUT)}
-    return own | {"PYTHONPATH": SOURCE, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | more
+    """Return this process's environment without the variables that identify a rank, and with `more`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(RANK_VARIABLES)}
+    return inherited | {"PYTHONPATH": SOURCE, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | more
 
 
 def free_port() -> int:
@@ -51,18 +51,18 @@ def launcher(kind: str) -> str:
 
 
 def libraries(kind: str) -> dict[str, str]:
-    """Return the variables by which mpi4py and the library of an MPI are found."""
+    """Return the variables with which a rank finds mpi4py and the library of an MPI."""
     root = Path(sys.prefix) / kind
     packages = next((root / "lib").glob("python*/site-packages"))
     return {"PYTHONPATH": f"{SOURCE}{os.pathsep}{packages}", "LD_LIBRARY_PATH": str(root / "lib")}
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A finished job: its exit code, the JSON lines of its ranks, and its whole output."""
+class FinishedJob:
+    """A finished job: its exit code, the JSON reports of its ranks, and its whole output; `wait_for` makes it."""
 
     code: int
-    told: list[dict[str, Any]]
+    reports: list[dict[str, Any]]
     text: str
 
 
@@ -72,8 +72,8 @@ def start(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
     return subprocess.Popen(command, env=more, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def ended(process: subprocess.Popen[str] | Forked, timeout: float = 120.0) -> Ended:
-    """Wait until a process has ended; fail the test after the timeout."""
+def wait_for(process: subprocess.Popen[str] | Forked, timeout: float = 120.0) -> FinishedJob:
+    """Wait until a process ends; fail the test after the timeout."""
     try:
         text, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -81,17 +81,17 @@ def ended(process: subprocess.Popen[str] | Forked, timeout: float = 120.0) -> En
         text, _ = process.communicate()
         pytest.fail(f"still running after {timeout} s:\n{text}")
     assert process.returncode is not None
-    return Ended(process.returncode, told_in(text), text)
+    return FinishedJob(process.returncode, reports_in(text), text)
 
 
-def told_in(text: str) -> list[dict[str, Any]]:
-    """Return the JSON lines of workers; a launcher may put a prefix before them."""
-    return [json.loads(line[line.index("told {") + 5 :]) for line in text.splitlines() if "told {" in line]
+def reports_in(text: str) -> list[dict[str, Any]]:
+    """Return the JSON reports in the output of workers; a launcher may put a prefix before each line."""
+    return [json.loads(line[line.index("report {") + 7 :]) for line in text.splitlines() if "report {" in line]
 
 
-def run(command: Sequence[str], variables: Mapping[str, str] | None = None, timeout: float = 120.0) -> Ended:
-    """Start a job and wait until it has ended."""
-    return ended(start(command, variables), timeout)
+def run(command: Sequence[str], variables: Mapping[str, str] | None = None, timeout: float = 120.0) -> FinishedJob:
+    """Start a job and wait until it ends."""
+    return wait_for(start(command, variables), timeout)
 
 
 class Forked:
@@ -147,12 +147,12 @@ def _as_script(arguments: list[str], variables: dict[str, str], output: Connecti
 
 
 def worker(mode: str, timeout: float, *hidden: str) -> list[str]:
-    """Return the command of a rank; `hidden` are variables that it removes first."""
+    """Return the command of a rank; it first removes the variables `hidden`."""
     return [sys.executable, WORKER, mode, str(timeout), *hidden]
 
 
-def by_hand(mode: str, world: int, timeout: float, port: int, **more: str) -> list[Forked]:
-    """Start ranks by torch's own environment variables."""
+def start_ranks(mode: str, world: int, timeout: float, port: int, **more: str) -> list[Forked]:
+    """Start ranks with PyTorch's own environment variables, without a launcher."""
     return [
         Forked(
             worker(mode, timeout, "given")[1:],
@@ -164,11 +164,11 @@ def by_hand(mode: str, world: int, timeout: float, port: int, **more: str) -> li
     ]
 
 
-def check(job: Ended, world: int, launcher: str) -> None:
-    """Check that all ranks took part, know their places, and computed the right attention."""
+def check(job: FinishedJob, world: int, launcher: str) -> None:
+    """Assert that all ranks joined, know rank and world size, and computed correct attention."""
     assert job.code == 0, job.text
-    assert sorted(one["rank"] for one in job.told) == list(range(world)), job.text
-    assert {one["size"] for one in job.told} == {world}
-    assert {one["launcher"] for one in job.told} == {launcher}
-    assert {one["backend"] for one in job.told} == {"gloo"}
-    assert max(one["error"] for one in job.told) < 1e-12
+    assert sorted(report["rank"] for report in job.reports) == list(range(world)), job.text
+    assert {report["size"] for report in job.reports} == {world}
+    assert {report["launcher"] for report in job.reports} == {launcher}
+    assert {report["backend"] for report in job.reports} == {"gloo"}
+    assert max(report["error"] for report in job.reports) < 1e-12

@@ -1,4 +1,4 @@
-"""The doctor on this machine, and on machines made up of files, variables and programs."""
+"""`meshflash doctor` on this machine, and on fake machines made of files, variables and programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty machine: no devices, no launchers, nothing in the environment."""
+    """Return the root folder of an empty machine: no devices, no launchers, no variables."""
     monkeypatch.setattr(doctor, "_ROOT", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     hidden = [name for maker in doctor._gpus() for name in maker.variables]
@@ -31,6 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(machine: Path, path: str, text: str = "") -> Path:
+    """Write a file of the fake machine."""
     file = machine / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
@@ -38,15 +39,18 @@ def put(machine: Path, path: str, text: str = "") -> Path:
 
 
 def program(machine: Path, name: str, body: str) -> None:
+    """Add a program to the PATH of the fake machine."""
     put(machine, f"bin/{name}", f"#!/bin/sh\n{body}\n").chmod(0o755)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, build: str, *gpus: str, complaint: str = "") -> None:
+def fake_torch(monkeypatch: pytest.MonkeyPatch, build: str, *gpus: str, complaint: str = "") -> None:
+    """Fake the build of torch, the GPUs that it sees, and its complaint about the driver."""
     monkeypatch.setattr(doctor, "_build", lambda: (build, "1.0"))
     monkeypatch.setattr(doctor, "_visible", lambda build: (list(gpus), complaint))
 
 
 def found(topic: str) -> dict[str, Finding]:
+    """Examine the machine; return the findings of a topic, by name."""
     return {finding.name: finding for finding in examine() if finding.topic == topic}
 
 
@@ -81,7 +85,7 @@ def test_failing_probe_becomes_a_finding_and_keeps_its_earlier_findings(monkeypa
     assert rest
 
 
-def test_examination_without_torch_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_is_a_problem_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.setitem(sys.modules, name, None)
     torch = found("torch")["version"]
@@ -105,14 +109,14 @@ def test_unsupported_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_missing_triton_is_a_problem_only_with_a_gpu(
     monkeypatch: pytest.MonkeyPatch, machine: Path, build: str, status: str
 ) -> None:
-    pretend(monkeypatch, build)
+    fake_torch(monkeypatch, build)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert found("triton")["version"].status == status
 
 
 def test_failing_import_of_triton_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "CUDA")
+    fake_torch(monkeypatch, "CUDA")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(name=name))
     monkeypatch.setitem(sys.modules, "triton", None)
     finding = found("triton")["version"]
@@ -122,7 +126,7 @@ def test_failing_import_of_triton_is_reported_with_its_reason(monkeypatch: pytes
 
 def test_machine_without_gpus_has_no_problem(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     for build in ("CPU", "CUDA"):
-        pretend(monkeypatch, build)
+        fake_torch(monkeypatch, build)
         assert {name: finding.status for name, finding in found("devices").items()} == {"GPU": "note"}
 
 
@@ -140,7 +144,7 @@ def test_gpu_with_a_cpu_build_of_torch_is_reported(
     monkeypatch: pytest.MonkeyPatch, machine: Path, path: str, text: str, name: str, status: str
 ) -> None:
     put(machine, path, text)
-    pretend(monkeypatch, "CPU")
+    fake_torch(monkeypatch, "CPU")
     finding = found("devices")[name]
     assert finding.status == status
     assert finding.detail == "1 on this machine, but torch is built for CPU"
@@ -161,12 +165,12 @@ def test_environment_variable_that_hides_gpus_is_named(
     for index in range(2):
         put(machine, path.format(index), "0x8086")
     monkeypatch.setenv(variable, "1")
-    pretend(monkeypatch, build, "a GPU")
+    fake_torch(monkeypatch, build, "a GPU")
     (some,) = (finding for name, finding in found("devices").items() if name.endswith("GPUs"))
     assert some.status == "note"
     assert some.detail == f"torch sees 1 of the 2 on this machine: {variable}='1'"
     assert variable in some.advice
-    pretend(monkeypatch, build)
+    fake_torch(monkeypatch, build)
     (none,) = (finding for name, finding in found("devices").items() if name.endswith("GPUs"))
     assert none.status == "problem"
 
@@ -176,7 +180,7 @@ def test_gpus_that_the_container_lacks_are_reported(monkeypatch: pytest.MonkeyPa
         put(machine, f"proc/driver/nvidia/gpus/{index}/information")
     put(machine, "dev/nvidia3")
     put(machine, "dev/nvidiactl")
-    pretend(monkeypatch, "CUDA", "a GPU")
+    fake_torch(monkeypatch, "CUDA", "a GPU")
     finding = found("devices")["NVIDIA GPUs"]
     assert finding.status == "note"
     assert finding.detail.endswith("this container or job was given 1")
@@ -185,7 +189,7 @@ def test_gpus_that_the_container_lacks_are_reported(monkeypatch: pytest.MonkeyPa
 
 def test_broken_driver_is_a_problem(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     put(machine, "dev/nvidia0")
-    pretend(monkeypatch, "CUDA", complaint="The NVIDIA driver on your system is too old")
+    fake_torch(monkeypatch, "CUDA", complaint="The NVIDIA driver on your system is too old")
     finding = found("devices")["NVIDIA GPUs"]
     assert finding.status == "problem"
     assert finding.detail.endswith("too old")
@@ -193,7 +197,7 @@ def test_broken_driver_is_a_problem(monkeypatch: pytest.MonkeyPatch, machine: Pa
 
 def test_visible_gpus_are_listed(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     put(machine, "dev/nvidia0")
-    pretend(monkeypatch, "CUDA", "H200")
+    fake_torch(monkeypatch, "CUDA", "H200")
     assert found("devices") == {"GPU 0": Finding("devices", "GPU 0", "ok", "H200")}
 
 
@@ -216,10 +220,10 @@ def test_kernels_that_cannot_run_are_reported_with_the_reason(monkeypatch: pytes
 
 def test_missing_backend_of_this_build_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    pretend(monkeypatch, "CPU")
+    fake_torch(monkeypatch, "CPU")
     assert found("process groups")["gloo"].status == "ok"
     assert found("process groups")["nccl"].status == "note"
-    pretend(monkeypatch, "CUDA")
+    fake_torch(monkeypatch, "CUDA")
     assert found("process groups")["nccl"].status == "problem"
 
 
@@ -289,15 +293,15 @@ def test_low_resource_limits_are_reported(
 
 
 @pytest.mark.parametrize(
-    ("threads", "asked", "status"), [(4, None, "ok"), (2, None, "ok"), (2, "2", "note"), (8, None, "problem")]
+    ("threads", "omp_num_threads", "status"), [(4, None, "ok"), (2, None, "ok"), (2, "2", "note"), (8, None, "problem")]
 )
 def test_more_threads_than_cores_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, machine: Path, threads: int, asked: str | None, status: str
+    monkeypatch: pytest.MonkeyPatch, machine: Path, threads: int, omp_num_threads: str | None, status: str
 ) -> None:
     monkeypatch.setattr(doctor, "_cores", lambda: 4)
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    if asked:
-        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    if omp_num_threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp_num_threads)
     assert found("threads")["torch"].status == status
 
 
@@ -314,31 +318,31 @@ def test_container_limits_of_cores_and_memory_are_respected(monkeypatch: pytest.
 
 
 def test_available_transports_are_reported(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
-    pretend(monkeypatch, "CPU")
-    told = found("transports")
-    assert (told["process_group"].status, told["process_group"].detail) == ("ok", "by gloo")
-    assert "none is visible here" in told["symmetric, host_staged"].detail
-    pretend(monkeypatch, "CUDA", "NVIDIA H200")
-    told = found("transports")
-    assert [told[name].status for name in ("symmetric", "host_staged", "MPS")] == ["ok", "ok", "note"]
+    fake_torch(monkeypatch, "CPU")
+    findings = found("transports")
+    assert (findings["process_group"].status, findings["process_group"].detail) == ("ok", "by gloo")
+    assert "none is visible here" in findings["symmetric, host_staged"].detail
+    fake_torch(monkeypatch, "CUDA", "NVIDIA H200")
+    findings = found("transports")
+    assert [findings[name].status for name in ("symmetric", "host_staged", "MPS")] == ["ok", "ok", "note"]
     program(machine, "nvidia-cuda-mps-control", "true")
     assert found("transports")["MPS"].status == "ok"
-    pretend(monkeypatch, "XPU", "Intel Max 1550")
-    told = found("transports")
-    assert told["symmetric"].detail == "not in this XPU build of torch"
-    assert "MPS" not in told
+    fake_torch(monkeypatch, "XPU", "Intel Max 1550")
+    findings = found("transports")
+    assert findings["symmetric"].detail == "not in this XPU build of torch"
+    assert "MPS" not in findings
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Nobody started us yet."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Remove the variables of launchers; a test sets those of its own launcher."""
     for name in list(os.environ):
-        if name.startswith(jobs.ABOUT) or name == "NCCL_SOCKET_IFNAME":
+        if name.startswith(jobs.RANK_VARIABLES) or name == "NCCL_SOCKET_IFNAME":
             monkeypatch.delenv(name)
     return monkeypatch
 
 
-def test_single_rank_opens_no_port(launched: pytest.MonkeyPatch) -> None:
+def test_single_rank_opens_no_port(environment: pytest.MonkeyPatch) -> None:
     assert {name: finding.detail[:4] for name, finding in found("listens").items() if name != "token"} == {
         "store": "none",
         "liveness": "none",
@@ -347,30 +351,30 @@ def test_single_rank_opens_no_port(launched: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_listening_addresses_of_ranks_are_reported(launched: pytest.MonkeyPatch) -> None:
+def test_listening_addresses_of_ranks_are_reported(environment: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
     for name, value in variables.items():
-        launched.setenv(name, value)
-    told = found("listens")
-    assert told["store"].detail == "127.0.0.1:12345"
-    assert told["gloo"].detail == listen.LOOPBACK
-    assert told["token"].status == "note"
-    assert told["token"].advice.startswith("export MESHFLASH_TOKEN=")
-    launched.setenv("MESHFLASH_TOKEN", "0123456789abcdef")
-    launched.setenv("MASTER_ADDR", "203.0.113.7")
-    launched.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    told = found("listens")
-    assert told["token"].detail == "MESHFLASH_TOKEN is set"
-    assert told["store"].status == "note"
-    assert told["store"].detail.startswith("all interfaces, port 12345: 203.0.113.7 is no address of this host")
-    assert told["gloo"].detail == "eth7, as GLOO_SOCKET_IFNAME says"
-    launched.setenv("TORCHELASTIC_RUN_ID", "run")
+        environment.setenv(name, value)
+    findings = found("listens")
+    assert findings["store"].detail == "127.0.0.1:12345"
+    assert findings["gloo"].detail == listen.LOOPBACK
+    assert findings["token"].status == "note"
+    assert findings["token"].advice.startswith("export MESHFLASH_TOKEN=")
+    environment.setenv("MESHFLASH_TOKEN", "0123456789abcdef")
+    environment.setenv("MASTER_ADDR", "203.0.113.7")
+    environment.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    findings = found("listens")
+    assert findings["token"].detail == "MESHFLASH_TOKEN is set"
+    assert findings["store"].status == "note"
+    assert findings["store"].detail.startswith("all interfaces, port 12345: 203.0.113.7 is no address of this host")
+    assert findings["gloo"].detail == "eth7, as GLOO_SOCKET_IFNAME says"
+    environment.setenv("TORCHELASTIC_RUN_ID", "run")
     assert found("listens")["store"].detail.startswith("torchrun's, 203.0.113.7:12345: on all interfaces")
 
 
-def test_ranks_of_one_node_listen_on_loopback(launched: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_single_node_listen_on_loopback(environment: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
-        launched.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    told = found("listens")
-    assert told["store"].detail == "127.0.0.1, a port that the system chooses"
-    assert (told["gloo"].detail, told["token"].status) == (listen.LOOPBACK, "ok")
+        environment.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    findings = found("listens")
+    assert findings["store"].detail == "127.0.0.1, a port that the system chooses"
+    assert (findings["gloo"].detail, findings["token"].status) == (listen.LOOPBACK, "ok")

@@ -1,4 +1,4 @@
-"""Listening addresses of rank 0's store, tokens that admit ranks, and stray clients."""
+"""The store of rank 0: its listening addresses, the tokens that admit ranks, and stray clients."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from meshflash.runtime.launchers import LaunchError, Place
 from meshflash.runtime.log import log
 from meshflash.runtime.store import BoundedStore
 from runtime import jobs
-from runtime.jobs import by_hand, check, ended, free_port, run, told_in
+from runtime.jobs import check, free_port, reports_in, run, start_ranks, wait_for
 
 dist = _distributed
 TOKEN = "0123456789abcdef" * 2
-#: The first bytes of a client of torch's store, and the kinds of its messages.
+#: The first bytes that a client of torch's store sends, and the kinds of its messages.
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)
 MESSAGES = range(24)
 
 
 @pytest.fixture(autouse=True)
-def nobody(monkeypatch):
-    """No launcher started us."""
+def without_launcher(monkeypatch):
+    """Remove the variables of launchers."""
     for name in list(os.environ):
-        if name.startswith(jobs.ABOUT):
+        if name.startswith(jobs.RANK_VARIABLES):
             monkeypatch.delenv(name)
 
 
 def place(rank, world_size=2):
+    """Return the place of a rank on a single node."""
     return Place("variables", rank, world_size, rank, world_size)
 
 
@@ -54,8 +55,8 @@ def listening(port):
     return found
 
 
-def loopback(port):
-    """Return whether a port is open on the loopback interface only."""
+def is_on_loopback(port):
+    """Is a port open on the loopback interface only?"""
     return listening(port) == ["0100007F"]
 
 
@@ -65,7 +66,7 @@ def own_address():
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
         except OSError:
-            pytest.skip("this machine has the loopback only")
+            pytest.skip("this machine has only a loopback interface")
         return str(probe.getsockname()[0])
 
 
@@ -74,21 +75,21 @@ def test_store_listens_only_at_the_address_of_master_addr(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port))
     for address in ("127.0.0.1", "localhost"):
         monkeypatch.setenv("MASTER_ADDR", address)
-        met = rendezvous.open_rendezvous(place(0), 10.0)
-        assert loopback(port)
+        opened = rendezvous.open_rendezvous(place(0), 10.0)
+        assert is_on_loopback(port)
         other = rendezvous.open_rendezvous(place(1), 10.0)
         other.store.set("a", "b")
-        assert met.store.get("a") == b"b"
-        del met, other
+        assert opened.store.get("a") == b"b"
+        del opened, other
 
 
 def test_store_listens_at_the_address_of_an_interface(monkeypatch):
     address, port = own_address(), free_port()
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", str(port))
-    met = rendezvous.open_rendezvous(Place("variables", 0, 4, 0, 2), 10.0)
+    opened = rendezvous.open_rendezvous(Place("variables", 0, 4, 0, 2), 10.0)
     assert listening(port) == [f"{struct.unpack('<I', socket.inet_aton(address))[0]:08X}"]
-    del met
+    del opened
 
 
 def test_store_at_a_free_port_listens_on_loopback(tmp_path, monkeypatch):
@@ -97,7 +98,7 @@ def test_store_at_a_free_port_listens_on_loopback(tmp_path, monkeypatch):
         first, second = pool.map(
             lambda rank: rendezvous.open_rendezvous(Place("MPICH", rank, 2, rank, 2, None, "job"), 10.0), (0, 1)
         )
-    assert loopback(int(first.address.rpartition(":")[2]))
+    assert is_on_loopback(int(first.address.rpartition(":")[2]))
     assert first.address == second.address
 
 
@@ -113,15 +114,15 @@ def test_store_at_a_free_port_listens_on_loopback(tmp_path, monkeypatch):
 )
 def test_store_listens_on_all_interfaces_if_its_address_is_unknown(address, one_node, reason, monkeypatch, caplog):
     names = {"node1": ["127.0.1.1"], "both": ["127.0.0.1", "127.0.0.2"]}
-    ask = socket.getaddrinfo
+    resolve = socket.getaddrinfo
 
-    def found(host, port, *args, **more):
-        return [info for one in names.get(host, [host]) for info in ask(one, port, *args, **more)]
+    def resolve_fake_names(host, port, *args, **more):
+        return [info for one in names.get(host, [host]) for info in resolve(one, port, *args, **more)]
 
-    monkeypatch.setattr(socket, "getaddrinfo", found)
-    said = listen.bind_address(address, one_node)[1]
-    assert said.startswith(reason)
-    assert bool(said) == bool(reason)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_fake_names)
+    why = listen.bind_address(address, one_node)[1]
+    assert why.startswith(reason)
+    assert bool(why) == bool(reason)
     monkeypatch.setattr(log, "propagate", True)
     with caplog.at_level(logging.INFO, logger="meshflash"):
         bound = listen.listener(address, 0, one_node)
@@ -139,9 +140,9 @@ def test_meshflash_listen_overrides_the_address(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("MESHFLASH_LISTEN", "0.0.0.0")
-    met = rendezvous.open_rendezvous(place(0), 10.0)
+    opened = rendezvous.open_rendezvous(place(0), 10.0)
     assert listening(port) == ["00000000"]
-    del met
+    del opened
     monkeypatch.setenv("MESHFLASH_LISTEN", "203.0.113.7")
     with pytest.raises(LaunchError, match=r"MESHFLASH_LISTEN='203.0.113.7': expected an address of this host"):
         rendezvous.open_rendezvous(place(0), 10.0)
@@ -165,20 +166,20 @@ def test_ranks_with_the_same_token_share_keys_below_its_prefix(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "mine", "message"),
+    ("token_of_rank_0", "token_of_rank_1", "message"),
     [
         (TOKEN, "x" * 16, "rank 1 has another MESHFLASH_TOKEN than rank 0 at 127.0.0.1:"),
         (TOKEN, "", "rank 1 has no MESHFLASH_TOKEN, and rank 0 at .* has one: set the same one on all ranks"),
         ("", TOKEN, "rank 1 has a MESHFLASH_TOKEN, and rank 0 at .* has none"),
     ],
 )
-def test_rank_with_another_token_is_refused_before_the_timeout(theirs, mine, message, monkeypatch):
+def test_rank_with_another_token_is_refused_before_the_timeout(token_of_rank_0, token_of_rank_1, message, monkeypatch):
     monkeypatch.setattr(rendezvous, "RETRY_SECONDS", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setenv("MESHFLASH_TOKEN", theirs)
+    monkeypatch.setenv("MESHFLASH_TOKEN", token_of_rank_0)
     first = rendezvous.open_rendezvous(place(0), 60.0)
-    monkeypatch.setenv("MESHFLASH_TOKEN", mine)
+    monkeypatch.setenv("MESHFLASH_TOKEN", token_of_rank_1)
     begin = time.monotonic()
     with pytest.raises(LaunchError, match=message):
         rendezvous.open_rendezvous(place(1), 60.0)
@@ -187,7 +188,7 @@ def test_rank_with_another_token_is_refused_before_the_timeout(theirs, mine, mes
 
 
 def test_rank_retries_while_the_previous_job_frees_the_port(monkeypatch):
-    """The previous job, whose rank 0 leaves last, may still hold the port."""
+    """Rank 0 of the previous job leaves last, so that it may still hold the port."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     old = rendezvous.open_rendezvous(place(0), 30.0)
@@ -233,6 +234,7 @@ def test_rendezvous_folder_must_belong_to_this_user(tmp_path, monkeypatch):
 
 
 def text(value):
+    """Encode a string of the store's protocol."""
     return struct.pack("<Q", len(value)) + value
 
 
@@ -248,7 +250,7 @@ def garbage():
         yield HELLO + b"\1" + text(b"word") + text(b"no number") + bytes([kind]) + text(b"word") + bytes(8)
 
 
-def sent(port, message):
+def send(port, message):
     """Send a message and return the open connection."""
     stray = socket.create_connection(("127.0.0.1", port), 5.0)
     with contextlib.suppress(OSError):  # the store may have closed it already
@@ -262,24 +264,24 @@ def test_garbage_messages_neither_end_nor_block_the_store(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("MESHFLASH_TOKEN", TOKEN)
     first, second = (rendezvous.open_rendezvous(place(rank), 10.0) for rank in range(2))
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as connections:
         for n, message in enumerate(garbage()):
-            held.enter_context(sent(port, message))
+            connections.enter_context(send(port, message))
             if n % 16 == 0:
                 first.store.set("n", str(n))
                 assert second.store.get("n") == str(n).encode()
-        stores = [BoundedStore(met.store, lambda: 5.0) for met in (first, second)]
+        stores = [BoundedStore(opened.store, lambda: 5.0) for opened in (first, second)]
         with ThreadPoolExecutor(2) as pool:
             gathered = pool.map(lambda rank: Handshake(stores[rank], "info", rank, 2).all_gather(rank, 5.0), range(2))
             assert list(gathered) == [[0, 1], [0, 1]]
 
 
-def strays(port, stop, counts, most):
-    """Connect, send garbage, and keep every fourth connection open, until told to stop."""
+def connect_strays(port, stop, counts, max_connections):
+    """Connect and send garbage until `stop` is set; keep every fourth connection open."""
     messages, held = list(garbage()), []
-    while not stop.is_set() and counts["connected"] < most:
+    while not stop.is_set() and counts["connected"] < max_connections:
         try:
-            one = sent(port, messages[counts["connected"] % len(messages)])
+            one = send(port, messages[counts["connected"] % len(messages)])
         except OSError:  # rank 0 does not listen yet, or has ended
             time.sleep(0.02)
             continue
@@ -295,15 +297,15 @@ def strays(port, stop, counts, most):
 def test_stray_clients_neither_join_nor_end_a_job():
     """Stray clients connect from before rank 0 listens until the job has ended."""
     port, stop, counts = free_port(), threading.Event(), {"connected": 0}
-    stray = threading.Thread(target=strays, args=(port, stop, counts, 300), daemon=True)
+    stray = threading.Thread(target=connect_strays, args=(port, stop, counts, 300), daemon=True)
     stray.start()
     try:
-        found = [ended(rank, 120) for rank in by_hand("attend", 2, 60, port, MESHFLASH_TOKEN=TOKEN)]
+        found = [wait_for(rank, 120) for rank in start_ranks("attend", 2, 60, port, MESHFLASH_TOKEN=TOKEN)]
     finally:
         stop.set()
         stray.join(30)
     assert [job.code for job in found] == [0, 0], found[0].text + found[1].text
-    check(jobs.Ended(0, [one for job in found for one in job.told], ""), 2, "variables")
+    check(jobs.FinishedJob(0, [one for job in found for one in job.reports], ""), 2, "variables")
     assert counts["connected"] > 20
 
 
@@ -311,13 +313,13 @@ def test_stray_clients_neither_join_nor_end_a_job():
 def test_a_thousand_stray_clients_neither_join_nor_end_a_job_of_four_ranks():
     """Stray clients connect from before rank 0 listens until attention has run; a quarter stays connected."""
     port, stop, counts = free_port(), threading.Event(), {"connected": 0}
-    ranks = by_hand("loop", 4, 60, port, MESHFLASH_TOKEN=TOKEN)
-    stray = threading.Thread(target=strays, args=(port, stop, counts, 1000), daemon=True)
+    ranks = start_ranks("loop", 4, 60, port, MESHFLASH_TOKEN=TOKEN)
+    stray = threading.Thread(target=connect_strays, args=(port, stop, counts, 1000), daemon=True)
     stray.start()
     try:
-        for process in ranks:  # each has run attention
+        for process in ranks:  # wait until each rank has run attention
             text = ""
-            while not told_in(text):
+            while not reports_in(text):
                 assert process.stdout is not None
                 line = process.stdout.readline()
                 assert line, text
@@ -334,7 +336,7 @@ def test_a_thousand_stray_clients_neither_join_nor_end_a_job_of_four_ranks():
 
 
 #: A script that prints the open ports of its rank and of the launcher that started it.
-TELLS = """
+LISTENER_SCRIPT = """
 import json, os, pathlib, torch
 from meshflash import attention, init
 
@@ -345,26 +347,26 @@ with init(timeout=60) as world:
     found = {}
     for pid in (os.getpid(), os.getppid()):
         links = [os.readlink(one) for one in pathlib.Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()]
-        held = {link[8:-1] for link in links if link.startswith("socket:[")}
+        sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
         rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
-        found[pid] = [row[1] for row in rows if row[3] == "0A" and row[9] in held]
+        found[pid] = [row[1] for row in rows if row[3] == "0A" and row[9] in sockets]
     torch.distributed.barrier()
-    told = {"listens": list(found.values()), "token": os.environ["MESHFLASH_TOKEN"]}
-    os.write(1, f"told {json.dumps(told)}\\n".encode())
+    report = {"listens": list(found.values()), "token": os.environ["MESHFLASH_TOKEN"]}
+    os.write(1, f"report {json.dumps(report)}\\n".encode())
 """
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
 def test_meshflash_launch_listens_only_on_loopback(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(TELLS)
+    script.write_text(LISTENER_SCRIPT)
     job = run([*jobs.PYTHON, "-m", "meshflash", "launch", "-n", "2", str(script)])
     assert job.code == 0, job.text
-    assert len(job.told) == 2
-    assert len({one["token"] for one in job.told}) == 1
-    assert len(job.told[0]["token"]) == 32
-    for one in job.told:
-        own, launcher = one["listens"]
+    assert len(job.reports) == 2
+    assert len({one["token"] for one in job.reports}) == 1
+    assert len(job.reports[0]["token"]) == 32
+    for report in job.reports:
+        own, launcher = report["listens"]
         assert own, "gloo listens somewhere"
         assert launcher, "the store listens somewhere"
         assert {address.partition(":")[0] for address in own + launcher} == {"0100007F"}

@@ -1,4 +1,4 @@
-"""The host handshake: payloads of all ranks, absent ranks by name, waits that a watch or an interrupt ends."""
+"""The host handshake: payloads of all ranks, errors that name absent ranks, waits that a watch or Ctrl-C ends."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ dist: Any = _distributed  # torch's stubs do not declare all that this module ex
 
 @pytest.fixture
 def store():
+    """Return a store on a free port."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
 
 
 def handshakes(store, world, prefix="a"):
+    """Return one handshake for each rank, all over the same store."""
     return [Handshake(BoundedStore(store, lambda: 5.0), prefix, rank, world) for rank in range(world)]
 
 
@@ -59,7 +61,7 @@ def test_all_absent_ranks_are_named_after_the_timeout(store):
         sides[0].all_gather("here", 0.3)
     assert absent.value.ranks == (1, 3)
     assert time.monotonic() - begin < 3
-    assert sides[0].next_number == 0  # the number stays: this rank may still post there why it leaves
+    assert sides[0].next_number == 0  # the number stays, so that this rank can still post its reason to leave
 
 
 def test_rank_0_is_named_when_only_its_verdict_is_missing(store):
@@ -71,27 +73,27 @@ def test_rank_0_is_named_when_only_its_verdict_is_missing(store):
     assert absent.value.ranks == (0,)
 
 
-def test_a_payload_that_is_there_is_read_after_the_deadline(store):
+def test_posted_payload_is_read_even_after_the_deadline(store):
     sides = handshakes(store, 2)
     sides[1].post(0, "late")
     assert sides[0].read(0, 1, time.monotonic() - 1.0) == "late"
 
 
-def test_a_watch_ends_the_wait_for_a_rank_that_has_ended(store):
-    asked = []
+def test_watch_ends_the_wait_for_a_rank_that_has_ended(store):
+    watched = []
 
     def watch(rank):
-        asked.append(rank)
+        watched.append(rank)
         raise LostRankError(f"rank {rank} has ended", (rank,))
 
     begin = time.monotonic()
     with pytest.raises(LostRankError, match="rank 1 has ended"):
         handshakes(store, 2)[0].all_gather("here", 60.0, watch)
-    assert asked == [1]
+    assert watched == [1]
     assert time.monotonic() - begin < 5
 
 
-def test_an_interrupt_ends_the_wait_within_two_seconds(store):
+def test_interrupt_ends_the_wait_within_two_seconds(store):
     side = handshakes(store, 2)[0]
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)

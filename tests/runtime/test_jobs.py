@@ -1,4 +1,4 @@
-"""Real jobs under real launchers: attention against one process, jobs side by side, ranks that are lost."""
+"""Real jobs under real launchers: attention against a single process, concurrent jobs, lost ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 
 from runtime import jobs
-from runtime.jobs import by_hand, check, ended, free_port, launcher, libraries, run, start, told_in, worker
+from runtime.jobs import (
+    check,
+    free_port,
+    launcher,
+    libraries,
+    reports_in,
+    run,
+    start,
+    start_ranks,
+    wait_for,
+    worker,
+)
 
 MANY = ("--allow-run-as-root", "--oversubscribe")
 
@@ -23,18 +34,18 @@ def test_open_mpi_job_runs_without_mpi4py(tmp_path):
     hosts.write_text("localhost slots=4\n")
     job = run([launcher("openmpi"), *MANY, "--hostfile", str(hosts), "-n", "4", *worker("attend", 60)])
     check(job, 4, "Open MPI")
-    assert {one["local_size"] for one in job.told} == {4}
-    assert sorted(one["local"] for one in job.told) == [0, 1, 2, 3]
-    assert not any(one["mpi"] for one in job.told)
+    assert {report["local_size"] for report in job.reports} == {4}
+    assert sorted(report["local"] for report in job.reports) == [0, 1, 2, 3]
+    assert not any(report["mpi"] for report in job.reports)
 
 
-def test_two_mpich_jobs_run_side_by_side_without_mpi4py():
+def test_two_concurrent_mpich_jobs_do_not_interfere_without_mpi4py():
     command = [launcher("mpich"), "-n", "2", "-ppn", "2", *worker("attend", 60)]
-    both = [start(command) for _ in range(2)]
-    found = [ended(job) for job in both]
+    started = [start(command) for _ in range(2)]
+    found = [wait_for(job) for job in started]
     for job in found:
         check(job, 2, "MPICH")
-    masters = [{one["master"] for one in job.told} for job in found]
+    masters = [{report["master"] for report in job.reports} for job in found]
     assert [len(master) for master in masters] == [1, 1]
     assert masters[0] != masters[1]
 
@@ -47,25 +58,27 @@ def test_two_mpich_jobs_run_side_by_side_without_mpi4py():
     ],
 )
 def test_mpi4py_broadcasts_the_address_of_rank_0(kind, name, hidden):
-    """Ranks that do not know that they are on one node."""
+    """Hide the number of local ranks, so that ranks do not know that they share a node."""
     more = MANY if kind == "openmpi" else ()
     job = run([launcher(kind), *more, "-n", "2", *worker("attend", 60, hidden)], libraries(kind))
     check(job, 2, name)
-    assert all(one["mpi"] for one in job.told)
-    assert {one["local_size"] for one in job.told} == {2}
+    assert all(report["mpi"] for report in job.reports)
+    assert {report["local_size"] for report in job.reports} == {2}
 
 
 def test_init_works_again_after_shutdown():
-    """A new group ignores keys and variables of an earlier one."""
+    """A new group ignores the keys and variables of an earlier group."""
     job = run([launcher("mpich"), "-n", "2", *worker("again", 30)])
     assert job.code == 0, job.text
-    assert sorted((one["n"], one["rank"]) for one in job.told) == [(n, rank) for n in range(3) for rank in range(2)]
-    found = [ended(rank) for rank in by_hand("again", 2, 30, free_port())]
+    assert sorted((report["n"], report["rank"]) for report in job.reports) == [
+        (n, rank) for n in range(3) for rank in range(2)
+    ]
+    found = [wait_for(rank) for rank in start_ranks("again", 2, 30, free_port())]
     assert [rank.code for rank in found] == [0, 0], found[0].text + found[1].text
 
 
 @pytest.mark.slow
-def test_torchrun_job_runs_on_one_node():
+def test_torchrun_job_runs_on_a_single_node():
     job = run(
         [
             sys.executable,
@@ -83,14 +96,23 @@ def test_torchrun_job_runs_on_one_node():
 @pytest.mark.slow
 def test_torchrun_job_runs_with_two_agents():
     port = free_port()
-    how = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    how += ["--rdzv-id", "two", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *how, *worker("attend", 60)[1:]]
-    found = [ended(job) for job in [start(command) for _ in range(2)]]
+    options = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+    ]
+    options += ["--rdzv-id", "two", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *worker("attend", 60)[1:]]
+    found = [wait_for(job) for job in [start(command) for _ in range(2)]]
     assert [job.code for job in found] == [0, 0], found[0].text + found[1].text
-    told = [one for job in found for one in job.told]
-    check(jobs.Ended(0, told, ""), 4, "torchrun")
-    assert sorted((one["node"], one["local"]) for one in told) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    reports = [report for job in found for report in job.reports]
+    check(jobs.FinishedJob(0, reports, ""), 4, "torchrun")
+    assert sorted((report["node"], report["local"]) for report in reports) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_occupied_port_is_named():
@@ -98,11 +120,11 @@ def test_occupied_port_is_named():
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        first, second = [ended(rank, 60) for rank in by_hand("fail", 2, 3, port)]
-    assert f"LaunchError: rank 0 of 2 cannot host the store at 127.0.0.1:{port} (" in first.told[0]["error"]
-    assert "MASTER_PORT to a free port" in first.told[0]["error"]
-    assert "a process listens there, and does not answer" in second.told[0]["error"]
-    assert max(first.told[0]["seconds"], second.told[0]["seconds"]) < 3 + 10
+        first, second = [wait_for(rank, 60) for rank in start_ranks("fail", 2, 3, port)]
+    assert f"LaunchError: rank 0 of 2 cannot host the store at 127.0.0.1:{port} (" in first.reports[0]["error"]
+    assert "MASTER_PORT to a free port" in first.reports[0]["error"]
+    assert "a process listens there, and does not answer" in second.reports[0]["error"]
+    assert max(first.reports[0]["seconds"], second.reports[0]["seconds"]) < 3 + 10
 
 
 def test_unreachable_address_is_named_within_the_timeout():
@@ -116,29 +138,29 @@ def test_unreachable_address_is_named_within_the_timeout():
             "MASTER_PORT": str(free_port()),
         },
     )
-    job = ended(rank, 60)
+    job = wait_for(rank, 60)
     assert job.code == 4
-    (told,) = job.told
-    assert "LaunchError: rank 1 of 2 found no rank 0 within 3 s at 127.0.0.1:" in told["error"]
-    assert "set MASTER_ADDR to a name or address of rank 0's host" in told["error"]
-    assert told["seconds"] < 3 + 10
+    (report,) = job.reports
+    assert "LaunchError: rank 1 of 2 found no rank 0 within 3 s at 127.0.0.1:" in report["error"]
+    assert "set MASTER_ADDR to a name or address of rank 0's host" in report["error"]
+    assert report["seconds"] < 3 + 10
 
 
 def test_absent_rank_is_named():
-    (rank, *others) = by_hand("fail", 1, 3, free_port(), WORLD_SIZE="2")
+    (rank, *others) = start_ranks("fail", 1, 3, free_port(), WORLD_SIZE="2")
     assert not others
-    job = ended(rank, 60)
+    job = wait_for(rank, 60)
     assert job.code == 4
-    assert "rank 1 of 2 did not come to 127.0.0.1" in job.told[0]["error"]
+    assert "rank 1 of 2 did not come to 127.0.0.1" in job.reports[0]["error"]
 
 
 def kill_one(seed, world=3, timeout=8.0):
-    """Kill one rank at a random moment of repeated attention; all others end with an error that names a lost rank."""
+    """Kill one rank at a random moment of repeated attention; all others must end with an error that names a rank."""
     draw = random.Random(seed)
-    ranks = by_hand("loop", world, timeout, free_port())
+    ranks = start_ranks("loop", world, timeout, free_port())
     running: dict[int, list[str]] = {rank: [] for rank in range(world)}
-    for rank, process in enumerate(ranks):  # until all have run attention once
-        while not told_in("".join(running[rank])):
+    for rank, process in enumerate(ranks):  # wait until all have run attention once
+        while not reports_in("".join(running[rank])):
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, "".join(running[rank])
@@ -148,11 +170,11 @@ def kill_one(seed, world=3, timeout=8.0):
     os.kill(ranks[victim].pid, signal.SIGKILL)
     begin = time.monotonic()
     for rank, process in enumerate(ranks):
-        job = ended(process, timeout + 30)
+        job = wait_for(process, timeout + 30)
         if rank != victim:
             assert job.code == 3, job.text
-            assert job.told[-1]["kind"] in ("TransportError", "MissingRankError")
-            assert "rank" in job.told[-1]["lost"]
+            assert job.reports[-1]["kind"] in ("TransportError", "MissingRankError")
+            assert "rank" in job.reports[-1]["lost"]
     assert time.monotonic() - begin < timeout + 10
 
 
@@ -167,7 +189,7 @@ def test_rank_killed_at_random_moments_ends_the_other_ranks(seed):
 
 
 @pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
-def test_example_of_the_docs_runs(kind):
+def test_example_script_runs_under_mpi(kind):
     script = str(Path(__file__).parents[2] / "examples" / "mpi_attention.py")
     more = MANY if kind == "openmpi" else ()
     job = run([launcher(kind), *more, "-n", "2", sys.executable, script])
@@ -177,49 +199,50 @@ def test_example_of_the_docs_runs(kind):
         assert f"Rank {rank}: Output shape torch.Size([1, 512, 8, 64])" in job.text
 
 
-def told_first(process, count):
+def first_reports(process, count):
     """Return the first `count` JSON lines of the ranks of a job."""
     text = ""
-    while len(told_in(text)) < count:
+    while len(reports_in(text)) < count:
         line = process.stdout.readline()
         assert line, text
         text += line
-    return told_in(text)
+    return reports_in(text)
 
 
-def assert_gone(told):
-    deadline, places = time.monotonic() + 10, [Path(f"/proc/{one['process']}") for one in told]
+def assert_processes_end(reports):
+    """Assert that the processes of these reports end within ten seconds."""
+    deadline, places = time.monotonic() + 10, [Path(f"/proc/{report['process']}") for report in reports]
     while any(place.exists() for place in places) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(place.exists() for place in places)
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
-def test_ranks_end_with_their_launcher(how):
-    """After Ctrl-C or SIGKILL of `launch`, the ranks that it started are gone."""
+@pytest.mark.parametrize("stop_signal", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+def test_ranks_end_with_their_launcher(stop_signal):
+    """After Ctrl-C or SIGKILL of `launch`, its ranks end."""
     process = start([sys.executable, "-m", "meshflash", "launch", "-n", "2", *worker("loop", 60)[1:]])
-    told = told_first(process, 2)
-    process.send_signal(how)
-    job = ended(process, 60)
+    reports = first_reports(process, 2)
+    process.send_signal(stop_signal)
+    job = wait_for(process, 60)
     assert job.code != 0
     assert "SignalException" not in job.text
-    assert_gone(told)
+    assert_processes_end(reports)
 
 
 def test_ranks_of_a_benchmark_end_with_their_parent(tmp_path):
-    """After SIGKILL of the parent nobody else would end the ranks."""
+    """After SIGKILL of the parent the ranks must end by themselves."""
     script = tmp_path / "script.py"
     script.write_text(
         "import json, os, time\n"
         "from meshflash.runtime.processes import run_ranks\n"
-        "def rank(rank, world, tell):\n"
-        "    tell(os.getpid())\n"
+        "def rank(rank, world, send):\n"
+        "    send(os.getpid())\n"
         "    time.sleep(100)\n"
         "if __name__ == '__main__':\n"
-        "    run_ranks(2, rank, listen=lambda pid: print('told', json.dumps({'process': pid}), flush=True))\n"
+        "    run_ranks(2, rank, listen=lambda pid: print('report', json.dumps({'process': pid}), flush=True))\n"
     )
     process = start([sys.executable, str(script)])
-    told = told_first(process, 2)
+    reports = first_reports(process, 2)
     process.kill()
-    ended(process, 60)
-    assert_gone(told)
+    wait_for(process, 60)
+    assert_processes_end(reports)

@@ -60,8 +60,8 @@ SLURM = {
     "SLURM_NODEID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
 }
-#: An environment, and the place that it describes.
-SAYS = {
+#: Maps a name to an environment, and to the place that it describes.
+PLACES = {
     "torchrun": (TORCHRUN, Place("torchrun", 5, 8, 1, 4, 1, "abc")),
     "Open MPI": (OPEN_MPI, Place("Open MPI", 1, 8, 2, 4, None, "prterun-here-77@1")),
     "MPICH or Intel MPI": (MPICH, Place("MPICH", 3, 8, 1, 2)),
@@ -93,11 +93,11 @@ SAYS = {
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
         Place("variables", 1, 2, 1, 2),
     ),
-    "one rank by hand": ({"RANK": "0", "WORLD_SIZE": "1"}, Place("variables", 0, 1, 0, 1)),
-    "nothing": ({}, Place("single")),
+    "a single rank by hand": ({"RANK": "0", "WORLD_SIZE": "1"}, Place("variables", 0, 1, 0, 1)),
+    "no variables": ({}, Place("single")),
     "empty variables": ({"RANK": "", "WORLD_SIZE": ""}, Place("single")),
     "WORLD_SIZE=1 alone": ({"WORLD_SIZE": "1"}, Place("single")),
-    "a batch script of Slurm's is no rank": (
+    "a batch script of Slurm is not a rank": (
         {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"},
         Place("single"),
     ),
@@ -111,13 +111,13 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", PLACES)
 def test_place_is_read_from_the_environment(name):
-    environment, place = SAYS[name]
+    environment, place = PLACES[name]
     assert detect(environment) == place
 
 
-HALF = {
+INCOMPLETE = {
     "a rank without a size": ({"RANK": "1"}, "RANK=1 is set, as by variables, and WORLD_SIZE is not"),
     "a size without a rank": (
         {"WORLD_SIZE": "4"},
@@ -130,25 +130,28 @@ HALF = {
     ),
     "MPICH without a local rank": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "and MPI_LOCALRANKID or PMI_LOCAL_RANK is not"),
     "PMIx alone": ({"PMIX_RANK": "1"}, "and PMIX_SIZE or WORLD_SIZE is not"),
-    "words": ({"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='one', as by variables: expected a number"),
-    "below 0": ({"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='-1'.*expected a number, 0 or more"),
-    "beyond the size": ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 of 2: expected 0 to 1"),
-    "local rank beyond": (
+    "not a number": (
+        {"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        "RANK='one', as by variables: expected a number",
+    ),
+    "negative": ({"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='-1'.*expected a number, 0 or more"),
+    "rank out of range": ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 of 2: expected 0 to 1"),
+    "local rank out of range": (
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
         "local rank 1 of 1: expected 0 to 0",
     ),
 }
 
 
-@pytest.mark.parametrize("name", HALF)
-def test_incomplete_environment_is_refused_and_the_missing_variable_named(name):
-    environment, message = HALF[name]
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_incomplete_environment_is_refused_with_the_missing_variable(name):
+    environment, message = INCOMPLETE[name]
     with pytest.raises(LaunchError, match=message):
         detect(environment)
 
 
 def test_every_launcher_has_a_test_case():
-    assert {launcher.name for launcher in LAUNCHERS} == {place.launcher for _, place in SAYS.values()} - {"single"}
+    assert {launcher.name for launcher in LAUNCHERS} == {place.launcher for _, place in PLACES.values()} - {"single"}
 
 
 def test_slurm_host_lists_are_expanded():

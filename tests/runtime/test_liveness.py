@@ -1,4 +1,4 @@
-"""Probes between ranks: ended and silent processes, and the first cause that reaches all ranks."""
+"""Liveness probes between ranks: ended and silent processes, and the first cause, which reaches all ranks."""
 
 import socket
 
@@ -12,18 +12,19 @@ SCOPE = "mesh/1"
 
 @pytest.fixture
 def ranks():
-    made = [Liveness("127.0.0.1") for _ in range(3)]
-    for one in made:
-        one.know({rank: other.address for rank, other in enumerate(made)})
-    yield made
-    for one in made:
-        one.close()
+    """Yield the liveness services of three ranks that know each other."""
+    services = [Liveness("127.0.0.1") for _ in range(3)]
+    for service in services:
+        service.know({rank: other.address for rank, other in enumerate(services)})
+    yield services
+    for service in services:
+        service.close()
 
 
-def moved(one, rank, port):
-    """Replace the address of a peer by a port of "another host"."""
-    host, _, token, _, pid = one.peers[rank].host, 0, one.peers[rank].token, "", one.peers[rank].pid
-    one.peers[rank] = module.Address(host, port, token, "another host", pid)
+def move_peer(service, rank, port):
+    """Replace the address of a peer with a port on "another host"."""
+    host, _, token, _, pid = service.peers[rank].host, 0, service.peers[rank].token, "", service.peers[rank].pid
+    service.peers[rank] = module.Address(host, port, token, "another host", pid)
 
 
 def test_probe_returns_the_status_of_ranks_that_answer(ranks):
@@ -36,7 +37,7 @@ def test_probe_returns_the_status_of_ranks_that_answer(ranks):
 def test_first_cause_reaches_all_ranks_and_wins(ranks):
     ranks[0].blame(SCOPE, Cause(2, "was lost"))
     assert ranks[1].cause(SCOPE) == Cause(2, "was lost")
-    assert ranks[2].cause(SCOPE) is None  # a lost rank is not told
+    assert ranks[2].cause(SCOPE) is None  # the cause is not sent to the lost rank
     assert ranks[1].blame(SCOPE, Cause(0, "was lost")) == Cause(2, "was lost")
     assert ranks[1].cause("another group") is None
     ranks[0].blame("another group", Cause(2, "did not join", answers=True))
@@ -46,14 +47,16 @@ def test_first_cause_reaches_all_ranks_and_wins(ranks):
 def test_ended_process_is_distinguished_from_a_silent_one(ranks, monkeypatch):
     monkeypatch.setattr(module, "PROBE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
-        moved(ranks[0], 1, silent.getsockname()[1])
-        moved(ranks[0], 2, closed.getsockname()[1])
+        move_peer(ranks[0], 1, silent.getsockname()[1])
+        move_peer(ranks[0], 2, closed.getsockname()[1])
         closed.close()
         cause, _ = ranks[0].find(SCOPE, [1, 2])
         assert cause == Cause(2, ENDED)  # the most certain loss is blamed
         cause, _ = ranks[0].find("another group", [1])
         assert cause == Cause(1, SILENT)
-        assert ranks[0].find_ended("a third group", 2) is None  # the process table proves nothing about another host
+        assert (
+            ranks[0].find_ended("a third group", 2) is None
+        )  # this host's process table says nothing about another host
 
 
 def test_probe_without_the_token_gets_no_answer(ranks):

@@ -1,4 +1,4 @@
-"""MPS starts with a block, in a private folder, and ends with it."""
+"""MPS runs for the duration of a `with` block, in a private folder."""
 
 import os
 import stat
@@ -8,8 +8,8 @@ import pytest
 from meshflash.runtime import mps
 
 FAKE = """#!/bin/sh
-read word
-echo "$@ $word $CUDA_MPS_PIPE_DIRECTORY" >> {log}
+read input
+echo "$@ $input $CUDA_MPS_PIPE_DIRECTORY" >> {log}
 """
 
 

@@ -1,4 +1,4 @@
-"""`init` and its choices: devices, backends, cores, logs; and the sp_aurora names for it."""
+"""`init`: devices, backends, CPU cores, logs and rendezvous; the sp_aurora names for it; the checksum command."""
 
 from __future__ import annotations
 
@@ -32,25 +32,31 @@ CUDA, BOTH = ("nccl", "gloo"), ("xccl", "gloo")
 
 
 @pytest.fixture(autouse=True)
-def nobody(monkeypatch):
+def without_launcher(monkeypatch):
     """Remove the variables of launchers, and shut down after each test."""
     for name in list(os.environ):
-        if name.startswith(jobs.ABOUT):
+        if name.startswith(jobs.RANK_VARIABLES):
             monkeypatch.delenv(name)
     yield
     meshflash.shutdown()
 
 
 def test_single_process_needs_no_process_group():
-    with meshflash.init() as here:
-        assert meshflash.init() is here
-        assert (here.rank, here.world_size, here.local_rank, here.local_world_size, here.node) == (0, 1, 0, 1, 0)
-        assert (here.launcher, here.backend, here.device.type) == ("single", None, devices.kind_here())
+    with meshflash.init() as this_rank:
+        assert meshflash.init() is this_rank
+        assert (
+            this_rank.rank,
+            this_rank.world_size,
+            this_rank.local_rank,
+            this_rank.local_world_size,
+            this_rank.node,
+        ) == (0, 1, 0, 1, 0)
+        assert (this_rank.launcher, this_rank.backend, this_rank.device.type) == ("single", None, devices.kind_here())
         assert not dist.is_initialized()
-        assert world._world is here
-        assert meshflash.init(backend="gloo") is here  # without a group there is no backend to differ
+        assert world._world is this_rank
+        assert meshflash.init(backend="gloo") is this_rank  # without a group the backend does not matter
     assert world._world is None
-    meshflash.shutdown()  # again
+    meshflash.shutdown()  # a second call is allowed
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
@@ -62,54 +68,56 @@ def test_timeout_must_be_a_positive_number(timeout):
 def test_existing_process_group_is_adopted_and_survives_shutdown(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        here = meshflash.init()
-        assert (here.rank, here.world_size, here.backend) == (0, 1, "gloo")
+        this_rank = meshflash.init()
+        assert (this_rank.rank, this_rank.world_size, this_rank.backend) == (0, 1, "gloo")
         meshflash.shutdown()
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
 
 
-def adopted(rank, world, group):
-    here = meshflash.init()
-    assert meshflash.init() is here
-    return here.rank, here.world_size
+def adopt_group(rank, world, group):
+    """Return rank and world size that `init` reads from the existing group."""
+    this_rank = meshflash.init()
+    assert meshflash.init() is this_rank
+    return this_rank.rank, this_rank.world_size
 
 
 def test_init_adopts_a_group_made_after_another_ended(pool):
     for world_size in (2, 3, 2):
-        assert pool.run(world_size, adopted) == [(rank, world_size) for rank in range(world_size)]
+        assert pool.run(world_size, adopt_group) == [(rank, world_size) for rank in range(world_size)]
 
 
-def made_late(rank, world_size, group, port, file):
-    """Rank 1 makes its group later than rank 0."""
+def init_with_late_rank(rank, world_size, group, port, file):
+    """Create the group later on rank 1 than on rank 0; return whether rank 1 had it when `init` returned."""
     dist.destroy_process_group()
-    make = dist.init_process_group
+    create = dist.init_process_group
 
-    def late(*arguments, **more):
-        make(*arguments, **more)
+    def create_late(*arguments, **more):
+        create(*arguments, **more)
         if rank == 1:
             time.sleep(0.5)
             file.touch()
 
-    world.dist.init_process_group = late
+    world.dist.init_process_group = create_late
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["LOCAL_RANK"] = str(rank)
     try:
         with meshflash.init():
             return file.exists()
     finally:
-        world.dist.init_process_group = make
+        world.dist.init_process_group = create
         for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(name)
 
 
 def test_init_returns_only_after_all_ranks_have_the_group(pool, tmp_path):
-    """A rank that ended at once would close connections that others still make."""
-    assert pool.run(2, made_late, free_port(), tmp_path / "made") == [True, True]
+    """A rank that ends at once must not close connections that other ranks still open."""
+    assert pool.run(2, init_with_late_rank, free_port(), tmp_path / "made") == [True, True]
 
 
 def ranks(kind, backends, *places):
+    """Return the info of ranks with this kind of device; a place is (host, device)."""
     return [RankInfo(host, kind, device, backends) for host, device in places]
 
 
@@ -156,11 +164,11 @@ def test_more_ranks_than_devices_share_them(monkeypatch):
 
 def test_peak_memory_counts_cpu_tensors():
     before = meshflash.peak_memory("cpu")
-    held = torch.ones(2**24 + before // 4)
-    assert meshflash.peak_memory(torch.device("cpu")) >= held.nbytes
+    tensor = torch.ones(2**24 + before // 4)
+    assert meshflash.peak_memory(torch.device("cpu")) >= tensor.nbytes
 
 
-def test_cores_of_the_numa_node_of_a_device_and_of_a_rank(tmp_path, monkeypatch):
+def test_near_cores_are_those_of_the_numa_node_of_a_device_or_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "ROOT", tmp_path)
     assert cores.near_device("0000:17:00.0") == ()
     assert cores.near_rank(0, 4) == ()
@@ -178,7 +186,7 @@ def test_cores_of_the_numa_node_of_a_device_and_of_a_rank(tmp_path, monkeypatch)
     assert cores.near_rank(0, 1) == ()
 
 
-def test_local_ranks_divide_their_cores():
+def test_local_ranks_divide_their_cores_evenly():
     whole = tuple(range(8))
     assert [cores.share_of(rank, [whole] * 3) for rank in range(3)] == [(0, 1), (2, 3, 4), (5, 6, 7)]
     near = [(0, 1, 2, 3)] * 2 + [(4, 5, 6, 7)] * 2
@@ -187,18 +195,18 @@ def test_local_ranks_divide_their_cores():
     assert cores.share_of(0, [(0,), (1,)]) == (0,)
 
 
-def test_process_is_bound_to_cores_with_as_many_threads(monkeypatch):
-    taken = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: taken.append(cores), raising=False)
+def test_process_is_bound_to_its_cores_and_uses_one_thread_per_core(monkeypatch):
+    bound = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores), raising=False)
     monkeypatch.setattr(cores, "cores_here", lambda: (0, 1, 2, 3))
     before = torch.get_num_threads()
     try:
         cores.take((1, 2))
-        assert (taken, torch.get_num_threads()) == ([{1, 2}], 2)
+        assert (bound, torch.get_num_threads()) == ([{1, 2}], 2)
         monkeypatch.setenv("MESHFLASH_BIND", "0")
         monkeypatch.setenv("OMP_NUM_THREADS", "7")
         cores.take((1, 2, 3))
-        assert (taken, torch.get_num_threads()) == ([{1, 2}], 2)
+        assert (bound, torch.get_num_threads()) == ([{1, 2}], 2)
     finally:
         torch.set_num_threads(before)
 
@@ -220,10 +228,10 @@ def test_log_lines_begin_with_the_rank(monkeypatch, capsys):
     set_up_logging(0)
 
 
-def test_unknown_address_of_rank_0_is_an_error_that_says_what_to_set(monkeypatch):
-    many = Place("MPI", 1, 4, 0, 2)
+def test_unknown_address_of_rank_0_error_names_the_variables_to_set(monkeypatch):
+    rank_on_two_nodes = Place("MPI", 1, 4, 0, 2)
     with pytest.raises(LaunchError, match="rank 1 of 4, started by MPI, does not know where rank 0 is: set"):
-        rendezvous.open_rendezvous(many, 1.0)
+        rendezvous.open_rendezvous(rank_on_two_nodes, 1.0)
     monkeypatch.setattr(rendezvous, "starter", lambda: "")
     with pytest.raises(LaunchError, match="cannot tell its job from others on this machine: set MASTER_ADDR="):
         rendezvous.open_rendezvous(Place("variables", 1, 2, 1, 2), 1.0)
@@ -231,12 +239,12 @@ def test_unknown_address_of_rank_0_is_an_error_that_says_what_to_set(monkeypatch
     for port in ("http", "70000", "0", "-1", "²"):
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(LaunchError, match=f"MASTER_PORT='{port}': expected a number from 1 to 65535"):
-            rendezvous.open_rendezvous(many, 1.0)
+            rendezvous.open_rendezvous(rank_on_two_nodes, 1.0)
 
 
 def test_error_names_the_whole_timeout_after_retries(monkeypatch):
-    class Closing:
-        """The store of an earlier rendezvous: it answers once, and is never opened for this one."""
+    class ClosingStore:
+        """A fake of the store of an earlier rendezvous, which answers once and never opens again."""
 
         waits: ClassVar[list[float]] = []
 
@@ -251,11 +259,11 @@ def test_error_names_the_whole_timeout_after_retries(monkeypatch):
         def wait(self, *_):
             raise RuntimeError("not opened")
 
-    monkeypatch.setattr(rendezvous.dist, "TCPStore", Closing)
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", ClosingStore)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(LaunchError, match=r"rank 1 of 2 found no rank 0 within 5 s at .* \(nobody is there\)"):
         rendezvous.open_rendezvous(Place("variables", 1, 2, 1, 2), 5.0)
-    first, second = Closing.waits
+    first, second = ClosingStore.waits
     assert second <= first - 0.1
     assert first <= 5.0
 
@@ -263,61 +271,63 @@ def test_error_names_the_whole_timeout_after_retries(monkeypatch):
 def test_store_has_the_requested_timeout(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    met = [rendezvous.open_rendezvous(Place("variables", rank, 2, rank, 2), 10.0) for rank in range(2)]
-    stores: list[Any] = [one.store.underlying_store for one in met]
+    opened = [rendezvous.open_rendezvous(Place("variables", rank, 2, rank, 2), 10.0) for rank in range(2)]
+    stores: list[Any] = [one.store.underlying_store for one in opened]
     assert {store.timeout for store in stores} == {timedelta(seconds=10)}
 
 
 def test_init_is_refused_if_the_starter_has_ended(monkeypatch):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    monkeypatch.setenv("MESHFLASH_STARTER", str(ended.pid))
-    with pytest.raises(LaunchError, match=f"process {ended.pid}, which started this rank, has ended; where MESHFLASH_"):
+    ended_process = subprocess.Popen(["true"])
+    ended_process.wait()
+    monkeypatch.setenv("MESHFLASH_STARTER", str(ended_process.pid))
+    with pytest.raises(
+        LaunchError, match=f"process {ended_process.pid}, which started this rank, has ended; where MESHFLASH_"
+    ):
         meshflash.init()
-    monkeypatch.setenv("MESHFLASH_STARTER", str(os.getpid()))  # as if this process had been started by itself
+    monkeypatch.setenv("MESHFLASH_STARTER", str(os.getpid()))  # this process counts as its own starter
     with meshflash.init() as world_here:
         assert world_here.world_size == 1
 
 
 def test_slurm_ranks_use_the_first_host_and_a_port_of_the_job(monkeypatch):
-    asked: list[tuple[str, int]] = []
+    addresses: list[tuple[str, int]] = []
 
-    def given(place, address, port, *_):
-        asked.append((address, int(port)))
+    def record_address(place, address, port, *_):
+        addresses.append((address, int(port)))
         return None, ""
 
-    monkeypatch.setattr(rendezvous, "_at_master_address", given)
+    monkeypatch.setattr(rendezvous, "_at_master_address", record_address)
     monkeypatch.setattr(rendezvous, "Rendezvous", lambda *_: None)
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[07-09]")
     for job in ("1.0", "1.0", "1.1"):
         rendezvous.open_rendezvous(Place("Slurm", 3, 6, 1, 2, 1, job), 1.0)
-    assert [address for address, _ in asked] == ["node07"] * 3
-    assert asked[0][1] == asked[1][1] != asked[2][1]
-    assert all(port in rendezvous.SLURM_PORTS for _, port in asked)
+    assert [address for address, _ in addresses] == ["node07"] * 3
+    assert addresses[0][1] == addresses[1][1] != addresses[2][1]
+    assert all(port in rendezvous.SLURM_PORTS for _, port in addresses)
     monkeypatch.setenv("MASTER_PORT", "1234")
     rendezvous.open_rendezvous(Place("Slurm", 3, 6, 1, 2, 1, "1.0"), 1.0)
-    assert asked[-1] == ("node07", 1234)
+    assert addresses[-1] == ("node07", 1234)
 
 
 def test_ranks_restarted_by_torchrun_ignore_keys_of_their_predecessors(monkeypatch):
-    store = torch.distributed.HashStore()  # the agent's store, which survives restarts
+    store = torch.distributed.HashStore()  # the store of the agent survives restarts
     monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
 
-    def met(rank, timeout=10.0):
+    def open_store(rank, timeout=10.0):
         return rendezvous.open_rendezvous(Place("torchrun", rank, 2, rank, 2), timeout).store
 
     for start in range(3):
-        with ThreadPoolExecutor(2) as pool:  # rank 1 comes first, and finds keys of its predecessors
-            later = pool.submit(met, 1)
+        with ThreadPoolExecutor(2) as pool:  # rank 1 starts first, and finds keys of its predecessor
+            later = pool.submit(open_store, 1)
             time.sleep(0.05)
-            first, second = met(0), later.result()
+            first, second = open_store(0), later.result()
         assert not first.check(["address"])
         first.set("address", str(start))
         assert second.get("address").decode() == str(start)
     with pytest.raises(LaunchError, match=r"rank 1 of 2 did not come within 0\.1 s"):
-        met(0, 0.1)
+        open_store(0, 0.1)
     with pytest.raises(LaunchError, match=r"rank 1 of 2: rank 0 did not come within 0\.1 s"):
-        met(1, 0.1)
+        open_store(1, 0.1)
 
 
 def test_rendezvous_file_of_a_dead_job_is_ignored(tmp_path, monkeypatch):
@@ -339,7 +349,7 @@ def test_unusable_rendezvous_folder_is_named(tmp_path, monkeypatch):
         rendezvous.open_rendezvous(Place("MPICH", 1, 2, 1, 2, None, "job"), 0.2)
 
 
-def test_hyperthreads_of_one_core_stay_together(tmp_path, monkeypatch):
+def test_hyperthreads_of_a_core_go_to_the_same_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "ROOT", tmp_path)
     for core in range(8):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
@@ -350,22 +360,22 @@ def test_hyperthreads_of_one_core_stay_together(tmp_path, monkeypatch):
 
 def test_sp_aurora_names_map_to_init(monkeypatch):
     assert not sp_aurora.detect_mpi_environment()
-    here = sp_aurora.setup_mpi_distributed()
+    this_rank = sp_aurora.setup_mpi_distributed()
     want = {
         "rank": 0,
         "world_size": 1,
         "local_rank": 0,
-        "device": here["device"],
+        "device": this_rank["device"],
         "launcher": "single",
         "backend": None,
     }
-    assert here == want
+    assert this_rank == want
     assert sp_aurora.init_distributed_backend()
-    assert sp_aurora.get_device_for_rank() == here["device"]
+    assert sp_aurora.get_device_for_rank() == this_rank["device"]
     sp_aurora.cleanup_distributed()
     monkeypatch.setenv("PMI_RANK", "1")
     assert sp_aurora.detect_mpi_environment()
-    assert not sp_aurora.init_distributed_backend(timeout_seconds=1)  # an incomplete environment
+    assert not sp_aurora.init_distributed_backend(timeout_seconds=1)  # the environment is incomplete
 
 
 def test_checksum_job_in_a_single_process(tmp_path):
@@ -389,7 +399,7 @@ def test_checksum_job_over_local_ranks():
     assert job.text.count("PASS (relative error ") == 1
 
 
-def test_a_wrong_checksum_fails_and_names_the_rank(monkeypatch):
+def test_wrong_checksum_fails_and_names_the_rank(monkeypatch):
     attend = checksum.flash_attention
     monkeypatch.setattr(checksum, "flash_attention", lambda *tensors: attend(*tensors) * 1.001)
     result = CliRunner().invoke(app, ["checksum", "--batch", "4"])
@@ -412,7 +422,7 @@ def test_launch_prefixes_output_lines_with_the_rank():
 
 
 def test_devices_are_selected_in_one_module():
-    """Other modules use the device they are given; kernels query their device, and the doctor looks at all devices."""
+    """Only kernels, which query their device, and the doctor, which lists all devices, may name CUDA elsewhere."""
     source = Path(meshflash.__file__).parent
     allowed = (source / "kernels", source / "runtime" / "devices.py", source / "runtime" / "doctor.py")
     for file in source.rglob("*.py"):

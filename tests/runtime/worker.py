@@ -1,4 +1,4 @@
-"""The script that tests start under launchers: one rank of a job. It imports nothing of the tests."""
+"""One rank of a job: the script that tests start under launchers. It imports no module of the tests."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from meshflash.runtime import world as _world
 TOKENS = 37
 
 
-def tell(**what: object) -> None:
+def print_report(**values: object) -> None:
     """Print one JSON line in a single write, so that lines of ranks do not mix."""
-    os.write(1, f"told {json.dumps(what)}\n".encode())
+    os.write(1, f"report {json.dumps(values)}\n".encode())
 
 
 def attend(timeout: float) -> None:
-    """Run attention over the ranks of the job and compare output and gradients with one process."""
+    """Run attention over the ranks of the job; compare output and gradients with a single process."""
     with init(timeout=timeout) as world:
         assert init() is world
         generator = torch.Generator().manual_seed(0)
         q, k, v, dout = (torch.randn(1, TOKENS, 2, 8, generator=generator).double() for _ in range(4))
         layout, whole = Layout.zigzag(TOKENS, world.world_size), [x.requires_grad_() for x in (q, k, v)]
         rows = torch.from_numpy(layout.positions(world.rank))
-        own = [x.detach()[:, rows].requires_grad_() for x in whole]
-        how: dict[str, Any] = dict(layout=layout, schedule="zigzag") if world.world_size > 1 else {}
-        got = attention(*own, mask=Mask.causal(), **how)
+        local = [x.detach()[:, rows].requires_grad_() for x in whole]
+        options: dict[str, Any] = dict(layout=layout, schedule="zigzag") if world.world_size > 1 else {}
+        got = attention(*local, mask=Mask.causal(), **options)
         want = flash_attention(*whole, mask=Mask.causal())
         pairs = [
             (got, want),
-            *zip(torch.autograd.grad(got, own, dout[:, rows]), torch.autograd.grad(want, whole, dout), strict=True),
+            *zip(torch.autograd.grad(got, local, dout[:, rows]), torch.autograd.grad(want, whole, dout), strict=True),
         ]
-        error = max(float((mine - one[:, rows]).abs().max()) for mine, one in pairs)
-        tell(
+        error = max(float((part - full[:, rows]).abs().max()) for part, full in pairs)
+        print_report(
             rank=world.rank,
             size=world.world_size,
             local=world.local_rank,
@@ -54,7 +54,7 @@ def attend(timeout: float) -> None:
 
 
 def again(timeout: float) -> None:
-    """Run one job after another in the same processes; rank 0 leaves late."""
+    """Initialize and shut down three times in the same processes; rank 0 leaves late."""
     for n in range(3):
         with init(timeout=timeout) as world:
             x = torch.ones(1)
@@ -62,7 +62,7 @@ def again(timeout: float) -> None:
             if world.rank == 0:
                 time.sleep(0.7)
         assert "MASTER_PORT" not in os.environ or sys.argv[-1] == "given"
-        tell(rank=world.rank, n=n, sum=x.item())
+        print_report(rank=world.rank, n=n, sum=x.item())
 
 
 def loop(timeout: float) -> None:
@@ -75,20 +75,20 @@ def loop(timeout: float) -> None:
         try:
             attention(x, x, x, schedule="ring", mask=Mask.causal()).sum().backward()
         except (meshflash.TransportError, meshflash.MissingRankError) as error:
-            tell(rank=world.rank, calls=n, lost=str(error), kind=type(error).__name__)
+            print_report(rank=world.rank, calls=n, lost=str(error), kind=type(error).__name__)
             os._exit(3)
         n += 1
         if n == 1:
-            tell(rank=world.rank, process=os.getpid())
+            print_report(rank=world.rank, process=os.getpid())
 
 
 def fail(timeout: float) -> None:
-    """Call `init` where it cannot succeed, and print its error."""
+    """Call `init` where it cannot succeed, and report its error."""
     begin = time.monotonic()
     try:
         init(timeout=timeout)
     except RuntimeError as error:
-        tell(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - begin)
+        print_report(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - begin)
         os._exit(4)
 
 

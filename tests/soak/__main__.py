@@ -31,7 +31,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class State:
-    """What an interrupted campaign has done, a line for each case. It counts for the same code and seed alone."""
+    """The finished cases of an interrupted campaign, one line each; the command makes it.
+
+    Only rows of the same commit and seed count.
+    """
 
     def __init__(self, path: Path, commit: str, fresh: bool) -> None:
         self.path, self._commit = path, commit
@@ -41,7 +44,7 @@ class State:
             for line in path.read_text().splitlines():
                 try:
                     row = json.loads(line)
-                except ValueError:  # the last line of a campaign that was killed
+                except ValueError:  # a killed campaign may leave an incomplete last line
                     continue
                 if row["commit"] == commit:
                     self.rows[row["seed"], row["case"]] = row
@@ -49,7 +52,7 @@ class State:
             path.unlink(missing_ok=True)
 
     def add(self, case: Case, outcome: Outcome, wall: float) -> None:
-        """Keep what came of a case."""
+        """Append the outcome of a case to the file."""
         row = {
             "commit": self._commit,
             "seed": case.seed,
@@ -68,14 +71,20 @@ class State:
 
 @app.command()
 def soak(
-    family: Annotated[list[str], typer.Argument(help=f"Which of {', '.join(FAMILIES)}; all by default.")] = [],  # noqa: B006
-    count: Annotated[int | None, typer.Option(min=1, help="Cases of each family, not its own number.")] = None,
-    seed: Annotated[int, typer.Option(help="What all cases are drawn from.")] = 0,
-    case: Annotated[str | None, typer.Option(help="Run one case alone, as damage/7, and tell all of it.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Cases at a time.")] = 1,
-    output: Annotated[Path, typer.Option(dir_okay=False, help="The record.")] = RECORD,
-    state: Annotated[Path, typer.Option(dir_okay=False, help="What an interrupted campaign goes on from.")] = STATE,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, not where a campaign was interrupted.")] = False,
+    family: Annotated[list[str], typer.Argument(help=f"Families to run: {', '.join(FAMILIES)}; all by default.")] = [],  # noqa: B006
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Number of cases of each family; each has its own default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed from which all cases are drawn.")] = 0,
+    case: Annotated[
+        str | None, typer.Option(help="Run a single case, such as damage/7, and print every detail.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Cases that run at the same time.")] = 1,
+    output: Annotated[Path, typer.Option(dir_okay=False, help="File for the record.")] = RECORD,
+    state: Annotated[
+        Path, typer.Option(dir_okay=False, help="File from which an interrupted campaign resumes.")
+    ] = STATE,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; do not resume an interrupted campaign.")] = False,
 ) -> None:
     """Kill, stop and starve ranks, and damage checkpoints: survivors must name the right rank and end in time."""
     console = Console()
@@ -86,42 +95,49 @@ def soak(
     with tempfile.TemporaryDirectory(prefix="meshflash-soak-") as folder:
         campaign = Campaign(Path(folder))
         if case is not None:
-            raise typer.Exit(_alone(campaign, cases[0], console))
+            raise typer.Exit(_run_single(campaign, cases[0], console))
         header = record.header(
             shlex.join(["make", "soak"] if len(sys.argv) == 1 else ["python -m soak", *sys.argv[1:]])
         )
-        kept = State(state, header["commit"], fresh)
+        progress_state = State(state, header["commit"], fresh)
         begin = time.monotonic()
         try:
-            _run(campaign, [one for one in cases if (seed, one.name) not in kept.rows], jobs, kept, console)
+            _run(
+                campaign,
+                [one for one in cases if (seed, one.name) not in progress_state.rows],
+                jobs,
+                progress_state,
+                console,
+            )
         except KeyboardInterrupt:
-            console.print(f"interrupted after {len(kept.rows)} cases; the same command goes on")
+            console.print(f"interrupted after {len(progress_state.rows)} cases; run the same command to resume")
             raise typer.Exit(130) from None
-    rows = summarize(cases, kept.rows, header, jobs)
+    rows = summarize(cases, progress_state.rows, header, jobs)
     write(output, rows, header)
-    kept.path.unlink(missing_ok=True)
+    progress_state.path.unlink(missing_ok=True)
     show(rows, console, time.monotonic() - begin)
     raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
 
 
 def _named(text: str, seed: int) -> Case:
+    """Return the case of a name such as damage/7."""
     name, _, number = text.rpartition("/")
     if not number.isdigit():
         raise ValueError(f"--case {text}: expected a family and a number, as damage/7")
     return draw(name, seed, int(number))
 
 
-def _run(campaign: Campaign, cases: list[Case], jobs: int, kept: State, console: Console) -> None:
+def _run(campaign: Campaign, cases: list[Case], jobs: int, progress_state: State, console: Console) -> None:
     """Run cases, several at a time, with a bar for each family."""
     zygotes: list[Zygote] = []
-    own = threading.local()
+    thread_data = threading.local()
 
     def run(case: Case) -> tuple[Case, Outcome, float]:
-        if not hasattr(own, "zygote"):
-            own.zygote = Zygote()
-            zygotes.append(own.zygote)
+        if not hasattr(thread_data, "zygote"):
+            thread_data.zygote = Zygote()
+            zygotes.append(thread_data.zygote)
         begin = time.monotonic()
-        outcome = campaign.run(case, own.zygote)
+        outcome = campaign.run(case, thread_data.zygote)
         campaign.clean(case)
         return case, outcome, time.monotonic() - begin
 
@@ -139,7 +155,7 @@ def _run(campaign: Campaign, cases: list[Case], jobs: int, kept: State, console:
         try:
             for future in as_completed(futures):
                 case, outcome, wall = future.result()
-                kept.add(case, outcome, wall)
+                progress_state.add(case, outcome, wall)
                 wrong[case.family] += bool(outcome.wrong)
                 progress.start_task(bars[case.family])
                 progress.update(bars[case.family], advance=1, wrong=wrong[case.family])
@@ -153,8 +169,8 @@ def _run(campaign: Campaign, cases: list[Case], jobs: int, kept: State, console:
                 zygote.close()
 
 
-def _alone(campaign: Campaign, case: Case, console: Console) -> int:
-    """Run one case, and print what was drawn and what its ranks said."""
+def _run_single(campaign: Campaign, case: Case, console: Console) -> int:
+    """Run one case; print its drawn values, and the exit codes, errors and output of its ranks."""
     zygote = Zygote()
     try:
         outcome = campaign.run(case, zygote)
@@ -178,7 +194,7 @@ def _alone(campaign: Campaign, case: Case, console: Console) -> int:
 def summarize(
     cases: list[Case], done: dict[tuple[int, str], dict[str, Any]], header: dict[str, Any], jobs: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each family; wrong cases are told by name, to be run again alone."""
+    """Return a row for each family; it lists wrong cases by name, so that each can be run alone."""
     rows = []
     for name in dict.fromkeys(case.family for case in cases):
         found = [done[case.seed, case.name] for case in cases if case.family == name]
@@ -204,7 +220,7 @@ def summarize(
 
 
 def write(path: Path, rows: list[dict[str, Any]], header: dict[str, Any]) -> None:
-    """Write the record. Families that were not run now keep their rows, each of which tells its commit and date."""
+    """Write the record. Families that did not run keep their earlier rows; each row holds its commit and date."""
     earlier = record.read(path)["rows"] if path.exists() else []
     fresh = {row["family"]: row for row in rows}
     merged = {row["family"]: row for row in earlier} | fresh
@@ -212,9 +228,9 @@ def write(path: Path, rows: list[dict[str, Any]], header: dict[str, Any]) -> Non
 
 
 def show(rows: list[dict[str, Any]], console: Console, wall: float) -> None:
-    """Print the final table, and how long a thousand cases of each family would take."""
+    """Print the final table, with the hours that a thousand cases of each family would take."""
     table = Table(title=f"soak campaign, seed {rows[0]['seed']}, {wall / 60:.1f} min")
-    for column in ("family", "tried", "right", "wrong", "median s", "max s", "s a case", "1,000 in h"):
+    for column in ("family", "tried", "right", "wrong", "median s", "max s", "s per case", "h per 1,000"):
         table.add_column(column, justify="left" if column == "family" else "right")
     for row in rows:
         ends = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("seconds_median", "seconds_max")]

@@ -30,7 +30,7 @@ from soak.judge import (
     seconds_to_end,
 )
 from soak.ranks import train_config
-from soak.zygote import LIMIT, Ended, Zygote
+from soak.zygote import LIMIT_SECONDS, FinishedJob, Zygote
 
 CHECKPOINTS = "checkpoints"
 #: Attempts for a case whose fault comes too late; each attempt fires it four times sooner.
@@ -39,17 +39,23 @@ ATTEMPTS = 6
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a case: a list of failures, and the seconds from the fault to the end of the last survivor."""
+    """The result of a case: its failures, and the seconds from the fault to the end of the last survivor.
+
+    `Campaign.run` makes it.
+    """
 
     case: str
     wrong: list[str]
     seconds: float | None = None
-    details: list[Ended] = field(default_factory=list, repr=False)
+    details: list[FinishedJob] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """An undisturbed run: its checkpoints, its losses by step, and the digests of all tensors by step."""
+    """A run without a fault: its checkpoints, its losses by step, and the digests of all tensors by step.
+
+    `Campaign.reference` makes it.
+    """
 
     checkpoints: Path
     losses: dict[int, float]
@@ -58,7 +64,10 @@ class Reference:
 
 
 class Campaign:
-    """Runs cases, each with one zygote; several threads may run cases at a time, each with a zygote of its own."""
+    """A campaign in a folder; the command line and the tests make it.
+
+    Several threads may run cases at the same time, each with its own zygote.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +76,7 @@ class Campaign:
         self._lock = threading.Lock()
 
     def run(self, case: Case, zygote: Zygote) -> Outcome:
-        """Run one case and judge it; its folder is removed."""
+        """Run one case and judge it, in an empty folder."""
         place = self.folder / case.name
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
@@ -83,25 +92,25 @@ class Campaign:
         return run(case, zygote, place)
 
     def clean(self, case: Case) -> None:
-        """Remove what a case has written."""
+        """Remove the files of a case."""
         shutil.rmtree(self.folder / case.name, ignore_errors=True)
 
     def reference(self, mesh: dict[str, int], zygote: Zygote) -> Reference:
-        """Return the undisturbed run on a mesh."""
+        """Return the run without a fault on a mesh; run it once."""
         key = json.dumps(mesh, sort_keys=True)
         with self._lock:
             if key not in self._references:
-                self._references[key] = self._undisturbed(mesh, zygote)
+                self._references[key] = self._run_undisturbed(mesh, zygote)
             return self._references[key]
 
-    def _undisturbed(self, mesh: dict[str, int], zygote: Zygote) -> Reference:
-        name = "-".join(f"{axis}{size}" for axis, size in mesh.items()) or "one"
+    def _run_undisturbed(self, mesh: dict[str, int], zygote: Zygote) -> Reference:
+        name = "-".join(f"{axis}{size}" for axis, size in mesh.items()) or "single"
         place = self.folder / "undisturbed" / name
         world, run = num_ranks(mesh), place / "run"
-        ended = zygote.run("train", world, place, timeout=20.0, limit=LIMIT, run=str(run), mesh=mesh, keep=99)
-        if wrong := judge_success(ended, f"undisturbed run on {name}"):
+        job = zygote.run("train", world, place, timeout=20.0, limit=LIMIT_SECONDS, run=str(run), mesh=mesh, keep=99)
+        if wrong := judge_success(job, f"undisturbed run on {name}"):
             raise RuntimeError("; ".join(wrong))
-        losses = ended.report(0)["losses"]
+        losses = job.report(0)["losses"]
         folders = complete(run / CHECKPOINTS)
         return Reference(
             run / CHECKPOINTS,
@@ -112,7 +121,7 @@ class Campaign:
 
     def _attention(self, case: Case, zygote: Zygote, place: Path) -> Outcome:
         drawn = case.values
-        ended = zygote.run(
+        job = zygote.run(
             "attend",
             drawn["world"],
             place,
@@ -126,18 +135,18 @@ class Campaign:
             call=drawn["call"],
             leave=drawn["shutdown"],
         )
-        wrong = judge_survivors(ended, drawn["victims"], drawn["timeout"])
-        return Outcome(case.name, wrong, seconds_to_end(ended, drawn["victims"]), [ended])
+        wrong = judge_survivors(job, drawn["victims"], drawn["timeout"])
+        return Outcome(case.name, wrong, seconds_to_end(job, drawn["victims"]), [job])
 
     def _training(self, case: Case, zygote: Zygote, place: Path) -> Outcome:
-        """Run training until a fault ends it, and resume it. In kill-save the fault comes during a save."""
+        """Train until a fault ends the run, then resume it. In kill-save the fault comes during a save."""
         drawn = case.values
         reference = self.reference(drawn["mesh"], zygote)
         saving = case.family == "kill-save"
         run, delay, file = place / "run", drawn["delay"], drawn.get("file", 0)
         for attempt in range(ATTEMPTS):
             shutil.rmtree(run, ignore_errors=True)
-            ended = zygote.run(
+            job = zygote.run(
                 "train",
                 drawn["world"],
                 place / f"fault-{attempt}",
@@ -153,60 +162,60 @@ class Campaign:
                 saving=saving,
                 sync=drawn["sync"],
             )
-            survivors = [code for rank, code in enumerate(ended.codes) if rank not in drawn["victims"]]
-            if 0 not in (survivors or ended.codes):
+            survivors = [code for rank, code in enumerate(job.codes) if rank not in drawn["victims"]]
+            if 0 not in (survivors or job.codes):
                 break
             # The fault came after a survivor had finished: all checkpoints must exist. Retry with an earlier fault.
             if too_late := judge_checkpoints(run / CHECKPOINTS, reference, STEPS):
-                return Outcome(case.name, [f"a rank ended with 0, and {text}" for text in too_late], None, [ended])
+                return Outcome(case.name, [f"a rank ended with 0, and {text}" for text in too_late], None, [job])
             delay, file = delay / 4, max(1, file // 4) if file else 0
-        wrong = judge_survivors(ended, drawn["victims"], drawn["timeout"])
-        seconds = seconds_to_end(ended, drawn["victims"])
+        wrong = judge_survivors(job, drawn["victims"], drawn["timeout"])
+        seconds = seconds_to_end(job, drawn["victims"])
         least = drawn["step"] - SAVE if saving else 0
         wrong += judge_checkpoints(run / CHECKPOINTS, reference, least)
-        again, more = self._resumed(case, zygote, place, run, reference)
-        return Outcome(case.name, wrong + more, seconds, [ended, again])
+        resumed, more = self._resume(case, zygote, place, run, reference)
+        return Outcome(case.name, wrong + more, seconds, [job, resumed])
 
-    def _resumed(
+    def _resume(
         self, case: Case, zygote: Zygote, place: Path, run: Path, reference: Reference
-    ) -> tuple[Ended, list[str]]:
+    ) -> tuple[FinishedJob, list[str]]:
         """Resume a run that a fault ended, and judge its losses and checkpoints."""
-        again = zygote.run(
+        resumed = zygote.run(
             "train",
             case.values["world"],
             place / "resumed",
             timeout=20.0,
-            limit=LIMIT,
+            limit=LIMIT_SECONDS,
             run=str(run),
             mesh=case.values["mesh"],
         )
-        wrong = judge_success(again, "resumed")
+        wrong = judge_success(resumed, "resumed")
         if not wrong:
-            report = again.report(0)
+            report = resumed.report(0)
             wrong += judge_losses(report["losses"], report["step"], reference.losses)
             wrong += judge_checkpoints(run / CHECKPOINTS, reference, STEPS)
-            if report["losses"]:  # a save has removed leftovers
+            if report["losses"]:  # a save removes leftovers of earlier runs
                 left = [path.name for path in (run / CHECKPOINTS).iterdir() if "." in path.name]
                 wrong += [f"resumed: {name} was left behind" for name in left]
-        return again, wrong
+        return resumed, wrong
 
     def _damage(self, case: Case, zygote: Zygote, place: Path) -> Outcome:
         drawn = case.values
         reference = self.reference({"fsdp": 2}, zygote)
         with self._lock:
             if not self._loaded:
-                ended = self._load(zygote, self.folder / "undisturbed" / "loaded", reference.checkpoints)
-                if wrong := judge_success(ended, "loading an undamaged checkpoint"):
+                job = self._load(zygote, self.folder / "undisturbed" / "loaded", reference.checkpoints)
+                if wrong := judge_success(job, "loading an undamaged checkpoint"):
                     raise RuntimeError("; ".join(wrong))
-                self._loaded[STEPS] = ended.report(0)["digest"]
+                self._loaded[STEPS] = job.report(0)["digest"]
         folder = place / CHECKPOINTS / folder_name(STEPS)
         shutil.copytree(reference.checkpoints / folder.name, folder)
         names = damage(folder, drawn)
-        ended = self._load(zygote, place, folder.parent)
-        wrong = judge_load(ended.report(0), ended.codes[0], self._loaded[STEPS], folder, names)
-        return Outcome(case.name, wrong, None, [ended])
+        job = self._load(zygote, place, folder.parent)
+        wrong = judge_load(job.report(0), job.codes[0], self._loaded[STEPS], folder, names)
+        return Outcome(case.name, wrong, None, [job])
 
-    def _load(self, zygote: Zygote, place: Path, checkpoints: Path) -> Ended:
+    def _load(self, zygote: Zygote, place: Path, checkpoints: Path) -> FinishedJob:
         return zygote.run("load", 1, place, timeout=20.0, limit=30.0, checkpoints=str(checkpoints), step=STEPS)
 
     def _full_disk(self, case: Case, zygote: Zygote, place: Path) -> Outcome:
@@ -219,43 +228,45 @@ class Campaign:
                 disk.fill()
             arguments: dict[str, Any] = {"run": str(run), "mesh": drawn["mesh"]}
             if drawn["command_line"]:
-                arguments = {"words": command_words(run, drawn["mesh"])}
-            ended = zygote.run(
+                arguments = {"command_arguments": command_arguments(run, drawn["mesh"])}
+            job = zygote.run(
                 "command" if drawn["command_line"] else "fill_disk",
                 drawn["world"],
                 place / "full",
                 timeout=drawn["timeout"],
                 limit=drawn["timeout"] + GRACE,
-                most_bytes=disk.most_bytes,
+                max_file_bytes=disk.max_file_bytes,
                 **arguments,
             )
             wrong = []
-            for rank, code in enumerate(ended.codes):
+            for rank, code in enumerate(job.codes):
                 if code in (None, 0) or code < 0:
                     end = (
                         "hung" if code is None else "did not notice the full disk" if code == 0 else f"ended by {code}"
                     )
                     wrong.append(f"rank {rank} {end}")
                     continue
-                told = ended.report(rank)
-                said = ended.output(rank) + told.get("trace", "") if drawn["command_line"] else told.get("message", "")
-                wrong += [f"rank {rank}: {text}" for text in judge_refused_save(said, str(run), REASONS)]
+                report = job.report(rank)
+                text = (
+                    job.output(rank) + report.get("trace", "") if drawn["command_line"] else report.get("message", "")
+                )
+                wrong += [f"rank {rank}: {failure}" for failure in judge_refused_save(text, str(run), REASONS)]
             wrong += judge_checkpoints(run / CHECKPOINTS, reference, 0)
             disk.grow()
-            again, more = self._resumed(case, zygote, place, run, reference)
-        return Outcome(case.name, wrong + more, None, [ended, again])
+            resumed, more = self._resume(case, zygote, place, run, reference)
+        return Outcome(case.name, wrong + more, None, [job, resumed])
 
 
-def command_words(run: Path, mesh: dict[str, int]) -> list[str]:
-    """Return the command line that trains as `ranks.train_config` says."""
-    words = ["train", "gpt", "--output", str(run)]
+def command_arguments(run: Path, mesh: dict[str, int]) -> list[str]:
+    """Return the command line that trains with the configuration of `ranks.train_config`."""
+    arguments = ["train", "gpt", "--output", str(run)]
     for axis, size in mesh.items():
-        words += [f"--{axis}", str(size)]
+        arguments += [f"--{axis}", str(size)]
     config = train_config(mesh)
     for table in ("model", "data", "optimizer", "run"):
         for name in CHANGED[table]:
-            words += ["--set", f"{table}.{name}={getattr(getattr(config, table), name)}"]
-    return words
+            arguments += ["--set", f"{table}.{name}={getattr(getattr(config, table), name)}"]
+    return arguments
 
 
 #: The fields in which `ranks.train_config` differs from the preset.
@@ -268,9 +279,9 @@ CHANGED = {
 
 
 def judge_checkpoints(folder: Path, reference: Reference, least: int) -> list[str]:
-    """Return what is wrong with the checkpoints of a run: each must hold what the undisturbed run's holds, bit by bit.
+    """Return the failures of a run's checkpoints: each must be bitwise equal to that of the undisturbed run.
 
-    `least` is a step that was on the disk before the fault came: it, or a later one, must be there.
+    `least` is a step that was on the disk before the fault: its checkpoint, or a later one, must exist.
     """
     wrong = []
     checkpoints = Checkpoints(folder)
@@ -283,15 +294,17 @@ def judge_checkpoints(folder: Path, reference: Reference, least: int) -> list[st
         found, expected = _digests(complete(folder)[step]), reference.digests[step]
         other = [name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)]
         if other:
-            few = ", ".join(sorted(other)[:3])
-            wrong.append(f"step {step} passes its checks, and differs from the undisturbed run in {len(other)}: {few}")
+            examples = ", ".join(sorted(other)[:3])
+            wrong.append(
+                f"step {step} passes its checks, and differs from the undisturbed run in {len(other)}: {examples}"
+            )
     if (checkpoints.latest() or 0) < least:
         wrong.append(f"step {least} had been saved, and the latest checkpoint is {checkpoints.latest()}")
     return wrong
 
 
 def damage(folder: Path, drawn: dict[str, Any]) -> list[str]:
-    """Damage the files of a checkpoint as a case says. Return the file names; an error must contain one of them."""
+    """Damage the files of a checkpoint as the drawn values say; return names, one of which an error must contain."""
     dice = random.Random(drawn["dice"])
     names = sorted(path.name for path in folder.iterdir())
     name = names[int(drawn["file"] * len(names))]
@@ -330,19 +343,19 @@ def damage(folder: Path, drawn: dict[str, Any]) -> list[str]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return digests of a checkpoint's tensors, part by part, whichever rank wrote them, and of its options."""
+    """Return digests of a checkpoint's tensors, chunk by chunk, and of its options, whichever rank wrote them."""
     index = read_index(folder)
     found = {name: hashlib.sha256(json.dumps(index[name]).encode()).hexdigest() for name in ("groups", "values")}
-    opened: dict[str, TensorFile] = {}
+    open_files: dict[str, TensorFile] = {}
     try:
         for name, tensor in index["tensors"].items():
             for chunk in tensor["chunks"]:
-                file = opened.setdefault(chunk["file"], TensorFile(folder / chunk["file"]))
+                file = open_files.setdefault(chunk["file"], TensorFile(folder / chunk["file"]))
                 sizes = torch.Size(chunk["sizes"])
                 rows = file.rows(name, DTYPES[tensor["dtype"]], sizes, 0, sizes[0] if sizes else 1)
                 values = rows.reshape(-1).view(torch.uint8).numpy().tobytes()
                 found[f"{name} {chunk['offsets']}"] = hashlib.sha256(values).hexdigest()
     finally:
-        for file in opened.values():
+        for file in open_files.values():
             file.close()
     return found

@@ -1,6 +1,6 @@
 """The cases of the soak campaign: each depends only on a seed, a family and a number.
 
-A case says what the ranks run and which fault meets them when. Nothing runs here.
+A case describes the work of the ranks, the fault, and the moment of the fault. No case runs in this module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 #: Seconds beyond the timeout after which a survivor counts as hanging.
 GRACE = 10.0
-#: Seconds of MESHFLASH_TIMEOUT. A killed rank is noticed by its closed connections, a stopped one by this alone.
+#: MESHFLASH_TIMEOUT in seconds, by fault. Ranks notice a killed rank by its closed connections, a stopped one only
+#: by this timeout.
 TIMEOUT = {signal.SIGKILL: 10.0, signal.SIGSTOP: 4.0}
 #: Schedules, by the smallest world size for which they are useful.
 SCHEDULES = {
@@ -30,7 +31,7 @@ SCHEDULES = {
     "ringx3": 2,
     "ringx4": 2,
 }
-#: Where in attention a rank is when it fires its fault: see `ranks.attend`.
+#: Moments of attention at which a rank fires its fault; see `ranks.attend`.
 MOMENTS = ("handshake", "forward", "backward", "between")
 #: Meshes of the training runs.
 MESHES: tuple[dict[str, Any], ...] = (
@@ -40,9 +41,9 @@ MESHES: tuple[dict[str, Any], ...] = (
     {"cp": 3},
     {"dp": 2, "cp": 2},
 )
-#: One process, and two meshes of two: most saves of a campaign use these, because they are cheap.
+#: Meshes for saves: a single process, two ranks, or three. Most saves of a campaign use these, because they are cheap.
 SAVING_MESHES: tuple[dict[str, Any], ...] = ({}, {"dp": 2}, {"fsdp": 2}, {"cp": 3})
-#: Steps of a training run, and steps between two checkpoints.
+#: Number of steps of a training run, and number of steps between two checkpoints.
 STEPS, SAVE = 10, 2
 #: The kinds of damage to a checkpoint.
 DAMAGE = ("flip", "flips", "truncate", "append", "remove", "swap", "duplicate", "zero", "empty")
@@ -50,7 +51,7 @@ DAMAGE = ("flip", "flips", "truncate", "append", "remove", "swap", "duplicate", 
 
 @dataclass(frozen=True)
 class Case:
-    """One case: its family, its number, and what was drawn for it."""
+    """One case: its family, its number, and its drawn values; `draw` makes it."""
 
     family: str
     seed: int
@@ -68,7 +69,7 @@ class Case:
 
 
 def draw(family: str, seed: int, number: int) -> Case:
-    """Return the case of this family and number: the same one on every machine.
+    """Return the case of this seed, family and number; it is the same on every machine.
 
     >>> draw("sigkill-attention", 0, 3) == draw("sigkill-attention", 0, 3)
     True
@@ -85,13 +86,15 @@ def num_ranks(mesh: dict[str, int]) -> int:
     >>> num_ranks({"dp": 2, "cp": 2}), num_ranks({})
     (4, 1)
     """
-    product = 1
+    count = 1
     for size in mesh.values():
-        product *= size
-    return product
+        count *= size
+    return count
 
 
 def _attention(fault: signal.Signals) -> Callable[[random.Random], dict[str, Any]]:
+    """Return a function that draws the values of a fault during attention."""
+
     def values(dice: random.Random) -> dict[str, Any]:
         world = dice.randint(2, 4)
         return {
@@ -103,13 +106,15 @@ def _attention(fault: signal.Signals) -> Callable[[random.Random], dict[str, Any
             "moment": dice.choice(MOMENTS),
             "call": dice.randint(0, 3),
             "delay": dice.choice((0.0, dice.uniform(0.0, 0.01))),
-            "shutdown": dice.random() < 0.5,  # whether the survivors leave through a `with init()` block
+            "shutdown": dice.random() < 0.5,  # do survivors leave through a `with init()` block?
         }
 
     return values
 
 
 def _training(fault: signal.Signals) -> Callable[[random.Random], dict[str, Any]]:
+    """Return a function that draws the values of a fault during training."""
+
     def values(dice: random.Random) -> dict[str, Any]:
         mesh = dice.choice(MESHES)
         return {
@@ -127,6 +132,7 @@ def _training(fault: signal.Signals) -> Callable[[random.Random], dict[str, Any]
 
 
 def _saving(dice: random.Random) -> dict[str, Any]:
+    """Draw the values of a kill during a save."""
     mesh = dice.choice(SAVING_MESHES)
     world = num_ranks(mesh)
     at_file = dice.random() < 0.6
@@ -137,7 +143,7 @@ def _saving(dice: random.Random) -> dict[str, Any]:
         "signal": int(signal.SIGKILL),
         "timeout": TIMEOUT[signal.SIGKILL],
         "step": SAVE * dice.randint(1, STEPS // SAVE - 1),
-        # The fault comes before the n-th file operation since the save began, or this many seconds after it began.
+        # The fault comes before this file operation, counted from the start of the save, or `delay` seconds after it.
         "file": dice.randint(1, 40) if at_file else 0,
         "delay": 0.0 if at_file else dice.uniform(0.0, 0.03),
         "sync": dice.random() < 0.3,
@@ -145,9 +151,10 @@ def _saving(dice: random.Random) -> dict[str, Any]:
 
 
 def _damage(dice: random.Random) -> dict[str, Any]:
+    """Draw the values of a damaged checkpoint."""
     return {
         "kind": dice.choice(DAMAGE),
-        "file": dice.random(),  # which file, and where in it, as fractions
+        "file": dice.random(),  # the file and the place in it, as fractions of their number
         "place": dice.random(),
         "bit": dice.randrange(8),
         "num_flips": dice.randint(2, 20),
@@ -156,14 +163,15 @@ def _damage(dice: random.Random) -> dict[str, Any]:
 
 
 def _full_disk(dice: random.Random) -> dict[str, Any]:
+    """Draw the values of a run on a small disk."""
     mesh = dice.choice(SAVING_MESHES[:3])
     return {
         "mesh": mesh,
         "world": num_ranks(mesh),
         "timeout": 20.0,
-        # The disk holds this many checkpoints; below 0 it does not even hold the first metrics line.
+        # The disk holds this many checkpoints; if negative, not even the first line of the metrics.
         "checkpoints": dice.choice((-1.0, dice.uniform(0.0, 1.0), dice.uniform(1.0, 3.5))),
-        # Or the disk holds at most this many files; a checkpoint needs about five.
+        # The disk holds at most this many files, 0 for no limit; a checkpoint needs about five.
         "files": dice.choice((0, 0, dice.randint(1, 4), dice.randint(2, 20))),
         "command_line": dice.random() < 0.5,
     }
@@ -171,7 +179,7 @@ def _full_disk(dice: random.Random) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of cases: their number in a campaign, how values are drawn, and what the family shows."""
+    """A family of cases: their number in a campaign, the function that draws their values, and a description."""
 
     count: int
     draw: Callable[[random.Random], dict[str, Any]]
@@ -190,7 +198,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def selection(families: Sequence[str], count: int | None, seed: int) -> list[Case]:
-    """Return all cases of a campaign, family by family; `count` replaces each family's own number of cases."""
+    """Return all cases of a campaign, family by family; `count` replaces the default number of each family."""
     unknown = [name for name in families if name not in FAMILIES]
     if unknown:
         raise ValueError(f"family {unknown[0]!r}: expected one of {', '.join(FAMILIES)}")

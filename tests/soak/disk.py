@@ -1,4 +1,4 @@
-"""Small disks for the soak campaign: a tmpfs where this user may mount one, else a cap on the size of files."""
+"""Small disks for the soak campaign: a tmpfs if this user may mount one, else a limit on the size of files."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ REASONS = ("No space left on device", "File too large")
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder with little space. `most_bytes` caps the size of each file; it is 0 on a mounted disk."""
+    """A folder with little space; `small_disk` makes it.
+
+    `max_file_bytes` limits the size of each file; it is 0 on a mounted disk.
+    """
 
     folder: Path
-    most_bytes: int
+    max_file_bytes: int
 
     def fill(self) -> None:
         """Fill the disk completely."""
-        if not self.most_bytes:
+        if not self.max_file_bytes:
             with contextlib.suppress(OSError), (self.folder / "other").open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
 
     def grow(self) -> None:
         """Enlarge the disk, as if a user had freed space."""
-        if not self.most_bytes:
+        if not self.max_file_bytes:
             _mount("remount,size=64m,nr_inodes=10000", self.folder)
 
 
@@ -36,7 +39,7 @@ class Disk:
 def small_disk(folder: Path, num_bytes: int, num_files: int = 0) -> Iterator[Disk]:
     """Mount a disk of limited bytes and files; 0 files means no limit of files."""
     folder.mkdir(parents=True)
-    # one page is the smallest tmpfs: size=0 would mean no limit
+    # The smallest tmpfs is one page; size=0 would mean no limit.
     options = f"size={max(4096, num_bytes)}" + (f",nr_inodes={num_files}" if num_files else "")
     if not _mount(options, folder):
         yield Disk(folder, max(4096, num_bytes))
@@ -48,8 +51,9 @@ def small_disk(folder: Path, num_bytes: int, num_files: int = 0) -> Iterator[Dis
 
 
 def _mount(options: str, folder: Path) -> bool:
+    """Mount a tmpfs; return whether this user may do that."""
     command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except OSError:  # no such command
+    except OSError:  # there is no `mount` command
         return False

@@ -1,6 +1,6 @@
-"""The judge of the soak campaign: it lists what went wrong in a case.
+"""The judge of the soak campaign: pure functions that list the failures of a case, from the reports of its ranks.
 
-Pure functions of what ranks reported; an empty text means right.
+An empty list means that the case passed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from soak.cases import GRACE
-from soak.zygote import Ended
+from soak.zygote import FinishedJob
 
-_NUMBERS = r"(\d+(?:(?:, | and | or (?:rank )?)\d+)*)"
-_RANKS = re.compile(rf"\branks? {_NUMBERS}")
+_RANK_LIST = r"(\d+(?:(?:, | and | or (?:rank )?)\d+)*)"
+_RANKS = re.compile(rf"\branks? {_RANK_LIST}")
 #: A rank that only reports is not blamed: "rank 1 reported: rank 2 was lost" blames rank 2.
 _REPORTERS = re.compile(
-    rf"\b(?:(?:reported|told|said) by ranks? {_NUMBERS}|ranks? {_NUMBERS} (?:raised|reported|says|said):)"
+    rf"\b(?:(?:reported|told|said) by ranks? {_RANK_LIST}|ranks? {_RANK_LIST} (?:raised|reported|says|said):)"
 )
 
 
 def blamed(message: str, own: int) -> set[int]:
-    """Return the ranks that a survivor's message blames, but for the survivor itself.
+    """Return the ranks that a survivor's message blames, without the survivor itself.
 
     >>> blamed("rank 1 of 3: rank 0 was lost", 1)
     {0}
@@ -39,20 +39,20 @@ def blamed(message: str, own: int) -> set[int]:
     return set()
 
 
-def judge_survivors(ended: Ended, victims: Collection[int], timeout: float) -> list[str]:
-    """Return what is wrong with the survivors of a fault: each must end in time, by an error that names a victim."""
+def judge_survivors(job: FinishedJob, victims: Collection[int], timeout: float) -> list[str]:
+    """Return the failures of the survivors of a fault: each must end in time, with an error that names a victim."""
     wrong = []
-    if ended.fired is None:
-        told = [f"rank {rank}: {ended.report(rank).get('message', 'nothing')}" for rank in range(len(ended.codes))]
-        return [f"the fault never came; codes {ended.codes}, {'; '.join(told)}"]
-    for rank, code in enumerate(ended.codes):
+    if job.fired is None:
+        messages = [f"rank {rank}: {job.report(rank).get('message', 'nothing')}" for rank in range(len(job.codes))]
+        return [f"the fault never came; codes {job.codes}, {'; '.join(messages)}"]
+    for rank, code in enumerate(job.codes):
         if rank in victims:
             continue
-        report = ended.report(rank)
+        report = job.report(rank)
         message = f"{report.get('error', '')}: {report.get('message', '')}"
         if code is None:
-            said = f" after it had raised {message}" if "error" in report else ""
-            wrong.append(f"rank {rank} still ran {timeout + GRACE:g} s after the fault{said}")
+            raised = f" after it had raised {message}" if "error" in report else ""
+            wrong.append(f"rank {rank} still ran {timeout + GRACE:g} s after the fault{raised}")
         elif code < 0:
             wrong.append(f"rank {rank} ended by {signal.Signals(-code).name}; {message}")
         elif "error" not in report:
@@ -60,33 +60,33 @@ def judge_survivors(ended: Ended, victims: Collection[int], timeout: float) -> l
         else:
             names = blamed(report["message"], rank)
             if not names or not names <= set(victims):
-                who = f"blames {', '.join(map(str, sorted(names)))}" if names else "names no rank"
+                verdict = f"blames {', '.join(map(str, sorted(names)))}" if names else "names no rank"
                 fault = ", ".join(map(str, sorted(victims)))
-                wrong.append(f"rank {rank} {who}, and the fault was of {fault}: {message}")
+                wrong.append(f"rank {rank} {verdict}, and the fault was of {fault}: {message}")
     return wrong
 
 
-def seconds_to_end(ended: Ended, victims: Collection[int]) -> float | None:
-    """Return the seconds from the fault to the end of the last survivor; None if one hung or there was none."""
-    rest = [rank for rank in range(len(ended.codes)) if rank not in victims]
-    if ended.fired is None or not rest or any(ended.codes[rank] is None for rank in rest):
+def seconds_to_end(job: FinishedJob, victims: Collection[int]) -> float | None:
+    """Return the seconds from the fault to the end of the last survivor; None without survivors or if one hung."""
+    survivors = [rank for rank in range(len(job.codes)) if rank not in victims]
+    if job.fired is None or not survivors or any(job.codes[rank] is None for rank in survivors):
         return None
-    return max(0.0, *(ended.times[rank] - ended.fired for rank in rest), 0.0)
+    return max(0.0, *(job.times[rank] - job.fired for rank in survivors), 0.0)
 
 
-def judge_success(ended: Ended, what: str) -> list[str]:
-    """Return what is wrong with a job without a fault: every rank must exit with 0."""
+def judge_success(job: FinishedJob, job_name: str) -> list[str]:
+    """Return the failures of a job without a fault: every rank must exit with code 0."""
     wrong = []
-    for rank, code in enumerate(ended.codes):
+    for rank, code in enumerate(job.codes):
         if code != 0:
-            report = ended.report(rank)
+            report = job.report(rank)
             end = "still ran" if code is None else f"ended with code {code}"
-            wrong.append(f"{what}: rank {rank} {end}; {report.get('error', '')}: {report.get('message', '')}")
+            wrong.append(f"{job_name}: rank {rank} {end}; {report.get('error', '')}: {report.get('message', '')}")
     return wrong
 
 
 def judge_losses(losses: Sequence[float], step: int, undisturbed: Mapping[int, float]) -> list[str]:
-    """Return what is wrong with the losses of a resumed run, whose last one is that of `step`: bits must be equal."""
+    """Return the failures of a resumed run's losses, which end at `step`: they must be bitwise equal."""
     wrong = []
     first = step - len(losses) + 1
     for number, loss in enumerate(losses, first):
@@ -100,9 +100,9 @@ def judge_losses(losses: Sequence[float], step: int, undisturbed: Mapping[int, f
 def judge_load(
     report: Mapping[str, Any], code: int | None, expected: str, folder: Path, names: Collection[str]
 ) -> list[str]:
-    """Return what is wrong with the loading of a checkpoint that may be damaged.
+    """Return the failures of loading a checkpoint that may be damaged.
 
-    Either every value is the saved one, or a CheckpointError names one of these files and nothing has changed.
+    Either every loaded value equals the saved one, or a CheckpointError names one of `names` and no value has changed.
     """
     if code is None:
         return ["loading hung"]
@@ -126,7 +126,7 @@ def judge_load(
 
 
 def judge_refused_save(text: str, folder: str, reasons: Collection[str]) -> list[str]:
-    """Return what is wrong with a rank's output after a failed save: it must be one error with path and reason."""
+    """Return the failures of a rank's output after a failed save: it must be one error with path and reason."""
     wrong = []
     if "Traceback (most recent call last)" in text:
         wrong.append(f"a traceback: {text[-400:]}")

@@ -1,7 +1,7 @@
-"""The tasks of the forked ranks of the soak campaign: endless attention, training, loading, the command line.
+"""The tasks of the forked ranks of the soak campaign: repeated attention, training, loading, the command line.
 
-A rank that is a victim calls `fire` where its case says so; the signal comes from outside. Each task returns what the
-rank reports; an error that leaves the task is reported by the caller.
+A victim calls `fire` at the moment of its case; the zygote then sends the signal. Each task returns the report of its
+rank; the caller reports an error that leaves the task.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from meshflash.train.checkpoint_tensors import collect
 from soak.cases import SAVE, STEPS
 from train.crash import EVENTS
 
-#: The pipe into which a victim writes; None on every other rank.
+#: The pipe into which a victim writes to request its fault; None on every other rank.
 FIRE: int | None = None
-#: Seconds that ranks repeat attention without a fault before they give up.
-PATIENCE = 40.0
+#: Seconds for which ranks repeat attention without a fault before they give up.
+PATIENCE_SECONDS = 40.0
 
 
 def fire() -> None:
-    """Request the fault. It may come at any time from now on, and comes once."""
+    """Request the fault. It comes once, at any time from now on."""
     global FIRE
     if FIRE is not None:
         os.write(FIRE, b"!")
@@ -40,9 +40,9 @@ def fire() -> None:
 
 
 def attend(timeout: float, folder: Path, schedule: str, moment: str, call: int, leave: bool) -> dict[str, Any]:
-    """Repeat attention until a rank is lost; `leave` says whether errors pass through `shutdown`."""
+    """Repeat attention until a rank is lost; with `leave`, errors pass through `shutdown`."""
     torch.manual_seed(0)
-    here = init(timeout=timeout)
+    this_rank = init(timeout=timeout)
     begin = time.monotonic()
     try:
         for number in range(1_000_000):
@@ -57,16 +57,16 @@ def attend(timeout: float, folder: Path, schedule: str, moment: str, call: int, 
             if due and moment == "between":
                 fire()
                 time.sleep(0.02)
-            if time.monotonic() - begin > PATIENCE:
+            if time.monotonic() - begin > PATIENCE_SECONDS:
                 break
     finally:
         if leave:
             shutdown()
-    return {"rank": here.rank, "calls": number}
+    return {"rank": this_rank.rank, "calls": number}
 
 
 def train_config(mesh: dict[str, int], save: int = SAVE) -> configs.Config:
-    """Return the configuration of every training run here: a tiny GPT, a few steps."""
+    """Return the configuration of every training run: a tiny GPT, a few steps."""
     found: configs.Config = configs.change(
         configs.preset("gpt", "tiny"),
         {
@@ -91,18 +91,18 @@ def train(
     sync: bool = False,
     keep: int = 3,
 ) -> dict[str, Any]:
-    """Train in a folder, from where an earlier run was. Report the losses of the steps that this one did.
+    """Train in a folder, or resume an earlier run in it; report the losses of the steps of this process.
 
     Args:
-        timeout: of ranks that wait for each other.
-        folder: of this job's reports.
-        run: is the folder of the run.
-        mesh: holds the sizes of its axes.
-        step: is when the victim fires; 0 is never.
-        file: lets it fire before the n-th time that it touches a file, from the save of that step on.
-        saving: lets it fire when the save of that step begins to write.
-        sync: has each save return when all is on the disk.
-        keep: is how many checkpoints stay.
+        timeout: Seconds for which ranks wait for each other.
+        folder: Folder for the reports of this job.
+        run: Folder of the run.
+        mesh: Sizes of the axes of the mesh.
+        step: Step at which the victim fires; 0 means never.
+        file: Number of the file operation, counted from the save of `step`, before which the victim fires.
+        saving: Whether the victim fires in the save of `step` and not in the step itself.
+        sync: Whether each save waits until all files are on the disk.
+        keep: Number of checkpoints that stay.
     """
     init(timeout=timeout)
     config = train_config(mesh)
@@ -119,24 +119,24 @@ def train(
     return {"step": trained.step, "losses": trained.losses}
 
 
-def command(timeout: float, folder: Path, words: list[str], most_bytes: int = 0) -> dict[str, Any]:
-    """Run the command line of meshflash; `most_bytes` caps the size of each file where no disk can be mounted."""
+def command(timeout: float, folder: Path, command_arguments: list[str], max_file_bytes: int = 0) -> dict[str, Any]:
+    """Run the command line of meshflash; `max_file_bytes` limits each file if no disk could be mounted."""
     from meshflash.cli import app
 
-    _cap_files(most_bytes)
-    sys.argv = ["meshflash", *words]
+    _limit_file_size(max_file_bytes)
+    sys.argv = ["meshflash", *command_arguments]
     app()
     return {}
 
 
-def fill_disk(timeout: float, folder: Path, run: str, mesh: dict[str, int], most_bytes: int = 0) -> dict[str, Any]:
+def fill_disk(timeout: float, folder: Path, run: str, mesh: dict[str, int], max_file_bytes: int = 0) -> dict[str, Any]:
     """Train on a disk that fills up."""
-    _cap_files(most_bytes)
+    _limit_file_size(max_file_bytes)
     return train(timeout, folder, run, mesh)
 
 
 def load(timeout: float, folder: Path, checkpoints: str, step: int) -> dict[str, Any]:
-    """Load a checkpoint, and report a digest of every value that the model and the optimizer then have."""
+    """Load a checkpoint; report a digest of all values of the model and the optimizer."""
     torch.set_num_threads(1)
     init()
     config = train_config({})
@@ -151,7 +151,7 @@ def load(timeout: float, folder: Path, checkpoints: str, step: int) -> dict[str,
 
 
 def digest(model: Any, optimizer: Any) -> str:
-    """Return one digest of all weights, of the optimizer's tensors, values and options."""
+    """Return one digest of all weights, and of the tensors, values and options of the optimizer."""
     content = collect(model, optimizer)
     found = hashlib.sha256(repr((sorted(content.values.items()), content.groups)).encode())
     for name, part in sorted(content.parts.items()):
@@ -160,63 +160,65 @@ def digest(model: Any, optimizer: Any) -> str:
     return found.hexdigest()
 
 
-def _cap_files(most_bytes: int) -> None:
-    if most_bytes:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+def _limit_file_size(max_file_bytes: int) -> None:
+    """Limit the size of files that this process writes; 0 means no limit."""
+    if max_file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
 
 
 def _fire_in_step(step: int) -> None:
-    """Fire when the n-th step of this process begins."""
+    """Fire at the start of a step, counted in this process."""
     accumulate, begun = loop.accumulate, [0]
 
-    def counted(*arguments: Any, **options: Any) -> Any:
+    def count_and_fire(*arguments: Any, **options: Any) -> Any:
         begun[0] += 1
         if begun[0] == step:
             fire()
         return accumulate(*arguments, **options)
 
-    loop.accumulate = counted
+    loop.accumulate = count_and_fire
 
 
 def _fire_in_save(step: int, file: int) -> None:
-    """Fire when the save of a step begins, or before the n-th time from then on that this process touches a file."""
-    write, touched = Checkpoints._write, [-1]
+    """Fire when the save of a step begins, or before the `file`-th file operation after that."""
+    write, num_operations = Checkpoints._write, [-1]
 
-    def begun(self: Checkpoints, saved: int, *more: Any) -> None:
+    def write_and_fire(self: Checkpoints, saved: int, *more: Any) -> None:
         if saved == step:
             if file:
-                touched[0] = 0
+                num_operations[0] = 0
             else:
                 fire()
         write(self, saved, *more)
 
     def hook(event: str, arguments: Any) -> None:
-        if touched[0] < 0 or event not in EVENTS:
+        if num_operations[0] < 0 or event not in EVENTS:
             return
-        touched[0] += 1
-        if touched[0] == file:
+        num_operations[0] += 1
+        if num_operations[0] == file:
             fire()
-            time.sleep(PATIENCE)  # let the kill come before the announced operation
+            time.sleep(PATIENCE_SECONDS)  # wait, so that the kill comes before the announced operation
 
-    Checkpoints._write = begun  # type: ignore[method-assign, assignment]
+    Checkpoints._write = write_and_fire  # type: ignore[method-assign, assignment]
     if file:
         sys.addaudithook(hook)
 
 
 def _save_synchronously() -> None:
+    """Make every save wait until its files are on the disk."""
     save = Checkpoints.save
 
-    def waiting(self: Checkpoints, *arguments: Any, **options: Any) -> None:
+    def save_and_wait(self: Checkpoints, *arguments: Any, **options: Any) -> None:
         save(self, *arguments, **(options | {"wait": True}))
 
-    Checkpoints.save = waiting  # type: ignore[method-assign]
+    Checkpoints.save = save_and_wait  # type: ignore[method-assign]
 
 
 def interrupted(timeout: float, folder: Path) -> None:
-    """Rank 0 waits in a handshake that nobody else comes to, until it is interrupted."""
-    here = init(timeout=timeout)
+    """Let rank 0 wait in a handshake that no other rank joins, until it is interrupted."""
+    this_rank = init(timeout=timeout)
     x = torch.randn(1, 8, 2, 8)
-    if here.rank:
+    if this_rank.rank:
         time.sleep(8.0)
         return
     fire()

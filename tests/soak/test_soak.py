@@ -11,19 +11,20 @@ import pytest
 from soak import cases
 from soak.campaign import Campaign, damage
 from soak.judge import judge_load, judge_losses, judge_refused_save, judge_success, judge_survivors, seconds_to_end
-from soak.zygote import Ended, Zygote
+from soak.zygote import FinishedJob, Zygote
 
 
-def ended(folder: Path, codes: list[int | None], messages: list[str], fired: float | None = 0.0) -> Ended:
+def finished_job(folder: Path, codes: list[int | None], messages: list[str], fired: float | None = 0.0) -> FinishedJob:
+    """Return a finished job whose ranks had these exit codes and error messages."""
     for rank, message in enumerate(messages):
         if message:
             report = {"error": "TransportError", "message": message, "trace": ""}
             (folder / f"rank-{rank}.json").write_text(json.dumps(report))
-    return Ended(folder, codes, [1.0 + rank for rank in range(len(codes))], fired)
+    return FinishedJob(folder, codes, [1.0 + rank for rank in range(len(codes))], fired)
 
 
 def test_survivors_that_name_the_victim_in_time_pass(tmp_path):
-    job = ended(tmp_path, [3, -9, 3], ["rank 1 was lost", "", "rank 2 of 3: rank 0 reported: rank 1 was lost"])
+    job = finished_job(tmp_path, [3, -9, 3], ["rank 1 was lost", "", "rank 2 of 3: rank 0 reported: rank 1 was lost"])
     assert judge_survivors(job, [1], 5.0) == []
     assert seconds_to_end(job, [1]) == 3.0
 
@@ -42,17 +43,17 @@ def test_survivors_that_name_the_victim_in_time_pass(tmp_path):
     ],
 )
 def test_survivors_that_blame_another_rank_or_hang_or_abort_fail(tmp_path, code, message, wrong):
-    job = ended(tmp_path, [code, -9, 3], [message, "", "rank 1 was lost"])
+    job = finished_job(tmp_path, [code, -9, 3], [message, "", "rank 1 was lost"])
     (found,) = judge_survivors(job, [1], 5.0)
     assert found.startswith(wrong)
 
 
 def test_missing_fault_and_failed_job_are_failures(tmp_path):
-    assert "never came" in judge_survivors(ended(tmp_path, [0, 0], [], fired=None), [1], 5.0)[0]
-    assert len(judge_success(ended(tmp_path, [0, 3], []), "resumed")) == 1
+    assert "never came" in judge_survivors(finished_job(tmp_path, [0, 0], [], fired=None), [1], 5.0)[0]
+    assert len(judge_success(finished_job(tmp_path, [0, 3], []), "resumed")) == 1
 
 
-def test_damaged_checkpoint_must_be_refused_by_name(tmp_path):
+def test_damaged_checkpoint_must_be_refused_with_its_file_named(tmp_path):
     refused = {"error": "CheckpointError", "message": f"{tmp_path / 'index.json'}: missing", "changed": False}
     assert judge_load(refused, 0, "digest", tmp_path, ["index.json"]) == []
     assert judge_load({"digest": "digest"}, 0, "digest", tmp_path, ["index.json"]) == []
@@ -102,7 +103,7 @@ def test_every_kind_of_damage_changes_a_file(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", cases.FAMILIES)
-def test_a_few_cases_of_each_family_pass(tmp_path, family):
+def test_five_cases_of_each_family_pass(tmp_path, family):
     zygote, campaign = Zygote(), Campaign(tmp_path)
     try:
         for case in cases.selection([family], 5, seed=1):
