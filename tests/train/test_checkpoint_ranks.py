@@ -1,4 +1,4 @@
-"""The exchange between the ranks of a checkpoint: slow work never times out, and lost ranks are named."""
+"""The exchange between ranks that save a checkpoint: slow work does not time out, lost ranks are named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from meshflash.train.checkpoint_ranks import LostRankError, Ranks
 
 
-def slow_and_silent(rank, world, group):
+def gather_with_slow_and_stopped_ranks(rank, world, group):
+    """Return results, time and error of an exchange in which rank 1 is slow and rank 2 then stops."""
     os.environ["MESHFLASH_TIMEOUT"] = "1"
     try:
         ranks = Ranks(None)
@@ -23,7 +24,7 @@ def slow_and_silent(rank, world, group):
         found = ranks.gather(work)
         slow = time.monotonic() - begin
         if rank == 2:
-            time.sleep(3.0)  # as one that was stopped
+            time.sleep(3.0)  # as a stopped rank does
             return found, slow, "", 0.0
         begin = time.monotonic()
         with pytest.raises(LostRankError) as error:
@@ -34,7 +35,7 @@ def slow_and_silent(rank, world, group):
 
 
 def test_slow_ranks_are_awaited_and_stopped_ranks_are_named(pool):
-    for rank, (found, slow, message, seconds) in enumerate(pool.run(3, slow_and_silent)):
+    for rank, (found, slow, message, seconds) in enumerate(pool.run(3, gather_with_slow_and_stopped_ranks)):
         assert found == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert slow > 2.0
         if rank != 2:
@@ -42,7 +43,9 @@ def test_slow_ranks_are_awaited_and_stopped_ranks_are_named(pool):
             assert seconds < 2.9
 
 
-def one_fails(rank, world, group):
+def gather_with_failing_rank(rank, world, group):
+    """Assert that an error of rank 1 raises on all ranks."""
+
     def work():
         if rank == 1:
             raise OSError("stale file handle")
@@ -53,4 +56,4 @@ def one_fails(rank, world, group):
 
 
 def test_work_that_fails_on_one_rank_fails_on_all(pool):
-    pool.run(2, one_fails)
+    pool.run(2, gather_with_failing_rank)

@@ -1,4 +1,4 @@
-"""`meshflash train` as a command: --show and --config agree, progress, and ends without tracebacks."""
+"""The command `meshflash train`: --show and --config agree, progress, and errors and Ctrl-C without tracebacks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from meshflash.train import loop
 from meshflash.train.config import PRESETS, preset, read_toml, to_toml
 from meshflash.train.report import ProgressLine
 
-#: Seconds after which a subprocess is lost; a loaded machine takes 20 to import torch.
-LIMIT = 120
+#: Time limit of a subprocess, in seconds; a loaded machine takes 20 to import torch.
+LIMIT_SECONDS = 120
 SMALL = [
     "--set",
     "data.tokens=16",
@@ -38,6 +38,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def _no_job():
+    """Shut down after every test."""
     yield
     shutdown()
 
@@ -54,7 +55,7 @@ def test_config_reads_what_show_prints(kind, name, tmp_path):
     assert configs.change(preset(changes.pop("kind"), "tiny"), changes) == replace(want, mesh=replace(want.mesh, cp=4))
 
 
-def test_toml_of_odd_texts_numbers_and_missing_values_is_read_back(tmp_path):
+def test_toml_with_special_characters_extreme_numbers_and_missing_values_round_trips(tmp_path):
     changes: Any = {
         "data": {"source": 'a"b\\c\n\x7f\u00e9\U0001f600', "valid": "x"},
         "optimizer": {"lr": 1e-300, "eps": 0.0},
@@ -68,34 +69,34 @@ def test_toml_of_odd_texts_numbers_and_missing_values_is_read_back(tmp_path):
     assert configs.change(preset("gpt", "llama3.2-1b"), read) == config
 
 
-def test_a_kind_that_the_file_contradicts_is_refused(tmp_path):
+def test_kind_that_contradicts_the_file_is_refused(tmp_path):
     (tmp_path / "run.toml").write_text('kind = "vit"\n')
     result = CliRunner().invoke(app, ["train", "gpt", "--config", str(tmp_path / "run.toml")])
     assert result.exit_code == 2
     assert "kind='vit', and the command says 'gpt'" in " ".join(result.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("words", [["train", "--show"], ["train", "vit", "--preset", "2.6b", "--show"]])
-def test_show_does_not_import_torch(words):
-    code = f"import sys; from meshflash.cli import app; app({words!r}, standalone_mode=False); "
+@pytest.mark.parametrize("arguments", [["train", "--show"], ["train", "vit", "--preset", "2.6b", "--show"]])
+def test_show_does_not_import_torch(arguments):
+    code = f"import sys; from meshflash.cli import app; app({arguments!r}, standalone_mode=False); "
     code += "assert not [name for name in sys.modules if name.split('.')[0] in ('torch', 'triton')]"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("kind = ")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("kind = ")
 
 
 def test_progress_does_not_import_torch():
     code = "import sys; from meshflash.train.report import ProgressLine; ProgressLine(7); "
     code += "assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "0/7  starting\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "0/7  starting\n"
 
 
 @pytest.mark.parametrize("log", [0, 2, 5])
 def test_progress_ends_at_the_last_step(log):
-    words = ["train", "gpt", "--steps", "5", "--set", f"run.log={log}", *SMALL]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    arguments = ["train", "gpt", "--steps", "5", "--set", f"run.log={log}", *SMALL]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     lines = result.stderr.splitlines()
     assert lines[0] == "0/5  starting"
@@ -115,11 +116,11 @@ def test_progress_on_a_terminal_is_a_bar_that_ends_full(monkeypatch, capsys):
     assert "3/3" in shown
 
 
-def test_an_unexpected_error_ends_as_one_line(monkeypatch):
-    def fails(*_: Any, **__: Any) -> None:
+def test_unexpected_error_is_printed_as_one_line(monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("something broke")
 
-    monkeypatch.setattr(loop, "build", fails)
+    monkeypatch.setattr(loop, "build", fail)
     result = CliRunner().invoke(app, ["train", "gpt", "--steps", "1", *SMALL])
     assert result.exit_code == 1
     assert "[rank 0] RuntimeError: something broke (MESHFLASH_LOG=debug shows where)" in result.output
@@ -128,14 +129,16 @@ def test_an_unexpected_error_ends_as_one_line(monkeypatch):
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_ctrl_c_ends_without_a_traceback(nproc, tmp_path):
-    words = ["train", "gpt", "--steps", "1000000", "--set", "run.log=1", *SMALL, "--nproc", str(nproc)]
+    arguments = ["train", "gpt", "--steps", "1000000", "--set", "run.log=1", *SMALL, "--nproc", str(nproc)]
     log = tmp_path / "log"
     with log.open("w") as stream:
-        running = subprocess.Popen([sys.executable, "-m", "meshflash", *words], stderr=stream, start_new_session=True)
+        running = subprocess.Popen(
+            [sys.executable, "-m", "meshflash", *arguments], stderr=stream, start_new_session=True
+        )
         try:
             _wait_for_a_step(running, log)
-            os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-            code = running.wait(LIMIT)
+            os.killpg(running.pid, signal.SIGINT)  # the terminal sends it to the whole process group
+            code = running.wait(LIMIT_SECONDS)
         finally:
             running.kill()
     text = log.read_text()
@@ -147,7 +150,8 @@ def test_ctrl_c_ends_without_a_traceback(nproc, tmp_path):
 
 
 def _wait_for_a_step(running: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(LIMIT * 10):
+    """Wait until the log shows step 2, or until the process ends."""
+    for _ in range(LIMIT_SECONDS * 10):
         if "2/1000000" in log.read_text() or running.poll() is not None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Forged files: none executes code, leads out of its folder, or exhausts memory."""
+"""Forged files: none executes code, reads outside of its folder, or exhausts memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from meshflash.train.tokenizer import FolderTokenizer
 from meshflash.train.tokens import TokenFile, write_tokens
 from meshflash.viz import recorded
 from train import crash
-from train.checkpoints import INDEX, MANIFEST, TENSORS, saved
+from train.checkpoints import INDEX, MANIFEST, TENSORS, save_steps
 
 SOURCE = Path(__file__).parents[2] / "src"
 HUGE = 2**60
@@ -42,11 +42,11 @@ DEEP, LONG = "[" * 100_000, "9" * 100_000
 
 
 @pytest.fixture(autouse=True)
-def bounded():
+def limit_memory_and_time():
     """Limit a test to 4 GiB of further memory and ten seconds."""
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (taken + 2**32, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 2**32, hard))
     begin = time.monotonic()
     yield
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
@@ -54,7 +54,7 @@ def bounded():
 
 
 class Payload:
-    """An object that writes a file when it is unpickled."""
+    """An object that creates a folder when it is unpickled; the tests make it."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -63,7 +63,7 @@ class Payload:
         return os.mkdir, (str(self.marker),)
 
 
-def sparse(path: Path, size: int = 2**40) -> Path:
+def make_sparse(path: Path, size: int = 2**40) -> Path:
     """Make a sparse file of a terabyte."""
     with path.open("wb") as file:
         try:
@@ -80,14 +80,16 @@ def refused(path: Path, read: Any, *arguments: Any, name: str = "") -> str:
     return str(caught.value)
 
 
-# ---- what reads JSON
+# ---- readers of JSON
 
 
 def tables(path: Path) -> Any:
+    """Read both tables of measured rates."""
     return kernel_rates._read(path), gemm_rates._read(path)
 
 
 def traces(path: Path) -> Any:
+    """Read the traces of a folder."""
     return recorded.read(path.parent)
 
 
@@ -107,7 +109,7 @@ def test_nested_long_truncated_or_endless_json_is_refused(tmp_path, kind):
     for text in (DEEP, '{"a":' * 100_000, f'{{"rows": {LONG}}}', "{", "", "[1]", "null", "\ud800"):
         path.write_bytes(text.encode(errors="surrogatepass"))
         refused(path, read)
-    refused(sparse(path), read)
+    refused(make_sparse(path), read)
 
 
 def test_traces_of_other_programs_are_refused(tmp_path):
@@ -125,13 +127,13 @@ def test_nested_long_endless_or_non_utf8_toml_is_refused(tmp_path):
     for dots in (300, 30_000, 500_000):
         path.write_bytes(b"a" + b".a" * dots + b" = 1")
         refused(path, read_toml)
-    refused(sparse(path), read_toml)
+    refused(make_sparse(path), read_toml)
 
 
 # ---- checkpoints
 
 
-def forged(folder: Path, **files: bytes) -> None:
+def forge(folder: Path, **files: bytes) -> None:
     """Write files of a checkpoint with valid digests."""
     manifest = json.loads((folder / MANIFEST).read_text())
     for name, data in {name.replace("__", "."): data for name, data in files.items()}.items():
@@ -143,16 +145,19 @@ def forged(folder: Path, **files: bytes) -> None:
 
 
 def load(root: Path) -> None:
-    model, optimizer = crash.made()
+    """Load the latest checkpoint of a folder."""
+    model, optimizer = crash.build()
     Checkpoints(root).load(model, optimizer)
 
 
 def checkpoint(root: Path) -> Path:
-    saved(root, 1)
+    """Save a checkpoint and return its folder."""
+    save_steps(root, 1)
     return root / "step-00000001"
 
 
 def header(data: dict[str, Any] | bytes, length: int | None = None, more: bytes = b"") -> bytes:
+    """Return the start of a safetensors file, with a false length of its header if given."""
     text = data if isinstance(data, bytes) else json.dumps(data).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + more
 
@@ -182,13 +187,13 @@ def test_checkpoints_with_links_or_pipes_are_refused(tmp_path, name):
 
 
 def test_pruning_does_not_follow_links(tmp_path):
-    """Sweeping and pruning remove the link, not the folder behind it."""
+    """Pruning removes the link, not the folder behind it."""
     outside = checkpoint(tmp_path / "outside")
     root = tmp_path / "run"
     root.mkdir()
     for name in ("step-00000001", "step-00000002.partial-x", "step-00000001.replaced-x"):
         (root / name).symlink_to(outside, target_is_directory=True)
-    saved(root, 1, 3, 4, keep=1)
+    save_steps(root, 1, 3, 4, keep=1)
     assert {path.name for path in outside.iterdir()} == {MANIFEST, INDEX, TENSORS}
     assert Checkpoints(root).steps() == [4]
 
@@ -198,21 +203,25 @@ def test_checkpoints_with_false_sizes_are_refused(tmp_path):
     index, data = json.loads((folder / INDEX).read_text()), (folder / TENSORS).read_bytes()
     length = int.from_bytes(data[:8], "little")
     name = next(name for name in index["tensors"] if name.startswith("model/"))
-    said = json.loads(data[8 : 8 + length])
+    entries = json.loads(data[8 : 8 + length])
     for begin in (0, -4 * HUGE):
-        lying = said | {name: said[name] | {"shape": [1, HUGE], "data_offsets": [begin, begin + 4 * HUGE]}}
+        false_entries = entries | {
+            name: entries[name] | {"shape": [1, HUGE], "data_offsets": [begin, begin + 4 * HUGE]}
+        }
         tensors = json.loads(json.dumps(index["tensors"]))
         tensors[name]["chunks"][0]["sizes"] = [1, HUGE]
         more = json.dumps(index | {"tensors": tensors}).encode()
-        forged(folder, **{"rank-00000__safetensors": header(lying, more=data[8 + length :]), "index__json": more})
+        forge(
+            folder, **{"rank-00000__safetensors": header(false_entries, more=data[8 + length :]), "index__json": more}
+        )
         with pytest.raises(CheckpointError, match=f"{TENSORS}: {name} is not in it as the index says"):
             load(folder.parent)
         with pytest.raises(CheckpointError, match=f"{TENSORS}: {name} is not in it as the index says"):
             TensorFile(folder / TENSORS).rows(name, torch.float32, torch.Size([1, HUGE]), 0, 1)
-    kept = next(name for name in index["tensors"] if name.startswith("optimizer/exp_avg/"))
+    moment = next(name for name in index["tensors"] if name.startswith("optimizer/exp_avg/"))
     for shape in ([HUGE], [2**33], [-1, -HUGE], "x", [1.5]):
-        tensors = index["tensors"] | {kept: index["tensors"][kept] | {"shape": shape}}
-        forged(folder, index__json=json.dumps(index | {"tensors": tensors}).encode())
+        tensors = index["tensors"] | {moment: index["tensors"][moment] | {"shape": shape}}
+        forge(folder, index__json=json.dumps(index | {"tensors": tensors}).encode())
         refused(folder / INDEX, load, folder.parent)
 
 
@@ -228,17 +237,17 @@ def test_checkpoints_with_false_sizes_are_refused(tmp_path):
     ],
     ids=["huge", "largest", "deep", "list", "empty", "pickle"],
 )
-def test_a_tensor_file_with_a_forged_header_is_refused(tmp_path, data):
+def test_tensor_file_with_a_forged_header_is_refused(tmp_path, data):
     folder = checkpoint(tmp_path / "run")
-    forged(folder, **{"rank-00000__safetensors": data + bytes(2**18)})
+    forge(folder, **{"rank-00000__safetensors": data + bytes(2**18)})
     refused(folder / TENSORS, load, folder.parent)
     (folder / TENSORS).write_bytes(data)
     refused(folder / TENSORS, lambda path: TensorFile(path).rows("x", torch.float32, torch.Size([1]), 0, 1))
 
 
 def test_endless_tensor_files_are_refused(tmp_path):
-    """The header claims the whole endless file."""
-    path = sparse(tmp_path / TENSORS)
+    """The header claims to fill the whole sparse file."""
+    path = make_sparse(tmp_path / TENSORS)
     with path.open("r+b") as file:
         file.write(struct.pack("<Q", 2**39))
     refused(path, TensorFile)
@@ -249,10 +258,10 @@ def test_checkpoints_with_nested_or_endless_json_are_refused(tmp_path, name):
     folder = checkpoint(tmp_path / "run")
     (folder / name).write_text(DEEP)
     if name == INDEX:
-        forged(folder, index__json=DEEP.encode())
+        forge(folder, index__json=DEEP.encode())
     refused(folder / name, load, folder.parent)
     if name == MANIFEST:
-        refused(sparse(folder / name), load, folder.parent)
+        refused(make_sparse(folder / name), load, folder.parent)
 
 
 # ---- token files
@@ -260,6 +269,7 @@ def test_checkpoints_with_nested_or_endless_json_are_refused(tmp_path, name):
 
 @pytest.fixture
 def tokens(tmp_path):
+    """Return the folder of a valid token file."""
     (tmp_path / "a.txt").write_text("some text")
     return write_tokens([tmp_path / "a.txt"], tmp_path / "tokens").folder
 
@@ -291,7 +301,7 @@ def test_token_files_with_false_sizes_are_refused(tokens):
     for text in (DEEP, f'{{"tokens": {LONG}}}'):
         (tokens / "meta.json").write_text(text)
         refused(tokens, TokenFile)
-    sparse(tokens / "meta.json")
+    make_sparse(tokens / "meta.json")
     refused(tokens, TokenFile)
 
 
@@ -322,6 +332,7 @@ def test_nested_or_too_long_jsonl_lines_are_refused(tmp_path, monkeypatch):
 
 
 def npy(shape: str, dtype: str = "<f4", data: bytes = b"\0" * 64) -> bytes:
+    """Return a .npy file whose header claims this shape."""
     text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()
     text += b" " * (-(len(text) + 11) % 64) + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
@@ -343,15 +354,15 @@ def test_arrays_with_false_shapes_are_refused(tmp_path, monkeypatch, shape):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images.npy").write_bytes(npy(shape))
     refused(tmp_path / "images.npy", images.ImageArrays, tmp_path / "images.npy", True)
-    for how in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+    for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         path = tmp_path / "x.npz"
-        with zipfile.ZipFile(path, "w", how) as archive:
+        with zipfile.ZipFile(path, "w", compression) as archive:
             archive.writestr("images.npy", npy(shape))
         refused(path, images.ImageArrays, path, True)
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_zip_bomb_is_refused(tmp_path, monkeypatch):
+def test_zip_bomb_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "EXPANDED_BYTES", 2**22)
     path, size = tmp_path / "x.npz", 2**24
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -389,9 +400,12 @@ def png(width: int, height: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    about = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    dimensions = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", about) + chunk(b"IDAT", zlib.compress(bytes(2**20))) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", dimensions)
+        + chunk(b"IDAT", zlib.compress(bytes(2**20)))
+        + chunk(b"IEND", b"")
     )
 
 
@@ -406,7 +420,7 @@ def test_decompression_bombs_are_refused(tmp_path, size):
 
 
 def test_postscript_images_run_no_program(tmp_path, monkeypatch):
-    """Pillow identifies files by content and would run Ghostscript."""
+    """Pillow identifies files by their content, and would run Ghostscript."""
     pytest.importorskip("PIL")
     marker, program = tmp_path / "executed", tmp_path / "bin" / "gs"
     program.parent.mkdir()
@@ -424,6 +438,7 @@ def test_postscript_images_run_no_program(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pretrained(tmp_path):
+    """Return the folder of a small model with Hugging Face weights."""
     pytest.importorskip("safetensors")
     huggingface.save_pretrained(GPT(tiny()), tmp_path / "model", max_gb=1e-4)
     return tmp_path / "model"
@@ -441,7 +456,7 @@ def test_weight_files_outside_the_folder_are_refused(tmp_path, pretrained):
     assert "the plain name of a file" in refused(file, huggingface.read_pretrained, pretrained)
 
 
-def test_a_config_that_claims_a_huge_model_is_refused_before_it_is_built(pretrained):
+def test_config_of_a_huge_model_is_refused_before_it_is_built(pretrained):
     file = pretrained / huggingface.CONFIG
     config = json.loads(file.read_text())
     for change in ({"num_hidden_layers": 10**9}, {"vocab_size": 2**33}, {"intermediate_size": 2**40}):
@@ -454,12 +469,12 @@ def test_weights_with_a_forged_header_are_refused(pretrained):
     for data in (header(b"{}", length=HUGE), header(DEEP.encode()), pickle.dumps([1]), b""):
         file.write_bytes(data)
         refused(file, huggingface.read_pretrained, pretrained)
-    lying = {"model.norm.weight": {"dtype": "F32", "shape": [HUGE], "data_offsets": [0, 4 * HUGE]}}
-    file.write_bytes(header(lying))
+    false_entries = {"model.norm.weight": {"dtype": "F32", "shape": [HUGE], "data_offsets": [0, 4 * HUGE]}}
+    file.write_bytes(header(false_entries))
     refused(file, huggingface.read_pretrained, pretrained)
 
 
-# ---- the sources themselves
+# ---- the source code
 
 
 #: Functions that would execute a file's content, or write to paths that it names.
@@ -469,7 +484,7 @@ FORBIDDEN = re.compile(
 )
 
 
-def test_no_source_unpickles_evaluates_or_unpacks_what_it_reads():
+def test_no_source_unpickles_evaluates_or_unpacks_files():
     files = sorted(SOURCE.rglob("*.py"))
     assert len(files) > 100
     assert [f"{file.name}: {match[0]}" for file in files for match in FORBIDDEN.finditer(file.read_text())] == []

@@ -1,4 +1,4 @@
-"""Training: the same losses on any mesh, resuming, and errors that name step and rank."""
+"""The training loop: equal losses on any mesh, resumed runs, and errors that name step and rank."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from meshflash.train.report import METRICS_FILE, Report, read_metrics
 
 
 def small(kind="gpt", **tables: dict[str, Any]):
+    """Return a small configuration with these changes."""
     sizes: dict[str, Any] = {"dim": 32, "hidden": 48, "heads": 4, "layers": 1}
     sizes |= {"vocabulary": 16, "kv_heads": 2} if kind == "gpt" else {"outputs": 4}
     base: dict[str, Any] = {
@@ -38,15 +39,16 @@ def small(kind="gpt", **tables: dict[str, Any]):
     return configs.change(configs.preset(kind, "tiny"), base)
 
 
-def runs(rank, world, group, config, folder, times=1):
-    torch.manual_seed(rank)  # nothing may depend on it
+def train(rank, world, group, config, folder, times=1):
+    """Train; return losses, validation results and the last step."""
+    torch.manual_seed(rank)  # results must not depend on this seed
     for _ in range(times):
         trained = loop.train(config, folder and Path(folder), quiet=True)
     return trained.losses, trained.valid, trained.step
 
 
 MESHES: list[dict[str, Any]] = [
-    {"dp": 4},  # six samples: two ranks have one, two have two
+    {"dp": 4},  # of six samples, two ranks have one and two have two
     {"cp": 3, "layout": "striped"},
     {"dp": 2, "cp": 2, "schedule": "zigzag"},
     {"fsdp": 2, "tp": 2},
@@ -55,7 +57,8 @@ MESHES: list[dict[str, Any]] = [
 ]
 
 
-def ranks_of(mesh):
+def num_ranks(mesh):
+    """Return the number of ranks of a mesh."""
     found = 1
     for axis in ("dp", "fsdp", "cp", "tp"):
         found *= mesh.get(axis, 1)
@@ -64,24 +67,27 @@ def ranks_of(mesh):
 
 @pytest.mark.parametrize("kind", ["gpt", "vit"])
 def test_losses_do_not_depend_on_the_mesh(pool, kind):
-    ((want, valid, step),) = pool.run(1, runs, small(kind), None)
+    ((want, valid, step),) = pool.run(1, train, small(kind), None)
     assert step == len(want) == 6
     assert set(valid) == {"valid_loss", "accuracy"}
     for mesh in MESHES if kind == "gpt" else MESHES[1:4]:
         more = {"activation_checkpointing": "selective"} if "cp" in mesh else {}
         layout = {"layout": "contiguous"} if kind == "vit" else {}
-        for losses, told, _ in pool.run(ranks_of(mesh), runs, small(kind, mesh={**mesh, **layout}, memory=more), None):
+        for losses, got, _ in pool.run(num_ranks(mesh), train, small(kind, mesh={**mesh, **layout}, memory=more), None):
             assert losses == pytest.approx(want, rel=2e-5)
-            assert told == pytest.approx(valid, rel=1e-3)
+            assert got == pytest.approx(valid, rel=1e-3)
 
 
-def test_a_resumed_run_matches_an_uninterrupted_one(pool, tmp_path):
-    optimizer = {"sharded": True, "warmup": 9}  # so that the learning rate does not depend on the last step
+def test_resumed_run_matches_an_uninterrupted_one(pool, tmp_path):
+    optimizer = {
+        "sharded": True,
+        "warmup": 9,
+    }  # a long warmup, so that the learning rate does not depend on the last step
     whole = small(run={"steps": 9, "save": 3}, optimizer=optimizer, mesh={"dp": 2})
-    (want, *_), _ = pool.run(2, runs, whole, str(tmp_path / "whole"))
+    (want, *_), _ = pool.run(2, train, whole, str(tmp_path / "whole"))
     part = replace(whole, run=replace(whole.run, steps=5))
-    (first, *_), _ = pool.run(2, runs, part, str(tmp_path / "parts"))
-    (rest, _, step), _ = pool.run(2, runs, whole, str(tmp_path / "parts"))
+    (first, *_), _ = pool.run(2, train, part, str(tmp_path / "parts"))
+    (rest, _, step), _ = pool.run(2, train, whole, str(tmp_path / "parts"))
     assert step == 9
     assert first + rest == want  # bitwise
     rows = read_metrics(tmp_path / "parts")
@@ -89,21 +95,21 @@ def test_a_resumed_run_matches_an_uninterrupted_one(pool, tmp_path):
     assert [row["loss"] for row in rows if "loss" in row] == [want[n - 1] for n in (2, 4, 6, 8)]
 
 
-def resumed(rank, world, group, config, folder):
+def train_and_resume(rank, world, group, config, folder):
     """Return the losses of a run, and of one resumed from its checkpoint of step 2."""
     every = loop.train(config, Path(folder), quiet=True).losses
     return every, loop.train(config, Path(folder), from_step=2, quiet=True).losses
 
 
-def test_a_resumed_run_of_three_ranks_sums_gradients_in_the_same_order(pool, tmp_path):
-    # a sum over two ranks has the same bits in any order
+def test_resumed_run_of_three_ranks_sums_gradients_in_the_same_order(pool, tmp_path):
+    # Three ranks, because a sum over two has the same bits in any order.
     run = {"steps": 9, "save": 2, "log": 0, "evaluate": 0, "compare": 0, "keep": 9}
-    for every, again in pool.run(3, resumed, small(run=run, mesh={"cp": 3}), str(tmp_path)):
+    for every, again in pool.run(3, train_and_resume, small(run=run, mesh={"cp": 3}), str(tmp_path)):
         assert again == every[2:]
 
 
-def chosen(rank, world, group, config, folder):
-    """Return the losses of a run, of one from its first checkpoint, and of a fresh one, with the folder's content."""
+def train_resume_and_restart(rank, world, group, config, folder):
+    """Return the losses of a run, of a run from its first checkpoint and of a fresh run, and the checkpoints."""
     folder = Path(folder)
     every = loop.train(config, folder, quiet=True).losses
     again = loop.train(config, folder, from_step=2, quiet=True).losses
@@ -114,28 +120,29 @@ def chosen(rank, world, group, config, folder):
         loop.train(config, folder, from_step=2, resume=False, quiet=True)
     short = replace(config, run=replace(config.run, steps=1, save=0, save_minutes=1e-9))
     for number in (2, 3):
-        anew = loop.train(short, folder, resume=False, quiet=True).losses
+        fresh = loop.train(short, folder, resume=False, quiet=True).losses
         if rank == 0:
             assert {path.name for path in (folder / f"before-{number}").iterdir()} == {"checkpoints", "metrics.jsonl"}
-    return every, again, anew, sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return every, again, fresh, sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 def test_from_step_and_fresh_choose_where_a_run_resumes(pool, tmp_path):
     config = small(run={"steps": 4, "save": 2, "log": 1, "evaluate": 0}, optimizer={"warmup": 9}, mesh={"dp": 2})
-    for every, again, anew, names in pool.run(2, chosen, config, str(tmp_path)):
+    for every, again, fresh, names in pool.run(2, train_resume_and_restart, config, str(tmp_path)):
         assert again == every[2:]
-        assert anew == every[:1]
+        assert fresh == every[:1]
         assert names == ["step-00000001"]
 
 
-def cannot_write(rank, world, group, config, folder):
+def check_unwritable_folder(rank, world, group, config, folder):
+    """Assert that training into a folder that cannot be created raises."""
     with pytest.raises(ValueError, match=r"file/run: it cannot be written \(Not a directory\); free some space, or"):
         loop.train(config, Path(folder), quiet=True)
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(pool, tmp_path):
+def test_folder_that_cannot_be_created_raises_on_all_ranks(pool, tmp_path):
     (tmp_path / "file").touch()
-    pool.run(2, cannot_write, small(run={"steps": 1, "evaluate": 0}), str(tmp_path / "file" / "run"))
+    pool.run(2, check_unwritable_folder, small(run={"steps": 1, "evaluate": 0}), str(tmp_path / "file" / "run"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -147,39 +154,39 @@ def test_metrics_on_a_full_disk_do_not_end_a_run(tmp_path, caplog, monkeypatch):
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     report.log_metrics(2, loss=2.0)
     report.log_metrics(3, loss=3.0)
-    # a handler that another test left on the logger records the line once more
+    # A handler that another test left on the logger may record the line twice.
     assert set(caplog.messages) == {
         f"{tmp_path / METRICS_FILE}: No space left on device; the metrics of step 2 are lost"
     }
 
 
 def test_fresh_sets_files_aside_once_per_launch(tmp_path, monkeypatch):
-    def trained(steps):
+    def train_fresh(steps):
         config = small(run={"steps": steps, "evaluate": 0}, optimizer={"warmup": 9})
         try:
             return loop.train(config, tmp_path, resume=False, quiet=True).losses
         finally:
             shutdown()
 
-    assert len(trained(2)) == len(trained(2)) == 2
+    assert len(train_fresh(2)) == len(train_fresh(2)) == 2
     monkeypatch.setattr(loop, "agent", lambda: "one of torchrun's")
-    assert len(trained(2)) == 2
-    assert len(trained(3)) == 1  # torchrun has restarted the ranks
+    assert len(train_fresh(2)) == 2
+    assert len(train_fresh(3)) == 1  # torchrun has restarted the ranks
     monkeypatch.setattr(loop, "agent", lambda: "another")
-    assert len(trained(2)) == 2
+    assert len(train_fresh(2)) == 2
     assert len(list(tmp_path.glob("before-*"))) == 3
 
 
-def timed(rank, world, group, folder):
-    """Return the steps saved by `save_minutes` if only the clock of rank 0 has moved."""
+def train_with_clock(rank, world, group, folder):
+    """Return the checkpoints saved by `save_minutes` if only the clock of rank 0 advances."""
     clock = [0.0]
     vars(loop)["time"] = SimpleNamespace(perf_counter=lambda: clock[0])
 
-    def trained(*args):
+    def advance_clock(*args):
         clock[0] += 31.0 if rank == 0 else 0.0
         return accumulate(*args)
 
-    accumulate, loop.accumulate = loop.accumulate, trained
+    accumulate, loop.accumulate = loop.accumulate, advance_clock
     try:
         loop.train(small(run={"steps": 5, "save_minutes": 1.0, "log": 0, "evaluate": 0}), Path(folder), quiet=True)
     finally:
@@ -187,55 +194,57 @@ def timed(rank, world, group, folder):
     return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
 
 
-def test_save_minutes_saves_checkpoints(pool, tmp_path):
-    for names in pool.run(2, timed, str(tmp_path)):
+def test_save_minutes_saves_checkpoints_at_that_interval(pool, tmp_path):
+    for names in pool.run(2, train_with_clock, str(tmp_path)):
         assert names == [f"step-0000000{n}" for n in (2, 4, 5)]
 
 
-def to_go_on(mesh):
+def resumable_config(mesh):
+    """Return the configuration of a run that resumes on this mesh."""
     return small(mesh=mesh, optimizer={"warmup": 12}, run={"steps": 10, "save": 4, "evaluate": 0})
 
 
 @pytest.fixture(scope="module")
-def ended(pool, tmp_path_factory):
-    """Return the losses of a run of ten steps, and the folder of one that ended after four."""
-    config, folder = to_go_on({"fsdp": 2, "cp": 2}), tmp_path_factory.mktemp("ended")
-    (want, *_), *_ = pool.run(4, runs, config, None)
-    pool.run(4, runs, replace(config, run=replace(config.run, steps=4)), str(folder))
+def ended_run(pool, tmp_path_factory):
+    """Return the losses of a run of ten steps, and the folder of a run that ended after four."""
+    config, folder = resumable_config({"fsdp": 2, "cp": 2}), tmp_path_factory.mktemp("ended")
+    (want, *_), *_ = pool.run(4, train, config, None)
+    pool.run(4, train, replace(config, run=replace(config.run, steps=4)), str(folder))
     return want, folder
 
 
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"fsdp": 2, "tp": 2}, {}])
-def test_a_run_resumes_on_another_mesh(pool, ended, tmp_path, mesh):
-    want, folder = ended[0], shutil.copytree(ended[1], tmp_path / "run")
-    for losses, *_ in pool.run(ranks_of(mesh), runs, to_go_on(mesh), str(folder)):
+def test_run_resumes_on_another_mesh(pool, ended_run, tmp_path, mesh):
+    want, folder = ended_run[0], shutil.copytree(ended_run[1], tmp_path / "run")
+    for losses, *_ in pool.run(num_ranks(mesh), train, resumable_config(mesh), str(folder)):
         assert len(losses) == 6
         assert losses[0] == pytest.approx(want[4], rel=1e-6)
         assert losses == pytest.approx(want[4:], rel=1e-4)
 
 
-def breaks(rank, world, group, what):
+def train_with_fault(rank, world, group, fault):
+    """Train with a fault on rank 1, a NaN loss or changed weights; return the error."""
     config = small(run={"steps": 4, "evaluate": 0})
     check, built = loop._check_finite, loop.build
-    if what == "nan":
+    if fault == "nan":
 
-        def broken(step, loss, own, norm, mesh):
+        def check_with_nan(step, loss, own, norm, mesh):
             if step == 3:
                 own = own * float("nan") if rank == 1 else own
                 loss = loss * float("nan")
             check(step, loss, own, norm, mesh)
 
-        loop._check_finite = broken
-    elif what == "apart":
+        loop._check_finite = check_with_nan
+    elif fault == "different weights":
 
-        def other(*args):
+        def build_different_weights(*args):
             model, learner = built(*args)
             if rank == 1:
                 with torch.no_grad():
                     next(model.parameters()).add_(1e-3)
             return model, learner
 
-        loop.build = other
+        loop.build = build_different_weights
     try:
         loop.train(config, None, quiet=True)
     except loop.TrainingError as error:
@@ -246,24 +255,25 @@ def breaks(rank, world, group, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("fault", "message"),
     [
         ("nan", "step 3: loss nan, .*the loss of rank 1 is nan"),
-        ("apart", "step 2: the weights of rank 1 differ from rank 0"),
+        ("different weights", "step 2: the weights of rank 1 differ from rank 0"),
     ],
 )
-def test_fatal_errors_name_step_and_rank(pool, what, said):
-    for text in pool.run(2, breaks, what):
-        assert re.search(said, text)
+def test_fatal_errors_name_step_and_rank(pool, fault, message):
+    for text in pool.run(2, train_with_fault, fault):
+        assert re.search(message, text)
 
 
-def diverges(rank, world, group):
+def check_divergence(rank, world, group):
+    """Assert that a run with a huge learning rate ends with an error."""
     with pytest.raises(loop.TrainingError, match=r"step \d: loss .*, gradient norm nan"):
         loop.train(small(optimizer={"lr": 1e30, "clip": 1e30, "warmup": 1}), None, quiet=True)
 
 
-def test_a_non_finite_loss_ends_the_run(pool):
-    pool.run(1, diverges)
+def test_non_finite_loss_ends_the_run(pool):
+    pool.run(1, check_divergence)
 
 
 def test_configuration_fields_are_changed_by_path_and_type_checked(tmp_path):
@@ -276,7 +286,7 @@ def test_configuration_fields_are_changed_by_path_and_type_checked(tmp_path):
         for name in presets:
             preset = configs.preset(kind, name)
             assert configs.from_dict(json.loads(json.dumps(configs.as_dict(preset)))) == preset
-    for texts, said in (
+    for texts, message in (
         (["mesh.xp=2"], "mesh.xp: there is no such field; expected one of mesh.dp"),
         (["mesh.cp=two"], "mesh.cp='two': expected int"),
         (["run.dtype=3"], "run.dtype=3: expected str"),
@@ -286,19 +296,19 @@ def test_configuration_fields_are_changed_by_path_and_type_checked(tmp_path):
         (["mesh"], "expected path=value"),
         (["mesh.cp.x=1"], "mesh.cp: it is a value, not a table"),
     ):
-        with pytest.raises(ValueError, match=said.replace(".", r"\.")):
+        with pytest.raises(ValueError, match=message.replace(".", r"\.")):
             configs.change(base, configs.assignments(texts))
 
 
-def test_train_command_explains_wrong_options():
-    for words, said in (
+def test_train_command_names_the_expected_values_of_invalid_options():
+    for command, message in (
         ("train gpt --preset huge", "expected one of tiny, 125m"),
         ("train resnet", "expected one of gpt, vit"),
         ("train gpt --set data.tokens=x", "data.tokens='x': expected int"),
         ("train gpt --config none.toml", "there is no such file"),
     ):
-        result = CliRunner().invoke(app, words.split())
+        result = CliRunner().invoke(app, command.split())
         assert result.exit_code == 2
-        assert said in " ".join(result.output.replace("│", " ").split())
+        assert message in " ".join(result.output.replace("│", " ").split())
     shown = CliRunner().invoke(app, ["train", "gpt", "--show", "--cp", "4"])
     assert tomllib.loads(shown.output)["mesh"]["cp"] == 4

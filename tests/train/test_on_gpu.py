@@ -21,12 +21,14 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def ends():
+def shut_down():
+    """Shut down after every test."""
     yield
     shutdown()
 
 
 def config(**run):
+    """Return a small configuration with these settings of the run."""
     found = configs.preset("gpt", "tiny")
     sizes = configs.change(found, {"model": {"dim": 128, "heads": 2}, "optimizer": {"warmup": 100, "lr": 1e-3}})
     return replace(sizes, run=replace(sizes.run, **({"steps": 12, "log": 4, "evaluate": 6, "save": 4} | run)))
@@ -40,7 +42,7 @@ def test_gpu_losses_match_the_cpu_and_a_run_resumes(tmp_path, dtype, memory, mon
     want = loop.train(whole, tmp_path / "whole", quiet=True)
     loop.train(replace(whole, run=replace(whole.run, steps=8)), tmp_path / "parts", quiet=True)
     rest = loop.train(whole, tmp_path / "parts", quiet=True)
-    assert rest.losses == want.losses[8:]  # to the last bit
+    assert rest.losses == want.losses[8:]  # bitwise
     assert rest.valid == want.valid
     pairs = zip(rest.model.parameters(), want.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -63,11 +65,11 @@ def test_find_max_tokens_respects_the_memory_limit(monkeypatch):
     limit = 256 << 20
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
     monkeypatch.setattr("meshflash.train.max_tokens._device_bytes", lambda _: limit)
-    said: list[str] = []
+    messages: list[str] = []
     try:
-        fits = find_max_tokens(found, said.append)
+        fits = find_max_tokens(found, messages.append)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert fits.tokens >= 8192
     assert fits.device_bytes < limit
-    assert any("out of memory" in line for line in said)
+    assert any("out of memory" in line for line in messages)

@@ -1,4 +1,4 @@
-"""Training samples: their order, synthetic tasks and images."""
+"""Training samples: their order, the synthetic tasks, and images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from train.sources import all_of
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(1, 7), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_order_has_each_sample_once_an_epoch_on_any_number_of_ranks(samples, batch, seed, micro, shuffle):
+def test_order_has_each_sample_once_per_epoch_on_any_number_of_ranks(samples, batch, seed, micro, shuffle):
     order = Order(samples, batch, seed, shuffle)
     steps = -(-3 * samples // batch)
     taken = [order.step_samples(step) for step in range(steps)]
@@ -35,7 +35,7 @@ def test_order_has_each_sample_once_an_epoch_on_any_number_of_ranks(samples, bat
         assert sorted(flat[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
     for ranks in (1, 2, 3, 4):
         for step in range(min(steps, 3)):
-            parts = [order.rank_samples(step, place, ranks, micro) for place in range(ranks)]
+            parts = [order.rank_samples(step, data_rank, ranks, micro) for data_rank in range(ranks)]
             rows = [list(chain(*part)) for part in parts]
             assert list(chain(*rows)) == taken[step]
             assert all(1 <= len(group) <= micro for part in parts for group in part)
@@ -64,11 +64,11 @@ def test_order_matches_recorded_values():
 
 def test_order_is_uniform_over_many_epochs():
     first = np.array([Order(4, 4, 0).step_samples(epoch)[0] for epoch in range(400)])
-    assert (np.bincount(first, minlength=4) > 60).all()  # 100 each, and 4.6 deviations
+    assert (np.bincount(first, minlength=4) > 60).all()  # 100 expected, so 60 is 4.6 standard deviations below
 
 
-def test_a_rank_without_samples_gets_no_micro_batch():
-    assert [Order(9, 2, shuffle=False).rank_samples(0, place, 3, 4) for place in range(3)] == [[[0]], [[1]], []]
+def test_rank_without_samples_gets_no_micro_batch():
+    assert [Order(9, 2, shuffle=False).rank_samples(0, data_rank, 3, 4) for data_rank in range(3)] == [[[0]], [[1]], []]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_copy_labels_the_second_half(tokens: int):
         assert len(ids) == len(labels) == tokens
         assert sample.documents == (tokens,)
         assert all(ids[n] == ids[n - half] for n in range(half, tokens))
-        wanted = [ids[n - half + 1] if n >= half and n - half + 1 < half else IGNORE_INDEX for n in range(tokens)]
-        assert labels == wanted
+        want = [ids[n - half + 1] if n >= half and n - half + 1 < half else IGNORE_INDEX for n in range(tokens)]
+        assert labels == want
         assert any(label != IGNORE_INDEX for label in labels)
     assert len({tuple(sample.tokens.tolist()) for sample in all_of(Copy(64, 5, samples=20))}) == 20
 
@@ -121,14 +121,14 @@ def test_needle_label_is_the_value_of_the_key(tokens: int, vocabulary: int, pair
 
 
 def test_answers_are_not_among_the_last_tokens():
-    """Samples with the same last tokens have every possible answer: only the first half determines it."""
+    """Samples with the same last tokens have every possible answer; only the first half determines it."""
     by_key: dict[int, list[int]] = {}
     for sample in all_of(Needle(17, 8, samples=1000)):
-        assert not any(2 <= token < 4 for token in sample.tokens[8:].tolist())  # no value
+        assert not any(2 <= token < 4 for token in sample.tokens[8:].tolist())  # no token of the second half is a value
         by_key.setdefault(int(sample.tokens[-1]), []).append(int(sample.labels[-1]))
     assert len(by_key) == 2
     assert all(0.4 < np.mean(np.array(labels) == 2) < 0.6 for labels in by_key.values())
-    # in Copy a label is independent of all tokens behind its answer
+    # In Copy a label is independent of all tokens after its answer.
     recent: dict[tuple[int, ...], list[int]] = {}
     for sample in all_of(Copy(12, 2, samples=2000)):
         recent.setdefault(tuple(sample.tokens[2:7].tolist()), []).append(int(sample.labels[6]))
@@ -182,8 +182,8 @@ def test_image_folder_returns_scaled_images_and_labels(tmp_path: Path):
     source = ImageFolder(tmp_path)
     assert (source.names, source.classes, len(source)) == (("cat", "dog"), 2, 3)
     assert [sample.label for sample in all_of(source)] == [0, 0, 1]
-    wanted = torch.from_numpy(pixels + len("cat/a.png")).permute(2, 0, 1).float() / 255
-    torch.testing.assert_close(source[0].image, wanted, rtol=0, atol=0)
+    want = torch.from_numpy(pixels + len("cat/a.png")).permute(2, 0, 1).float() / 255
+    torch.testing.assert_close(source[0].image, want, rtol=0, atol=0)
     assert (source[0].image.dtype, source[0].target) == (torch.float32, None)
     assert ImageFolder(tmp_path, (5, 4))[0].image.shape == (3, 5, 4)
     assert ImageFolder(tmp_path, 6)[2].image.shape == (3, 6, 6)
@@ -198,9 +198,9 @@ def test_image_folder_returns_scaled_images_and_labels(tmp_path: Path):
 def test_gray_and_exif_rotated_images_are_converted(tmp_path: Path):
     (tmp_path / "one").mkdir()
     Image.fromarray(np.full((2, 3), 51, np.uint8)).save(tmp_path / "one" / "a.png")
-    turned = Image.Exif()
-    turned[0x0112] = 6  # EXIF orientation: rotated by 90 degrees
-    Image.fromarray(np.zeros((2, 3, 3), np.uint8)).save(tmp_path / "one" / "b.jpg", exif=turned)
+    rotated = Image.Exif()
+    rotated[0x0112] = 6  # EXIF orientation: rotated by 90 degrees
+    Image.fromarray(np.zeros((2, 3, 3), np.uint8)).save(tmp_path / "one" / "b.jpg", exif=rotated)
     gray, upright = all_of(ImageFolder(tmp_path))
     torch.testing.assert_close(gray.image, torch.full((3, 2, 3), 0.2))
     assert upright.image.shape == (3, 3, 2)
@@ -271,13 +271,15 @@ def test_invalid_image_arrays_are_refused(tmp_path: Path, arrays, message):
         ImageArrays(tmp_path / "cut.npz")
 
 
-def test_no_corner_alone_tells_the_class():
+def test_single_corner_does_not_determine_the_class():
     classes, spot = 3, 2
     source = SyntheticImages(9, 7, classes, seed=1, samples=600, channels=1, spot=spot)
     other = SyntheticImages(9, 7, classes, seed=2, samples=5, channels=1, spot=spot)
-    signs = {sample.image[:, :spot, :spot].numpy().tobytes() for sample in all_of(source)}
-    assert len(signs) == classes
-    assert {sample.image[:, :spot, :spot].numpy().tobytes() for sample in all_of(other)} <= signs  # those of all seeds
+    patterns = {sample.image[:, :spot, :spot].numpy().tobytes() for sample in all_of(source)}
+    assert len(patterns) == classes
+    assert {
+        sample.image[:, :spot, :spot].numpy().tobytes() for sample in all_of(other)
+    } <= patterns  # the same patterns for all seeds
     table: dict[tuple[bytes, bytes], set[int | None]] = {}
     corners: list[dict[bytes, list[int | None]]] = [{}, {}]
     for sample in all_of(source):
@@ -293,7 +295,7 @@ def test_no_corner_alone_tells_the_class():
     for seen in corners:
         for labels in seen.values():
             counts = [labels.count(label) / len(labels) for label in range(classes)]
-            assert all(0.2 < part < 0.47 for part in counts)  # a third each, by 4 deviations
+            assert all(0.2 < part < 0.47 for part in counts)  # a third each, within 4 standard deviations
     assert torch.equal(source[3].image, SyntheticImages(9, 7, classes, 1, 4, channels=1, spot=spot)[3].image)
 
 
@@ -303,13 +305,13 @@ def test_dense_targets_are_the_pixels_half_the_height_below():
         assert sample.image.shape == (3, 9, 10)
         assert sample.label is None
         assert sample.target is not None
-        wanted = [[[sample.image[c % 3, (y + 4) % 9, x] for x in range(10)] for y in range(9)] for c in range(4)]
-        assert sample.target.tolist() == torch.tensor(wanted).tolist()
+        want = [[[sample.image[c % 3, (y + 4) % 9, x] for x in range(10)] for y in range(9)] for c in range(4)]
+        assert sample.target.tolist() == torch.tensor(want).tolist()
     blocks = source[0].image[:, :8, :8].unfold(1, 4, 4).unfold(2, 4, 4).flatten(3)
     assert bool((blocks == blocks[..., :1]).all())
 
 
-def test_a_vit_accepts_image_samples():
+def test_vit_accepts_image_samples():
     for dense in (False, True):
         model = vit.ViT(vit.tiny(outputs=2, head="pixels" if dense else "classes"))
         sample = SyntheticImages(16, 24, 2, samples=1, dense=dense)[0]

@@ -1,4 +1,4 @@
-"""Token files, packed windows, tokenizers, and `meshflash data`."""
+"""Token files, packed windows, tokenizers, and the command `meshflash data`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def written(tmp_path: Path) -> TokenFile:
 
 
 def _files(folder: Path, contents: list[str]) -> list[Path]:
+    """Write one text file for each content."""
     paths = [folder / f"{n}.txt" for n in range(len(contents))]
     for path, text in zip(paths, contents, strict=True):
         path.write_bytes(text.encode())
     return paths
 
 
-def _stays_empty(folder: Path) -> bool:
-    """Return whether an interrupted write has left nothing."""
+def _is_empty(folder: Path) -> bool:
+    """Is the folder missing or empty?"""
     return not folder.exists() or not list(folder.iterdir())
 
 
@@ -56,7 +57,7 @@ def test_texts_are_decoded_from_token_files(written: TokenFile):
         written.document(6)
 
 
-def test_jsonl_has_a_document_a_line(tmp_path: Path):
+def test_every_line_of_jsonl_is_a_document(tmp_path: Path):
     lines = [json.dumps({"text": text, "id": n}, ensure_ascii=n % 2 == 0) for n, text in enumerate(TEXTS)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
     (tmp_path / "empty.jsonl").write_text("")
@@ -64,7 +65,7 @@ def test_jsonl_has_a_document_a_line(tmp_path: Path):
     assert [file.tokenizer().decode(file.document(n)) for n in range(len(file.ends))] == TEXTS
 
 
-def test_an_empty_token_file_is_written_and_refused_as_data(tmp_path: Path):
+def test_empty_token_file_is_written_and_refused_as_data(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("\n")
     file = write_tokens([tmp_path / "empty.jsonl"], tmp_path / "out")
     assert (len(file.ids), len(file.ends)) == (0, 0)
@@ -102,8 +103,8 @@ def test_long_texts_are_read_in_chunks(tmp_path: Path, monkeypatch: pytest.Monke
 
 @given(st.lists(st.text(max_size=30), max_size=8), st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_packed_windows_match_a_plain_derivation(tmp_path_factory, contents, ends):
-    """Includes a tokenizer without an end token, for which empty documents have no tokens."""
+def test_packed_windows_match_a_plain_implementation(tmp_path_factory, contents, ends):
+    """Include a tokenizer without an end token, for which empty documents have no tokens."""
     folder = tmp_path_factory.mktemp("packed")
 
     class Endless(ByteTokenizer):
@@ -124,10 +125,12 @@ def test_packed_windows_match_a_plain_derivation(tmp_path_factory, contents, end
         source = Packed(file, tokens)
         assert (len(source), source.tokens, source.vocabulary) == (len(windows), tokens, 257)
         for sample, window in zip(all_of(source), windows, strict=True):
-            numbers = [number for number, _, _ in window]
+            documents_of_window = [number for number, _, _ in window]
             assert sample.tokens.tolist() == [token for _, token, _ in window]
             assert sample.labels.tolist() == [label for _, _, label in window]
-            assert list(sample.documents) == [numbers.count(number) for number in dict.fromkeys(numbers)]
+            assert list(sample.documents) == [
+                documents_of_window.count(number) for number in dict.fromkeys(documents_of_window)
+            ]
             assert sample.tokens.dtype == sample.labels.dtype == torch.int64
 
 
@@ -139,7 +142,7 @@ def test_characters_split_by_windows_are_decoded_together(written: TokenFile):
     assert together == "".join(TEXTS)
 
 
-def test_a_token_file_is_pickled_by_its_path(written: TokenFile):
+def test_token_file_is_pickled_as_its_path(written: TokenFile):
     source = Packed(written, 4)
     assert len(pickle.dumps(source)) < 1000
     again = pickle.loads(pickle.dumps(source))
@@ -154,6 +157,8 @@ def test_sample_indices_out_of_range_raise(written: TokenFile, tokens: int):
 
 
 def _edit(**changes):
+    """Return a function that changes fields of meta.json."""
+
     def damage(folder: Path) -> None:
         meta = json.loads((folder / "meta.json").read_text())
         (folder / "meta.json").write_text(json.dumps(meta | changes))
@@ -194,17 +199,17 @@ def test_verify_finds_a_changed_byte(written: TokenFile, name: str):
         file.verify()
 
 
-def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_write_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(texts, "CHUNK_CHARS", 5)
     paths = _files(tmp_path, ["a\nb\n" * 20])
 
     def stop(done: int) -> None:
-        assert len(list((tmp_path / "made").iterdir())) == 1  # the draft
+        assert len(list((tmp_path / "made").iterdir())) == 1  # the temporary folder
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write_tokens(paths, tmp_path / "made" / "out", progress=stop)
-    assert _stays_empty(tmp_path / "made")
+    assert _is_empty(tmp_path / "made")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +228,7 @@ def test_unreadable_texts_are_refused(tmp_path: Path, name: str, content: bytes,
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         write_tokens([tmp_path / name], tmp_path / "made" / "out")
-    assert _stays_empty(tmp_path / "made")
+    assert _is_empty(tmp_path / "made")
 
 
 def test_existing_folders_are_not_overwritten(tmp_path: Path, written: TokenFile):
@@ -236,7 +241,7 @@ def test_existing_folders_are_not_overwritten(tmp_path: Path, written: TokenFile
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match="no files"):
         write_tokens([tmp_path / "nothing"], tmp_path / "new")
-    assert len(write_tokens(_files(tmp_path, ["abc"]), tmp_path / "nothing").ids) == 4  # empty folders are filled
+    assert len(write_tokens(_files(tmp_path, ["abc"]), tmp_path / "nothing").ids) == 4  # an empty folder may be used
 
 
 @pytest.mark.parametrize(
@@ -298,17 +303,19 @@ def test_folder_tokenizer_encodes_and_decodes(tokenizer_folder: Path, tmp_path: 
     file.verify()
 
 
-@pytest.mark.parametrize("piece", [1, 20, 23, 40])
-def test_chunks_of_a_long_text_have_the_tokens_of_the_whole(tokenizer_folder, tmp_path, monkeypatch, piece: int):
+@pytest.mark.parametrize("chunk_chars", [1, 20, 23, 40])
+def test_text_read_in_chunks_has_the_tokens_of_the_whole_text(
+    tokenizer_folder, tmp_path, monkeypatch, chunk_chars: int
+):
     tokenizer = FolderTokenizer(tokenizer_folder)
     long = (
         "the hen\nand  the\n\nhat\nthen \n\n\tthat\r\nhen\n\nthe\n" * 9
-    )  # two line breaks are one token at the end of a text, not before a word
+    )  # two line breaks are one token at the end of a text, but not before a word
     whole = tokenizer.encode(long)
     assert len(tokenizer.encode("\n\n")) == 1
-    monkeypatch.setattr(texts, "CHUNK_CHARS", piece)
+    monkeypatch.setattr(texts, "CHUNK_CHARS", chunk_chars)
     file = write_tokens(_files(tmp_path, [long]), tmp_path / "out", tokenizer)
-    if piece == 1:  # no line break to split at: other tokens, the same text
+    if chunk_chars == 1:  # chunks without a line break to split at: different tokens, the same text
         assert file.document(0).tolist() != [0, *whole, 1]
     else:
         assert file.document(0).tolist() == [0, *whole, 1]
@@ -350,7 +357,7 @@ def test_data_command_writes_and_shows(tmp_path: Path, tokenizer_folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["data"], "expected INPUT"),
         (["data", "x"], "expected INPUT"),
@@ -360,14 +367,16 @@ def test_data_command_writes_and_shows(tmp_path: Path, tokenizer_folder: Path):
         (["data", __file__, "--output", "out", "--tokenizer", "missing"], "no tokenizer.json"),
     ],
 )
-def test_data_command_explains_wrong_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words, message):
+def test_data_command_names_the_expected_value_of_invalid_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, message
+):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, words)
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
-    assert _stays_empty(tmp_path)
+    assert _is_empty(tmp_path)
 
 
-def test_help_needs_no_torch():
+def test_data_command_does_not_import_torch():
     script = "import sys\nfrom meshflash.cli import data\nassert not {'torch', 'numpy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
