@@ -1,4 +1,4 @@
-"""Hugging Face Llama as GPT and back: configs, logits, gradients, files, meshes, and refusals."""
+"""Conversion between Hugging Face Llama and GPT: configs, logits, gradients, files, meshes and errors."""
 
 from __future__ import annotations
 
@@ -74,14 +74,17 @@ def tokens():
 
 
 def far(got, want):
+    """Return the largest difference, relative to the largest value of `want`."""
     return float((got.detach() - want.detach()).abs().max() / want.detach().abs().max())
 
 
 def contents(folder):
+    """Return the bytes of every file of a folder, by name."""
     return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 def equal_weights(got, want):
+    """Do both models have the same parameter names and bitwise equal values?"""
     return all(
         name == other and torch.equal(a, b)
         for (name, a), (other, b) in zip(got.named_parameters(), want.named_parameters(), strict=True)
@@ -143,22 +146,22 @@ def test_logits_and_gradients_match_transformers_in_both_directions(tied, rope, 
 @pytest.mark.parametrize(("tied", "rope"), KINDS)
 def test_logits_and_gradients_match_transformers_in_float64(tied, rope, tmp_path, transformers, monkeypatch):
     """transformers computes angles, norms and loss in float32, which limits it to 1e-6; patch it to float64."""
-    room = import_module("transformers.models.llama.modeling_llama")
+    modeling = import_module("transformers.models.llama.modeling_llama")
     theirs = llama(transformers, tied, rope).double()
     theirs.save_pretrained(tmp_path)
-    slow = theirs.model.rotary_emb.inv_freq
-    turning = torch.tensor([turn(2 * pair / 8, rope) for pair in range(4)], dtype=torch.float64)
-    torch.testing.assert_close(slow, turning.to(slow.dtype))
+    rounded = theirs.model.rotary_emb.inv_freq
+    frequencies = torch.tensor([rotary_frequency(2 * pair / 8, rope) for pair in range(4)], dtype=torch.float64)
+    torch.testing.assert_close(rounded, frequencies.to(rounded.dtype))
 
-    def turned(self, x, position_ids):
-        angles = position_ids.double()[..., None] * torch.cat((turning, turning))
+    def rotary_in_float64(self, x, position_ids):
+        angles = position_ids.double()[..., None] * torch.cat((frequencies, frequencies))
         return angles.cos(), angles.sin()
 
-    def normed(self, x):
+    def norm_in_float64(self, x):
         return self.weight * x / (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
 
-    monkeypatch.setattr(room.LlamaRotaryEmbedding, "forward", turned)
-    monkeypatch.setattr(room.LlamaRMSNorm, "forward", normed)
+    monkeypatch.setattr(modeling.LlamaRotaryEmbedding, "forward", rotary_in_float64)
+    monkeypatch.setattr(modeling.LlamaRMSNorm, "forward", norm_in_float64)
     ours, ids = read_pretrained(tmp_path), tokens()
     assert {weight.dtype for weight in ours.parameters()} == {torch.float64}
     logits, loss = theirs(ids).logits, mean_loss(ours, ids)
@@ -168,7 +171,7 @@ def test_logits_and_gradients_match_transformers_in_float64(tied, rope, tmp_path
     compare_gradients(ours, loss, theirs, want, 1e-12)
 
 
-def turn(exponent, rope):
+def rotary_frequency(exponent, rope):
     """Return a rotary frequency as Llama 3's own code computes it, in plain Python."""
     found = rope["rope_theta"] ** -exponent
     if "factor" not in rope:
@@ -185,10 +188,12 @@ def turn(exponent, rope):
 
 
 def mean_loss(model, ids):
+    """Return the mean loss of the next tokens."""
     return model(ids, labels=next_tokens(ids)) / (ids.numel() - len(ids))
 
 
 def compare_gradients(ours, loss, theirs, want, tolerance):
+    """Run both backwards; assert that the gradients of all weights match."""
     loss.backward()
     want.backward()
     gradients = {name.removeprefix("model."): weight.grad for name, weight in theirs.named_parameters()}
@@ -204,8 +209,8 @@ def test_weights_in_several_files_are_read_back(tmp_path, transformers):
     assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
     assert len(names) > 4
     for name in names:
-        held = safetensors.torch.load_file(tmp_path / "many" / name)
-        assert len(held) == 1 or sum(x.nbytes for x in held.values()) <= 30e3
+        stored_tensors = safetensors.torch.load_file(tmp_path / "many" / name)
+        assert len(stored_tensors) == 1 or sum(x.nbytes for x in stored_tensors.values()) <= 30e3
     assert equal_weights(read_pretrained(tmp_path / "many"), model)
     back, found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "many", output_loading_info=True)
     assert not any(found.values()), found
@@ -238,9 +243,9 @@ def test_weights_are_read_and_written_in_each_dtype(tmp_path):
     assert equal_weights(model, GPT(ODD))  # the model keeps its dtype
 
 
-def on_mesh(rank, world, group, folders, meshes):
+def load_and_save_on_meshes(rank, world, group, folders, meshes):
     """Load and save on meshes; compare shards with torch's `distribute_tensor` of the same weights."""
-    for number, (axes, options, tied) in enumerate(meshes):
+    for index, (axes, options, tied) in enumerate(meshes):
         mesh, config = init_mesh(**axes, device="cpu"), replace(ODD, tied=tied)
         source = Path(folders, str(tied))
         model = parallelize(GPT(config), mesh, **options)
@@ -249,17 +254,17 @@ def on_mesh(rank, world, group, folders, meshes):
         for weight in model.parameters():
             local(weight).detach().fill_(7.0)
         if "tp" not in axes:
-            model(ids)  # "grad_op" leaves weights gathered
+            model(ids)  # with mode="grad_op" the weights stay gathered after a forward
         with pytest.MonkeyPatch.context() as patch:
-            read = counted(patch)
+            read = count_reads(patch)
             load_pretrained(model, source)
         assert read == [part.numel() for part in want]
         check(model, want)
         if "tp" not in axes:
             alone = GPT(config)(ids)
             torch.testing.assert_close(model(ids), alone)
-        save_pretrained(model, Path(folders, f"{world}-{number}"), max_gb=5e-6)
-        save_pretrained(model, Path(folders, f"{world}-{number}-half"), dtype=torch.bfloat16)
+        save_pretrained(model, Path(folders, f"{world}-{index}"), max_gb=5e-6)
+        save_pretrained(model, Path(folders, f"{world}-{index}-half"), dtype=torch.bfloat16)
         if "fsdp" in axes or "tp" in axes:
             with torch.device("meta"):
                 model = GPT(config)
@@ -269,11 +274,11 @@ def on_mesh(rank, world, group, folders, meshes):
             model.to_empty(device="cpu")
             load_pretrained(model, source)
             check(model, want)
-    return refused_on_mesh(rank, model, folders)
+    return errors_of_failed_saves(rank, model, folders)
 
 
-class Counted:
-    """A lazy tensor that counts the elements read from it."""
+class CountedTensor:
+    """A lazy tensor that counts the elements read from it; `counted` makes it."""
 
     def __init__(self, tensor, read):
         self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
@@ -285,36 +290,38 @@ class Counted:
         return found
 
 
-def counted(patch):
-    """Count the elements read from files, by tensor."""
+def count_reads(patch):
+    """Patch the reader of files; return a list of the number of elements of each read."""
     read: list[int] = []
     stored = huggingface._stored
 
     def counting(*args):
-        return {name: Counted(tensor, read) for name, tensor in stored(*args).items()}
+        return {name: CountedTensor(tensor, read) for name, tensor in stored(*args).items()}
 
     patch.setattr(huggingface, "_stored", counting)
     return read
 
 
-def refused_on_mesh(rank, model, folders):
+def errors_of_failed_saves(rank, model, folders):
     """Return the errors of ranks if rank 0 cannot write: the folder exists, then the disk is full."""
-    said = []
+    messages = []
     with pytest.raises((ValueError, RuntimeError)) as error:
         save_pretrained(model, Path(folders, "True"))
-    said.append(str(error.value))
+    messages.append(str(error.value))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors.torch, "save_file", full_disk)
         with pytest.raises((OSError, RuntimeError)) as error:
             save_pretrained(model, Path(folders, "full"))
-    return [*said, str(error.value)]
+    return [*messages, str(error.value)]
 
 
 def local(weight):
+    """Return this rank's shard of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def check(model, want):
+    """Assert that this rank's shards have the expected shapes and values."""
     parts = [local(weight) for weight in model.parameters()]
     assert [part.shape for part in parts] == [part.shape for part in want]
     assert all(torch.equal(part, expected) for part, expected in zip(parts, want, strict=True))
@@ -349,14 +356,14 @@ def test_sharded_models_read_their_shards_and_write_the_same_bytes(world, pool, 
         save_pretrained(model, tmp_path / f"many{tied}", max_gb=5e-6)
         save_pretrained(model, tmp_path / f"half{tied}", dtype=torch.bfloat16)
     before = {file.name for file in tmp_path.iterdir()}
-    said = pool.run(world, on_mesh, str(tmp_path), MESHES[world])
-    made = {f"{world}-{number}{what}" for number in range(len(MESHES[world])) for what in ("", "-half")}
-    assert {file.name for file in tmp_path.iterdir()} == before | made  # and no drafts
-    for number, (_, _, tied) in enumerate(MESHES[world]):
-        assert contents(tmp_path / f"{world}-{number}") == contents(tmp_path / f"many{tied}")
-        assert contents(tmp_path / f"{world}-{number}-half") == contents(tmp_path / f"half{tied}")
-    assert all("not empty" in taken and "No space left" in full for taken, full in said)
-    assert all("rank 0 could not write" in text for texts in said[1:] for text in texts)
+    messages = pool.run(world, load_and_save_on_meshes, str(tmp_path), MESHES[world])
+    made = {f"{world}-{index}{suffix}" for index in range(len(MESHES[world])) for suffix in ("", "-half")}
+    assert {file.name for file in tmp_path.iterdir()} == before | made  # a failed save leaves no temporary folders
+    for index, (_, _, tied) in enumerate(MESHES[world]):
+        assert contents(tmp_path / f"{world}-{index}") == contents(tmp_path / f"many{tied}")
+        assert contents(tmp_path / f"{world}-{index}-half") == contents(tmp_path / f"half{tied}")
+    assert all("not empty" in taken and "No space left" in full for taken, full in messages)
+    assert all("rank 0 could not write" in text for texts in messages[1:] for text in texts)
 
 
 def test_a_failed_save_leaves_no_files(tmp_path, monkeypatch):
@@ -405,18 +412,18 @@ def test_a_failed_save_leaves_no_files(tmp_path, monkeypatch):
         ({"tie_word_embeddings": True}, None),
     ],
 )
-def test_unsupported_configs_are_refused_by_field(fields, match, tmp_path):
+def test_unsupported_configs_are_refused_with_the_field_named(fields, match, tmp_path):
     save_pretrained(GPT(ODD), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    if match is None:  # tied weights that are written twice
+    if match is None:  # tied weights may be stored twice
         assert read_pretrained(tmp_path / "model").lm_head is None
         return
     with pytest.raises(ValueError, match=match):
         read_pretrained(tmp_path / "model")
 
 
-def test_mismatched_models_are_refused_unchanged(tmp_path):
+def test_mismatched_models_are_refused_and_stay_unchanged(tmp_path):
     save_pretrained(GPT(ODD), tmp_path / "untied")
     save_pretrained(GPT(replace(ODD, tied=True)), tmp_path / "tied")
     for folder, config, match in (

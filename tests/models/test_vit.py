@@ -1,4 +1,4 @@
-"""The Vision Transformer: loss and gradients match a single device on any mesh, odd image sizes, presets, errors."""
+"""Vision Transformer: loss and gradients match a single device on any mesh, at odd image sizes; presets; errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshflash.models.vit import PRESETS, ViT, tiny
 from meshflash.parallel import accumulate, blank_batch, count_tokens, init_mesh, parallelize
 from meshflash.parallel.mesh import DATA_AXES, mesh_rank, size
 
-#: Batch, height, width and patch: 5 x 7 patches; 1 x 2, fewer than ranks; patches that are not square.
+#: (batch, height, width, patch size): 5 x 7 patches; 1 x 2 patches, fewer than ranks; patches that are not square.
 SIZES: dict[str, tuple[int, int, int, Any]] = {
     "odd": (3, 37, 53, 8),
     "few": (2, 5, 9, 8),
@@ -35,6 +35,7 @@ MESHES: list[dict[str, Any]] = [
 
 
 def config(head, patch):
+    """Return a small configuration with this head and patch size."""
     return tiny(patch=patch, channels=2, dim=24, heads=2, hidden=20, **HEADS[head])
 
 
@@ -58,11 +59,11 @@ def model_of(sizes, head):
     return model
 
 
-def one_device(sizes, head):
+def single_device(sizes, head):
     """Return the mean loss, the number of labels, and all gradients, by plain torch on whole images."""
     batch, height, width, patch = SIZES[sizes]
     data, model = sample(batch, height, width), model_of(sizes, head)
-    out = plain(model, data["images"], patch)
+    out = dense_vit(model, data["images"], patch)
     if head == "classes":
         loss, count = functional.cross_entropy(out, data["classes"]), batch
     else:
@@ -73,8 +74,8 @@ def one_device(sizes, head):
     return loss.item(), count, {name: weight.grad for name, weight in model.named_parameters()}
 
 
-def plain(model, images, patch):
-    """An independent implementation: a convolution, positions by loops, torch's attention."""
+def dense_vit(model, images, patch):
+    """Run an independent implementation: a convolution, positions in loops, and PyTorch's attention."""
     own = model.config
     height, width = (patch, patch) if isinstance(patch, int) else patch
     padded = functional.pad(images, (0, -images.shape[3] % width, 0, -images.shape[2] % height))
@@ -83,8 +84,8 @@ def plain(model, images, patch):
     for row in range(x.shape[2]):
         for column in range(x.shape[3]):
             quarter = own.dim // 4
-            turns = [own.theta ** (-n / quarter) for n in range(quarter)]
-            waves = [f(at * turn) for at in (row, column) for f in (math.sin, math.cos) for turn in turns]
+            frequencies = [own.theta ** (-n / quarter) for n in range(quarter)]
+            waves = [f(at * w) for at in (row, column) for f in (math.sin, math.cos) for w in frequencies]
             x[:, :, row, column] = x[:, :, row, column] + torch.tensor(waves, dtype=x.dtype)
     x = x.flatten(2).transpose(1, 2)
     for block in model.layers:
@@ -101,21 +102,23 @@ def plain(model, images, patch):
 
 
 @pytest.fixture(scope="module")
-def wanted():
-    return {(sizes, head): one_device(sizes, head) for sizes in SIZES for head in HEADS}
+def single_device_results():
+    """Return the single-device results for every image size and head."""
+    return {(sizes, head): single_device(sizes, head) for sizes in SIZES for head in HEADS}
 
 
 def own_batch(sizes, head, mesh, layout):
-    """Return this rank's shard of the sample; images are dealt out to the data ranks."""
+    """Return this rank's shard of the sample; data ranks take images in round-robin order."""
     batch, height, width, patch = SIZES[sizes]
     data = {
         name: x[mesh_rank(mesh, DATA_AXES) :: size(mesh, DATA_AXES)] for name, x in sample(batch, height, width).items()
     }
-    given = dict(labels=data["classes"]) if head == "classes" else dict(targets=data["pixels"])
-    return shard_images(data["images"], mesh, patch=patch, layout=layout, **given)
+    answers = dict(labels=data["classes"]) if head == "classes" else dict(targets=data["pixels"])
+    return shard_images(data["images"], mesh, patch=patch, layout=layout, **answers)
 
 
 def check(found, model, want, case):
+    """Assert that loss, number of labels and all gradients match the single device."""
     loss, count, grads = want
     assert (int(found.tokens), abs(float(found.loss) - loss) < 1e-9) == (count, True), case
     names = set()
@@ -127,7 +130,8 @@ def check(found, model, want, case):
     assert names == set(grads), case
 
 
-def on_meshes(rank, world, group, wanted):
+def check_meshes(rank, world, group, single_device_results):
+    """Assert that loss and gradients match a single device on all meshes of this many ranks."""
     for axes in MESHES:
         if math.prod(axes.values()) != world:
             continue
@@ -139,64 +143,65 @@ def on_meshes(rank, world, group, wanted):
         ):
             model = parallelize(model_of(sizes, head), mesh)
             found = accumulate(model, [own_batch(sizes, head, mesh, layout)], mesh)
-            check(found, model, wanted[sizes, head], (axes, sizes, head, layout))
+            check(found, model, single_device_results[sizes, head], (axes, sizes, head, layout))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_loss_and_gradients_match_a_single_device(pool, wanted, world):
-    pool.run(world, on_meshes, wanted)
+def test_loss_and_gradients_match_a_single_device(pool, single_device_results, world):
+    pool.run(world, check_meshes, single_device_results)
 
 
-def other_ways(rank, world, group, wanted):
+def check_layouts_and_options(rank, world, group, single_device_results):
+    """Check uncommon layouts, activation checkpointing, whole images, half precision and errors on two ranks."""
     mesh = init_mesh(dp=1, cp=2, device="cpu")
     layout = Layout(((range(3, 14, 2), range(20, 28)), (range(3), range(4, 14, 2), range(14, 20), range(28, 30))))
     for head in HEADS:
-        for activation_checkpointing, how in ((None, layout), ("full", "zigzag"), ("selective", "balanced")):
+        for activation_checkpointing, layout_or_name in ((None, layout), ("full", "zigzag"), ("selective", "balanced")):
             model = parallelize(model_of("oblong", head), mesh, activation_checkpointing=activation_checkpointing)
-            mine = own_batch("oblong", head, mesh, how)
-            found = accumulate(model, [mine], mesh)
-            check(found, model, wanted["oblong", head], (head, activation_checkpointing))
-        # a second micro-batch without labels changes nothing; sums over ranks match a single device
+            local = own_batch("oblong", head, mesh, layout_or_name)
+            found = accumulate(model, [local], mesh)
+            check(found, model, single_device_results["oblong", head], (head, activation_checkpointing))
+        # A second micro-batch without labels changes nothing, and sums over ranks match a single device.
         model.zero_grad()
-        check(accumulate(model, [blank_batch(mine), mine], mesh), model, wanted["oblong", head], head)
-        total = model(**mine).detach()
+        check(accumulate(model, [blank_batch(local), local], mesh), model, single_device_results["oblong", head], head)
+        total = model(**local).detach()
         torch.distributed.all_reduce(total)
-        loss, count, _ = wanted["oblong", head]
+        loss, count, _ = single_device_results["oblong", head]
         assert abs(float(total) / count - loss) < 1e-9
-        assert int(count_tokens(mine["labels"], mesh)) == count
+        assert int(count_tokens(local["labels"], mesh)) == count
 
-    # whole images on all ranks, each of which embeds its own patches; all have the labels, so the mean is the same
+    # All ranks get whole images and embed their own patches. All have the labels, so the mean is the same.
     data = sample(*SIZES["oblong"][:3])
     classes, pixels = (parallelize(model_of("oblong", head), mesh) for head in HEADS)
     whole = dict(patches=data["images"], labels=data["classes"])
     found = accumulate(classes, [whole], mesh)
-    loss, count, grads = wanted["oblong", "classes"]
+    loss, count, grads = single_device_results["oblong", "classes"]
     check(found, classes, (loss, 2 * count, grads), "whole images")
     whole = own_batch("oblong", "pixels", mesh, layout) | dict(patches=data["images"])
-    check(accumulate(pixels, [whole], mesh), pixels, wanted["oblong", "pixels"], "whole images")
+    check(accumulate(pixels, [whole], mesh), pixels, single_device_results["oblong", "pixels"], "whole images")
     with pytest.raises(ValueError, match=r"with whole images each rank of cp would count all pixels"):
         pixels(data["images"], labels=torch.zeros_like(data["pixels"]), targets=data["pixels"])
 
-    # weights are gathered and computed in half precision, losses in float32
+    # Weights are gathered and used in half precision; losses are in float32.
     for head in HEADS:
         half: Any = parallelize(model_of("oblong", head).float(), mesh, mode="full", compute_dtype=torch.bfloat16)
-        mine = own_batch("oblong", head, mesh, layout)
-        assert half(**mine).dtype == torch.float32
-        found, want = accumulate(half, [mine], mesh), wanted["oblong", head]
+        local = own_batch("oblong", head, mesh, layout)
+        assert half(**local).dtype == torch.float32
+        found, want = accumulate(half, [local], mesh), single_device_results["oblong", head]
         assert abs(float(found.loss) / want[0] - 1) < 0.02
         got = half.patch_embed.weight.grad.full_tensor()
         assert (got - want[2]["patch_embed.weight"]).norm() < 0.05 * want[2]["patch_embed.weight"].norm()
 
-    # outputs without labels
-    plainly = [plain(model_of("oblong", head), data["images"], (5, 3)) for head in HEADS]
-    mine = shard_images(data["images"], mesh, patch=(5, 3), layout=layout)
-    assert (classes(**mine) - plainly[0]).abs().max() < 1e-9
-    assert (unshard(pixels(**mine), layout, mesh["cp"]) - plainly[1]).abs().max() < 1e-9
+    # Outputs without labels match too.
+    dense_outputs = [dense_vit(model_of("oblong", head), data["images"], (5, 3)) for head in HEADS]
+    local = shard_images(data["images"], mesh, patch=(5, 3), layout=layout)
+    assert (classes(**local) - dense_outputs[0]).abs().max() < 1e-9
+    assert (unshard(pixels(**local), layout, mesh["cp"]) - dense_outputs[1]).abs().max() < 1e-9
 
     for arguments, message in (
-        (dict(mine, layout=None), r"give the layout= by which 2 ranks share them"),
-        (dict(mine, layout=Layout.striped(30, 1)), r"30 patches on 1 ranks; expected 3 x 10 on 2"),
-        (dict(mine, patches=mine["patches"][:, :5]), rf"the layout gives rank {rank} 1[46]; got 5"),
+        (dict(local, layout=None), r"give the layout= by which 2 ranks share them"),
+        (dict(local, layout=Layout.striped(30, 1)), r"30 patches on 1 ranks; expected 3 x 10 on 2"),
+        (dict(local, patches=local["patches"][:, :5]), rf"the layout gives rank {rank} 1[46]; got 5"),
     ):
         with pytest.raises(ValueError, match=message):
             classes(**arguments)
@@ -204,11 +209,12 @@ def other_ways(rank, world, group, wanted):
         shard_images(data["images"], mesh, patch=8, layout="spiral")
 
 
-def test_layouts_activation_checkpointing_and_whole_images_match_a_single_device(pool, wanted):
-    pool.run(2, other_ways, wanted)
+def test_layouts_activation_checkpointing_and_whole_images_match_a_single_device(pool, single_device_results):
+    pool.run(2, check_layouts_and_options, single_device_results)
 
 
-def drawn(rank, world, group):
+def check_initial_weights(rank, world, group):
+    """Assert that a model built on the meta device gets the initial weights of a plain one."""
     want = ViT(config("classes", 8), seed=5).state_dict()
     for axes in (MESHES[-2], MESHES[-1]):
         with torch.device("meta"):
@@ -222,12 +228,12 @@ def drawn(rank, world, group):
             assert torch.equal(weight.full_tensor(), want[name]), name
 
 
-def test_weights_are_the_same_on_any_mesh(pool):
-    pool.run(4, drawn)
+def test_initial_weights_are_the_same_on_any_mesh(pool):
+    pool.run(4, check_initial_weights)
 
 
-def test_vit_matches_a_plain_implementation_on_one_process(wanted):
-    for (sizes, head), want in wanted.items():
+def test_vit_matches_a_plain_implementation_on_a_single_process(single_device_results):
+    for (sizes, head), want in single_device_results.items():
         model, data = model_of(sizes, head), sample(*SIZES[sizes][:3])
         labels = data["classes"] if head == "classes" else torch.where(data["pixels"].isnan(), -100, 0)
         targets = None if head == "classes" else data["pixels"]
@@ -249,8 +255,8 @@ def test_presets_have_the_documented_sizes():
     want = {"tiny": (5e4, 1e5), "base": (86e6, 87e6), "2.6b": (2.57e9, 2.63e9)}
     for name, preset in PRESETS.items():
         with torch.device("meta"):
-            number = sum(weight.numel() for weight in ViT(preset()).parameters())
-        assert want[name][0] < number < want[name][1], (name, number)
+            num_weights = sum(weight.numel() for weight in ViT(preset()).parameters())
+        assert want[name][0] < num_weights < want[name][1], (name, num_weights)
 
 
 def test_uint8_images_and_half_precision_are_accepted():
@@ -264,7 +270,7 @@ def test_uint8_images_and_half_precision_are_accepted():
     assert abs(float(loss) - float(functional.cross_entropy(want, torch.tensor([1, 2]), reduction="sum"))) < 0.05
 
 
-NO_MESH: Any = None  # never used
+NO_MESH: Any = None  # these calls raise before they use a mesh
 IMAGES = torch.zeros(2, 3, 20, 31)
 PATCHES = dict(patches=torch.zeros(2, 12, 192), grid=(3, 4))
 PIXELS = tiny(head="pixels", outputs=1)
@@ -303,7 +309,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_say_what_is_expected(name):
+def test_errors_name_the_expected_value(name):
     call, message = ERRORS[name]
     with pytest.raises(ValueError, match=message):
         call()

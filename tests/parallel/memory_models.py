@@ -1,4 +1,4 @@
-"""Models, batches and fixtures of the tests of activation checkpointing, offloading and tiled MLPs."""
+"""Models, batches and fixtures for the tests of activation checkpointing, offloading and tiled MLPs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshflash.parallel import accumulate, apply_activation_checkpointing, next_
 from meshflash.parallel import offload as offloading
 from meshflash.parallel.tiled_mlp import tile_mlp
 
-HERE = torch.device("cpu")
+CPU = torch.device("cpu")
 LAYERS = 4
-SWITCHES: Any = [
+MEMORY_OPTIONS: Any = [
     dict(tiles=3),
     dict(activation_checkpointing="full", offload_activations=True),
     dict(activation_checkpointing="selective", offload_activations=True),
@@ -30,6 +30,7 @@ WIDE = tiny(vocabulary=512, dim=512, head_dim=64, heads=8, kv_heads=8, hidden=10
 
 @pytest.fixture(autouse=True)
 def _in_float64():
+    """Run every test in float64, with an empty offload store before and after it."""
     torch.set_default_dtype(torch.float64)
     offloading.release()
     yield
@@ -39,6 +40,7 @@ def _in_float64():
 
 @pytest.fixture
 def _on_gpu():
+    """Run a test on a GPU in float32; skip it without one."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     torch.set_default_dtype(torch.float32)
@@ -48,14 +50,17 @@ def _on_gpu():
 
 
 def usage():
-    return offloading.offload_store(HERE).usage
+    """Return the statistics of the CPU's offload store."""
+    return offloading.offload_store(CPU).usage
 
 
 def gpt(layers=LAYERS):
+    """Return a small GPT, with the same weights each time."""
     return GPT(tiny(vocabulary=61, dim=32, hidden=48, heads=4, kv_heads=4, layers=layers))
 
 
-def switched(model, activation_checkpointing=None, offload_activations=False, tiles=1):
+def with_memory_options(model, activation_checkpointing=None, offload_activations=False, tiles=1):
+    """Apply these memory options to a model."""
     if tiles > 1:
         tile_mlp(model, tiles)
     return (
@@ -77,15 +82,16 @@ def samples():
     return found
 
 
-def whole(x):
+def full_tensor(x):
+    """Return the full tensor of a DTensor; other tensors unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def trained(model, batches=None, mesh=None):
-    """Return the loss, and the gradients by name."""
+def loss_and_gradients(model, batches=None, mesh=None):
+    """Accumulate gradients of these batches; return the loss, and the gradients by name."""
     batches = batches or [dict(tokens=t, labels=y, mask=m) for t, y, m in samples()]
-    told = accumulate(model, batches, mesh)
-    return told.loss, {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+    totals = accumulate(model, batches, mesh)
+    return totals.loss, {name.removeprefix("module."): full_tensor(p.grad) for name, p in model.named_parameters()}
 
 
 def error(got, want):
@@ -95,5 +101,6 @@ def error(got, want):
     return max(float((a - b).abs().max()) / max(1e-3, float(b.abs().max())) for a, b in pairs)
 
 
-def far_from(exact, grads):
+def relative_errors(exact, grads):
+    """Return the error of each gradient, relative to the norm of the exact one."""
     return [float((g.double() - e).norm() / e.norm()) for g, e in zip(grads, exact, strict=True)]

@@ -1,4 +1,4 @@
-"""Activation checkpointing, offloading and tiling change neither loss nor gradients, on one device and on meshes."""
+"""Activation checkpointing, offloading and tiling keep loss and gradients, on a single device and on meshes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from meshflash.parallel import tiled_mlp as tiling
 from meshflash.parallel.mesh import DATA_AXES, mesh_rank, size
 from parallel.memory_models import (
     LAYERS,
-    SWITCHES,
+    MEMORY_OPTIONS,
     _in_float64,  # noqa: F401 an autouse fixture
     error,
     gpt,
+    loss_and_gradients,
     samples,
-    switched,
-    trained,
     usage,
+    with_memory_options,
 )
 
 
-class Slow(HostStreams):
-    """Streams whose copies complete late, into host memory that is NaN before."""
+class SlowStreams(HostStreams):
+    """Streams whose copies complete late, into host memory filled with NaN; the tests make them."""
 
     def allocate_pinned(self, count: int, dtype: torch.dtype) -> Any:
         return torch.full((count,), 255, dtype=dtype)
@@ -45,26 +45,26 @@ class Slow(HostStreams):
         super().copy(target, source)
 
 
-@pytest.mark.parametrize("switches", SWITCHES)
+@pytest.mark.parametrize("options", MEMORY_OPTIONS)
 @pytest.mark.parametrize("streams", ["none", "slow"])
-def test_loss_and_gradients_match_the_plain_model_for_each_memory_option(switches, streams, monkeypatch):
+def test_loss_and_gradients_match_the_plain_model_for_each_memory_option(options, streams, monkeypatch):
     if streams == "slow":
-        monkeypatch.setattr(offloading, "make_streams", as_streams(Slow(0.002)))
+        monkeypatch.setattr(offloading, "make_streams", as_streams(SlowStreams(0.002)))
         torch.use_deterministic_algorithms(True)  # also fills new device memory with NaN
     try:
-        got = trained(switched(gpt(), **switches))
+        got = loss_and_gradients(with_memory_options(gpt(), **options))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert error(got, trained(gpt())) < 1e-12
-    if "offload_activations" in switches:
-        # per micro-batch all blocks but the last are offloaded, and each is prefetched
-        each = 3 if switches["activation_checkpointing"] == "selective" else 1
-        assert usage().num_fetched == usage().num_prefetched == 2 * each * (LAYERS - 1)
+    assert error(got, loss_and_gradients(gpt())) < 1e-12
+    if "offload_activations" in options:
+        # For each micro-batch all blocks but the last are offloaded, and each of them is prefetched.
+        tensors_per_block = 3 if options["activation_checkpointing"] == "selective" else 1
+        assert usage().num_fetched == usage().num_prefetched == 2 * tensors_per_block * (LAYERS - 1)
         assert usage().live_bytes == 0
 
 
 class Collectives(TorchDispatchMode):
-    """Count collectives."""
+    """A dispatch mode that counts collectives; `errors_on_meshes` makes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,17 +76,17 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_meshes(rank, world, group):
+def errors_on_meshes(rank, world, group):
     """Return the error against a single process for each mesh and set of options."""
     torch.set_default_dtype(torch.float64)
     try:
-        want, found = trained(gpt(2)), []
+        want, found = loss_and_gradients(gpt(2)), []
         images = torch.randn(2, 3, 24, 16, generator=torch.Generator().manual_seed(0))
         classes = torch.tensor([1, 7])
-        seen = vit.ViT(vit.tiny(dim=32, hidden=48))
-        (loss := seen(images, classes)).backward()
-        grads: Any = {name: p.grad for name, p in seen.named_parameters()}
-        wanted = loss.detach() / 2, {name: grad / 2 for name, grad in grads.items()}
+        vit_model = vit.ViT(vit.tiny(dim=32, hidden=48))
+        (loss := vit_model(images, classes)).backward()
+        grads: Any = {name: p.grad for name, p in vit_model.named_parameters()}
+        want_vit = loss.detach() / 2, {name: grad / 2 for name, grad in grads.items()}
         meshes: Any = dict(fsdp=2), dict(cp=2), dict(tp=2), dict(dp=2)
         for n, axes in enumerate(meshes):
             mesh = init_mesh(**axes, device="cpu")
@@ -95,48 +95,48 @@ def on_meshes(rank, world, group):
                 rows = torch.arange(len(ids)).tensor_split(size(mesh, DATA_AXES))[mesh_rank(mesh, DATA_AXES)]
                 batches.append(shard_batch(ids[rows], mesh, labels=labels[rows], mask=mask))
             counts = []
-            for switches in (dict(activation_checkpointing="selective"), SWITCHES[-1], SWITCHES[n]):
-                with Collectives() as seen_here:
-                    got = trained(parallelize(gpt(2), mesh, **switches), batches, mesh)
-                counts.append(seen_here.count)
-                found.append((axes, switches, error(got, want)))
+            for options in (dict(activation_checkpointing="selective"), MEMORY_OPTIONS[-1], MEMORY_OPTIONS[n]):
+                with Collectives() as collectives:
+                    got = loss_and_gradients(parallelize(gpt(2), mesh, **options), batches, mesh)
+                counts.append(collectives.count)
+                found.append((axes, options, error(got, want)))
             assert 0 < counts[1] <= counts[0], (axes, counts)  # one gather and one reduction for all tiles
-            if "tp" in axes:  # a ViT has biases
-                model = parallelize(vit.ViT(vit.tiny(dim=32, hidden=48)), mesh, **SWITCHES[-1])
-                got = trained(model, [dict(patches=images, labels=classes)], mesh)
-                found.append((axes, "vit", error(got, wanted)))
+            if "tp" in axes:  # a ViT has biases, a GPT has none
+                model = parallelize(vit.ViT(vit.tiny(dim=32, hidden=48)), mesh, **MEMORY_OPTIONS[-1])
+                got = loss_and_gradients(model, [dict(patches=images, labels=classes)], mesh)
+                found.append((axes, "vit", error(got, want_vit)))
         return found, usage().live_bytes
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_loss_and_gradients_match_a_single_process_on_each_mesh(pool):
-    for found, live in pool.run(2, on_meshes):
+    for found, live in pool.run(2, errors_on_meshes):
         assert live == 0
-        for *what, far in found:
-            assert far < 1e-12, (what, far)
+        for *case, largest in found:
+            assert largest < 1e-12, (case, largest)
 
 
 def test_recomputing_a_block_does_not_compute_its_tiles_twice(monkeypatch):
     calls: list[int] = []
-    made = tiling._TiledMLPOp._projected
+    original = tiling._TiledMLPOp._projected
 
-    def counted(self, x, weights):
+    def counting_projection(self, x, weights):
         calls.append(len(x))
-        return made(self, x, weights)
+        return original(self, x, weights)
 
-    monkeypatch.setattr(tiling._TiledMLPOp, "_projected", counted)
+    monkeypatch.setattr(tiling._TiledMLPOp, "_projected", counting_projection)
     for kind in (None, "full", "selective"):
         calls.clear()
-        trained(switched(gpt(1), activation_checkpointing=kind, tiles=3))
+        loss_and_gradients(with_memory_options(gpt(1), activation_checkpointing=kind, tiles=3))
         assert calls == 2 * [37] * 3 + 2 * [53] * 3
 
 
 def test_bench_step_accepts_the_memory_options(tmp_path):
     torch.set_default_dtype(torch.float32)
-    words = "benchmarks step --tokens 33 --rounds 1 --activation-checkpointing full --offload-activations --tiles 3"
+    arguments = "benchmarks step --tokens 33 --rounds 1 --activation-checkpointing full --offload-activations --tiles 3"
     result = CliRunner().invoke(
-        app, [*words.split(), "--device", "cpu", "--output", f"{tmp_path}/s.json"], catch_exceptions=False
+        app, [*arguments.split(), "--device", "cpu", "--output", f"{tmp_path}/s.json"], catch_exceptions=False
     )
     assert result.exit_code == 0
     assert "linear 64 to 128 of 11 tokens" in " ".join(result.output.split())

@@ -38,7 +38,7 @@ ALLOWED = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """A layer under test: its kind, options, sizes and construction."""
+    """A layer under test: its kind, options, sizes and construction; `layers` and the tests make it."""
 
     kind: str
     features: tuple[int, int] = (6, 8)
@@ -82,11 +82,13 @@ class Case:
         return made
 
 
-def whole(x: Any) -> Any:
+def full_tensor(x: Any) -> Any:
+    """Return the full tensor of a DTensor; other tensors unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def far(got: Any, want: Any) -> float:
+def relative_error(got: Any, want: Any) -> float:
+    """Return the largest difference, relative to the largest value of `want`."""
     assert got.shape == want.shape, (got.shape, want.shape)
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-3)) if want.numel() else 0.0
 
@@ -104,26 +106,27 @@ def errors_of(case: Case, mesh: Any, ranks: TensorRanks) -> list[float]:
         g = torch.randn(*rows, case.features[1], dtype=case.dtype)
         y = plain(x)
         y.backward(g)
-        mine = case.parts(x.detach(), rank, world, False).requires_grad_()
-        got = layer(mine)
+        local = case.parts(x.detach(), rank, world, False).requires_grad_()
+        got = layer(local)
         got.backward(case.parts(g, rank, world, True))
-        assert mine.grad is not None
+        assert local.grad is not None
         assert x.grad is not None
-        found += [far(got.detach(), case.parts(y.detach(), rank, world, True))]
-        found += [far(mine.grad, case.parts(x.grad, rank, world, False))]
+        found += [relative_error(got.detach(), case.parts(y.detach(), rank, world, True))]
+        found += [relative_error(local.grad, case.parts(x.grad, rank, world, False))]
         layer.eval()
         with torch.no_grad():
-            found += [far(layer(mine), got)]
+            found += [relative_error(layer(local), got)]
     for name, weight in plain.named_parameters():
-        learnt = layer.get_parameter(f"0.{name}")
-        found.append(far(whole(learnt.grad), weight.grad))
+        parameter = layer.get_parameter(f"0.{name}")
+        found.append(relative_error(full_tensor(parameter.grad), weight.grad))
     return found
 
 
 def compare(rank: int, world: int, group: Any, cases: list[Case]) -> list[Any]:
+    """Return the errors of every case; cases alternate between a mesh axis and a process group."""
     mesh = init_mesh(tp=world, device="cpu")["tp"]
-    over = {False: TensorRanks(mesh), True: TensorRanks(group)}
-    return [(case, errors_of(case, mesh, over[bool(n % 2)])) for n, case in enumerate(cases)]
+    ranks_of = {False: TensorRanks(mesh), True: TensorRanks(group)}
+    return [(case, errors_of(case, mesh, ranks_of[bool(n % 2)])) for n, case in enumerate(cases)]
 
 
 def layers() -> list[Case]:
@@ -139,9 +142,11 @@ def layers() -> list[Case]:
     for n, options in enumerate(forms):
         found.append(replace(options, styled=bool(n % 2)))
         found.append(replace(options, styled=not n % 2, bias=False, dtype=torch.float32))
-        odd = replace(options, features=(7, 5), rows=(3, 7), uneven=options.sequence)  # 5 on 4 ranks: one has none
+        odd = replace(
+            options, features=(7, 5), rows=(3, 7), uneven=options.sequence
+        )  # 5 features over 4 ranks leave one rank without any
         found.append(replace(odd, styled=True))
-        found.append(replace(odd, rows=(3,), dtype=torch.float32))  # a rank of 4 has no tokens
+        found.append(replace(odd, rows=(3,), dtype=torch.float32))  # with 4 ranks, one has no tokens
         found.append(replace(odd, features=(5, 7), rows=(2, 1, 6), dtype=torch.bfloat16))
     return found
 
@@ -154,7 +159,7 @@ def test_parallel_layers_match_a_single_process(pool, world):
 
 
 class MLP(nn.Module):
-    """A user's model."""
+    """A user's model of two linear layers; the tests make it."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -165,7 +170,8 @@ class MLP(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
-def mlps(rank, world, group):
+def check_styles(rank, world, group):
+    """Return errors, messages and dtypes of a user's model with parallel styles."""
     mesh = init_mesh(tp=world, device="cpu")["tp"]
     found: dict[str, Any] = {}
     forms: Any = {"same": {}, "sequence": dict(sequence_parallel=True, uneven=True)}
@@ -181,8 +187,10 @@ def mlps(rank, world, group):
         rows = (lambda y: y.split(split(7, world), 1)[rank]) if options else (lambda y: y)
         got = copy.deepcopy(mlp)(rows(x))
         mlp(rows(x)).backward(rows(g))
-        found[name] = [far(got.detach(), rows(want.detach()))]
-        found[name] += [far(whole(mlp.get_parameter(k).grad), p.grad) for k, p in plain.named_parameters()]
+        found[name] = [relative_error(got.detach(), rows(want.detach()))]
+        found[name] += [
+            relative_error(full_tensor(mlp.get_parameter(k).grad), p.grad) for k, p in plain.named_parameters()
+        ]
         found[name] += [float(k != m) for k, m in zip(plain.state_dict(), mlp.state_dict(), strict=True)]
     try:
         torch.compile(mlp, backend="eager", fullgraph=True)(rows(x))
@@ -190,7 +198,7 @@ def mlps(rank, world, group):
     except RuntimeError as error:
         found["whole graph"] = str(error)
     torch._dynamo.reset()
-    found["compiled"] = [far(torch.compile(mlp, backend="eager")(rows(x)).detach(), got.detach())]
+    found["compiled"] = [relative_error(torch.compile(mlp, backend="eager")(rows(x)).detach(), got.detach())]
     torch._dynamo.reset()
     single: Any = parallelize_module(MLP(5, 9), mesh, plan)
     with torch.autocast("cpu", torch.bfloat16):
@@ -201,14 +209,15 @@ def mlps(rank, world, group):
 
 
 def test_styles_shard_a_users_model(pool):
-    for found in pool.run(2, mlps):
+    for found in pool.run(2, check_styles):
         for name in ("same", "sequence", "compiled"):
             assert max(found[name]) < 1e-12, (name, found[name])
         assert "GEMMs that are built on first use" in found["whole graph"]
         assert found["autocast"] == (torch.bfloat16, torch.float32)
 
 
-def refusals(rank, world, group):
+def invalid_call_messages(rank, world, group):
+    """Return the error message of each invalid call."""
     mesh = init_mesh(tp=2, device="cpu")
     tp = mesh["tp"]
     row = RowParallelLinear(4, 4, ranks=tp, sequence_parallel=True)
@@ -228,14 +237,14 @@ def refusals(rank, world, group):
         lambda: parallelize_module(nn.Linear(4, 4), init_mesh(device="cpu")["tp"], RowParallel(ranks=TensorRanks(tp))),
         lambda: parallelize(GPT(tiny()), mesh, tp_linear=TensorRanks(tp), tiles=2),
     ]
-    said = []
+    messages = []
     for call in calls:
         try:
             call()
-            said.append("")
+            messages.append("")
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_invalid_arguments_are_refused(pool):
@@ -246,13 +255,14 @@ def test_invalid_arguments_are_refused(pool):
         "needs a heap", "precision 'half'", "expected an nn.Linear to divide; got Embedding",
         "make them of the same axis", "leave out tiles= or tp_linear=",
     )  # fmt: skip
-    for said in pool.run(2, refusals):
-        assert len(said) == len(want)
-        for text, part in zip(said, want, strict=True):
+    for messages in pool.run(2, invalid_call_messages):
+        assert len(messages) == len(want)
+        for text, part in zip(messages, want, strict=True):
             assert part in text
 
 
-def by_heap(rank, world, group, cases):
+def errors_over_heap(rank, world, group, cases):
+    """Return the errors and plans of every case, with GEMMs that communicate over a heap."""
     from meshflash.comm.heap.api import open_heap
 
     mesh = init_mesh(tp=world, device="cpu")["tp"]
@@ -273,7 +283,7 @@ def test_gemms_communicate_over_a_heap_if_one_is_given(pool):
     forms = [layers()[n] for n in range(1, 25, 5)]
     cases = [replace(options, variant=variant, bias=True) for options, variant in zip(forms, variants, strict=True)]
     cases += [replace(case, features=(7, 5), rows=(3,), uneven=True) for case in (cases[2], cases[4])]
-    for rank in pool.run(2, by_heap, [*cases, replace(cases[0], dtype=torch.float64)]):
+    for rank in pool.run(2, errors_over_heap, [*cases, replace(cases[0], dtype=torch.float64)]):
         for case, errors, plans in rank:
             assert max(errors) < ALLOWED[case.dtype], (case, errors)
             assert plans
@@ -281,6 +291,7 @@ def test_gemms_communicate_over_a_heap_if_one_is_given(pool):
 
 
 def config():
+    """Return a small GPT configuration."""
     return tiny(vocabulary=61, dim=32, hidden=48, heads=4, kv_heads=4)
 
 
@@ -295,21 +306,22 @@ def learn(model: Any, mesh: Any) -> list[Any]:
             batches: Any = [dict(tokens=x, labels=next_tokens(x)) for x in ids]
         else:
             batches = [shard_batch(x, mesh) for x in ids]
-        told = accumulate(model, batches, mesh)
-        metrics += [float(told.loss), float(gradient_norm(model))]
-        grads = grads or {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+        totals = accumulate(model, batches, mesh)
+        metrics += [float(totals.loss), float(gradient_norm(model))]
+        grads = grads or {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()}
         clip_grad_norm(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return [metrics, grads, {name: whole(p.detach()) for name, p in model.named_parameters()}]
+    return [metrics, grads, {name: full_tensor(p.detach()) for name, p in model.named_parameters()}]
 
 
-def train_gpt(rank, world, group, ways):
+def train_gpt(rank, world, group, runs):
+    """Return the largest error against a single process for each mesh and set of options."""
     torch.set_default_dtype(torch.float64)
     try:
         want = learn(GPT(config()), None)
         found = []
-        for shape, options in ways:
+        for shape, options in runs:
             mesh = init_mesh(**shape, device="cpu")
             model = parallelize(GPT(config()), mesh, tp_linear=TensorRanks(mesh["tp"]), **options)
             kinds = {type(m).__name__.removeprefix("FSDP") for m in model.modules()}
@@ -317,7 +329,7 @@ def train_gpt(rank, world, group, ways):
             errors = [abs(a - b) / abs(b) for a, b in zip(got[0], want[0], strict=True)]
             for a, b in zip(got[1:], want[1:], strict=True):
                 assert a.keys() == b.keys()
-                errors += [far(a[name], b[name]) for name in b]
+                errors += [relative_error(a[name], b[name]) for name in b]
             found.append((shape, {"ColumnParallelLinear", "RowParallelLinear"} <= kinds, max(errors)))
         return found
     finally:
@@ -325,22 +337,22 @@ def train_gpt(rank, world, group, ways):
 
 
 @pytest.mark.parametrize(
-    ("world", "ways"),
+    ("world", "runs"),
     [
         (2, [(dict(tp=2), {}), (dict(tp=2), dict(activation_checkpointing="full"))]),
         (4, [(dict(tp=2, cp=2), dict(activation_checkpointing="selective")), (dict(tp=2, fsdp=2), {})]),
     ],
     ids=["2", "4"],
 )
-def test_gpt_with_parallel_layers_matches_a_single_process(pool, world, ways):
-    for rank in pool.run(world, train_gpt, ways):
+def test_gpt_with_parallel_layers_matches_a_single_process(pool, world, runs):
+    for rank in pool.run(world, train_gpt, runs):
         for shape, ours, error in rank:
             assert ours
             assert error < 1e-9, (shape, error)
 
 
-class Counting(TensorRanks):
-    """Count the distributed GEMMs."""
+class CountingRanks(TensorRanks):
+    """Tensor-parallel ranks that count the distributed GEMMs; `count_gemms` makes them."""
 
     calls = 0
 
@@ -350,17 +362,18 @@ class Counting(TensorRanks):
 
 
 def count_gemms(rank, world, group):
+    """Return the distributed GEMMs of a block, without and with activation checkpointing."""
     found = []
     for activation_checkpointing in (None, "full"):
         mesh = init_mesh(tp=2, device="cpu")
-        ranks = Counting(mesh["tp"])
+        ranks = CountingRanks(mesh["tp"])
         model: Any = parallelize(
             GPT(config()), mesh, tp_linear=ranks, activation_checkpointing=activation_checkpointing
         )
         ids = torch.randint(61, (1, 9), generator=torch.Generator().manual_seed(0))
         model(ids, labels=next_tokens(ids)).backward()
         found.append(ranks.calls / len(model.layers))
-    # placements equal those of torch's styles, so checkpoints are interchangeable
+    # Placements equal those of PyTorch's styles, so that checkpoints are interchangeable.
     torchs = parallelize(GPT(config()), mesh)
     for (name, a), (other, b) in zip(model.state_dict().items(), torchs.state_dict().items(), strict=True):
         assert (name, a.placements, a.to_local().shape) == (other, b.placements, b.to_local().shape)
@@ -368,17 +381,17 @@ def count_gemms(rank, world, group):
 
 
 def test_recomputing_a_block_skips_its_last_gemm(pool):
-    # forward: o and down; backward: q, k, v, gate and up; recomputation: o, but not down
+    # Forward: o and down. Backward: q, k, v, gate and up. Recomputation: o, but not down.
     assert pool.run(2, count_gemms) == [[7, 8]] * 2
 
 
 def exchange_checkpoints(rank, world, group, folder):
-    """Save with one kind of layers and resume with the other: two steps, the second after a load."""
+    """Save with one kind of layers and resume with the other; return the error after two steps, one of them resumed."""
     mesh = init_mesh(tp=2, device="cpu")
     kinds: dict[str, dict[str, Any]] = {"torch": {}, "ours": {"tp_linear": TensorRanks(mesh["tp"])}}
     batches = [shard_batch(ids, mesh) for ids in torch.randint(61, (2, 3, 19), generator=torch.manual_seed(0))]
 
-    def made(kind):
+    def build(kind):
         model = parallelize(GPT(config()), mesh, **kinds[kind])
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -389,22 +402,22 @@ def exchange_checkpoints(rank, world, group, folder):
 
     found = {}
     for kind, other in (("torch", "ours"), ("ours", "torch")):
-        kept = Checkpoints(f"{folder}/{kind}", mesh=mesh)
-        model, optimizer = made(kind)
+        checkpoints = Checkpoints(f"{folder}/{kind}", mesh=mesh)
+        model, optimizer = build(kind)
         step(model, optimizer, batches[0])
-        kept.save(1, model, optimizer, {"step": 1}, wait=True)
-        again, its = made(other)
-        for p in again.parameters():
+        checkpoints.save(1, model, optimizer, {"step": 1}, wait=True)
+        resumed, resumed_optimizer = build(other)
+        for p in resumed.parameters():
             p.detach().to_local().fill_(torch.nan)
-        kept.load(again, its)
-        for one, two in ((model, optimizer), (again, its)):
+        checkpoints.load(resumed, resumed_optimizer)
+        for one, two in ((model, optimizer), (resumed, resumed_optimizer)):
             step(one, two, batches[1])
-        pairs = zip(again.named_parameters(), model.named_parameters(), strict=True)
-        found[kind] = max(far(whole(a.detach()), whole(b.detach())) for (_, a), (_, b) in pairs)
+        pairs = zip(resumed.named_parameters(), model.named_parameters(), strict=True)
+        found[kind] = max(relative_error(full_tensor(a.detach()), full_tensor(b.detach())) for (_, a), (_, b) in pairs)
     return found
 
 
-def test_checkpoints_of_torch_styles_and_ours_are_interchangeable(pool, tmp_path):
+def test_checkpoints_of_torch_styles_and_parallel_layers_are_interchangeable(pool, tmp_path):
     for found in pool.run(2, exchange_checkpoints, str(tmp_path)):
         assert all(error < 1e-5 for error in found.values()), found
 

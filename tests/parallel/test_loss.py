@@ -1,4 +1,4 @@
-"""The loss: tiled, with ignored labels, with a sharded vocabulary, and weighted as on a single device."""
+"""Cross-entropy: tiled, with ignored labels, with a sharded vocabulary, and weighted as on a single device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from meshflash.parallel import IGNORE_INDEX, accumulate, count_tokens, cross_ent
 
 
 def plain(hidden, weight, labels):
+    """Return the sum of the losses by PyTorch, with all logits in memory."""
     return functional.cross_entropy((hidden @ weight.T).flatten(0, -2), labels.flatten(), reduction="sum")
 
 
 def case(rows=13, vocabulary=11, dtype=torch.float64):
+    """Return hidden states, the weight of the head, and labels, every fourth of them ignored."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(n, 6, generator=generator, dtype=torch.float64).mul(3).to(dtype) for n in (rows, vocabulary)
@@ -56,9 +58,9 @@ def test_loss_without_labels_is_zero(rows):
 def test_frozen_inputs_get_no_gradient(frozen):
     hidden, weight, labels = case()
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
-    learning = weight if frozen == "hidden" else hidden
-    (got,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, labels, tokens=4), learning)
-    (want,) = torch.autograd.grad(plain(hidden, weight, labels), learning)
+    trainable = weight if frozen == "hidden" else hidden
+    (got,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, labels, tokens=4), trainable)
+    (want,) = torch.autograd.grad(plain(hidden, weight, labels), trainable)
     torch.testing.assert_close(got, want)
 
 
@@ -70,18 +72,23 @@ def test_half_precision_loss_accumulates_in_float32():
     loss = cross_entropy_sum(hidden, weight, labels, tokens=16)
     assert loss.dtype == torch.float32
     assert float(loss.detach()) == pytest.approx(float(want.detach()), rel=1e-5)
-    rough = torch.autograd.grad(plain(hidden.float(), weight.float(), labels), (hidden, weight))
-    for got, at_best, exact_grad in zip(torch.autograd.grad(loss, (hidden, weight)), rough, grads, strict=True):
-        allowed = 2 * (at_best.double() - exact_grad).abs().max() + 2 * exact_grad.abs().max() / 256
+    float32_grads = torch.autograd.grad(plain(hidden.float(), weight.float(), labels), (hidden, weight))
+    for got, float32_grad, exact_grad in zip(
+        torch.autograd.grad(loss, (hidden, weight)), float32_grads, grads, strict=True
+    ):
+        allowed = 2 * (float32_grad.double() - exact_grad).abs().max() + 2 * exact_grad.abs().max() / 256
         assert (got.double() - exact_grad).abs().max() <= allowed
 
 
-def over_ranks(rank, world, group, vocabulary):
+def error_over_ranks(rank, world, group, vocabulary):
+    """Return the largest error of loss and gradients with a vocabulary sharded over ranks."""
     hidden, weight, labels = case(vocabulary=vocabulary)
     want = plain(hidden, weight, labels)
     d_hidden, d_weight = torch.autograd.grad(want, (hidden, weight))
     step = -(-vocabulary // world)
-    rows = slice(step * rank, step * (rank + 1))  # as torch.chunk splits: the last may have fewer rows, or none
+    rows = slice(
+        step * rank, step * (rank + 1)
+    )  # split as torch.chunk does: the last ranks may have fewer rows, or none
     own = weight.detach()[rows].clone().requires_grad_()
     got = cross_entropy_sum(hidden, own, labels, tokens=4, group=torch.distributed.group.WORLD)
     grads = torch.autograd.grad(got, (hidden, own))
@@ -91,7 +98,7 @@ def over_ranks(rank, world, group, vocabulary):
 
 @pytest.mark.parametrize("vocabulary", [11, 3, 4])
 def test_loss_with_a_sharded_vocabulary_matches_a_single_device(pool, vocabulary):
-    assert max(pool.run(3, over_ranks, vocabulary)) < 1e-11
+    assert max(pool.run(3, error_over_ranks, vocabulary)) < 1e-11
 
 
 def test_next_token_labels_stop_at_document_ends():
@@ -114,8 +121,8 @@ def test_a_batch_without_labels_has_zero_loss_and_gradient():
             return (labels != IGNORE_INDEX).sum() * self.weight
 
     model = Model()
-    told = accumulate(model, [dict(labels=torch.full((4,), IGNORE_INDEX))])
-    assert float(told.loss) == 0.0
+    totals = accumulate(model, [dict(labels=torch.full((4,), IGNORE_INDEX))])
+    assert float(totals.loss) == 0.0
     assert model.weight.grad is not None
     assert float(model.weight.grad) == 0.0
     assert float(gradient_scale(count_tokens(torch.full((3,), IGNORE_INDEX)))) == 0.0

@@ -1,4 +1,4 @@
-"""Offloaded activations: what is on the host when, which device memory is freed, and the order of copies."""
+"""Offloaded activations: host memory, freed device memory, the order of copies, and their overlap with kernels."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from meshflash.parallel import (
 )
 from meshflash.parallel import offload as offloading
 from parallel.memory_models import (
-    HERE,
+    CPU,
     LAYERS,
     WIDE,
     _in_float64,  # noqa: F401 an autouse fixture
     _on_gpu,  # noqa: F401 a fixture
     gpt,
+    loss_and_gradients,
     samples,
-    switched,
-    trained,
     usage,
+    with_memory_options,
 )
 
 
@@ -49,19 +49,19 @@ def storages_alive(model, ids, labels):
     loss = model(ids, labels)
     alive = [not torch.UntypedStorage._expired(x) for x in memory]
     loss.backward()
-    gone = [torch.UntypedStorage._expired(x) for x in memory]
+    freed = [torch.UntypedStorage._expired(x) for x in memory]
     for x in memory:
         torch.UntypedStorage._free_weak_ref(x)
-    return alive, gone
+    return alive, freed
 
 
 def test_device_memory_of_offloaded_inputs_is_freed():
     ids, labels, _ = samples()[0]
     alive, _ = storages_alive(apply_activation_checkpointing(gpt(), "full"), ids, labels)
     assert alive == [True] * LAYERS
-    alive, gone = storages_alive(apply_activation_checkpointing(gpt(), "full", offload=True), ids, labels)
+    alive, freed = storages_alive(apply_activation_checkpointing(gpt(), "full", offload=True), ids, labels)
     assert alive == [False] * (LAYERS - 1) + [True]
-    assert gone == [True] * LAYERS
+    assert freed == [True] * LAYERS
 
 
 def test_nothing_is_offloaded_under_no_grad():
@@ -74,13 +74,13 @@ def test_nothing_is_offloaded_under_no_grad():
     assert usage().peak_bytes > 0
 
 
-@pytest.mark.parametrize(("kind", "piece"), [("full", 1 << 28), ("selective", 1 << 28), ("selective", 1 << 10)])
-def test_backwards_run_in_any_order_twice_or_never(kind, piece, monkeypatch):
-    monkeypatch.setattr(offloading, "CHUNK_BYTES", piece)  # the smaller chunk splits every tensor
-    want = trained(gpt())[1]
+@pytest.mark.parametrize(("kind", "chunk_bytes"), [("full", 1 << 28), ("selective", 1 << 28), ("selective", 1 << 10)])
+def test_backwards_run_in_any_order_twice_or_never(kind, chunk_bytes, monkeypatch):
+    monkeypatch.setattr(offloading, "CHUNK_BYTES", chunk_bytes)  # the smaller chunk splits every tensor
+    want = loss_and_gradients(gpt())[1]
     for order in ((0, 1), (1, 0)):
-        model = switched(gpt(), activation_checkpointing=kind, offload_activations=True, tiles=2)
-        model(*samples()[0][:2])  # its backward never runs
+        model = with_memory_options(gpt(), activation_checkpointing=kind, offload_activations=True, tiles=2)
+        model(*samples()[0][:2])  # the backward of this call never runs
         calls = [model(ids, labels, mask=mask) for ids, labels, mask in samples()]
         count = sum(int((labels != -100).sum()) for _, labels, _ in samples())
         for n in order:
@@ -104,8 +104,10 @@ def test_exhausted_host_memory_raises_and_leaks_nothing(monkeypatch):
     model = apply_activation_checkpointing(gpt(), "full", offload=True)
     ids, labels, _ = samples()[0]
     monkeypatch.setattr(offloading, "CHUNK_BYTES", 1 << 10)
-    left = iter([1 << 30] * 3)
-    monkeypatch.setattr(offloading, "free_bytes", lambda: next(left, 100))  # after a few pieces
+    free_sizes = iter([1 << 30] * 3)
+    monkeypatch.setattr(
+        offloading, "free_bytes", lambda: next(free_sizes, 100)
+    )  # host memory runs out after a few chunks
     with pytest.raises(torch.OutOfMemoryError, match=r"more of the host's memory are needed .* take shorter sequences"):
         model(ids, labels).backward()
     monkeypatch.undo()
@@ -114,7 +116,7 @@ def test_exhausted_host_memory_raises_and_leaks_nothing(monkeypatch):
 
 
 class Two(nn.Module):
-    """Two blocks that save the same strided input, and tensors nested in dicts and lists."""
+    """Two blocks that save the same strided input, and tensors nested in dicts and lists; the tests make it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +127,8 @@ class Two(nn.Module):
 
 
 class Scaled(nn.Module):
+    """A block that scales its input; `Two` makes it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((), 0.5))
@@ -143,10 +147,10 @@ def test_a_tensor_that_two_blocks_save_is_offloaded_once_for_any_strides(make):
         model = Two()
         if offload:
             apply_activation_checkpointing(model, "full", offload=True)
-        given = make(x)
-        out = model(given, make(factor))
+        strided = make(x)
+        out = model(strided, make(factor))
         if offload:
-            assert usage().live_bytes == given.nbytes * 2
+            assert usage().live_bytes == strided.nbytes * 2
         out.sum().backward()
         found.append([x.grad, factor.grad, *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -155,15 +159,18 @@ def test_a_tensor_that_two_blocks_save_is_offloaded_once_for_any_strides(make):
 def test_an_input_changed_in_place_is_refused():
     model: Any = apply_activation_checkpointing(Two(), "full", offload=True)
     x = torch.randn(40, 40).requires_grad_().clone()
-    kept = model.parts[0](x, dict(factors=[1.0], number=1))
+    out = model.parts[0](x, dict(factors=[1.0], number=1))
     x.add_(1.0)
     with pytest.raises(RuntimeError, match="was changed in place"):
         model.parts[1](x, dict(factors=[1.0], number=1))
-    assert kept.requires_grad
+    assert out.requires_grad
 
 
 class Clocks(offloading.SynchronousStreams):
-    """Streams with vector clocks: an unordered pair of conflicting memory accesses fails the test."""
+    """Streams with vector clocks, made by the offload store under test.
+
+    Two conflicting memory accesses without an order between them fail the test.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -204,6 +211,7 @@ class Clocks(offloading.SynchronousStreams):
         super().copy(target, source)
 
     def use_memory(self, read: Any = None, written: Any = None) -> None:
+        """Record an access of the current stream; fail if an earlier access of another stream may still run."""
         self.clocks[self.at][self.at] += 1
         now = self.at, Counter(self.clocks[self.at])
         for x, writes in ((read, False), (written, True)):
@@ -212,63 +220,63 @@ class Clocks(offloading.SynchronousStreams):
             memory = x.untyped_storage().data_ptr()
             for other, wrote, stream, clock in self.uses:
                 if other == memory and (writes or wrote):
-                    assert clock[stream] <= now[1][stream], f"{self.at} uses what {stream} may still use"
+                    assert clock[stream] <= now[1][stream], f"{self.at} uses memory that {stream} may still use"
             self.uses.append((memory, writes, *now))
 
 
 def test_memory_is_not_reused_before_its_copies_complete(monkeypatch):
     monkeypatch.setattr(offloading, "make_streams", Clocks)
-    store = offloading.offload_store(HERE)
+    store = offloading.offload_store(CPU)
     clocks: Any = store.streams
     device = [torch.full((500,), float(n)) for n in range(9)]
 
-    def kept(n):
+    def offload(n):
         clocks.use_memory(written=device[n])
         call = store.begin_block()
         return call, call.offload(device[n])
 
-    def asked(call, x):
+    def load(call, x):
         value = call.load(x)
         clocks.use_memory(read=value)
         return float(value[0])
 
-    def reused(n):
-        """Simulate the allocator: the next owner of freed memory overwrites it at once."""
+    def reuse(n):
+        """Overwrite freed memory at once, as the next owner of the allocator's block may do."""
         clocks.use_memory(written=device[n])
         device[n].fill_(-1.0)
 
-    first, second, third = kept(0), kept(1), kept(2)
-    reused(0)
-    reused(1)
-    assert asked(*third) == 2.0  # the last block is never offloaded
+    first, second, third = offload(0), offload(1), offload(2)
+    reuse(0)
+    reuse(1)
+    assert load(*third) == 2.0  # the last block is never offloaded
     assert store.usage.num_prefetched == 1
-    assert asked(*second) == 1.0
-    assert asked(*first) == 0.0
-    assert asked(*first) == 0.0  # twice, as with retain_graph
+    assert load(*second) == 1.0
+    assert load(*first) == 0.0
+    assert load(*first) == 0.0  # a second load, as with retain_graph
     del third, second  # host buffers are freed while copies may still read them
-    fourth, fifth = kept(3), kept(4)
+    fourth, fifth = offload(3), offload(4)
     assert store.usage.num_allocations == 3
-    reused(3)
-    assert asked(*fourth) == 3.0
-    del fifth  # its copy may be in flight
-    reused(4)
-    sixth = kept(5)
-    assert asked(*sixth) == 5.0
+    reuse(3)
+    assert load(*fourth) == 3.0
+    del fifth  # its copy may still run
+    reuse(4)
+    sixth = offload(5)
+    assert load(*sixth) == 5.0
     del first, fourth
-    seventh = kept(6)
+    seventh = offload(6)
     clocks.at = clocks.new_stream()  # continue on another stream
-    assert asked(*sixth) == 5.0
+    assert load(*sixth) == 5.0
     del sixth
-    eighth, ninth = kept(7), kept(8)
-    assert asked(*eighth) == 7.0
-    assert asked(*seventh) == 6.0
-    assert asked(*ninth) == 8.0
+    eighth, ninth = offload(7), offload(8)
+    assert load(*eighth) == 7.0
+    assert load(*seventh) == 6.0
+    assert load(*ninth) == 8.0
     assert store.usage.num_allocations == 3
 
 
-def on_gpu(dtype, switches, tokens):
+def on_gpu(dtype, options, tokens):
     """Return loss and gradients of the second step, and its peak memory beyond what was allocated before."""
-    model: Any = switched(GPT(WIDE).cuda(), **switches)
+    model: Any = with_memory_options(GPT(WIDE).cuda(), **options)
     ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(0)).cuda()
     batch: Any = dict(tokens=ids, labels=next_tokens(ids))
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
@@ -277,9 +285,9 @@ def on_gpu(dtype, switches, tokens):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            told = accumulate(model, [batch, batch])
+            totals = accumulate(model, [batch, batch])
             torch.cuda.synchronize()
-    return told.loss, [p.grad for p in model.parameters()], torch.cuda.max_memory_allocated() - before
+    return totals.loss, [p.grad for p in model.parameters()], torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.gpu
@@ -288,18 +296,20 @@ def on_gpu(dtype, switches, tokens):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offload_is_bitwise_equal_and_saves_memory_on_a_gpu(kind, dtype, monkeypatch):
     tokens = 16384
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-    torch.use_deterministic_algorithms(True)  # attention and embedding add in another order each time otherwise
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this setting
+    torch.use_deterministic_algorithms(True)  # otherwise attention and embedding sum in a different order each time
     loss, grads, peak = on_gpu(dtype, dict(activation_checkpointing=kind), tokens)
     same, again, _ = on_gpu(dtype, dict(activation_checkpointing=kind), tokens)
-    assert torch.equal(loss, same), "two runs without offload differ, so nothing can be said"
+    assert torch.equal(loss, same), "two runs without offload differ, so that the comparison is meaningless"
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)), "two runs without offload differ"
-    got, others, less = on_gpu(dtype, dict(activation_checkpointing=kind, offload_activations=True), tokens)
+    got, offload_grads, offload_peak = on_gpu(
+        dtype, dict(activation_checkpointing=kind, offload_activations=True), tokens
+    )
     assert torch.equal(got, loss)
-    assert all(torch.equal(a, b) for a, b in zip(others, grads, strict=True))
-    # autocast leaves what blocks pass on in float32; two blocks' tensors are on the device at a time, and some slack
-    each = tokens * 512 * (4 + (dtype.itemsize if kind == "selective" else 0))
-    assert less < peak - (WIDE.layers - 4) * each
+    assert all(torch.equal(a, b) for a, b in zip(offload_grads, grads, strict=True))
+    # Under autocast blocks pass on float32. The tensors of two blocks are on the device at a time; allow two more.
+    bytes_per_block = tokens * 512 * (4 + (dtype.itemsize if kind == "selective" else 0))
+    assert offload_peak < peak - (WIDE.layers - 4) * bytes_per_block
     used = offloading.offload_store(torch.device("cuda", torch.cuda.current_device())).usage
     assert used.live_bytes == 0
     assert used.num_prefetched == used.num_fetched > 0
@@ -317,17 +327,18 @@ def test_offload_copies_overlap_kernels_on_a_gpu():
         torch.cuda.synchronize()
     inner: Any = profile.profiler
     events = [e for e in inner.kineto_results.events() if "CUDA" in str(e.device_type()) and e.duration_ns() > 0]
-    # 33 MB take longer than this over any bus, and what else may be copied does not
+    # A block input of 33 MB takes longer than 50 us over any bus; other copies take less.
     copies = [e for e in events if "Memcpy" in e.name() and "Pinned" in e.name() and e.duration_ns() > 50_000]
     kernels = [e for e in events if not e.name().startswith(("Memcpy", "Memset"))]
     computing = Counter(e.device_resource_id() for e in kernels).most_common(1)[0][0]
-    for way in ("DtoH", "HtoD"):
-        some = [e for e in copies if way in e.name()]
-        assert len(some) >= WIDE.layers - 1
-        assert all(e.device_resource_id() != computing for e in some)
-        beside = [e for e in some if any(_overlap(e, kernel) for kernel in kernels)]
-        assert len(beside) > len(some) // 2
+    for direction in ("DtoH", "HtoD"):
+        copies_one_way = [e for e in copies if direction in e.name()]
+        assert len(copies_one_way) >= WIDE.layers - 1
+        assert all(e.device_resource_id() != computing for e in copies_one_way)
+        overlapping = [e for e in copies_one_way if any(_overlap(e, kernel) for kernel in kernels)]
+        assert len(overlapping) > len(copies_one_way) // 2
 
 
 def _overlap(a: Any, b: Any) -> bool:
+    """Do the two events overlap in time?"""
     return bool(a.start_ns() < b.start_ns() + b.duration_ns() and b.start_ns() < a.start_ns() + a.duration_ns())

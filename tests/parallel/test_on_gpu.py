@@ -1,4 +1,4 @@
-"""Parallel models on GPUs: ranks that share one, sharding and offloading. Run with `-m gpu`."""
+"""Parallel models on GPUs: ranks that share a GPU, sharding and offloading. Run with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -33,40 +33,41 @@ SIZES = tiny(vocabulary=301, dim=128, heads=2, kv_heads=2, hidden=192)
 
 
 def tokens():
+    """Return random token ids, the same each time."""
     return torch.randint(301, (4, 203), generator=torch.Generator().manual_seed(0)).cuda()
 
 
 def reference():
     """Return loss and gradients of a single device, in float32."""
     model = GPT(SIZES).cuda()
-    told = accumulate(model, [dict(tokens=tokens(), labels=next_tokens(tokens()))])
-    return float(told.loss), {name: p.grad for name, p in model.named_parameters()}
+    totals = accumulate(model, [dict(tokens=tokens(), labels=next_tokens(tokens()))])
+    return float(totals.loss), {name: p.grad for name, p in model.named_parameters()}
 
 
-def share(rank, world, tell, axes):
+def train_on_shared_gpu(rank, world, send, axes):
     """Return the errors of replicas that share a GPU against a single device, and the error that shards raise."""
     take_device("cuda", rank)
     loss, grads = reference()
     mesh = init_mesh(**axes, device="cuda")
     model: Any = parallelize(GPT(SIZES).cuda(), mesh, schedule="zigzag", activation_checkpointing="selective")
     rows = torch.arange(4).tensor_split(size(mesh, DATA_AXES))[mesh_rank(mesh, DATA_AXES)]
-    told = accumulate(model, [shard_batch(tokens()[rows.cuda()], mesh)], mesh)
+    totals = accumulate(model, [shard_batch(tokens()[rows.cuda()], mesh)], mesh)
     errors = [float((p.grad - grads[name.removeprefix("module.")]).abs().max()) for name, p in model.named_parameters()]
     try:
         parallelize(GPT(SIZES).cuda(), mesh, mode="full")
-        said = ""
+        message = ""
     except ValueError as error:
-        said = str(error)
-    return abs(float(told.loss) - loss), max(errors), said
+        message = str(error)
+    return abs(float(totals.loss) - loss), max(errors), message
 
 
 @pytest.mark.parametrize("axes", [{"cp": 2}, {"dp": 2}])
 def test_ranks_that_share_a_gpu_match_a_single_process(axes):
     with nullcontext() if missing() else mps():
-        for loss, error, said in run_ranks(2, share, axes):
+        for loss, error, message in run_ranks(2, train_on_shared_gpu, axes):
             assert loss < 1e-5
             assert error < 1e-5
-            assert "is gloo, which cannot gather shards" in said
+            assert "is gloo, which cannot gather shards" in message
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -85,14 +86,14 @@ def test_sharding_on_a_single_gpu_matches_the_plain_model(offload):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = []
     for step in range(5):
-        told = accumulate(model, [shard_batch(tokens(), mesh)], mesh)
-        losses.append(float(told.loss))
+        totals = accumulate(model, [shard_batch(tokens(), mesh)], mesh)
+        losses.append(float(totals.loss))
         if step == 0:
             assert {p.grad.device.type for p in model.parameters()} == {"cpu" if offload else "cuda"}
             assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
             named = {name: p.grad.to_local().cuda() for name, p in model.named_parameters()}
-            far = max(float((named[name] - grad).norm() / grad.norm()) for name, grad in grads.items())
-            assert far < 0.05  # of bfloat16
+            largest = max(float((named[name] - grad).norm() / grad.norm()) for name, grad in grads.items())
+            assert largest < 0.05  # the error of bfloat16
         norm = gradient_norm(model)
         assert float(clip_grad_norm(model, 0.1)) == pytest.approx(float(norm))
         assert float(gradient_norm(model)) == pytest.approx(min(0.1, float(norm)), rel=1e-3)

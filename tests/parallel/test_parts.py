@@ -1,4 +1,4 @@
-"""Unit tests of `meshflash.parallel`: meshes, samplers, micro-batches, attention modules."""
+"""Unit tests of `meshflash.parallel`: meshes, samplers, micro-batches and attention modules."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from meshflash.parallel.mesh import REDUCE_AXES, flatten_axes, mesh_rank, reduce
 from meshflash.parallel.weights import parameters
 
 
-def orders(rank, world, group):
+def axes_of_orders(rank, world, group):
+    """Return the ranks of this rank's axes for several orders of axes."""
     found: dict[str, Any] = {}
     for order in ("cp-tp-dp", "tp-cp-dp", "dp-cp-tp", "cp-fsdp-tp-dp"):
         mesh = init_mesh(1, 1, 2, 2, order=order, device="cpu")
@@ -54,7 +55,7 @@ def orders(rank, world, group):
 
 
 def test_the_first_axis_of_the_order_has_neighboring_ranks(pool):
-    found = pool.run(4, orders)
+    found = pool.run(4, axes_of_orders)
     assert found[1]["cp-tp-dp"] == ([0, 1], [1, 3])
     assert found[1]["tp-cp-dp"] == ([1, 3], [0, 1])
     assert found[1]["dp-cp-tp"] == ([0, 1], [1, 3])
@@ -62,8 +63,9 @@ def test_the_first_axis_of_the_order_has_neighboring_ranks(pool):
     assert [rank["places"] for rank in found] == [(n // 2, n, [0, 1, 2, 3]) for n in range(4)]
 
 
-def refusals(rank, world, group):
-    said = []
+def invalid_call_messages(rank, world, group):
+    """Return the error message of each invalid call."""
+    messages = []
     mesh = init_mesh(cp=2, device="cpu")
     own: Any = dict(tokens=torch.zeros(1, 3, dtype=torch.int64), labels=torch.zeros(1, 3, dtype=torch.int64))
     calls = [
@@ -90,10 +92,10 @@ def refusals(rank, world, group):
         try:
             call()
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
         else:
-            said.append("")
-    return said
+            messages.append("")
+    return messages
 
 
 def test_invalid_arguments_are_refused(pool):
@@ -107,14 +109,14 @@ def test_invalid_arguments_are_refused(pool):
         "layout='spiral': expected a Layout, or one of zigzag", "a rank has no batch", "this module has no mesh",
         "1 samples for 2 data ranks",
     )  # fmt: skip
-    for said in pool.run(2, refusals):
-        assert len(said) == len(want)
-        for text, part in zip(said, want, strict=True):
+    for messages in pool.run(2, invalid_call_messages):
+        assert len(messages) == len(want)
+        for text, part in zip(messages, want, strict=True):
             assert part in text
 
 
-class Numbers(nn.Module):
-    """A weight for each sample: its gradient counts how often the sample was seen."""
+class SampleCounts(nn.Module):
+    """A model with a weight for each sample, whose gradient counts the uses of the sample; the tests make it."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()
@@ -124,28 +126,29 @@ class Numbers(nn.Module):
         return self.weight[index].where(labels != IGNORE_INDEX, 0.0).sum()
 
 
-def loads(rank, world, group, samples, batch, number):
+def train_epoch(rank, world, group, samples, batch, num_micro_batches):
+    """Train for an epoch; return the sampler's order and length, the uses of each sample, and the steps."""
     mesh = init_mesh(-1, 1, 2 if world == 4 else 1, 1, device="cpu")
     sampler = MeshSampler(samples, mesh, seed=3)
     sampler.set_epoch(5)
     data: Any = range(samples)
     loader: Any = DataLoader(data, batch, sampler=sampler)
-    model = replicate(Numbers(samples), mesh)
+    model = replicate(SampleCounts(samples), mesh)
     batches = (dict(index=b, labels=torch.ones_like(b)) for b in loader)
     counts, steps = torch.zeros(samples, dtype=torch.float64), []
-    for group_of in micro_batches(batches, number, mesh):
+    for step_batches in micro_batches(batches, num_micro_batches, mesh):
         model.zero_grad()
-        told = accumulate(model, group_of, mesh)
+        totals = accumulate(model, step_batches, mesh)
         weight: Any = next(model.parameters())
-        counts += weight.grad * told.tokens
-        steps.append(int(told.tokens))
+        counts += weight.grad * totals.tokens
+        steps.append(int(totals.tokens))
     return list(sampler), len(sampler), counts.tolist(), steps
 
 
 @pytest.mark.parametrize(("world", "samples"), [(1, 7), (2, 7), (3, 7), (4, 5)])
 def test_every_sample_counts_once_on_any_number_of_ranks(pool, world, samples):
-    found = pool.run(world, loads, samples, 2, 2)
-    copies = 2 if world == 4 else 1  # ranks of cp have the same samples, and here the same loss too
+    found = pool.run(world, train_epoch, samples, 2, 2)
+    copies = 2 if world == 4 else 1  # ranks of cp have the same samples, and this model has the same loss on them
     for _, _, counts, steps in found:
         assert counts == pytest.approx([copies] * samples, abs=1e-12)
         assert sum(steps) == copies * samples
@@ -156,14 +159,14 @@ def test_every_sample_counts_once_on_any_number_of_ranks(pool, world, samples):
 
 
 def test_the_order_of_samples_is_the_same_on_any_mesh(pool):
-    alone = pool.run(1, loads, 7, 2, 1)[0][0]
-    three = [own for own, *_ in pool.run(3, loads, 7, 2, 1)]
+    alone = pool.run(1, train_epoch, 7, 2, 1)[0][0]
+    three = [own for own, *_ in pool.run(3, train_epoch, 7, 2, 1)]
     assert [three[n % 3][n // 3] for n in range(7)] == alone
     assert alone != list(range(7))
 
 
-class Own(nn.Module):
-    """A user's model, with attention in the middle."""
+class UserModel(nn.Module):
+    """A user's model that contains `MeshAttention`; the tests make it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,9 +178,10 @@ class Own(nn.Module):
         return self.attend(q, k, v, layout=layout)
 
 
-def style(rank, world, group):
+def apply_style(rank, world, group):
+    """Return the error of a user's model with the `ContextParallel` style, and its repr."""
     torch.manual_seed(0)
-    model, x = Own().double(), torch.randn(2, 17, 8, dtype=torch.float64)
+    model, x = UserModel().double(), torch.randn(2, 17, 8, dtype=torch.float64)
     want = model(x)  # a process group exists, but no mesh: a single device
     mesh = init_mesh(cp=world, device="cpu")
     layout = Layout.striped(17, world)
@@ -187,7 +191,7 @@ def style(rank, world, group):
 
 
 def test_context_parallel_style_applies_to_a_users_model(pool):
-    for error, text in pool.run(3, style):
+    for error, text in pool.run(3, apply_style):
         assert error < 1e-12
         assert text.startswith("MeshAttention(ranks=3, schedule='striped', mask=")
 
@@ -202,10 +206,10 @@ def test_mesh_attention_without_a_mesh_is_flash_attention():
     assert lse.shape == (1, 2, 9)
 
 
-def travels(rank, world, group):
-    """Return the bytes of gradients reduced in a step of three micro-batches, and whether state is sharded."""
+def count_reductions(rank, world, group):
+    """Return the number of reductions in a step of three micro-batches, and the sizes of the optimizer state."""
     mesh = init_mesh(device="cpu")
-    model: Any = replicate(Numbers(8), mesh, bucket_mb=1e-6)
+    model: Any = replicate(SampleCounts(8), mesh, bucket_mb=1e-6)
     calls: list[Any] = []
     model.register_comm_hook(calls, _averaged)
     labels = torch.ones(2, dtype=torch.int64)
@@ -220,21 +224,22 @@ def travels(rank, world, group):
 
 
 def _averaged(calls, bucket):
+    """Average a DDP bucket over ranks, and record that it ran."""
     calls.append(bucket)
     buffer = bucket.buffer() / torch.distributed.get_world_size()
     return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
 
 
 def test_gradients_are_reduced_once_and_optimizer_state_is_sharded(pool):
-    found = pool.run(2, travels)
+    found = pool.run(2, count_reductions)
     assert [calls for calls, *_ in found] == [1, 1]
-    learning = found[0][2]
-    assert learning == 6  # four biases, two weights: one is shared, one frozen
+    num_trainable = found[0][2]
+    assert num_trainable == 6  # four biases and two weights: one weight is shared, one is frozen
     assert [state for _, state, _ in found] == [3, 3]
 
 
 class Nested(nn.Module):
-    """Nested blocks, one of which shares its weight with the head."""
+    """Nested blocks, one of them with the weight of the head; the tests make it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,6 +259,8 @@ class Nested(nn.Module):
 
 
 class Stage(nn.Module):
+    """Two residual layers; `Nested` makes it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(2))
@@ -264,7 +271,8 @@ class Stage(nn.Module):
         return x
 
 
-def nests(rank, world, group):
+def nested_gradient_errors(rank, world, group):
+    """Return the gradient errors of nested blocks with each kind of activation checkpointing."""
     x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = []
     for kind in ("full", "selective"):
@@ -273,15 +281,15 @@ def nests(rank, world, group):
         plain.load_state_dict(model.state_dict())
         plain(x).backward()
         mesh = init_mesh(fsdp=2, device="cpu")
-        laid: Any = shard_weights(apply_activation_checkpointing(model, kind), mesh)
-        (laid(x.chunk(2)[rank]) * 2).backward()
-        pairs = zip(laid.parameters(), plain.parameters(), strict=True)
+        sharded: Any = shard_weights(apply_activation_checkpointing(model, kind), mesh)
+        (sharded(x.chunk(2)[rank]) * 2).backward()
+        pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
         found.append(max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs))
     return found
 
 
 def test_nested_blocks_and_shared_weights_are_sharded(pool):
-    for errors in pool.run(2, nests):
+    for errors in pool.run(2, nested_gradient_errors):
         assert max(errors) < 1e-12
 
 
@@ -294,8 +302,8 @@ def test_init_mesh_works_for_a_single_process():
     assert not torch.distributed.is_initialized()
 
 
-def loops(rank, world, group):
-    """Check gradients after an unsynchronized micro-batch, an evaluation, and an error."""
+def unsynchronized_gradient_errors(rank, world, group):
+    """Return the errors of gradients after an unsynchronized micro-batch and an evaluation."""
     torch.set_default_dtype(torch.float64)
     try:
         mesh = init_mesh(fsdp=2, device="cpu")
@@ -311,7 +319,7 @@ def loops(rank, world, group):
                 model(**batch).backward()
             with torch.no_grad():
                 model(**batch)
-            model(**batch).backward()  # reduces, with the gradients accumulated before
+            model(**batch).backward()  # reduces the sum with the earlier gradients
             with torch.no_grad():
                 model(**batch)  # may leave weights gathered
             norm = gradient_norm(model)
@@ -325,16 +333,16 @@ def loops(rank, world, group):
 
 
 def test_gradients_are_reduced_again_after_an_unsynchronized_micro_batch(pool):
-    for errors in pool.run(2, loops):
+    for errors in pool.run(2, unsynchronized_gradient_errors):
         assert max(errors) < 1e-12
 
 
-class Dropped(nn.Module):
-    """Blocks with two kinds of dropout."""
+class DropoutModel(nn.Module):
+    """Blocks with two kinds of dropout; the tests make it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(DroppedBlock() for _ in range(2))
+        self.layers = nn.ModuleList(DropoutBlock() for _ in range(2))
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers:
@@ -342,7 +350,9 @@ class Dropped(nn.Module):
         return x
 
 
-class DroppedBlock(nn.Module):
+class DropoutBlock(nn.Module):
+    """Attention with dropout, and a dropout layer; `DropoutModel` makes it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.project, self.drop = nn.Linear(8, 8), nn.Dropout(0.3)
@@ -356,10 +366,10 @@ class DroppedBlock(nn.Module):
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_recomputed_blocks_use_the_same_dropout(kind):
     x = torch.randn(1, 9, 8)
-    plain = Dropped()
-    again = apply_activation_checkpointing(copy.deepcopy(plain), kind)
+    plain = DropoutModel()
+    checkpointed = apply_activation_checkpointing(copy.deepcopy(plain), kind)
     grads = []
-    for model in (plain, again):
+    for model in (plain, checkpointed):
         torch.manual_seed(3)
         model(x).square().sum().backward()
         grads.append([p.grad for p in model.parameters()])
@@ -367,11 +377,11 @@ def test_recomputed_blocks_use_the_same_dropout(kind):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("how", ["activation_checkpointing", "autocast"])
-def test_a_copy_computes_with_its_own_weights(how):
+@pytest.mark.parametrize("option", ["activation_checkpointing", "autocast"])
+def test_deepcopy_computes_with_its_own_weights(option):
     ids = torch.randint(256, (1, 12), generator=torch.Generator().manual_seed(0))
     model: Any = GPT(tiny())
-    if how == "activation_checkpointing":
+    if option == "activation_checkpointing":
         apply_activation_checkpointing(model)
     else:
         model = replicate(model, init_mesh(device="cpu"), compute_dtype=torch.bfloat16)
@@ -400,15 +410,16 @@ def test_padding_gets_no_labels_and_labels_out_of_range_raise():
         cross_entropy_sum(hidden, weight, torch.zeros(3, dtype=torch.int64), tokens=0)
 
 
-def more_refusals(rank, world, group):
+def unsupported_call_messages(rank, world, group):
+    """Return an infinity norm with an empty shard, and the error message of each invalid call."""
     mesh = init_mesh(fsdp=2, device="cpu")
     ids = torch.zeros(1, 6, dtype=torch.int64)
     model = shard_weights(GPT(tiny()), mesh, wrap=lambda part: isinstance(part, nn.Linear))
     small = nn.Linear(4, 1)
-    spread = shard_weights(small, mesh)
-    spread(torch.ones(1, 4)).sum().backward()
-    norm = float(gradient_norm(spread, float("inf")))  # one rank's shard is empty
-    said = []
+    sharded = shard_weights(small, mesh)
+    sharded(torch.ones(1, 4)).sum().backward()
+    norm = float(gradient_norm(sharded, float("inf")))  # one rank's shard is empty
+    messages = []
     for call in (
         lambda: model(ids, labels=ids),
         lambda: parallelize(model, mesh),
@@ -420,10 +431,10 @@ def more_refusals(rank, world, group):
     ):
         try:
             call()
-            said.append("")
+            messages.append("")
         except ValueError as error:
-            said.append(str(error))
-    return norm, said
+            messages.append(str(error))
+    return norm, messages
 
 
 def test_unsupported_models_and_meshes_are_refused(pool):
@@ -432,9 +443,9 @@ def test_unsupported_models_and_meshes_are_refused(pool):
         "a rank would have none of the 1 rows of the vocabulary", "weights are in host memory already",
         "Linear has no blocks", "max_norm=-1.0; expected more than 0",
     )  # fmt: skip
-    for norm, said in pool.run(2, more_refusals):
+    for norm, messages in pool.run(2, unsupported_call_messages):
         assert norm == 1.0
-        for text, part in zip(said, want, strict=True):
+        for text, part in zip(messages, want, strict=True):
             assert part in text
 
 

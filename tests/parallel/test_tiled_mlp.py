@@ -1,4 +1,4 @@
-"""Tiled MLPs and the tiled loss: exact results, and no tensor as large as all tokens would need."""
+"""Tiled MLPs and the tiled loss: exact results, and no tensor of the size that all tokens need."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from meshflash.parallel.tiled_mlp import tile_mlp
 from parallel.memory_models import (
     _in_float64,  # noqa: F401 an autouse fixture
     _on_gpu,  # noqa: F401 a fixture
-    far_from,
     gpt,
+    relative_errors,
     samples,
 )
 
 
-class Largest(TorchDispatchMode):
-    """Record the element count of the largest storage that any op allocates."""
+class LargestStorage(TorchDispatchMode):
+    """A dispatch mode that records the elements of the largest storage that any op allocates; `largest` makes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,8 @@ class Largest(TorchDispatchMode):
 
 
 def largest(function, *inputs):
-    with Largest() as seen:
+    """Return the elements of the largest storage that a forward and its backward allocate."""
+    with LargestStorage() as seen:
         function(*inputs).sum().backward()
     return seen.elements
 
@@ -75,18 +76,18 @@ def test_tiled_mlp_matches_the_plain_mlp(make, tokens, frozen):
     for name, p in mlp.named_parameters():
         nn.init.normal_(p)
         p.requires_grad_(not frozen or frozen == "x" or ("down" in name) != (frozen == "down"))
-    learning = [p for p in (x, *mlp.parameters()) if p.requires_grad]
+    trainable = [p for p in (x, *mlp.parameters()) if p.requires_grad]
     want = mlp(x)
-    weigh = torch.randn_like(want)
-    grads = torch.autograd.grad((want * weigh).sum(), learning)
+    upstream = torch.randn_like(want)
+    grads = torch.autograd.grad((want * upstream).sum(), trainable)
     fired: Counter[Any] = Counter()
-    for p in learning:
+    for p in trainable:
         p.register_post_accumulate_grad_hook(lambda p: fired.update([id(p)]))
     got = tile_mlp(mlp, 3)(x)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    (got * weigh).sum().backward()
-    assert all(fired[id(p)] == 1 for p in learning)
-    for p, grad in zip(learning, grads, strict=True):
+    (got * upstream).sum().backward()
+    assert all(fired[id(p)] == 1 for p in trainable)
+    for p, grad in zip(trainable, grads, strict=True):
         torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         torch.testing.assert_close(mlp(x), want, rtol=1e-12, atol=1e-12)
@@ -115,7 +116,7 @@ def test_tiles_accumulate_gradients_in_float32(make, autocast):
         if name == "exact":
             exact = grads
         else:
-            errors[name] = far_from(exact, grads)
+            errors[name] = relative_errors(exact, grads)
     assert all(tiled <= 1.1 * plain for tiled, plain in zip(errors["tiles"], errors["plain"], strict=True)), errors
 
 
@@ -161,6 +162,6 @@ def test_tiles_accumulate_in_float32_and_save_memory_on_a_gpu(make):
         if name == "exact":
             exact = grads
         else:
-            errors[name] = far_from(exact, grads)
+            errors[name] = relative_errors(exact, grads)
     assert all(tiled <= 1.2 * plain for tiled, plain in zip(errors["tiles"], errors["plain"], strict=True)), errors
     assert peaks["tiles"] < peaks["plain"] - 16384 * 2048 * 2
