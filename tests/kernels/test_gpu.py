@@ -95,8 +95,9 @@ def test_vendor_kernels_at_real_shapes_match_the_oracle(kernel, name):
     leaves = case.inputs(torch.bfloat16, "cuda")
     q, k, v = (leaves[name].detach() for name in "qkv")
     x = local.inputs(q, k, v, case.mask, case.features(leaves), case.q_offset)
-    passes = ("forward", "backward")
-    requests = [local.kernel_request(x, direction, lse_gradient=case.lse_gradient) for direction in passes]
+    requests = [
+        local.kernel_request(x, direction, lse_gradient=case.lse_gradient) for direction in ("forward", "backward")
+    ]
     found = next(one for one in registry.kernels() if one.name == kernel)
     reasons = [registry.refusal(found, request) for request in requests]
     if any(reasons):
