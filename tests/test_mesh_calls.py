@@ -49,7 +49,7 @@ def check_every_mesh(rank, world, group):
     check(grid["cp"].get_group(), rank % 2, 2)
     cube = dist.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "a", "b"))
     for mesh_2d, own_rank, ranks in ((grid, rank, world), (cube["a", "b"], rank % 2, 2)):
-        for schedule in ("hybrid", "double_ring", "hybrid(ring=allgather, turned=True)"):
+        for schedule in ("hybrid", "double_ring", "hybrid(ring=allgather, transposed=True)"):
             whole, layout = qkv(9, seed=ranks), Layout.zigzag(9, ranks)
             compare(own_rank, ranks, whole, layout, mesh=mesh_2d, schedule=schedule, mask=CAUSAL)
     with pytest.raises(ValueError, match="must ascend"):

@@ -80,7 +80,7 @@ def over_two_axes(schedule: str, inner: int) -> str:
     """Return a schedule for a mesh of two axes, with `inner` set to the size of the inner axis.
 
     >>> over_two_axes("hybrid(ring=allgather)", 2)
-    'hybrid(inner=2, ring=allgather, turned=False, rounds=1)'
+    'hybrid(inner=2, ring=allgather, transposed=False, rounds=1)'
     """
     supported = ", ".join(one.name for one in schedules.schedules() if "inner" in dict(one.options))
     given = {} if schedule == "auto" else dict(schedules.parse(schedule)[1])

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, int, int, Mask, int, int]] = {
     "ulysses, without LSE, in rounds": ("ulysses(rounds=2)", 9, 2, Mask.full(), 6, 3),
     "hybrid, without LSE": ("hybrid(inner=2)", 11, 4, CAUSAL, 4, 2),
     "hybrid, 2 x 2": ("hybrid(inner=2)", 13, 4, CAUSAL, 2, 2),
-    "hybrid, 2 x 3, turned": ("hybrid(inner=3, ring=ring, turned=True)", 13, 6, CAUSAL, 3, 3),
+    "hybrid, 2 x 3, transposed": ("hybrid(inner=3, ring=ring, transposed=True)", 13, 6, CAUSAL, 3, 3),
     "hybrid, broadcast of queries": ("hybrid(inner=2, ring=ringx1)", 11, 4, Mask.full(), 4, 1),
     "allgather, padding": ("allgather", 9, 2, CAUSAL & Mask.documents([2, 4], pad=True), 2, 1),
 }

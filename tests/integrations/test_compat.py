@@ -324,7 +324,7 @@ def test_extract_functions_return_the_positions_of_the_layout(monkeypatch, kind,
     monkeypatch.setattr(yunchang, "_config", (yunchang._Degrees(2, 2, low), None))
     ring = {"basic": "ring", "strip": "striped"}.get(kind, kind)
     schedule = yunchang.LongContextAttention(ring_impl_type=kind).schedule
-    assert schedule == f"hybrid(inner=2, ring={ring}, turned={not low})"
+    assert schedule == f"hybrid(inner=2, ring={ring}, transposed={not low})"
     whole = torch.arange(16.0, requires_grad=True).view(1, 16)
     for rank, first in enumerate(firsts):
         cut = yunchang.EXTRACT_FUNC_DICT[kind](whole, rank, 4, 2, 2)

@@ -96,8 +96,8 @@ def test_key_heads_move_only_to_ranks_that_need_them():
 @pytest.mark.parametrize(("world", "inner"), GRIDS)
 @pytest.mark.parametrize("ring", RINGS)
 def test_hybrid_of_every_schedule_verifies_on_every_layout(ring, world, inner):
-    for n, (layout, turned) in enumerate(product(LAYOUTS, (False, True))):
-        schedule = f"hybrid(inner={inner}, ring={ring}, turned={turned})"
+    for n, (layout, transposed) in enumerate(product(LAYOUTS, (False, True))):
+        schedule = f"hybrid(inner={inner}, ring={ring}, transposed={transposed})"
         mask = list(MASKS.values())[n % 3]
         held = layout(2 * world + 3, world).ranges
         verified(schedule, Problem(held, held, mask, *((4, 2) if n % 2 else (3, 1)), lse=n % 4 < 2))
@@ -128,7 +128,7 @@ def test_turned_hybrid_exchanges_across_groups():
         ]
 
     assert peers("hybrid(inner=2, ring=ring)")[0] == {1}
-    assert peers("hybrid(inner=2, ring=ring, turned=True)")[0] == {2}
+    assert peers("hybrid(inner=2, ring=ring, transposed=True)")[0] == {2}
 
 
 def test_rounds_overlap_the_exchange_with_attention():

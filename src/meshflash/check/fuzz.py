@@ -345,7 +345,7 @@ def _varied(draw: random.Random, schedule: str, world: int) -> str:
     values: dict[str, Any] = {
         "inner": inner,
         "ring": draw.choice(rings),
-        "turned": draw.random() < 0.5,
+        "transposed": draw.random() < 0.5,
         "rounds": draw.randint(1, 3),
         "head_stride": draw.randint(0, 2),
         "chunks": draw.randint(1, 3),

@@ -82,7 +82,7 @@ class TensorRanks:
         """Return these ranks as a 1D mesh.
 
         Args:
-            kind: The device type of the mesh, such as "cuda"; it counts only if these ranks were not given as a mesh.
+            kind: The device type of the mesh. It counts only if these ranks were not given as a mesh.
         """
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(self.group, kind)

@@ -163,12 +163,12 @@ def merge_shards(ranks: tuple[int, ...], held: tuple[Ranges, ...]) -> GroupShard
 class Grid:
     """The ranks of a problem as a grid of Ulysses groups (rows) and ring groups (columns).
 
-    `inner` neighbouring ranks form a Ulysses group; if `turned`, every `world / inner`-th rank does.
+    `inner` neighbouring ranks form a Ulysses group; if `transposed`, every `world / inner`-th rank does.
     """
 
     problem: Problem
     inner: int
-    turned: bool
+    transposed: bool
     rounds: int
 
     @property
@@ -178,11 +178,11 @@ class Grid:
 
     def rank(self, group: int, share: int) -> int:
         """Return the rank at a place of the grid."""
-        return share * self.num_groups + group if self.turned else group * self.inner + share
+        return share * self.num_groups + group if self.transposed else group * self.inner + share
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """Return the group and the share of a rank."""
-        if self.turned:
+        if self.transposed:
             share, group = divmod(rank, self.num_groups)
         else:
             group, share = divmod(rank, self.inner)
@@ -228,14 +228,14 @@ on_change.append(_ring_problem.cache_clear)
 
 
 def heads_for_sequence(
-    schedule: str = "ring", inner: int = 0, *, turned: bool = False, rounds: int = 1
+    schedule: str = "ring", inner: int = 0, *, transposed: bool = False, rounds: int = 1
 ) -> tuple[Builder, Builder]:
     """Return builders (forward, backward) of a hybrid: Ulysses within groups of ranks, a schedule across the groups.
 
     Args:
         schedule: The schedule that runs across the groups, with its options.
         inner: The number of ranks of a Ulysses group; 0 makes one group of all ranks.
-        turned: Make groups of ranks that are `world / inner` apart, so that the schedule runs among neighbours.
+        transposed: Make groups of ranks that are `world / inner` apart, so that the schedule runs among neighbours.
         rounds: The number of rounds that the exchange of a rank's heads is split into.
 
     >>> from meshflash.schedules.registry import build_program, register_schedule, unregister_schedule
@@ -247,21 +247,21 @@ def heads_for_sequence(
     """
 
     def forward(problem: Problem, rank: int, name: str) -> Program:
-        return exchange_forward(_grid(problem, inner, turned, rounds, name), schedule, rank, name)
+        return exchange_forward(_grid(problem, inner, transposed, rounds, name), schedule, rank, name)
 
     def backward(problem: Problem, rank: int, name: str) -> Program:
-        return exchange_backward(_grid(problem, inner, turned, rounds, name), schedule, rank, name)
+        return exchange_backward(_grid(problem, inner, transposed, rounds, name), schedule, rank, name)
 
     return forward, backward
 
 
-def _grid(problem: Problem, inner: int, turned: bool, rounds: int, name: str) -> Grid:
+def _grid(problem: Problem, inner: int, transposed: bool, rounds: int, name: str) -> Grid:
     inner = inner or problem.world
     if problem.world % inner:
         raise ValueError(
             f"{name}: inner={inner} does not divide {problem.world} ranks into groups; give an inner that divides them"
         )
-    return Grid(replace(problem, options=()), inner, turned, rounds)
+    return Grid(replace(problem, options=()), inner, transposed, rounds)
 
 
 def exchange_forward(grid: Grid, schedule: str, rank: int, name: str) -> Program:

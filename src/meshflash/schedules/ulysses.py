@@ -2,7 +2,7 @@
 
 `ulysses` exchanges among all ranks; each rank then attends to the whole sequence with its share of the heads. `hybrid`
 arranges the ranks in a grid: groups of `inner` neighbours exchange, and another schedule (option `ring`) runs across
-the groups. With `turned`, that schedule runs among neighbours and the exchange goes across. `rounds` splits the
+the groups. With `transposed`, that schedule runs among neighbours and the exchange goes across. `rounds` splits the
 exchange of a rank's heads, so that some heads travel while others are attended to. `compose.py` builds both.
 """
 
@@ -19,11 +19,11 @@ from meshflash.schedules.registry import Builder, Schedule, register
 
 def builders(problem: Problem) -> tuple[Builder, Builder]:
     """Return the forward and backward builders for the options of a problem; defaults are those of `ulysses`."""
-    option = {"ring": "ring", "inner": problem.world, "turned": False, **problem.option}
+    option = {"ring": "ring", "inner": problem.world, "transposed": False, **problem.option}
     inner, rounds = int(option["inner"]) or largest_inner(problem), int(option["rounds"])
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: expected at least 1")
-    return heads_for_sequence(str(option["ring"]), inner, turned=bool(option["turned"]), rounds=rounds)
+    return heads_for_sequence(str(option["ring"]), inner, transposed=bool(option["transposed"]), rounds=rounds)
 
 
 def largest_inner(problem: Problem) -> int:
@@ -61,7 +61,7 @@ register(
         backward,
         Layout.contiguous,
         "Ulysses within groups of ranks, another schedule across the groups",
-        (("inner", 0), ("ring", "zigzag"), ("turned", False), ("rounds", 1)),
+        (("inner", 0), ("ring", "zigzag"), ("transposed", False), ("rounds", 1)),
         saves_buffers=True,
         layout_of_option="ring",
     )

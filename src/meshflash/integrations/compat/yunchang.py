@@ -336,7 +336,7 @@ class LongContextAttention(_Attention):
             raise ValueError("call set_seq_parallel_pg first, on every rank: it sets the Ulysses and ring degrees")
         degrees, group = _config
         ring = _RINGS[ring_impl_type][0]
-        schedule = f"hybrid(inner={degrees.ulysses}, ring={ring}, turned={not degrees.low})"
+        schedule = f"hybrid(inner={degrees.ulysses}, ring={ring}, transposed={not degrees.low})"
         super().__init__(group, schedule, attn_type)
         self.ring_impl_type, self.degrees = ring_impl_type, degrees
 

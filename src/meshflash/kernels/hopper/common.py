@@ -369,7 +369,7 @@ def exp2_around_wait(x, full, phase, ROWS: gl.constexpr, SIZE: gl.constexpr):
 
     ptxas would sink all exponentials below the next wgmma wait. The mbarrier wait ends a basic block, across which
     ptxas moves nothing: an eighth is computed before it, and the rest after it, overlapped with what else is ready.
-    An eighth was fastest on an H200; docs/kernels.md has the other fractions.
+    An eighth was fastest on an H200; docs/dev/kernels.md has the other fractions.
     """
     LAYOUT: gl.constexpr = x.type.layout
     x, fourth = split_columns(x, ROWS, SIZE)

@@ -6,7 +6,7 @@ do not see.
 
 CTAs are persistent. Each takes a tile of queries and a head, the heaviest first, from a global counter, in sections of
 heads whose K and V fit the L2 cache. Tiles of equal work go round-robin instead, and those of the tail wave may be
-split along the keys (split-KV). docs/kernels.md says what was measured, and why it is so.
+split along the keys (split-KV). docs/dev/kernels.md says what was measured, and why it is so.
 
 Barriers: `x_full` completes when TMA has filled a buffer of x, and consumers wait for it. Consumers arrive on `x_empty`
 when they no longer read the buffer, and the producer waits for it before the next load.

@@ -24,7 +24,7 @@ L2_KV_BYTES = 32 << 20
 LOG2E = 1.4426950408889634
 #: The mean number of queries that a tile of keys loops over, from which on the backward spreads the query heads of a
 #: KV head over CTAs of their own. These add to the same dK and dV, and each has a prologue and an epilogue. Measured on
-#: an H200: docs/kernels.md.
+#: an H200: docs/dev/kernels.md.
 MIN_QUERIES_TO_SPREAD = 6144
 #: The smallest softcap of a backward: the slope of the cap is recovered from P, less exactly the flatter the cap is.
 MIN_SOFTCAP = 0.05
@@ -91,7 +91,7 @@ class BackwardDqConfig:
         return 2 * self.rows
 
 
-#: Head dim -> configuration, measured on an H200: docs/kernels.md.
+#: Head dim -> configuration, measured on an H200: docs/dev/kernels.md.
 FORWARD = {64: ForwardConfig(3, 3, 160, 32, pingpong=True), 128: ForwardConfig(2, 2, 240, 24)}
 BACKWARD = {
     64: BackwardConfig(

@@ -88,7 +88,7 @@ def _split(tables: TileTable, heads: int, num_sms: int, size: int, group: int, a
     if not plain or not tables.uniform or not waves or not 0 < num_tail_tiles <= len(tables) or tables.tiles.is_meta:
         return None
     num_blocks = int(tables.mean_blocks)
-    # splits of a forward that need more than one wave were slower on an H200: docs/kernels.md
+    # splits of a forward that need more than one wave were slower on an H200: docs/dev/kernels.md
     costs = (COMBINE_COST, num_sms // num_tail_tiles) if appended else (BACKWARD_COST, MAX_SPLITS)
     num_splits = _best_num_splits(num_tail_tiles, num_blocks, group, num_sms, *costs)
     if num_splits == 1:
