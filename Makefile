@@ -67,7 +67,7 @@ imports: $(VENV)/.test-ready
 docs: $(VENV)/.test-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# kept bytecode saves each worker 15 s of rewriting assertions, from the second run on
+# kept bytecode saves each worker the rewriting of assertions, from the second run on
 unit: $(VENV)/.test-ready $(VENV)/.mpi-ready
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
