@@ -19,7 +19,7 @@ from meshflash.api import flash_attention
 from meshflash.runtime import devices
 from meshflash.runtime.world import World
 
-#: The largest relative error of a checksum that passes: that of float32 kernels, with room for their order of sums.
+#: The largest relative error of a checksum that passes: that of float32 kernels, with a margin for summation order.
 TOLERANCE = 1e-4
 #: Scores that the reference holds at a time; bounds its memory to 128 MiB in float64.
 REFERENCE_SCORES = 2**24
