@@ -1,5 +1,8 @@
 """Kernels as steps of a ring: they continue carried (out, LSE), add to gradients, and accept any layout of rows."""
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +10,7 @@ from torch import Tensor
 from meshflash import Layout, Mask
 from meshflash.check.oracle import Case, check, replace
 from meshflash.core.tiles import worklist
-from meshflash.kernels.contract import Grads, Inputs, Kernel, KernelRequest, Rows, accumulator_dtype
+from meshflash.kernels.contract import Features, Grads, Inputs, Kernel, KernelRequest, Rows, accumulator_dtype
 from meshflash.kernels.merge import merge_
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.registry import kernels, refusal
@@ -117,3 +120,13 @@ def test_kernels_are_registered_in_order_and_have_a_summary():
         "reference",
     ]
     assert all(kernel.summary for kernel in kernels())
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Features)])
+def test_key_of_a_request_tells_whether_each_feature_is_used(name):
+    work = worklist(CAUSAL, (range(8),), (range(8),))
+    plain = KernelRequest("forward", torch.device("cpu"), torch.float32, 8, 8, work, Features(0.0))
+    default = getattr(plain.features, name)
+    values: list[Any] = [torch.ones(2), torch.zeros(2)] if default is None else [type(default)(2), type(default)(3)]
+    first, second = (replace(plain, features=replace(plain.features, **{name: value})).key for value in values)
+    assert plain.key != first == second

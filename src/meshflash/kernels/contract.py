@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.tiles import Worklist
+from meshflash.kernels.launches import Launches, Numbers
 
 Pass = Literal["forward", "backward"]
 HALF = (torch.float16, torch.bfloat16)
@@ -56,9 +58,18 @@ class Features:
     alibi_slopes_BH: Tensor | None = None
     sink_logits_H: Tensor | None = None
 
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors among the parameters."""
+        return tuple(x for x in (self.alibi_slopes_BH, self.sink_logits_H) if x is not None)
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
+    @cached_property
+    def numbers(self) -> Numbers:
+        """The numbers that differ between equal calls, by the name of the kernels' parameter."""
+        return {"seed": self.seed} if self.dropout else {}
+
+
+class Inputs(NamedTuple):
     """The inputs of one call. The engine makes it.
 
     Args:
@@ -67,6 +78,7 @@ class Inputs:
         v_BSKE: The values.
         work: The worklist: the visible (query, key) pairs to compute.
         features: The parameters of the call besides tensors and mask.
+        launches: The recorded launches of earlier calls that were equal but for their tensors, or None.
     """
 
     q_BTHD: Tensor
@@ -74,10 +86,21 @@ class Inputs:
     v_BSKE: Tensor
     work: Worklist
     features: Features
+    launches: Launches | None = None
 
 
 #: (out_BTHE, lse_BHT)
 Outputs = tuple[Tensor, Tensor]
+
+
+def empty_contiguous_like(x: Tensor) -> Tensor:
+    """Allocate a contiguous tensor of the shape, dtype and device of another one.
+
+    Args:
+        x: The other tensor.
+    """
+    # naming a memory format doubles the time of the call
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def new_outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> Outputs:
@@ -87,13 +110,16 @@ def new_outputs(q_BTHD: Tensor, v_BSKE: Tensor) -> Outputs:
         q_BTHD: The queries, which give the shape and the dtype.
         v_BSKE: The values, which give the value dim.
     """
-    batch, tokens, heads, _ = q_BTHD.shape
-    out_BTHE = q_BTHD.new_empty(batch, tokens, heads, v_BSKE.shape[-1])
+    batch, tokens, heads, dim = q_BTHD.shape
+    value_dim = v_BSKE.shape[-1]
+    if value_dim == dim and q_BTHD.is_contiguous():
+        out_BTHE = torch.empty_like(q_BTHD)  # the fastest way to allocate
+    else:
+        out_BTHE = q_BTHD.new_empty(batch, tokens, heads, value_dim)
     return out_BTHE, q_BTHD.new_empty(batch, heads, tokens, dtype=accumulator_dtype(q_BTHD.dtype))
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(NamedTuple):
     """The results of query rows over all keys, and their gradients, which a backward reads.
 
     Args:
@@ -115,8 +141,7 @@ class Rows:
         return self.delta
 
 
-@dataclass(frozen=True, eq=False)
-class Grads:
+class Grads(NamedTuple):
     """The buffers that gradients go to.
 
     Args:
@@ -142,8 +167,7 @@ class Grads:
             k_BSKD: The keys.
             v_BSKE: The values.
         """
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHD, k_BSKD, v_BSKE))
-        return Grads(dq, dk, dv)
+        return Grads(empty_contiguous_like(q_BTHD), empty_contiguous_like(k_BSKD), empty_contiguous_like(v_BSKE))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,9 +204,11 @@ class KernelRequest:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return a key of everything but the worklist, under which a choice is cached."""
-        x = self.features
-        features = (x.scale > 0, x.softcap > 0, x.dropout > 0, x.alibi_slopes_BH is None, x.sink_logits_H is None)
+        """Return a key of everything but the worklist, under which a choice is cached.
+
+        Of each feature it holds only whether the call uses it: values may change in every call.
+        """
+        features = tuple(x > 0 if isinstance(x, float | int) else x is None for x in vars(self.features).values())
         sizes = (self.head_dim, self.value_dim, self.batch, self.heads)
         modes = (self.partial, self.lse_gradient, self.deterministic)
         return self.direction, self.device, self.dtype, sizes, modes, features
@@ -213,9 +239,23 @@ class Kernel(ABC):
     #: Whether the backward reads delta; other kernels compute it themselves.
     reads_delta = True
 
+    def has_torch_autograd(self, x: Inputs) -> bool:
+        """Return whether `forward` of this call is one torch op with a derivative that `backward` would compute.
+
+        torch's own autograd then needs no Python in the backward.
+
+        Args:
+            x: The inputs of the call.
+        """
+        return False
+
     def missing(self) -> str | None:
         """Return why this kernel cannot run on this machine at all, or None."""
         return None
+
+    def release(self) -> None:
+        """Free the device memory that this kernel keeps between calls; by default it keeps none."""
+        return
 
     @abstractmethod
     def unsupported_reason(self, request: KernelRequest) -> str | None:

@@ -13,20 +13,30 @@ import torch
 from torch import Tensor
 
 from meshflash.kernels.contract import HALF, Outputs
+from meshflash.kernels.launches import Launches
 
 
-def merge_(out_BTHE: Tensor, lse_BHT: Tensor, other_BTHE: Tensor | None, other_lse_BHT: Tensor) -> None:
+def merge_(
+    out_BTHE: Tensor,
+    lse_BHT: Tensor,
+    other_BTHE: Tensor | None,
+    other_lse_BHT: Tensor,
+    launches: Launches | None = None,
+) -> None:
     """Merge another partial result over other keys into this one, in place; without `other_BTHE` it is a sink."""
-    merge((out_BTHE, lse_BHT), (other_BTHE, other_lse_BHT), (out_BTHE, lse_BHT))
+    merge((out_BTHE, lse_BHT), (other_BTHE, other_lse_BHT), (out_BTHE, lse_BHT), launches)
 
 
-def merge(mine: Outputs, other: tuple[Tensor | None, Tensor], into: Outputs) -> None:
-    """Merge two partial results over different keys, into tensors of any dtype, which may be `mine`."""
+def merge(mine: Outputs, other: tuple[Tensor | None, Tensor], into: Outputs, launches: Launches | None = None) -> None:
+    """Merge two partial results over different keys, into tensors of any dtype, which may be `mine`.
+
+    `launches` are the recorded launches of merges of the same shapes, here and below.
+    """
     (out_BTHE, lse_BHT), (other_BTHE, other_lse_BHT), (into_BTHE, into_lse_BHT) = mine, other, into
     if _fused(out_BTHE, lse_BHT, other_BTHE, other_lse_BHT, into_BTHE, into_lse_BHT):
         from meshflash.kernels.triton import rowwise
 
-        rowwise.merge(out_BTHE, lse_BHT, other_BTHE, other_lse_BHT, into_BTHE, into_lse_BHT)
+        rowwise.merge(out_BTHE, lse_BHT, other_BTHE, other_lse_BHT, into_BTHE, into_lse_BHT, launches)
         return
     total = torch.logaddexp(lse_BHT, other_lse_BHT)
     reference = total.masked_fill(total == -torch.inf, 0.0)
@@ -67,21 +77,32 @@ def merge_gradient(
     return dpart.to(part_BTHE.dtype), (weight * inner).masked_fill(empty, 0.0).contiguous()
 
 
-def delta(out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, dlse_BHT: Tensor | None) -> Tensor:
+def delta(
+    out_BTHE: Tensor,
+    dout_BTHE: Tensor,
+    lse_BHT: Tensor,
+    dlse_BHT: Tensor | None,
+    launches: Launches | None = None,
+) -> Tensor:
     """Return delta of each row, sum(dout * out) minus dlse unless it is None, in the dtype of lse."""
     delta_BHT = torch.empty_like(lse_BHT, memory_format=torch.contiguous_format)
-    delta_(delta_BHT, out_BTHE, dout_BTHE, lse_BHT, dlse_BHT)
+    delta_(delta_BHT, out_BTHE, dout_BTHE, lse_BHT, dlse_BHT, launches)
     return delta_BHT
 
 
 def delta_(
-    delta_BHT: Tensor, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, dlse_BHT: Tensor | None = None
+    delta_BHT: Tensor,
+    out_BTHE: Tensor,
+    dout_BTHE: Tensor,
+    lse_BHT: Tensor,
+    dlse_BHT: Tensor | None = None,
+    launches: Launches | None = None,
 ) -> None:
     """Write delta, as `delta` returns it, into a tensor of the dtype of lse."""
     if _fused(out_BTHE, dout_BTHE, lse_BHT, dlse_BHT):
         from meshflash.kernels.triton import rowwise
 
-        rowwise.delta(out_BTHE, dout_BTHE, lse_BHT, dlse_BHT, delta_BHT)
+        rowwise.delta(out_BTHE, dout_BTHE, lse_BHT, dlse_BHT, delta_BHT, launches)
         return
     torch.sum(dout_BTHE.to(lse_BHT.dtype) * out_BTHE, dim=-1, out=delta_BHT.transpose(1, 2))
     if dlse_BHT is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +44,12 @@ class Choice:
     Args:
         kernel: The kernel.
         reason: The reason, for people.
+        seconds: The predicted time of the call; 0 where no rates are known.
     """
 
     kernel: Kernel
     reason: str
+    seconds: float = 0.0
 
 
 class KernelLog(list[tuple[str, Pass]]):
@@ -77,13 +79,25 @@ class KernelLog(list[tuple[str, Pass]]):
         return ", ".join(dict.fromkeys(name for name, ran_in in self if ran_in == direction))
 
 
-_logs: list[KernelLog] = []
+#: Registry of open logs, by their id: two logs that are equal as lists are two logs. Most calls find none, and need
+#: not call `log_kernel`.
+open_logs: dict[int, KernelLog] = {}
+#: Choices, attached to the worklist that they are for. They hold no tensor.
 _choices: WeakKeyDictionary[Worklist, dict[Any, Choice]] = WeakKeyDictionary()
 
 
 def kernels() -> tuple[Kernel, ...]:
     """Return every kernel, in order of preference where no rates are known."""
     return tuple(_KERNELS.values())
+
+
+def find(name: str) -> Kernel:
+    """Return the kernel of a name.
+
+    Args:
+        name: A name of `names()` but "auto".
+    """
+    return _KERNELS[name]
 
 
 def names() -> tuple[str, ...]:
@@ -111,20 +125,22 @@ def choose(name: str, request: KernelRequest) -> Choice:
     return found
 
 
+def release() -> None:
+    """Free the device memory that kernels keep between calls; the next call allocates it again."""
+    for kernel in kernels():
+        kernel.release()
+
+
 def forget() -> None:
     """Drop all cached choices and tables of rates, so that new rates take effect."""
-    global _generation
     rates.forget()
     _choices.clear()
-    _generation += 1
+    for drop_choices in on_forget:
+        drop_choices()
 
 
-def generation() -> int:
-    """Return how often `forget` was called: choices cached elsewhere under an older number are stale."""
-    return _generation
-
-
-_generation = 0
+#: Registry of functions that `forget` calls: caches elsewhere that hold choices must be cleared.
+on_forget: list[Callable[[], None]] = []
 
 
 def _choose(name: str, request: KernelRequest) -> Choice:
@@ -134,7 +150,9 @@ def _choose(name: str, request: KernelRequest) -> Choice:
         if reason:
             others = ", ".join(other.name for other in kernels() if refusal(other, request) is None)
             raise ValueError(f'kernel="{name}" {reason}; supported here: {others}, or "auto"')
-        return Choice(kernel.serving(request), "requested")
+        known = rates.known(request.device) if request.dtype in HALF else None
+        seconds = known.rates.seconds(name, request, kernel.launches(request)) if known else None
+        return Choice(kernel.serving(request), "requested", seconds or 0.0)
     supported = [kernel for kernel in kernels() if may_be_chosen(kernel, request) and refusal(kernel, request) is None]
     assert supported, "the tiled kernel can do everything"
     known = rates.known(request.device) if request.dtype in HALF else None
@@ -150,7 +168,8 @@ def _choose(name: str, request: KernelRequest) -> Choice:
     if not measured:
         return Choice(supported[0].serving(request), f"by a fixed order: no supported kernel is in {known.source}")
     times = ", ".join(f"{kernel.name} {t * 1e3:.3g} ms" for t, kernel in measured[:3])
-    return Choice(measured[0][1].serving(request), f"predicted: {times}, by {known.source}")
+    seconds, kernel = measured[0]
+    return Choice(kernel.serving(request), f"predicted: {times}, by {known.source}", seconds)
 
 
 def may_be_chosen(kernel: Kernel, request: KernelRequest) -> bool:
@@ -190,11 +209,11 @@ def record_kernels() -> Iterator[KernelLog]:
     [('vendor', 'forward')]
     """
     log = KernelLog()
-    _logs.append(log)
+    open_logs[id(log)] = log
     try:
         yield log
     finally:
-        _logs[:] = [other for other in _logs if other is not log]
+        del open_logs[id(log)]
 
 
 def log_kernel(choice: Choice, direction: Pass) -> None:
@@ -204,5 +223,6 @@ def log_kernel(choice: Choice, direction: Pass) -> None:
         choice: The kernel that ran, and why.
         direction: The pass that ran.
     """
-    for log in _logs:
-        log.note(choice, direction)
+    if open_logs:
+        for log in tuple(open_logs.values()):  # a copy: other threads open and close logs meanwhile
+            log.note(choice, direction)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from meshflash import Mask
-from meshflash.check.oracle import replace
 from meshflash.kernels.contract import Grads, Inputs, Rows
 from meshflash.kernels.hopper import launch as hopper_launch
 from meshflash.kernels.hopper.kernel import Hopper
@@ -35,7 +34,7 @@ def tensors(batch, q_tokens, k_tokens, heads, kv_heads, dim):
 
 def float64_reference(x: Inputs, dout: Tensor) -> tuple[Rows, Grads]:
     """Return a backward's row inputs (out, dout, lse, delta) and the gradients, computed in float64."""
-    doubles = replace(x, q_BTHD=x.q_BTHD.double(), k_BSKD=x.k_BSKD.double(), v_BSKE=x.v_BSKE.double())
+    doubles = x._replace(q_BTHD=x.q_BTHD.double(), k_BSKD=x.k_BSKD.double(), v_BSKE=x.v_BSKE.double())
     out, lse = Tiled().forward(doubles)
     delta = (out * dout.double()).sum(-1).transpose(1, 2).contiguous()
     grads = Tiled().backward(doubles, Rows(out, dout.double(), lse, delta))

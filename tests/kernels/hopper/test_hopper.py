@@ -16,6 +16,7 @@ from meshflash import Layout, Mask
 from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Grads
 from meshflash.kernels.hopper import launch as hopper_launch
+from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import make_run_tables
 
 common = pytest.importorskip("meshflash.kernels.hopper.common")
@@ -268,7 +269,7 @@ def test_gather_dq_converts_tiles_to_rows(dim, accumulate):
     ordered = halves.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
     q = torch.empty(batch, tokens, heads, dim, dtype=torch.bfloat16)
     dq = torch.ones(q.shape) if accumulate else torch.full(q.shape, torch.nan)
-    sums = hopper_launch.DqSums(q, Grads(dq, q, q, add_dq=accumulate), not accumulate, size)
+    sums = hopper_launch.DqSums(Launcher(), q, Grads(dq, q, q, add_dq=accumulate), not accumulate, size)
     if accumulate:
         assert sums.rows is dq
         sums.add_in_tiles()

@@ -298,7 +298,7 @@ def test_warpgroups_that_skip_blocks_match_the_oracle(name, dim, launch_counts):
     x = Inputs(q, k, v, work, Features(dim**-0.5))
     out, lse = (torch.full(shape, torch.nan, device="cuda") for shape in (q.shape, (1, 8, len(queries))))
     Hopper().forward(x, (out, lse))
-    want, want_lse = Tiled().forward(replace(x, q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double()))
+    want, want_lse = Tiled().forward(x._replace(q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double()))
     assert_rows_close(out, want)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
     sees_nothing = (want_lse == -torch.inf).transpose(1, 2)

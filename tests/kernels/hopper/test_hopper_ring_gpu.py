@@ -12,7 +12,6 @@ from kernels.hopper.gpu_oracle import (
     tensors,
 )
 from meshflash import Layout, Mask
-from meshflash.check.oracle import replace
 from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Features, Grads, Inputs, Rows
 from meshflash.kernels.hopper import launch as hopper_launch
@@ -142,7 +141,7 @@ def test_carry_through_many_tiles_of_a_persistent_cta(dim, tokens, mask, into, l
     old = torch.randn(q.shape, device="cuda"), torch.randn(2, 4, tokens, device="cuda") + 3
     old[1][:, :, 5::7] = -torch.inf
     old[0][:, 5::7] = 0
-    want = Tiled().forward(replace(x, q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double()))
+    want = Tiled().forward(x._replace(q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double()))
     merge(want, (old[0].double(), old[1].double()), want)
     for _ in range(3):
         carry = old[0].clone(), old[1].clone()

@@ -53,7 +53,7 @@ def check(work, dim, batch, heads, kv_heads, add, padded):
     q, dout = torch.randn(2, batch, queries, heads, dim).bfloat16()
     k, v = torch.randn(2, batch, keys, kv_heads, dim).bfloat16()
     x = Inputs(q, k, v, work, Features(dim**-0.5))
-    exact = replace(x, q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double())
+    exact = x._replace(q_BTHD=q.double(), k_BSKD=k.double(), v_BSKE=v.double())
     out, lse = Tiled().forward(exact)
     delta = (out * dout).sum(-1).transpose(1, 2).contiguous()
     want = Tiled().backward(exact, Rows(out, dout.double(), lse, delta))

@@ -10,6 +10,7 @@ import torch
 
 from meshflash import Mask
 from meshflash.core.tiles import worklist
+from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import make_run_tables
 
 split_kv = pytest.importorskip("meshflash.kernels.hopper.split_kv")
@@ -173,7 +174,7 @@ def test_combined_splits_match_attention(batch, has_carry):
             out[b, :, -1], lse[b, -1] = attend(b, 0, queries, keys, keys + 50)
         lse[0, -1, -1], out[0, -1, -1] = -torch.inf, 0
     before = out.clone(), lse.clone()
-    split_kv.combine_splits(found, partial, (out, lse), (out, lse) if has_carry else None)
+    split_kv.combine_splits(Launcher(), found, partial, (out, lse), (out, lse) if has_carry else None)
     for b, row, rows in found.tile_rows.tolist():
         index = b, slice(row, row + rows)
         want, want_lse = attend(b, row, rows, 0, keys + 50 * has_carry)
@@ -195,7 +196,7 @@ def test_combining_rows_that_see_nothing_gives_zero_and_an_empty_lse(has_carry):
     partial = torch.zeros(num_items, SIZE, 16), torch.full((num_items, SIZE), -torch.inf)
     out, lse = torch.full((1, 300, 2, 16), torch.nan), torch.full((1, 2, 300), torch.nan)
     carry = (torch.zeros_like(out), torch.full_like(lse, -torch.inf)) if has_carry else None
-    split_kv.combine_splits(found, partial, (out, lse), carry)
+    split_kv.combine_splits(Launcher(), found, partial, (out, lse), carry)
     (_, row, count), *_ = found.tile_rows.tolist()
     assert not out[0, row : row + count, 1].any()
     assert (lse[0, 1, row : row + count] == -torch.inf).all()
@@ -209,7 +210,7 @@ def test_finalize_writes_only_the_rows_of_split_tiles(batch):
     assert found is not None
     into = [torch.full((batch, 300, 2, 16), torch.nan, dtype=torch.float16) for _ in range(2)]
     sums = [torch.randn(batch, found.num_rows, 1, 16) for _ in range(2)]
-    split_kv.finalize_splits(found, sums, into, SIZE)
+    split_kv.finalize_splits(Launcher(), found, sums, into, SIZE)
     for x, y in zip(sums, into, strict=True):
         for b, row, rows in found.tile_rows.tolist():
             at = row - found.first_row

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from meshflash.kernels.triton.common import INF, LOG2E
 
-#: Query rows that one CTA of `bwd_preprocess` copies.
-PREPROCESS_ROWS = 1024
+#: Query rows that one CTA of `bwd_preprocess` copies, and of `bwd_preprocess_out`, which loads whole rows.
+PREPROCESS_ROWS, PREPROCESS_OUT_ROWS = 1024, 32
 
 
 @triton.jit(do_not_specialize=["tokens", "padded_tokens"])
@@ -26,6 +26,29 @@ def bwd_preprocess(LSE, DELTA, LSE_ROWS, DELTA_ROWS, tokens, padded_tokens, head
     in_range = t < tokens
     lse = tl.load(LSE + b * l_b + h * l_h + t.to(tl.int64) * l_t, mask=in_range, other=-INF)
     delta = tl.load(DELTA + b * d_b + h * d_h + t.to(tl.int64) * d_t, mask=in_range, other=0.0)
+    _store_lines(LSE_ROWS, DELTA_ROWS, line, t, lse, delta, padded_tokens, SHIFTS)
+
+
+@triton.jit(do_not_specialize=["tokens", "padded_tokens"])
+def bwd_preprocess_out(LSE, OUT, DOUT, LSE_ROWS, DELTA_ROWS, tokens, padded_tokens, heads, l_b, l_h, l_t, o_b, o_t, o_h,
+                       do_b, do_t, do_h, ROWS: tl.constexpr, SHIFTS: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Do the same as `bwd_preprocess`, with delta = sum(dout * out) computed here, which saves a kernel."""
+    line = tl.program_id(0)
+    b = (line // heads).to(tl.int64)
+    h = (line % heads).to(tl.int64)
+    t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    in_range = t < tokens
+    row = t.to(tl.int64)[:, None]
+    d = tl.arange(0, D)[None, :]
+    lse = tl.load(LSE + b * l_b + h * l_h + t.to(tl.int64) * l_t, mask=in_range, other=-INF)
+    out = tl.load(OUT + b * o_b + h * o_h + row * o_t + d, mask=in_range[:, None], other=0.0).to(tl.float32)
+    dout = tl.load(DOUT + b * do_b + h * do_h + row * do_t + d, mask=in_range[:, None], other=0.0).to(tl.float32)
+    _store_lines(LSE_ROWS, DELTA_ROWS, line, t, lse, tl.sum(dout * out, 1), padded_tokens, SHIFTS)
+
+
+@triton.jit
+def _store_lines(LSE_ROWS, DELTA_ROWS, line, t, lse, delta, padded_tokens, SHIFTS: tl.constexpr):
+    """Store lse, in base 2, and delta of some rows to each of the SHIFTS lines."""
     lse = tl.where(lse == -INF, INF, lse * LOG2E)
     for shift in tl.static_range(SHIFTS):
         into = (line.to(tl.int64) * SHIFTS + shift) * padded_tokens + t - shift

@@ -6,17 +6,12 @@ such as those of short documents, go to the portable Triton kernel, which writes
 
 from __future__ import annotations
 
-from meshflash.kernels.contract import Grads, Inputs, KernelRequest, Outputs, Rows, new_outputs
+from meshflash.kernels.contract import Grads, Inputs, KernelRequest, Outputs, Rows
 from meshflash.kernels.hopper import launch as hopper_launch
+from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import TileTable, make_run_tables, make_tile_table
 from meshflash.kernels.triton.kernel import Triton, dq_sums
-from meshflash.kernels.triton.launch import (
-    config_of,
-    contiguous_rows,
-    launch_bwd_dkdv,
-    launch_bwd_dq,
-    launch_forward,
-)
+from meshflash.kernels.triton.launch import config_of, launch_bwd_dkdv, launch_bwd_dq, launch_forward
 
 #: A configuration of a Gluon kernel, which says how many rows its tiles and blocks have.
 Sizes = hopper_launch.ForwardConfig | hopper_launch.BackwardConfig | hopper_launch.BackwardDqConfig
@@ -29,52 +24,55 @@ class Hopper(Triton):
     """
 
     name = "hopper"
+    reads_delta = False
     summary = "Gluon on sm_90: half precision, head dims 64 and 128, every mask; no ALiBi, no dropout"
+
+    def release(self) -> None:
+        hopper_launch._counters.clear()
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         return hopper_launch.unsupported_reason(request)
 
-    def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
-        out, lse = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
-        q, k, v = contiguous_rows(x.q_BTHD, x.k_BSKD, x.v_BSKE)
-        config = hopper_launch.forward_config(x, q, k, v)
+    def _launch_forward(self, launcher: Launcher, x: Inputs, outputs: Outputs, carry: Outputs | None) -> None:
+        config = hopper_launch.forward_config(x)
         served, rest = _split_tiles(x, "forward", config)
         if config and served:
-            hopper_launch.forward(x, q, k, v, (out, lse), carry, config, served)
-        launch_forward(x, q, k, v, (out, lse), carry, rest)
-        return out, lse
+            hopper_launch.forward(launcher, x, outputs, carry, config, served)
+        launch_forward(launcher, x, outputs, carry, rest)
 
-    def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
-        grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
-        q, k, v, dout = contiguous_rows(x.q_BTHD, x.k_BSKD, x.v_BSKE, rows.dout_BTHE)
-        given = (x, q, k, v, dout, rows, grads)
-        config = hopper_launch.backward_config(x, self.deterministic, grads, q, k, v, dout)
+    def _launch_backward(self, launcher: Launcher, x: Inputs, rows: Rows, grads: Grads) -> None:
+        q = x.q_BTHD
+        config = hopper_launch.backward_config(x, rows, grads, self.deterministic)
         atomic = not self.deterministic
         dq = grads.dq_BTHD
         served, rest = _split_tiles(x, "bwd_dkdv", config)
+        if rows.delta is None and (served is None or len(rest) or self.deterministic or rows.out_BTHE.stride(-1) != 1):
+            delta = launcher.empty(*rows.lse_BHT.shape, like=rows.lse_BHT, dtype=rows.lse_BHT.dtype)
+            rows = rows._replace(delta=delta)
+            from meshflash.kernels.triton.rowwise import launch_delta
+
+            launch_delta(launcher, rows.out_BTHE, rows.dout_BTHE, rows.lse_BHT, delta)
         sums = None
         if config and served:
             if atomic:
                 tiled = served.on_grid and not len(rest) and not grads.add_dq
-                sums = hopper_launch.DqSums(q, grads, tiled, config.block_m)
+                sums = hopper_launch.DqSums(launcher, q, grads, tiled, config.block_m)
                 dq = sums.rows
-            hopper_launch.backward(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT, grads, sums, config, served)
+            hopper_launch.backward(launcher, x, rows, grads, sums, config, served)
         elif atomic:
-            dq = dq_sums(q, grads)
-        launch_bwd_dkdv(*given, dq, atomic, rest)
+            dq = dq_sums(launcher, q, grads)
+        launch_bwd_dkdv(launcher, x, rows, grads, dq, atomic, rest)
         if sums:
             sums.finalize(x.features.scale)
-            return grads
-        if atomic:
+        elif atomic:
             if dq is not grads.dq_BTHD:
-                grads.dq_BTHD.copy_(dq)
-            return grads
-        second = hopper_launch.BACKWARD_DQ[q.shape[-1]] if config else None
-        served, rest = _split_tiles(x, "bwd_dq", second)
-        if second and served:
-            hopper_launch.backward_dq(x, q, k, v, dout, rows.lse_BHT, rows.delta_BHT, grads, second, served)
-        launch_bwd_dq(*given, rest)
-        return grads
+                launcher.copy(grads.dq_BTHD, dq)
+        else:
+            second = hopper_launch.BACKWARD_DQ[q.shape[-1]] if config else None
+            served, rest = _split_tiles(x, "bwd_dq", second)
+            if second and served:
+                hopper_launch.backward_dq(launcher, x, rows, grads, second, served)
+            launch_bwd_dq(launcher, x, rows, grads, rest)
 
 
 def _split_tiles(x: Inputs, direction: str, gluon: Sizes | None) -> tuple[TileTable | None, TileTable]:

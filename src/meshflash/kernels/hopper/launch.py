@@ -6,12 +6,13 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshflash.kernels.contract import HALF, Features, Grads, Inputs, KernelRequest, Outputs
+from meshflash.kernels.contract import HALF, Features, Grads, Inputs, KernelRequest, Outputs, Rows
+from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import WG_ROWS, TileTable
 from meshflash.kernels.triton.configs import has_descriptors
 from meshflash.kernels.triton.launch import MIN_SCALE, tma_aligned, tma_strides
@@ -104,18 +105,18 @@ BACKWARD = {
 BACKWARD_DQ = {64: BackwardDqConfig(3), 128: BackwardDqConfig(2)}
 
 
-def forward_config(x: Inputs, *tensors: Tensor) -> ForwardConfig | None:
-    """Return the configuration of a forward on these tensors, or None where the portable kernel must serve it."""
-    return FORWARD.get(x.q_BTHD.shape[-1]) if _serves(x, *tensors) else None
+def forward_config(x: Inputs) -> ForwardConfig | None:
+    """Return the configuration of a forward on these inputs, or None where the portable kernel must serve it."""
+    return FORWARD.get(x.q_BTHD.shape[-1]) if _serves(x) else None
 
 
-def backward_config(x: Inputs, deterministic: bool, grads: Grads, *tensors: Tensor) -> BackwardConfig | None:
-    """Return the configuration of a backward on these tensors, or None where the portable kernel must serve it.
+def backward_config(x: Inputs, rows: Rows, grads: Grads, deterministic: bool) -> BackwardConfig | None:
+    """Return the configuration of a backward on these inputs, or None where the portable kernel must serve it.
 
     A deterministic backward has a second pass, of the configuration in `BACKWARD_DQ`.
     """
     dim = x.q_BTHD.shape[-1]
-    if not _serves(x, *tensors) or not _supports_softcap(x.features, dim):
+    if not _serves(x, rows.dout_BTHE) or not _supports_softcap(x.features, dim):
         return None
     if grads.add_dq and not deterministic and not tma_aligned(grads.dq_BTHD):
         return None
@@ -138,11 +139,11 @@ def _supports_softcap(features: Features, dim: int) -> bool:
     return not features.softcap or (BACKWARD[dim].supports_softcap and features.softcap >= MIN_SOFTCAP)
 
 
-def _serves(x: Inputs, *tensors: Tensor) -> bool:
+def _serves(x: Inputs, *others: Tensor) -> bool:
     q = x.q_BTHD
     if _unsupported(x.features, q.dtype, q.shape[-1], x.v_BSKE.shape[-1], q.device):
         return False
-    return all(y.dtype == q.dtype and tma_aligned(y) for y in tensors)
+    return all(y.dtype == q.dtype and tma_aligned(y) for y in (q, x.k_BSKD, x.v_BSKE, *others))
 
 
 def _unsupported(features: Features, dtype: torch.dtype, dim: int, value_dim: int, device: torch.device) -> str | None:
@@ -183,12 +184,13 @@ def _why_no_gluon(device: torch.device) -> str | None:
     return f"Triton {triton.__version__}; it was run with {' and '.join(TRITON_VERSIONS)}"
 
 
-def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry: Outputs | None, config: ForwardConfig,
-            tables: TileTable) -> None:  # fmt: skip
+def forward(
+    launcher: Launcher, x: Inputs, outputs: Outputs, carry: Outputs | None, config: ForwardConfig, tables: TileTable
+) -> None:
     """Run the Gluon forward over a table of query tiles: (out, lse) into `outputs`; a `carry` is continued."""
     from meshflash.kernels.hopper.forward import forward as kernel
 
-    (out, lse), features = outputs, x.features
+    (out, lse), features, q, k = outputs, x.features, x.q_BTHD, x.k_BSKD
     carried, carried_lse = outputs if carry is None else carry
     heads, gqa_ratio = q.shape[2], q.shape[2] // k.shape[2]
     # tiles of different work go to whichever CTA is free; equal ones round-robin, without a counter
@@ -208,47 +210,51 @@ def forward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry:
         walked_tables, pieces = tail.tables, tail.num_splits * tail.num_tiles
         num_full_tiles -= tail.num_tiles
         num_work = num_full_tiles + pieces
-        partial = lse.new_empty(pieces, config.block_m, q.shape[3]), lse.new_empty(pieces, config.block_m)
+        partial_out = launcher.empty(pieces, config.block_m, q.shape[3], like=lse, dtype=lse.dtype)
+        partial = partial_out, launcher.empty(pieces, config.block_m, like=lse, dtype=lse.dtype)
     q_descriptor = _rows_descriptor(q, config.rows)
     tma_store = tables.tile_aligned and config.rows == WG_ROWS and tma_aligned(out)
     carry_fits = carry is not None and carried.dtype == out.dtype == torch.float32 and tma_aligned(carried)
     tma_carry = tma_store and carry_fits
     out_descriptor = _rows_descriptor(out, config.rows) if tma_store else q_descriptor
     carry_descriptor = _rows_descriptor(carried, config.rows) if tma_carry else out_descriptor
-    with torch.cuda.device_of(q):
-        kernel[(min(num_work, ctas),)](
-            *(q_descriptor, _rows_descriptor(k, config.block_n), _rows_descriptor(v, config.block_n)),
-            *(out_descriptor, carry_descriptor, out, lse, *partial, carried, carried_lse),
-            lse if sinks is None else sinks.contiguous(),
-            *(_counter(q.device) if dynamic else walked_tables.tiles, walked_tables.tiles, walked_tables.spans),
-            *(len(tables), heads, section_heads),
-            *(num_full_tiles, num_work, scale, inner_scale),
-            *(*out.stride()[:3], *lse.stride(), *carried.stride()[:3], *carried_lse.stride()),
-            GQA_RATIO=gqa_ratio,
-            ROWS=config.rows,
-            BLOCK_N=config.block_n,
-            D=q.shape[3],
-            STAGES=config.stages,
-            NUM_CONSUMER_WGS=config.num_consumer_wgs,
-            SINGLE_RUN=tables.single_run,
-            EXACT_BEGIN=tables.exact_begin,
-            DYNAMIC=dynamic,
-            LOWER=tables.lower,
-            UPPER=tables.upper,
-            MASK_FIRST_ONLY=tables.masks_first_only,
-            SOFTCAP=features.softcap > 0,
-            HAS_CARRY=carry is not None,
-            HAS_SINKS=sinks is not None,
-            TMA_STORE=tma_store,
-            TMA_CARRY=tma_carry,
-            PINGPONG=config.pingpong,
-            SPLIT_KV=tail is not None,
-            CONSUMER_REGS=config.consumer_regs,
-            PRODUCER_REGS=config.producer_regs,
-            num_warps=4,
-        )
-        if tail:
-            combine_splits(tail, partial, outputs, carry)
+    counter = _counter(q.device) if dynamic else walked_tables.tiles
+    launcher.keep(counter, walked_tables.tiles, walked_tables.spans)
+    launcher.launch(
+        kernel,
+        (min(num_work, ctas),),
+        *(q_descriptor, _rows_descriptor(k, config.block_n), _rows_descriptor(x.v_BSKE, config.block_n)),
+        *(out_descriptor, carry_descriptor, out, lse, *partial, carried, carried_lse),
+        lse if sinks is None else sinks.contiguous(),
+        *(counter, walked_tables.tiles, walked_tables.spans),
+        *(len(tables), heads, section_heads),
+        *(num_full_tiles, num_work, scale, inner_scale),
+        *(*out.stride()[:3], *lse.stride(), *carried.stride()[:3], *carried_lse.stride()),
+        GQA_RATIO=gqa_ratio,
+        ROWS=config.rows,
+        BLOCK_N=config.block_n,
+        D=q.shape[3],
+        STAGES=config.stages,
+        NUM_CONSUMER_WGS=config.num_consumer_wgs,
+        SINGLE_RUN=tables.single_run,
+        EXACT_BEGIN=tables.exact_begin,
+        DYNAMIC=dynamic,
+        LOWER=tables.lower,
+        UPPER=tables.upper,
+        MASK_FIRST_ONLY=tables.masks_first_only,
+        SOFTCAP=features.softcap > 0,
+        HAS_CARRY=carry is not None,
+        HAS_SINKS=sinks is not None,
+        TMA_STORE=tma_store,
+        TMA_CARRY=tma_carry,
+        PINGPONG=config.pingpong,
+        SPLIT_KV=tail is not None,
+        CONSUMER_REGS=config.consumer_regs,
+        PRODUCER_REGS=config.producer_regs,
+        num_warps=4,
+    )
+    if tail:
+        combine_splits(launcher, tail, partial, outputs, carry)
 
 
 class DqSums:
@@ -258,13 +264,14 @@ class DqSums:
     `target` is the buffer that the Gluon kernel adds to: `rows`, unless `add_in_tiles` is called.
     """
 
-    def __init__(self, q: Tensor, grads: Grads, tiled: bool, block_m: int) -> None:
+    def __init__(self, launcher: Launcher, q: Tensor, grads: Grads, tiled: bool, block_m: int) -> None:
+        self._launcher = launcher
         self.q, self.grads, self.tiled, self.block_m = q, grads, tiled, block_m
         self.tiles_per_head = -(-q.shape[1] // block_m)
         if tiled:
             self.rows = self._zero_tiles()
         else:
-            self.rows = grads.dq_BTHD if grads.add_dq else _zeros(q)
+            self.rows = grads.dq_BTHD if grads.add_dq else launcher.zeros(*q.shape, like=q)
         self.target = self.rows
 
     def add_in_tiles(self) -> None:
@@ -275,7 +282,7 @@ class DqSums:
     def _zero_tiles(self) -> Tensor:
         batch, _, heads, dim = self.q.shape
         elements = batch * heads * self.tiles_per_head * self.block_m * dim
-        return torch.zeros(elements, dtype=torch.float32, device=self.q.device)
+        return self._launcher.zeros(elements, like=self.q)
 
     def make_descriptor(self, head: int) -> Any:
         """Return the TMA descriptor by which the kernel adds to the sums, from a head on."""
@@ -291,33 +298,35 @@ class DqSums:
         dq = self.grads.dq_BTHD
         if not self.tiled:
             if self.rows is not dq:
-                dq.copy_(self.rows)
+                self._launcher.copy(dq, self.rows)
             return
         from meshflash.kernels.hopper.backward_preprocess import gather_dq
 
         batch, tokens, heads, dim = self.q.shape
-        with torch.cuda.device_of(dq):
-            gather_dq[(self.tiles_per_head * batch * heads,)](
-                *(self.target, dq, tokens, self.tiles_per_head, heads, scale, *dq.stride()[:3]),
-                BLOCK_M=self.block_m,
-                D=dim,
-                ACCUMULATE=self.grads.add_dq,
-            )
+        self._launcher.launch(
+            gather_dq,
+            (self.tiles_per_head * batch * heads,),
+            *(self.target, dq, tokens, self.tiles_per_head, heads, scale, *dq.stride()[:3]),
+            BLOCK_M=self.block_m,
+            D=dim,
+            ACCUMULATE=self.grads.add_dq,
+        )
 
 
-def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
-             sums: DqSums | None, config: BackwardConfig, tables: TileTable) -> None:  # fmt: skip
+def backward(
+    launcher: Launcher, x: Inputs, rows: Rows, grads: Grads, sums: DqSums | None, config: BackwardConfig,
+    tables: TileTable,
+) -> None:  # fmt: skip
     """Run the Gluon backward over a table of key tiles: (dK, dV) into `grads`, and dQ into `sums` unless None."""
-    from meshflash.kernels.hopper.backward_preprocess import PREPROCESS_ROWS, bwd_preprocess
-
-    batch, tokens, heads, _ = q.shape
+    lse = rows.lse_BHT
+    batch, tokens, heads, _ = x.q_BTHD.shape
     if sums and grads.add_dq and tables.on_grid and _mean_keys_per_query(x) >= config.min_keys_for_tiled_dq:
         sums.add_in_tiles()
     padded_tokens = -(-tokens // 4) * 4  # TMA needs lines at multiples of 16 bytes: four float32
     shifts = 1 if tables.aligned else 4
-    lse_delta = lse.new_empty(2, batch * heads * shifts, padded_tokens)
+    lse_delta = launcher.empty(2, batch * heads * shifts, padded_tokens, like=lse, dtype=lse.dtype)
     dk, dv, accumulate = grads.dk_BSKD, grads.dv_BSKE, grads.add_dkv
-    heads_per_cta, ctas_per_kv_head = heads // k.shape[2], 1
+    heads_per_cta, ctas_per_kv_head = heads // x.k_BSKD.shape[2], 1
     if sums and spreads_heads(tables, config):
         heads_per_cta, ctas_per_kv_head = 1, heads_per_cta
     num_work = len(tables) * heads // heads_per_cta
@@ -325,29 +334,73 @@ def backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tens
     if sums:  # splits add to dK and dV in any order, so a deterministic backward has none
         from meshflash.kernels.hopper.split_kv import finalize_splits, split_tail_wave
 
-        tail = split_tail_wave(tables, heads // heads_per_cta, num_sms(q.device), config.block_m, heads_per_cta)
+        tail = split_tail_wave(tables, heads // heads_per_cta, num_sms(lse.device), config.block_m, heads_per_cta)
         num_work -= tail.num_tiles if tail else 0
-    with torch.cuda.device_of(q):
-        bwd_preprocess[(batch * heads, -(-padded_tokens // PREPROCESS_ROWS))](
-            *(lse, delta, *lse_delta, tokens, padded_tokens, heads, *lse.stride(), *delta.stride()),
-            ROWS=PREPROCESS_ROWS,
+    _launch_preprocess(launcher, rows, lse_delta, padded_tokens, shifts)
+    if ctas_per_kv_head > 1 and not accumulate:
+        dk, dv, accumulate = launcher.zeros(*dk.shape, like=dk), launcher.zeros(*dv.shape, like=dv), True
+    loops = _Loops(heads, heads_per_cta, ctas_per_kv_head)
+    tensors = _BackwardTensors(x.q_BTHD, x.k_BSKD, x.v_BSKE, rows.dout_BTHE, lse_delta, dk, dv)
+    _launch_backward(launcher, x.features, tensors, accumulate, sums, config, tables, num_work, loops)
+    if tail:
+        k, v, dk_part, dv_part = (tail.slice_rows(y) for y in (x.k_BSKD, x.v_BSKE, dk, dv))
+        if not accumulate:
+            dk_part, dv_part = (launcher.zeros(*y.shape, like=y) for y in (dk_part, dv_part))
+        q, dout = (y[:, :, -heads_per_cta:] for y in (x.q_BTHD, rows.dout_BTHE))
+        tensors = _BackwardTensors(q, k, v, dout, lse_delta, dk_part, dv_part)
+        num_work = len(tail.tables)
+        _launch_backward(launcher, x.features, tensors, True, sums, config, tail.tables, num_work, loops)
+        if not accumulate:
+            finalize_splits(launcher, tail, (dk_part, dv_part), (dk, dv), config.block_n)
+    if dk is not grads.dk_BSKD:  # tiles left to the portable kernel are 0 here; it writes them later
+        launcher.copy(grads.dk_BSKD, dk)
+        launcher.copy(grads.dv_BSKE, dv)
+
+
+def _launch_preprocess(launcher: Launcher, rows: Rows, lse_delta: Tensor, padded_tokens: int, shifts: int) -> None:
+    """Write lse and delta as TMA loads them; delta is computed here where it is not given."""
+    from meshflash.kernels.hopper import backward_preprocess as kernels
+
+    lse, (batch, tokens, heads, dim) = rows.lse_BHT, rows.dout_BTHE.shape
+    sizes = (tokens, padded_tokens, heads)
+    if rows.delta is not None:
+        launcher.launch(
+            kernels.bwd_preprocess,
+            (batch * heads, -(-padded_tokens // kernels.PREPROCESS_ROWS)),
+            *(lse, rows.delta, *lse_delta, *sizes, *lse.stride(), *rows.delta.stride()),
+            ROWS=kernels.PREPROCESS_ROWS,
             SHIFTS=shifts,
         )
-        if ctas_per_kv_head > 1 and not accumulate:
-            dk, dv, accumulate = _zeros(dk), _zeros(dv), True
-        loops = (heads, heads_per_cta, ctas_per_kv_head)
-        _launch_backward(x, q, k, v, dout, lse_delta, dk, dv, accumulate, sums, config, tables, num_work, *loops)
-        if tail:
-            q_tail, dout_tail = q[:, :, -heads_per_cta:], dout[:, :, -heads_per_cta:]
-            inputs = (q_tail, tail.slice_rows(k), tail.slice_rows(v), dout_tail, lse_delta)
-            dk_part, dv_part = (tail.slice_rows(y) if accumulate else _zeros(tail.slice_rows(y)) for y in (dk, dv))
-            work = (tail.tables, len(tail.tables), *loops)
-            _launch_backward(x, *inputs, dk_part, dv_part, True, sums, config, *work)
-            if not accumulate:
-                finalize_splits(tail, (dk_part, dv_part), (dk, dv), config.block_n)
-        if dk is not grads.dk_BSKD:  # tiles left to the portable kernel are 0 here; it writes them later
-            grads.dk_BSKD.copy_(dk)
-            grads.dv_BSKE.copy_(dv)
+        return
+    out, dout = rows.out_BTHE, rows.dout_BTHE
+    launcher.launch(
+        kernels.bwd_preprocess_out,
+        (batch * heads, -(-padded_tokens // kernels.PREPROCESS_OUT_ROWS)),
+        *(lse, out, dout, *lse_delta, *sizes, *lse.stride(), *out.stride()[:3], *dout.stride()[:3]),
+        ROWS=kernels.PREPROCESS_OUT_ROWS,
+        SHIFTS=shifts,
+        D=dim,
+    )
+
+
+class _Loops(NamedTuple):
+    """How heads are divided: a CTA loops over `heads_per_cta` heads, and `ctas_per_kv_head` CTAs share a KV head."""
+
+    heads: int
+    heads_per_cta: int
+    ctas_per_kv_head: int
+
+
+class _BackwardTensors(NamedTuple):
+    """The tensors of one launch of the backward. q and dout may be the last heads; `lse_delta` is that of all."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse_delta: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 def spreads_heads(tables: TileTable, config: BackwardConfig) -> bool:
@@ -355,23 +408,20 @@ def spreads_heads(tables: TileTable, config: BackwardConfig) -> bool:
     return tables.mean_blocks * config.block_m >= MIN_QUERIES_TO_SPREAD
 
 
-def _zeros(like: Tensor) -> Tensor:
-    """Zero-initialized float32 sums of a gradient."""
-    return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-
-
-def _launch_backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse_delta: Tensor, dk: Tensor,
-                     dv: Tensor, accumulate: bool, sums: DqSums | None, config: BackwardConfig, tables: TileTable,
-                     num_work: int, heads: int, heads_per_cta: int, ctas_per_kv_head: int) -> None:  # fmt: skip
+def _launch_backward(
+    launcher: Launcher, features: Features, tensors: _BackwardTensors, accumulate: bool, sums: DqSums | None,
+    config: BackwardConfig, tables: TileTable, num_work: int, loops: _Loops,
+) -> None:  # fmt: skip
     """Launch the Gluon backward over the first `num_work` tiles, ordered by group of heads and then by tile.
 
-    A CTA loops over `heads_per_cta` heads, and `ctas_per_kv_head` CTAs share a KV head. q and dout may be the last of
-    `heads` heads; `lse_delta` and `sums` are those of all of them.
+    `sums` are those of all heads.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from meshflash.kernels.hopper.backward import backward as kernel
 
+    q, k, v, dout, lse_delta, dk, dv = tensors
+    heads, heads_per_cta, ctas_per_kv_head = loops
     first_head = heads - q.shape[2]
     shifts = 1 if tables.aligned else 4
     flat = NVMMASharedLayout(0, 32, rank=2)
@@ -381,13 +431,16 @@ def _launch_backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, l
         accumulate and sums is not None and config.tma_reduce_dkdv and not tables.partial_tiles and aligned
     )
     dkdv_sums = [_rows_descriptor(y, 64, 64) for y in (dk, dv)] if tma_reduce_dkdv else lse_delta_descriptors
-    kernel[(len(tables), q.shape[2] // heads_per_cta)](
+    launcher.keep(tables.tiles, tables.spans)
+    launcher.launch(
+        kernel,
+        (len(tables), q.shape[2] // heads_per_cta),
         *(_rows_descriptor(q, config.block_m), *(_rows_descriptor(y, config.block_n // 2) for y in (k, v))),
         *(_rows_descriptor(dout, config.block_m), *lse_delta_descriptors),
         sums.make_descriptor(first_head) if sums else lse_delta_descriptors[0],
         *(*dkdv_sums, dk, dv, tables.tiles, tables.spans),
         *(num_work, heads, sums.tiles_per_head if sums else 0),
-        *(*_scales(x.features), *dk.stride()[:3], *dv.stride()[:3]),
+        *(*_scales(features), *dk.stride()[:3], *dv.stride()[:3]),
         HEADS_PER_CTA=heads_per_cta,
         CTAS_PER_KV_HEAD=ctas_per_kv_head,
         BLOCK_M=config.block_m,
@@ -400,7 +453,7 @@ def _launch_backward(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, l
         SPLIT_MASKED_LOOP=tables.splits_masked_loop and not config.rotate,
         LOWER=tables.lower,
         UPPER=tables.upper,
-        SOFTCAP=x.features.softcap > 0,
+        SOFTCAP=features.softcap > 0,
         PARTIAL_TILES=tables.partial_tiles,
         ACCUMULATE=accumulate,
         TMA_REDUCE_DKDV=tma_reduce_dkdv,
@@ -420,32 +473,35 @@ def _mean_keys_per_query(x: Inputs) -> float:
     return x.work.pairs / (x.work.mask.batch_rows or 1) / x.q_BTHD.shape[1]
 
 
-def backward_dq(x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads,
-                config: BackwardDqConfig, tables: TileTable) -> None:  # fmt: skip
+def backward_dq(
+    launcher: Launcher, x: Inputs, rows: Rows, grads: Grads, config: BackwardDqConfig, tables: TileTable
+) -> None:
     """Run the deterministic Gluon pass over a table of query tiles: dQ into `grads`."""
     from meshflash.kernels.hopper.backward_dq import bwd_dq as kernel
 
-    dq = grads.dq_BTHD
-    with torch.cuda.device_of(q):
-        kernel[(len(tables), q.shape[2])](
-            *(_rows_descriptor(q, config.rows), *(_rows_descriptor(y, config.block_n) for y in (k, v))),
-            *(_rows_descriptor(dout, config.rows), lse, delta, dq, tables.tiles, tables.spans),
-            *(*_scales(x.features), *lse.stride(), *delta.stride(), *dq.stride()[:3]),
-            GQA_RATIO=q.shape[2] // k.shape[2],
-            ROWS=config.rows,
-            BLOCK_N=config.block_n,
-            D=q.shape[3],
-            STAGES=config.stages,
-            SINGLE_RUN=tables.single_run,
-            EXACT_BEGIN=tables.exact_begin,
-            LOWER=tables.lower,
-            UPPER=tables.upper,
-            SOFTCAP=x.features.softcap > 0,
-            ACCUMULATE=grads.add_dq,
-            CONSUMER_REGS=config.consumer_regs,
-            PRODUCER_REGS=config.producer_regs,
-            num_warps=4,
-        )
+    q, lse, delta, dq = x.q_BTHD, rows.lse_BHT, rows.delta_BHT, grads.dq_BTHD
+    launcher.keep(tables.tiles, tables.spans)
+    launcher.launch(
+        kernel,
+        (len(tables), q.shape[2]),
+        *(_rows_descriptor(q, config.rows), *(_rows_descriptor(y, config.block_n) for y in (x.k_BSKD, x.v_BSKE))),
+        *(_rows_descriptor(rows.dout_BTHE, config.rows), lse, delta, dq, tables.tiles, tables.spans),
+        *(*_scales(x.features), *lse.stride(), *delta.stride(), *dq.stride()[:3]),
+        GQA_RATIO=q.shape[2] // x.k_BSKD.shape[2],
+        ROWS=config.rows,
+        BLOCK_N=config.block_n,
+        D=q.shape[3],
+        STAGES=config.stages,
+        SINGLE_RUN=tables.single_run,
+        EXACT_BEGIN=tables.exact_begin,
+        LOWER=tables.lower,
+        UPPER=tables.upper,
+        SOFTCAP=x.features.softcap > 0,
+        ACCUMULATE=grads.add_dq,
+        CONSUMER_REGS=config.consumer_regs,
+        PRODUCER_REGS=config.producer_regs,
+        num_warps=4,
+    )
 
 
 def _scales(features: Features) -> tuple[float, float, float]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.kernels.contract import Outputs
+from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import TileTable, to_device
 from meshflash.kernels.triton.common import INF
 
@@ -179,11 +180,16 @@ def combine(
     tl.store(LSE + batch * l_b + t * l_t, lse, mask=in_range)
 
 
-def combine_splits(tail: TailWave, partial: Outputs, outputs: Outputs, carry: Outputs | None) -> None:
+def combine_splits(
+    launcher: Launcher, tail: TailWave, partial: Outputs, outputs: Outputs, carry: Outputs | None
+) -> None:
     """Write the results of the tail wave's tiles: those of their splits, merged with the carry."""
     given = [(x_BTHD[:, :, -1], lse_BHT[:, -1]) for x_BTHD, lse_BHT in (outputs, carry or outputs)]
     block, dim = partial[0].shape[-2:]
-    combine[(tail.num_tiles, -(-block // COMBINE_ROWS))](
+    launcher.keep(tail.tile_rows)
+    launcher.launch(
+        combine,
+        (tail.num_tiles, -(-block // COMBINE_ROWS)),
         *(*partial, *given[0], *given[1], tail.tile_rows, tail.num_splits),
         *(stride for x_BTD, lse_BT in given for stride in (*x_BTD.stride()[:2], *lse_BT.stride())),
         TILE_SIZE=block,
@@ -207,11 +213,16 @@ def finalize(SUMS, INTO, TILE_ROWS, first_row, s_b, s_t, i_b, i_t, ROWS: tl.cons
     tl.store(INTO + batch * i_b + row * i_t + d, x.to(INTO.dtype.element_ty), mask=in_range)
 
 
-def finalize_splits(tail: TailWave, sums: Iterable[Tensor], into: Iterable[Tensor], block: int) -> None:
+def finalize_splits(
+    launcher: Launcher, tail: TailWave, sums: Iterable[Tensor], into: Iterable[Tensor], block: int
+) -> None:
     """Write the gradients of the tail wave's tiles, of at most `block` rows, from the sums of their splits."""
     for x_BTHD, y_BTHD in zip(sums, into, strict=True):
         x_BTD, y_BTD = x_BTHD[:, :, 0], y_BTHD[:, :, -1]
-        finalize[(tail.num_tiles, -(-block // FINALIZE_ROWS))](
+        launcher.keep(tail.tile_rows)
+        launcher.launch(
+            finalize,
+            (tail.num_tiles, -(-block // FINALIZE_ROWS)),
             *(x_BTD, y_BTD, tail.tile_rows, tail.first_row, *x_BTD.stride()[:2], *y_BTD.stride()[:2]),
             ROWS=FINALIZE_ROWS,
             D=y_BTD.shape[-1],

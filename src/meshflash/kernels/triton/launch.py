@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshflash.kernels.contract import HALF, Features, Grads, Inputs, Outputs, Rows
 from meshflash.kernels.dropout import threshold
+from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import TileTable
 from meshflash.kernels.triton.configs import Config, config, has_descriptors
 
@@ -25,25 +26,26 @@ ALIGNED_STRIDE = 64
 Widths = tuple[int, int]
 
 
-def launch_forward(
-    x: Inputs, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, carry: Outputs | None, tables: TileTable
-) -> None:
+def launch_forward(launcher: Launcher, x: Inputs, outputs: Outputs, carry: Outputs | None, tables: TileTable) -> None:
     """Run the portable forward over a table of query tiles; without tiles, do nothing.
 
-    q, k and v are those of `x` with contiguous rows. (out, lse) go to `outputs`; a `carry` is continued.
+    Rows of q, k and v are contiguous. (out, lse) go to `outputs`; a `carry` is continued.
     """
     if not len(tables):
         return
     from meshflash.kernels.triton.forward import forward
 
+    q, k, v = x.q_BTHD, x.k_BSKD, x.v_BSKE
     chosen = config_of("forward", x)
     (out, lse), (carried, carried_lse) = outputs, outputs if carry is None else carry
     features = x.features
     sinks, slopes = features.sink_logits_H, features.alibi_slopes_BH
     widths = _split_widths(q, k, v)
     descriptors = _make_descriptors(widths, (k, v), chosen.block_n)
-    launch(
-        *(forward, tables, q.shape[2]),
+    launcher.keep(tables.tiles, tables.spans)
+    launcher.launch(
+        forward,
+        (len(tables), q.shape[2]),
         *(q, k, v, *(descriptors or (k, v)), out, lse, carried, carried_lse),
         q if sinks is None else sinks.contiguous(),
         q if slopes is None else slopes,
@@ -60,9 +62,8 @@ def launch_forward(
 
 
 def launch_bwd_dkdv(
-    x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Rows, grads: Grads, dq: Tensor, atomic: bool,
-    tables: TileTable,
-) -> None:  # fmt: skip
+    launcher: Launcher, x: Inputs, rows: Rows, grads: Grads, dq: Tensor, atomic: bool, tables: TileTable
+) -> None:
     """Run the portable backward over a table of key tiles: dK and dV into `grads`; without tiles, do nothing.
 
     With `atomic` it also adds its share of dQ to `dq`, float32 sums.
@@ -71,13 +72,16 @@ def launch_bwd_dkdv(
         return
     from meshflash.kernels.triton.backward import bwd_dkdv
 
+    q, dout = x.q_BTHD, rows.dout_BTHE
     chosen = config_of("bwd_dkdv", x)
     slopes = x.features.alibi_slopes_BH
-    given = (q, k, v, dout, rows.lse_BHT, rows.delta_BHT)
-    widths = _split_widths(q, k, v, dout)
+    given = _tensors_of_backward(x, rows)
+    widths = _split_widths(*given[:4])
     descriptors = _make_descriptors(widths, (q, dout, dq) if atomic else (q, dout, q), chosen.block_m)
-    launch(
-        *(bwd_dkdv, tables, k.shape[2]),
+    launcher.keep(tables.tiles, tables.spans)
+    launcher.launch(
+        bwd_dkdv,
+        (len(tables), x.k_BSKD.shape[2]),
         *(*given, *(descriptors or (q, dout, dq)), dq, grads.dk_BSKD, grads.dv_BSKE),
         *(q if slopes is None else slopes, tables.tiles, tables.spans),
         *(*_input_strides(*given), *dq.stride()[:3], *grads.dk_BSKD.stride()[:3], *grads.dv_BSKE.stride()[:3]),
@@ -92,9 +96,7 @@ def launch_bwd_dkdv(
     )
 
 
-def launch_bwd_dq(
-    x: Inputs, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Rows, grads: Grads, tables: TileTable
-) -> None:
+def launch_bwd_dq(launcher: Launcher, x: Inputs, rows: Rows, grads: Grads, tables: TileTable) -> None:
     """Run the portable backward over a table of query tiles; without tiles, do nothing.
 
     dQ goes into `grads`, summed in a fixed order.
@@ -105,13 +107,15 @@ def launch_bwd_dq(
 
     chosen = config_of("bwd_dq", x)
     slopes, dq = x.features.alibi_slopes_BH, grads.dq_BTHD
-    given = (q, k, v, dout, rows.lse_BHT, rows.delta_BHT)
-    widths = _split_widths(q, k, v, dout)
-    descriptors = _make_descriptors(widths, (k, v), chosen.block_n)
-    launch(
-        *(bwd_dq, tables, q.shape[2]),
-        *(*given, *(descriptors or (k, v)), dq),
-        *(q if slopes is None else slopes, tables.tiles, tables.spans),
+    given = _tensors_of_backward(x, rows)
+    widths = _split_widths(*given[:4])
+    descriptors = _make_descriptors(widths, (x.k_BSKD, x.v_BSKE), chosen.block_n)
+    launcher.keep(tables.tiles, tables.spans)
+    launcher.launch(
+        bwd_dq,
+        (len(tables), x.q_BTHD.shape[2]),
+        *(*given, *(descriptors or (x.k_BSKD, x.v_BSKE)), dq),
+        *(x.q_BTHD if slopes is None else slopes, tables.tiles, tables.spans),
         *(*_input_strides(*given), *dq.stride()[:3], *_slope_strides(slopes)),
         *_scalars(x.features),
         **_constants(x, widths, chosen),
@@ -122,10 +126,8 @@ def launch_bwd_dq(
     )
 
 
-def launch(kernel: Any, tables: TileTable, heads: int, *arguments: Any, **constants: Any) -> None:
-    """Launch one CTA for each tile and head, on the device of the tables, whichever device is current."""
-    with torch.cuda.device_of(tables.tiles):
-        kernel[(len(tables), heads)](*arguments, **constants)
+def _tensors_of_backward(x: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return x.q_BTHD, x.k_BSKD, x.v_BSKE, rows.dout_BTHE, rows.lse_BHT, rows.delta_BHT
 
 
 def config_of(direction: str, x: Inputs) -> Config:
@@ -134,9 +136,12 @@ def config_of(direction: str, x: Inputs) -> Config:
     return config(direction, max(x.q_BTHD.shape[-1], x.v_BSKE.shape[-1]), x.q_BTHD.dtype, x.q_BTHD.device, plain)
 
 
-def contiguous_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors whose last dimension has stride 1, which the kernels rely on; others are copied."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+def with_contiguous_rows(x: Inputs) -> Inputs:
+    """Return inputs whose last dimension has stride 1, which the kernels rely on; others are copied."""
+    if x.q_BTHD.stride(-1) == x.k_BSKD.stride(-1) == x.v_BSKE.stride(-1) == 1:
+        return x
+    q, k, v = (y if y.stride(-1) == 1 else y.contiguous() for y in (x.q_BTHD, x.k_BSKD, x.v_BSKE))
+    return x._replace(q_BTHD=q, k_BSKD=k, v_BSKE=v)
 
 
 @cache

@@ -6,13 +6,14 @@ in float32. Whatever `out` of an empty row (LSE -inf) holds, NaN included, never
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshflash.kernels.launches import Launcher, Launches, run
 from meshflash.kernels.triton.common import INF, LN2, LOG2E
 
 #: The most elements of each tensor and the most rows that a CTA of WARPS warps holds. No target spills with them
@@ -127,6 +128,7 @@ def merge(
     other_lse_BHT: Tensor,
     into_BTHE: Tensor,
     into_lse_BHT: Tensor,
+    launches: Launches | None = None,
 ) -> None:
     """Merge two partial results over different keys, in the dtype of `into`, which may be either of them.
 
@@ -137,10 +139,11 @@ def merge(
         other_lse_BHT: The second result's LSE.
         into_BTHE: Where the merged output goes.
         into_lse_BHT: Where the merged LSE goes.
+        launches: The recorded launches of merges of the same shapes, or None.
     """
     other = out_BTHE if other_BTHE is None else other_BTHE
     given = (out_BTHE, lse_BHT, other, other_lse_BHT, into_BTHE, into_lse_BHT)
-    _launch(_merge, into_BTHE, given, HAS_OTHER=other_BTHE is not None)
+    _run(launches, _merge, into_BTHE, given, HAS_OTHER=other_BTHE is not None)
 
 
 def merge_gradient(
@@ -169,25 +172,67 @@ def merge_gradient(
     dlse = part_lse_BHT if dlse_BHT is None else dlse_BHT
     given = (dout, dlse, part_BTHE, part_lse_BHT, out_BTHE, lse_BHT, dpart_BTHE, dpart_lse_BHT)
     has = dict(HAS_DOUT=dout_BTHE is not None, HAS_DLSE=dlse_BHT is not None)
-    _launch(_merge_gradient, part_BTHE, given, **has)
+    _run(None, _merge_gradient, part_BTHE, given, **has)
 
 
-def delta(out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, dlse_BHT: Tensor | None, delta_BHT: Tensor) -> None:
-    """Write delta of each row: sum(dout * out), minus dlse unless it is None; with dlse, 0 in rows that see nothing."""
+def delta(
+    out_BTHE: Tensor,
+    dout_BTHE: Tensor,
+    lse_BHT: Tensor,
+    dlse_BHT: Tensor | None,
+    delta_BHT: Tensor,
+    launches: Launches | None = None,
+) -> None:
+    """Write delta of each row: sum(dout * out), minus dlse unless it is None; with dlse, 0 in rows that see nothing.
+
+    Args:
+        out_BTHE: The output.
+        dout_BTHE: The gradient of the output.
+        lse_BHT: The LSE.
+        dlse_BHT: The gradient of the LSE, or None for 0.
+        delta_BHT: Where delta goes.
+        launches: The recorded launches of calls of the same shapes, or None.
+    """
     dlse = lse_BHT if dlse_BHT is None else dlse_BHT
-    _launch(_delta, out_BTHE, (out_BTHE, dout_BTHE, lse_BHT, dlse, delta_BHT), HAS_DLSE=dlse_BHT is not None)
+    tensors = (out_BTHE, dout_BTHE, lse_BHT, dlse, delta_BHT)
+    _run(launches, _delta, out_BTHE, tensors, HAS_DLSE=dlse_BHT is not None)
 
 
-def _launch(kernel: Any, like_BTHE: Tensor, tensors: tuple[Tensor, ...], **constants: bool) -> None:
-    """Launch one CTA for each block of rows and head, on the device of the tensors."""
+def launch_delta(launcher: Launcher, out_BTHE: Tensor, dout_BTHE: Tensor, lse_BHT: Tensor, delta_BHT: Tensor) -> None:
+    """Write delta of each row, sum(dout * out), as one of the launches of a call.
+
+    Args:
+        launcher: The launcher of the call.
+        out_BTHE: The output.
+        dout_BTHE: The gradient of the output.
+        lse_BHT: The LSE.
+        delta_BHT: Where delta goes.
+    """
+    _launch(_delta, out_BTHE, (out_BTHE, dout_BTHE, lse_BHT, lse_BHT, delta_BHT), {"HAS_DLSE": False}, launcher)
+
+
+def _run(
+    launches: Launches | None, kernel: Any, like_BTHE: Tensor, tensors: tuple[Tensor, ...], **constants: bool
+) -> None:
+    if like_BTHE.numel():
+        launch = partial(_launch, kernel, like_BTHE, tensors, constants)
+        run(launches, (kernel, *constants.values()), tensors, launch)
+
+
+def _launch(
+    kernel: Any, like_BTHE: Tensor, tensors: tuple[Tensor, ...], constants: dict[str, bool], launcher: Launcher
+) -> None:
+    """Launch one CTA for each block of rows and head."""
     batch, tokens, heads, dim = like_BTHE.shape
-    if not batch * tokens * heads:
+    if not like_BTHE.numel():
         return
     width = triton.next_power_of_2(dim)
     rows = min(MAX_ROWS if like_BTHE.is_cuda else INTERPRETED_ROWS, max(1, MAX_ELEMENTS // width))
     rows = min(rows, triton.next_power_of_2(tokens))
     strides = [stride for x in tensors for stride in x.stride()]
-    with torch.cuda.device_of(like_BTHE):
-        kernel[(triton.cdiv(tokens, rows) * heads * batch,)](
-            *tensors, *strides, tokens, heads, E=dim, EP=width, BLOCK=rows, num_warps=WARPS, **constants
-        )
+    launcher.launch(
+        kernel,
+        (triton.cdiv(tokens, rows) * heads * batch,),
+        *(*tensors, *strides, tokens, heads),
+        **dict(E=dim, EP=width, BLOCK=rows, num_warps=WARPS, **constants),
+    )

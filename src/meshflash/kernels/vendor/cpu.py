@@ -16,6 +16,7 @@ class Vendor(Rectangles):
 
     name = "vendor"
     summary = "torch's CPU flash attention: full, causal, documents, GQA"
+    op_has_derivative = True
 
     def missing(self) -> str | None:
         return None if hasattr(torch, _FORWARD) else f"this torch has no {_FORWARD}"

@@ -39,6 +39,9 @@ class _OnGpu(Rectangles):
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
+    def release(self) -> None:
+        _no_dropout.cache_clear()
+
     def serving(self, request: KernelRequest) -> Kernel:
         return type(self)(request.deterministic) if request.deterministic != self.deterministic else self
 
@@ -69,6 +72,7 @@ class Cudnn(_OnGpu):
     name = "cudnn"
     summary = "cuDNN through torch: NVIDIA GPUs, full and causal, few documents, GQA, half precision"
     max_head_dim = 128
+    op_has_derivative = True
     #: The most rectangles of one call. cuDNN plans each new shape for milliseconds, and documents of ever new lengths
     #: would never amortize that.
     max_rectangles = 8
@@ -115,6 +119,7 @@ class Flash2(_OnGpu):
     summary = "FlashAttention-2 through torch: NVIDIA and AMD GPUs, full, causal, documents, GQA, half precision"
     supports_amd = True
     causal_from_top_left = False
+    op_has_derivative = True
 
     def missing(self) -> str | None:
         if not torch.cuda.is_available():
@@ -124,7 +129,7 @@ class Flash2(_OnGpu):
 
     def attend(self, q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, causal: bool, scale: float) -> Outputs:
         lengths = (None, None, q_BTHD.shape[1], k_BSKD.shape[1])
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
             q_BTHD, k_BSKD, v_BSKE, *lengths, 0.0, causal, False, scale=scale
         )
         return out, lse[..., : q_BTHD.shape[1]]

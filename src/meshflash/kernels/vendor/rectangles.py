@@ -35,6 +35,8 @@ class Rectangles(Kernel):
     #: How the kernel aligns the causal diagonal of a rectangle that is not square. True: to the top left, so that the
     #: first query sees only the first key. False: to the bottom right; such rectangles are then cut into square ones.
     causal_from_top_left = True
+    #: Whether `attend` is a torch op with a derivative, which `gradients` calls.
+    op_has_derivative = False
     reads_delta = False
 
     @abstractmethod
@@ -62,16 +64,22 @@ class Rectangles(Kernel):
             return "a scale of 0 or below with a causal mask, for it masks before it scales"
         return None
 
+    def has_torch_autograd(self, x: Inputs) -> bool:
+        if not self.op_has_derivative or x.work.rectangles is None or x.features.sink_logits_H is not None:
+            return False
+        return self._whole(x) is not None
+
     def launches(self, request: KernelRequest) -> tuple[Launch, ...]:
         return tuple(_launch(r) for r in self._cut(request.work.rectangles))
 
     def forward(self, x: Inputs, outputs: Outputs | None = None, carry: Outputs | None = None) -> Outputs:
-        rectangles = self._cut(x.work.rectangles)
         sinks = x.features.sink_logits_H
-        whole = carry is None and _alone(x, rectangles) and _all(rectangles[0].q, x.q_BTHD)
-        if whole and outputs is None and sinks is None:
-            out, lse = self._forward(x, rectangles[0])
+        if outputs is None and carry is None and sinks is None and (r := self._whole(x)) is not None:
+            q, k, v = _dense(x.q_BTHD), _dense(x.k_BSKD), _dense(x.v_BSKE)
+            out, lse = self.attend(q, k, v, r.causal, x.features.scale)
             return out.contiguous(), lse.contiguous()
+        rectangles = self._cut(x.work.rectangles)
+        whole = carry is None and _alone(x, rectangles) and _all(rectangles[0].q, x.q_BTHD)
         out_BTHE, lse_BHT = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
         once = carry is None and sinks is None and x.work.disjoint and rectangles is x.work.rectangles
         total = out_BTHE
@@ -99,8 +107,7 @@ class Rectangles(Kernel):
 
     def backward(self, x: Inputs, rows: Rows, grads: Grads | None = None) -> Grads:
         rectangles = self._cut(x.work.rectangles)
-        whole = _alone(x, rectangles) and _all(rectangles[0].q, x.q_BTHD) and _all(rectangles[0].k, x.k_BSKD)
-        if whole and grads is None:
+        if grads is None and self._whole(x) is not None:
             dq, dk, dv = (part.contiguous() for part in self._backward(x, rows, rectangles[0]))
             return Grads(dq, dk, dv)
         grads = grads or Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
@@ -120,6 +127,15 @@ class Rectangles(Kernel):
             if target is not total:
                 target.copy_(total)
         return grads
+
+    def _whole(self, x: Inputs) -> Rectangle | None:
+        """Return the one rectangle that this kernel supports and that is the whole call, or None."""
+        rectangles = x.work.rectangles
+        if rectangles is None or len(rectangles) != 1:
+            return None
+        (r,) = rectangles
+        is_whole = _alone(x, rectangles) and _all(r.q, x.q_BTHD) and _all(r.k, x.k_BSKD)
+        return r if is_whole and (self.causal_from_top_left or _square(r)) else None
 
     def _cut(self, rectangles: tuple[Rectangle, ...] | None) -> tuple[Rectangle, ...]:
         """Cut rectangles into those that this kernel supports."""
@@ -154,9 +170,14 @@ def _rows(x_BTHD: Tensor, r: Rectangle, rows: slice) -> Tensor:
 
     Expanded tensors are copied: BLAS sums them in another order, with an error that grows with the row.
     """
-    if x_BTHD.stride(-1) != 1 or 0 in x_BTHD.stride():
-        x_BTHD = x_BTHD.contiguous()
+    x_BTHD = _dense(x_BTHD)
     return x_BTHD if r.batch < 0 and _all(rows, x_BTHD) else x_BTHD[_batch(r), rows]
+
+
+def _dense(x_BTHD: Tensor) -> Tensor:
+    """Return a tensor with contiguous rows that is not expanded; others are copied."""
+    strides = x_BTHD.stride()
+    return x_BTHD.contiguous() if strides[-1] != 1 or 0 in strides else x_BTHD
 
 
 def _all(rows: slice, x_BTHD: Tensor) -> bool:
