@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from meshflash import Layout, attention, flash_attention, groups, shard, unshard
+from meshflash import Layout, attention, flash_attention, shard, unshard
 from meshflash.runtime.launchers import LaunchError
+from meshflash.runtime.state import state
 
 X = torch.randn(1, 6, 2, 8)
 LAYOUT = Layout.contiguous(6, 1)
@@ -15,7 +16,7 @@ def torchrun_rank_1_of_2(monkeypatch):
     """Set the environment of rank 1 of 2 under torchrun, before a process group exists."""
     for name, value in dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, TORCHELASTIC_RUN_ID="x").items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(groups, "_started_alone", False)
+    state.pop("started alone")
 
 
 @pytest.mark.usefixtures("torchrun_rank_1_of_2")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import distributed as dist
 
 from meshflash.runtime.launchers import LaunchError, detect
+from meshflash.runtime.state import state
 
 
 def group_of(mesh: Any) -> tuple[str, int, int]:
@@ -52,10 +53,9 @@ def inner_of(mesh: Any) -> int:
 def _refuse_uninitialized() -> None:
     """Raise LaunchError if a launcher started several ranks and no process group joins them.
 
-    The environment is read once, on the first call; torch.compile evaluates this while it traces.
+    The environment is read on the first call after `shutdown`; torch.compile evaluates this while it traces.
     """
-    global _started_alone
-    if _started_alone:
+    if state.find("started alone"):
         return
     place = detect()
     if place.world_size > 1:
@@ -64,11 +64,7 @@ def _refuse_uninitialized() -> None:
             "without a process group it would attend to its own shard alone. Call meshflash.init() first (or "
             "torch.distributed.init_process_group); flash_attention attends on one device"
         )
-    _started_alone = True
-
-
-#: Whether the environment was read, and this process is the only rank.
-_started_alone = False
+    state.put(True, "started alone")
 
 
 class SharesGroup:

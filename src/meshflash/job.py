@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from meshflash.engine.group_context import close_all
-from meshflash.engine.memory import release
+from meshflash.engine.cache import cache
+from meshflash.engine.group_context import close_contexts
+from meshflash.engine.local import forget_worklists
+from meshflash.kernels import registry as kernels
 from meshflash.runtime import world
 from meshflash.runtime.world import TIMEOUT, World
 
-world.on_end[:] = [close_all, release]
+# Contexts close before the groups that they use end.
+world.on_end.extend([cache.clear, close_contexts, forget_worklists, kernels.release])
 
 
 def init(backend: str | None = None, timeout: float = TIMEOUT) -> World:

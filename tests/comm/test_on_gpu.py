@@ -13,15 +13,15 @@ from torch import distributed as _distributed
 from meshflash import Layout, Mask, attention, flash_attention
 from meshflash.check import run, suite
 from meshflash.comm.transports.loopback import Loopback
+from meshflash.engine.executable import MeshExecutable, Plan
 from meshflash.engine.local import rows_of
-from meshflash.engine.mesh import Plan, Prepared
 from meshflash.engine.placement import Setting
 from meshflash.kernels.contract import Features, Grads, new_outputs
 from meshflash.kernels.hopper.launch import has_gluon
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import missing, mps
 from meshflash.runtime.processes import RankError, run_ranks
-from meshflash.schedules.registry import schedule_variants
+from meshflash.schedules.registry import build, schedule_variants
 from meshflash.sharding import shard
 
 pytestmark = [
@@ -174,7 +174,8 @@ def test_peak_memory_of_zigzag_is_within_the_documented_buffers():
     plan = Plan("zigzag", layout, layout)
     kinds = (q.dtype, torch.float32, torch.device("cuda", 0))
     kernel = "hopper" if has_gluon(torch.device("cuda", 0)) else "triton"
-    prepared = Prepared(plan, Mask.causal(), heads, kv_heads, 3, Setting(1, dim, dim, *kinds, kernel, False))
+    setting = Setting(1, dim, dim, *kinds, kernel, False)
+    prepared = MeshExecutable(plan, Mask.causal(), heads, kv_heads, 3, setting, build)
     features, mover = Features(scale=dim**-0.5), Loopback(3, world)
     before = torch.cuda.memory_allocated()
     out, lse = new_outputs(q, v)

@@ -10,6 +10,7 @@ from meshflash import Layout, Mask
 from meshflash.check.oracle import Case, check, gradients, replace, upstream
 from meshflash.integrations.compat import ring_flash_attn, ringx, sp_aurora, yunchang
 from meshflash.integrations.compat.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
+from meshflash.runtime.state import ProcessState
 
 #: The arguments after q, k and v, in FlashAttention's order.
 ORDER = [
@@ -321,7 +322,8 @@ def test_keys_may_have_another_length_without_a_mask(pool, table):
 )
 def test_extract_functions_return_the_positions_of_the_layout(monkeypatch, kind, low, firsts, step):
     """Match yunchang's own functions if neighbours exchange heads (`low`), else the order that its modules expect."""
-    monkeypatch.setattr(yunchang, "_config", (yunchang._Degrees(2, 2, low), None))
+    monkeypatch.setattr(yunchang, "state", ProcessState())
+    yunchang.state.put((yunchang._Degrees(2, 2, low), None), "yunchang")
     ring = {"basic": "ring", "strip": "striped"}.get(kind, kind)
     schedule = yunchang.LongContextAttention(ring_impl_type=kind).schedule
     assert schedule == f"hybrid(inner=2, ring={ring}, transposed={not low})"
@@ -363,7 +365,7 @@ def test_arguments_without_effect_are_accepted():
 
 def test_unsupported_yunchang_arguments_raise_with_a_remedy(monkeypatch):
     q = torch.randn(1, 4, 2, 8)
-    monkeypatch.setattr(yunchang, "_config", None)
+    monkeypatch.setattr(yunchang, "state", ProcessState())
     with pytest.raises(ValueError, match="set_seq_parallel_pg first"):
         yunchang.LongContextAttention()
     with pytest.raises(ValueError, match=r"this is rank 0 of 1; .*init_process_group first"):

@@ -17,6 +17,7 @@ from meshflash.parallel import (
     next_tokens,
 )
 from meshflash.parallel import offload as offloading
+from meshflash.runtime.state import state
 from parallel.memory_models import (
     CPU,
     LAYERS,
@@ -97,7 +98,7 @@ def test_backwards_run_in_any_order_twice_or_never(kind, chunk_bytes, monkeypatc
     assert usage().live_bytes == 0
     assert usage().num_allocations == allocations  # host buffers are reused
     shutdown()
-    assert not offloading._stores
+    assert not state.all_of("offload store")
 
 
 def test_exhausted_host_memory_raises_and_leaks_nothing(monkeypatch):

@@ -53,9 +53,11 @@ def test_single_process_needs_no_process_group():
         ) == (0, 1, 0, 1, 0)
         assert (this_rank.launcher, this_rank.backend, this_rank.device.type) == ("single", None, devices.kind_here())
         assert not dist.is_initialized()
-        assert world._world is this_rank
+        job = world.current_job()
+        assert job is not None
+        assert job.world is this_rank
         assert meshflash.init(backend="gloo") is this_rank  # without a group the backend does not matter
-    assert world._world is None
+    assert world.current_job() is None
     meshflash.shutdown()  # a second call is allowed
 
 

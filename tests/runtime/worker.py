@@ -12,7 +12,7 @@ import torch
 
 import meshflash
 from meshflash import Layout, Mask, attention, flash_attention, init
-from meshflash.runtime import world as _world
+from meshflash.runtime.world import current_job
 
 TOKENS = 37
 
@@ -39,6 +39,7 @@ def attend(timeout: float) -> None:
             *zip(torch.autograd.grad(got, local, dout[:, rows]), torch.autograd.grad(want, whole, dout), strict=True),
         ]
         error = max(float((part - full[:, rows]).abs().max()) for part, full in pairs)
+        job = current_job()
         print_report(
             rank=world.rank,
             size=world.world_size,
@@ -49,7 +50,7 @@ def attend(timeout: float) -> None:
             backend=world.backend,
             error=error,
             mpi="mpi4py.MPI" in sys.modules,
-            master=_world._rendezvous.address if _world._rendezvous else "",
+            master=job.rendezvous.address if job and job.rendezvous else "",
         )
 
 

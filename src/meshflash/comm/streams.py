@@ -56,11 +56,13 @@ class DeviceStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
+        #: torch looks up the index of a device each time it is given one without.
+        self._index: Any = self._module.current_device() if device.index is None else device.index
         self._cycles_per_second = 0.0
 
     def current_stream(self) -> Any:
         """Return the stream that the caller's work is enqueued on."""
-        return self._module.current_stream(self.device)
+        return self._module.current_stream(self._index)
 
     def new_stream(self) -> Any:
         """Return a new stream of high priority: messages must not queue behind kernels."""
@@ -76,8 +78,14 @@ class DeviceStreams(Streams):
 
     def stream_context(self, stream: Any) -> AbstractContextManager[Any]:
         """Make a stream the current one in the block."""
+        if self._module.current_device() == self._index:
+            return _CurrentStream(self, stream)
         made: AbstractContextManager[Any] = self._module.stream(stream)
         return made
+
+    def set_stream(self, stream: Any) -> None:
+        """Make a stream of this device the current one. The device is the current one already."""
+        self._module.set_stream(stream)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -121,14 +129,31 @@ class DeviceStreams(Streams):
         self._module.synchronize(self.device)
 
 
+class _CurrentStream(AbstractContextManager[None]):
+    """A stream as the current one in a block, on the current device: torch's own context looks up devices each time."""
+
+    def __init__(self, streams: DeviceStreams, stream: Any) -> None:
+        self._streams, self._stream = streams, stream
+
+    def __enter__(self) -> None:
+        self._before = self._streams.current_stream()
+        self._streams.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.set_stream(self._before)
+
+
 def capturing(device: torch.device) -> bool:
     """Return whether the device's current stream is captured into a graph.
 
     Args:
         device: A device; a CPU captures no graphs.
     """
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    return bool(getattr(module, "is_current_stream_capturing", bool)())
+    if device.type == "cpu":
+        return False
+    if device.type == "cuda":  # torch.get_device_module takes longer than the question
+        return torch.cuda.is_current_stream_capturing()
+    return bool(getattr(torch.get_device_module(device), "is_current_stream_capturing", bool)())
 
 
 #: Makes the streams of a device; tests pass a fake.

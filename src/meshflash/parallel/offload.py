@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from meshflash import job
 from meshflash.comm.streams import DeviceStreams, MakeStreams, Streams
 from meshflash.engine.op import PLAIN
 from meshflash.runtime.devices import CPU
 from meshflash.runtime.oom import free_bytes
+from meshflash.runtime.state import state
 
 #: Bytes: smaller tensors stay on the device, since a copy costs more than the memory is worth.
 MIN_OFFLOAD_BYTES = 1024
@@ -306,24 +306,26 @@ class OffloadStore:
         """Free all host buffers that hold no tensor."""
         self._free.clear()
 
-
-_stores: dict[torch.device, OffloadStore] = {}
+    def close(self) -> None:
+        """Free all host buffers that hold no tensor, and return them to the system."""
+        self.clear()
+        _empty_cache()
 
 
 def offload_store(device: torch.device) -> OffloadStore:
-    """Return the store of a device, made on first use."""
-    found = _stores.get(device)
-    if found is None:
-        found = _stores.setdefault(device, OffloadStore(device))
-    return found
+    """Return the store of a device, made on first use. `shutdown` closes it."""
+    return state.get(lambda: OffloadStore(device), _KIND, device)
+
+
+#: The kind of offload stores in the state of the process.
+_KIND = "offload store"
 
 
 def release() -> None:
-    """Free all unused host buffers of all devices; `shutdown` calls it."""
-    for store in _stores.values():
-        store.clear()
-    _stores.clear()
-    _empty_cache()
+    """Close the stores of all devices: free their unused host buffers."""
+    for key, store in state.all_of(_KIND).items():
+        state.pop(*key)
+        store.close()
 
 
 def _empty_cache() -> None:
@@ -331,6 +333,3 @@ def _empty_cache() -> None:
     empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None and torch.accelerator.is_available():
         empty()
-
-
-job.world.on_end.append(release)

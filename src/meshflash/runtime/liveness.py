@@ -384,6 +384,7 @@ def listen_host(store: str) -> str:
         return "127.0.0.1"
 
 
+#: Of the process, and not of a job: after `shutdown` it still answers that this process lives.
 _here: Liveness | None = None
 _lock = threading.Lock()
 
@@ -421,4 +422,11 @@ def close() -> None:
         _here = None
 
 
+def _begin_child() -> None:
+    """Renew the lock in a forked child: another thread of the parent may hold it."""
+    global _lock
+    _lock = threading.Lock()
+
+
 atexit.register(close)
+os.register_at_fork(after_in_child=_begin_child)

@@ -26,6 +26,7 @@ GRACE_SECONDS = 2.0
 #: Seconds that the interpreter waits for the worker threads at exit.
 EXIT_SECONDS = 1.0
 
+#: Registry of worker threads, which the interpreter joins at exit; those that have ended are removed.
 _threads: list[threading.Thread] = []
 _exiting = threading.Event()
 

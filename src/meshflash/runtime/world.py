@@ -15,9 +15,12 @@ from __future__ import annotations
 import os
 import re
 import socket
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from meshflash.runtime.liveness import JOB, forget_job, knows_of_failure, listen
 from meshflash.runtime.log import log, set_up_logging
 from meshflash.runtime.parent import end_with_starter
 from meshflash.runtime.rendezvous import GRACE_SECONDS, Rendezvous, open_rendezvous
+from meshflash.runtime.state import refuse_inherited, state
 from meshflash.runtime.store import BoundedStore, StoreError, run_within
 
 #: Seconds that ranks wait for each other by default, in `init` and in collectives.
@@ -71,16 +75,33 @@ class World:
         end()
 
 
-_world: World | None = None
-_rendezvous: Rendezvous | None = None
-#: The process group that existed before `init`.
-_group: Any = None
-#: Rendezvous of this process so far. They have keys of their own: a store may outlive a group.
-_num_rendezvous = 0
-#: Environment variables that `init` has set, and `shutdown` removes.
-_set: list[str] = []
-#: Functions that free what depends on a process group, before it ends.
+@dataclass
+class Job:
+    """What `begin` has made and `end` ends. The state of the process holds one.
+
+    Args:
+        world: This rank and its job; None while `begin` runs, and after it failed.
+        rendezvous: How the ranks found each other, if `begin` made the process group.
+        adopted: The process group that existed before `begin`. It is the caller's, and may end at any time.
+        variables: The environment variables that `begin` has set, and `end` removes.
+    """
+
+    world: World | None = None
+    rendezvous: Rendezvous | None = None
+    adopted: weakref.ref[Any] | None = None
+    variables: list[str] = field(default_factory=list)
+
+
+#: Registry of functions that free what depends on a process group, before it ends.
 on_end: list[Callable[[], None]] = []
+#: Numbers the rendezvous of this process. They have keys of their own: a store may outlive a group.
+_rendezvous_numbers = count(1)
+
+
+def current_job() -> Job | None:
+    """Return the job of this process; None before `begin` and after `end`."""
+    found: Job | None = state.find("job")
+    return found
 
 
 def begin(backend: str | None = None, timeout: float = TIMEOUT) -> World:
@@ -90,61 +111,72 @@ def begin(backend: str | None = None, timeout: float = TIMEOUT) -> World:
         backend: The backend of the process group; by default the best one that all ranks have for their devices.
         timeout: Seconds that ranks wait for each other, here and in collectives.
     """
-    global _world
-    if _world is not None and _current(_world):
-        parts = re.split("[:,]", _world.backend or "")
-        if backend and _world.backend and backend != _world.backend and backend not in parts:
-            raise ValueError(f"backend={backend!r}: this rank has been initialised with {_world.backend!r} before")
-        return _world
+    before = current_job()
+    if before is not None and before.world is not None and _still_holds(before, before.world):
+        known = before.world
+        parts = re.split("[:,]", known.backend or "")
+        if backend and known.backend and backend != known.backend and backend not in parts:
+            raise ValueError(f"backend={backend!r}: this rank has been initialised with {known.backend!r} before")
+        return known
     if not 0 < timeout < float("inf"):
         raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
     end_with_starter()
     place = detect()
     set_up_logging(place.rank)
+    # Held while ranks still join: if that fails, this rank's store must answer the others until `end`.
+    job = Job(variables=before.variables if before else [])
+    state.put(job, "job")
     if dist.is_initialized():
-        _world = _adopt_group(place)
+        world = _adopt_group(job, place)
     elif place.world_size == 1:
         device = devices.take_device(devices.kind_here(), place.local_rank)
-        _world = World(0, 1, 0, 1, 0, device, place.launcher, None)
+        world = World(0, 1, 0, 1, 0, device, place.launcher, None)
     else:
-        _world = _join(place, backend, timeout)
+        world = _join(job, place, backend, timeout)
+    job.world = world
     log.debug(
         "rank %d of %d, started by %s: local rank %d of %d on node %d, %s, backend %s, master %s",
-        *(_world.rank, _world.world_size, _world.launcher, _world.local_rank, _world.local_world_size, _world.node),
-        *(_world.device, _world.backend, _rendezvous.address if _rendezvous else "none"),
+        *(world.rank, world.world_size, world.launcher, world.local_rank, world.local_world_size, world.node),
+        *(world.device, world.backend, job.rendezvous.address if job.rendezvous else "none"),
     )
-    return _world
+    return world
 
 
 def end() -> None:
-    """Free what depends on the process group, and end it if `begin` made it."""
-    global _world, _rendezvous, _group
-    for free in on_end:
-        free()
-    if _world is not None and _world.own and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-        # Rank 0 may host the store, and ends last. After a failure some rank never departs: do not wait for it.
-        if _rendezvous is not None and not knows_of_failure():
-            _rendezvous.depart(_world.rank, _world.world_size)
-        forget_job()
-    for name in _set:
-        os.environ.pop(name, None)
-    _set.clear()
-    _world = _rendezvous = _group = None
+    """Free everything that lasts until now, and end the process group if `begin` made it."""
+    job = current_job() or Job()
+    with ExitStack() as steps:  # runs them in the reverse order, and the rest also if one of them fails
+        for name in job.variables:
+            steps.callback(os.environ.pop, name, None)
+        steps.callback(_end_group, job)
+        steps.callback(state.clear)
+        for free in reversed(on_end):
+            steps.callback(free)
 
 
-def _current(known: World) -> bool:
+def _end_group(job: Job) -> None:
+    """End the process group that `begin` made, if it did, and leave the job."""
+    if job.world is None or not job.world.own or not dist.is_available() or not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    # Rank 0 may host the store, and ends last. After a failure some rank never departs: do not wait for it.
+    if job.rendezvous is not None and not knows_of_failure():
+        job.rendezvous.depart(job.world.rank, job.world.world_size)
+    forget_job()
+
+
+def _still_holds(job: Job, known: World) -> bool:
     """Return whether a World still holds: an adopted group may have ended, and another may have taken its place."""
     if not dist.is_initialized():
         return known.own and known.world_size == 1
     same = (known.rank, known.world_size) == (dist.get_rank(), dist.get_world_size())
-    return same and (known.own or dist.group.WORLD is _group)
+    return same and (known.own or (job.adopted is not None and dist.group.WORLD is job.adopted()))
 
 
-def _adopt_group(place: Place) -> World:
+def _adopt_group(job: Job, place: Place) -> World:
     """Return the World of a process group that the caller has made; the device is the current one."""
-    global _group
-    _group = dist.group.WORLD
+    refuse_inherited(dist.group.WORLD)
+    job.adopted = weakref.ref(dist.group.WORLD)
     rank, size = dist.get_rank(), dist.get_world_size()
     hosts: list[Any] = [None] * size
     dist.all_gather_object(hosts, host_name())
@@ -155,11 +187,9 @@ def _adopt_group(place: Place) -> World:
     return World(rank, size, local, len(mine), node, device, place.launcher, backend, own=False)
 
 
-def _join(place: Place, backend: str | None, timeout: float) -> World:
+def _join(job: Job, place: Place, backend: str | None, timeout: float) -> World:
     """Join the other ranks and make the default process group: steps 2 to 5 of the module's docstring."""
-    global _rendezvous, _num_rendezvous
-    _num_rendezvous += 1
-    _rendezvous = rendezvous = open_rendezvous(place, timeout, _num_rendezvous)
+    job.rendezvous = rendezvous = open_rendezvous(place, timeout, next(_rendezvous_numbers))
     device = devices.take_device(devices.kind_here(), place.local_rank)
     try:
         store = BoundedStore(rendezvous.store, lambda: timeout)
@@ -177,7 +207,7 @@ def _join(place: Place, backend: str | None, timeout: float) -> World:
     nodes = list(dict.fromkeys(info.host for info in infos))
     local_cores, near = ([getattr(infos[rank], name) for rank in local] for name in ("cores", "near"))
     cores.take(cores.share_of(local.index(place.rank), local_cores, near))
-    _set_gloo_interface(rendezvous)
+    _set_gloo_interface(job, rendezvous)
 
     def make_group() -> None:
         # The current device is a property of each thread, and this runs in a new one.
@@ -235,7 +265,7 @@ def _parse_rank_info(payload: dict[str, Any]) -> RankInfo:
     return RankInfo(payload["host"], payload["kind"], payload["device"], *lists)
 
 
-def _set_gloo_interface(rendezvous: Rendezvous) -> None:
+def _set_gloo_interface(job: Job, rendezvous: Rendezvous) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0, where gloo would choose a wrong one.
 
     gloo looks up this host's own name. Many hosts map it to a loopback address, or do not resolve it at all.
@@ -255,4 +285,4 @@ def _set_gloo_interface(rendezvous: Rendezvous) -> None:
         return
     if name:
         os.environ["GLOO_SOCKET_IFNAME"] = name
-        _set.append("GLOO_SOCKET_IFNAME")
+        job.variables.append("GLOO_SOCKET_IFNAME")

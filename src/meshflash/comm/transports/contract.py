@@ -47,10 +47,9 @@ class Counters:
 
 @dataclass(eq=False)
 class Arena:
-    """A flat piece of memory, and objects bound to it, so that a repeated call builds nothing. Transports make it."""
+    """A flat piece of memory that programs run in. Pools of scratch memory make it, and transports that read peers."""
 
     memory: Tensor
-    bound: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:

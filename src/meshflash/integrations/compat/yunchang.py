@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshflash.core.layout import Layout, positions
 from meshflash.groups import SharesGroup, dist, group_of
 from meshflash.integrations.compat.calls import Window, call, check_lengths, mask_of
+from meshflash.runtime.state import state
 
 #: By `ring_impl_type`: the schedule of the ring, and the layout over the ranks of the ring.
 _RINGS = {
@@ -116,8 +117,10 @@ def _rows(ranges: tuple[range, ...], first: int, last: int) -> tuple[range, ...]
     return tuple(r for r in found if len(r))
 
 
-#: The degrees that `set_seq_parallel_pg` got, and the group of this rank's sequence (None: the default group).
-_config: tuple[_Degrees, Any] | None = None
+def _config() -> tuple[_Degrees, Any] | None:
+    """Return the degrees that `set_seq_parallel_pg` got, and the group of this rank's sequence (None: the default)."""
+    found: tuple[_Degrees, Any] | None = state.find("yunchang")
+    return found
 
 
 def set_seq_parallel_pg(
@@ -135,7 +138,6 @@ def set_seq_parallel_pg(
 
     >>> set_seq_parallel_pg(1, 1, rank=0, world_size=1)
     """
-    global _config
     _, here, ranks = group_of(None)
     if (rank, world_size) != (here, ranks):
         raise ValueError(
@@ -153,11 +155,12 @@ def set_seq_parallel_pg(
         firsts = range(0, world_size, degrees.world)
         groups = [dist.new_group(list(range(first, first + degrees.world))) for first in firsts]
         group = groups[rank // degrees.world]
-    _config = degrees, group
+    state.put((degrees, group), "yunchang")
 
 
 def _extract(kind: str, value: Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int) -> Tensor:
-    current = _config[0] if _config else _Degrees(ud, rd)
+    config = _config()
+    current = config[0] if config else _Degrees(ud, rd)
     if rd * ud != world_size or (rd, ud) != (current.ring, current.ulysses):
         raise ValueError(
             f"world_size={world_size}, rd={rd}, ud={ud}: expected rd * ud ranks, and the degrees that "
@@ -190,7 +193,8 @@ def basic_extract_local(
     >>> basic_extract_local(torch.arange(3).view(1, 3), rank=0, world_size=1).tolist()
     [[0, 1, 2]]
     """
-    current = _config[0] if _config else _Degrees(world_size, 1)
+    config = _config()
+    current = config[0] if config else _Degrees(world_size, 1)
     return _extract("basic", value, rank, world_size, rd or current.ring, ud or current.ulysses, dim).detach()
 
 
@@ -332,9 +336,10 @@ class LongContextAttention(_Attention):
             raise ValueError(f"ring_impl_type={ring_impl_type!r}: expected one of {', '.join(_RINGS)}")
         if attn_processor is not None:
             raise ValueError("attn_processor: it would replace the kernel, and meshflash has its own; leave it out")
-        if _config is None:
+        config = _config()
+        if config is None:
             raise ValueError("call set_seq_parallel_pg first, on every rank: it sets the Ulysses and ring degrees")
-        degrees, group = _config
+        degrees, group = config
         ring = _RINGS[ring_impl_type][0]
         schedule = f"hybrid(inner={degrees.ulysses}, ring={ring}, transposed={not degrees.low})"
         super().__init__(group, schedule, attn_type)
