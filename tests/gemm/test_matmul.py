@@ -375,3 +375,14 @@ def test_candidates_are_distinct_and_include_the_defaults(hopper_gpu):
     tried = configs.candidates("bfloat16", device)
     assert len({str(config) for config in tried}) == len(tried)
     assert {configs.default(m, m, "bfloat16", True, device) for m in (64, 1024, 8192)} <= set(tried)
+
+
+def test_argument_without_a_hash_is_refused_by_name():
+    with pytest.raises(ValueError, match="mode"):
+        matmul(torch.ones(2, 3), torch.ones(3, 4), mode=[])  # type: ignore[call-overload]
+
+
+def test_tensors_without_an_address_are_multiplied():
+    a, b = torch.randn(5, 2, 3), torch.randn(3, 4)
+    torch.testing.assert_close(torch.func.vmap(matmul, in_dims=(0, None))(a, b), a @ b)
+    torch.testing.assert_close(matmul(a[0].to_sparse(), b), a[0] @ b)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshflash.engine.cache import cache
+from meshflash.engine.op import PLAIN, modes_watch
 from meshflash.gemm.launch import ACTIVATIONS, Epilogue, run
 from meshflash.gemm.plan import MODES, PRECISIONS, GemmProblem, Plan, choose
+from meshflash.kernels.launches import Launches
 
 
 @overload
@@ -68,14 +71,61 @@ def matmul(
     (torch.Size([2, 4]), 0.0, 'torch')
 
     """
-    _check(a, b, bias, activation, mode, precision, out_dtype)
-    plan = choose(GemmProblem.of(a, b, precision), mode)
+    key = _call_key(a, b, bias, activation, mode, precision, out_dtype)
+    try:
+        known: _Compiled | None = None if key is None else cache.get(key)
+    except TypeError:  # an argument without a hash is not valid, and `_check` says what is
+        known = None
+    if known is None:
+        _check(a, b, bias, activation, mode, precision, out_dtype)
+        known = _compile(a, b, precision, mode)
+        if key is not None:
+            cache.put(key, known)
+    plan, launches = known
     dtype = out_dtype or a.dtype
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
-        out = _Matmul.apply(a, b, bias, activation, mode, precision, dtype, plan)
+        out = _Matmul.apply(a, b, bias, activation, mode, precision, dtype, known)
     else:
-        out, _ = run(plan, a, b, precision, Epilogue(dtype, bias, activation))
+        out, _ = run(plan, a, b, precision, Epilogue(dtype, bias, activation), launches)
     return (out, plan) if return_plan else out
+
+
+class _Compiled(NamedTuple):
+    """A GEMM compiled for its shapes: its plan and its recorded launches. The engine's cache keeps it."""
+
+    plan: Plan
+    launches: Launches
+
+
+def _compile(a: Tensor, b: Tensor, precision: str, mode: str) -> _Compiled:
+    return _Compiled(choose(GemmProblem.of(a, b, precision), mode), Launches())
+
+
+def _call_key(
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: Any, mode: Any, precision: Any, out_dtype: Any
+) -> tuple[Any, ...] | None:
+    """Return what identifies a call but for its tensors' values; None for tensors that a mode or subclass observes."""
+    if torch.compiler.is_compiling() or modes_watch() or type(a) not in PLAIN or type(b) not in PLAIN:
+        return None
+    if a.layout != torch.strided or b.layout != torch.strided or a.is_meta or b.is_meta:
+        return None
+    # TMA needs addresses that are multiples of 16 bytes
+    is_aligned = not (a.data_ptr() | b.data_ptr()) % 16
+    key: tuple[Any, ...] = (
+        "matmul",
+        a.shape,
+        a.stride(),
+        a.dtype,
+        a.device,
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.device,
+        is_aligned,
+    )
+    if bias is not None:
+        key = (*key, bias.shape, bias.stride(), bias.dtype, bias.device)
+    return *key, activation, mode, precision, out_dtype
 
 
 class _Matmul(torch.autograd.Function):
@@ -91,11 +141,12 @@ class _Matmul(torch.autograd.Function):
         mode: str,
         precision: str,
         dtype: torch.dtype,
-        plan: Plan,
+        compiled: _Compiled,
     ) -> Tensor:
         # the gradient of relu follows from its output; gelu and silu need their input
         needs_preactivation = activation in ("gelu", "silu")
-        out, preactivation = run(plan, a, b, precision, Epilogue(dtype, bias, activation, needs_preactivation))
+        epilogue = Epilogue(dtype, bias, activation, needs_preactivation)
+        out, preactivation = run(compiled.plan, a, b, precision, epilogue, compiled.launches)
         ctx.save_for_backward(a, b, out if activation == "relu" else preactivation)
         ctx.spec = activation, mode, precision, None if bias is None else bias.dtype
         return out
@@ -110,7 +161,7 @@ class _Matmul(torch.autograd.Function):
         dx = dx.to(a.dtype)
 
         def multiply(x: Tensor, y: Tensor) -> Tensor:
-            return run(choose(GemmProblem.of(x, y, precision), mode), x, y, precision, Epilogue(a.dtype))[0]
+            return matmul(x, y, mode=mode, precision=precision)
 
         da = multiply(dx, b.T) if ctx.needs_input_grad[0] else None
         db = multiply(a.T, dx) if ctx.needs_input_grad[1] else None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from meshflash.core.reading import read_json
+from meshflash.engine.cache import cache as executables
 from meshflash.kernels.rates import identity, own_file, pick, write_whole
 from meshflash.runtime.devices import TRITON
 
@@ -152,6 +153,7 @@ def write(table: Table, path: Path) -> None:
     """Write a table and forget the cached ones, so that the next lookup reads it."""
     write_whole(table.to_json(), path)
     _known.cache_clear()
+    executables.drop(None)  # GEMMs that were planned by the old table
 
 
 def _read(path: Path) -> Table:

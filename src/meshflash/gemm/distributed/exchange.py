@@ -34,6 +34,7 @@ from meshflash.gemm.distributed.launch import CallBuffers
 from meshflash.gemm.distributed.plan import BULK, FusedPlan
 from meshflash.gemm.launch import Epilogue, run
 from meshflash.gemm.plan import GemmProblem, choose
+from meshflash.kernels.launches import Launches
 
 if TYPE_CHECKING:  # a heap needs Triton, a process group does not
     from meshflash.comm.heap.contract import Heap
@@ -59,6 +60,9 @@ class Exchange:
     def __init__(self, heap: Heap, plan: FusedPlan, mode: str, timed: bool) -> None:
         self.heap, self.plan, self.mode = heap, plan, mode
         self.epoch = 0
+        self._launches = Launches()
+        #: Those of the plain GEMM of each shape: ranks of a local heap may have shards of different sizes.
+        self._gemm_launches: dict[tuple[torch.Size, torch.Size], Launches] = {}
         device, problem = heap.device, plan.problem
         self._buffers = {
             name: heap.allocate(shape, dtype, name=f"{problem.collective} {name}")
@@ -169,6 +173,7 @@ class Exchange:
             expected=self._expected,
             times=self.times[rank],
             peer_columns=self._peer_columns[rank][self.epoch % 2],
+            launches=self._launches,
         )
 
     def _stages(self, buffers: CallBuffers, a: Tensor, b: Tensor, results: Results) -> list[Stage]:
@@ -262,7 +267,8 @@ class Exchange:
         is_partial = problem.collective in ("all_reduce", "gemm_rs")
         epilogue = Epilogue(problem.reduce_dtype if is_partial else problem.out_dtype)
         plan = choose(GemmProblem.of(a, b, problem.precision), self.mode)
-        return run(plan, a, b, problem.precision, epilogue)[0]
+        launches = self._gemm_launches.setdefault((a.shape, b.shape), Launches())
+        return run(plan, a, b, problem.precision, epilogue, launches)[0]
 
     def _launch_stage(self, rank: int, stage: Stage) -> None:
         if stage.on_side_stream and self._streams:
