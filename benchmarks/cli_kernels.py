@@ -22,7 +22,7 @@ from benchmarks.options import (
     with_options,
 )
 from meshflash.bench.record import Recorder
-from meshflash.cli.bench_options import Deterministic, Kernels, Rounds
+from meshflash.cli.bench_options import Deterministic, Device, Kernels, Rounds
 
 #: A large model's heads, whose number depends on the device.
 LARGE_SHAPE = ShapeOptions(heads=None, dim=128)
@@ -61,25 +61,40 @@ def lengths(
 
 @with_options
 def host(
-    kernel: Kernels = ["auto"],  # noqa: B006
-    tokens: Tokens = None,
-    shape: ShapeOptions = SHAPE,
-    deterministic: Deterministic = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="A part: attention, short, matmul or ranks; repeat. All by default."),
+    ] = None,
+    world: Annotated[int, typer.Option("--ranks", "--nproc", "-n", min=2, help="Ranks of the part ranks.")] = 4,
+    mps: Annotated[
+        bool | None,
+        typer.Option("--mps/--no-mps", help="Let ranks share a GPU by MPS; by default where they must and can."),
+    ] = None,
+    device: Device = None,
     rounds: Rounds = 21,
     options: RecordOptions = RECORD,
 ) -> None:
-    """The host's own time for a call, over that of torch's own: 512 tokens on a GPU, 8 on a CPU."""
-    from benchmarks.host import BENCHMARK
+    """Wall time of a call in a plain loop, host time included, beside peers in the same process.
+
+    attention has 128 tokens and 8 heads: a GPU is bound by the host then. short has 4 x 512
+    tokens, 32 heads on 8. matmul stands beside torch.mm. ranks is the host's time for a call
+    over ranks, and for each step of its programs. On a CPU, shapes of the last three are so small
+    that computing does not count. A wrong result is an error, not a time.
+    """
+    from benchmarks import host as bench
     from benchmarks.protocol import show
-    from meshflash.bench import host as bench
     from meshflash.bench.cases import pick_device
 
     def measure(_: Status) -> Recorder:
-        device = pick_device(shape.device)
-        case = shape.case(tokens or bench.default_tokens(device), device, deterministic=deterministic)
-        return options.record(f"host-{device}", partial(bench.run, case, tuple(kernel), rounds))
+        picked = pick_device(device)
+        found = options.recorder(f"host-{picked}")
+        # lines on stderr, so that a run whose output goes to a file shows its progress
+        say = lambda text: typer.echo(text, err=True)  # noqa: E731
+        for rows in bench.run(only or bench.PARTS, picked, rounds, world, say, mps):
+            found.add(rows)
+        return found
 
-    show(BENCHMARK, options, measure)
+    show(bench.BENCHMARK, options, measure)
 
 
 @with_options

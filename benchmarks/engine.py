@@ -16,11 +16,11 @@ from meshflash.bench.tables import SCHEDULE
 from meshflash.comm.transports.loopback import Loopback
 from meshflash.core.mask import Mask
 from meshflash.core.program import Direction
-from meshflash.engine import binding, mesh
+from meshflash.engine import binding
+from meshflash.engine.executable import MeshExecutable, Plan
 from meshflash.engine.placement import Setting
 from meshflash.kernels.contract import Features, Grads, Inputs, Kernel, KernelRequest, Outputs, Rows
 from meshflash.kernels.registry import Choice
-from meshflash.planning import resolve
 from meshflash.schedules import registry
 
 #: Calls in a round.
@@ -59,20 +59,19 @@ class _NoOpKernel(Kernel):
 def run(schedules: tuple[str, ...], world: int, rounds: int) -> list[EngineRow]:
     """Return the engine's time on rank 0 of each schedule for a short causal sequence, with copies and additions."""
     rows = []
-    mesh.connect(registry.build, resolve)
     with mock.patch.object(binding, "choose", return_value=Choice(_NoOpKernel(), "it is given")):
         for schedule in schedules:
             layout = registry.default_layout(schedule)(64 * world, world)
             for direction in ("forward", "backward"):
-                rows.append(_measure(schedule, mesh.Plan(schedule, layout, layout), direction, world, rounds))
+                rows.append(_measure(schedule, Plan(schedule, layout, layout), direction, world, rounds))
     return rows
 
 
-def _measure(schedule: str, plan: mesh.Plan, direction: Direction, world: int, rounds: int) -> EngineRow:
+def _measure(schedule: str, plan: Plan, direction: Direction, world: int, rounds: int) -> EngineRow:
     q, k = torch.zeros(1, 64, 4, 16), torch.zeros(1, 64, 2, 16)
     lse = torch.zeros(1, 4, 64)
     setting = Setting(1, 16, 16, q.dtype, q.dtype, q.device, "auto", False)
-    prepared = mesh.Prepared(plan, Mask.causal(), 4, 2, 0, setting)
+    prepared = MeshExecutable(plan, Mask.causal(), 4, 2, 0, setting, registry.build)
     forward = [q, k, k.clone(), q.clone(), lse]
     tensors = forward if direction == "forward" else [q, k, k, q, lse, q, lse, q.clone(), k.clone(), k.clone()]
     transport, features = _NoOpTransport(0, world), Features(scale=1.0)

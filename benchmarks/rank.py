@@ -22,7 +22,7 @@ from meshflash.bench.timing import interleaved
 from meshflash.comm.transports.loopback import Loopback
 from meshflash.core.program import Direction
 from meshflash.core.tiles import worklist
-from meshflash.engine import mesh
+from meshflash.engine.executable import MeshExecutable, Plan
 from meshflash.engine.local import rows_of
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Setting
@@ -109,8 +109,8 @@ class _LoneRank:
             kernel,
             case.deterministic,
         )
-        plan = mesh.Plan(schedule, layout, layout, lse=False)
-        self.prepared = mesh.Prepared(plan, case.rule, case.heads, case.kv_heads, rank, setting)
+        plan = Plan(schedule, layout, layout, lse=False)
+        self.prepared = MeshExecutable(plan, case.rule, case.heads, case.kv_heads, rank, setting, registry.build)
         self.features, self.transport = Features(scale=case.head_dim**-0.5), Loopback(rank, world)
         self.saved = self.q.new_empty(self.prepared.saved_bytes, dtype=torch.uint8)
         self.out, self.lse = new_outputs(self.q, self.v)

@@ -1,4 +1,4 @@
-"""Lengths, host time and peak memory: what they write, and what happens when memory runs out."""
+"""Lengths and peak memory: what they write, and what happens when memory runs out."""
 
 import json
 
@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from benchmarks import lengths, memory, plots
 from commands import app
-from meshflash.bench import candidates, host, measure, record
+from meshflash.bench import candidates, measure, record
 from meshflash.bench.cases import Case
 
 SMALL = "--device cpu --heads 2 --kv-heads 1 --dim 8"
@@ -99,21 +99,6 @@ def test_defaults_suit_the_device():
     assert lengths.default_lengths("cpu") == [1024, 2048, 4096]
     assert lengths.default_lengths("cuda")[-1] == 65536
     assert "triton" not in lengths.default_kernels("cpu")
-
-
-def test_host_compares_with_sdpa(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "CALLS", 2)
-    threads = torch.get_num_threads()
-    result = invoke(
-        f"benchmarks host {SMALL} --tokens 4 --rounds 2 --kernel auto --kernel tiled", "--output", tmp_path / "x"
-    )
-    assert result.exit_code == 0, result.output
-    assert torch.get_num_threads() == threads
-    rows = record.read(tmp_path / "x")["rows"]
-    names = ("auto", "tiled", "torch sdpa")
-    assert [(row["pass"], row["kernel"]) for row in rows] == [(p, name) for p in host.PASSES for name in names]
-    assert all(0 < row["min_microseconds"] <= row["microseconds"] for row in rows)
-    assert {row["ratio"] for row in rows if row["kernel"] == "torch sdpa"} == {1.0}
 
 
 def test_memory_counts_inputs_outputs_and_gradients(tmp_path):

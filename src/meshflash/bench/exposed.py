@@ -13,6 +13,7 @@ from torch import distributed as _distributed
 from meshflash.bench.timing import synchronize
 from meshflash.comm.transports.contract import Transport
 from meshflash.comm.transports.throttled import Throttled
+from meshflash.engine.cache import cache
 from meshflash.engine.group_context import group_context
 from meshflash.engine.trace import recording
 from meshflash.viz.timeline import Rates, simulate
@@ -59,7 +60,7 @@ def _once(function: Callable[[], Any], device: torch.device, transport: Transpor
     measured = max(waits for waits, _ in gathered)
     if not isinstance(transport, Throttled):
         return Exposed(measured * 1e3)
-    last = group_context(group.group_name).last
+    last = cache.newest(group_context(group.group_name))
     rates = Rates(
         1.0, transport.bytes_per_second, transport.latency
     )  # kernel times are the measured ones, so the rate of pairs does not count

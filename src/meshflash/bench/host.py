@@ -1,5 +1,8 @@
 """The host's own time for a call: CPU overhead of dispatch and launch, with next to no work for the device.
 
+Calibration measures it, and `kernel="auto"` counts it for short calls. What a user pays for a call in a loop, device
+and host together, is shown by `python -m benchmarks host`.
+
 On a GPU it is the time to issue calls. The device is idle at the start, and a sample has too few calls to fill its
 launch queue, so the host never blocks unless a call synchronizes. On a CPU so few tokens are used that computing them
 does not count. One thread computes them, because waking others would count.
@@ -19,9 +22,11 @@ from typing import Any
 import torch
 
 from meshflash.bench.candidates import SDPA, candidate, check_names, sdpa
-from meshflash.bench.cases import Case, Tensors, on_cpu
+from meshflash.bench.cases import Case, Tensors
 from meshflash.bench.check import judge, truth
 from meshflash.bench.timing import synchronize
+from meshflash.engine.compile import compile_spec
+from meshflash.engine.spec import AttentionSpec, CallTensors
 
 PASSES = ("forward", "forward with grad", "backward")
 
@@ -44,17 +49,12 @@ class HostRow:
     ratio: float
 
 
-def default_tokens(device: str) -> int:
-    """Return so few tokens that the time of the device does not count."""
-    return 8 if on_cpu(device) else 512
-
-
 def run(case: Case, names: tuple[str, ...], rounds: int) -> list[HostRow]:
     """Return rows of each kernel and of SDPA, the baseline; each round times all of them on all passes.
 
     The kernels are checked first. SDPA gets tensors in its own layout, `[batch, heads, tokens, dim]`, made beforehand.
     The pass "forward" is without gradients. A call of "forward with grad" includes freeing what it saved. The backward
-    runs over a retained graph.
+    of a kernel runs without autograd, whose time is the same for all of them; that of SDPA over a retained graph.
     """
     names = tuple(dict.fromkeys((*names, SDPA)))
     check_names(names)
@@ -68,7 +68,7 @@ def run(case: Case, names: tuple[str, ...], rounds: int) -> list[HostRow]:
             calls[name, direction] = call
             ran[name, direction] = verdict.ran["backward" if direction == "backward" else "forward"]
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-    with _undisturbed():
+    with undisturbed():
         for call in calls.values():
             _microseconds(call, device, WARM_UP)
         for _ in range(rounds):
@@ -95,13 +95,20 @@ def _calls(case: Case, name: str, tensors: Tensors) -> tuple[Callable[[], Any], 
     function = sdpa(case) if name == SDPA else candidate(case, name)
     plain = [x.detach().transpose(1, 2) if name == SDPA else x.detach() for x in tensors]
     leaves = [x.detach().requires_grad_() for x in plain[:3]]
-    backward = partial(torch.autograd.grad, function(*leaves), leaves, plain[3], retain_graph=True)
+    if name == SDPA:
+        backward: Callable[[], Any] = partial(
+            torch.autograd.grad, function(*leaves), leaves, plain[3], retain_graph=True
+        )
+    else:
+        x = CallTensors(*plain[:3])
+        executable = compile_spec(AttentionSpec(case.rule.canonical(), case.head_dim**-0.5, kernel=name), x)
+        backward = partial(executable.backward, x, executable.forward(x), plain[3], None)
     return partial(function, *plain[:3]), partial(function, *leaves), backward
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Use one thread, and turn the garbage collector off."""
+def undisturbed() -> Iterator[None]:
+    """Use one thread and turn the garbage collector off, while calls are timed in this block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
