@@ -12,10 +12,11 @@ from torch import Tensor
 from meshflash.check.spread import Item, shards, whole
 from meshflash.comm.transports.contract import Transport
 from meshflash.comm.transports.loopback import Hub, HubTransport
+from meshflash.engine.executable import MeshExecutable, Plan
 from meshflash.engine.local import rows_of, sink_gradient
-from meshflash.engine.mesh import Plan, Prepared
 from meshflash.engine.placement import Setting
 from meshflash.kernels.contract import Grads, accumulator_dtype, new_outputs
+from meshflash.schedules.registry import build
 
 
 def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout: float = 30.0) -> list[Any]:
@@ -43,8 +44,8 @@ def in_threads(world: int, function: Callable[[int, HubTransport], Any], timeout
     return [results[rank] for rank in range(world)]
 
 
-def prepare(item: Item, rank: int) -> Prepared:
-    """Return the engine's prepared programs for one rank of an item."""
+def prepare(item: Item, rank: int) -> MeshExecutable:
+    """Return the executable of one rank of an item, without a process group."""
     case = item.case
     setting = Setting(
         batch=case.batch,
@@ -57,7 +58,7 @@ def prepare(item: Item, rank: int) -> Prepared:
         deterministic=False,
     )
     plan = Plan(item.schedule, item.q, item.k, case.q_offset, lse=item.lse)
-    return Prepared(plan, case.mask, case.heads, case.kv_heads or case.heads, rank, setting)
+    return MeshExecutable(plan, case.mask, case.heads, case.kv_heads or case.heads, rank, setting, build)
 
 
 def upstream(item: Item, out: Tensor, lse: Tensor, rank: int) -> tuple[Tensor, Tensor | None]:

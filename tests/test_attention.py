@@ -68,7 +68,7 @@ def test_deterministic_mode_reaches_the_kernel():
     torch.use_deterministic_algorithms(True)
     try:
         assert FlashAttentionTriton.apply(q, k, v).grad_fn is not None
-        assert cs336._op_arguments(q, k, v, True, "triton").deterministic
+        assert cs336._spec(q, k, v, True, "triton")[0].deterministic
     finally:
         torch.use_deterministic_algorithms(False)
 

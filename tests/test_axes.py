@@ -7,8 +7,10 @@ import logging
 import pytest
 import torch
 
-from meshflash import Layout, Mask, arguments, attention, flash_attention, shard
+from meshflash import Layout, Mask, attention, flash_attention, shard
+from meshflash.engine.cache import cache
 from meshflash.integrations.sdpa import scaled_dot_product_attention
+from meshflash.runtime.state import state
 
 HINT = r"transpose\(1, 2\), or call meshflash\.integrations\.sdpa"
 
@@ -21,8 +23,8 @@ def zeros(tokens, heads, batch=1):
 @pytest.fixture
 def warnings(caplog, monkeypatch):
     """Return a function that lists the warnings so far; no earlier call counts as warned."""
-    monkeypatch.setattr(arguments, "_warned", [])
-    monkeypatch.setattr(arguments, "_checked", set())
+    state.pop("warned of swapped axes")
+    cache.clear()
     monkeypatch.setattr(logging.getLogger("meshflash"), "propagate", True)
     with caplog.at_level("WARNING", "meshflash"):
         yield lambda: [record.getMessage() for record in caplog.records]

@@ -9,16 +9,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshflash import Mask, flash_attention
-from meshflash.engine import fast_path
+from meshflash.engine.cache import cache
 from meshflash.kernels import registry
 
 CAUSAL = Mask.causal()
 
 
 @pytest.fixture(autouse=True)
-def empty_cache():
-    """Start every test without cached calls."""
-    fast_path._known.clear()
+def forgotten():
+    cache.clear()
 
 
 def leaves(dtype=torch.float32, grad=True, tokens=9):
@@ -48,7 +47,7 @@ def test_repeated_shapes_with_new_values_match_first_call(grad):
             dout = torch.randn_like(got)
             for a, b in zip(torch.autograd.grad(got, x, dout), torch.autograd.grad(want, x, dout), strict=True):
                 assert torch.allclose(a, b, atol=1e-5)
-    assert len(fast_path._known) == 1
+    assert cache.size() == 2  # by the arguments, and by the spec
 
 
 def test_calls_with_and_without_gradients_may_alternate():
@@ -156,7 +155,7 @@ def test_kernel_is_selected_again_after_the_choice_is_cleared():
         flash_attention(*x, mask=CAUSAL)
         flash_attention(*x, mask=CAUSAL)
     assert [direction for _, direction in ran] == ["forward", "forward"]
-    assert len(fast_path._known) == 1
+    assert cache.size() == 2  # by the arguments, and by the spec
 
 
 def test_symbolic_shapes_bypass_the_fast_path():
@@ -166,8 +165,35 @@ def test_symbolic_shapes_bypass_the_fast_path():
     assert "meshflash" in traced(x[0]).code
 
 
-def test_number_of_cached_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr(fast_path, "_MOST", 3)
+def test_number_of_entries_is_bounded(monkeypatch):
+    monkeypatch.setattr("meshflash.engine.cache.MAX_ENTRIES", 3)
     for tokens in range(1, 9):
         flash_attention(*leaves(grad=False, tokens=tokens), mask=CAUSAL)
-        assert len(fast_path._known) <= 3
+        assert cache.size() <= 3
+
+
+def test_call_under_autocast_does_not_serve_mixed_dtypes_outside_of_it():
+    q, k, v = torch.randn(1, 9, 2, 8).bfloat16(), torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            flash_attention(q, k, v)
+        with pytest.raises(ValueError, match="must share one of the dtypes"):
+            flash_attention(q, k, v)
+
+
+def test_dtype_of_sink_logits_and_slopes_is_part_of_what_identifies_a_call():
+    q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
+    logits = torch.tensor([0.5, -1.25])
+    want = flash_attention(q, k, v, sink_logits=logits, alibi_slopes=logits.abs(), kernel="tiled")
+    before = cache.size()
+    for dtype in (torch.float64, torch.bfloat16):
+        more: dict[str, Any] = dict(sink_logits=logits.to(dtype), alibi_slopes=logits.abs().to(dtype))
+        torch.testing.assert_close(flash_attention(q, k, v, kernel="tiled", **more), want)
+    assert cache.size() == before + 2
+
+
+@pytest.mark.parametrize("scale", [([],), [1.0]])
+def test_arguments_without_a_hash_are_refused_by_name(scale):
+    q = torch.randn(1, 9, 2, 8)
+    with pytest.raises(ValueError, match="scale="):
+        flash_attention(q, q, q, scale=scale)

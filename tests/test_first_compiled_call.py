@@ -12,7 +12,7 @@ from torch import distributed as _distributed
 from torch import nn
 
 from meshflash import Layout, Mask, attention, shard, unshard
-from meshflash.engine.group_context import close_all
+from meshflash.engine.group_context import close_contexts
 from meshflash.integrations.compat.yunchang import UlyssesAttention
 from meshflash.parallel import MeshAttention
 
@@ -32,7 +32,7 @@ def check_compiled_first_calls(rank, world, group):
             out = attention(local, local, local, mesh=mesh, layout=layout, schedule=schedule, mask=Mask.causal())
             return unshard(out, layout)
 
-        close_all()  # forget all groups, as in a new process
+        close_contexts()  # forget all groups, as in a new process
         plain, fast = x.clone().requires_grad_(), x.clone().requires_grad_()
         out = torch.compile(step, fullgraph=True, backend="eager")(fast)
         want = step(plain)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from meshflash import Mask, flash_attention
 from meshflash.check.oracle import Case, check, gradients
 from meshflash.engine.op import attention_op
+from meshflash.engine.spec import AttentionSpec
 from meshflash.kernels.registry import record_kernels
 
 CAUSAL = Mask.causal()
@@ -197,36 +198,25 @@ def test_gradients_accumulate():
     assert torch.allclose(q.grad, twice)
 
 
-def test_double_backward_is_refused():
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [("vendor", "derivative for .* is not implemented"), ("tiled", "no autograd formula")],
+)
+def test_double_backward_is_refused(kernel, message):
     q, k, v = qkv(1, 7, 2, 8)
-    grad = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    grad = torch.autograd.grad(flash_attention(q, k, v, kernel=kernel).sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match=message):
         grad.sum().backward()
 
 
 def _op_arguments(features, mask):
     """Return the positional arguments of the registered op for a call with these features."""
     q, k, v = qkv(2, 9, 2, 8)
-    spec, lengths = mask.pack()
     seed = torch.tensor(3) if features.get("dropout") else None
     sinks = torch.randn(2, requires_grad=True) if features.get("sinks") else None
     slopes = torch.rand(2, 2) if features.get("alibi") else None
-    documents = [torch.from_numpy(x) for x in lengths]
-    options = (
-        spec,
-        0.3,
-        features.get("softcap", 0.0),
-        features.get("dropout", 0.0),
-        0,
-        0,
-        0,
-        "auto",
-        False,
-        "",
-        "",
-        False,
-    )
-    return q, k, v, sinks, slopes, seed, documents, *options
+    spec = AttentionSpec(mask, 0.3, features.get("softcap", 0.0), features.get("dropout", 0.0))
+    return q, k, v, sinks, slopes, seed, *spec.encode()
 
 
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"softcap": 2.0, "alibi": True, "dropout": 0.2}], ids=str)

@@ -11,6 +11,7 @@ from torch import distributed as _distributed
 
 from mesh_cases import CAUSAL, SCHEDULES, assert_close, assert_equal, compare, cut, default_layout, gradients, qkv
 from meshflash import Mask, attention, flash_attention
+from meshflash.engine.cache import cache
 from meshflash.engine.group_context import group_context
 
 dist: Any = _distributed  # the stubs of torch miss some of its exports
@@ -129,7 +130,7 @@ def check_determinism(rank, world, group):
         torch.use_deterministic_algorithms(True)
         try:
             assert_equal(first, gradients(call, *local))
-            assert group_context(group.group_name).last.setting.deterministic
+            assert cache.newest(group_context(group.group_name)).setting.deterministic
         finally:
             torch.use_deterministic_algorithms(False)
 

@@ -9,8 +9,8 @@ import torch
 
 from mesh_cases import CAUSAL, SCHEDULES, cut, default_layout, qkv
 from meshflash import Layout, Mask, attention
-from meshflash.engine import mesh as engine
 from meshflash.engine.check import WrongResultError
+from meshflash.engine.executable import MeshExecutable, Results
 from meshflash.engine.explain import Explanation
 from meshflash.engine.group_context import group_context
 
@@ -22,11 +22,11 @@ def check_plan(rank, world, group):
         *inputs, schedule="zigzag", mask=CAUSAL, kernel="tiled", return_lse=True, return_plan=True
     )
     assert isinstance(ran, Explanation)
+    assert ran.program is not None
     assert out.shape == inputs[0].shape
     assert lse.shape == (2, 4, 16)
     assert (ran.schedule, ran.layout, ran.world, ran.transport) == ("zigzag", "zigzag", world, "gloo")
     assert (ran.reason, ran.kernels) == ("requested", ("tiled",))
-    assert ran.program is group_context(group.group_name).last.program("forward")
     assert (ran.program.rank, ran.program.world, ran.program.direction) == (rank, world, "forward")
     transport = group_context(group.group_name).transport(torch.device("cpu"))
     transport.counters.clear()
@@ -49,7 +49,7 @@ def auto_schedules(rank, world, group, limit):
     """Return schedule and layout that auto selects with this size limit, with and without a layout."""
     inputs = [cut(x, Layout.zigzag(16, world), rank) for x in qkv(16, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshflash.planning.GATHER_BYTES", limit)
+        patch.setattr("meshflash.engine.compile.GATHER_BYTES", limit)
         ran = attention(*inputs, layout=Layout.zigzag(16, world), mask=CAUSAL, return_plan=True)[1]
         other = attention(*inputs, mask=CAUSAL, return_plan=True)[1]
     return [(each.schedule, each.layout) for each in (ran, other)]
@@ -67,7 +67,7 @@ def auto_schedule_on_uneven_shards(rank, world, group, limit):
     layout = Layout(((range(3),), (range(3, 7),)))
     inputs = [cut(x, layout, rank) for x in qkv(7, batch=1, kv_heads=4, dim=8, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshflash.planning.GATHER_BYTES", limit * 4 * (8 + 8) * 4)  # tokens, heads, dims, bytes
+        patch.setattr("meshflash.engine.compile.GATHER_BYTES", limit * 4 * (8 + 8) * 4)  # tokens, heads, dims, bytes
         return attention(*inputs, layout=layout, mask=CAUSAL, return_plan=True)[1].schedule
 
 
@@ -99,8 +99,8 @@ def test_verify_accepts_correct_results(pool):
 
 
 def verify_tampered_result(rank, world, group, bad, how):
-    """Return the message of verify=True if the forward of rank `bad` returns a wrong result."""
-    plain = engine.forward
+    """Return the message of a call that verifies, after one rank changed its result."""
+    plain = MeshExecutable.forward
 
     def wrong(*arguments):
         out, lse, saved = plain(*arguments)
@@ -112,12 +112,12 @@ def verify_tampered_result(rank, world, group, bad, how):
             out[0, 0, 0, 0] = torch.nan
         else:
             lse[..., 0] = -torch.inf
-        return out, lse, saved
+        return Results(out, lse, saved)
 
     inputs = [cut(x, Layout.zigzag(42, world), rank) for x in qkv(42, dtype=torch.float32)]
     with pytest.MonkeyPatch.context() as patch:
         if rank == bad:
-            patch.setattr(engine, "forward", wrong)
+            patch.setattr(MeshExecutable, "forward", wrong)
         with pytest.raises(WrongResultError) as error:
             attention(*inputs, schedule="zigzag", mask=CAUSAL, verify=True)
     attention(*inputs, schedule="zigzag", mask=CAUSAL, verify=True)

@@ -5,23 +5,19 @@ They check arguments and hand over to `engine`. Nothing is computed here.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from meshflash.arguments import check_axes, op_arguments, refuse_unknown
+from meshflash.arguments import GATHERED, Given, call_key, check_axes, make_spec, records, refuse_unknown, spread_spec
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.engine.check import check_rows
-from meshflash.engine.explain import explain
-from meshflash.engine.fast_path import key_of, lookup, store
+from meshflash.engine.explain import attend_and_explain
 from meshflash.engine.group_context import group_context
-from meshflash.engine.op import GATHERED, PLAIN, CallContext, attend, is_gathered
+from meshflash.engine.op import attend, contiguous, repeat
+from meshflash.engine.spec import CallTensors
 from meshflash.groups import group_of, inner_of
-from meshflash.kernels import registry
-from meshflash.planning import encode_spec, resolve
 
 
 class FlashFeatures(TypedDict, total=False):
@@ -120,36 +116,21 @@ def flash_attention(
     """
     if unknown:
         refuse_unknown("flash_attention", unknown)
+    given = mask, scale, softcap, dropout, q_offset, batch_offset, head_offset, kernel, deterministic
     key = None
-    if type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN and not torch.compiler.is_compiling():
-        key = key_of(q, k, v, mask, scale, softcap, sink_logits, alibi_slopes, dropout, seed, q_offset, batch_offset,
-                     head_offset, kernel, deterministic)  # fmt: skip
-        if key is not None and (made := lookup(key, q, k, v)) is not None:
-            return made if return_lse else made[0]
-    arguments, packed = op_arguments(
-        q,
-        k,
-        v,
-        mask=mask,
-        scale=scale,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        alibi_slopes=alibi_slopes,
-        dropout=dropout,
-        seed=seed,
-        q_offset=q_offset,
-        batch_offset=batch_offset,
-        head_offset=head_offset,
-        kernel=kernel,
-        deterministic=deterministic,
-    )
-    check_axes(arguments.q, arguments.k, mask, q_offset)
-    out, lse = attend(arguments)
-    if key is not None:
-        store(key, arguments)
+    if sink_logits is None and alibi_slopes is None and seed is None:
+        key = call_key(q, k, v, given, _DEFAULTS)
+        if key is not None and (results := repeat(key, CallTensors(q, k, v), return_lse)) is not None:
+            return results if return_lse else results[0]
+    spec, x, packed = make_spec(Given(*given), q, k, v, sink_logits, alibi_slopes, seed)
+    check_axes(x.q, x.k, mask, q_offset)
+    out, lse = attend(spec, x, return_lse, key if _has_dtypes(x, q, k, v) else None)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
+
+
+_DEFAULTS = tuple((flash_attention.__kwdefaults__ or {})[name] for name in Given._fields[1:])
 
 
 def attention(
@@ -242,37 +223,24 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown)
-    group, rank, world = group_of(mesh)
+    place = group, rank, world = group_of(mesh)
+    given = mask, scale, softcap, dropout, q_offset, batch_offset, head_offset, kernel, deterministic
+    needs_lse = return_lse or verify or sink_logits is not None
+    over_ranks = layout, k_layout, schedule, reduce_dtype, transport, inner_of(mesh), needs_lse
+    key = None
+    if sink_logits is None and alibi_slopes is None and seed is None and not (verify or return_plan):
+        key = call_key(q, k, v, given, _DEFAULTS, (place, *over_ranks, records(q, k, v)))
+        if key is not None and (results := repeat(key, CallTensors(q, k, v), return_lse)) is not None:
+            return results if return_lse else results[0]
     try:
-        arguments, packed = op_arguments(
-            q,
-            k,
-            v,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            sink_logits=sink_logits,
-            alibi_slopes=alibi_slopes,
-            dropout=dropout,
-            seed=seed,
-            q_offset=q_offset,
-            batch_offset=batch_offset,
-            head_offset=head_offset,
-            kernel=kernel,
-            deterministic=deterministic,
-        )
-        check_axes(arguments.q, arguments.k, mask, q_offset, layout, rank, world)
+        spec, x, packed = make_spec(Given(*given), q, k, v, sink_logits, alibi_slopes, seed)
+        check_axes(x.q, x.k, mask, q_offset, layout, rank, world)
         if dropout and seed is None and world > 1:
             raise ValueError(
                 "seed: give the same seed on all ranks, so that they drop the same pairs; None draws its own"
             )
-        shards = layout, k_layout, rank, world
-        needs_lse = return_lse or verify or sink_logits is not None
-        spec = encode_spec(
-            arguments.q, arguments.k, schedule, *shards, reduce_dtype, inner_of(mesh), transport, needs_lse
-        )
-        gathered = is_gathered(spec)
-        if gathered and (return_plan or verify):
+        spec = spread_spec(spec, x, place, *over_ranks)
+        if spec.gathered_rank >= 0 and (return_plan or verify):
             raise ValueError(
                 f"return_plan, verify: not supported with k_layout={GATHERED!r}, which moves nothing; drop them"
             )
@@ -280,29 +248,19 @@ def attention(
         if world > 1 and not torch.compiler.is_compiling():
             group_context(group).broadcast_error(error)  # the other ranks raise now instead of waiting for this one
         raise
-    q, k, v = arguments.q, arguments.k, arguments.v
-    if world > 1 and not gathered:
-        arguments = arguments._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), group=group)
-    recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
-    arguments = arguments._replace(spec=spec, will_backward=recorded)
+    x = contiguous(spec, x)
     if verify or return_plan:
-        here = group_context(group) if world > 1 else None
-        with here.in_use() if here else nullcontext():  # another thread's call would overwrite `last`
-            with registry.record_kernels() if return_plan else nullcontext(registry.KernelLog()) as ran:
-                out, lse = attend(arguments)
-            plan = here.last.plan if here else resolve(spec, q.shape[1], k.shape[1], 0, q_offset, 1)
-            if verify:
-                if here:
-                    # check_rows communicates: a rank that does not verify would block the others until the timeout
-                    here.agree({"verify": True}, "It may not verify: pass verify=True on all ranks, or on none. ")
-                read = CallContext(*arguments)
-                check_rows(plan, here and here.group, rank, read.mask, read.features, q, k, v, out, lse)
-            explanation = explain(plan, plan.reason, here, ran)
+        out, lse, explanation = attend_and_explain(spec, x, return_plan, verify)
     else:
-        out, lse = attend(arguments)
+        out, lse = attend(spec, x, return_lse, key if _has_dtypes(x, q, k, v) else None)
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     extras: tuple[Any, ...] = (lse,) if return_lse else ()
     if return_plan:
         extras += (explanation,)
     return (out, *extras) if extras else out
+
+
+def _has_dtypes(x: CallTensors, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether autocast left the dtypes as they are; a call without autocast must not find what it changed."""
+    return (x.q.dtype, x.k.dtype, x.v.dtype) == (q.dtype, k.dtype, v.dtype)

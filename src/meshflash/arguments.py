@@ -1,4 +1,4 @@
-"""Argument checks of the public calls, and the conversion of checked arguments to those of the op.
+"""Argument checks of the public calls, and the spec that checked arguments make.
 
 Every error names the argument, its value and what to pass instead.
 """
@@ -6,48 +6,108 @@ Every error names the argument, its value and what to pass instead.
 from __future__ import annotations
 
 import math
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from meshflash.comm.transports import choice as transports
 from meshflash.core.layout import Layout
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
-from meshflash.engine.op import PLAIN, Arguments
+from meshflash.engine.compile import over_two_axes, saves_buffers
+from meshflash.engine.op import PLAIN
+from meshflash.engine.spec import AttentionSpec, CallTensors
 from meshflash.kernels import registry
 from meshflash.runtime.log import log
+from meshflash.runtime.state import state
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def op_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | None,
-    scale: float | None,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout: float,
-    seed: int | Tensor | None,
-    q_offset: int,
-    batch_offset: int,
-    head_offset: int,
-    kernel: str,
-    deterministic: bool,
-) -> tuple[Arguments, bool]:
-    """Return the op's arguments and whether the inputs were packed. The parameters are those of `flash_attention`.
+class Given(NamedTuple):
+    """The arguments that `flash_attention` and `attention` share, as the caller gave them, without tensors."""
+
+    mask: Mask | None
+    scale: float | None
+    softcap: float | None
+    dropout: float
+    q_offset: int
+    batch_offset: int
+    head_offset: int
+    kernel: str
+    deterministic: bool
+
+
+#: Types of arguments that identify a call; others are refused or read when the call is checked.
+_PLAIN_TYPES = frozenset((type(None), int, float, bool, str))
+#: The same of arguments of a call over ranks: (group, rank, world size) is a tuple.
+_PLAIN_TYPES_OVER_RANKS = _PLAIN_TYPES | {tuple, torch.dtype, Layout}
+
+
+def call_key(
+    q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...], defaults: tuple[Any, ...], more: tuple[Any, ...] = ()
+) -> Any:
+    """Return a key under which a checked call of plain tensors is cached, or None for a call to check every time.
+
+    Args:
+        q: The queries.
+        k: The keys.
+        v: The values.
+        given: The other arguments, in the order of `Given`.
+        defaults: The objects that these have by default; most calls have no others, and need no longer key.
+        more: Further arguments; only plain values and layouts identify a call.
+    """
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or torch.compiler.is_compiling():
+        return None
+    if forward_ad._current_level >= 0:
+        return None
+    mask = given[0]
+    if mask is not None and not _is_readable(mask):
+        return None
+    settings: Any = None
+    if more or not all(map(is_, given[1:], defaults)):
+        types, more_types = tuple(map(type, given[1:])), tuple(map(type, more))
+        if not (_PLAIN_TYPES.issuperset(types) and _PLAIN_TYPES_OVER_RANKS.issuperset(more_types)):
+            return None
+        if given[3]:  # with dropout, each call has a seed of its own
+            return None
+        settings = given, types, more, more_types  # True equals 1 and hashes alike, but is not a valid offset
+    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return mask, settings, tensors, torch.are_deterministic_algorithms_enabled()
+
+
+def _is_readable(mask: Any) -> bool:
+    """Return whether a mask can be compared with others: its lengths, if they are tensors, are integers with values."""
+    if not isinstance(mask, Mask):
+        return False
+    lengths = mask.pack()[1] if mask.has_documents else ()
+    return not any(isinstance(x, Tensor) and (x.is_meta or x.is_floating_point()) for x in lengths)
+
+
+def make_spec(
+    given: Given, q: Tensor, k: Tensor, v: Tensor, sink_logits: Any, alibi_slopes: Any, seed: Any
+) -> tuple[AttentionSpec, CallTensors, bool]:
+    """Check arguments; return the spec of a call on one device, its tensors, and whether these were packed.
+
+    Args:
+        given: The arguments without tensors.
+        q: The queries.
+        k: The keys.
+        v: The values.
+        sink_logits: The sink logits, or None.
+        alibi_slopes: The ALiBi slopes, or None.
+        seed: The seed of the dropout, an integer or a tensor, or None.
 
     Raises:
         ValueError: an argument is wrong.
     """
+    mask, scale, softcap, dropout, *_, deterministic = given
     _check_tensors(q, k, v)
     q, k, v = _autocast(q, k, v)
-    _check_once(q, k, v, scale, softcap, dropout, q_offset, batch_offset, head_offset, kernel)
+    _check_values(q, k, v, given)
     packed = q.ndim == 3
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -64,34 +124,23 @@ def op_arguments(
         seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
     if not isinstance(deterministic, bool):
         raise ValueError(f"deterministic={deterministic!r}: expected True or False")
-
-    text, lengths = (Mask.full() if mask is None else mask).pack()
-    documents = [x if isinstance(x, Tensor) else torch.from_numpy(x) for x in lengths]
-    for x in documents:
-        _check_readable("mask", x, q)
-        if x.is_floating_point():
-            raise ValueError(f"mask: document lengths must be integers; got {x.dtype}")
+    mask = Mask.full() if mask is None else mask
+    for x in mask.pack()[1]:
+        if isinstance(x, Tensor):
+            _check_readable("mask", x, q)
+            if x.is_floating_point():
+                raise ValueError(f"mask: document lengths must be integers; got {x.dtype}")
     refuse_forward_mode("attention", q, k, v, sink_logits)
-    arguments = Arguments(
-        q,
-        k,
-        v,
-        sink_logits,
-        alibi_slopes,
-        seed if dropout else None,
-        documents,
-        text,
+    spec = AttentionSpec(
+        mask,
         # torch's CPU kernel fails for scales below LEAST
         dim**-0.5 if scale is None else float(scale) if abs(scale) >= LEAST else 0.0,
         0.0 if softcap is None else float(softcap),
         float(dropout),
-        q_offset,
-        batch_offset,
-        head_offset,
-        kernel,
+        *given[4:8],
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )
-    return arguments, packed
+    return spec, CallTensors(q, k, v, sink_logits, alibi_slopes, seed if dropout else None), packed
 
 
 #: Argument names of other libraries, and what to write here instead.
@@ -128,43 +177,8 @@ def check_reduce_dtype(reduce_dtype: Any) -> None:
         raise ValueError(f"reduce_dtype={reduce_dtype!r}: expected one of the torch dtypes {names}, or None")
 
 
-_checked: set[Any] = set()
-
-
-def _check_once(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> None:
-    """Check shapes, dtypes, devices and plain values; remember combinations that passed and skip them next time."""
-    if torch.compiler.is_compiling():
-        _check_values(q, k, v, *values)
-        return
-    kinds = tuple(map(type, values))  # True == 1 and hashes alike, but is not a valid offset
-    known: Any = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, values, kinds)
-    try:
-        if known in _checked:
-            return
-    except TypeError:  # unhashable, so not a number; _check_values raises
-        known = None
-    _check_values(q, k, v, *values)
-    if len(_checked) >= _MOST_CHECKED:
-        _checked.clear()
-    _checked.add(known)
-
-
-#: The number of checked combinations that are remembered before the set is cleared.
-_MOST_CHECKED = 4096
-
-
-def _check_values(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: Any,
-    softcap: Any,
-    dropout: Any,
-    q_offset: Any,
-    batch_offset: Any,
-    head_offset: Any,
-    kernel: Any,
-) -> None:
+def _check_values(q: Tensor, k: Tensor, v: Tensor, given: Given) -> None:
+    _, scale, softcap, dropout, *offsets, kernel, _ = given
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
     if scale is not None and abs(_finite("scale", scale)) > LARGEST:
@@ -177,7 +191,7 @@ def _check_values(
         )
     if not 0.0 <= _finite("dropout", dropout) < 1.0:
         raise ValueError(f"dropout={dropout}: expected a probability, 0 <= dropout < 1")
-    for name, value in (("q_offset", q_offset), ("batch_offset", batch_offset), ("head_offset", head_offset)):
+    for name, value in zip(("q_offset", "batch_offset", "head_offset"), offsets, strict=True):
         _check_offset(name, value)
     if kernel not in registry.names():
         raise ValueError(f"kernel={kernel!r}: expected one of {', '.join(registry.names())}")
@@ -253,12 +267,9 @@ def _may_be_swapped(q: Tensor, k: Tensor) -> bool:
     return heads > COMMON_HEADS and heads > tokens > 1 and heads == k.shape[-2] and _tokens_may_be_heads(q, k)
 
 
-_warned: list[str] = []
-
-
 def _warn_once(message: str) -> None:
-    if not _warned:
-        _warned.append(message)
+    if not state.find("warned of swapped axes"):
+        state.put(True, "warned of swapped axes")
         log.warning(message)
 
 
@@ -373,3 +384,83 @@ def _finite(name: str, value: Any) -> float:
 
 def _shape(x: Tensor) -> list[int]:
     return list(x.shape)
+
+
+#: The `k_layout` of keys that every rank holds already.
+GATHERED = "gathered"
+
+
+def spread_spec(
+    spec: AttentionSpec,
+    x: CallTensors,
+    place: tuple[str, int, int],
+    layout: Any,
+    k_layout: Any,
+    schedule: str,
+    reduce_dtype: torch.dtype | None,
+    transport: str,
+    inner: int,
+    needs_lse: bool,
+) -> AttentionSpec:
+    """Check the arguments of a call over ranks, and return the spec of a single device with these added.
+
+    Args:
+        spec: The spec of a call on one device.
+        x: The tensors of the call.
+        place: The name of the group, this rank, and the number of ranks.
+        layout: The layout of the queries, or None.
+        k_layout: The layout of the keys, GATHERED, or None.
+        schedule: The schedule.
+        reduce_dtype: The dtype in which gradients are reduced, or None.
+        transport: The transport.
+        inner: The size of the inner axis of a mesh of two axes, or 0.
+        needs_lse: Whether the LSE is read.
+    """
+    group, rank, world = place
+    for name, given in (("layout", layout), ("k_layout", k_layout)):
+        if given is not None and not isinstance(given, Layout) and (name, given) != ("k_layout", GATHERED):
+            other = f", or {GATHERED!r}" if name == "k_layout" else ""
+            raise ValueError(
+                f"{name}: expected a meshflash.Layout, such as Layout.zigzag(tokens, world){other}; got {given!r}"
+            )
+    check_reduce_dtype(reduce_dtype)
+    transports.check(transport)
+    if isinstance(k_layout, str):
+        for name, value in (("schedule", schedule), ("transport", transport), ("reduce_dtype", reduce_dtype)):
+            if value not in ("auto", None):
+                raise ValueError(f"{name}={value!r}: where k_layout is {GATHERED!r} nothing moves; leave {name} out")
+        layout = layout or Layout.contiguous(world * x.q.shape[1], world)
+        if layout.world != world:
+            raise ValueError(f"layout: it is for {layout.world} ranks, the group has {world}")
+        return spec._replace(layout=layout, gathered_rank=rank)
+    if not isinstance(schedule, str):
+        raise ValueError(f"schedule={schedule!r}: expected a name, or name(option=value)")
+    if inner:
+        schedule = over_two_axes(schedule, inner)
+    if layout is not None and k_layout is None:
+        if x.k.shape[1] != x.q.shape[1]:
+            raise ValueError(
+                f"k has {x.k.shape[1]} tokens, q has {x.q.shape[1]}: give the keys a layout of their own with k_layout"
+            )
+        k_layout = layout
+    if not saves_buffers(schedule):
+        needs_lse = True  # these schedules always produce the LSE, and ranks may differ in whether they return it
+    return spec._replace(
+        group=group if world > 1 else "",
+        schedule=schedule,
+        layout=layout,
+        k_layout=k_layout,
+        reduce_dtype="" if reduce_dtype is None else str(reduce_dtype).removeprefix("torch."),
+        transport=transport,
+        needs_lse=needs_lse,
+        will_backward=world > 1 and records(*x[:4]),
+    )
+
+
+def records(*tensors: Tensor | None) -> bool:
+    """Return whether autograd records a call on these tensors.
+
+    Args:
+        tensors: The tensors that may require a gradient.
+    """
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -12,9 +12,9 @@ import torch
 
 from meshflash import Layout, Mask, attention, shutdown
 from meshflash.comm.transports.contract import Transport
-from meshflash.engine import binding, mesh
-from meshflash.engine.group_context import _contexts, group_context
-from meshflash.engine.memory import _pools, pool
+from meshflash.engine import binding, compile, executable
+from meshflash.engine.group_context import group_context, open_contexts
+from meshflash.engine.memory import pool
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def capturing():
     """Make the engine believe that a graph is being captured."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (mesh, binding):
+        for module in (compile, executable, binding):
             patch.setattr(module, "capturing", lambda device: True)
         yield patch
 
@@ -70,13 +70,13 @@ def test_capture_of_a_new_call_or_over_an_unsupported_transport_is_refused(pool)
 def call_after_shutdown(rank, world, group):
     """Shut down between two calls; all memory is freed and a new handshake is made."""
     call(world)
-    assert any(found._free for found in _pools.values())
+    assert pool(CPU)._free
     shutdown()
-    assert not any(found._free for found in _pools.values())
-    assert not _contexts
+    assert not pool(CPU)._free
+    assert not open_contexts()
     call(world)  # makes a new handshake
     assert group_context(group.group_name).handshakes == 1
-    assert all(found.usage.live == 0 for found in _pools.values())
+    assert pool(CPU).usage.live == 0
 
 
 def test_shutdown_frees_scratch_and_the_next_call_makes_a_new_handshake(pool):

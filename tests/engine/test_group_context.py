@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from meshflash import Layout, Mask, attention, register_schedule, unregister_schedule
-from meshflash.engine import group_context, mesh
+from meshflash.engine import executable, group_context
 from meshflash.schedules import allgather, ring
 
 CAUSAL = Mask.causal()
@@ -25,7 +25,9 @@ def fail_inside_a_call(rank, world, group):
     call()
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mesh.Prepared, "run", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no memory")))
+            patch.setattr(
+                executable.MeshExecutable, "run", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no memory"))
+            )
             with pytest.raises(MemoryError):
                 call()
         with pytest.raises(RuntimeError, match=r"left an earlier call .*no memory.*make a new process group"):
@@ -86,7 +88,7 @@ def make_and_destroy_groups(rank, world, group):
         distributed.destroy_process_group(own)
     own = distributed.new_group([0, 1])
     call(mesh=own)
-    return len(group_context._contexts)
+    return len(group_context.open_contexts())
 
 
 def test_contexts_of_destroyed_groups_are_dropped(pool):

@@ -20,8 +20,10 @@ from meshflash.check.spread import Item, shards
 from meshflash.comm.transports.loopback import Loopback
 from meshflash.core.program import Program
 from meshflash.core.tiles import Worklist
-from meshflash.engine import mesh as engine
+from meshflash.engine import cache as cache_module
 from meshflash.engine.binding import Bound
+from meshflash.engine.cache import cache
+from meshflash.engine.executable import MeshExecutable
 from meshflash.engine.group_context import group_context
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement
@@ -30,7 +32,7 @@ from meshflash.kernels.registry import Choice
 
 CAUSAL = Mask.causal()
 CPU = torch.device("cpu")
-BUILT: tuple[type[Any], ...] = (Program, Bound, Worklist, Placement, engine.Prepared)
+BUILT: tuple[type[Any], ...] = (Program, Bound, Worklist, Placement, MeshExecutable)
 
 
 @contextmanager
@@ -72,13 +74,13 @@ def repeat_calls(rank: int, world: int, group: Any) -> None:
         for _ in range(2):
             for call in calls:
                 step(world=world, **call)
-        before = usage.allocations, here.handshakes, len(here.prepared)
+        before = usage.allocations, here.handshakes, cache.size(here)
         with count_constructions() as built:
             for _ in range(5):
                 for call in calls:
                     step(world=world, **call)
         assert not built, built
-        assert before == (usage.allocations, here.handshakes, len(here.prepared))
+        assert before == (usage.allocations, here.handshakes, cache.size(here))
         assert usage.live == 0
 
 
@@ -102,11 +104,11 @@ def change_seeds_slopes_and_logits(rank: int, world: int, group: Any) -> None:
     here = group_context(group.group_name)
     for seed in range(10):
         if seed == 2:
-            before = here.handshakes, len(here.prepared), pool(CPU).usage.allocations
+            before = here.handshakes, cache.size(here), pool(CPU).usage.allocations
         slopes, logits = torch.rand(4, generator=torch.Generator().manual_seed(seed)), torch.full((4,), float(seed))
-        options = dict(dropout=0.5, seed=seed, alibi_slopes=slopes, sink_logits=logits)
-        step(32, world, mask=CAUSAL, schedule="ring", **options)
-    assert before == (here.handshakes, len(here.prepared), pool(CPU).usage.allocations)
+        more = dict(dropout=0.5, seed=seed, alibi_slopes=slopes, sink_logits=logits)
+        step(32, world, mask=CAUSAL, schedule="ring", **more)
+    assert before == (here.handshakes, cache.size(here), pool(CPU).usage.allocations)
 
 
 def test_changing_seeds_slopes_and_logits_need_no_new_handshake(pool):
@@ -120,14 +122,12 @@ def change_packings(rank: int, world: int, group: Any) -> None:
     memory.clear()  # other tests of this worker left arenas
     layout = Layout.zigzag(32, world)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "BOUND", 6)
-        patch.setattr(engine, "PREPARED", 9)
+        patch.setattr(cache_module, "MAX_ENTRIES", 9)
         for n in range(40):
             cuts = [0, *sorted(draw.sample(range(1, 32), draw.randint(1, 5))), 32]
             mask = CAUSAL & Mask.from_cu_seqlens(torch.tensor(cuts))
             step(32, world, mask=mask, layout=layout, schedule=draw.choice(("zigzag", "allgather")))
-            assert len(here.prepared) <= 9
-            assert all(len(arena.bound) <= 6 for arena in memory._free)
+            assert cache.size(here) <= 9
             assert len(memory._free) == 1
             if n == 20:
                 allocations = memory.usage.allocations
@@ -181,7 +181,7 @@ class AllocationRecorder(TorchDispatchMode):
 def test_bound_program_allocates_no_tensor(monkeypatch, schedule, batch, dtype):
     monkeypatch.setattr("meshflash.engine.binding.choose", lambda name, request: Choice(Idle(), "for the test"))
     for name in ("merge_", "delta_"):  # these launch kernels as well
-        monkeypatch.setattr(f"meshflash.engine.binding.{name}", lambda *tensors: None)
+        monkeypatch.setattr(f"meshflash.engine.binding.{name}", lambda *tensors, **_: None)
     for mask in (Mask.full(), CAUSAL, CAUSAL & Mask.window(9, 0)):
         item = Item(Case(mask, batch=batch, tokens=37, heads=4, kv_heads=2), schedule, 3, dtype)
         for rank in range(3):

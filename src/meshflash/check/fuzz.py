@@ -19,7 +19,7 @@ from meshflash.check.oracle import Case
 from meshflash.check.spread import Item, Mode, Strides
 from meshflash.check.suite import FEATURES, LAYOUTS, MASKS
 from meshflash.core.layout import Layout
-from meshflash.planning import over_two_axes
+from meshflash.engine.compile import over_two_axes
 from meshflash.schedules.registry import parse, schedule_variants
 
 #: The default world sizes of a campaign.

@@ -15,9 +15,9 @@ from meshflash.api import attention, flash_attention
 from meshflash.check.oracle import Case, upstream
 from meshflash.comm.transports.contract import Transport
 from meshflash.core.program import Direction, Sizes
+from meshflash.engine.executable import Plan
 from meshflash.engine.group_context import group_context
 from meshflash.engine.memory import pool
-from meshflash.engine.mesh import Plan
 from meshflash.kernels.contract import accumulator_dtype
 from meshflash.schedules.registry import default_layout, parse, verified
 

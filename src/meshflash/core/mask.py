@@ -268,7 +268,7 @@ class Mask:
         """Return the total lengths of the queries' documents, over all batch rows. Reads tensors."""
         return {int(n) for node in self.documents_nodes for n in np.atleast_2d(node._q).sum(axis=1)}
 
-    @property
+    @cached_property
     def has_documents(self) -> bool:
         """Whether this mask has document lengths, which may be a tensor on a device."""
         return any(isinstance(node, Documents) for node in self._leaves())

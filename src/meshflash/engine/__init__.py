@@ -1,1 +1,4 @@
-"""Runs attention on tensors: the autograd boundary and the `torch.library` op."""
+"""The engine: a spec (a call without its tensors) is compiled once to an executable, which runs on any such tensors.
+
+`spec`, `compile`, `executable`, `op` and `cache` are the path of a call; the other modules serve executables.
+"""

@@ -41,6 +41,7 @@ from meshflash.engine.placement import Placement, Setting
 from meshflash.engine.pulls import Places
 from meshflash.engine.trace import active
 from meshflash.kernels.contract import Features, Grads, Inputs, KernelRequest, Pass, Rows
+from meshflash.kernels.launches import Launches
 from meshflash.kernels.merge import add_sinks_, delta_, merge_
 from meshflash.kernels.registry import Choice, choose, log_kernel
 
@@ -191,13 +192,13 @@ class Bound:
         kernel = choice.kernel
         features = self._features_of(step.heads, sinks=step.final)
         (q,), (k, v), (out, lse) = self._views(step.q), self._views(step.kv), self._views(step.out)
-        carry = step.carry
+        carry, launches = step.carry, Launches()
 
         def run(call: Call) -> None:
             t = call.tensors
             outputs = t[out], t[lse]
             log_kernel(choice, "forward")
-            x = Inputs(t[q], t[k], t[v], work, call.features[features])
+            x = Inputs(t[q], t[k], t[v], work, call.features[features], launches)
             kernel.forward(x, outputs, outputs if carry else None)
 
         return run
@@ -208,12 +209,12 @@ class Bound:
         features = self._features_of(step.heads, sinks=False)
         (q,), (k, v), (dq,), (dk, dv) = (self._views(place) for place in (step.q, step.kv, step.dq, step.dkv))
         (out, lse), (dout, delta) = self._views(step.out), self._views(step.dout)
-        add_dq, add_dkv = step.add_dq, step.add_dkv
+        add_dq, add_dkv, launches = step.add_dq, step.add_dkv, Launches()
 
         def run(call: Call) -> None:
             t = call.tensors
             log_kernel(choice, "backward")
-            x = Inputs(t[q], t[k], t[v], work, call.features[features])
+            x = Inputs(t[q], t[k], t[v], work, call.features[features], launches)
             rows = Rows(t[out], t[dout], t[lse], t[delta])
             kernel.backward(x, rows, Grads(t[dq], t[dk], t[dv], add_dq, add_dkv))
 
@@ -315,10 +316,11 @@ class Bound:
 
     def _merge(self, step: Add) -> Run:
         (out, lse), (part, part_lse) = self._views(step.dst), self._views(step.src)
+        launches = Launches()
 
         def run(call: Call) -> None:
             t = call.tensors
-            merge_(t[out], t[lse], t[part], t[part_lse])
+            merge_(t[out], t[lse], t[part], t[part_lse], launches)
 
         return run
 
@@ -353,10 +355,11 @@ class Bound:
 
     def _delta(self, step: Delta) -> Run:
         (out, lse), (dout, target) = self._views(step.out), self._views(step.dout)
+        launches = Launches()
 
         def run(call: Call) -> None:
             t = call.tensors
-            delta_(t[target], t[out], t[dout], t[lse])
+            delta_(t[target], t[out], t[dout], t[lse], launches=launches)
 
         return run
 

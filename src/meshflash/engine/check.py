@@ -1,7 +1,7 @@
-"""What `verify=True` does: some rows of a result against plainly written attention over all ranks' keys.
+"""The check of `verify=True`: compare some rows of a result with plain attention over the keys of all ranks.
 
-Every rank lends its keys to the rows of all others, a block at a time, in float64 and by the oracle's code;
-parts are merged by their LSE. All ranks raise if one of them is wrong.
+Every rank computes the chosen rows of all ranks over its own keys, one block at a time, in float64 with the oracle's
+code. Partial results are merged by their LSE. All ranks raise if one of them is wrong.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import distributed as _distributed
 from meshflash.core import rows
 from meshflash.core.mask import Mask
 from meshflash.core.tiles import worklist
-from meshflash.engine.mesh import Plan
+from meshflash.engine.executable import Plan
 from meshflash.kernels.contract import Features, Inputs
 from meshflash.kernels.merge import add_sinks_
 from meshflash.kernels.reference import Reference
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: Rows of each rank that are checked.
+#: The number of rows that are checked on each rank.
 ROWS = 16
-#: Keys that the oracle takes at a time.
+#: The number of keys that the oracle takes at a time; it holds all pairs of a block in memory.
 BLOCK = 1024
-#: The largest error, as a share of the largest value, that rounding in a dtype explains.
+#: The largest error that rounding in a dtype explains, relative to the largest value.
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class WrongResultError(RuntimeError):
-    """A result that differs from plainly written attention by more than rounding explains."""
+    """A result differs from plain attention by more than rounding explains; `check_rows` raises it."""
 
 
 @torch.no_grad()
@@ -48,9 +48,23 @@ def check_rows(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Raise WrongResultError on every rank unless ROWS rows of each rank are right; group is None on one rank.
+    """Compare up to ROWS rows of each rank with plain attention. All ranks call it, and all raise the same error.
 
-    ValueError, on every rank as well, where the inputs of any rank hold NaN or infinity: nothing can be checked then.
+    Args:
+        plan: The schedule and the layouts of the call.
+        group: The process group, or None on one rank.
+        rank: This rank in the group.
+        mask: The mask of the call.
+        features: The parameters of the call besides tensors and mask.
+        q: This rank's queries.
+        k: This rank's keys.
+        v: This rank's values.
+        out: This rank's output, which is checked.
+        lse: This rank's LSE, which is checked.
+
+    Raises:
+        WrongResultError: A row of some rank is wrong.
+        ValueError: The inputs of some rank hold NaN or infinity, so that nothing can be checked.
     """
     world = plan.q.world
     _check_finite(group, world, {"q": q, "k": k, "v": v, "sink_logits": features.sink_logits_H})
@@ -97,9 +111,9 @@ def check_rows(
 
 
 def _check_finite(group: Any, world: int, tensors: dict[str, Tensor | None]) -> None:
-    """ValueError that names every rank and tensor with NaN or infinity, the same on all ranks.
+    """Raise ValueError, the same on all ranks, that names every rank and tensor with NaN or infinity.
 
-    A sink logit of -inf is one that is not there.
+    A sink logit of -inf is allowed: it means that there is no sink.
     """
     some = next(x for x in tensors.values() if x is not None)
     found = torch.zeros(len(tensors), 2, dtype=torch.float64, device=some.device)
@@ -127,7 +141,7 @@ def _check_finite(group: Any, world: int, tensors: dict[str, Tensor | None]) -> 
 
 
 def _spread(n: int) -> list[int]:
-    """Up to ROWS of n rows, the first and the last among them."""
+    """Return up to ROWS of n rows, evenly spaced, with the first and the last."""
     if n <= ROWS:
         return list(range(n))
     return [row * (n - 1) // (ROWS - 1) for row in range(ROWS)]
@@ -142,7 +156,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of these queries over this rank's keys."""
+    """Return (out, lse) of these queries over this rank's keys, without sink logits."""
     features = replace(features, sink_logits_H=None)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
@@ -159,7 +173,7 @@ def _broadcast(x: Tensor, source: int, group: Any) -> None:
 
 
 def _error(value: Tensor, want: Tensor) -> Tensor:
-    """The largest difference as a share of the largest value; infinite where only one of them is infinite."""
+    """Return the largest difference relative to the largest value; inf if only one of two values is infinite."""
     if not want.numel():
         return want.new_zeros(())
     same = value == want

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from meshflash.core.program import Program
-from meshflash.engine.group_context import GroupContext
-from meshflash.engine.mesh import Plan
-from meshflash.kernels.registry import KernelLog
+from meshflash.engine.check import check_rows
+from meshflash.engine.compile import compile_spec
+from meshflash.engine.executable import Executable, MeshExecutable, Plan
+from meshflash.engine.op import attend
+from meshflash.engine.spec import AttentionSpec, CallTensors
+from meshflash.kernels.registry import KernelLog, record_kernels
 
 
 @dataclass(frozen=True)
@@ -51,20 +57,45 @@ class Explanation:
         )
 
 
-def explain(plan: Plan, reason: str, member: GroupContext | None, ran: KernelLog) -> Explanation:
-    """What the last call of this rank was."""
+def attend_and_explain(
+    spec: AttentionSpec, x: CallTensors, record: bool, verify: bool
+) -> tuple[Tensor, Tensor, Explanation]:
+    """Return (out, lse) of a call, and what ran.
+
+    Args:
+        spec: The call without its tensors.
+        x: The tensors of the call.
+        record: Whether to record the kernels that run.
+        verify: Whether to check some rows against a plain implementation. Either all ranks verify, or none.
+    """
+    executable = compile_spec(spec.canonical(), x)
+    context = executable.context if isinstance(executable, MeshExecutable) else None
+    plan = executable.plan
+    assert plan is not None, "keys that every rank holds have no plan"
+    with context.in_use() if context else nullcontext():
+        with record_kernels() if record else nullcontext(KernelLog()) as ran:
+            out, lse = attend(spec, x)
+        if verify:
+            if context:
+                # check_rows communicates: a rank that does not verify would block the others until the timeout
+                context.agree({"verify": True}, "It may not verify: pass verify=True on all ranks, or on none. ")
+            group, rank = (context.group, context.rank) if context else (None, 0)
+            check_rows(plan, group, rank, executable.spec.mask, spec.features(x), *x[:3], out, lse)
+    return out, lse, _explain(executable, plan, ran)
+
+
+def _explain(executable: Executable, plan: Plan, ran: KernelLog) -> Explanation:
     entries = tuple(dict.fromkeys(ran))
     names, why = tuple(name for name, _ in entries), tuple(ran.reasons[entry] for entry in entries)
-    if member is None or member.last is None:
-        return Explanation("local", "single device", plan.q.name, 1, "none", names, why)
-    prepared = member.last
-    program, sizes = prepared.program("forward"), prepared.setting.sizes
+    if not isinstance(executable, MeshExecutable):
+        return Explanation("local", "one rank", plan.q.name, 1, "none", names, why)
+    program, sizes = executable.program("forward"), executable.setting.sizes
     return Explanation(
         schedule=plan.schedule,
-        reason=reason,
+        reason=plan.reason,
         layout=plan.q.name,
-        world=member.world,
-        transport=prepared.transport(member).name,
+        world=executable.context.world,
+        transport=executable.transport(executable.context).name,
         kernels=names,
         kernel_reasons=why,
         received_bytes=sum(program.received(sizes).values()),

@@ -31,8 +31,18 @@ from meshflash.comm.handshake import DisagreementError, timeout
 from meshflash.comm.transports.choice import Where, choose
 from meshflash.comm.transports.contract import Transport, TransportError
 from meshflash.core.program import Direction
+from meshflash.engine.cache import cache
 from meshflash.runtime.handshake import VERDICT, AbsentRanksError, Handshake
-from meshflash.runtime.liveness import Cause, LostRankError, Status, listen_host, liveness, one_line
+from meshflash.runtime.liveness import (
+    Cause,
+    LostRankError,
+    Status,
+    knows_of_failure,
+    listen_host,
+    liveness,
+    one_line,
+)
+from meshflash.runtime.state import refuse_inherited, state
 from meshflash.runtime.store import BoundedStore, StoreError, store_address
 
 dist: Any = _distributed  # torch's stubs do not declare all that this module exports
@@ -50,7 +60,7 @@ class MissingRankError(LostRankError):
 
 
 def checks_always() -> bool:
-    """Return whether ranks compare their arguments in every call: MESHFLASH_CHECK=always, for debugging."""
+    """Return whether ranks compare their arguments in every call, as MESHFLASH_CHECK=always requests for debugging."""
     text = os.environ.get("MESHFLASH_CHECK", "")
     if text not in ("", "first", "always"):
         raise ValueError(f"MESHFLASH_CHECK={text!r}: expected first or always")
@@ -72,8 +82,6 @@ class GroupContext:
         self.passes = 0
         #: The error by which this rank left a call; it takes part in no further call of this group.
         self.poisoned = ""
-        self.prepared: dict[Any, Any] = {}
-        self.last: Any = None
         #: The process groups by the names that programs use; all have the same ranks.
         self.groups = {"mesh": group}
         self._transports: dict[tuple[torch.device, str], Transport] = {}
@@ -97,7 +105,7 @@ class GroupContext:
 
     @property
     def handshakes(self) -> int:
-        """The number of handshakes that this rank has begun."""
+        """Return the number of handshakes that this rank has begun."""
         return self._handshake.next_number
 
     def _check_store_host(self) -> None:
@@ -148,12 +156,14 @@ class GroupContext:
                 transport.add(name, group)
 
     def close(self) -> None:
-        """Free the memory and threads of this group's transports."""
-        self.prepared.clear()
-        self.last = None
+        """Drop the executables of this group, free what its transports hold, and let go of it. No call may follow."""
+        cache.drop(self)
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
+        # Autograd graphs of earlier calls may outlive this context, and must not keep the group alive.
+        self.groups.clear()
+        self.group = None
 
     def broadcast_error(self, error: Exception) -> None:
         """Tell the other ranks, if they come to the next handshake, why this rank does not join their call.
@@ -172,6 +182,12 @@ class GroupContext:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let one thread at a time call over this group: messages of two calls at once would be mixed up."""
+        if self.group is None:
+            raise RuntimeError(
+                "the process group of this call was ended, or shutdown() was called since its forward: run backward "
+                "before that"
+            )
+        refuse_inherited(self.group)  # a forked child may run the backward of a call of its parent
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 "two threads call attention over one process group at the same time, and their messages would be "
@@ -365,56 +381,77 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + " ..."
 
 
+class _DuplicateGroup:
+    """One more process group of the same ranks and backends. `_duplicate_group` makes it, and `shutdown` ends it."""
+
+    def __init__(self, ranks: list[int], backend: str) -> None:
+        self.group: Any = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+
+    @property
+    def exists(self) -> bool:
+        """Whether nobody has destroyed the group, alone or with all other groups."""
+        return self.group in dist.distributed_c10d._world.pg_names
+
+    def close(self) -> None:
+        """End the group, unless a rank failed: its messages are never received, and the end would wait for them."""
+        if self.exists and not knows_of_failure():
+            dist.destroy_process_group(self.group)
+
+
 def _duplicate_group(group: Any, name: str) -> Any:
     """Return one more group of the same ranks and backends; groups of the same ranks share one of each name."""
     ranks, backend = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
-    key = (*ranks, backend, name)
-    found = _duplicates.get(key)
-    if found is None or found not in dist.distributed_c10d._world.pg_names:
-        found = _duplicates[key] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    return found
-
-
-_duplicates: dict[Any, Any] = {}
-_contexts: dict[str, GroupContext] = {}
-_contexts_lock = threading.Lock()
+    key = ("duplicate group", *ranks, backend, name)
+    found = state.find(*key)
+    if found is None or not found.exists:
+        found = _DuplicateGroup(ranks, backend)
+        state.put(found, *key)
+    return found.group
 
 
 def group_context(name: str) -> GroupContext:
-    """Return this rank's context of a process group, made on first use.
+    """Return this rank's context of a process group, made on first use. It lives until `shutdown`.
 
     Args:
         name: The name of the group, as torch registers it. A new group may take the name of one that has ended.
     """
     group = dist.distributed_c10d._resolve_process_group(name)
-    found = _contexts.get(name)
+    found: GroupContext | None = state.find(_KIND, name)
     if found is None or found.group is not group:
-        with _contexts_lock:
-            found = _contexts.get(name)
-            if found is None or found.group is not group:
-                for other in [other for other in _contexts if not _still_exists(other)]:
-                    _contexts.pop(other).close()
-                found = _contexts[name] = GroupContext(group)
+        found = _make_context(name, group)
     return found
 
 
-def clear_prepared() -> None:
-    """Drop the prepared calls of all groups: a schedule was registered or removed, and may build other programs."""
-    for found in list(_contexts.values()):
-        found.prepared.clear()
+#: The kind of contexts in the state of the process; their keys end with the name of the group.
+_KIND = "group context"
 
 
-def close_all() -> None:
+def _make_context(name: str, group: Any) -> GroupContext:
+    """Make the context of a group, and drop those of groups that exist no more."""
+    refuse_inherited(group)
+    with state.lock:  # or another thread, which read the table before, would drop the new context for the old one
+        for key, context in state.all_of(_KIND).items():
+            if not _still_exists(str(key[1]), context.group):
+                state.pop(*key)
+                context.close()
+        return state.get(lambda: GroupContext(group), _KIND, name)
+
+
+def open_contexts() -> list[GroupContext]:
+    """Return the contexts of all groups that this process has called over since the last `shutdown`."""
+    return list(state.all_of(_KIND).values())
+
+
+def close_contexts() -> None:
     """Close the contexts of all groups, and free what their transports hold."""
-    with _contexts_lock:
-        for found in _contexts.values():
-            found.close()
-        _contexts.clear()
+    for key, context in state.all_of(_KIND).items():
+        state.pop(*key)
+        context.close()
 
 
-def _still_exists(name: str) -> bool:
-    """Return whether the group that a context was made for still exists."""
+def _still_exists(name: str, group: Any) -> bool:
+    """Return whether a group still exists under its name."""
     try:
-        return dist.distributed_c10d._resolve_process_group(name) is _contexts[name].group
+        return dist.distributed_c10d._resolve_process_group(name) is group
     except (RuntimeError, LookupError):
         return False

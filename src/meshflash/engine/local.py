@@ -13,8 +13,9 @@ from meshflash.core.mask import Mask
 from meshflash.core.program import Ranges
 from meshflash.core.tiles import Worklist, worklist
 from meshflash.kernels.contract import Features, Grads, Inputs, Kernel, KernelRequest, Pass, Rows, new_outputs
+from meshflash.kernels.launches import Launches
 from meshflash.kernels.merge import delta
-from meshflash.kernels.registry import Choice, choose, log_kernel
+from meshflash.kernels.registry import Choice, choose, find, log_kernel, refusal
 
 #: Positions stay below this, so that no sum of one with the limit of a band passes 31 bits.
 LAST = UNBOUNDED - 2**16
@@ -57,6 +58,12 @@ def _work(
     return worklist(mask, q_ranges, (range(k_tokens),), reads_positions)
 
 
+def forget_worklists() -> None:
+    """Drop all cached worklists: kernels keep tables on their device for as long as a worklist exists."""
+    _work.cache_clear()
+    worklist.cache_clear()
+
+
 def forward(x: Inputs, kernel: str = "auto", deterministic: bool = False) -> tuple[Tensor, Tensor]:
     """(out, lse) by the kernel of this name."""
     chosen = _choose(x, kernel, "forward", deterministic)
@@ -88,10 +95,11 @@ def rows_of(
     dout_BTHE: Tensor | None,
     dlse_BHT: Tensor | None,
     with_delta: bool = True,
+    launches: Launches | None = None,
 ) -> Rows:
     """What a backward knows of its query rows, from the gradients of out and lse, either of which may be None."""
     dout = torch.zeros_like(out_BTHE) if dout_BTHE is None else dout_BTHE
-    return Rows(out_BTHE, dout, lse_BHT, delta(out_BTHE, dout, lse_BHT, dlse_BHT) if with_delta else None)
+    return Rows(out_BTHE, dout, lse_BHT, delta(out_BTHE, dout, lse_BHT, dlse_BHT, launches) if with_delta else None)
 
 
 def sink_gradient(sink_logits_H: Tensor | None, rows: Rows) -> Tensor | None:
@@ -127,6 +135,15 @@ def kernel_request(
 def choice(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Choice:
     """Which kernel does it, and why."""
     return choose(name, kernel_request(x, direction, deterministic, lse_gradient))
+
+
+def choices(x: Inputs, name: str, deterministic: bool) -> tuple[Choice, Choice] | None:
+    """The kernel of this name for the forward and for the backward; None where it does not support one of them."""
+    requests = [kernel_request(x, direction, deterministic) for direction in ("forward", "backward")]
+    if any(refusal(find(name), request) for request in requests):
+        return None
+    forward, backward = (choose(name, request) for request in requests)
+    return forward, backward
 
 
 def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Kernel:

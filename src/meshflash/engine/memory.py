@@ -1,7 +1,7 @@
-"""Scratch memory: one flat piece for each call that runs at a time, kept for the next one.
+"""Pools of scratch memory: one arena for each call that runs at a time, reused by later calls.
 
-A call asks for as many bytes as its program's scratch takes, and gives them back. What autograd saves and
-what the caller gets are never from here.
+A call takes an arena of as many bytes as the scratch of its program needs, and gives it back. Results and tensors that
+autograd saves never come from a pool. `shutdown` frees all pools.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ from dataclasses import dataclass
 import torch
 
 from meshflash.comm.transports.contract import Arena
+from meshflash.runtime.state import state
 
-#: Where a tensor in an arena may begin: what the widest loads and device copies want.
+#: The alignment of tensors in an arena, in bytes: enough for the widest loads and device copies.
 ALIGNMENT = 256
 
 
 @dataclass
 class Usage:
-    """What the pool did: bytes that calls hold now and at most, and how often it had to allocate."""
+    """Counters of a pool, in bytes and allocations. Each `Pool` has one.
+
+    Args:
+        live: The bytes that running calls use.
+        peak: The most bytes that running calls used at a time.
+        allocations: How often the pool allocated an arena.
+    """
 
     live: int = 0
     peak: int = 0
@@ -27,7 +34,7 @@ class Usage:
 
 
 class Pool:
-    """Arenas of one device."""
+    """The free arenas of one device and stream, and their counters. `pool` makes one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -36,7 +43,12 @@ class Pool:
         self._lock = threading.Lock()
 
     def take(self, wanted: int, used: int) -> Arena:
-        """An arena of at least so many bytes, of which the call uses so many."""
+        """Return the smallest free arena that is large enough, or a new one.
+
+        Args:
+            wanted: The bytes that the arena must have.
+            used: The bytes that the call uses of them, without padding; only for the counters.
+        """
         with self._lock:
             self.usage.live += used
             self.usage.peak = max(self.usage.peak, self.usage.live)
@@ -52,32 +64,40 @@ class Pool:
                 return Arena(torch.empty(max(wanted, 1), dtype=torch.uint8, device=self.device))
 
     def give_back(self, arena: Arena, used: int) -> None:
-        """For the next call."""
+        """Return an arena to the pool, for later calls.
+
+        Args:
+            arena: The arena that `take` returned.
+            used: The bytes that the call used, as given to `take`.
+        """
         with self._lock:
             self.usage.live -= used
             self._free.append(arena)
 
     def drop(self, used: int) -> None:
-        """Forget an arena that a failed call held: a late message may still be written to it."""
+        """Give up the arena of a failed call without reusing it: a late message may still be written to it.
+
+        Args:
+            used: The bytes that the call used, as given to `take`.
+        """
         with self._lock:
             self.usage.live -= used
 
     def clear(self) -> None:
-        """Free what no call holds."""
+        """Free the arenas that no call holds."""
         with self._lock:
             self._free.clear()
 
 
-_pools: dict[tuple[torch.device, int], Pool] = {}
-
-
 def pool(device: torch.device) -> Pool:
-    """The pool of a device and its current stream: on another stream a kernel may still use what was given back."""
-    key = (device, _stream(device))
-    found = _pools.get(key)
-    if found is None:
-        found = _pools.setdefault(key, Pool(device))
-    return found
+    """Return the pool of a device and its current stream; `shutdown` frees it.
+
+    Streams have pools of their own: a kernel on one stream may still use an arena that its call gave back.
+
+    Args:
+        device: The device of the scratch.
+    """
+    return state.get(lambda: Pool(device), "scratch", device, _stream(device))
 
 
 def _stream(device: torch.device) -> int:
@@ -85,9 +105,3 @@ def _stream(device: torch.device) -> int:
     if device.type == "cpu" or module is None:
         return 0
     return int(getattr(module.current_stream(device), f"{device.type}_stream", 0))
-
-
-def release() -> None:
-    """Free all scratch that no call holds."""
-    for found in list(_pools.values()):
-        found.clear()

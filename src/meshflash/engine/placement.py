@@ -1,7 +1,7 @@
-"""Where a program's own buffers lie: scratch and packed copies in an arena, what is saved in memory of its own.
+"""The placement of a program's buffers: scratch and packed copies in an arena, saved buffers in their own memory.
 
-In memory a field is `[rows, batch, heads, width]`, so that any run of rows is one message; kernels see it
-as `[batch, rows, heads, width]`, or `[batch, heads, rows]` where it has no width.
+A field has the layout `[rows, batch, heads, width]` in memory, so any run of rows is one contiguous message. Kernels
+take views of it: `[batch, rows, heads, width]`, or `[batch, heads, rows]` for a field without a width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ from meshflash.kernels.contract import accumulator_dtype
 
 @dataclass(frozen=True)
 class Setting:
-    """What a bound program depends on besides its steps and its mask."""
+    """Everything that a bound program depends on besides its steps and its mask. `compile_spec` makes it.
+
+    Args:
+        batch: The number of batch rows.
+        dim: The head dim of queries and keys.
+        value_dim: The head dim of values.
+        dtype: The dtype of the inputs.
+        reduce_dtype: The dtype in which gradients of keys and values travel and are reduced.
+        device: The device of the tensors.
+        kernel: The requested kernel, or "auto".
+        deterministic: Whether the backward must give the same bits twice.
+        lse_gradient: Whether the LSE has a gradient.
+    """
 
     batch: int
     dim: int
@@ -33,12 +45,16 @@ class Setting:
 
     @property
     def sizes(self) -> Sizes:
-        """For counting bytes."""
+        """Return the sizes by which a program counts bytes."""
         partial = accumulator_dtype(self.dtype).itemsize
         return Sizes(self.batch, self.dim, self.value_dim, self.dtype.itemsize, partial, self.reduce_dtype.itemsize)
 
     def torch_dtype(self, dtype: Dtype) -> torch.dtype:
-        """What a program's word for a dtype means here."""
+        """Return the torch dtype of a program's dtype.
+
+        Args:
+            dtype: The name of the dtype in programs: "input", "partial" or "reduce".
+        """
         if dtype == "partial":
             return accumulator_dtype(self.dtype)
         return self.reduce_dtype if dtype == "reduce" else self.dtype
@@ -46,7 +62,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One field: where it begins, and its shape in memory."""
+    """The place of one field: the byte at which it begins, and its shape and dtype in memory."""
 
     begin: int
     shape: tuple[int, ...]
@@ -58,10 +74,15 @@ class _Piece:
 
 
 class Placement:
-    """The buffers of one program in one setting: `bytes` of an arena, of which it uses `used`, and `saved` bytes.
+    """The offsets of a program's buffers for one setting. A `MeshExecutable` makes one for each pass.
 
-    What is saved lies as the buffers `kept` of the forward do, in both passes. Where messages are `pulled` by
-    peers, all that is sent lies in the arena.
+    `bytes` is the size of the arena, `used` the same without padding, and `saved` the size of the saved buffers.
+
+    Args:
+        program: The program.
+        setting: The shapes, dtypes and device.
+        kept: The saved buffers of the forward; both passes place them alike.
+        pulled: Whether peers read messages from the arena. Then everything that the program sends lies in it.
     """
 
     def __init__(self, program: Program, setting: Setting, kept: tuple[Buffer, ...] = (), pulled: bool = False) -> None:
@@ -93,11 +114,21 @@ class Placement:
             self.bytes += -(-piece.bytes // ALIGNMENT) * ALIGNMENT
 
     def staged(self, post: Post) -> list[Slice]:
-        """The slices of a post that are sent by way of a packed copy."""
+        """Return the slices of a post that are packed into a copy before they are sent.
+
+        Args:
+            post: A post of the program.
+        """
         return self.program.staged(post, self.setting.sizes, self.pulled)
 
     def begins(self, post: Post, place: Slice, field: Field) -> int:
-        """The byte of the arena at which a message begins that a post sends."""
+        """Return the byte of the arena at which a message begins.
+
+        Args:
+            post: The post that sends the message.
+            place: The slice that it sends.
+            field: The field of the slice.
+        """
         if place in self.staged(post):
             return self._pieces[(post.name, place), field.name].begin
         piece = self._pieces[place.buffer, field.name]
@@ -105,18 +136,37 @@ class Placement:
         return piece.begin + place.rows[0] * (piece.bytes // rows)
 
     def message(self, memory: Tensor, key: Any, field: Field, place: Slice) -> Tensor:
-        """Rows of a field as one flat message."""
+        """Return rows of a field, or a whole packed copy, as a flat message.
+
+        Args:
+            memory: The arena, or the memory of saved buffers.
+            key: The name of the buffer, or (post, slice) of a packed copy.
+            field: The field.
+            place: The slice that is sent or received.
+        """
         whole = self._tensor(memory, key, field)
         return whole[slice(*place.rows)].view(-1) if key == place.buffer else whole.view(-1)
 
     def view(self, memory: Tensor, place: Slice, field: Field) -> Tensor:
-        """Rows and heads of a field of scratch, or of what is saved, as kernels take them."""
+        """Return rows and heads of a field of a scratch or saved buffer, as kernels take them.
+
+        Args:
+            memory: The arena, or the memory of saved buffers.
+            place: The slice of the buffer.
+            field: The field.
+        """
         return as_kernels_take(self._tensor(memory, place.buffer, field)[slice(*place.rows), :, slice(*place.heads)])
 
     def strided(
         self, place: Slice, field: Field, flat: bool
     ) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
-        """The same of a buffer, or whole rows as a flat message: dtype, size, strides and offset in its memory."""
+        """Return (dtype, size, strides, offset) of the view of a slice, for `as_strided` on its memory.
+
+        Args:
+            place: The slice of the buffer.
+            field: The field.
+            flat: Whether to view whole rows as a flat message, instead of as kernels take them.
+        """
         piece = self._pieces[place.buffer, field.name]
         _, batch, heads, *last = piece.shape
         width = last[0] if last else 1
@@ -130,7 +180,13 @@ class Placement:
         return piece.dtype, (batch, d - c, b - a), (heads, 1, row), offset
 
     def copy(self, memory: Tensor, key: Any, field: Field) -> Tensor:
-        """All of a packed copy, as kernels take it."""
+        """Return a whole packed copy, as kernels take it.
+
+        Args:
+            memory: The arena.
+            key: (post, slice) of the packed copy.
+            field: The field.
+        """
         return as_kernels_take(self._tensor(memory, key, field))
 
     def _tensor(self, memory: Tensor, key: Any, field: Field) -> Tensor:
@@ -139,5 +195,9 @@ class Placement:
 
 
 def as_kernels_take(x: Tensor) -> Tensor:
-    """`[rows, batch, heads, width]` as `[batch, rows, heads, width]`; without a width as `[batch, heads, rows]`."""
+    """Return a view `[batch, rows, heads, width]`, or `[batch, heads, rows]` of a field without a width.
+
+    Args:
+        x: The field as it lies in memory, `[rows, batch, heads, width]` or `[rows, batch, heads]`.
+    """
     return x.transpose(0, 1) if x.ndim == 4 else x.permute(1, 2, 0)

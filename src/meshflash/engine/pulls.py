@@ -1,6 +1,6 @@
-"""Where peers' messages lie in their memory, for transports that pull them from there.
+"""The addresses of peers' messages in their memory, for transports that read them from there.
 
-Programs are pure functions of rank, so that a rank knows what its peers send from where.
+Programs are pure functions of the rank, so a rank computes where its peers place their messages without asking them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from collections.abc import Callable
 from meshflash.core.program import Part, Post, Program
 from meshflash.engine.placement import Placement
 
-#: By post, number of the part that is received, and field: the byte at which it begins in the sender's memory.
+#: (post, number of the received part, field) -> the byte at which the message begins in the sender's arena.
 Places = dict[tuple[str, int, str], int]
 
 
 def places(program: Program, placement_of: Callable[[int], Placement]) -> Places:
-    """For all that a program receives from others."""
+    """Return the address of every message that a program receives from another rank.
+
+    Args:
+        program: The program of this rank.
+        placement_of: A function that returns the placement of a peer's program, by rank.
+    """
     out: Places = {}
     for peer in {part.peer for post in _posts(program) for part in post.recvs} - {program.rank}:
         theirs = placement_of(peer)
@@ -33,7 +38,7 @@ def _posts(program: Program) -> list[Post]:
 
 
 def _parts(program: Program, peer: int, sends: bool) -> dict[str, list[tuple[Post, int, Part]]]:
-    """What goes to, or comes from, a peer, by group, in the order in which parts match."""
+    """Return the parts that go to a peer, or come from it, by group, in the order in which sends match receives."""
     out: dict[str, list[tuple[Post, int, Part]]] = defaultdict(list)
     for post in _posts(program):
         for n, part in enumerate(post.sends if sends else post.recvs):

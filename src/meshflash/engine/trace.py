@@ -1,7 +1,7 @@
-"""A record of real runs: when each step of each call began and ended, as files for a trace viewer.
+"""Traces of real runs: when each step of each call began and ended, in files for a trace viewer.
 
-MESHFLASH_TRACE names a folder; every rank writes its file there when its process ends. On a device the times are those
-of its stream, so that a wait is as long as the device stood still for it; the host is not made to wait meanwhile.
+MESHFLASH_TRACE names a folder, and every rank writes its file there when its process ends. Times on a GPU are those of
+its stream: a wait is as long as the stream was idle for it. Recording does not synchronize the host.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import torch
 
 from meshflash.core.program import Attend, AttendGrad, Post, Program, Wait
 
-#: Calls that a rank records; later ones are not, and the file says how many.
+#: The number of calls that a rank records. The file also says how many calls there were.
 MOST_CALLS = 1000
 
 
 def folder() -> str:
-    """Where traces go; empty where none are wanted."""
+    """Return the folder of traces, from MESHFLASH_TRACE; empty if calls are not traced."""
     return os.environ.get("MESHFLASH_TRACE", "")
 
 
 def active() -> Trace | None:
-    """What records calls now, if anything does."""
+    """Return the trace that records calls now, or None."""
     return _asked[-1] if _asked else trace if folder() else None
 
 
 @contextmanager
 def recording() -> Iterator[Trace]:
-    """Record the calls of this block, to be looked at and not written."""
+    """Record the calls of this block in a trace of its own, which is not written to a file."""
     made = Trace()
     _asked.append(made)
     try:
@@ -47,7 +47,7 @@ def recording() -> Iterator[Trace]:
 
 
 class _HostClock:
-    """Marks are times."""
+    """A clock whose marks are times of the host."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -57,7 +57,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Marks are events in the stream of the caller's work."""
+    """A clock whose marks are events in the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -85,7 +85,11 @@ class _Record:
     marks: list[tuple[int, Any, Any]] = field(default_factory=list)
 
     def events(self, number: int) -> list[dict[str, Any]]:
-        """As a trace viewer takes them: what is attended to, what moves, and what is waited for."""
+        """Return the events of a trace viewer: computation ("attend"), messages ("move") and waits ("other").
+
+        Args:
+            number: The number of the call in its group.
+        """
         out: list[dict[str, Any]] = []
         posted: dict[str, tuple[int, float]] = {}
         for index, before, after in self.marks:
@@ -102,7 +106,7 @@ class _Record:
         return out
 
     def seconds(self) -> list[float]:
-        """How long each step took."""
+        """Return the seconds of each step."""
         out = [0.0] * len(self.program.steps)
         for index, before, after in self.marks:
             out[index] += self.clock.seconds(before, after)
@@ -130,7 +134,7 @@ class _Record:
 
 
 class Trace:
-    """What this process records."""
+    """The recorded calls of one process, or of one `recording` block."""
 
     def __init__(self) -> None:
         self.records: list[_Record] = []
@@ -140,7 +144,14 @@ class Trace:
     def run(
         self, program: Program, group: str, device: torch.device, steps: Sequence[tuple[int, Callable[[], Any]]]
     ) -> None:
-        """Run the steps of a call, each with its number in the program, and record them."""
+        """Run the steps of a call, and record when each began and ended.
+
+        Args:
+            program: The program of the call.
+            group: The name of the process group.
+            device: The device that computes; its stream gives the times.
+            steps: The steps as functions, each with its number in the program.
+        """
         if self is trace:
             self._prepare()
         self.calls += 1
@@ -154,12 +165,16 @@ class Trace:
             self.records.append(record)
 
     def seconds(self, kind: str) -> float:
-        """How long steps of a kind took in all calls: attend, move, or other, which is waiting."""
+        """Return the seconds of all steps of a kind, over all calls.
+
+        Args:
+            kind: "attend" for computation, "move" for messages, or "other" for waits.
+        """
         events = [event for record in self.records for event in record.events(0) if event["cat"] == kind]
         return float(sum(event["dur"] for event in events)) * 1e-6
 
     def write(self) -> Path | None:
-        """Write what was recorded so far."""
+        """Write the calls recorded so far; return the path, or None if this trace has no file."""
         if self._path is None:
             return None
         numbers: Counter[str] = Counter()
@@ -187,6 +202,6 @@ class Trace:
             atexit.register(self.write)
 
 
-#: The one of this process, and those that were asked for.
+#: The trace of this process, which MESHFLASH_TRACE switches on, and the traces of open `recording` blocks.
 trace = Trace()
 _asked: list[Trace] = []

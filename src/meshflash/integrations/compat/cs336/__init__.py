@@ -8,7 +8,7 @@ from meshflash.integrations.compat.cs336.attention import (
     FlashAttentionFunction,
     FlashAttentionTorch,
     FlashAttentionTriton,
-    _op_arguments,  # noqa: F401 tests read the arguments that kernels get
+    _spec,  # noqa: F401 tests read what kernels get
     flash_attention_forward,
     get_flashattention_autograd_function_pytorch,
     get_flashattention_autograd_function_triton,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshflash.core.mask import Mask
 from meshflash.engine import local, op
+from meshflash.engine.spec import AttentionSpec, CallTensors
 from meshflash.kernels.contract import Features
 from meshflash.kernels.reference import dense_attention
 from meshflash.kernels.tiled import Tiled
@@ -46,11 +47,10 @@ class FlashAttentionTorch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        arguments = _op_arguments(q, k, v, ctx.is_causal, ctx.kernel)
-        batch, tokens = arguments[0].shape[:2]
+        spec, x = _spec(q, k, v, ctx.is_causal, ctx.kernel)
+        batch, tokens = x.q.shape[:2]
         out, dout = (y.reshape(batch, tokens, 1, v.shape[-1]) for y in (out, dout))
-        made = out, lse.reshape(batch, 1, tokens), op.nothing(q)
-        dq, dk, dv, _ = op.attend_backward(made, dout, None, arguments)
+        dq, dk, dv, _ = op.attend_backward(spec, x, (out, lse.reshape(batch, 1, tokens), None), dout, None)
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None
 
 
@@ -63,7 +63,7 @@ class FlashAttentionTriton(FlashAttentionTorch):
 
 
 def _forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str) -> Tensor:
-    out, lse = op.attend(_op_arguments(q, k, v, is_causal, kernel))
+    out, lse = op.attend(*_spec(q, k, v, is_causal, kernel))
     out = out.view(*q.shape[:-1], v.shape[-1])
     ctx.save_for_backward(q, k, v, out, lse.view(q.shape[:-1]))
     ctx.is_causal, ctx.kernel = is_causal, kernel
@@ -124,10 +124,10 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False)
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
-def _op_arguments(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str) -> op.Arguments:
+def _spec(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, kernel: str) -> tuple[AttentionSpec, CallTensors]:
     inputs, mask, scale = _one_head(q, k, v, is_causal)
-    fixed = torch.are_deterministic_algorithms_enabled()
-    return op.Arguments(*inputs, None, None, None, [], mask.pack()[0], scale, 0.0, 0.0, 0, 0, 0, kernel, fixed)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return AttentionSpec(mask, scale, kernel=kernel, deterministic=deterministic), CallTensors(*inputs)
 
 
 def _one_head(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Mask, float]:

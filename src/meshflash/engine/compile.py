@@ -1,0 +1,251 @@
+"""Compile a spec for its shapes: choose schedule and layouts, build programs, choose kernels, and agree with all ranks.
+
+The only module of the engine that knows that schedules have names; the rest runs programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import meshflash
+from meshflash.comm.streams import capturing
+from meshflash.core.layout import Layout
+from meshflash.engine.cache import cache
+from meshflash.engine.executable import Executable, LocalExecutable, MeshExecutable, Plan
+from meshflash.engine.group_context import GroupContext, checks_always, group_context
+from meshflash.engine.placement import Setting
+from meshflash.engine.spec import AttentionSpec, CallTensors
+from meshflash.kernels.contract import accumulator_dtype
+from meshflash.kernels.registry import on_forget
+from meshflash.schedules import registry as schedules
+
+#: "auto" all-gathers while the keys and values of the whole sequence take at most this many bytes on each rank.
+GATHER_BYTES = 64 * 2**20
+
+
+def compile_spec(spec: AttentionSpec, x: CallTensors) -> Executable:
+    """Return the executable of a call: from the cache if an equal call was compiled before, else a new one.
+
+    Over a process group all ranks call it, in the same order. They compare a new call on the host before it runs, and
+    every call with MESHFLASH_CHECK=always.
+
+    Args:
+        spec: The call without its tensors.
+        x: The tensors. Their shapes, dtype and device matter, and which optional ones are given.
+
+    Raises:
+        ValueError: A layout does not fit the tensors or the group, or the named kernel does not support the call.
+        DisagreementError: The ranks made different calls.
+        RuntimeError: A CUDA graph is being captured, and ranks have not agreed on this call before.
+    """
+    context = group_context(spec.group) if spec.group else None
+    # kernels are compiled for the dtypes of all tensors
+    dtypes = tuple(None if y is None else y.dtype for y in (x.q, *x[3:]))
+    key = spec, x.q.shape, x.k.shape, x.v.shape, dtypes, x.q.device
+    found: Executable | None = cache.get(key, context)
+    if context is None:
+        if found is None:
+            found = _compile_local(spec, x)
+            cache.put(key, found)
+        return found
+    context.check_not_poisoned()
+    if found is None or checks_always():
+        with context.in_use():
+            found = _compile_over_ranks(spec, x, context, found)
+            cache.put(key, found, context)
+    return found
+
+
+def _compile_local(spec: AttentionSpec, x: CallTensors) -> LocalExecutable:
+    plan = None
+    if spec.gathered_rank < 0:
+        plan = make_plan(spec, x.q.shape[1], x.k.shape[1], 0, 1)  # raises where a layout does not fit one device
+    return LocalExecutable(spec, x, plan)
+
+
+def _compile_over_ranks(
+    spec: AttentionSpec, x: CallTensors, context: GroupContext, found: Executable | None
+) -> MeshExecutable:
+    """Compile a call, and compare it with the calls of all other ranks."""
+    if capturing(x.q.device):
+        raise RuntimeError(
+            "a graph is being captured, and ranks have to agree on this call first: make it once before the "
+            "capture, without MESHFLASH_CHECK=always"
+        )
+    try:
+        executable = found if isinstance(found, MeshExecutable) else _build(spec, x, context)
+    except Exception as error:
+        context.broadcast_error(error)
+        raise
+    context.agree({**_agreed_fields(spec, executable.plan, x), "groups": executable.groups})
+    context.ensure_groups(executable.groups)
+    executable.transport(context)
+    executable.attach(spec, context)
+    return executable
+
+
+def _build(spec: AttentionSpec, x: CallTensors, context: GroupContext) -> MeshExecutable:
+    q, k, v = x.q, x.k, x.v
+    token_bytes = (k.shape[3] + v.shape[3]) * k.shape[0] * k.shape[2] * k.element_size()
+    plan = make_plan(spec, q.shape[1], k.shape[1], token_bytes, context.world)
+    for name, tensor, layout in (("q", q, plan.q), ("k", k, plan.k)):
+        if tensor.shape[1] != layout.lengths[context.rank]:
+            raise ValueError(
+                f"{name} has {tensor.shape[1]} tokens on rank {context.rank} of the group; its layout ({layout.name}, "
+                f"{layout.tokens} tokens over {layout.world} ranks) gives it {layout.lengths[context.rank]}"
+            )
+    spec.mask.check(plan.q.tokens, plan.k.tokens, q.shape[0], plan.q_offset)
+    setting = Setting(
+        batch=q.shape[0],
+        dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=q.dtype,
+        reduce_dtype=getattr(torch, plan.reduce_dtype) if plan.reduce_dtype else accumulator_dtype(q.dtype),
+        device=q.device,
+        kernel=spec.kernel,
+        deterministic=spec.deterministic,
+    )
+    executable = MeshExecutable(plan, spec.mask, q.shape[2], k.shape[2], context.rank, setting, schedules.build)
+    executable.check_saved()
+    features = spec.features(x)
+    executable.kernels("forward", features)
+    if spec.kernel != "auto":  # "auto" finds one in every pass
+        executable.kernels("backward", features)
+    return executable
+
+
+def make_plan(spec: AttentionSpec, q_tokens: int, k_tokens: int, token_bytes: int, world: int) -> Plan:
+    """Return the schedule and the layouts of a call.
+
+    Args:
+        spec: The call without its tensors.
+        q_tokens: The number of this rank's queries.
+        k_tokens: The number of this rank's keys.
+        token_bytes: The bytes of one token's keys and values. "auto" compares those of all tokens with GATHER_BYTES.
+        world: The number of ranks.
+    """
+    schedule, reason = spec.schedule, "requested"
+    if schedule == "auto":
+        gathered = token_bytes * (world * k_tokens if spec.k_layout is None else spec.k_layout.tokens)
+        schedule = "allgather" if gathered <= GATHER_BYTES else _ring_of(spec.layout)
+        word = "at most" if gathered <= GATHER_BYTES else "more than"
+        reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
+    schedule, default_layout = schedules.canonical(schedule), schedules.default_layout(schedule)
+    q = _layout("layout", spec.layout, default_layout, q_tokens, world)
+    k = _layout("k_layout", spec.k_layout, default_layout, k_tokens, world)
+    return Plan(schedule, q, k, spec.q_offset, spec.reduce_dtype, spec.transport, spec.needs_lse, reason)
+
+
+def _ring_of(layout: Layout | None) -> str:
+    """Return the ring schedule whose default layout is this one, or plain ring."""
+    return "ring" if layout is None or layout.name not in ("zigzag", "striped") else layout.name
+
+
+def _layout(
+    name: str, layout: Layout | None, default_layout: Callable[[int, int], Layout], tokens: int, world: int
+) -> Layout:
+    """Return the given layout after checking it, or the schedule's default layout for shards of equal length."""
+    if layout is None:
+        return default_layout(world * tokens, world)
+    if layout.world != world:
+        raise ValueError(f"{name}: it is for {layout.world} ranks, the group has {world}")
+    if world == 1 and layout.tokens != tokens:
+        raise ValueError(f"{name}: it has {layout.tokens} tokens, the tensor {tokens}")
+    if world == 1 and layout != Layout.contiguous(tokens, 1):
+        raise ValueError(f"{name}: on one rank positions must be in order; put the tokens in order, without a layout")
+    return layout
+
+
+def over_two_axes(schedule: str, inner: int) -> str:
+    """Return a schedule for a mesh of two axes, with `inner` set to the size of the inner axis.
+
+    Args:
+        schedule: The requested schedule, with or without options.
+        inner: The number of ranks in the inner axis.
+
+    Raises:
+        ValueError: The schedule runs over one axis only, or names another size of the inner axis.
+
+    >>> over_two_axes("hybrid(ring=allgather)", 2)
+    'hybrid(inner=2, ring=allgather, transposed=False, rounds=1)'
+    """
+    able = ", ".join(one.name for one in schedules.schedules() if "inner" in dict(one.options))
+    given = {} if schedule == "auto" else dict(schedules.parse(schedule)[1])
+    if "inner" not in given:
+        raise ValueError(
+            f'schedule={schedule!r} runs over one axis, but mesh has two: pass one of them, as in mesh["cp"], or '
+            f"shard the sequence over both with {able}"
+        )
+    if given["inner"] not in (0, inner):
+        raise ValueError(f"schedule={schedule!r}: inner={given['inner']}, but mesh has {inner} ranks in its inner axis")
+    given["inner"] = inner
+    return f"{schedules.parse(schedule)[0].name}({', '.join(f'{key}={value}' for key, value in given.items())})"
+
+
+def saves_buffers(schedule: str) -> bool:
+    """Return whether the forward of a schedule saves buffers beyond the caller's tensors.
+
+    Args:
+        schedule: The schedule, with or without options; "auto", or "" on a single device, saves none.
+    """
+    return schedule not in ("", "auto") and schedules.parse(schedule)[0].saves_buffers
+
+
+def _agreed_fields(spec: AttentionSpec, plan: Plan, x: CallTensors) -> dict[str, Any]:
+    """Return the fields that all ranks must agree on, by the names that errors show."""
+    plain = spec._asdict()
+    for name in ("group", "layout", "k_layout", "mask", "gathered_rank", "will_backward", "needs_lse"):
+        del plain[name]
+    documents = [_digest(x if isinstance(x, Tensor) else torch.tensor(x)) for x in spec.mask.pack()[1]]
+    return plain | {
+        "version": meshflash.__version__,
+        "schedule": plan.schedule,
+        "layout": _named(plan.q),
+        "key layout": _named(plan.k),
+        "return_lse": plan.lse,
+        "mask": repr(spec.mask),
+        "mask's documents": documents,
+        "batch": x.q.shape[0],
+        "heads": x.q.shape[2],
+        "key heads": x.v.shape[2],
+        "dim": x.q.shape[3],
+        "value dim": x.v.shape[3],
+        "dtype": str(x.q.dtype),
+        "device": x.q.device.type,
+        "seed": 0 if x.seed is None else int(x.seed),
+        "alibi_slopes": _digest(x.alibi_slopes),
+        "sink_logits": _digest(x.sink_logits),
+        "autograd": _AUTOGRAD[spec.will_backward],
+    }
+
+
+#: How errors describe `will_backward`.
+_AUTOGRAD = {True: "records the call", False: "off: no_grad, or no input requires a gradient"}
+
+
+def _named(layout: Layout) -> str:
+    """Return the text of a layout; equal layouts have equal texts, whether they were made by name or by ranges."""
+    for make in (Layout.contiguous, Layout.zigzag, Layout.striped):
+        named = make(layout.tokens, layout.world)
+        if named == layout:
+            return named.text()
+    return Layout(layout.ranges).text()
+
+
+def _digest(x: Tensor | None) -> str:
+    if x is None:
+        return "none"
+    elements = x.detach().to("cpu", torch.float64).contiguous().numpy()
+    kind = str(x.dtype) if x.is_floating_point() else "integers"
+    return f"{kind} {list(x.shape)} {hashlib.sha256(elements.tobytes()).hexdigest()[:16]}"
+
+
+schedules.on_change.append(cache.clear)
+on_forget.append(partial(cache.drop, None))  # not those over ranks: all ranks must drop the same
+schedules.names()  # import all schedules now: torch.compile cannot trace imports in a first call
