@@ -30,6 +30,7 @@ ALLOWED = {
     "meshflash.schedules.registry._loaded": "whether the modules of all schedules were imported",
     "meshflash.schedules.registry.on_change": "functions to call when a schedule is registered",
     "meshflash.kernels.registry.on_forget": "functions to call when rates change",
+    "meshflash.kernels.triton.configs.on_change": "functions to call when configurations are forced",
     "meshflash.runtime.world.on_end": "functions to call in shutdown",
     "meshflash.parallel.forward_wrapper._made": "generated classes, by the classes that they wrap",
     # registries of open `with` blocks, which remove what they added

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from meshflash.runtime.devices import CPU, TRITON
+
 
 class Streams(Protocol):
     """The streams of one device. Tests replace `DeviceStreams` by a fake with these methods."""
@@ -149,9 +151,9 @@ def capturing(device: torch.device) -> bool:
     Args:
         device: A device; a CPU captures no graphs.
     """
-    if device.type == "cpu":
+    if device.type == CPU:
         return False
-    if device.type == "cuda":  # torch.get_device_module takes longer than the question
+    if device.type == TRITON:  # torch.get_device_module takes longer than the question
         return torch.cuda.is_current_stream_capturing()
     return bool(getattr(torch.get_device_module(device), "is_current_stream_capturing", bool)())
 

@@ -23,6 +23,7 @@ from meshflash.engine.placement import Setting
 from meshflash.engine.spec import AttentionSpec, CallTensors
 from meshflash.kernels.contract import accumulator_dtype
 from meshflash.kernels.registry import on_forget
+from meshflash.kernels.triton import configs
 from meshflash.schedules import registry as schedules
 
 #: "auto" all-gathers while the keys and values of the whole sequence take at most this many bytes on each rank.
@@ -247,5 +248,6 @@ def _digest(x: Tensor | None) -> str:
 
 
 schedules.on_change.append(cache.clear)
+configs.on_change.append(partial(cache.drop, None))
 on_forget.append(partial(cache.drop, None))  # not those over ranks: all ranks must drop the same
 schedules.names()  # import all schedules now: torch.compile cannot trace imports in a first call

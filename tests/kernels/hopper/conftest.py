@@ -6,13 +6,20 @@ import pytest
 
 from meshflash.check.oracle import replace
 from meshflash.kernels.hopper import launch as hopper_launch
+from meshflash.kernels.launches import Launches
 
 # before tests import the helper: its failed assertions then show their values, as in the tests themselves
 pytest.register_assert_rewrite("kernels.hopper.gpu_oracle")
 
 
 @pytest.fixture
-def launch_counts(monkeypatch):
+def every_launch_by_launch_code(monkeypatch):
+    """Run the launch code in every call, so that it can be counted; test_launches_gpu.py repeats launches."""
+    monkeypatch.setattr(Launches, "repeat", lambda *_: None)
+
+
+@pytest.fixture
+def launch_counts(monkeypatch, every_launch_by_launch_code):
     """Count the launches of each Hopper kernel."""
     counts = {"forward": 0, "backward": 0, "backward_dq": 0}
 
@@ -43,7 +50,7 @@ def spread_q_heads(request, monkeypatch):
 
 
 @pytest.fixture
-def num_splits(monkeypatch):
+def num_splits(monkeypatch, every_launch_by_launch_code):
     """Make splits free of cost, and record the number of splits of each tail wave."""
     from meshflash.kernels.hopper import split_kv  # needs Triton
 

@@ -6,7 +6,7 @@ which takes precedence over the tables here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import cache
@@ -151,10 +151,21 @@ def _table(device: torch.device) -> dict[tuple[str, int], Config]:
 def forced(which: str, chosen: Config) -> Iterator[None]:
     """Run the pass of this name in this configuration inside of the block, on every device."""
     _forced[which] = chosen
+    _announce()
     try:
         yield
     finally:
         del _forced[which]
+        _announce()
+
+
+#: Functions that `forced` calls: recorded launches elsewhere are those of other configurations.
+on_change: list[Callable[[], None]] = []
+
+
+def _announce() -> None:
+    for drop_launches in on_change:
+        drop_launches()
 
 
 def name(direction: str, padded_dim: int) -> str:
