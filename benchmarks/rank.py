@@ -139,7 +139,8 @@ class _LoneRank:
         )
         if direction == "forward":
             return call
-        return partial(torch.autograd.grad, call(), (self.queries, *self.many), self.dout, retain_graph=True)
+        out, _ = call(return_lse=True)  # so that the backward is our own, whose kernel is recorded
+        return partial(torch.autograd.grad, out, (self.queries, *self.many), self.dout, retain_graph=True)
 
     def _forward(self) -> None:
         tensors = [self.q, self.k, self.v, self.out, self.lse, self.saved]
