@@ -12,10 +12,10 @@ from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
 from meshflash.core.program import Ranges
 from meshflash.core.tiles import Worklist, worklist
-from meshflash.kernels.contract import Features, Grads, Inputs, Kernel, KernelRequest, Pass, Rows, new_outputs
+from meshflash.kernels.contract import Features, Inputs, KernelRequest, Pass, Rows
 from meshflash.kernels.launches import Launches
 from meshflash.kernels.merge import delta
-from meshflash.kernels.registry import Choice, choose, find, log_kernel, refusal
+from meshflash.kernels.registry import Choice, choose, find, refusal
 
 #: Positions stay below this, so that no sum of one with the limit of a band passes 31 bits.
 LAST = UNBOUNDED - 2**16
@@ -62,31 +62,6 @@ def forget_worklists() -> None:
     """Drop all cached worklists: kernels keep tables on their device for as long as a worklist exists."""
     _work.cache_clear()
     worklist.cache_clear()
-
-
-def forward(x: Inputs, kernel: str = "auto", deterministic: bool = False) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the kernel of this name."""
-    chosen = _choose(x, kernel, "forward", deterministic)
-    if not x.q_BTHD.shape[0]:
-        return new_outputs(x.q_BTHD, x.v_BSKE)
-    return chosen.forward(x)
-
-
-def backward(
-    x: Inputs,
-    out_BTHE: Tensor,
-    lse_BHT: Tensor,
-    dout_BTHE: Tensor | None,
-    dlse_BHT: Tensor | None,
-    kernel: str = "auto",
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsink_logits) from the gradients of out and lse, either of which may be None."""
-    chosen = _choose(x, kernel, "backward", deterministic, lse_gradient=dlse_BHT is not None)
-    sinks = x.features.sink_logits_H is not None
-    rows = rows_of(out_BTHE, lse_BHT, dout_BTHE, dlse_BHT, with_delta=chosen.reads_delta or sinks)
-    grads = chosen.backward(x, rows) if x.q_BTHD.shape[0] else Grads.like(x.q_BTHD, x.k_BSKD, x.v_BSKE)
-    return grads.dq_BTHD, grads.dk_BSKD, grads.dv_BSKE, sink_gradient(x.features.sink_logits_H, rows)
 
 
 def rows_of(
@@ -144,9 +119,3 @@ def choices(x: Inputs, name: str, deterministic: bool) -> tuple[Choice, Choice] 
         return None
     forward, backward = (choose(name, request) for request in requests)
     return forward, backward
-
-
-def _choose(x: Inputs, name: str, direction: Pass, deterministic: bool, lse_gradient: bool = False) -> Kernel:
-    chosen = choice(x, name, direction, deterministic, lse_gradient)
-    log_kernel(chosen, direction)
-    return chosen.kernel
