@@ -15,7 +15,7 @@ from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.engine.explain import attend_and_explain
 from meshflash.engine.group_context import group_context
-from meshflash.engine.op import attend, contiguous, repeat
+from meshflash.engine.op import attend, contiguous, repeat, unpacked
 from meshflash.engine.spec import CallTensors
 from meshflash.groups import group_of, inner_of
 
@@ -126,7 +126,7 @@ def flash_attention(
     check_axes(x.q, x.k, mask, q_offset)
     out, lse = attend(spec, x, return_lse, key if _has_dtypes(x, q, k, v) else None)
     if packed:
-        out, lse = out.squeeze(0), lse.squeeze(0)
+        out, lse = unpacked(out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -254,7 +254,7 @@ def attention(
     else:
         out, lse = attend(spec, x, return_lse, key if _has_dtypes(x, q, k, v) else None)
     if packed:
-        out, lse = out.squeeze(0), lse.squeeze(0)
+        out, lse = unpacked(out, lse)
     extras: tuple[Any, ...] = (lse,) if return_lse else ()
     if return_plan:
         extras += (explanation,)

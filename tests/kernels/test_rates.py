@@ -47,12 +47,12 @@ def test_predicted_seconds_are_flops_divided_by_the_rate():
     made = table(tiled=100.0)
     launch = Launch(1024.0 * 1024, 1024, causal=False)
     flops = 4 * 1024 * 1024 * 64 * 2 * 8
-    assert made.seconds("tiled", make_request(), [launch]) == pytest.approx(flops / 100e12)
-    backward = made.seconds("tiled", make_request(direction="backward"), [launch])
+    assert made.predict("tiled", make_request(), [launch]).seconds == pytest.approx(flops / 100e12)
+    backward = made.predict("tiled", make_request(direction="backward"), [launch]).seconds
     assert backward == pytest.approx(2.5 * flops / 100e12)
-    half = made.seconds("tiled", make_request(), [Launch(512.0 * 1024, 1024, causal=True)])
+    half = made.predict("tiled", make_request(), [Launch(512.0 * 1024, 1024, causal=True)]).seconds
     assert half == pytest.approx(flops / 100e12 / 2)
-    assert made.seconds("other", make_request(), [launch]) is None
+    assert made.predict("other", make_request(), [launch]) is None
 
 
 def test_rates_are_interpolated_between_lengths_and_clamped_beyond():
@@ -66,7 +66,8 @@ def test_rates_are_interpolated_between_lengths_and_clamped_beyond():
 
 def test_many_small_launches_are_bound_by_host_time():
     made = table(tiled=100.0)
-    assert made.seconds("tiled", make_request(), [Launch(10.0, 4, causal=True)] * 100) == pytest.approx(100 * 10e-6)
+    predicted = made.predict("tiled", make_request(), [Launch(10.0, 4, causal=True)] * 100)
+    assert predicted.seconds == predicted.host == pytest.approx(100 * 10e-6)
 
 
 def test_launches_of_a_worklist_count_its_visible_pairs():

@@ -26,13 +26,17 @@ PLAIN = (Tensor, torch.nn.Parameter)
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sink_logits, Tensor? alibi_slopes, Tensor? seed"
 
 
-def attend(spec: AttentionSpec, x: CallTensors, reads_lse: bool = True, key: Any = None) -> tuple[Tensor, Tensor]:
+#: (out, lse) of a call; the LSE may be None if the caller does not read it.
+Attended = tuple[Tensor, Any]
+
+
+def attend(spec: AttentionSpec, x: CallTensors, reads_lse: bool = True, key: Any = None) -> Attended:
     """Return (out, lse) of a call, with gradients.
 
     Args:
         spec: The call without its tensors.
         x: The tensors of the call.
-        reads_lse: Whether the LSE is read, so that it may get a gradient.
+        reads_lse: Whether the caller reads the LSE, so that it may get a gradient.
         key: The key under which the cache keeps the executable for an equal call, or None.
     """
     if watched(x):
@@ -46,13 +50,13 @@ def attend(spec: AttentionSpec, x: CallTensors, reads_lse: bool = True, key: Any
     return results
 
 
-def repeat(key: Any, x: CallTensors, reads_lse: bool = True) -> tuple[Tensor, Tensor] | None:
+def repeat(key: Any, x: CallTensors, reads_lse: bool = True) -> Attended | None:
     """Return (out, lse) of a call that was made before with other tensors, or None where it must be checked again.
 
     Args:
         key: The key under which `attend` kept the executable.
         x: The tensors of the call: q, k and v, which may be packed.
-        reads_lse: Whether the LSE is read, so that it may get a gradient.
+        reads_lse: Whether the caller reads the LSE, so that it may get a gradient.
     """
     known: Executable | None = None if modes_watch() else cache.get(key)  # modes may make sizes that have no hash
     if known is None or torch.is_autocast_enabled(known.device_type):
@@ -65,7 +69,17 @@ def repeat(key: Any, x: CallTensors, reads_lse: bool = True) -> tuple[Tensor, Te
             return None
         x = contiguous(known.spec, x)
     out, lse = execute(known, x, reads_lse)
-    return (out.squeeze(0), lse.squeeze(0)) if is_packed else (out, lse)
+    return unpacked(out, lse) if is_packed else (out, lse)
+
+
+def unpacked(out: Tensor, lse: Tensor | None) -> Attended:
+    """Return the results of a packed call without their batch dim, which is 1.
+
+    Args:
+        out: The output.
+        lse: The LSE, or None.
+    """
+    return out.squeeze(0), None if lse is None else lse.squeeze(0)
 
 
 def contiguous(spec: AttentionSpec, x: CallTensors) -> CallTensors:
@@ -78,13 +92,13 @@ def contiguous(spec: AttentionSpec, x: CallTensors) -> CallTensors:
     return x._replace(q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous()) if spec.group else x
 
 
-def execute(executable: Executable, x: CallTensors, reads_lse: bool = True) -> tuple[Tensor, Tensor]:
+def execute(executable: Executable, x: CallTensors, reads_lse: bool = True) -> Attended:
     """Run an executable on plain tensors without autocast, under autograd if one of them requires a gradient.
 
     Args:
         executable: The compiled call.
         x: The tensors of the call.
-        reads_lse: Whether the LSE is read, so that it may get a gradient.
+        reads_lse: Whether the caller reads the LSE, so that it may get a gradient.
     """
     q, k, v, sinks = x[:4]
     needs_grad = torch.is_grad_enabled() and (
@@ -98,7 +112,8 @@ def execute(executable: Executable, x: CallTensors, reads_lse: bool = True) -> t
         if executable.has_torch_autograd and not open_logs:  # a log must see the backward
             out, lse, _ = executable.forward(x)
             return out, lse
-    out, lse = _Attention.apply(q, k, v, sinks, x, executable)
+        return _apply(q, k, v, sinks, x, executable, False), None
+    out, lse = _apply(q, k, v, sinks, x, executable, True)
     return out, lse
 
 
@@ -117,30 +132,40 @@ class _Attention(torch.autograd.Function):
         sink_logits: Tensor | None,
         x: CallTensors,
         executable: Executable,
+        reads_lse: bool,
     ) -> Any:
         made = executable.forward(x)
         ctx.executable = executable
-        tensors: list[Any] = [q, k, v, sink_logits, *x[4:]]
-        ctx.shapes = [(n, tensors[n].shape) for n in executable.unsaved]
-        for n in executable.unsaved:  # keeps dtype and device, and no memory
-            tensors[n] = tensors[n].new_empty(1)
-        ctx.save_for_backward(*made, *tensors)
+        if executable.unsaved:
+            tensors: list[Any] = list(x)
+            ctx.shapes = [(n, tensors[n].shape) for n in executable.unsaved]
+            for n in executable.unsaved:  # keeps dtype and device, and no memory
+                tensors[n] = tensors[n].new_empty(1)
+            ctx.save_for_backward(*made, *tensors)
+        else:
+            ctx.save_for_backward(*made, *x)
         ctx.set_materialize_grads(False)
-        return made.out, made.lse
+        return (made.out, made.lse) if reads_lse else made.out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        out, lse, saved, *tensors = ctx.saved_tensors
-        for n, shape in ctx.shapes:
-            tensors[n] = tensors[n].expand(shape)
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
         executable: Executable = ctx.executable
-        x, made = CallTensors(*tensors), Results(out, lse, saved)
+        out, lse, saved, *tensors = ctx.saved_tensors
+        if executable.unsaved:
+            for n, shape in ctx.shapes:
+                tensors[n] = tensors[n].expand(shape)
+        x, made = CallTensors._make(tensors), Results(out, lse, saved)
         if _is_plain(dout) and _is_plain(dlse) and not torch.is_grad_enabled() and not modes_watch():
             if torch.is_autocast_enabled(executable.device_type):
                 with without_autocast(out):
-                    return *executable.backward(x, made, dout, dlse), None, None
-            return *executable.backward(x, made, dout, dlse), None, None
-        return *attend_backward(executable.spec, x, made, dout, dlse), None, None
+                    return *executable.backward(x, made, dout, dlse), None, None, None
+            return *executable.backward(x, made, dout, dlse), None, None, None
+        return *attend_backward(executable.spec, x, made, dout, dlse), None, None, None
+
+
+#: `apply` as torch's C++ has it. The method in Python above it serves `torch.func` transforms, which see the op instead
+#: of this Function; that method took 11 of the 91 us of a Function that computes nothing.
+_apply: Any = super(torch.autograd.Function, _Attention).apply
 
 
 def attend_backward(
@@ -182,11 +207,12 @@ def watched(tensors: Sequence[Tensor | None]) -> bool:
 
 def modes_watch() -> bool:
     """Return whether a dispatch mode, a `torch.func` transform or a tracer is active."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )
+    return _num_modes() > 0 or _functorch_stack() is not None or _tracing_state() is not None
+
+
+#: Calls of torch that its public functions wrap, looked up once: three attributes of modules cost a microsecond.
+_num_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_functorch_stack, _is_batched = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.is_legacy_batchedtensor
 
 
 def _is_plain(grad: Tensor | None) -> bool:
@@ -196,7 +222,7 @@ def _is_plain(grad: Tensor | None) -> bool:
 
 def _batched(grad: Tensor | None) -> bool:
     """Return whether a gradient is a batch of gradients, as `torch.autograd.grad(is_grads_batched=True)` passes it."""
-    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+    return grad is not None and _is_batched(grad)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:

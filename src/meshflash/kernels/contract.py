@@ -238,6 +238,8 @@ class Kernel(ABC):
     summary: str
     #: Whether the backward reads delta; other kernels compute it themselves.
     reads_delta = True
+    #: Host time of what torch's autograd records besides that op, where `has_torch_autograd`.
+    torch_autograd_seconds = 0.0
 
     def has_torch_autograd(self, x: Inputs) -> bool:
         """Return whether `forward` of this call is one torch op with a derivative that `backward` would compute.

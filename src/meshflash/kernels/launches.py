@@ -291,12 +291,14 @@ class Launches:
             launch: The launch code.
             numbers: The numbers that differ between calls, by the name of the kernels' parameter.
         """
+        results: Sequence[Tensor] | None = self.repeat(name, inputs, numbers)
+        if results is not None:
+            return results
         index = inputs[0].get_device()
         if inputs[0].is_cuda and torch.cuda.current_device() != index:
             with torch.cuda.device(index):
                 return self.run(name, inputs, launch, numbers)
-        results: Sequence[Tensor] | None = self.repeat(name, inputs, numbers)
-        return self._record(name, inputs, launch, numbers) if results is None else results
+        return self._record(name, inputs, launch, numbers)
 
     def repeat(self, name: Any, inputs: Sequence[Tensor], numbers: Numbers = _NO_NUMBERS) -> list[Tensor] | None:
         """Repeat recorded launches on these tensors and return the results, or None where none fits.

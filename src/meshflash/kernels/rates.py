@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -51,6 +51,23 @@ class Rate:
     tflops: float
 
 
+class Predicted(NamedTuple):
+    """The predicted time of one call, in seconds; `Rates.predict` makes it.
+
+    Args:
+        device: The time that the device computes.
+        host: The time that the host takes to launch it.
+    """
+
+    device: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """The time of a call in a loop, where the host launches the next one while the device computes."""
+        return max(self.device, self.host)
+
+
 @dataclass(frozen=True, eq=False)
 class Rates:
     """The measured rates of a device; `meshflash calibrate` writes them, and `known` reads them.
@@ -71,8 +88,8 @@ class Rates:
     measured_with: dict[str, str] = field(default_factory=dict)
     configs: dict[str, list[int]] = field(default_factory=dict)
 
-    def seconds(self, kernel: str, request: KernelRequest, launches: Iterable[Launch]) -> float | None:
-        """Predict how many seconds a call takes; None if the kernel was not measured.
+    def predict(self, kernel: str, request: KernelRequest, launches: Iterable[Launch]) -> Predicted | None:
+        """Predict the time of a call; None if the kernel was not measured.
 
         Args:
             kernel: The name of the kernel.
@@ -87,7 +104,7 @@ class Rates:
             rows = request.batch if launch.every_batch_row else 1
             device += 2.0 * (request.head_dim + request.value_dim) * launch.pairs * rows * request.heads / (rate * 1e12)
             host += self.host_us.get(kernel, {}).get(request.direction, 0.0) * 1e-6
-        return max(host, device * (BACKWARD if request.direction == "backward" else 1.0))
+        return Predicted(device * (BACKWARD if request.direction == "backward" else 1.0), host)
 
     def _rate(self, kernel: str, direction: Pass, causal: bool, dim: int, keys: int) -> float | None:
         """Interpolate TFLOP/s between the nearest lengths, at the next wider head dim that was measured."""

@@ -12,6 +12,7 @@ from meshflash.core.tiles import Worklist
 from meshflash.kernels import rates
 from meshflash.kernels.contract import HALF, Kernel, KernelRequest, Pass
 from meshflash.kernels.hopper.kernel import Hopper
+from meshflash.kernels.rates import Predicted
 from meshflash.kernels.reference import Reference
 from meshflash.kernels.tiled import Tiled
 from meshflash.kernels.triton.kernel import Triton
@@ -44,12 +45,12 @@ class Choice:
     Args:
         kernel: The kernel.
         reason: The reason, for people.
-        seconds: The predicted time of the call; 0 where no rates are known.
+        predicted: The predicted time of the call; None where no rates are known.
     """
 
     kernel: Kernel
     reason: str
-    seconds: float = 0.0
+    predicted: Predicted | None = None
 
 
 class KernelLog(list[tuple[str, Pass]]):
@@ -151,8 +152,8 @@ def _choose(name: str, request: KernelRequest) -> Choice:
             others = ", ".join(other.name for other in kernels() if refusal(other, request) is None)
             raise ValueError(f'kernel="{name}" {reason}; supported here: {others}, or "auto"')
         known = rates.known(request.device) if request.dtype in HALF else None
-        seconds = known.rates.seconds(name, request, kernel.launches(request)) if known else None
-        return Choice(kernel.serving(request), "requested", seconds or 0.0)
+        predicted = known.rates.predict(name, request, kernel.launches(request)) if known else None
+        return Choice(kernel.serving(request), "requested", predicted)
     supported = [kernel for kernel in kernels() if may_be_chosen(kernel, request) and refusal(kernel, request) is None]
     assert supported, "the tiled kernel can do everything"
     known = rates.known(request.device) if request.dtype in HALF else None
@@ -163,13 +164,13 @@ def _choose(name: str, request: KernelRequest) -> Choice:
             else "the only supported one"
         )
         return Choice(supported[0].serving(request), others + (", by a fixed order" if supported[1:] else ""))
-    predicted = [(known.rates.seconds(kernel.name, request, kernel.launches(request)), kernel) for kernel in supported]
-    measured = sorted(((t, kernel) for t, kernel in predicted if t is not None), key=lambda pair: pair[0])
+    times = [(known.rates.predict(kernel.name, request, kernel.launches(request)), kernel) for kernel in supported]
+    measured = sorted(((t, kernel) for t, kernel in times if t is not None), key=lambda pair: pair[0].seconds)
     if not measured:
         return Choice(supported[0].serving(request), f"by a fixed order: no supported kernel is in {known.source}")
-    times = ", ".join(f"{kernel.name} {t * 1e3:.3g} ms" for t, kernel in measured[:3])
-    seconds, kernel = measured[0]
-    return Choice(kernel.serving(request), f"predicted: {times}, by {known.source}", seconds)
+    fastest = ", ".join(f"{kernel.name} {t.seconds * 1e3:.3g} ms" for t, kernel in measured[:3])
+    best, kernel = measured[0]
+    return Choice(kernel.serving(request), f"predicted: {fastest}, by {known.source}", best)
 
 
 def may_be_chosen(kernel: Kernel, request: KernelRequest) -> bool:

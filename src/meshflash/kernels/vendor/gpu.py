@@ -73,6 +73,7 @@ class Cudnn(_OnGpu):
     summary = "cuDNN through torch: NVIDIA GPUs, full and causal, few documents, GQA, half precision"
     max_head_dim = 128
     op_has_derivative = True
+    torch_autograd_seconds = 20e-6  # the op takes heads first: torch records four transposes and a copy
     #: The most rectangles of one call. cuDNN plans each new shape for milliseconds, and documents of ever new lengths
     #: would never amortize that.
     max_rectangles = 8

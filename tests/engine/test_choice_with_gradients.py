@@ -1,0 +1,75 @@
+"""Which kernel "auto" takes for a call with gradients: one that torch differentiates, or one of our own Function."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from meshflash import Mask
+from meshflash.engine import executable as executables
+from meshflash.engine.executable import FUNCTION_SECONDS, LocalExecutable
+from meshflash.engine.spec import AttentionSpec, CallTensors
+from meshflash.kernels.rates import Predicted
+from meshflash.kernels.registry import Choice
+
+
+@dataclass
+class FakeKernel:
+    """A kernel of which only the choice is asked."""
+
+    name: str
+    differentiated: bool
+    torch_autograd_seconds: float = 0.0
+
+    def has_torch_autograd(self, x):
+        return self.differentiated
+
+
+def choice(name, device_us, host_us, differentiated, extra_us=0):
+    kernel: Any = FakeKernel(name, differentiated, extra_us * 1e-6)
+    return Choice(kernel, "", Predicted(device_us * 1e-6, host_us * 1e-6))
+
+
+def chosen(monkeypatch, ours, **others):
+    """Return the kernel for calls with gradients, where `ours` is the fastest one of each pass."""
+    monkeypatch.setattr(executables.local, "choice", lambda *_: ours)
+    monkeypatch.setattr(executables.local, "choices", lambda _, name, __: (others[name],) * 2)
+    monkeypatch.setattr(executables.registry, "names", lambda: ("auto", *others))
+    x = torch.zeros(1, 4, 1, 8)
+    not_read: Any = None
+    spec = AttentionSpec(Mask.full(), 1.0)
+    return LocalExecutable(spec, CallTensors(x, x, x))._choose_for_autograd(not_read)
+
+
+def test_a_short_call_takes_the_op_that_torch_differentiates(monkeypatch):
+    ours = choice("hopper", 5, 34, False)
+    assert chosen(monkeypatch, ours, fa2=choice("fa2", 8, 44, True)) == "fa2"
+
+
+def test_a_longer_call_takes_our_own_kernel_once_it_saves_more_on_the_device_than_a_function_costs(monkeypatch):
+    function_us = FUNCTION_SECONDS * 1e6 / 2  # of each pass
+    ours = choice("hopper", 50, 34, False)
+    slower, faster = 50 + function_us - 10 + 1, 50 + function_us - 10 - 1
+    assert chosen(monkeypatch, ours, fa2=choice("fa2", slower, 44, True)) is None
+    assert chosen(monkeypatch, ours, fa2=choice("fa2", faster, 44, True)) == "fa2"
+
+
+def test_what_torch_records_around_an_op_counts(monkeypatch):
+    ours = choice("hopper", 50, 34, False)
+    assert chosen(monkeypatch, ours, cudnn=choice("cudnn", 50, 54, True, extra_us=10)) == "cudnn"
+    assert chosen(monkeypatch, ours, cudnn=choice("cudnn", 50, 54, True, extra_us=30)) is None
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+def test_one_kernel_for_both_passes_is_taken_without_a_comparison(monkeypatch, predicted):
+    ours = choice("fa2", 5, 34, True)
+    if not predicted:
+        ours = Choice(ours.kernel, "")
+    assert chosen(monkeypatch, ours, cudnn=choice("cudnn", 1, 1, True)) == "fa2"
+
+
+def test_without_rates_nothing_is_compared(monkeypatch):
+    kernel: Any = FakeKernel("hopper", False)
+    ours = Choice(kernel, "")
+    assert chosen(monkeypatch, ours, fa2=choice("fa2", 1, 1, True)) is None
