@@ -110,6 +110,7 @@ def test_deterministic_backward_repeats_bit_for_bit(name, dim, launch_counts):
         assert (a.double() - b.double()).norm() <= 0.01 * b.double().norm()
 
 
+@pytest.mark.usefixtures("fixed_order")
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("softcap", [0.1, 3.0, 50.0, 1e3])
