@@ -141,39 +141,43 @@ class LocalExecutable(Executable):
 
     def for_autograd(self, x: CallTensors) -> Executable:
         if not self._has_chosen:
-            name = self._choose_for_autograd(self._bind(x))
-            if name is None or name == self.spec.kernel:
-                self.has_torch_autograd = name is not None
+            name, has_torch_autograd = self._choose_for_autograd(self._bind(x))
+            if name == self.spec.kernel:
+                self.has_torch_autograd = has_torch_autograd
             else:
                 self._other = LocalExecutable(self.spec._replace(kernel=name), x, self.plan)
-                self._other.has_torch_autograd = self._other._has_chosen = True
+                self._other.has_torch_autograd, self._other._has_chosen = has_torch_autograd, True
             self._has_chosen = True
         return self._other or self
 
-    def _choose_for_autograd(self, inputs: Inputs) -> str | None:
-        """Return a kernel for both passes whose forward is a torch op with a derivative, or None for our own Function.
+    def _choose_for_autograd(self, inputs: Inputs) -> tuple[str, bool]:
+        """Return the kernel of a forward and its backward, and whether torch's autograd differentiates the forward.
 
-        "auto" takes one unless the fastest forward and the fastest backward, with a Function in Python, are faster.
+        "auto" compares the fastest kernel of each pass with each kernel that serves both. A forward that is one torch
+        op with a derivative saves the host a Function in Python.
         """
         spec, forward = self.spec, self._forward
         try:
             backward = local.choice(inputs, spec.kernel, "backward", spec.deterministic)
         except ValueError:  # a backward raises it, if there is one
-            return None
+            return spec.kernel, False
         if not self._has_batch:
-            return None
+            return spec.kernel, False
         if forward.kernel.name == backward.kernel.name and forward.kernel.has_torch_autograd(inputs):
-            return forward.kernel.name
-        ours = _seconds_with_gradients(forward, backward)
-        if spec.kernel != "auto" or ours is None:  # named, or nobody knows what is faster
-            return None
-        best, least = None, ours + FUNCTION_SECONDS
+            return forward.kernel.name, True
+        fastest = _seconds_with_gradients(forward, backward)
+        if spec.kernel != "auto" or fastest is None:  # named, or nobody knows what is faster
+            return spec.kernel, False
+        best, least = (spec.kernel, False), fastest + FUNCTION_SECONDS
         for name in registry.names()[1:]:
             pair = local.choices(inputs, name, spec.deterministic)
-            if pair and pair[0].kernel.has_torch_autograd(inputs):
-                seconds = _seconds_with_gradients(*pair)
-                if seconds is not None and seconds + pair[0].kernel.torch_autograd_seconds < least:
-                    best, least = name, seconds + pair[0].kernel.torch_autograd_seconds
+            seconds = _seconds_with_gradients(*pair) if pair else None
+            if pair is None or seconds is None:
+                continue
+            differentiated = pair[0].kernel.has_torch_autograd(inputs)
+            seconds += pair[0].kernel.torch_autograd_seconds if differentiated else FUNCTION_SECONDS
+            if seconds < least:
+                best, least = (name, differentiated), seconds
         return best
 
     def forward(self, x: CallTensors) -> Results:
