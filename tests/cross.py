@@ -357,7 +357,10 @@ def _make(call: Call) -> None:
     else:
         dq, dk, dv = (float32(2, tokens, heads, call.dim) for heads in (HEADS, call.kv_heads, call.kv_heads))
         grads = Grads(dq, dk, dv, add_dq=True, add_dkv=True) if call.carry else None
-        kernel(deterministic=call.kind == "deterministic").backward(x, Rows(out, out, lse, lse), grads)
+        # as the engine calls it: steps of a ring share one delta, and the gradient of sink logits reads it
+        reads_delta = not call.hopper or call.carry or call.features or call.kind == "deterministic"
+        rows_given = Rows(out, out, lse, lse if reads_delta else None)
+        kernel(deterministic=call.kind == "deterministic").backward(x, rows_given, grads)
 
 
 def main(target: str, encoded: str, into: str) -> None:

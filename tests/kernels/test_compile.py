@@ -247,6 +247,11 @@ def test_unmasked_backward_loop_at_dim_128_almost_avoids_local_memory(few):
     assert count_backward_local_accesses(kernels(few, "sm_90", Call("backward", 128, hopper=True))) <= 2
 
 
+def test_hopper_backward_computes_delta_in_its_preprocess_kernel(few):
+    names = [kernel.kernel for kernel in kernels(few, "sm_90", Call("backward", 128, hopper=True))]
+    assert names == ["bwd_preprocess_out", "backward", "gather_dq"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "mask", "max_accesses"), [(64, "causal", 4), (64, "full", 0), (128, "causal", 8), (128, "full", 0)]

@@ -6,6 +6,7 @@ kernels on a GPU.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from meshflash import Layout, Mask
 from meshflash.core.tiles import worklist
-from meshflash.kernels.contract import Grads
+from meshflash.kernels.contract import Grads, Rows
 from meshflash.kernels.hopper import launch as hopper_launch
 from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import make_run_tables
@@ -278,6 +279,31 @@ def test_gather_dq_converts_tiles_to_rows(dim, accumulate):
     sums.target.copy_(ordered.flatten())
     sums.finalize(scale)
     torch.testing.assert_close(dq, wide[:, :tokens] * scale + accumulate)
+
+
+@pytest.mark.parametrize("shifts", [1, 4])
+@pytest.mark.parametrize(("tokens", "block_m"), [(300, 128), (61, 64), (128, 128)])
+def test_preprocess_computes_delta_and_fills_the_sums_with_zeros(tokens, block_m, shifts):
+    """Blocks of the sums may reach further than the padded rows; nothing beyond either is written."""
+    batch, heads, dim = 2, 3, 64
+    out, dout = torch.randn(2, batch, tokens, heads, dim).bfloat16()
+    lse = torch.randn(batch, heads, tokens)
+    lse[0, 1, 5] = -torch.inf
+    q = torch.empty(batch, tokens, heads, dim, dtype=torch.bfloat16)
+    sums = hopper_launch.DqSums(Launcher(), q, Grads(q, q, q), True, block_m, zeroed=False)
+    guarded = torch.full((len(sums.target) + 4096,), torch.nan)
+    sums.target = guarded[: len(sums.target)]
+    padded = -(-tokens // 4) * 4
+    lse_delta = torch.full((2, batch * heads * shifts, padded), torch.nan)
+    hopper_launch._launch_preprocess(Launcher(), Rows(out, dout, lse, None), lse_delta, padded, shifts, sums)
+    assert not sums.target.any()
+    assert guarded[len(sums.target) :].isnan().all()
+    want = (out.float() * dout.float()).sum(-1).transpose(1, 2).reshape(batch * heads, tokens)
+    base2 = torch.where(lse == -torch.inf, torch.inf, lse / math.log(2)).reshape(batch * heads, tokens)
+    lines = lse_delta.view(2, batch * heads, shifts, padded)
+    for shift in range(shifts):
+        torch.testing.assert_close(lines[0, :, shift, : tokens - shift], base2[:, shift:])
+        torch.testing.assert_close(lines[1, :, shift, : tokens - shift], want[:, shift:], atol=1e-4, rtol=1e-4)
 
 
 def test_runs_are_full_blocks_inside_their_spans():

@@ -29,10 +29,14 @@ def bwd_preprocess(LSE, DELTA, LSE_ROWS, DELTA_ROWS, tokens, padded_tokens, head
     _store_lines(LSE_ROWS, DELTA_ROWS, line, t, lse, delta, padded_tokens, SHIFTS)
 
 
-@triton.jit(do_not_specialize=["tokens", "padded_tokens"])
-def bwd_preprocess_out(LSE, OUT, DOUT, LSE_ROWS, DELTA_ROWS, tokens, padded_tokens, heads, l_b, l_h, l_t, o_b, o_t, o_h,
-                       do_b, do_t, do_h, ROWS: tl.constexpr, SHIFTS: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Do the same as `bwd_preprocess`, with delta = sum(dout * out) computed here, which saves a kernel."""
+@triton.jit(do_not_specialize=["tokens", "padded_tokens", "sum_rows"])
+def bwd_preprocess_out(LSE, OUT, DOUT, LSE_ROWS, DELTA_ROWS, SUMS, tokens, padded_tokens, sum_rows, heads, l_b, l_h,
+                       l_t, o_b, o_t, o_h, do_b, do_t, do_h, ROWS: tl.constexpr, SHIFTS: tl.constexpr, D: tl.constexpr,
+                       ZERO_SUMS: tl.constexpr):  # fmt: skip
+    """Do the same as `bwd_preprocess`, with delta = sum(dout * out) computed here, which saves a kernel.
+
+    With ZERO_SUMS it also fills the sums of dQ with zeros, `sum_rows` rows for each batch row and head.
+    """
     line = tl.program_id(0)
     b = (line // heads).to(tl.int64)
     h = (line % heads).to(tl.int64)
@@ -44,6 +48,9 @@ def bwd_preprocess_out(LSE, OUT, DOUT, LSE_ROWS, DELTA_ROWS, tokens, padded_toke
     out = tl.load(OUT + b * o_b + h * o_h + row * o_t + d, mask=in_range[:, None], other=0.0).to(tl.float32)
     dout = tl.load(DOUT + b * do_b + h * do_h + row * do_t + d, mask=in_range[:, None], other=0.0).to(tl.float32)
     _store_lines(LSE_ROWS, DELTA_ROWS, line, t, lse, tl.sum(dout * out, 1), padded_tokens, SHIFTS)
+    if ZERO_SUMS:  # tiles have their rows in another order, but zeros are the same in any
+        into = SUMS + (line.to(tl.int64) * sum_rows + row) * D + d
+        tl.store(into, tl.zeros([ROWS, D], tl.float32), mask=(t < sum_rows)[:, None])
 
 
 @triton.jit

@@ -56,7 +56,7 @@ class Hopper(Triton):
         if config and served:
             if atomic:
                 tiled = served.on_grid and not len(rest) and not grads.add_dq
-                sums = hopper_launch.DqSums(launcher, q, grads, tiled, config.block_m)
+                sums = hopper_launch.DqSums(launcher, q, grads, tiled, config.block_m, zeroed=rows.delta is not None)
                 dq = sums.rows
             hopper_launch.backward(launcher, x, rows, grads, sums, config, served)
         elif atomic:

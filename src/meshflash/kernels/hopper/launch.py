@@ -261,15 +261,19 @@ class DqSums:
     """Float32 sums of dQ that the CTAs of a backward add to: in tiles, in the order of registers, or in rows.
 
     `rows` is the buffer that the portable kernel adds to, where it serves some of the tiles; it is never in tiles then.
-    `target` is the buffer that the Gluon kernel adds to: `rows`, unless `add_in_tiles` is called.
+    `target` is the buffer that the Gluon kernel adds to: `rows`, unless `add_in_tiles` is called. Without `zeroed`,
+    tiles are left to `bwd_preprocess_out`, which fills them with zeros.
     """
 
-    def __init__(self, launcher: Launcher, q: Tensor, grads: Grads, tiled: bool, block_m: int) -> None:
+    def __init__(
+        self, launcher: Launcher, q: Tensor, grads: Grads, tiled: bool, block_m: int, zeroed: bool = True
+    ) -> None:
         self._launcher = launcher
         self.q, self.grads, self.tiled, self.block_m = q, grads, tiled, block_m
         self.tiles_per_head = -(-q.shape[1] // block_m)
+        self.zeroed = zeroed or not tiled
         if tiled:
-            self.rows = self._zero_tiles()
+            self.rows = self._make_tiles(zeroed)
         else:
             self.rows = grads.dq_BTHD if grads.add_dq else launcher.zeros(*q.shape, like=q)
         self.target = self.rows
@@ -277,12 +281,14 @@ class DqSums:
     def add_in_tiles(self) -> None:
         """Let the Gluon kernel add to tiles beside the caller's sums; `finalize` adds these to the caller's."""
         assert self.grads.add_dq, "only the caller's sums have tiles beside them"
-        self.tiled, self.target = True, self._zero_tiles()
+        self.tiled, self.target = True, self._make_tiles(zeroed=True)
 
-    def _zero_tiles(self) -> Tensor:
+    def _make_tiles(self, zeroed: bool) -> Tensor:
         batch, _, heads, dim = self.q.shape
         elements = batch * heads * self.tiles_per_head * self.block_m * dim
-        return self._launcher.zeros(elements, like=self.q)
+        if zeroed:
+            return self._launcher.zeros(elements, like=self.q)
+        return self._launcher.empty(elements, like=self.q, dtype=torch.float32)
 
     def make_descriptor(self, head: int) -> Any:
         """Return the TMA descriptor by which the kernel adds to the sums, from a head on."""
@@ -336,7 +342,7 @@ def backward(
 
         tail = split_tail_wave(tables, heads // heads_per_cta, num_sms(lse.device), config.block_m, heads_per_cta)
         num_work -= tail.num_tiles if tail else 0
-    _launch_preprocess(launcher, rows, lse_delta, padded_tokens, shifts)
+    _launch_preprocess(launcher, rows, lse_delta, padded_tokens, shifts, sums)
     if ctas_per_kv_head > 1 and not accumulate:
         dk, dv, accumulate = launcher.zeros(*dk.shape, like=dk), launcher.zeros(*dv.shape, like=dv), True
     loops = _Loops(heads, heads_per_cta, ctas_per_kv_head)
@@ -357,13 +363,16 @@ def backward(
         launcher.copy(grads.dv_BSKE, dv)
 
 
-def _launch_preprocess(launcher: Launcher, rows: Rows, lse_delta: Tensor, padded_tokens: int, shifts: int) -> None:
-    """Write lse and delta as TMA loads them; delta is computed here where it is not given."""
+def _launch_preprocess(
+    launcher: Launcher, rows: Rows, lse_delta: Tensor, padded_tokens: int, shifts: int, sums: DqSums | None
+) -> None:
+    """Write lse and delta as TMA loads them; where delta is not given, compute it, and fill the sums with zeros."""
     from meshflash.kernels.hopper import backward_preprocess as kernels
 
     lse, (batch, tokens, heads, dim) = rows.lse_BHT, rows.dout_BTHE.shape
     sizes = (tokens, padded_tokens, heads)
     if rows.delta is not None:
+        assert sums is None or sums.zeroed, "only the kernel that computes delta fills sums with zeros"
         launcher.launch(
             kernels.bwd_preprocess,
             (batch * heads, -(-padded_tokens // kernels.PREPROCESS_ROWS)),
@@ -373,13 +382,18 @@ def _launch_preprocess(launcher: Launcher, rows: Rows, lse_delta: Tensor, padded
         )
         return
     out, dout = rows.out_BTHE, rows.dout_BTHE
+    zeroed = sums is None or sums.zeroed
+    sum_rows = 0 if sums is None or zeroed else sums.tiles_per_head * sums.block_m
     launcher.launch(
         kernels.bwd_preprocess_out,
-        (batch * heads, -(-padded_tokens // kernels.PREPROCESS_OUT_ROWS)),
-        *(lse, out, dout, *lse_delta, *sizes, *lse.stride(), *out.stride()[:3], *dout.stride()[:3]),
+        (batch * heads, -(-max(padded_tokens, sum_rows) // kernels.PREPROCESS_OUT_ROWS)),
+        *(lse, out, dout, *lse_delta, lse if sums is None or zeroed else sums.target),
+        *(tokens, padded_tokens, sum_rows, heads),
+        *(*lse.stride(), *out.stride()[:3], *dout.stride()[:3]),
         ROWS=kernels.PREPROCESS_OUT_ROWS,
         SHIFTS=shifts,
         D=dim,
+        ZERO_SUMS=not zeroed,
     )
 
 
