@@ -204,6 +204,9 @@ def test_layout_from_user_ranges_keeps_their_order() -> None:
         (((range(3),), (range(4, 6),)), r"once; position 3 is missing"),
         (((range(1, 4),),), r"once; position 0 is missing"),
         (((range(0, 6, 2),), (range(3, 6, 2),)), r"once; position 1 is missing"),
+        (((range(0, 9, 3),), (range(1, 9, 3),)), r"once; position 2 is missing"),
+        (((range(0, 9, 3),), (range(1, 9, 3),), (range(2, 4, 3),)), r"once; position 5 is missing"),
+        (((range(0, 6, 2),), (range(0, 6, 2),)), r"once; position \d is held twice"),
     ],
 )
 def test_invalid_layouts_are_refused(ranges: tuple[tuple[range, ...], ...], message: str) -> None:

@@ -1,7 +1,9 @@
-"""`Problem.needs` and query rows against the matrix of `Mask.visible`."""
+"""What ranks need of each other, and query rows, against the matrix of `Mask.visible`."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -15,10 +17,10 @@ from hypothesis import strategies as st
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.core.problem import Problem
+from meshflash.core.problem import MAX_TABLES, Problem
 from meshflash.core.program import Ranges
 from meshflash.core.rows import Rows
-from meshflash.core.tiles import seen
+from meshflash.core.runs import seen
 
 Shown = npt.NDArray[np.bool_]
 
@@ -29,6 +31,27 @@ STEP_ONE: dict[str, Callable[[int, int], Layout]] = {
     "backwards": lambda tokens, world: Layout(tuple(reversed(Layout.contiguous(tokens, world).ranges))),
 }
 LAYOUTS = STEP_ONE | {"striped": Layout.striped}
+
+
+def dealt(tokens: int, world: int) -> Layout:
+    """Deal pieces of 1, 2, 3, ... tokens to the ranks in an order without a pattern."""
+    cuts = [min(n * (n + 1) // 2, tokens) for n in range(tokens + 1)]
+    held: list[list[range]] = [[] for _ in range(world)]
+    for n, (a, b) in enumerate(pairwise(cuts)):
+        held[n * n * 7 % 11 % world] += [range(a, b)] if a < b else []
+    return Layout(tuple(map(tuple, held)))
+
+
+def mixed(tokens: int, world: int) -> Layout:
+    """Stripe the first half; the ranks hold the rest in contiguous pieces, in reverse order."""
+    half = tokens // 2
+    rest = reversed(Layout.contiguous(tokens - half, world).ranges)
+    shifted = [tuple(range(r.start + half, r.stop + half) for r in held) for held in rest]
+    return Layout(tuple(a + b for a, b in zip(Layout.striped(half, world).ranges, shifted, strict=True)))
+
+
+#: Layouts that take every way through `Shards`: regular ones, others, and those with several steps.
+ALL_LAYOUTS = LAYOUTS | {"dealt": dealt, "mixed": mixed}
 
 
 def shown(mask: Mask, q: Ranges, k: Ranges) -> Shown:
@@ -176,3 +199,115 @@ def test_window_narrower_than_the_stripe_needs_no_other_rank() -> None:
     needs = Problem(layout.ranges, layout.ranges, Mask.causal() & Mask.window(2, 0)).needs
     for c, row in enumerate(needs):
         assert [d for d, need in enumerate(row) if need] == sorted((c + distance) % 8 for distance in range(3))
+
+
+@st.composite
+def any_problems(draw: Any) -> Problem:
+    """Draw a problem over any layouts, of up to 12 ranks, with queries that may begin later than keys."""
+    tokens, world = draw(st.integers(1, 60)), draw(st.integers(1, 12))
+    q, k = (ALL_LAYOUTS[draw(st.sampled_from(list(ALL_LAYOUTS)))](tokens, world).ranges for _ in range(2))
+    offset = draw(st.sampled_from([0, 0, 5]))
+    q = tuple(tuple(range(r.start + offset, r.stop + offset, r.step) for r in held) for held in q)
+    return Problem(q, k, draw(masks(tokens)))
+
+
+def naive_needs(problem: Problem) -> dict[tuple[int, int], set[int]]:
+    """Return the key rows by (owner, rank)."""
+    world = range(problem.world)
+    return {
+        (c, d): set(np.flatnonzero(shown(problem.mask, problem.q[d], problem.k[c]).any(axis=0)).tolist())
+        for c in world
+        for d in world
+    }
+
+
+def rows_set(rows: Rows) -> set[int]:
+    """Return the rows as a set, after checking that the intervals are sorted and do not touch."""
+    assert all(a < b for a, b in rows)
+    assert all(a[1] < b[0] for a, b in pairwise(rows))
+    return set(expand(rows))
+
+
+@given(any_problems())
+@settings(max_examples=150, deadline=None)
+def test_needs_of_any_layout_are_the_visible_keys(problem: Problem) -> None:
+    expected, world = naive_needs(problem), range(problem.world)
+    assert {pair: rows_set(problem.rows_needed(*pair)) for pair in expected} == expected
+    for rank in world:
+        found = problem.needed_from(rank)
+        assert list(found) == [c for c in world if expected[c, rank]]
+        assert {c: rows_set(rows) for c, rows in found.items()} == {c: expected[c, rank] for c in found}
+        found = problem.needed_by(rank)
+        assert list(found) == [d for d in world if expected[rank, d]]
+        assert {d: rows_set(rows) for d, rows in found.items()} == {d: expected[rank, d] for d in found}
+    needed, own = problem.table.num_needed(np.arange(problem.world))
+    assert needed.tolist() == [sum(len(expected[c, d]) for c in world) for d in world]
+    assert own.tolist() == [len(expected[d, d]) for d in world]
+    keys = sum(problem.k_lengths)
+    assert problem.everything_needed == all(sum(len(expected[c, d]) for c in world) == keys for d in world)
+
+
+@given(any_problems())
+@settings(max_examples=100, deadline=None)
+def test_query_rows_by_owner_are_those_that_see_its_keys(problem: Problem) -> None:
+    for rank, queries in enumerate(problem.q):
+        table = problem.table_from(rank)
+        found = problem.positions_and_q_rows(rank, table)
+        assert list(found) == list(table.by_rank)
+        for owner, (positions, q_rows) in found.items():
+            held = [p for r in problem.k[owner] for p in r]
+            assert [p for r in positions for p in r] == [held[n] for n in expand(table.by_rank[owner])]
+            rows = np.flatnonzero(shown(problem.mask, queries, problem.k[owner]).any(axis=1))
+            assert q_rows == (int(rows[0]), int(rows[-1]) + 1)
+
+
+@given(any_problems(), st.sampled_from([1, -1]), st.data())
+@settings(max_examples=100, deadline=None)
+def test_hops_round_a_ring_follow_from_the_needs_of_all_pairs(problem: Problem, offset: int, data: Any) -> None:
+    world = problem.world
+    num_hops = data.draw(st.integers(0, world - 1))
+    expected = naive_needs(problem)
+    last, after = (find(offset, num_hops) for find in (problem.table.last_hops, problem.table.hops_after_first))
+    total_last = total_after = 0
+    for hop in range(1, num_hops + 1):
+        moving = last.at_least(np.full(world, hop)).by_rank
+        summed = after.at_least(np.full(world, num_hops + 1 - hop)).by_rank
+        for c in range(world):
+            later = set().union(*(expected[c, (c - offset * h) % world] for h in range(hop, num_hops + 1)))
+            earlier = set().union(*(expected[c, (c - offset * h) % world] for h in range(1, hop + 1)))
+            assert rows_set(moving.get(c, ())) == later
+            assert rows_set(summed.get(c, ())) == earlier
+            total_last, total_after = total_last + len(later), total_after + len(earlier)
+    assert (last.total, after.total) == (total_last, total_after)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "dealt"])
+def test_needs_of_300_ranks_match_sampled_pairs(layout: str, mask: str) -> None:
+    world, tokens = 300, 2411
+    lengths = np.diff(np.linspace(0, tokens, 41).astype(int)).tolist()
+    masks = {"window": Mask.window(70, 0), "causal": Mask.full(), "documents": Mask.documents(lengths)}
+    held = ALL_LAYOUTS[layout](tokens, world).ranges
+    problem = Problem(held, held, Mask.causal() & masks[mask])
+    assert len(problem.sampled_ranks) == 64
+    last = problem.table.last_hops(-1, world - 1)
+    for c in (0, 1, 137, 299):
+        needs = [np.flatnonzero(shown(problem.mask, held[d], held[c]).any(axis=0)).tolist() for d in range(world)]
+        assert [expand(problem.needed_by(c).get(d, ())) for d in range(world)] == needs
+        for d in (0, 2, 137, 298):
+            assert expand(problem.rows_needed(c, d)) == needs[d]
+        for hop in (1, 2, 150, 299):
+            later = set().union(*(needs[(c + h) % world] for h in range(hop, world)))
+            assert rows_set(last.at_least(np.full(world, hop)).by_rank.get(c, ())) == later
+
+
+def test_problems_do_not_keep_their_tables() -> None:
+    # Every packing of documents is a problem that caches and executables keep for long; its table may have megabytes.
+    layout = Layout.contiguous(64, 4)
+    problems = [Problem(layout.ranges, layout.ranges, Mask.window(n, 0)) for n in range(MAX_TABLES + 1)]
+    first = weakref.ref(problems[0].table)
+    assert problems[0].table is first()
+    for problem in problems[1:]:
+        assert problem.table.mask == problem.mask
+    gc.collect()
+    assert first() is None

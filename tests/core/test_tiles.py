@@ -543,3 +543,41 @@ def test_positions_beyond_the_limit_are_refused(start: int) -> None:
     far = (range(start, start + 4),)
     with pytest.raises(ValueError, match="ends beyond"):
         _ = Worklist(Mask.causal(), far, far, False).by_query
+
+
+@pytest.mark.parametrize(
+    ("mask", "q", "k", "full"),
+    [
+        (Mask.full(), (range(3, 9), range(20, 30, 2)), (range(7),), True),
+        (Mask.causal(), (range(40, 50), range(60, 64)), (range(8), range(16, 41)), True),
+        (Mask.causal(), (range(40, 50),), (range(42),), False),
+        (Mask.causal() & Mask.window(30, 0), (range(40, 50),), (range(19, 41),), True),
+        (Mask.causal() & Mask.window(29, 0), (range(40, 50),), (range(19, 41),), False),
+        (Mask.causal() & (Mask.window(3, 0) | Mask.first(8)), (range(40, 50),), (range(8),), True),
+        (Mask.causal() & (Mask.window(3, 0) | Mask.first(7)), (range(40, 50),), (range(8),), False),
+        (Mask.documents([20, 44]), (range(30, 50),), (range(20, 64),), True),
+        (Mask.documents([20, 44]), (range(30, 50),), (range(19, 64),), False),
+        (Mask.documents([20, 44]), (range(19, 50),), (range(20, 64),), False),
+        (Mask.documents([20, 24], pad=True), (range(30, 44),), (range(20, 44),), True),
+        (Mask.documents([20, 24], pad=True), (range(30, 45),), (range(20, 44),), False),
+    ],
+    ids=str,
+)
+def test_fully_visible_rows_share_one_worklist(mask, q, k, full):
+    q_rows, k_rows = sum(map(len, q)), sum(map(len, k))
+    found, plain = worklist(mask, q, k), Worklist(mask, q, k, False)
+    assert (found is worklist(Mask.full(), (range(q_rows),), (range(k_rows),))) == full
+    assert found.pairs == plain.pairs
+    for a, b in ((found.by_query, plain.by_query), (found.by_key, plain.by_key)):
+        # positions of fully visible rows mean nothing
+        assert (a.segments[:, :3] == b.segments[:, :3]).all()
+        assert (a.indptr == b.indptr).all()
+        assert (a.spans[:, [0, 1, 4, 5]] == b.spans[:, [0, 1, 4, 5]]).all()
+    assert not full or worklist(mask, q, k, exact_positions=True) is not found
+
+
+def test_steps_of_a_ring_that_see_everything_need_one_table():
+    layout = Layout.contiguous(64 * 8, 64)
+    own, *others = (worklist(Mask.causal(), layout.ranges[63], layout.ranges[c]) for c in (63, *range(63)))
+    assert len({id(work) for work in others}) == 1
+    assert own is not others[0]

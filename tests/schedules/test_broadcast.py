@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -11,7 +12,7 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Direction, Sizes
 from meshflash.core.verify import Report, verify_programs
-from meshflash.schedules.broadcast import queries_move_less
+from meshflash.schedules.broadcast import queries_move_less, queries_moved
 from meshflash.schedules.registry import build
 
 WORLDS = (2, 3, 4, 7, 8)
@@ -95,3 +96,23 @@ def test_documents_that_no_other_rank_needs_move_nothing():
     for schedule in ("ringx1", "ringx3", "ringx4"):
         for direction in ("forward", "backward"):
             assert report(schedule, problem, direction).received_bytes == (0, 0, 0)
+
+
+@pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag, Layout.striped])
+def test_queries_that_move_are_those_that_see_keys_of_the_other_rank(layout):
+    masks = (
+        Mask.causal(),
+        Mask.window(1, 1),
+        Mask.causal() & (Mask.window(3, 0) | Mask.first(2)),
+        Mask.documents([5, 11, 3, 11]),
+    )
+    for mask, world in product(masks, (1, 3, 4, 7)):
+        layout_of = layout(30, world)
+        problem = Problem(layout_of.ranges, layout_of.ranges, mask, 4, 2)
+        for rank in range(world):
+            received, sent = queries_moved(problem, rank)
+            for other in range(world):
+                for found, q, k in ((received, other, rank), (sent, rank, other)):
+                    seen = mask.visible(layout_of.positions(q)[:, None], layout_of.positions(k)[None, :]).any(axis=1)
+                    wanted = seen.nonzero()[0].tolist() if other != rank else []
+                    assert [row for begin, end in found.get(other, ()) for row in range(begin, end)] == wanted

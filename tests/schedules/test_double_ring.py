@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from meshflash.core import rows
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Post, Sizes
+from meshflash.schedules.double_ring import Clock, keys_passing, nodes_of
 from meshflash.schedules.registry import build, verified
 
 SIZES = Sizes(dim=64, value_dim=64, input_bytes=2, reduce_bytes=4)
@@ -76,3 +78,32 @@ def test_default_inner_is_the_largest_divisor_up_to_the_square_root():
         )
     with pytest.raises(ValueError, match=r"double_ring: inner=3 does not divide 4 ranks into nodes"):
         build("double_ring(inner=3)", problem_of(4, Mask.full()), 0, "forward")
+
+
+@pytest.mark.parametrize("layout", [Layout.contiguous, Layout.zigzag, Layout.striped])
+def test_rows_that_pass_a_rank_are_those_that_it_and_the_ranks_behind_it_need(layout):
+    masks = {**MASKS, "narrow": Mask.window(1, 1)}
+    for world, inner in NODES:
+        for name, mask in masks.items():
+            tokens = 24 if mask.has_documents else 5 * world + 3
+            held = layout(tokens, world).ranges
+            problem = Problem(held, held, mask, 4, 2, options=(("inner", inner),))
+            nodes = nodes_of(problem)
+            for rank in range(world):
+                passing = keys_passing(problem, rank)
+                for owner in range(world):
+                    at = nodes.time(owner, rank)
+
+                    def union(times, owner=owner, problem=problem, nodes=nodes):
+                        return rows.union(*(problem.rows_needed(owner, nodes.holder(owner, time)) for time in times))
+
+                    earlier = [Clock(at.node, hop) for hop in range(at.hop) if (at.node, hop) != (0, 0)]
+                    later = [Clock(at.node, hop) for hop in range(at.hop + 1, inner)]
+                    further = [Clock(n, hop) for n in range(at.node + 1, nodes.count) for hop in range(inner)]
+                    assert passing.before.get(owner, ()) == union(earlier), (name, world, rank, owner)
+                    assert passing.ahead.get(owner, ()) == union(later), (name, world, rank, owner)
+                    assert passing.beyond.get(owner, ()) == (() if at.hop else union(further)), (name, rank, owner)
+                    if owner != rank:
+                        assert passing.needed.get(owner, ()) == problem.rows_needed(owner, rank)
+                        kept = [at, *later, *(() if at.hop else further)]
+                        assert passing.held.get(owner, ()) == union(kept), (name, world, rank, owner)

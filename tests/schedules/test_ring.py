@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -179,3 +179,36 @@ def test_each_hop_overlaps_with_attention_over_the_previous_one() -> None:
             "attend",
             "finish",
         ]
+
+
+@pytest.mark.parametrize("schedule", RINGS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_small_gaps_between_rows_travel_along_on_large_shards(schedule: str, direction: Direction) -> None:
+    """Documents of 3 to 9 tokens leave gaps of a few rows on striped shards of 128 rows, which are filled."""
+    world, rows = 4, 128
+    lengths = [3 + n % 7 for n in range(85)]
+    mask = Mask.causal() & Mask.documents([*lengths, world * rows - sum(lengths)])
+    problem = problem_of(schedule, world, mask, rows)
+    programs = programs_of(schedule, problem, direction)
+    verify_programs(programs, problem)
+    for post in posts(programs):
+        assert len(post.sends) < rows // 4
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("schedule", RINGS)
+def test_ranks_of_a_large_world_post_matching_messages(schedule: str, direction: Direction) -> None:
+    """What one rank sends to the next in a hop, the next receives; documents leave most hops empty."""
+    world = 300
+    mask = Mask.causal() & Mask.documents([40] * 60)
+    problem = problem_of(schedule, world, mask, rows=8)
+    programs = [build(schedule, problem, rank, direction) for rank in range(140, 146)]
+    for one, other in pairwise(programs):
+        shapes = [
+            [(post.name, part.slice.shape) for post in posts([program]) for part in side(post) if part.peer == peer]
+            for program, side, peer in (
+                (one, lambda post: post.sends, other.rank),
+                (other, lambda post: post.recvs, one.rank),
+            )
+        ]
+        assert shapes[0] == shapes[1]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from meshflash.core.balance import deal, pairs_before
 from meshflash.core.lengths import Array, as_integer
 from meshflash.core.mask import Mask
-from meshflash.core.tiles import visible_per_query
 
 #: `balanced` stops refining once the load of the busiest rank over the mean load is at most this.
 BALANCE_GOAL = 1.01
@@ -39,8 +39,9 @@ class Layout:
 
     ranges: tuple[tuple[range, ...], ...]
     name: str = field(default="custom", compare=False)
-    #: computed at construction: torch.compile reads it, and guards on this field alone
-    _text: str = field(default="", init=False, compare=False, repr=False)
+    #: Computed at construction: torch.compile reads it, and guards on this field alone. Layouts whose name and sizes
+    #: describe them completely are made with a short text.
+    _text: str = field(default="", kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -49,17 +50,19 @@ class Layout:
             raise ValueError("Layout(ranges): expected a list of ranges for each rank") from error
         if not self.ranges:
             raise ValueError("Layout(ranges): expected at least one rank")
-        for r in (r for held in self.ranges for r in held):
+        runs = [r for held in self.ranges for r in held]
+        for r in runs:
             if not isinstance(r, range):
                 raise ValueError(f"Layout(ranges): expected a list of ranges for each rank, found {r!r} in one")
             if r.step < 1 or r.start < 0 or not len(r):
                 raise ValueError(f"Layout(ranges): {r} is empty, runs backwards or begins below 0")
-        lists = (", ".join(f"[{r.start}, {r.stop}, {r.step}]" for r in held) for held in self.ranges)
-        text = "[" + ", ".join(f"[{ranges}]" for ranges in lists) + "]"
-        named = self.name != "custom" and self.name.isidentifier()
-        object.__setattr__(self, "_text", f"{self.name} {text}" if named else text)
-        runs = sorted((r for held in self.ranges for r in held), key=lambda r: r.start)
-        if all(r.step == 1 for r in runs) and [r.start for r in runs] == [0, *(r.stop for r in runs[:-1])][: len(runs)]:
+        if not self._text:
+            lists = (", ".join([f"[{r.start}, {r.stop}, {r.step}]" for r in held]) for held in self.ranges)
+            text = "[" + ", ".join(f"[{ranges}]" for ranges in lists) + "]"
+            named = self.name != "custom" and self.name.isidentifier()
+            object.__setattr__(self, "_text", f"{self.name} {text}" if named else text)
+        runs = sorted(runs, key=lambda r: r.start)
+        if _follow_each_other(runs) or _interleave(runs):
             return
         held = np.sort(_expand(runs))
         wrong = np.flatnonzero(held != np.arange(len(held)))
@@ -67,6 +70,14 @@ class Layout:
             place, found = int(wrong[0]), int(held[wrong[0]])
             fault = f"{found} is held twice" if found < place else f"{place} is missing"
             raise ValueError(f"Layout(ranges): the ranks must hold each position once; position {fault}")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.ranges)
+
+    def __hash__(self) -> int:
+        # Calls look up their layout in caches, and thousands of ranks have many ranges.
+        return self._hash
 
     @property
     def tokens(self) -> int:
@@ -181,19 +192,20 @@ class Layout:
         if not masks or not all(isinstance(mask, Mask) for mask in masks):
             raise ValueError(f"balanced(masks): expected a mask, or a list of masks; got {masks!r}")
         tokens, world = _sizes(tokens, world)
-        work = np.stack([visible_per_query(mask, tokens) for mask in masks]).astype(np.float64)
-        best: Layout | None = None
-        best_load = np.inf
+        for mask in masks:
+            mask.check(tokens, tokens, mask.batch_rows or 1)
+        best: list[list[int]] = []
+        best_load, best_pieces = np.inf, 1
         pieces = 1
         while best_load > BALANCE_GOAL and pieces <= MAX_RANGES_PER_RANK:
-            if best is not None and tokens < MIN_PIECE * world * pieces:
+            if best and tokens < MIN_PIECE * world * pieces:
                 break
-            candidate, load = _deal(work, tokens, world, pieces)
+            candidate, load = _deal(masks, tokens, world, pieces)
             if load < best_load:
-                best, best_load = candidate, load
+                best, best_load, best_pieces = candidate, load, pieces
             pieces *= 2
-        assert best is not None
-        return best
+        cuts = _even_cuts(tokens, world * best_pieces)
+        return _layout("balanced", [[range(cuts[p], cuts[p + 1]) for p in sorted(held)] for held in best])
 
 
 _NAMED = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
@@ -214,34 +226,21 @@ def positions(layout: Layout, rank: int) -> Array:
     return layout.positions(rank)
 
 
-def _deal(work: npt.NDArray[np.float64], tokens: int, world: int, pieces: int) -> tuple[Layout, float]:
+def _deal(masks: tuple[Mask, ...], tokens: int, world: int, pieces: int) -> tuple[list[list[int]], float]:
     """Deal `world * pieces` equal pieces, heaviest first, to the least loaded rank that has fewer than `pieces`.
 
-    Return the layout, and the largest load of any rank under any mask, where 1 is the mean.
+    Return the pieces of each rank, and the largest load of any rank under any mask, where 1 is the mean.
     """
-    n = world * pieces
-    cuts = _even_cuts(tokens, n)
-    sums = np.concatenate([np.zeros((len(work), 1)), np.cumsum(work, axis=1)], axis=1)
-    weight = np.diff(sums[:, cuts], axis=1)
+    cuts = _even_cuts(tokens, world * pieces)
+    weight = np.stack([np.diff(pairs_before(mask, tokens, cuts)) for mask in masks]).astype(np.float64)
     totals = weight.sum(axis=1, keepdims=True)
-    weight = weight / np.where(totals == 0, 1, totals) * world
-    load = np.zeros((world, len(work)))
-    held: list[list[int]] = [[] for _ in range(world)]
-    for piece in np.argsort(-weight.sum(axis=0), kind="stable"):
-        candidates = [rank for rank in range(world) if len(held[rank]) < pieces]
-        rank = min(candidates, key=lambda r: float((load[r] + weight[:, piece]).max()))
-        held[rank].append(int(piece))
-        load[rank] += weight[:, piece]
-    layout = _layout("balanced", [[range(cuts[p], cuts[p + 1]) for p in sorted(h)] for h in held])
-    return layout, float(load.max())
+    return deal(weight / np.where(totals == 0, 1, totals) * world, world, pieces)
 
 
 def _layout(name: str, ranges: list[list[range]], tokens: int | None = None) -> Layout:
     """Build a layout; with `tokens`, its name and sizes describe it completely, which keeps its text short."""
-    layout = Layout(tuple(tuple(_merge_neighbours(held)) for held in ranges), name)
-    if tokens is not None:
-        object.__setattr__(layout, "_text", f"{name} {tokens} {len(ranges)}")
-    return layout
+    text = "" if tokens is None else f"{name} {tokens} {len(ranges)}"
+    return Layout(tuple([tuple(_merge_neighbours(held)) for held in ranges]), name, _text=text)
 
 
 def _merge_neighbours(ranges: list[range]) -> list[range]:
@@ -253,6 +252,21 @@ def _merge_neighbours(ranges: list[range]) -> list[range]:
         elif len(r):
             out.append(r)
     return out
+
+
+def _follow_each_other(runs: list[range]) -> bool:
+    """Whether ranges of step 1, sorted by their start, hold each position once."""
+    starts, stops = [r.start for r in runs], [r.stop for r in runs]
+    return starts == [0, *stops[:-1]][: len(runs)] and all(r.step == 1 for r in runs)
+
+
+def _interleave(runs: list[range]) -> bool:
+    """Whether ranges with one step, sorted by their start, hold each position once: each holds one residue."""
+    step = runs[0].step
+    last = max(r[-1] for r in runs)
+    return [r.start for r in runs] == list(range(min(step, last + 1))) and all(
+        r.step == step and last - step < r[-1] for r in runs
+    )
 
 
 def _expand(ranges: Sequence[range]) -> Array:

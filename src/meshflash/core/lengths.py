@@ -46,8 +46,10 @@ def as_lengths(lengths: Any, name: str) -> Any:
     """Return lengths as a checked array, short rows padded by 0; a tensor is copied, so later writes do not matter."""
     if is_tensor(lengths):
         return lengths + 0
+    if isinstance(lengths, np.ndarray) and np.issubdtype(lengths.dtype, np.integer):
+        return on_host(lengths.copy(), name)
     try:
-        rows = [row if np.ndim(row) == 0 else list(row) for row in lengths]
+        rows = [row if isinstance(row, _INTEGERS) or np.ndim(row) == 0 else list(row) for row in lengths]
         if rows and all(isinstance(row, list) for row in rows):
             width = max(len(row) for row in rows)
             rows = [row + [0] * (width - len(row)) for row in rows]

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import pairwise
+
+import numpy as np
 
 from meshflash.core import rows
 from meshflash.core.mask import Mask
+from meshflash.core.needs import Needs
 from meshflash.core.program import Interval, Ranges
 from meshflash.core.rows import Rows
-from meshflash.core.tiles import seen, worklist
+from meshflash.core.runs import Ints, seen
+from meshflash.core.shards import RowTable, shards_of
 
 Option = int | float | bool | str
+
+#: The most ranks whose traffic decides what all ranks do alike.
+MAX_SAMPLED = 64
+#: The most problems whose tables over all ranks are kept. A table may have megabytes, and only builders read it.
+MAX_TABLES = 8
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,14 @@ class Problem:
                 f"Problem(heads={self.heads}, kv_heads={self.kv_heads}): expected kv_heads to divide heads"
             )
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.q, self.k, self.mask, self.heads, self.kv_heads, self.options, self.lse))
+
+    def __hash__(self) -> int:
+        # Caches ask for it in each call, and thousands of ranks have many ranges.
+        return self._hash
+
     @property
     def world(self) -> int:
         """The number of ranks."""
@@ -62,34 +80,89 @@ class Problem:
         """The options by name."""
         return dict(self.options)
 
+    @property
+    def table(self) -> Needs:
+        """What all ranks need of each other, as arrays over all ranks."""
+        return _table(self)
+
     @cached_property
     def q_lengths(self) -> tuple[int, ...]:
         """The number of queries of each rank."""
-        return tuple(sum(map(len, held)) for held in self.q)
+        return tuple(np.diff(self.table.q.first_row).tolist())
 
     @cached_property
     def k_lengths(self) -> tuple[int, ...]:
         """The number of keys of each rank."""
-        return tuple(sum(map(len, held)) for held in self.k)
+        return tuple(np.diff(self.table.k.first_row).tolist())
 
     @cached_property
     def needs(self) -> tuple[tuple[Rows, ...], ...]:
         """`needs[c][d]`: the key rows of rank c that some query of rank d sees."""
-        wanted = [seen(self.mask, held) for held in self.q]
-        needs = [[rows.among(held, intervals) for intervals in wanted] for held in self.k]
-        steps = [r.step for held in (*self.q, *self.k) for r in held]
-        if any(term.hi - term.lo + 1 < max(steps, default=1) for term in self.mask.terms):
-            # `seen` merges the windows of neighbouring queries. If a window is narrower than the step of positions, it
-            # may name keys that no query sees, so check whether any tile is left.
-            for c, d in product(range(self.world), repeat=2):
-                if needs[c][d] and not len(worklist(self.mask, self.q[d], self.k[c]).by_query.spans):
-                    needs[c][d] = ()
-        return tuple(map(tuple, needs))
+        columns = [self.needed_from(rank) for rank in range(self.world)]
+        return tuple(tuple(column.get(owner, ()) for column in columns) for owner in range(self.world))
+
+    def rows_needed(self, owner: int, rank: int) -> Rows:
+        """Return the key rows of `owner` that some query of `rank` sees.
+
+        Args:
+            owner: The rank that holds the keys.
+            rank: The rank that holds the queries.
+        """
+        return self.needed_from(rank).get(owner, ())
+
+    def needed_from(self, rank: int) -> Mapping[int, Rows]:
+        """Return the key rows that the queries of a rank see, by the rank that holds them, in the order of ranks.
+
+        Ranks none of whose keys are seen are left out; `rank` itself is not.
+
+        Args:
+            rank: The rank that holds the queries.
+        """
+        return self.table_from(rank).by_rank
+
+    def needed_by(self, owner: int) -> Mapping[int, Rows]:
+        """Return the key rows of a rank that queries see, by the rank that holds the queries, in the order of ranks.
+
+        Ranks that see none of the keys are left out; `owner` itself is not.
+
+        Args:
+            owner: The rank that holds the keys.
+        """
+        return self.table_by(owner).by_rank
+
+    def table_from(self, rank: int) -> RowTable:
+        """Return what `needed_from` returns, as arrays.
+
+        Args:
+            rank: The rank that holds the queries.
+        """
+        return _needed_from(self, rank)
+
+    def table_by(self, owner: int) -> RowTable:
+        """Return what `needed_by` returns, as arrays.
+
+        Args:
+            owner: The rank that holds the keys.
+        """
+        return _needed_by(self, owner)
+
+    @cached_property
+    def sampled_ranks(self) -> tuple[int, ...]:
+        """The ranks that decisions of all ranks are based on: all up to MAX_SAMPLED, then evenly spaced ones.
+
+        A decision that all ranks must take alike, such as the direction of a ring, compares the traffic of these ranks
+        only. So it costs O(world), and every rank finds the same.
+        """
+        count = min(self.world, MAX_SAMPLED)
+        return tuple((2 * n + 1) * self.world // (2 * count) for n in range(count))  # the middle of each part
 
     @cached_property
     def everything_needed(self) -> bool:
         """Whether every rank needs every key."""
-        return all(rows.count(need) == n for n, row in zip(self.k_lengths, self.needs, strict=True) for need in row)
+        keys = sum(self.k_lengths)
+        # A few ranks answer most cases, so that all ranks are only asked where the answer is likely to be yes.
+        asked = (self.sampled_ranks, range(self.world))
+        return all((self.table.num_needed(np.array(ranks))[0] == keys).all() for ranks in asked)
 
     def q_rows(self, rank: int, k_positions: Ranges) -> Interval:
         """Return the interval of a rank's query rows from the first to the last that sees any of these keys.
@@ -110,8 +183,51 @@ class Problem:
         """
         return rows.among(self.q[rank], _seeing(self.mask, k_positions))
 
+    def positions_and_q_rows(self, rank: int, keys: RowTable) -> Mapping[int, tuple[Ranges, Interval]]:
+        """Return the positions of key rows and the query rows that see them, by the owner of the keys.
+
+        The query rows are an interval, from the first to the last query of the rank that sees any key of the owner.
+
+        Args:
+            rank: The rank that holds the queries.
+            keys: The key rows of each owner, with all that the queries see.
+        """
+        table, owners = self.table, np.unique(keys.rank)
+        base = table.k.first_row[keys.rank]
+        interval, runs = table.k.positions(base + keys.begin, base + keys.end)
+        which = owners.searchsorted(keys.rank[interval])
+        q_rows = _q_rows(self, rank)[owners].tolist()
+        columns = (runs.position.tolist(), (runs.position + runs.step * runs.rows).tolist(), runs.step.tolist())
+        ranges = list(map(range, *columns))
+        cuts = which.searchsorted(np.arange(len(owners) + 1)).tolist()
+        return {
+            owner: (tuple(ranges[a:b]), (first, end))
+            for owner, (a, b), (first, end) in zip(owners.tolist(), pairwise(cuts), q_rows, strict=True)
+        }
+
 
 @lru_cache(maxsize=4096)
 def _seeing(mask: Mask, k_positions: Ranges) -> tuple[Interval, ...]:
     """Return the positions of queries that see any of these keys; cached, as every rank that receives them asks."""
     return tuple(seen(mask, k_positions, by_key=True))
+
+
+@lru_cache(maxsize=MAX_TABLES)
+def _table(problem: Problem) -> Needs:
+    # Not kept by the problem itself: executables and caches of small values hold hundreds of problems.
+    return Needs(problem.mask, shards_of(problem.q), shards_of(problem.k))
+
+
+@lru_cache(maxsize=64)
+def _needed_from(problem: Problem, rank: int) -> RowTable:
+    return problem.table.needed_from(rank)
+
+
+@lru_cache(maxsize=64)
+def _needed_by(problem: Problem, owner: int) -> RowTable:
+    return problem.table.needed_by(owner)
+
+
+@lru_cache(maxsize=64)
+def _q_rows(problem: Problem, rank: int) -> Ints:
+    return problem.table.q_rows(rank, problem.table_from(rank))

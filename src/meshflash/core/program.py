@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 #: "input" is the dtype of q, k and v; "partial" is float32 (float64 for float64 inputs); "reduce" is the dtype in which
 #: gradients travel between ranks.
 Dtype = Literal["input", "partial", "reduce"]
@@ -29,7 +30,7 @@ Ranges = tuple[range, ...]
 Interval = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Field:
     """One tensor of a buffer: `[batch, rows, heads, width]`, or `[batch, heads, rows]` if `width` is "".
 
@@ -72,7 +73,7 @@ def fields_of(kind: str, without_lse: bool = False) -> tuple[Field, ...]:
     return KINDS[kind][:1] if without_lse else KINDS[kind]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes that turn rows and heads into bytes.
 
@@ -115,7 +116,7 @@ class Sizes:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Buffer:
     """Memory for rows x heads of one kind. `Writer` declares buffers; the engine allocates them.
 
@@ -147,7 +148,7 @@ class Buffer:
         return self.rows * self.heads * sizes.row_bytes(self.kind, self.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slice:
     """Intervals of rows and heads of a buffer, counted within the buffer.
 
@@ -192,7 +193,7 @@ class Slice:
         return f"{self.buffer}[{self.rows[0]}:{self.rows[1]}, {self.heads[0]}:{self.heads[1]}]{suffix}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Attend:
     """Attention of query rows over key rows, into (out, LSE).
 
@@ -221,7 +222,7 @@ class Attend:
         return f"attend {how}{self.q} x {self.kv} -> {self.out}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AttendGrad:
     """The gradients of attention of query rows over key rows: dq and dkv, each overwritten or added to.
 
@@ -256,7 +257,7 @@ class AttendGrad:
         return f"attend_grad {self.q} x {self.kv}: {self.dq} {dq}, {self.dkv} {dkv}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """A slice that a post sends to, or receives from, the rank `peer`."""
 
@@ -264,7 +265,7 @@ class Part:
     slice: Slice
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Post:
     """Start sends and receives. Parts between two ranks match in the order of their posts within a group.
 
@@ -293,7 +294,7 @@ class Post:
         return f"post {self.name}{form}{group}: " + ", ".join(out + back)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Wait until all sends and receives of the named post are complete."""
 
@@ -303,7 +304,7 @@ class Wait:
         return f"wait {self.post}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Copy:
     """Copy the rows `src` to the rows `dst` of the same kind; dtypes may differ."""
 
@@ -314,7 +315,7 @@ class Copy:
         return f"copy {self.src} -> {self.dst}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Add:
     """Add the rows `src` to the rows `dst` of the same kind; dtypes may differ. Partial results merge by their LSE."""
 
@@ -325,7 +326,7 @@ class Add:
         return f"add {self.src} -> {self.dst}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Clear:
     """Set the rows `dst` to the empty sum: 0, with an LSE of -inf."""
 
@@ -335,7 +336,7 @@ class Clear:
         return f"clear {self.dst}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Turn a partial (out, LSE) into the result: add sink logits, and round to the input's dtype.
 
@@ -353,7 +354,7 @@ class Finish:
         return f"finish {self.src} -> {self.dst}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Compute delta = sum(dout * out) for gradients that arrived without it, on the rank that holds the results."""
 

@@ -33,7 +33,9 @@ def union(*sets: Iterable[tuple[int, int]]) -> Rows:
 
 def count(rows: Rows) -> int:
     """Return the number of rows."""
-    return sum(end - begin for begin, end in rows)
+    if len(rows) == 1:
+        return rows[0][1] - rows[0][0]
+    return sum([end - begin for begin, end in rows])
 
 
 def places(rows: Rows, within: Rows) -> Rows:
@@ -43,15 +45,20 @@ def places(rows: Rows, within: Rows) -> Rows:
     ((1, 2), (2, 4))
     """
     out = []
+    before = 0
+    if rows is within or rows == within:
+        for begin, end in rows:
+            out.append((before, before := before + end - begin))
+        return tuple(out)
+    held = iter(within)
+    first = last = 0
     for begin, end in rows:
-        before = 0
-        for first, last in within:
-            if first <= begin and end <= last:
-                out.append((before + begin - first, before + end - first))
-                break
+        while end > last:
             before += last - first
-        else:
+            first, last = next(held, (end, end))
+        if begin < first:
             raise ValueError(f"places(rows): rows {begin} to {end} are not within {within}")
+        out.append((before + begin - first, before + end - first))
     return tuple(out)
 
 
@@ -97,12 +104,19 @@ def common(a: Rows, b: Rows) -> Rows:
     >>> common(((0, 4), (6, 8)), ((2, 7),))
     ((2, 4), (6, 7))
     """
-    return tuple(
-        (max(begin, first), min(end, last))
-        for begin, end in a
-        for first, last in b
-        if max(begin, first) < min(end, last)
-    )
+    if a is b or a == b:
+        return a
+    out = []
+    n = m = 0
+    while n < len(a) and m < len(b):
+        (begin, end), (first, last) = a[n], b[m]
+        if max(begin, first) < min(end, last):
+            out.append((max(begin, first), min(end, last)))
+        if end < last:
+            n += 1
+        else:
+            m += 1
+    return tuple(out)
 
 
 def without(a: Rows, b: Rows) -> Rows:
@@ -111,16 +125,20 @@ def without(a: Rows, b: Rows) -> Rows:
     >>> without(((0, 4), (6, 8)), ((2, 7),))
     ((0, 2), (7, 8))
     """
+    if not b or a == b:
+        return () if b else a
     out = []
+    m = 0
     for begin, end in a:
-        for first, last in b:
-            if last <= begin or end <= first:
-                continue
+        while m < len(b) and b[m][1] <= begin:
+            m += 1
+        n = m
+        while n < len(b) and b[n][0] < end:
+            first, last = b[n]
             if begin < first:
                 out.append((begin, first))
             begin = last
-            if begin >= end:
-                break
+            n += 1
         if begin < end:
             out.append((begin, end))
     return tuple(out)

@@ -8,10 +8,10 @@ of the two sides exchanged. Building takes O(documents x ranges), in numpy. Kern
     segment 0   [############]  [##.         ]
     segment 1   [############]  [####.       ]
 
-How a table is built (`_build_row`): cut the rows where a term of the mask changes (`_cuts`, `_split`); for each segment
-take the interval of each term (`_intervals`); turn overlapping intervals into disjoint ones with one band each
-(`_sweep`); intersect them with the ranges of the other side (`_intersect`); drop spans that no pair falls into; merge
-neighbours.
+How a table is built (`_build_row`): cut the rows where a term of the mask changes (`term_cuts`, `split_runs`); for
+each segment take the interval of each term (`term_intervals`); turn overlapping intervals into disjoint ones with one
+band each (`_sweep`); intersect them with the ranges of the other side (`_intersect`); drop spans that no pair falls
+into; merge neighbours.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshflash.core.lengths import UNBOUNDED, Array
 from meshflash.core.mask import BoolArray, Mask
+from meshflash.core.runs import Ints, Runs, expand, row_at, split_runs, term_cuts, term_intervals
 from meshflash.core.terms import Term
 
 Int32 = npt.NDArray[np.int32]
-#: Rows, positions and indices: int64, or int32 after narrowing.
-Ints = npt.NDArray[np.signedinteger[Any]]
 
 #: The columns of `Table.segments`.
 SEGMENT = ("batch", "row", "rows", "position", "step")
@@ -117,11 +115,13 @@ class Worklist:
         return int(sum(n.sum() for _, _, n in _span_counts(self.by_query)))
 
 
-@lru_cache(maxsize=256)
 def worklist(
     mask: Mask, q_ranges: tuple[range, ...], k_ranges: tuple[range, ...], exact_positions: bool = False
 ) -> Worklist:
     """Return the worklist of a mask over some rows; cached, so that the layers of a model share one.
+
+    Rows that all see all keys have one worklist for each number of rows, wherever they are: the steps of a ring of
+    thousands of ranks differ in positions, and need one table.
 
     Args:
         mask: The mask between queries and keys.
@@ -130,7 +130,45 @@ def worklist(
         exact_positions: Keep true positions in every span, which ALiBi and dropout read. Otherwise fully visible spans
             are merged across ranges.
     """
+    if not exact_positions and _is_fully_visible(mask, q_ranges, k_ranges):
+        q_rows, k_rows = (sum(map(len, ranges)) for ranges in (q_ranges, k_ranges))
+        return _cached_worklist(Mask.full(), (range(q_rows),), (range(k_rows),), False)
+    return _cached_worklist(mask, q_ranges, k_ranges, exact_positions)
+
+
+@lru_cache(maxsize=256)
+def _cached_worklist(
+    mask: Mask, q_ranges: tuple[range, ...], k_ranges: tuple[range, ...], exact_positions: bool
+) -> Worklist:
     return Worklist(mask, q_ranges, k_ranges, exact_positions)
+
+
+def forget_worklists() -> None:
+    """Drop all cached worklists: kernels keep tables on their device for as long as a worklist exists."""
+    _cached_worklist.cache_clear()
+
+
+def _is_fully_visible(mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[range]) -> bool:
+    """Return whether one term of a mask alone lets all of these queries see all of these keys."""
+    if mask.batch_rows or not any(map(len, q_ranges)) or not any(map(len, k_ranges)):
+        return False
+    first_q, last_q = min(r.start for r in q_ranges if r), max(r[-1] for r in q_ranges if r)
+    first_k, last_k = min(r.start for r in k_ranges if r), max(r[-1] for r in k_ranges if r)
+    for term in mask.terms:
+        if not (term.lo <= first_k - last_q and last_k - first_q <= term.hi and last_k < term.first):
+            continue
+        for n, documents in enumerate(term.documents):
+            q_cuts, k_cuts = documents.q_cuts(0), documents.k_cuts(0)
+            document = int(np.searchsorted(q_cuts, first_q, "right")) - 1
+            if document + 1 >= len(q_cuts) or last_q >= q_cuts[document + 1]:
+                break
+            if not k_cuts[document] <= first_k <= last_k < k_cuts[document + 1]:
+                break
+            if n == 0 and last_k - k_cuts[document] >= term.first_in_document:
+                break
+        else:
+            return True
+    return False
 
 
 def visible_per_query(mask: Mask, tokens: int) -> Array:
@@ -149,38 +187,6 @@ def visible_per_query(mask: Mask, tokens: int) -> Array:
     for row, rows, seen in _span_counts(_build(mask, whole, whole, False, True)):
         counts[row : row + rows] += seen
     return counts
-
-
-def seen(mask: Mask, ranges: Sequence[range], by_key: bool = False) -> list[tuple[int, int]]:
-    """Return the positions of keys that some queries see, as sorted disjoint intervals `[lo, hi)`.
-
-    The result covers all batch rows. It may hold a few positions too many: between queries with a step, a window
-    narrower than the step leaves gaps, which are not cut out.
-
-    Args:
-        mask: The mask between queries and keys.
-        ranges: The positions of the queries, or of the keys.
-        by_key: Return the positions of queries that see some keys instead.
-
-    >>> seen(Mask.causal() & (Mask.window(2, 0) | Mask.first(1)), [range(8, 12)])
-    [(0, 1), (6, 12)]
-    """
-    rows = _Runs.of(ranges)
-    found = []
-    for batch in range(mask.batch_rows or 1):
-        segments = _split(rows, _cuts(mask.terms, batch, by_key))
-        lo, hi = _intervals(mask.terms, batch, segments.position, by_key)
-        for t, term in enumerate(mask.terms):
-            band_lo, band_hi = (-term.hi, -term.lo) if by_key else (term.lo, term.hi)
-            begin = np.maximum(lo[:, t], segments.position + band_lo)
-            end = np.minimum(hi[:, t], segments.last + band_hi + 1)
-            found.append(np.stack([begin, end], axis=1)[begin < end])
-    intervals = np.concatenate(found) if found else np.zeros((0, 2), np.int64)
-    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(intervals[:, 1])
-    first = np.flatnonzero(np.concatenate([[True], intervals[1:, 0] > reach[:-1]])[: len(intervals)])
-    ends = reach[np.append(first[1:], len(reach)) - 1] if len(reach) else reach
-    return list(zip(intervals[first, 0].tolist(), ends.tolist(), strict=True))
 
 
 def _span_counts(table: Table) -> list[tuple[int, int, Array]]:
@@ -239,47 +245,11 @@ def _staircase(rectangles: list[Rectangle]) -> list[Rectangle]:
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """Runs of rows at affine positions, one array entry for each run: first row, rows, first position, step."""
-
-    row: Ints
-    rows: Ints
-    position: Ints
-    step: Ints
-
-    @property
-    def last(self) -> Ints:
-        return self.position + self.step * (self.rows - 1)
-
-    def take(self, index: Ints | BoolArray) -> _Runs:
-        return _Runs(self.row[index], self.rows[index], self.position[index], self.step[index])
-
-    def narrow(self) -> _Runs:
-        """Return the runs in int32."""
-        row, rows, position, step = (x.astype(np.int32) for x in (self.row, self.rows, self.position, self.step))
-        return _Runs(row, rows, position, step)
-
-    def part(self, begin: Ints, end: Ints) -> _Runs:
-        """Return rows `begin .. end` of each run, counted within the run."""
-        return _Runs(self.row + begin, end - begin, self.position + self.step * begin, self.step)
-
-    @staticmethod
-    def of(ranges: Sequence[range]) -> _Runs:
-        rows = np.array([len(r) for r in ranges], dtype=np.int64)
-        return _Runs(
-            np.cumsum(rows) - rows,
-            rows,
-            np.array([r.start for r in ranges], dtype=np.int64),
-            np.array([r.step for r in ranges], dtype=np.int64),
-        ).take(rows > 0)
-
-
-@dataclass(frozen=True)
 class _Spans:
     """Spans of the column side, each with its segment and its band `lo <= column - row <= hi` on positions."""
 
     segment: Ints
-    runs: _Runs
+    runs: Runs
     lo: Ints
     hi: Ints
 
@@ -309,7 +279,7 @@ class _Spans:
         heads = np.flatnonzero(np.concatenate([[True], ~joined]))
         rows = np.add.reduceat(runs.rows, heads)
         kept = runs.take(heads)
-        return _Spans(self.segment[heads], _Runs(kept.row, rows, kept.position, kept.step), lo[heads], hi[heads])
+        return _Spans(self.segment[heads], Runs(kept.row, rows, kept.position, kept.step), lo[heads], hi[heads])
 
 
 def _build(mask: Mask, row_ranges: Sequence[range], column_ranges: Sequence[range], by_key: bool, exact: bool) -> Table:
@@ -317,7 +287,7 @@ def _build(mask: Mask, row_ranges: Sequence[range], column_ranges: Sequence[rang
     for r in (*row_ranges, *column_ranges):
         if r.step < 1 or r.start < 0 or r.stop > UNBOUNDED:
             raise ValueError(f"worklist(ranges): {r} runs backwards, begins below 0 or ends beyond {UNBOUNDED}")
-    rows, columns = _Runs.of(row_ranges), _Runs.of(column_ranges)
+    rows, columns = Runs.of(row_ranges), Runs.of(column_ranges)
     order = np.argsort(columns.position, kind="stable")
     columns = columns.take(order)
     parts = []
@@ -335,10 +305,10 @@ def _build(mask: Mask, row_ranges: Sequence[range], column_ranges: Sequence[rang
     )
 
 
-def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs, by_key: bool, exact: bool) -> Table:
+def _build_row(terms: tuple[Term, ...], batch: int, rows: Runs, columns: Runs, by_key: bool, exact: bool) -> Table:
     """Build the table of one batch row. Bands are on `column - row` until the end, whichever side is the row."""
-    segments = _split(rows, _cuts(terms, batch, by_key))
-    lo, hi = _intervals(terms, batch, segments.position, by_key)
+    segments = split_runs(rows, term_cuts(terms, batch, by_key))
+    lo, hi = term_intervals(terms, batch, segments.position, by_key)
     bands = [(-t.hi, -t.lo) if by_key else (t.lo, t.hi) for t in terms]
     segment, lo, hi, band_lo, band_hi = _sweep(lo, hi, bands)
     # A segment reaches no further than its first row's band on the left and its last row's band on the right.
@@ -383,60 +353,6 @@ def _build_row(terms: tuple[Term, ...], batch: int, rows: _Runs, columns: _Runs,
     return table if exact else _fuse_segments(table)
 
 
-def _cuts(terms: tuple[Term, ...], batch: int, by_key: bool) -> Ints:
-    """Return the positions of the row side at which the interval of a term may change: a segment never crosses one."""
-    cuts = [np.zeros(0, np.int64)]
-    for term in terms:
-        for documents in term.documents:
-            cuts.append(documents.k_cuts(batch) if by_key else documents.q_cuts(batch))
-        if by_key and term.first < UNBOUNDED:
-            cuts.append(np.array([term.first]))
-        if by_key and term.first_in_document < UNBOUNDED:
-            k_cuts = term.documents[0].k_cuts(batch)
-            cuts.append(np.minimum(k_cuts[:-1] + term.first_in_document, k_cuts[1:]))
-    return np.unique(np.concatenate(cuts))
-
-
-def _split(runs: _Runs, cuts: Ints) -> _Runs:
-    """Cut runs at some positions."""
-    first = np.searchsorted(cuts, runs.position, "right")
-    pieces = np.searchsorted(cuts, runs.last, "right") - first + 1
-    run, piece = expand(pieces)
-    runs, first, pieces = runs.take(run), first[run], pieces[run]
-    padded = np.append(cuts, 0)
-    begin = np.where(piece == 0, 0, _row_at(runs, padded[first + piece - 1]))
-    end = np.where(piece == pieces - 1, runs.rows, _row_at(runs, padded[np.minimum(first + piece, len(cuts))]))
-    parts = runs.part(begin, end)
-    return parts.take(parts.rows > 0)
-
-
-def _intervals(terms: tuple[Term, ...], batch: int, position: Ints, by_key: bool) -> tuple[Ints, Ints]:
-    """Return lo and hi, [segments, terms]: the column interval of each segment and term, without the band."""
-    lo = np.zeros((len(position), len(terms)), np.int64)
-    hi = np.full_like(lo, UNBOUNDED)
-    for t, term in enumerate(terms):
-        for n, documents in enumerate(term.documents):
-            q_cuts, k_cuts = documents.q_cuts(batch), documents.k_cuts(batch)
-            own, other = (k_cuts, q_cuts) if by_key else (q_cuts, k_cuts)
-            document = np.searchsorted(own, position, "right") - 1
-            inside = document < len(own) - 1
-            document = np.minimum(document, len(own) - 2)
-            if len(own) < 2:
-                hi[:, t] = 0
-                continue
-            lo[:, t] = np.maximum(lo[:, t], other[document])
-            hi[:, t] = np.minimum(hi[:, t], np.where(inside, other[document + 1], 0))
-            if n == 0 and term.first_in_document < UNBOUNDED:
-                limit = k_cuts[document] + term.first_in_document
-                if by_key:
-                    hi[:, t] = np.where(position < limit, hi[:, t], 0)
-                else:
-                    hi[:, t] = np.minimum(hi[:, t], limit)
-        if term.first < UNBOUNDED:
-            hi[:, t] = np.where(position < term.first, hi[:, t], 0) if by_key else np.minimum(hi[:, t], term.first)
-    return lo, hi
-
-
 def _sweep(lo: Ints, hi: Ints, bands: list[tuple[int, int]]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Turn the terms' overlapping intervals into disjoint (segment, lo, hi, band_lo, band_hi).
 
@@ -471,20 +387,15 @@ def _union(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def _intersect(columns: _Runs, lo: Ints, hi: Ints) -> tuple[Ints, _Runs]:
+def _intersect(columns: Runs, lo: Ints, hi: Ints) -> tuple[Ints, Runs]:
     """Return (interval index, rows) for each run and interval [lo, hi) that may overlap; some results are empty."""
     first = np.searchsorted(np.maximum.accumulate(columns.last), lo, "left")
     count = np.searchsorted(columns.position, hi, "left") - first
     interval, nth = expand(np.maximum(count, 0))
     runs = columns.take(first[interval] + nth)
-    begin = np.maximum(_row_at(runs, lo[interval]), 0)
-    end = np.minimum(_row_at(runs, hi[interval]), runs.rows)
+    begin = np.maximum(row_at(runs, lo[interval]), 0)
+    end = np.minimum(row_at(runs, hi[interval]), runs.rows)
     return interval, runs.part(begin, end)
-
-
-def _row_at(runs: _Runs, position: Ints) -> Ints:
-    """Return the first row at or after a position, counted from the start of the run; may lie outside of the run."""
-    return -((runs.position - position) // runs.step)
 
 
 def _fuse_segments(table: Table) -> Table:
@@ -513,12 +424,6 @@ def _fuse_segments(table: Table) -> Table:
 
 def _all_same(values: Ints) -> bool:
     return len(values) > 0 and bool((values == values[0]).all())
-
-
-def expand(counts: Ints) -> tuple[Ints, Ints]:
-    """Return (owner, index within the owner) for `counts[owner]` items of each owner."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _indptr(counts: Ints) -> Int32:

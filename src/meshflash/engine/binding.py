@@ -243,10 +243,9 @@ class Bound:
                 ]
 
             return together
-        members = self.program.group[group]
         sends, recvs = (
             [
-                (members.index(part.peer), number)
+                (part.peer, number)  # groups have all ranks in their order, so this is its number in the group
                 for part in parts
                 for number in self._messages(step, part.slice, staged)
             ]

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from meshflash.core import tiles
 from meshflash.core.layout import Layout
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
@@ -61,7 +62,7 @@ def _work(
 def forget_worklists() -> None:
     """Drop all cached worklists: kernels keep tables on their device for as long as a worklist exists."""
     _work.cache_clear()
-    worklist.cache_clear()
+    tiles.forget_worklists()
 
 
 def rows_of(

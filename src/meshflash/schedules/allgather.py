@@ -13,9 +13,12 @@ less memory and more steps. With one chunk each head is attended in one step, an
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple
+from itertools import repeat
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from meshflash.core import rows
 from meshflash.core.layout import Layout
@@ -35,19 +38,19 @@ def forward(problem: Problem, rank: int, name: str = "allgather") -> Program:
         name: The name of the program, for people.
     """
     w = Writer(name, "forward", problem, rank)
-    work = _pieces(problem)
-    single_step = _only_own(problem, rank) or work[-1].chunk == 0
+    gather = _Gather(w)
+    single_step = gather.only_own or gather.work[-1].chunk == 0
     out = w.accumulator("out", not single_step)
-    _gather(w, work, 0)
-    for n, piece in enumerate(work):
-        _gather(w, work, n + 1)
+    gather.post(0)
+    for n, piece in enumerate(gather.work):
+        gather.post(n + 1)
         w.wait(f"kv {n}")
         taken = piece._replace(num_chunks=1) if single_step else piece
         # A rank that needs only its own keys attends to all chunks in one step, at the first chunk of each stride.
         if taken.chunk < taken.num_chunks:
             heads = _query_heads(problem, piece.heads)
             carry = taken.chunk > 0
-            keys, positions = _keys(w, taken, n), _positions(problem, rank, taken)
+            keys, positions = gather.keys(taken, n), gather.positions(taken)
             w.attend(keys, positions, replace(out, heads=heads), heads, carry=carry, final=single_step)
     w.finalize()
     return w.program(SAVES)
@@ -62,24 +65,28 @@ def backward(problem: Problem, rank: int, name: str = "allgather") -> Program:
         name: The name of the program, for people.
     """
     w = Writer(name, "backward", problem, rank)
-    work = _pieces(problem)
-    if _only_own(problem, rank) and not any(need for d, need in enumerate(problem.needs[rank]) if d != rank):
+    gather = _Gather(w)
+    if gather.only_own and not gather.consumers.keys() - {rank}:
         # Nothing moves: our queries see only our own keys, and no other rank needs them.
         w.attend_grad(w.own("kv"), problem.k[rank], w.own("dq"), w.own("dkv"))
         return w.program()
+    work = gather.work
     dq = w.accumulator("dq", work[-1].chunk > 0)
-    _gather(w, work, 0)
+    gather.post(0)
     for n, piece in enumerate(work):
-        _gather(w, work, n + 1)
+        gather.post(n + 1)
         w.wait(f"kv {n}")
         heads = _query_heads(problem, piece.heads)
-        keys, positions, share = _keys(w, piece, n), _positions(problem, rank, piece), _shares(w, piece, n)
+        keys, positions, share = gather.keys(piece, n), gather.positions(piece), gather.share_buffer(piece, n)
         w.attend_grad(keys, positions, replace(dq, heads=heads), share, heads, add_dq=piece.chunk > 0)
-        _scatter(w, piece, n)
-        _collect(w, work, n - 1)  # one piece late, so that its messages move during this piece's kernel
-    _collect(w, work, len(work) - 1)
+        gather.scatter(n)
+        gather.collect(n - 1)  # one piece late, so that its messages move during this piece's kernel
+    gather.collect(len(work) - 1)
     w.finalize()
     return w.program()
+
+
+Collective = Literal["", "all_gather", "all_to_all"]
 
 
 class Piece(NamedTuple):
@@ -109,133 +116,136 @@ def _query_heads(problem: Problem, heads: Interval) -> Interval:
     return heads[0] * gqa_ratio, heads[1] * gqa_ratio
 
 
-def _only_own(problem: Problem, rank: int) -> bool:
-    """Whether the queries of a rank see only its own keys."""
-    return not any(needs[rank] for c, needs in enumerate(problem.needs) if c != rank)
+class _Gather:
+    """One rank's side of the gathers, and of the way back of gradients. The builders make it.
 
-
-@lru_cache(maxsize=256)
-def _is_even(problem: Problem) -> bool:
-    """Whether all ranks hold equally many keys and need all keys: then one collective call can serve."""
-    return problem.world > 1 and len(set(problem.k_lengths)) == 1 and problem.everything_needed
-
-
-def _needed(problem: Problem, piece: Piece, c: int, d: int) -> Rows:
-    """Return the key rows of rank c that rank d gathers with a piece."""
-    return rows.common(problem.needs[c][d], piece.rows(problem.k_lengths[c]))
-
-
-def _held(problem: Problem, rank: int, piece: Piece) -> list[Rows]:
-    """Return, for each rank, its key rows that `rank` attends to; the gathered buffer holds them in this order."""
-    if _only_own(problem, rank):
-        return [piece.rows(n) if c == rank else () for c, n in enumerate(problem.k_lengths)]
-    return [_needed(problem, piece, c, rank) for c in range(problem.world)]
-
-
-def _positions(problem: Problem, rank: int, piece: Piece) -> Ranges:
-    """Return the positions of the gathered keys, in the order of the buffer."""
-    held = _held(problem, rank, piece)
-    return tuple(r for c, taken in enumerate(held) for r in rows.positions(problem.k[c], taken))
-
-
-def _slots(whole: Slice, held: list[Rows]) -> list[Slice]:
-    """Cut a gathered buffer into one slice for each rank."""
-    out, first = [], 0
-    for taken in held:
-        out.append(Slice(whole.buffer, (first, first + rows.count(taken)), whole.heads))
-        first += rows.count(taken)
-    return out
-
-
-def _keys(w: Writer, piece: Piece, n: int) -> Slice:
-    """Return the keys and values to attend to: the gathered buffer, or our own tensor if we need no others."""
-    if _only_own(w.problem, w.rank):
-        return w.own("kv", next(iter(piece.rows(w.k_rows)), (0, 0)), piece.heads)
-    width = piece.heads[1] - piece.heads[0]
-    return w.scratch(f"kv{width}.{n % 2}", "kv", _count(w, piece), heads=width)
-
-
-def _shares(w: Writer, piece: Piece, n: int) -> Slice:
-    """Return the buffer for our share of the gradients of all keys that we attended to."""
-    width = piece.heads[1] - piece.heads[0]
-    return w.scratch(f"dkv{width}.{n % 2}", "dkv", _count(w, piece), "reduce", width)
-
-
-def _count(w: Writer, piece: Piece) -> int:
-    return sum(map(rows.count, _held(w.problem, w.rank, piece)))
-
-
-def _gather(w: Writer, work: list[Piece], n: int) -> None:
-    """Post the gather of the n-th piece: send each rank the rows of ours that it needs, receive the rows we need."""
-    if n >= len(work):
-        return
-    problem, rank, piece = w.problem, w.rank, work[n]
-    own, all_rows = w.own("kv", heads=piece.heads), ((0, w.k_rows),)
-    sends = [
-        part
-        for d in range(problem.world)
-        if not _only_own(problem, d)
-        for part in parts(d, own, all_rows, _needed(problem, piece, rank, d))
-    ]
-    recvs: list[Part] = []
-    if not _only_own(problem, rank):
-        held = _held(problem, rank, piece)
-        for c, slot in enumerate(_slots(_keys(w, piece, n), held)):
-            recvs += parts(c, slot, held[c], held[c])
-    w.post(Post(f"kv {n}", tuple(sends), tuple(recvs), collective="all_gather" if _is_even(problem) else ""))
-
-
-def _scatter(w: Writer, piece: Piece, n: int) -> None:
-    """Post our shares to the owners of the keys, and receive the shares of our keys.
-
-    Our own share goes through the post as well, so that all shares lie in one buffer for an all_to_all.
+    A rank that needs only its own keys receives nothing, not even from itself. Every other rank gathers its own keys
+    with those of the others, so that all keys of a piece lie in one buffer.
     """
-    problem, rank = w.problem, w.rank
-    held, theirs = _held(problem, rank, piece), _shares_of_others(problem, rank, piece)
-    sends = [
-        part
-        for c, slot in enumerate(_slots(_shares(w, piece, n), held))
-        for part in parts(c, slot, held[c], _needed(problem, piece, c, rank))
-    ]
-    recvs = [
-        part
-        for d, slot in enumerate(_slots(_recv_buffer(w, piece, n), theirs))
-        for part in parts(d, slot, theirs[d], theirs[d])
-    ]
-    w.post(Post(f"dkv {n}", tuple(sends), tuple(recvs), collective="all_to_all" if _is_even(problem) else ""))
+
+    def __init__(self, w: Writer) -> None:
+        problem = w.problem
+        self.w, self.work = w, _pieces(problem)
+        #: The key rows that our queries see, by owner.
+        self.needed = problem.needed_from(w.rank)
+        #: Our key rows that queries see, by the rank of the queries.
+        self.consumers = problem.needed_by(w.rank)
+        #: Whether our queries see only our own keys.
+        self.only_own = not self.needed.keys() - {w.rank}
+        # Where all ranks hold equally many keys and need all of them, one collective call can serve.
+        self._is_even = problem.world > 1 and len(set(problem.k_lengths)) == 1 and problem.everything_needed
+
+    def positions(self, piece: Piece) -> Ranges:
+        """Return the positions of the gathered keys, in the order of the buffer."""
+        k, held = self.w.problem.table.k, self._held(piece)
+        first_row = k.first_row.tolist()
+        taken = [(first_row[c] + begin, first_row[c] + end) for c, these in held.items() for begin, end in these]
+        _, runs = k.positions(*np.array(taken, np.int64).reshape(-1, 2).T)
+        ends = runs.position + runs.step * runs.rows
+        return tuple(map(range, runs.position.tolist(), ends.tolist(), runs.step.tolist()))
+
+    def keys(self, piece: Piece, n: int) -> Slice:
+        """Return the keys and values to attend to: the gathered buffer, or our own tensor if we need no others."""
+        if self.only_own:
+            return self.w.own("kv", next(iter(piece.rows(self.w.k_rows)), (0, 0)), piece.heads)
+        width = piece.heads[1] - piece.heads[0]
+        return self.w.scratch(f"kv{width}.{n % 2}", "kv", _count(self._held(piece)), heads=width)
+
+    def share_buffer(self, piece: Piece, n: int) -> Slice:
+        """Return the buffer for our share of the gradients of all keys that we attended to."""
+        width = piece.heads[1] - piece.heads[0]
+        return self.w.scratch(f"dkv{width}.{n % 2}", "dkv", _count(self._held(piece)), "reduce", width)
+
+    def post(self, n: int) -> None:
+        """Post the gather of the n-th piece: send each rank the rows of ours that it needs, receive what we need."""
+        if n >= len(self.work):
+            return
+        w, piece = self.w, self.work[n]
+        own, all_rows = w.own("kv", heads=piece.heads), ((0, w.k_rows),)
+        sends = [
+            part
+            for d, theirs in self._shares_of_others(piece).items()
+            if d != w.rank or not self.only_own
+            for part in parts(d, own, all_rows, theirs)
+        ]
+        recvs = () if self.only_own else _packed(self.keys(piece, n), self._held(piece))
+        collective: Collective = "all_gather" if self._is_even else ""
+        w.post(Post(f"kv {n}", tuple(sends), recvs, collective=collective), drop_empty=False)
+
+    def scatter(self, n: int) -> None:
+        """Post our shares to the owners of the keys, and receive the shares of our keys.
+
+        Our own share goes through the post as well, so that all shares lie in one buffer for an all_to_all.
+        """
+        w, piece = self.w, self.work[n]
+        held, needed, shares = self._held(piece), self._needed(piece), self.share_buffer(piece, n)
+        own = needed.get(w.rank, ())
+        sends = parts(w.rank, shares, held[w.rank], own) if self.only_own else _packed(shares, held)
+        recvs = _packed(self._recv_buffer(piece, n), self._shares_of_others(piece))
+        collective: Collective = "all_to_all" if self._is_even else ""
+        w.post(Post(f"dkv {n}", sends, recvs, collective=collective), drop_empty=False)
+
+    def collect(self, n: int) -> None:
+        """Sum the shares of all ranks for the n-th piece, in rank order, so that rounding is the same in every run."""
+        if n < 0:
+            return
+        w, piece = self.w, self.work[n]
+        theirs, mine = self._shares_of_others(piece), piece.rows(w.k_rows)
+        w.wait(f"dkv {n}")
+        if not mine:
+            return
+        total = w.scratch("dkv.sum", "dkv", w.k_rows, "partial", becomes="dkv")
+        total = Slice(total.buffer, mine[0], piece.heads)
+        # If rank 0 has a share of every row, its copy initializes the sum; otherwise the sum starts from zero.
+        covers_all = theirs.get(0) == mine
+        if not covers_all:
+            w.steps.append(Clear(total))
+        targets = (target for these in theirs.values() for target in pieces(total, mine, these))
+        for part, target in zip(_packed(self._recv_buffer(piece, n), theirs), targets, strict=True):
+            initialize = covers_all and part.peer == 0
+            w.steps.append(Copy(part.slice, target) if initialize else Add(part.slice, target))
+        w.append_each(Copy, [(total, w.own("dkv", mine[0], piece.heads))])
+
+    def _held(self, piece: Piece) -> Mapping[int, Rows]:
+        """Return the key rows that we attend to, by owner; the gathered buffer holds them in this order."""
+        return {self.w.rank: piece.rows(self.w.k_rows)} if self.only_own else self._needed(piece)
+
+    def _needed(self, piece: Piece) -> Mapping[int, Rows]:
+        """Return the key rows of a piece that our queries see, by owner."""
+        if piece.num_chunks == 1:
+            return self.needed
+        lengths = self.w.problem.k_lengths
+        return _common(self.needed, (piece.rows(lengths[c]) for c in self.needed))
+
+    def _shares_of_others(self, piece: Piece) -> Mapping[int, Rows]:
+        """Return the rows of our keys that each rank, ourselves included, has a share of the gradient for."""
+        return self.consumers if piece.num_chunks == 1 else _common(self.consumers, repeat(piece.rows(self.w.k_rows)))
+
+    def _recv_buffer(self, piece: Piece, n: int) -> Slice:
+        """Return the buffer in which the shares of our keys arrive."""
+        width = piece.heads[1] - piece.heads[0]
+        return self.w.scratch(f"dkv{width}.in.{n % 2}", "dkv", _count(self._shares_of_others(piece)), "reduce", width)
 
 
-def _collect(w: Writer, work: list[Piece], n: int) -> None:
-    """Sum the shares of all ranks for the n-th piece, in rank order, so that rounding is the same in every run."""
-    if n < 0:
-        return
-    piece = work[n]
-    theirs, mine = _shares_of_others(w.problem, w.rank, piece), piece.rows(w.k_rows)
-    w.wait(f"dkv {n}")
-    if not mine:
-        return
-    total = w.scratch("dkv.sum", "dkv", w.k_rows, "partial", becomes="dkv")
-    total = Slice(total.buffer, mine[0], piece.heads)
-    # If rank 0 has a share of every row, its copy initializes the sum; otherwise the sum starts from zero.
-    covers_all = theirs[0] == mine
-    if not covers_all:
-        w.steps.append(Clear(total))
-    for d, slot in enumerate(_slots(_recv_buffer(w, piece, n), theirs)):
-        pairs = zip(pieces(slot, theirs[d], theirs[d]), pieces(total, mine, theirs[d]), strict=True)
-        w.append_each(Copy if covers_all and d == 0 else Add, pairs)
-    w.append_each(Copy, [(total, w.own("dkv", mine[0], piece.heads))])
+def _common(wanted: Mapping[int, Rows], taken: Iterable[Rows]) -> dict[int, Rows]:
+    """Return the wanted rows of each rank that are taken as well, without ranks that have none."""
+    both = {peer: rows.common(these, those) for (peer, these), those in zip(wanted.items(), taken, strict=False)}
+    return {peer: these for peer, these in both.items() if these}
 
 
-def _shares_of_others(problem: Problem, rank: int, piece: Piece) -> list[Rows]:
-    """Return, for each rank, the rows of our keys that it has a share of the gradient for."""
-    return [_needed(problem, piece, rank, d) for d in range(problem.world)]
+def _packed(whole: Slice, held: Mapping[int, Rows]) -> tuple[Part, ...]:
+    """Return the parts of a packed buffer: one for each interval of rows of each rank."""
+    out, first = [], 0
+    for peer, these in held.items():
+        for begin, end in these:
+            last = first + end - begin
+            out.append(Part(peer, Slice(whole.buffer, (first, last), whole.heads)))
+            first = last
+    return tuple(out)
 
 
-def _recv_buffer(w: Writer, piece: Piece, n: int) -> Slice:
-    """Return the buffer in which the shares of our keys arrive."""
-    width = piece.heads[1] - piece.heads[0]
-    count = sum(map(rows.count, _shares_of_others(w.problem, w.rank, piece)))
-    return w.scratch(f"dkv{width}.in.{n % 2}", "dkv", count, "reduce", width)
+def _count(held: Mapping[int, Rows]) -> int:
+    return sum(map(rows.count, held.values()))
 
 
 for _name, _layout, _summary in (

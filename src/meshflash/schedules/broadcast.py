@@ -11,14 +11,18 @@ that need them, so a causal mask needs no schedule of its own: `ringx1` and `rin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+
+import numpy as np
 
 from meshflash.core import rows
 from meshflash.core.layout import Layout
 from meshflash.core.problem import Problem
-from meshflash.core.program import Add, Attend, AttendGrad, Dtype, Part, Post, Program, Slice
+from meshflash.core.program import Add, Attend, AttendGrad, Dtype, Interval, Part, Post, Program, Ranges, Slice
 from meshflash.core.rows import Rows
+from meshflash.core.runs import Ints, Runs, merge_intervals, row_at, views
+from meshflash.core.shards import RowTable
 from meshflash.schedules.registry import Schedule, register
 from meshflash.schedules.writer import SAVES, Writer, parts, pieces
 
@@ -36,14 +40,17 @@ def broadcast_kv(problem: Problem, rank: int, name: str = "ringx4") -> Program:
         name: The name of the program, for people.
     """
     w = Writer(name, "forward", problem, rank)
-    single_step = not any(problem.needs[c][rank] for c in _others(problem, rank))
+    broadcast = _Broadcast(w, "kv", *_keys_moved(problem, rank))
+    attended = _attended(problem, rank)
+    single_step = not broadcast.received
     out = w.accumulator("out", not single_step)
-    broadcast = _Broadcast(w, "kv", lambda root, peer: problem.needs[root][peer])
+    broadcast.start()
     w.attend_own(out, final=single_step)
-    for root in range(problem.world):
+    for root in broadcast.roots:
         received = broadcast.receive(root)
         if received is not None:
-            w.attend(received, rows.positions(problem.k[root], problem.needs[root][rank]), out, carry=True)
+            k_positions, q_rows = attended[root]
+            w.attend(received, k_positions, out, carry=True, q_rows=q_rows)
     w.finalize()
     return w.program(SAVES)
 
@@ -57,16 +64,15 @@ def broadcast_kv_backward(problem: Problem, rank: int, name: str = "ringx4") -> 
         name: The name of the program, for people.
     """
     w = Writer(name, "backward", problem, rank)
-    others = _others(problem, rank)
-    providers = [c for c in others if problem.needs[c][rank]]
-    consumers = [d for d in others if problem.needs[rank][d]]
-    dq = w.accumulator("dq", bool(providers))
-    dkv = w.accumulator("dkv", bool(consumers))
-    broadcast = _Broadcast(w, "kv", lambda root, peer: problem.needs[root][peer])
+    broadcast = _Broadcast(w, "kv", *_keys_moved(problem, rank))
+    attended = _attended(problem, rank)
+    dq = w.accumulator("dq", bool(broadcast.received))
+    dkv = w.accumulator("dkv", bool(broadcast.sent))
+    broadcast.start()
     w.attend_grad(w.own("kv"), problem.k[rank], dq, dkv)
-    for root, received, share in _ReduceToRoot(broadcast, "dkv", "reduce", dkv).shares(consumers):
-        positions = rows.positions(problem.k[root], problem.needs[root][rank])
-        w.attend_grad(received, positions, dq, share, add_dq=True)
+    for root, received, share in _ReduceToRoot(broadcast, "dkv", "reduce", dkv).shares():
+        k_positions, q_rows = attended[root]
+        w.attend_grad(received, k_positions, dq, share, add_dq=True, q_rows=q_rows)
     w.finalize()
     return w.program()
 
@@ -80,13 +86,13 @@ def broadcast_q(problem: Problem, rank: int, name: str = "ringx1") -> Program:
         name: The name of the program, for people.
     """
     w = Writer(name, "forward", problem, rank)
-    helpers = [c for c in _others(problem, rank) if queries_seeing(problem, rank, c)]
-    out = w.accumulator("out", bool(helpers))
-    broadcast = _Broadcast(w, "q", lambda root, peer: queries_seeing(problem, root, peer))
-    w.attend_own(out, final=not helpers)
+    broadcast = _Broadcast(w, "q", *queries_moved(problem, rank))
+    out = w.accumulator("out", bool(broadcast.sent))
+    broadcast.start()
+    w.attend_own(out, final=not broadcast.sent)
     # Partial results stay in float32 on the way back: rounding them before the merge would lose precision.
-    for root, received, share in _ReduceToRoot(broadcast, "out", "partial", out).shares(helpers):
-        positions = rows.positions(problem.q[root], queries_seeing(problem, root, rank))
+    for root, received, share in _ReduceToRoot(broadcast, "out", "partial", out).shares():
+        positions = rows.positions(problem.q[root], broadcast.received[root])
         w.steps.append(Attend(received, w.own("kv"), share, positions, problem.k[rank], (0, problem.heads)))
     w.finalize()
     return w.program(SAVES)
@@ -103,16 +109,14 @@ def broadcast_q_backward(problem: Problem, rank: int, name: str = "ringx1") -> P
     if not queries_move_less(problem):
         return broadcast_kv_backward(problem, rank, name)
     w = Writer(name, "backward", problem, rank)
-    others = _others(problem, rank)
-    helpers = [c for c in others if queries_seeing(problem, rank, c)]
-    served = [d for d in others if queries_seeing(problem, d, rank)]
-    dq = w.accumulator("dq", bool(helpers))
-    dkv = w.accumulator("dkv", bool(served))
     # A gradient kernel needs the result and its gradient for each query row, so out and dout travel with q.
-    broadcast = _Broadcast(w, "q", lambda root, peer: queries_seeing(problem, root, peer), with_results=True)
+    broadcast = _Broadcast(w, "q", *queries_moved(problem, rank), with_results=True)
+    dq = w.accumulator("dq", bool(broadcast.sent))
+    dkv = w.accumulator("dkv", bool(broadcast.received))
+    broadcast.start()
     w.attend_grad(w.own("kv"), problem.k[rank], dq, dkv)
-    for root, received, share in _ReduceToRoot(broadcast, "dq", "reduce", dq).shares(helpers):
-        positions = rows.positions(problem.q[root], queries_seeing(problem, root, rank))
+    for root, received, share in _ReduceToRoot(broadcast, "dq", "reduce", dq).shares():
+        positions = rows.positions(problem.q[root], broadcast.received[root])
         results = broadcast.buffer("out", root), broadcast.buffer("dout", root)
         all_heads = (0, problem.heads)
         w.steps.append(
@@ -122,66 +126,123 @@ def broadcast_q_backward(problem: Problem, rank: int, name: str = "ringx1") -> P
     return w.program()
 
 
-def queries_seeing(problem: Problem, owner: int, rank: int) -> Rows:
-    """Return the query rows of `owner` that see a key of `rank`; none for a rank and itself.
-
-    Args:
-        problem: The positions that every rank holds, and the mask.
-        owner: The rank that holds the queries.
-        rank: The rank that holds the keys.
-    """
-    if owner == rank or not problem.needs[rank][owner]:
-        return ()
-    return problem.q_seeing(owner, problem.k[rank])
-
-
 @lru_cache(maxsize=256)
 def queries_move_less(problem: Problem) -> bool:
     """Whether a backward that broadcasts queries moves fewer bytes than one that broadcasts keys."""
-    pairs = [(c, d) for c in range(problem.world) for d in range(problem.world) if c != d]
-    queries = sum(rows.count(queries_seeing(problem, d, c)) for c, d in pairs) * problem.heads * QUERY_COST
-    keys = sum(rows.count(problem.needs[c][d]) for c, d in pairs) * problem.kv_heads * KEY_COST
-    return queries < keys
+    ranks, q, k = np.array(problem.sampled_ranks), problem.table.q, problem.table.k
+    needed, own = problem.table.num_needed(ranks)
+    owner, begin, end = q.rows_in(*_positions_seeing(problem, k.of_ranks(ranks)))
+    queries = int((end - begin)[q.rank_of(begin) != owner].sum())
+    keys = int((needed - own).sum())
+    return queries * problem.heads * QUERY_COST < keys * problem.kv_heads * KEY_COST
 
 
-def _others(problem: Problem, rank: int) -> list[int]:
-    return [c for c in range(problem.world) if c != rank]
+def _keys_moved(problem: Problem, rank: int) -> tuple[dict[int, Rows], dict[int, Rows]]:
+    """Return the key rows of other ranks that our queries see, and our key rows that queries of other ranks see."""
+    return _others(problem.needed_from(rank), rank), _others(problem.needed_by(rank), rank)
+
+
+def queries_moved(problem: Problem, rank: int) -> tuple[dict[int, Rows], dict[int, Rows]]:
+    """Return the query rows of other ranks that see a rank's keys, and its query rows that see keys of other ranks.
+
+    Args:
+        problem: The positions that every rank holds, and the mask.
+        rank: The rank that receives the former queries and sends the latter.
+    """
+    q, k = problem.table.q, problem.table.k
+    _, begin, end = q.rows_in(*_positions_seeing(problem, k.of_ranks(np.array([rank]))))
+    peer = q.rank_of(begin)
+    received = RowTable.of(peer, begin - q.first_row[peer], end - q.first_row[peer])
+    owner, lo, hi = _positions_seeing(problem, k.runs)
+    # Row 0 is our first query; each run of ours meets all intervals.
+    runs = q.of_ranks(np.array([rank]))
+    runs = Runs(*(column[:, None] for column in (runs.row - q.first_row[rank], runs.rows, runs.position, runs.step)))
+    begin, end = np.maximum(row_at(runs, lo), 0), np.minimum(row_at(runs, hi), runs.rows)
+    owner = np.broadcast_to(owner, begin.shape)
+    sent = RowTable.of(owner.ravel(), (runs.row + begin).ravel(), (runs.row + end).ravel())
+    return _others(received.by_rank, rank), _others(sent.by_rank, rank)
+
+
+def _positions_seeing(problem: Problem, keys: Runs) -> tuple[Ints, Ints, Ints]:
+    """Return (owner, lo, hi): the positions of queries that see keys of each owner, as intervals `[lo, hi)`.
+
+    Args:
+        problem: The positions that every rank holds, and the mask.
+        keys: Runs of keys; their rows are numbered over all ranks.
+    """
+    found = [np.zeros((3, 0), np.int64)]
+    for view in views(problem.mask, keys, by_key=True):
+        view = view.without_gaps()
+        found.append(np.stack([problem.table.k.rank_of(view.segments.row), *view.limits()]))
+    return merge_intervals(*np.concatenate(found, axis=1))
+
+
+def _attended(problem: Problem, rank: int) -> Mapping[int, tuple[Ranges, Interval]]:
+    """Return the positions of the keys of other ranks that our queries see, and the rows of these queries, by owner."""
+    needed = problem.table.needed_from(rank)
+    return problem.positions_and_q_rows(rank, needed.take(needed.rank != rank))
+
+
+def _others(by_rank: Mapping[int, Rows], rank: int) -> dict[int, Rows]:
+    return {other: these for other, these in by_rank.items() if other != rank}
 
 
 class _Broadcast:
-    """Each root sends every peer the rows `wanted(root, peer)`, one root ahead of their use."""
+    """Each root sends its peers the rows that they need, one root ahead of their use.
 
-    def __init__(self, w: Writer, kind: str, wanted: Callable[[int, int], Rows], with_results: bool = False) -> None:
-        self.w, self.wanted = w, wanted
+    Args:
+        w: The writer of this rank's program.
+        kind: The kind of the rows.
+        received: The rows that we receive, by root.
+        sent: Our rows that we send at our own turn, by peer.
+        with_results: Whether out and dout travel with the rows.
+    """
+
+    def __init__(
+        self,
+        w: Writer,
+        kind: str,
+        received: Mapping[int, Rows],
+        sent: Mapping[int, Rows],
+        with_results: bool = False,
+    ) -> None:
+        self.w, self.received, self.sent = w, received, sent
         self.kinds = (kind, "out", "dout") if with_results else (kind,)
+        #: The turns that we take part in, in order.
+        self.roots = sorted({*received, w.rank})
+        #: A double buffer for each kind, as the next root's rows arrive meanwhile.
+        self._buffers: dict[tuple[str, int], Slice] = {}
+
+    def start(self) -> None:
+        """Post the rows of the first root."""
         self._post(0)
 
     def receive(self, root: int) -> Slice | None:
         """Wait for the rows of this root, and post those of the next; None if this rank gets none."""
+        if root and root - 1 not in self.received and root - 1 != self.w.rank:
+            self._post(root)  # we had no turn just before this one
         self.w.wait(f"{self.kinds[0]} {root}")
         self._post(root + 1)
-        if root == self.w.rank or not self.wanted(root, self.w.rank):
-            return None
-        return self.buffer(self.kinds[0], root)
+        return self.buffer(self.kinds[0], root) if root in self.received else None
 
     def buffer(self, kind: str, root: int) -> Slice:
-        """Return the buffer of a root's rows: a double buffer, as the next root's rows arrive meanwhile."""
-        return self.w.scratch(f"{kind}.{root % 2}", kind, rows.count(self.wanted(root, self.w.rank)))
+        """Return the buffer of a root's rows, until the rows of the next root but one are posted."""
+        return self._buffers[kind, root % 2]
 
     def _post(self, root: int) -> None:
         w = self.w
-        if root >= w.problem.world:
-            return
         sends: list[Part] = []
         recvs: list[Part] = []
         for kind in self.kinds:
             if root == w.rank:
-                all_rows = ((0, w.own(kind).rows[1]),)
-                for other in _others(w.problem, w.rank):
-                    sends += parts(other, w.own(kind), all_rows, self.wanted(root, other))
-            elif mine := self.wanted(root, w.rank):
-                recvs += parts(root, self.buffer(kind, root), mine, mine)
-        w.post(Post(f"{self.kinds[0]} {root}", tuple(sends), tuple(recvs)))
+                own = w.own(kind)
+                for peer, theirs in self.sent.items():
+                    sends += parts(peer, own, (own.rows,), theirs)
+            elif mine := self.received.get(root):
+                arriving = w.scratch(f"{kind}.{root % 2}", kind, rows.count(mine))
+                self._buffers[kind, root % 2] = arriving
+                recvs += parts(root, arriving, mine, mine)
+        w.post(Post(f"{self.kinds[0]} {root}", tuple(sends), tuple(recvs)), drop_empty=False)
 
 
 class _ReduceToRoot:
@@ -192,43 +253,49 @@ class _ReduceToRoot:
 
     def __init__(self, broadcast: _Broadcast, kind: str, dtype: Dtype, total: Slice) -> None:
         self.broadcast, self.kind, self.dtype, self.total = broadcast, kind, dtype, total
-        self.w, self.wanted = broadcast.w, broadcast.wanted
+        self.w = broadcast.w
 
-    def shares(self, peers: list[int]) -> Iterator[tuple[int, Slice, Slice]]:
+    def shares(self) -> Iterator[tuple[int, Slice, Slice]]:
         """Yield (root, its rows, buffer for our share) for each root whose rows we get, and send the share afterwards.
 
-        At our own turn, collect the shares of `peers`. The buffer is a double buffer, free once its last send has
+        At our own turn, collect the shares of our peers. The buffer is a double buffer, free once its last send has
         completed.
         """
         w = self.w
-        for root in range(w.problem.world):
+        last_sends: dict[int, str] = {}  # the last post from each half of the double buffer
+        for root in self.broadcast.roots:
             received = self.broadcast.receive(root)
-            if received is not None:
-                for earlier in range(root % 2, root, 2):
-                    w.wait(f"{self.kind} {earlier}")
-                mine = self.wanted(root, w.rank)
-                share = self._scratch(f"{self.kind}.part.{root % 2}", mine)
-                yield root, received, share
-                w.post(Post(f"{self.kind} {root}", parts(root, share, mine, mine), ()))
-            elif root == w.rank:
-                self._collect(peers)
-        for root in range(w.problem.world):
-            w.wait(f"{self.kind} {root}")
+            if received is None:
+                self._collect()
+                continue
+            if root % 2 in last_sends:
+                w.wait(last_sends.pop(root % 2))
+            mine = self.broadcast.received[root]
+            share = self._scratch(f"{self.kind}.part.{root % 2}", mine)
+            yield root, received, share
+            w.post(Post(f"{self.kind} {root}", parts(root, share, mine, mine), ()), drop_empty=False)
+            last_sends[root % 2] = f"{self.kind} {root}"
+        for name in last_sends.values():
+            w.wait(name)
 
-    def _collect(self, peers: list[int]) -> None:
+    def _collect(self) -> None:
         """As the root, receive the shares of all peers and add them; one arrives while the last one is added."""
-        w, all_rows = self.w, ((0, self.total.rows[1]),)
-        for n in range(len(peers) + 1):
-            if n < len(peers):
-                theirs = self.wanted(w.rank, peers[n])
-                arriving = self._scratch(f"{self.kind}.in.{n % 2}", theirs)
-                w.post(Post(f"{self.kind} from {peers[n]}", (), parts(peers[n], arriving, theirs, theirs)))
-            if n:
-                theirs = self.wanted(w.rank, peers[n - 1])
-                w.wait(f"{self.kind} from {peers[n - 1]}")
-                arrived = self._scratch(f"{self.kind}.in.{(n - 1) % 2}", theirs)
-                pairs = zip(pieces(arrived, theirs, theirs), pieces(self.total, all_rows, theirs), strict=True)
-                w.append_each(Add, pairs)
+        last: tuple[int, Rows, Slice] | None = None
+        for n, (peer, theirs) in enumerate(self.broadcast.sent.items()):
+            arriving = self._scratch(f"{self.kind}.in.{n % 2}", theirs)
+            recvs = parts(peer, arriving, theirs, theirs)
+            self.w.post(Post(f"{self.kind} from {peer}", (), recvs), drop_empty=False)
+            if last is not None:
+                self._add(*last)
+            last = peer, theirs, arriving
+        if last is not None:
+            self._add(*last)
+
+    def _add(self, peer: int, theirs: Rows, arrived: Slice) -> None:
+        """Wait for the share of a peer, and add it."""
+        self.w.wait(f"{self.kind} from {peer}")
+        pairs = zip(pieces(arrived, theirs, theirs), pieces(self.total, (self.total.rows,), theirs), strict=True)
+        self.w.append_each(Add, pairs)
 
     def _scratch(self, name: str, held: Rows) -> Slice:
         return self.w.scratch(name, self.kind, rows.count(held), self.dtype)

@@ -22,15 +22,17 @@ rank whose query heads share it, and the owner sums the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import groupby, pairwise
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
     LSE_KINDS,
+    STEPS,
     Add,
     Copy,
     Delta,
@@ -41,10 +43,9 @@ from meshflash.core.program import (
     Program,
     Ranges,
     Slice,
-    Step,
 )
 from meshflash.schedules.registry import Builder, on_change, parse
-from meshflash.schedules.writer import Writer
+from meshflash.schedules.writer import Writer, take_rows
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,7 @@ def _pieces(first: int, last: int, gqa_ratio: int, rounds: int) -> Iterator[Head
             yield HeadPiece((taken[0][1], taken[-1][2]), (taken[0][0], taken[-1][0] + 1))
 
 
-@dataclass(frozen=True)
-class RowRun:
+class RowRun(NamedTuple):
     """Rows of one rank that stay neighbours in the shard of its group.
 
     `rows` counts within the rank's own shard, `group_rows` within the group's shard.
@@ -125,7 +125,14 @@ class GroupShard:
 
     def of(self, rank: int) -> list[RowRun]:
         """Return the runs of one rank."""
-        return [run for run in self.runs if run.rank == rank]
+        return self._runs_by_rank.get(rank, [])
+
+    @cached_property
+    def _runs_by_rank(self) -> dict[int, list[RowRun]]:
+        out: dict[int, list[RowRun]] = {}
+        for run in self.runs:
+            out.setdefault(run.rank, []).append(run)
+        return out
 
 
 def merge_shards(ranks: tuple[int, ...], held: tuple[Ranges, ...]) -> GroupShard:
@@ -147,16 +154,22 @@ def merge_shards(ranks: tuple[int, ...], held: tuple[Ranges, ...]) -> GroupShard
             row += len(r)
     found.sort(key=lambda entry: (entry[0].start, entry[1]))
     runs: list[RowRun] = []
-    positions: list[range] = []
     row = 0
     for r, rank, rows in found:
         runs.append(RowRun(rank, rows, (row, row + len(r))))
         row += len(r)
-        if positions and r.step == positions[-1].step == 1 and r.start == positions[-1].stop:
-            positions[-1] = range(positions[-1].start, r.stop)
+    return GroupShard(tuple(runs), _join([r for r, _, _ in found]))
+
+
+def _join(ranges: Iterable[range]) -> Ranges:
+    """Join neighbouring ranges of step 1."""
+    out: list[range] = []
+    for r in ranges:
+        if out and r.start == out[-1].stop and r.step == out[-1].step == 1:
+            out[-1] = range(out[-1].start, r.stop)
         else:
-            positions.append(r)
-    return GroupShard(tuple(runs), tuple(positions))
+            out.append(r)
+    return tuple(out)
 
 
 @dataclass(frozen=True)
@@ -196,32 +209,42 @@ class Grid:
         """Return the ranks with the same share, in the order of their groups."""
         return tuple(self.rank(group, share) for group in range(self.num_groups))
 
-    @property
+    @cached_property
     def shares(self) -> tuple[tuple[HeadPiece, ...], ...]:
         """The heads of each share, in pieces."""
         return split_heads(self.problem.heads, self.problem.kv_heads, self.inner, self.rounds)
 
-    @property
+    @cached_property
     def repeats_kv_heads(self) -> bool:
         """Whether some key head goes to several ranks, so that the owner has to sum its gradients."""
         taken = [head for share in self.shares for piece in share for head in range(*piece.kv_heads)]
         return len(taken) != len(set(taken))
 
 
-@lru_cache(maxsize=256)
-def _group_shards(grid: Grid) -> tuple[tuple[GroupShard, GroupShard], ...]:
-    """Return the merged queries and the merged keys of each Ulysses group."""
-    problem = grid.problem
-    groups = [grid.ulysses_group(n) for n in range(grid.num_groups)]
-    return tuple((merge_shards(ranks, problem.q), merge_shards(ranks, problem.k)) for ranks in groups)
+@lru_cache(maxsize=64)
+def _group_shards(grid: Grid, group: int) -> tuple[GroupShard, GroupShard]:
+    """Return the merged queries and the merged keys of a Ulysses group; cached for its ranks and for both passes."""
+    problem, ranks = grid.problem, grid.ulysses_group(group)
+    q = merge_shards(ranks, problem.q)
+    return q, q if problem.k == problem.q else merge_shards(ranks, problem.k)
 
 
 @lru_cache(maxsize=256)
 def _ring_problem(grid: Grid, schedule: str, shape: tuple[int, int]) -> Problem:
     """Return the problem that a ring group solves for one piece of (query heads, key heads)."""
-    held = _group_shards(grid)
-    q, k = (tuple(group[side].positions for group in held) for side in (0, 1))
-    return Problem(q, k, grid.problem.mask, *shape, options=parse(schedule)[1])
+    problem = grid.problem
+    q = _group_positions(grid, problem.q)
+    k = q if problem.k == problem.q else _group_positions(grid, problem.k)
+    return Problem(q, k, problem.mask, *shape, options=parse(schedule)[1])
+
+
+def _group_positions(grid: Grid, held: tuple[Ranges, ...]) -> tuple[Ranges, ...]:
+    """Return the positions of each group's merged shard; unlike `merge_shards`, without the runs of its ranks."""
+    out = []
+    for group in range(grid.num_groups):
+        ranges = [r for rank in grid.ulysses_group(group) for r in held[rank] if len(r)]
+        out.append(_join(sorted(ranges, key=attrgetter("start"))))
+    return tuple(out)
 
 
 on_change.append(_ring_problem.cache_clear)
@@ -255,6 +278,7 @@ def heads_for_sequence(
     return forward, backward
 
 
+@lru_cache(maxsize=256)
 def _grid(problem: Problem, inner: int, transposed: bool, rounds: int, name: str) -> Grid:
     inner = inner or problem.world
     if problem.world % inner:
@@ -321,6 +345,11 @@ def exchange_backward(grid: Grid, schedule: str, rank: int, name: str) -> Progra
     return w.program()
 
 
+#: The fields of each step, and those that are slices.
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in STEPS.values()}
+_SLICES = {field.name for kind in STEPS.values() for field in fields(kind) if field.type == "Slice"}
+
+
 class _Exchange:
     """One rank's side of the exchange in its Ulysses group. There is one round for each piece of the largest share."""
 
@@ -333,7 +362,7 @@ class _Exchange:
         self.shares = grid.shares
         self.mine = self.shares[self.share]
         self.num_rounds = max(map(len, self.shares))
-        self.q, self.kv = _group_shards(grid)[self.group]
+        self.q, self.kv = _group_shards(grid, self.group)
         self.saved: list[str] = []
         #: Kinds whose rows travel without LSE or delta: none if the caller wants the LSE.
         self._without_lse = frozenset() if grid.problem.lse else LSE_KINDS
@@ -380,16 +409,17 @@ class _Exchange:
         """Post the exchange of round n: send our rows of each member's heads, receive their rows of our heads."""
         sends: list[Part] = []
         recvs: list[Part] = []
+        whole = self._whole(buffers)
         for share, member in enumerate(self.members):
-            for kind, buffer in buffers.items():
+            for kind in buffers:
                 if n < len(self.shares[share]):
                     given = self._own(kind, self._heads(kind, self.shares[share][n]))
                     if member != self.rank:
                         sends += [Part(member, part) for part in given]
                     else:
-                        self.w.append_each(Copy, zip(given, self._member_rows(kind, buffer, member), strict=True))
-                if member != self.rank and buffer:
-                    recvs += [Part(member, place) for place in self._member_rows(kind, buffer, member)]
+                        self.w.append_each(Copy, zip(given, self._member_rows(kind, whole[kind], member), strict=True))
+                if member != self.rank and kind in whole:
+                    recvs += [Part(member, place) for place in self._member_rows(kind, whole[kind], member)]
         self.w.post(Post(f"in {n}", tuple(sends), tuple(recvs)))
 
     def run(self, n: int, names: dict[str, str]) -> None:
@@ -418,13 +448,14 @@ class _Exchange:
         """Post the way back of round n: send each member the results for its rows, receive those for ours."""
         sends: list[Part] = []
         recvs: list[Part] = []
+        whole = self._whole(made)
         for share, member in enumerate(self.members):
             for kind in made:
-                if n < len(self.mine) and member != self.rank:
-                    sends += [Part(member, place) for place in self._member_rows(kind, made[kind], member)]
+                if member != self.rank and kind in whole:
+                    sends += [Part(member, place) for place in self._member_rows(kind, whole[kind], member)]
                 if n < len(self.shares[share]) and member != self.rank:
                     back = self._return_buffer(kind, share, n)
-                    recvs += [Part(member, replace(back, rows=run.rows)) for run in self._shard(kind).of(self.rank)]
+                    recvs += [Part(member, take_rows(back, *run.rows)) for run in self._shard(kind).of(self.rank)]
         self.w.post(Post(f"out {n}", tuple(sends), tuple(recvs)))
         self._returned[n] = made
 
@@ -433,13 +464,14 @@ class _Exchange:
         if n < 0:
             return
         self.w.wait(f"out {n}")
+        whole = self._whole(self._returned[n])
         for share, member in enumerate(self.members):
             if n >= len(self.shares[share]):
                 continue
             piece = self.shares[share][n]
-            for kind, buffer in self._returned[n].items():
+            for kind in self._returned[n]:
                 if member == self.rank:
-                    sources = self._member_rows(kind, buffer, member)
+                    sources = self._member_rows(kind, whole[kind], member)
                     rows = [run.rows for run in self._shard(kind).of(member)]
                 else:
                     back = self._return_buffer(kind, share, n)
@@ -476,10 +508,13 @@ class _Exchange:
         own = self._travelling(kind, self.w.own(kind))
         return [replace(own, rows=run.rows, heads=heads) for run in self._shard(kind).of(self.rank)]
 
-    def _member_rows(self, kind: str, name: str, rank: int) -> list[Slice]:
+    def _whole(self, buffers: dict[str, str]) -> dict[str, Slice]:
+        """Return the buffers that hold the group's shard, by kind; none if we have no piece."""
+        return {kind: self._travelling(kind, self.w.own(name)) for kind, name in buffers.items() if name}
+
+    def _member_rows(self, kind: str, whole: Slice, rank: int) -> list[Slice]:
         """Return the rows of one member in a buffer that holds the group's shard."""
-        whole = self._travelling(kind, self.w.own(name))
-        return [replace(whole, rows=run.group_rows) for run in self._shard(kind).of(rank)]
+        return [take_rows(whole, *run.group_rows) for run in self._shard(kind).of(rank)]
 
     def _return_buffer(self, kind: str, share: int, n: int) -> Slice:
         """Return the buffer in which results of one member for our rows arrive."""
@@ -511,25 +546,27 @@ def embed(
         if b.role == "scratch":
             buffers[b.name] = f"{b.name} {b.heads}"
             w.scratch(buffers[b.name], b.kind, b.rows, b.dtype, b.heads)
-    for step in program.steps:
-        w.steps.append(_translate(step, buffers, ranks, first_head, tag))
 
-
-def _translate(step: Step, buffers: dict[str, str], ranks: tuple[int, ...], first_head: int, tag: str) -> Step:
-    def slice_of(place: Slice) -> Slice:
+    @cache
+    def renamed(place: Slice) -> Slice:
         return replace(place, buffer=buffers[place.buffer])
 
-    changes: dict[str, Any] = {}
-    for item in fields(step):
-        value = getattr(step, item.name)
-        if isinstance(value, Slice):
-            changes[item.name] = slice_of(value)
-        elif item.name == "heads":
-            changes[item.name] = (value[0] + first_head, value[1] + first_head)
-        elif item.name in ("sends", "recvs"):
-            changes[item.name] = tuple(Part(ranks[part.peer], slice_of(part.slice)) for part in value)
-        elif item.name in ("name", "post"):
-            changes[item.name] = f"{tag}: {value}"
-        elif item.name == "collective":
-            changes[item.name] = ""  # the group has all ranks, but only this ring group makes the post
-    return replace(step, **changes)
+    def sent(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        return tuple(Part(ranks[part.peer], renamed(part.slice)) for part in parts)
+
+    def tagged(post: str) -> str:
+        return f"{tag}: {post}"
+
+    translate: dict[str, Callable[[Any], Any]] = {
+        **dict.fromkeys(_SLICES, renamed),
+        "heads": lambda heads: (heads[0] + first_head, heads[1] + first_head),
+        "sends": sent,
+        "recvs": sent,
+        "name": tagged,
+        "post": tagged,
+        "collective": lambda _: "",  # the group has all ranks, but only this ring group makes the post
+    }
+    for step in program.steps:
+        kind: Any = type(step)
+        values = ((name, getattr(step, name)) for name in _FIELDS[kind])
+        w.steps.append(kind(*[translate[name](value) if name in translate else value for name, value in values]))

@@ -8,8 +8,6 @@ exchange of a rank's heads, so that some heads travel while others are attended 
 
 from __future__ import annotations
 
-from math import gcd
-
 from meshflash.core.layout import Layout
 from meshflash.core.problem import Problem
 from meshflash.core.program import Program
@@ -29,7 +27,7 @@ def builders(problem: Problem) -> tuple[Builder, Builder]:
 def largest_inner(problem: Problem) -> int:
     """Return the largest group of ranks that splits no key head; if every group does, the smallest one above 1."""
     world = problem.world
-    divisors = [n for n in range(2, world + 1) if gcd(n, world) == n]
+    divisors = [n for n in range(2, world + 1) if world % n == 0]
     return max((n for n in divisors if n <= problem.kv_heads), default=min(divisors, default=1))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from meshflash.core import rows
 from meshflash.core.problem import Problem
@@ -44,7 +45,12 @@ from meshflash.core.program import (
 )
 from meshflash.core.rows import Rows
 
-__all__ = ["SAVES", "Writer", "parts", "pieces"]
+__all__ = ["SAVES", "Writer", "make_slice", "parts", "pieces"]
+
+#: The most slices, and sets of slices, that steps share.
+MAX_SHARED = 1 << 14
+#: Sets of more slices than this are not shared: they rarely are the same again.
+MAX_SHARED_PIECES = 2
 
 
 class Writer:
@@ -68,6 +74,7 @@ class Writer:
         self._buffers: dict[str, Buffer] = {}
         #: Posts that nothing has waited for yet.
         self._posts: set[str] = set()
+        self._positions: dict[Interval, Ranges] = {}
         #: (scratch, name of the output): partial sums that `finalize` turns into outputs.
         self._accumulators: list[tuple[Slice, str]] = []
         q_rows, k_rows = problem.q_lengths[rank], problem.k_lengths[rank]
@@ -101,12 +108,17 @@ class Writer:
             heads: The number of heads; all heads of this kind by default.
             becomes: The output that this buffer turns into and may share memory with.
         """
-        heads = self._heads(kind) if heads is None else heads
-        new = Buffer(name, kind, n, heads, dtype, "scratch", becomes)
-        old = self._buffers.get(name, new)
-        assert (old.kind, old.dtype, old.heads) == (kind, dtype, heads), f"{name} is used with two kinds or shapes"
-        self._buffers[name] = replace(old, rows=max(n, old.rows))
-        return Slice(name, (0, n), (0, heads))
+        if heads is None:
+            heads = self._heads(kind)
+        old = self._buffers.get(name)
+        if old is None:
+            self._buffers[name] = Buffer(name, kind, n, heads, dtype, "scratch", becomes)
+        else:
+            same = old.kind == kind and old.dtype == dtype and old.heads == heads
+            assert same, f"{name} is used with two kinds or shapes"
+            if n > old.rows:
+                self._buffers[name] = replace(old, rows=n)
+        return make_slice(name, 0, n, (0, heads))
 
     def save_buffer(self, name: str, kind: str, n: int, heads: int) -> None:
         """Declare a buffer that the forward saves for its backward.
@@ -149,7 +161,8 @@ class Writer:
             heads: The heads, counted within the buffer.
         """
         buffer = self._buffers[name]
-        return Slice(name, taken or (0, buffer.rows), heads or (0, buffer.heads))
+        begin, end = taken or (0, buffer.rows)
+        return make_slice(name, begin, end, heads or (0, buffer.heads))
 
     def attend(
         self,
@@ -159,6 +172,7 @@ class Writer:
         heads: Interval | None = None,
         carry: bool = False,
         final: bool = False,
+        q_rows: Interval | None = None,
     ) -> None:
         """Append attention of our queries over some keys.
 
@@ -172,16 +186,17 @@ class Writer:
             heads: The query heads; all by default.
             carry: Continue the online softmax from what `out` holds.
             final: Write the result itself instead of a partial result.
+            q_rows: The rows from the first to the last query that sees any of the keys, if the caller knows them.
         """
-        taken = self._query_rows(k_positions, carry)
+        taken = self._query_rows(k_positions, carry) if q_rows is None else q_rows
         if taken[0] == taken[1] and carry:
             return
         self.steps.append(
             Attend(
                 self.own("q", taken, heads),
                 kv,
-                replace(out, rows=taken),
-                rows.positions(self.problem.q[self.rank], (taken,)),
+                take_rows(out, *taken),
+                self._q_positions(taken),
                 k_positions,
                 heads or (0, self.problem.heads),
                 carry,
@@ -198,7 +213,7 @@ class Writer:
             out: The accumulator or output, with all rows of our queries.
             final: Write the result itself instead of a partial result.
         """
-        own = self.problem.needs[self.rank][self.rank]
+        own = self.problem.rows_needed(self.rank, self.rank)
         kv = self.own("kv") if own else self.own("kv", (0, 0))
         self.attend(kv, self.problem.k[self.rank] if own else (), out, final=final)
 
@@ -210,6 +225,7 @@ class Writer:
         dkv: Slice,
         heads: Interval | None = None,
         add_dq: bool = False,
+        q_rows: Interval | None = None,
     ) -> None:
         """Append the gradients of attention of our queries over some keys; `dkv` is overwritten.
 
@@ -220,30 +236,37 @@ class Writer:
             dkv: The buffer for our share of the gradients of these keys and values.
             heads: The query heads; all by default.
             add_dq: Add to `dq` instead of overwriting it; then only queries that see the keys take part.
+            q_rows: The rows from the first to the last query that sees any of the keys, if the caller knows them.
         """
-        taken = self._query_rows(k_positions, add_dq)
+        taken = self._query_rows(k_positions, add_dq) if q_rows is None else q_rows
         self.steps.append(
             AttendGrad(
                 self.own("q", taken, heads),
                 self.own("out", taken, heads),
                 self.own("dout", taken, heads),
                 kv,
-                replace(dq, rows=taken),
+                take_rows(dq, *taken),
                 dkv,
-                rows.positions(self.problem.q[self.rank], (taken,)),
+                self._q_positions(taken),
                 k_positions,
                 heads or (0, self.problem.heads),
                 add_dq,
             )
         )
 
-    def post(self, post: Post) -> None:
-        """Append a post without its empty parts; append nothing if all parts are empty."""
-        sends = tuple(part for part in post.sends if part.slice.cells)
-        recvs = tuple(part for part in post.recvs if part.slice.cells)
-        if sends or recvs:
+    def post(self, post: Post, drop_empty: bool = True) -> None:
+        """Append a post without its empty parts; append nothing if all parts are empty.
+
+        Args:
+            post: The post.
+            drop_empty: Whether to look for empty parts. `parts` makes none.
+        """
+        if drop_empty and not all(part.slice.cells for part in (*post.sends, *post.recvs)):
+            sends, recvs = (tuple(part for part in parts if part.slice.cells) for parts in (post.sends, post.recvs))
+            post = replace(post, sends=sends, recvs=recvs)
+        if post.sends or post.recvs:
             self._posts.add(post.name)
-            self.steps.append(replace(post, sends=sends, recvs=recvs))
+            self.steps.append(post)
 
     def wait(self, name: str) -> None:
         """Append a wait for a post, unless the post was empty or has been waited for."""
@@ -253,7 +276,7 @@ class Writer:
 
     def append_each(self, kind: type[Copy] | type[Add], pairs: Iterable[tuple[Slice, Slice]]) -> None:
         """Append a copy or an addition for each pair of (source, target) that is not empty."""
-        self.steps += [kind(src, dst) for src, dst in pairs if src.cells]
+        self.steps.extend([kind(src, dst) for src, dst in pairs if src.cells])
 
     def program(self, saves: tuple[str, ...] = ()) -> Program:
         """Return the program, without buffers that no step uses.
@@ -262,23 +285,29 @@ class Writer:
             saves: The buffers that a forward leaves for its backward.
         """
         world = self.problem.world
-        used = {place.buffer for step in self.steps for place, _ in slices(step)}
         # A backward that reads saved buffers has no use for the caller's q, kv and out; the others always stay.
         optional = {"q", "kv", "out"} if self.direction == "backward" else set()
+        unused = {name for name, buffer in self._buffers.items() if buffer.role == "scratch" or name in optional}
+        for step in self.steps:
+            if not unused:  # most buffers are found in the first few steps
+                break
+            unused.difference_update([place.buffer for place, _ in slices(step)])
         return Program(
             self.name,
             self.direction,
             self.rank,
             world,
-            tuple(
-                buffer
-                for name, buffer in self._buffers.items()
-                if name in used or (buffer.role != "scratch" and name not in optional)
-            ),
+            tuple(buffer for name, buffer in self._buffers.items() if name not in unused),
             tuple(self.steps),
             tuple((name, tuple(range(world))) for name in self.groups),
             saves,
         )
+
+    def _q_positions(self, taken: Interval) -> Ranges:
+        """Return the positions of some of our queries; most steps take the same few intervals."""
+        if taken not in self._positions:
+            self._positions[taken] = rows.positions(self.problem.q[self.rank], (taken,))
+        return self._positions[taken]
 
     def _query_rows(self, k_positions: Ranges, only_seeing: bool) -> Interval:
         return self.problem.q_rows(self.rank, k_positions) if only_seeing else (0, self.q_rows)
@@ -296,10 +325,11 @@ def parts(peer: int, within: Slice, held: Rows, wanted: Rows) -> tuple[Part, ...
         held: The rows of the shard that the slice holds.
         wanted: The rows of the shard to take; a subset of `held`.
     """
-    return tuple(Part(peer, part) for part in pieces(within, held, wanted))
+    make = _make_parts if len(wanted) <= MAX_SHARED_PIECES else _make_parts.__wrapped__
+    return make(peer, within.buffer, within.rows[0], within.heads, within.without_lse, held, wanted)
 
 
-def pieces(within: Slice, held: Rows, wanted: Rows) -> list[Slice]:
+def pieces(within: Slice, held: Rows, wanted: Rows) -> tuple[Slice, ...]:
     """Return the wanted rows of a packed slice: one slice for each contiguous run of them.
 
     Args:
@@ -307,5 +337,46 @@ def pieces(within: Slice, held: Rows, wanted: Rows) -> list[Slice]:
         held: The rows of the shard that the slice holds.
         wanted: The rows of the shard to take; a subset of `held`.
     """
-    first = within.rows[0]
-    return [replace(within, rows=(first + begin, first + end)) for begin, end in rows.places(wanted, held)]
+    make = _make_pieces if len(wanted) <= MAX_SHARED_PIECES else _make_pieces.__wrapped__
+    return make(within.buffer, within.rows[0], within.heads, within.without_lse, held, wanted)
+
+
+def take_rows(within: Slice, begin: int, end: int) -> Slice:
+    """Return other rows of the buffer of a slice.
+
+    Args:
+        within: The slice.
+        begin: The first row, counted within the buffer.
+        end: The end of the rows.
+    """
+    return make_slice(within.buffer, begin, end, within.heads, within.without_lse)
+
+
+@lru_cache(maxsize=MAX_SHARED)
+def make_slice(buffer: str, begin: int, end: int, heads: Interval, without_lse: bool = False) -> Slice:
+    """Return a slice. Equal slices are one object: the steps of a large ring name the same few again and again.
+
+    Args:
+        buffer: The name of the buffer.
+        begin: The first row.
+        end: The end of the rows.
+        heads: The first head, and the end of the heads.
+        without_lse: Whether to leave out the LSE of results, or the delta of their gradients.
+    """
+    return Slice(buffer, (begin, end), heads, without_lse)
+
+
+@lru_cache(maxsize=MAX_SHARED)
+def _make_parts(
+    peer: int, buffer: str, first: int, heads: Interval, without_lse: bool, held: Rows, wanted: Rows
+) -> tuple[Part, ...]:
+    make = _make_pieces if len(wanted) <= MAX_SHARED_PIECES else _make_pieces.__wrapped__
+    return tuple([Part(peer, piece) for piece in make(buffer, first, heads, without_lse, held, wanted)])
+
+
+@lru_cache(maxsize=MAX_SHARED)
+def _make_pieces(
+    buffer: str, first: int, heads: Interval, without_lse: bool, held: Rows, wanted: Rows
+) -> tuple[Slice, ...]:
+    places = rows.places(wanted, held)
+    return tuple([make_slice(buffer, first + begin, first + end, heads, without_lse) for begin, end in places])

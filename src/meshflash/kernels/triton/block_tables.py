@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from meshflash.core.lengths import UNBOUNDED
-from meshflash.core.tiles import Table, Worklist, expand
+from meshflash.core.runs import expand
+from meshflash.core.tiles import Table, Worklist
 
 #: Columns of `TileTable.tiles`.
 TILE = ("batch", "row", "rows", "position", "step", "first_span", "last_span")
