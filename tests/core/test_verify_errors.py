@@ -8,8 +8,7 @@ import pytest
 
 from core import wrong_buffers, wrong_steps
 from core.edits import Made, Wrong, programs_of
-from meshflash.core import symbols
-from meshflash.core import verify as verifier
+from meshflash.core import delivery, symbols
 from meshflash.core.program import Program
 from meshflash.core.verify import Report, VerificationError, verify_programs
 
@@ -37,7 +36,7 @@ def test_verifier_refuses_wrong_programs(wrong: Wrong) -> None:
 def test_every_check_of_the_verifier_is_exercised() -> None:
     """A new check of the verifier needs a new row in `wrong_buffers` or `wrong_steps`."""
     files = {
-        str(module.__file__): Path(str(module.__file__)).read_text().splitlines() for module in (symbols, verifier)
+        str(module.__file__): Path(str(module.__file__)).read_text().splitlines() for module in (symbols, delivery)
     }
     checks = {
         (file, n)

@@ -248,6 +248,12 @@ WRONG: list[Wrong] = [
             "shape, kind or dtype differ",
         ),
         ("another dtype than is sent", RING_F, buffer("kv+1.1", dtype="reduce"), "shape, kind or dtype differ"),
+        (
+            "many parts that overlap",
+            RING_F,
+            change(0, recvs=tuple(Part(1, k("kv+1.1", (0, 1))) for _ in range(16))),
+            r"kv\+1.1\[0:1, 0:2\] is written and also used by the same step",
+        ),
         ("nothing to send", RING_F, change(0, sends=()), "deadlock: rank 1 at step 2"),
         (
             "a message to its own rank that a peer expects",

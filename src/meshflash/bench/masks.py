@@ -37,6 +37,30 @@ def parse_mask(name: str, tokens: int) -> Mask:
     )
 
 
+def scaled_mask(name: str, tokens: int, real_tokens: int, scale: float) -> Mask:
+    """Return the mask of a name for another number of tokens, with windows and documents of `scale` times their length.
+
+    A window keeps at least one key, and a document at least one token.
+
+    Args:
+        name: The name, as for `parse_mask`.
+        tokens: The number of tokens to build the mask for.
+        real_tokens: The number of tokens that the name is meant for.
+        scale: The length of windows and documents over that of the name.
+
+    >>> scaled_mask("window-4096", 64, 65536, scale=64 / 65536)
+    window(4, 0)
+    >>> scaled_mask("documents-8", 64, 128, scale=1) == parse_mask("documents-4", 64)
+    True
+    """
+    kind, _, number = name.rpartition("-")
+    if number.isdigit() and kind in ("window", "documents-lognormal"):
+        name = f"{kind}-{max(1, round(int(number) * scale))}"
+    elif number.isdigit() and kind == "documents":
+        name = f"{kind}-{min(tokens, max(1, round(int(number) * tokens / (real_tokens * scale))))}"
+    return parse_mask(name, tokens)
+
+
 def _lognormal(mean: int, tokens: int) -> list[int]:
     """Return document lengths that add up to `tokens`; `mean` is that of the distribution before rounding."""
     generator = np.random.default_rng(0)

@@ -149,6 +149,31 @@ def checks(rows: list[Row]) -> Table:
     return terminal(f"against float64, {rows[0]['world']} ranks", columns, shown)
 
 
+def rehearsals(rows: list[Row]) -> Table:
+    """Return schedules with what a rank of a large world builds, holds and receives, and whether all of it is right."""
+
+    def growth(row: Row) -> str:
+        return "-" if row["scratch_growth"] is None else f"{row['scratch_growth']:.2f}"
+
+    columns = (
+        SCHEDULE,
+        Column("steps", lambda row: f"{row['steps']:,}"),
+        Column("build\n(ms)", lambda row: f"{row['build_ms']:,.0f}"),
+        Column("program\n(MB)", lambda row: f"{row['program_bytes'] / 1e6:,.2f}"),
+        Column("scratch\n(MB)", lambda row: f"{row['scratch_bytes'] / 1e6:,.1f}"),
+        Column("over half\nthe world", growth),
+        Column("recv\n(MB)", lambda row: f"{row['received_bytes'] / 1e6:,.1f}"),
+        Column("verified", "verified", is_text=True),
+        Column("outcome", lambda row: "passed" if row["passed"] else "FAILED", is_text=True),
+    )
+    first = rows[0]
+    title = (
+        f"{first['tokens']:,} tokens over {first['world']:,} ranks, {first['mask']}, {first['heads']} heads, "
+        f"{first['kv_heads']} KV heads, head dim {first['dim']}"
+    )
+    return terminal(title, columns, rows)
+
+
 def rates(found: Rates) -> Table:
     """Return the measured rates in TFLOP/s, kernels beside each other; the fastest of a row is bold."""
     rows: dict[tuple[str, bool, int, int], Row] = {}

@@ -26,6 +26,7 @@ from meshflash.cli import (
     generate,
     launch,
     predict,
+    rehearse,
     trace,
     train,
 )
@@ -88,6 +89,7 @@ app.command("launch", context_settings={"ignore_unknown_options": True, "allow_i
 )
 app.command("generate")(generate.command)
 app.command("predict")(predict.command)
+app.command("rehearse")(rehearse.command)
 app.command("trace")(trace.command)
 app.command("train")(train.command)
 app.add_typer(bench.app, name="bench")

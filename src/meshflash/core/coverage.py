@@ -19,23 +19,59 @@ Bools = npt.NDArray[np.bool_]
 Counts = npt.NDArray[np.int16]
 
 
-class Visibility:
-    """All visible pairs of a problem, from `Mask.visible` alone, as 0 or 1.
+#: Up to this many pairs, all of them are computed once and kept.
+MAX_KEPT_PAIRS = 1 << 24
 
-    `visible` is [batch, query positions, key positions]. Positions that no rank holds see nothing and are not seen.
+
+class Visibility:
+    """The visible pairs of a problem, from `Mask.visible` alone.
+
+    Positions that no rank holds see nothing and are not seen.
     """
 
     def __init__(self, problem: Problem) -> None:
-        held = []
+        self.mask = problem.mask
+        self._held = []
         for side, ranks in (("queries", problem.q), ("keys", problem.k)):
-            positions = np.concatenate([expand(ranges) for ranges in ranks])
-            if not distinct(tuple(r for ranges in ranks for r in ranges)):
+            ranges = [r for held in ranks for r in held if len(r)]
+            count = np.zeros(max((max(r[0], r[-1]) + 1 for r in ranges), default=0), np.uint8)
+            for r in ranges:
+                count[index(r)] += 1
+            if count.max(initial=0) > 1:
                 raise ValueError(f"the ranks of the problem hold a position of the {side} twice")
-            held.append(np.zeros(1 + positions.max(initial=-1), np.bool_))
-            held[-1][positions] = True
-        everything = _visible(problem.mask, *(np.arange(len(side)) for side in held))
-        self.visible = everything * held[0][:, None] * held[1]
-        self.batch, self.q_tokens, self.k_tokens = self.visible.shape
+            self._held.append(count.astype(np.bool_))
+        self.q_tokens, self.k_tokens = map(len, self._held)
+        self.batch = self.mask.batch_rows or 1
+        self._all: Bools | None = None
+        if self.batch * self.q_tokens * self.k_tokens <= MAX_KEPT_PAIRS:
+            everything = _visible(self.mask, np.arange(self.q_tokens), np.arange(self.k_tokens))
+            self._all = everything & self._held[0][:, None] & self._held[1]
+
+    def pairs(self, q: Ints, k: Ints) -> Bools:
+        """Return the visible pairs of some queries and keys, [batch, queries, keys].
+
+        Args:
+            q: The positions of the queries.
+            k: The positions of the keys.
+        """
+        if self._all is not None:
+            return self._all[:, q[:, None], k]
+        return _visible(self.mask, q, k) & self._held[0][q][:, None] & self._held[1][k]
+
+    def of_queries(self, q: Ints) -> Bools:
+        """Return the visible pairs of some queries and all keys, [batch, queries, keys]."""
+        return self._all[:, q] if self._all is not None else self.pairs(q, np.arange(self.k_tokens))
+
+    def of_keys(self, k: Ints) -> Bools:
+        """Return the visible pairs of some keys and all queries, [batch, keys, queries]."""
+        found = self._all[:, :, k] if self._all is not None else self.pairs(np.arange(self.q_tokens), k)
+        return found.transpose(0, 2, 1)
+
+
+def index(positions: range) -> slice:
+    """Return the slice of an array over all positions that a range takes; in increasing order."""
+    ordered = positions if positions.step > 0 else positions[::-1]
+    return slice(ordered.start, ordered.stop, ordered.step)
 
 
 @lru_cache(maxsize=8192)
@@ -53,10 +89,10 @@ def distinct(ranges: Ranges) -> bool:
     return len(np.unique(positions)) == len(positions)
 
 
-def _visible(mask: Mask, i: Ints, j: Ints) -> Counts:
+def _visible(mask: Mask, i: Ints, j: Ints) -> Bools:
     """Return [batch, queries, keys] from the mask's definition."""
     shown = [mask.visible(i[:, None], j[None, :], batch) for batch in range(mask.batch_rows or 1)]
-    return np.stack([np.broadcast_to(row, (len(i), len(j))) for row in shown]).astype(np.int16)
+    return np.stack([np.broadcast_to(row, (len(i), len(j))) for row in shown]).astype(np.bool_)
 
 
 @lru_cache(maxsize=8192)

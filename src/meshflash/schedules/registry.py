@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
+from meshflash.core.coverage import MAX_KEPT_PAIRS
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Option, Problem
 from meshflash.core.program import Direction, Program, Sizes
+from meshflash.core.sampled import MAX_COMPLETE, sample_ranks, verify_sampled
 from meshflash.core.verify import Report, verify_programs
 
 
@@ -250,17 +252,91 @@ def verified(
 ) -> dict[Direction, Report]:
     """Build and verify both passes of a schedule; raise VerificationError if a program is wrong.
 
+    Up to 64 ranks this is a proof. Beyond, some ranks are looked at, as `verified_sample` says, and the reports have
+    entries for these ranks only.
+
     Args:
         schedule: The name of the schedule, with options in parentheses.
         problem: The positions that every rank holds, and the mask.
         sizes: The sizes that turn rows into bytes.
         tables: Whether to check the tile tables of each step against the mask as well.
     """
+    if problem.world > MAX_COMPLETE:
+        return verified_sample(schedule, problem, sample_ranks(problem.world), sizes, tables)
     out: dict[Direction, Report] = {}
     for direction in ("forward", "backward"):
         programs = [build(schedule, problem, rank, direction) for rank in range(problem.world)]
         out[direction] = verify_programs(programs, problem, sizes, tables, after=out.get("forward"))
     return out
+
+
+def verified_sample(
+    schedule: str,
+    problem: Problem,
+    ranks: Sequence[int],
+    sizes: Sizes | None = None,
+    tables: bool = True,
+    *,
+    num_partners: int = 4,
+    proof_ranks: int = MAX_COMPLETE,
+    seed: int = 0,
+    listen: Callable[[str], None] = lambda text: None,
+) -> dict[Direction, Report]:
+    """Verify both passes of some ranks of a schedule, and a small world of the same layout and mask completely.
+
+    `Report.summary` says what that proves and what is only sampled. The small world has the first ranks of the layout,
+    with the positions that they hold and the same mask. For these, it is a proof, of the absence of deadlocks as well.
+
+    Args:
+        schedule: The name of the schedule, with options in parentheses.
+        problem: The positions that every rank holds, and the mask.
+        ranks: The ranks to look at.
+        sizes: The sizes that turn rows into bytes.
+        tables: Whether to check the tile tables of small steps against the mask as well.
+        num_partners: The most partners of each rank to look at.
+        proof_ranks: The number of ranks of the small world, at most 64.
+        seed: The seed of random partners and rows.
+        listen: A function that is told what is being looked at.
+
+    >>> layout = Layout.zigzag(160, 80)
+    >>> problem = Problem(layout.ranges, layout.ranges, Mask.causal())
+    >>> print(verified_sample("zigzag", problem, [7], proof_ranks=8)["backward"].proved.split("; ")[-1])
+    8 ranks of the same layout are right as a world of their own, without deadlock
+    """
+    found, _ = verify_sampled(
+        lambda rank, direction: build(schedule, problem, rank, direction),
+        problem,
+        ranks,
+        sizes=sizes,
+        tables=tables,
+        num_partners=num_partners,
+        seed=seed,
+        listen=listen,
+    )
+    small, reason = _first_ranks(schedule, problem, min(proof_ranks, MAX_COMPLETE))
+    if small is None:
+        return {
+            name: replace(report, sampled=f"{report.sampled}; no small world was proved: {reason}")
+            for name, report in found.items()
+        }
+    listen(f"verify a world of {small.world} ranks")
+    verified(schedule, small, sizes, tables=False)
+    also = f"{small.world} ranks of the same layout are right as a world of their own, without deadlock"
+    return {name: replace(report, proved=f"{report.proved}; {also}") for name, report in found.items()}
+
+
+def _first_ranks(schedule: str, problem: Problem, count: int) -> tuple[Problem | None, str]:
+    """Return the problem of the first ranks, few and small enough to be verified completely; or None and the reason."""
+    inner = int(dict(parse(schedule)[1]).get("inner", 0))
+    count = min(count, problem.world)
+    count -= count % (inner or 1)
+    if not count:
+        return None, f"groups of {inner} ranks are too many for a small world"
+    small = replace(problem, q=problem.q[:count], k=problem.k[:count])
+    pairs = (problem.mask.batch_rows or 1) * sum(small.q_lengths) * sum(small.k_lengths)
+    if pairs > MAX_KEPT_PAIRS:
+        return None, f"{sum(small.q_lengths):,} tokens of {count} ranks are too many for a proof"
+    return small, ""
 
 
 def build_program(
