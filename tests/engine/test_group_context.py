@@ -80,6 +80,27 @@ def test_keys_of_an_earlier_group_are_not_read(pool):
     pool.run(2, make_groups_on_one_store)
 
 
+def say_late_where_devices_are(rank, world, group):
+    """Let rank 1 come only after rank 0 has given up; both get the same error, and then try again."""
+    context, device = group_context.group_context(group.group_name), torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHFLASH_TIMEOUT", "0.5")
+        if rank == 1:
+            distributed.barrier()
+        with pytest.raises(group_context.MissingRankError, match=r"^rank 1 did not say within 0.5 s where its device"):
+            context._gather_devices(device)
+        if rank == 0:
+            distributed.barrier()
+        patch.setenv("MESHFLASH_TIMEOUT", "30")
+        found = context._gather_devices(device)
+        assert context._gather_devices(device) == found
+        return len(found)
+
+
+def test_ranks_may_say_again_where_their_devices_are_after_one_was_late(pool):
+    assert pool.run(2, say_late_where_devices_are) == [2, 2]
+
+
 def make_and_destroy_groups(rank, world, group):
     """Make and destroy several groups; return the number of contexts left."""
     for _ in range(3):

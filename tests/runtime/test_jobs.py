@@ -66,6 +66,21 @@ def test_mpi4py_broadcasts_the_address_of_rank_0(kind, name, hidden):
     assert {report["local_size"] for report in job.reports} == {2}
 
 
+@pytest.mark.slow
+def test_16_processes_agree_on_new_kinds_of_calls_and_name_the_rank_that_differs():
+    """Ranks of the handshake tests are threads; these are processes, each with `init` and a process group of gloo."""
+    found = [wait_for(rank, 240) for rank in start_ranks("kinds", 16, 120, free_port())]
+    assert [rank.code for rank in found] == [0] * 16, "\n".join(rank.text for rank in found)
+    reports = [report for rank in found for report in rank.reports]
+    assert sorted(report["rank"] for report in reports) == list(range(16))
+    assert max(report["error"] for report in reports) < 1e-12
+    assert {report["text"].partition(";")[0] for report in reports} == {
+        "ranks disagree in scale: rank 0 has 0.5, rank 11 has 0.25"
+    }
+    # three kinds of calls, the one that failed, and the one after it; a second call of a kind needs no handshake
+    assert {report["handshakes"] for report in reports} == {5}
+
+
 def test_init_works_again_after_shutdown():
     """A new group ignores the keys and variables of an earlier group."""
     job = run([launcher("mpich"), "-n", "2", *worker("again", 30)])

@@ -17,6 +17,7 @@ from torch import distributed as _distributed
 from typer.testing import CliRunner
 
 import meshflash
+from benchmarks.counting_store import CountingStore, MemoryStore
 from meshflash.check import checksum
 from meshflash.cli import app
 from meshflash.integrations.compat import sp_aurora
@@ -330,6 +331,34 @@ def test_ranks_restarted_by_torchrun_ignore_keys_of_their_predecessors(monkeypat
         open_store(0, 0.1)
     with pytest.raises(LaunchError, match=r"rank 1 of 2: rank 0 did not come within 0\.1 s"):
         open_store(1, 0.1)
+
+
+@pytest.mark.parametrize("world", [2, 16, 64])
+def test_rendezvous_under_torchrun_takes_a_handful_of_calls_of_the_store_a_rank(world, monkeypatch):
+    shared = MemoryStore()
+    stores = [CountingStore(shared) for _ in range(world)]
+    monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda _, rank, *__, **___: iter([(stores[rank], rank, world)]))
+    monkeypatch.setattr(rendezvous, "guarded", lambda store, token: store)  # torch's PrefixStore wraps only its own
+    monkeypatch.setattr(rendezvous.dist, "PrefixStore", lambda prefix, store: prefix)
+    monkeypatch.setattr(rendezvous, "FIRST_POLL_SECONDS", 0.5)  # so that a busy machine looks no more often
+
+    def open_store(rank):
+        return rendezvous.open_rendezvous(Place("torchrun", rank, world, rank, world), 20.0).store
+
+    for start in range(2):
+        with ThreadPoolExecutor(world) as pool:
+            # rank 0 comes last, in the second start after ranks that have found keys of their predecessors
+            later = [pool.submit(open_store, rank) for rank in range(1, world)]
+            time.sleep(0.2)
+            first = open_store(0)
+            prefixes = {first, *(each.result() for each in later)}
+        assert len(prefixes) == 1
+        others = [store.traffic for store in stores[1:]]
+        assert max(traffic.num_calls for traffic in others) <= 16
+        assert stores[0].traffic.num_calls <= 10 + start
+        for store in stores:
+            store.traffic.clear()
+    assert shared.num_keys() == 4  # the digest of the token, the prefix, and the nonces of each start
 
 
 def test_rendezvous_file_of_a_dead_job_is_ignored(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import torch
 
 import meshflash
 from meshflash import Layout, Mask, attention, flash_attention, init
+from meshflash.engine.group_context import group_context
 from meshflash.runtime.world import current_job
 
 TOKENS = 37
@@ -52,6 +53,29 @@ def attend(timeout: float) -> None:
             mpi="mpi4py.MPI" in sys.modules,
             master=job.rendezvous.address if job and job.rendezvous else "",
         )
+
+
+def kinds(timeout: float) -> None:
+    """Make several kinds of calls, of which one rank makes the last with another scale; report its error."""
+    with init(timeout=timeout) as world:
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(1, 2 * world.world_size, 2, 8, generator=generator).double() for _ in range(3)]
+        local = [x.chunk(world.world_size, 1)[world.rank] for x in whole]
+        error = 0.0
+        for mask in (Mask.causal(), Mask.full(), Mask.causal(), Mask.window(5, 0)):
+            want = flash_attention(*whole, mask=mask).chunk(world.world_size, 1)[world.rank]
+            error = max(error, float((attention(*local, mask=mask, schedule="ring") - want).abs().max()))
+        text = ""
+        try:
+            attention(*local, scale=0.25 if world.rank == world.world_size - 5 else 0.5, schedule="ring")
+        except meshflash.DisagreementError as found:
+            text = str(found)
+        after = attention(*local, scale=0.125, schedule="ring")  # a failed handshake leaves the group usable
+        want = flash_attention(*whole, scale=0.125).chunk(world.world_size, 1)[world.rank]
+        error = max(error, float((after - want).abs().max()))
+        group: Any = torch.distributed.group.WORLD
+        handshakes = group_context(group.group_name).handshakes
+        print_report(rank=world.rank, error=error, text=text, handshakes=handshakes)
 
 
 def again(timeout: float) -> None:
@@ -96,4 +120,4 @@ def fail(timeout: float) -> None:
 if __name__ == "__main__":
     for name in sys.argv[3:]:  # variables that this rank must not see
         os.environ.pop(name, None)
-    {"attend": attend, "again": again, "loop": loop, "fail": fail}[sys.argv[1]](float(sys.argv[2]))
+    {"attend": attend, "kinds": kinds, "again": again, "loop": loop, "fail": fail}[sys.argv[1]](float(sys.argv[2]))

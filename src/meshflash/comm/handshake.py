@@ -16,7 +16,7 @@ from typing import Any
 
 from meshflash.comm.transports.contract import TransportError
 from meshflash.comm.transports.process_group import dist
-from meshflash.runtime.handshake import AbsentRanksError, Handshake
+from meshflash.runtime.handshake import AbsentRanksError, DepartedRankError, Handshake
 from meshflash.runtime.hosts import host_name
 from meshflash.runtime.parent import alive
 from meshflash.runtime.store import BoundedStore, StoreError
@@ -86,12 +86,20 @@ class StoreBarrier:
         number = self._handshake.next_number
         try:
             with self._naming_lost_ranks():
-                return self._handshake.all_gather(payload, self.seconds, self._check_process)
+                return self._handshake.all_gather(payload, self.seconds, self._check_processes)
         except AbsentRanksError as error:
             raise TransportError(
                 f"{' and '.join(map(self.named, error.ranks))} did not come to exchange {number} of the heap's ranks "
                 f"within {self.seconds:g} s. It may have raised, or be in another call; look at its output first",
                 [self._global_ranks[rank] for rank in error.ranks],
+            ) from error
+        except DepartedRankError as error:
+            if "lost" in error.reason:
+                raise TransportError(error.reason["lost"], error.reason["ranks"]) from error
+            (rank,) = error.ranks
+            raise TransportError(
+                f"{self.named(rank)} left exchange {number} of the heap's ranks by {error.reason['raised']}",
+                (self._global_ranks[rank],),
             ) from error
 
     def all_gather_result(self, make: Callable[[], Any]) -> list[Any]:
@@ -115,14 +123,14 @@ class StoreBarrier:
                 raise TransportError(f"{self.named(rank)} raised {theirs['error']}", (self._global_ranks[rank],))
         return [theirs["made"] for theirs in payloads]
 
-    def post_and_leave(self, payload: Any) -> None:
-        """Post a payload to the next exchange without waiting for it, to tell the others why this rank is not there.
+    def leave(self, reason: str) -> None:
+        """Let the next exchange fail on all ranks, at once, because this rank does not come.
 
         Args:
-            payload: Anything that JSON can hold.
+            reason: A sentence that names this rank: the message of the TransportError on the other ranks.
         """
         with contextlib.suppress(StoreError):  # the store is gone, and so is the rank that hosted it
-            self._handshake.post(self._handshake.next_number, payload)
+            self._handshake.leave({"lost": reason, "ranks": [self._global_ranks[self.rank]]})
 
     def named(self, rank: int) -> str:
         """Return the name of a rank of this group for messages, by its number in the whole job."""
@@ -145,20 +153,20 @@ class StoreBarrier:
         ]
         return f"; {', '.join(ended)} has ended" if ended else ""
 
-    def _check_process(self, rank: int) -> None:
+    def _check_processes(self) -> None:
         """End a wait early: a process that has ended cannot come any more.
 
         The process table is proof enough and opens no port: the ranks of a heap are on one host. `GroupContext`,
         whose ranks may be on many, probes them over the network instead.
         """
-        number = self._handshake.next_number
-        # A rank may post why it leaves and then end: its payload says more than its end.
-        if self.has_ended(rank) and not self._handshake.is_posted(number, rank):
-            raise TransportError(
-                f"process {self._processes[rank]['pid']} of {self.named(rank)} has ended before exchange {number} of "
-                "the heap's ranks",
-                (self._global_ranks[rank],),
-            )
+        number = self._handshake.next_number - 1  # of the exchange that waits
+        for rank in range(self.world):
+            if self.has_ended(rank):
+                raise TransportError(
+                    f"process {self._processes[rank]['pid']} of {self.named(rank)} has ended before exchange {number} "
+                    "of the heap's ranks",
+                    (self._global_ranks[rank],),
+                )
 
     @contextlib.contextmanager
     def _naming_lost_ranks(self) -> Iterator[None]:

@@ -1,24 +1,13 @@
 """One rank's view of a process group: its transports, the handshake before new calls, and the rank that failed first.
 
-Ranks agree on the host, over the group's store and never over the device, once for each new kind of call:
-
-1. Every rank posts the fields of its call under `meshflash/<epoch>/<number>/<rank>`.
-2. Rank 0 reads them in the order of ranks and compares each with its own. It posts a verdict under
-   `meshflash/<epoch>/<number>/verdict`: "agreed", "disagree" (which field, which rank) or "missing" (which rank).
-3. The other ranks wait for the verdict alone, so that all ranks raise the same error.
-
-The waits are those of `runtime/handshake.py`: each ends at the deadline MESHFLASH_TIMEOUT, on Ctrl-C, or when a probe
-shows that the awaited process has ended. The first exchange also carries the address at which each rank answers
-probes (`runtime/liveness.py`). A rank that fails in a call tells its peers before it raises; a rank that loses a
-connection first finds out which rank failed, and reports that one.
+`agreement.py` compares the calls of ranks. A rank that fails in a call tells its peers before it raises; a rank that
+loses a connection first finds out which rank failed (`runtime/liveness.py`), and reports that one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -27,15 +16,15 @@ from typing import Any
 import torch
 from torch import distributed as _distributed
 
-from meshflash.comm.handshake import DisagreementError, timeout
+from meshflash.comm.handshake import timeout
 from meshflash.comm.transports.choice import Where, choose
 from meshflash.comm.transports.contract import Transport, TransportError
 from meshflash.core.program import Direction
+from meshflash.engine.agreement import Agreement, MissingRankError, missing_rank_error
 from meshflash.engine.cache import cache
-from meshflash.runtime.handshake import VERDICT, AbsentRanksError, Handshake
+from meshflash.runtime.handshake import AbsentRanksError, DepartedRankError, Handshake
 from meshflash.runtime.liveness import (
     Cause,
-    LostRankError,
     Status,
     knows_of_failure,
     listen_host,
@@ -47,16 +36,8 @@ from meshflash.runtime.store import BoundedStore, StoreError, store_address
 
 dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
-#: Characters of a differing field that an error message shows.
-MAX_SHOWN_CHARACTERS = 160
-#: Seconds between two probes of the process that a handshake waits for.
-PROBE_SECONDS = 2.0
 #: Passes that tags keep apart between one process group and the next one of its name.
 PASSES_PER_EPOCH = 2**20
-
-
-class MissingRankError(LostRankError):
-    """A rank did not come to a handshake in time; the message names it."""
 
 
 def checks_always() -> bool:
@@ -78,6 +59,7 @@ class GroupContext:
         """
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
         #: Passes that this rank has begun, forward and backward alike; all ranks count alike.
         self.passes = 0
         #: The error by which this rank left a call; it takes part in no further call of this group.
@@ -85,6 +67,9 @@ class GroupContext:
         #: The process groups by the names that programs use; all have the same ranks.
         self.groups = {"mesh": group}
         self._transports: dict[tuple[torch.device, str], Transport] = {}
+        #: The handshake about each type of device, and where those devices are once all ranks have said it.
+        self._where_handshakes: dict[str, Handshake] = {}
+        self._where: dict[str, list[Where]] = {}
         self._in_use = threading.RLock()
         if dist.get_backend(group) == "mpi":
             raise ValueError("a process group of the MPI backend has no store for handshakes; start with gloo or nccl")
@@ -99,14 +84,15 @@ class GroupContext:
             self._epoch = self._store.add(f"meshflash/epoch/{self.rank}", 1)
         except StoreError as error:
             raise self._missing(None, f"{error}, before the first call of this process group") from error
-        self._handshake = Handshake(self._store, f"meshflash/{self._epoch}", self.rank, self.world)
         self._scope = f"{group.group_name}/{self._epoch}"
         self._liveness.clear(self._scope)
+        handshake = Handshake(self._store, f"meshflash/{self._epoch}", self.rank, self.world)
+        self._agreement = Agreement(handshake, self._global_ranks, self._liveness, self._scope)
 
     @property
     def handshakes(self) -> int:
         """Return the number of handshakes that this rank has begun."""
-        return self._handshake.next_number
+        return self._agreement.handshake.next_number
 
     def _check_store_host(self) -> None:
         """Stop waiting for a store whose host has ended: rank 0 of the job hosts it, unless a launcher does."""
@@ -129,14 +115,21 @@ class GroupContext:
 
     def _gather_devices(self, device: torch.device) -> list[Where]:
         """Return where the devices of all ranks are. All ranks call it, in their first call on such a device."""
-        # A prefix of its own: the numbers of `self._handshake` count the calls that ranks compare.
-        handshake = Handshake(self._store, f"meshflash/{self._epoch}/where/{device.type}", self.rank, self.world)
+        if device.type in self._where:
+            return self._where[device.type]
+        if device.type not in self._where_handshakes:
+            # A prefix of its own: the numbers of the agreement's handshake count the calls that ranks compare.
+            prefix = f"meshflash/{self._epoch}/where/{device.type}"
+            self._where_handshakes[device.type] = Handshake(self._store, prefix, self.rank, self.world)
+        # The same handshake after a failure: a new one would read the outcome of the exchange that failed.
+        handshake = self._where_handshakes[device.type]
         try:
             found = handshake.all_gather(asdict(Where.here(device)), timeout())
-        except AbsentRanksError as error:
+        except (AbsentRanksError, DepartedRankError) as error:
             ranks = ", ".join(str(self.global_rank(rank)) for rank in error.ranks)
             raise MissingRankError(f"rank {ranks} did not say within {timeout():g} s where its device is") from error
-        return [Where(**one) for one in found]
+        self._where[device.type] = [Where(**one) for one in found]
+        return self._where[device.type]
 
     def ensure_groups(self, names: Iterable[str]) -> None:
         """Make the process groups of these names that do not exist yet; all ranks call it, in the same order.
@@ -171,13 +164,9 @@ class GroupContext:
         Args:
             error: The error that this rank is about to raise.
         """
-        number = self._handshake.begin()
         self._report(f"raised {one_line(error)}")
         with suppress(StoreError):  # the caller raises its own error, which says more
-            if self.rank:
-                self._handshake.post(number, {"error": str(error)})
-            else:
-                self._post_verdict(number, "disagree", f"rank {self.global_rank(0)} raised: {error}")
+            self._agreement.broadcast_error(error)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -264,7 +253,7 @@ class GroupContext:
         Args:
             rank: The number within the group.
         """
-        return int(dist.get_global_rank(self.group, rank))
+        return int(self._global_ranks[rank])
 
     def agree(self, fields: dict[str, Any], hint: str = "") -> None:
         """Compare the fields of a call with those of all other ranks; all ranks call it, in the same order.
@@ -277,108 +266,12 @@ class GroupContext:
             DisagreementError: A rank has other fields, or raised before the handshake; the message names it.
             MissingRankError: A rank has ended, or did not come within MESHFLASH_TIMEOUT; the message names it.
         """
-        number = self._handshake.begin()
-        deadline = time.monotonic() + timeout()
-        payload: dict[str, Any] = {"fields": fields}
-        if number == 0:
-            payload["address"] = self._liveness.address
-        self._report(f"is in handshake {number}; it may have called attention with other arguments")
-        try:
-            self._handshake.post(number, payload)
-            if self.rank == 0:
-                kind, text = self._judge(number, payload, deadline, hint)
-            else:
-                kind, text = self._read_verdict(number, deadline, hint)
-            # Whoever takes part in this handshake has read the verdict of the one before. Rank 0 knows that of all
-            # ranks only if they agreed: it stops to read at the first one that differs.
-            if self.rank or kind == "agreed":
-                self._handshake.discard(number - 1, () if self.rank else (VERDICT,))
-        except StoreError as error:
-            raise self._missing(None, f"{error}, so that ranks cannot agree in handshake {number}") from error
-        if kind == "missing":
-            raise MissingRankError(text)
-        if kind != "agreed":
-            raise DisagreementError(text)
-
-    def _judge(self, number: int, mine: dict[str, Any], deadline: float, hint: str) -> tuple[str, str]:
-        """As rank 0, compare the payloads of all ranks with ours, and post the verdict."""
-        addresses = {self.global_rank(0): mine.get("address")}
-        kind, text = "agreed", ""
-        try:
-            for rank in range(1, self.world):
-                theirs = self._read(number, rank, deadline, hint)
-                addresses[self.global_rank(rank)] = theirs.get("address")
-                text = self._difference(mine["fields"], theirs, rank)
-                if text:
-                    kind = "disagree"
-                    break
-        except MissingRankError as missing:
-            # Post the cause before raising: the store may end with this rank, and the others would name rank 0.
-            self._post_verdict(number, "missing", str(missing))
-            raise
-        table = addresses if number == 0 and kind == "agreed" else {}
-        self._liveness.know(table)
-        self._post_verdict(number, kind, text, table)
-        return kind, text
-
-    def _difference(self, mine: dict[str, Any], theirs: dict[str, Any], rank: int) -> str:
-        """Return how another rank's call differs from rank 0's; empty if it does not."""
-        name = f"rank {self.global_rank(rank)}"
-        if "error" in theirs:
-            return f"{name} raised: {theirs['error']}"
-        for field in mine | theirs["fields"]:
-            a, b = mine.get(field), theirs["fields"].get(field)
-            if json.dumps(a) != json.dumps(b):
-                more = "; where shards differ in length, give a layout" if field == "layout" else ""
-                return (
-                    f"ranks disagree in {field}: rank {self.global_rank(0)} has {_shorten(a)}, {name} has "
-                    f"{_shorten(b)}; all ranks of a group must make the same call, each with its own shard{more}"
-                )
-        return ""
-
-    def _post_verdict(self, number: int, kind: str, text: str, addresses: dict[int, Any] | None = None) -> None:
-        self._handshake.post(number, {"kind": kind, "text": text, "addresses": addresses or {}}, VERDICT)
-
-    def _read_verdict(self, number: int, deadline: float, hint: str) -> tuple[str, str]:
-        verdict = self._read(number, VERDICT, deadline, hint)
-        self._liveness.know({int(rank): address for rank, address in verdict["addresses"].items()})
-        return verdict["kind"], verdict["text"]
-
-    def _read(self, number: int, slot: int | str, deadline: float, hint: str) -> Any:
-        """Return what another rank posted; MissingRankError names the ranks that did not come."""
-        probe_at = time.monotonic() + PROBE_SECONDS
-
-        def watch(source: int) -> None:
-            """End the wait if a rank is known to have failed, or if the awaited process has ended."""
-            nonlocal probe_at
-            cause = self._liveness.cause(self._scope)
-            if cause is None and time.monotonic() > probe_at:
-                probe_at = time.monotonic() + PROBE_SECONDS
-                cause = self._liveness.find_ended(self._scope, self.global_rank(source))
-            if cause is not None:
-                raise self._missing(cause, f"while ranks were in handshake {number}")
-
-        try:
-            return self._handshake.read(number, slot, deadline, watch)
-        except AbsentRanksError as error:
-            ranks = ", ".join(str(self.global_rank(rank)) for rank in error.ranks)
-            raise MissingRankError(
-                f"rank {ranks} did not come to handshake {number} within {timeout():g} s. It may have raised, been "
-                f"ended, or be in another call; look at its output first. {hint}MESHFLASH_TIMEOUT sets the seconds"
-            ) from error
+        self._report(f"is in handshake {self.handshakes}; it may have called attention with other arguments")
+        self._agreement.agree(fields, hint)
 
     def _missing(self, cause: Cause | None, otherwise: str) -> MissingRankError:
         """Return an error that names the rank that failed, if probes find one, and else says `otherwise`."""
-        if cause is None:
-            cause, _ = self._liveness.find(self._scope, [self.global_rank(rank) for rank in range(self.world)])
-        if cause is None:
-            return MissingRankError(f"{otherwise}. Rank {self.global_rank(0)} or its launcher hosts the store")
-        return MissingRankError(f"{cause}, {otherwise}; look at its output first")
-
-
-def _shorten(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + " ..."
+        return missing_rank_error(self._liveness, self._scope, self._global_ranks, cause, otherwise)
 
 
 class _DuplicateGroup:
@@ -431,7 +324,7 @@ def _make_context(name: str, group: Any) -> GroupContext:
     refuse_inherited(group)
     with state.lock:  # or another thread, which read the table before, would drop the new context for the old one
         for key, context in state.all_of(_KIND).items():
-            if not _still_exists(str(key[1]), context.group):
+            if not still_exists(str(key[1]), context.group):
                 state.pop(*key)
                 context.close()
         return state.get(lambda: GroupContext(group), _KIND, name)
@@ -449,8 +342,13 @@ def close_contexts() -> None:
         context.close()
 
 
-def _still_exists(name: str, group: Any) -> bool:
-    """Return whether a group still exists under its name."""
+def still_exists(name: str, group: Any) -> bool:
+    """Return whether a group still exists under its name.
+
+    Args:
+        name: The name of the group, as torch registers it.
+        group: The group.
+    """
     try:
         return dist.distributed_c10d._resolve_process_group(name) is group
     except (RuntimeError, LookupError):

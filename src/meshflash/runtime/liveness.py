@@ -116,7 +116,8 @@ class Liveness:
         #: What this rank is doing, by scope.
         self.status: dict[str, Status] = {}
         address, port = self._listener.getsockname()[:2]
-        self.address = (address, port, self.token, host_name(), os.getpid())
+        self._node = host_name()  # kept: it reads a file, and handshakes compare it with the nodes of all ranks
+        self.address = (address, port, self.token, self._node, os.getpid())
         self._thread = threading.Thread(target=self._serve, daemon=True, name="meshflash liveness")
         self._thread.start()
 
@@ -138,7 +139,7 @@ class Liveness:
         for rank, given in peers.items():
             address = Address.read(given)
             # A loopback address of another host would lead to a process of this one.
-            if address is not None and (address.node == host_name() or not is_loopback(address.host)):
+            if address is not None and (address.node == self._node or not is_loopback(address.host)):
                 self.peers[rank] = address
 
     def find(self, scope: str, ranks: Iterable[int]) -> tuple[Cause | None, dict[int, Status]]:
@@ -179,7 +180,7 @@ class Liveness:
             rank: The rank to look at, as the whole job numbers it.
         """
         address = self.peers.get(rank)
-        if address is None or address.node != host_name() or _state(address) not in _ENDED_STATES:
+        if address is None or address.node != self._node or _state(address) not in _ENDED_STATES:
             return None
         return self.blame(scope, Cause(rank, ENDED))
 

@@ -49,8 +49,11 @@ from meshflash.runtime.store import run_within
 GRACE_SECONDS = 2.0
 #: Seconds that a rank tries one store before it looks again for a better one: a port or a file may be of an old job.
 RETRY_SECONDS = 5.0
-#: Seconds between two looks at a key or a file.
-POLL_SECONDS = 0.01
+#: Seconds between two looks at a key: the first pause, which doubles up to the longest one. Ranks that come together
+#: look a few times; thousands of ranks that wait for a late one look twice a second each, which one store can answer.
+FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.01, 0.5
+#: The key under which rank 0 announces the prefix of a job of torchrun.
+PREFIX_KEY = "meshflash/prefix"
 #: torch's own default for MASTER_PORT.
 DEFAULT_PORT = 29500
 #: Ports that Slurm jobs choose from by their number: below those that Linux hands out by itself (from 32768).
@@ -91,10 +94,8 @@ class Rendezvous:
 
         def count_departures() -> None:
             departed = int(self.store.add("bye", 1))
-            deadline = time.monotonic() + GRACE_SECONDS
-            while rank == 0 and departed < world_size and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-                departed = int(self.store.add("bye", 0))
+            if rank == 0 and departed < world_size:
+                any(int(self.store.add("bye", 0)) == world_size for _ in _polls(time.monotonic() + GRACE_SECONDS))
 
         # The store may be gone already, or its process stopped: this rank ends all the same.
         with contextlib.suppress(RuntimeError, TimeoutError):
@@ -170,13 +171,26 @@ def _check_torchrun_token(place: Place, store: Any, where: str, timeout: float) 
     if place.rank == 0:
         store.set(DIGEST_KEY, token_digest(token))
         return guarded(store, token)
-    deadline = time.monotonic() + timeout
-    while not store.check([DIGEST_KEY]):
-        if time.monotonic() > deadline:
-            raise LaunchError(f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s")
-        time.sleep(POLL_SECONDS)
+    if not any(store.check([DIGEST_KEY]) for _ in _polls(time.monotonic() + timeout)):
+        raise LaunchError(f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s")
     check_token(_read_text(store, DIGEST_KEY), token, place.rank, where)
     return guarded(store, token)
+
+
+def _polls(deadline: float) -> Iterator[None]:
+    """Yield at once and after growing pauses, until the deadline on the clock `time.monotonic` has passed.
+
+    These waits come before the handshakes, which wait inside the store instead (`runtime/store.py`): a rank that gives
+    up there tells all others, and here it does not know yet who they are.
+    """
+    pause = FIRST_POLL_SECONDS
+    while True:
+        yield
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return
+        time.sleep(min(pause, remaining))
+        pause = min(2 * pause, LONGEST_POLL_SECONDS)
 
 
 def _read_text(store: Any, key: str) -> str:
@@ -189,36 +203,58 @@ def _agree_on_prefix(place: Place, store: Any, timeout: float) -> str:
     torchrun's store outlives ranks that torchrun restarts, with all their keys, and each node counts restarts by
     itself: nothing in the environment tells a rank from its predecessor. So ranks prove that they run now:
 
-    1. Rank 0 writes a fresh random prefix under `meshflash/prefix`.
+    1. Rank 0 writes a fresh random prefix under PREFIX_KEY. If it replaces one, it writes an empty list under
+       `meshflash/<old prefix>/all`, unless there is a list: ranks that wait for the old rank 0 then read anew.
     2. Each other rank writes a fresh random nonce under `meshflash/<prefix>/<rank>`.
     3. Rank 0 waits for all nonces and repeats them under `meshflash/<prefix>/all`.
-    4. A rank that finds its own nonce there has read the prefix of the rank 0 that runs now. Otherwise it has read an
-       old prefix, and reads again.
+    4. A rank that finds its own nonce there has read the prefix of the rank 0 that runs now, and deletes its nonce.
+       Otherwise it has read an old prefix, and waits for another one.
 
     This cannot be a `Handshake`: that one needs a prefix which is new in the store, and this makes it.
     """
-    deadline, others = time.monotonic() + timeout, range(1, place.world_size)
-    if place.rank == 0:
-        prefix = secrets.token_hex(8)
-        store.set("meshflash/prefix", prefix)
-        nonces = [f"meshflash/{prefix}/{rank}" for rank in others]
-        while absent := [str(rank) for rank, key in zip(others, nonces, strict=True) if not store.check([key])]:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"rank {', '.join(absent)} of {place.world_size} did not come within {timeout:g} s; look at the "
-                    "first error of those ranks"
-                )
-            time.sleep(POLL_SECONDS)
-        store.set(f"meshflash/{prefix}/all", json.dumps([store.get(key).decode() for key in nonces]))
-        return prefix
-    nonce = secrets.token_hex(8)
-    while time.monotonic() < deadline:
-        if store.check(["meshflash/prefix"]):
-            prefix = store.get("meshflash/prefix").decode()
+    deadline = time.monotonic() + timeout
+    return (
+        _announce_prefix(place, store, deadline, timeout)
+        if place.rank == 0
+        else _find_prefix(place, store, deadline, timeout)
+    )
+
+
+def _announce_prefix(place: Place, store: Any, deadline: float, timeout: float) -> str:
+    """As rank 0, write a new prefix and return it once all other ranks have proved that they read it."""
+    old = _read_text(store, PREFIX_KEY) if store.check([PREFIX_KEY]) else ""
+    prefix = secrets.token_hex(8)
+    store.set(PREFIX_KEY, prefix)
+    if old:
+        store.compare_set(f"meshflash/{old}/all", "", "[]")
+    nonces = [f"meshflash/{prefix}/{rank}" for rank in range(1, place.world_size)]
+    if not any(store.check(nonces) for _ in _polls(deadline)):
+        absent = [str(rank) for rank, key in enumerate(nonces, 1) if not store.check([key])]
+        raise LaunchError(
+            f"rank {', '.join(absent)} of {place.world_size} did not come within {timeout:g} s; look at the first "
+            "error of those ranks"
+        )
+    store.set(f"meshflash/{prefix}/all", json.dumps([bytes(nonce).decode() for nonce in store.multi_get(nonces)]))
+    return prefix
+
+
+def _find_prefix(place: Place, store: Any, deadline: float, timeout: float) -> str:
+    """As another rank, return the prefix of the rank 0 that runs now."""
+    nonce, prefix, is_old = secrets.token_hex(8), "", True
+    for _ in _polls(deadline):
+        if is_old:
+            if not prefix and not store.check([PREFIX_KEY]):
+                continue
+            found = _read_text(store, PREFIX_KEY)
+            if found == prefix:
+                continue
+            prefix, is_old = found, False
             store.set(f"meshflash/{prefix}/{place.rank}", nonce)
-            if store.check([f"meshflash/{prefix}/all"]) and nonce in json.loads(store.get(f"meshflash/{prefix}/all")):
+        if store.check([f"meshflash/{prefix}/all"]):
+            is_old = nonce not in json.loads(store.get(f"meshflash/{prefix}/all"))
+            store.delete_key(f"meshflash/{prefix}/{place.rank}")
+            if not is_old:
                 return prefix
-        time.sleep(POLL_SECONDS)
     raise LaunchError(f"rank {place.rank} of {place.world_size}: rank 0 did not come within {timeout:g} s")
 
 
@@ -369,14 +405,12 @@ def _host_by_file(place: Place, file: Path, timeout: float) -> Store:
     written.write_text(json.dumps({"port": store.port, "token": file_token, "digest": token_digest(token)}))
     written.replace(file)
     try:
-        deadline = time.monotonic() + timeout
-        while (num_come := int(own.add("meshflash/come", 0))) < place.world_size - 1:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"only {num_come + 1} of {place.world_size} ranks came within {timeout:g} s; look at the others' "
-                    "output"
-                )
-            time.sleep(POLL_SECONDS)
+        awaited = place.world_size - 1
+        if not any(int(own.add("meshflash/come", 0)) == awaited for _ in _polls(time.monotonic() + timeout)):
+            num_come = int(own.add("meshflash/come", 0)) + 1
+            raise LaunchError(
+                f"only {num_come} of {place.world_size} ranks came within {timeout:g} s; look at the others' output"
+            )
     finally:
         file.unlink(missing_ok=True)
     return own, f"127.0.0.1:{store.port}"

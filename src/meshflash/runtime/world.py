@@ -16,9 +16,9 @@ import os
 import re
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -28,7 +28,7 @@ from torch import distributed as dist
 
 from meshflash.runtime import cores, devices
 from meshflash.runtime.devices import RankInfo
-from meshflash.runtime.handshake import AbsentRanksError, Handshake
+from meshflash.runtime.handshake import AbsentRanksError, DepartedRankError, Handshake
 from meshflash.runtime.hosts import host_name, interface_of, is_loopback, reachable_address
 from meshflash.runtime.launchers import LaunchError, Place, detect
 from meshflash.runtime.liveness import JOB, forget_job, knows_of_failure, listen_host, liveness
@@ -220,7 +220,7 @@ def _join(job: Job, place: Place, backend: str | None, timeout: float) -> World:
             timeout=timedelta(seconds=timeout),
         )
         # A rank that returned and ended at once would close connections that other ranks still make.
-        handshake.all_gather("has the group", timeout)
+        handshake.barrier(timeout)
 
     try:
         run_within(timeout + GRACE_SECONDS, make_group, "ranks found the store, but do not reach each other")
@@ -249,20 +249,57 @@ def _exchange_rank_info(
     own.reset()
     mine = RankInfo(host_name(), device.type, devices.name_of(device), backends, cores.cores_here(), near, own.address)
     try:
-        infos = [_parse_rank_info(payload) for payload in handshake.all_gather(asdict(mine), timeout)]
+        infos = [read_rank_info(payload) for payload in handshake.all_gather(write_rank_info(mine), timeout)]
     except AbsentRanksError as error:
         raise LaunchError(
             f"rank {', '.join(map(str, error.ranks))} of {place.world_size} did not come to {rendezvous.address} "
             f"within {timeout:g} s; look at its output first"
         ) from error
+    except DepartedRankError as error:
+        raise LaunchError(
+            f"rank {error.ranks[0]} of {place.world_size} left while ranks met at {rendezvous.address}: "
+            f"{error.reason['raised']}; look at its output first"
+        ) from error
     own.know({rank: info.address for rank, info in enumerate(infos)})
     return infos
 
 
-def _parse_rank_info(payload: dict[str, Any]) -> RankInfo:
-    """Return a RankInfo from JSON, which knows lists and no tuples."""
-    lists = (tuple(payload[key]) for key in ("backends", "cores", "near", "address"))
-    return RankInfo(payload["host"], payload["kind"], payload["device"], *lists)
+def write_rank_info(info: RankInfo) -> list[Any]:
+    """Return a RankInfo for JSON. It is short, for every rank reads those of all: no names, and cores as ranges.
+
+    Args:
+        info: What this rank knows of itself.
+
+    >>> write_rank_info(RankInfo("a", "cpu", "", ("gloo",), (0, 1, 2, 8), (8,)))
+    ['a', 'cpu', '', ('gloo',), [(0, 3), (8, 9)], [(8, 9)], ()]
+    """
+    ranges = ([(run[0], run[-1] + 1) for run in _runs(found)] for found in (info.cores, info.near))
+    return [info.host, info.kind, info.device, info.backends, *ranges, info.address]
+
+
+def read_rank_info(payload: list[Any]) -> RankInfo:
+    """Return the RankInfo that `write_rank_info` wrote, from JSON, which knows lists and no tuples.
+
+    Args:
+        payload: What another rank wrote.
+
+    >>> read_rank_info(["a", "cpu", "", ["gloo"], [[0, 3], [8, 9]], [[8, 9]], []])
+    RankInfo(host='a', kind='cpu', device='', backends=('gloo',), cores=(0, 1, 2, 8), near=(8,), address=())
+    """
+    host, kind, device, backends, *ranges, address = payload
+    own, near = (tuple(core for first, end in each for core in range(first, end)) for each in ranges)
+    return RankInfo(host, kind, device, tuple(backends), own, near, tuple(address))
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Return consecutive numbers together, in order."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def _set_gloo_interface(job: Job, rendezvous: Rendezvous) -> None:

@@ -212,9 +212,7 @@ class Heap(ABC):
         else:  # no warning of live allocations: they follow from the error
             if self._barrier is not None and not self._closed:
                 # peers that wait in a barrier raise this message instead of timing out
-                self._barrier.post_and_leave(
-                    self._payload(f"{self._named(self.rank)} left the heap by {type(error).__name__}: {error}")
-                )
+                self._barrier.leave(f"{self._named(self.rank)} left the heap by {type(error).__name__}: {error}")
             self._release()
 
     @abstractmethod
