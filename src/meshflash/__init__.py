@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshflash.core.program import Program
     from meshflash.core.verify import VerificationError, verify_programs
     from meshflash.engine.check import WrongResultError
+    from meshflash.engine.compile import prepare
     from meshflash.engine.group_context import MissingRankError
     from meshflash.job import init, shutdown
     from meshflash.merging import merge_partials
@@ -43,6 +44,7 @@ __all__ = [
     "merge_partials",
     "peak_memory",
     "positions",
+    "prepare",
     "register_schedule",
     "shard",
     "shutdown",
@@ -67,6 +69,7 @@ _MODULES = {
     "Mask": "meshflash.core.mask",
     "merge_partials": "meshflash.merging",
     "positions": "meshflash.core.layout",
+    "prepare": "meshflash.engine.compile",
     "Problem": "meshflash.core.problem",
     "Program": "meshflash.core.program",
     "register_schedule": "meshflash.schedules.registry",

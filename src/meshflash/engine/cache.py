@@ -56,6 +56,12 @@ class Cache:
         """
         return list(self._tables[scope].values())[-1]
 
+    def entries(self) -> list[Any]:
+        """Return the entries of all tables, each once."""
+        with self._lock:
+            found = {id(entry): entry for table in self._tables.values() for entry in table.values()}
+        return list(found.values())
+
     def size(self, scope: Any = None) -> int:
         """Return how many entries a table has.
 

@@ -6,8 +6,7 @@ The only module of the engine that knows that schedules have names; the rest run
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 import meshflash
 from meshflash.comm.streams import capturing
 from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
 from meshflash.engine.cache import cache
 from meshflash.engine.executable import Executable, LocalExecutable, MeshExecutable, Plan
 from meshflash.engine.group_context import GroupContext, checks_always, group_context
@@ -61,6 +61,47 @@ def compile_spec(spec: AttentionSpec, x: CallTensors) -> Executable:
             found = _compile_over_ranks(spec, x, context, found)
             cache.put(key, found, context)
     return found
+
+
+def prepare(mask: Mask, layout: Layout | None = None) -> int:
+    """Build the programs and tables of the next batch, before it is there; return the number of calls prepared.
+
+    With packed documents every batch has a mask of its own. The first `attention` with a new mask builds this rank's
+    programs and tables of tiles. `prepare` builds them ahead, for every call over ranks that this process has made, as
+    if it were made again with this mask. All layers share them. Calls that the mask or the layout does not fit, such as
+    cross-attention over other keys, are left out. It sends nothing, so ranks need not call it alike, and it may run in
+    the thread that loads the next batch.
+
+    Args:
+        mask: The mask of the next batch. A model with several masks prepares each of them.
+        layout: The layout of the next batch, where it has one of its own. None means that of the calls so far.
+
+    Raises:
+        ValueError: No call fits: the documents of the mask do not add up to its tokens, or the layout is for another
+            number of ranks.
+
+    >>> prepare(Mask.causal() & Mask.documents([3, 5]))  # no call over ranks was made yet
+    0
+    """
+    mask = mask.canonical()
+    made: dict[Any, tuple[MeshExecutable, Plan]] = {}
+    misfits = []
+    for found in cache.entries():
+        if not isinstance(found, MeshExecutable) or not found.may_recur():
+            continue
+        try:
+            plan = found.plan_for(mask, layout)
+        except ValueError as error:
+            misfits.append(error)
+            continue
+        # A process may have another rank in another group, and layers may differ in features that read positions.
+        heads = found.problem.heads, found.problem.kv_heads
+        made[plan, *heads, found.rank, found.setting, found.exact_positions] = found, plan
+    if misfits and not made:
+        raise misfits[0]
+    for found, plan in made.values():
+        found.prepare(plan, mask)
+    return len(made)
 
 
 def _compile_local(spec: AttentionSpec, x: CallTensors) -> LocalExecutable:
@@ -137,9 +178,9 @@ def make_plan(spec: AttentionSpec, q_tokens: int, k_tokens: int, token_bytes: in
         schedule = "allgather" if gathered <= GATHER_BYTES else _ring_of(spec.layout)
         word = "at most" if gathered <= GATHER_BYTES else "more than"
         reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
-    schedule, default_layout = schedules.canonical(schedule), schedules.default_layout(schedule)
-    q = _layout("layout", spec.layout, default_layout, q_tokens, world)
-    k = _layout("k_layout", spec.k_layout, default_layout, k_tokens, world)
+    schedule = schedules.canonical(schedule)
+    q = _layout("layout", spec.layout, schedule, q_tokens, world)
+    k = _layout("k_layout", spec.k_layout, schedule, k_tokens, world)
     return Plan(schedule, q, k, spec.q_offset, spec.reduce_dtype, spec.transport, spec.needs_lse, reason)
 
 
@@ -148,12 +189,10 @@ def _ring_of(layout: Layout | None) -> str:
     return "ring" if layout is None or layout.name not in ("zigzag", "striped") else layout.name
 
 
-def _layout(
-    name: str, layout: Layout | None, default_layout: Callable[[int, int], Layout], tokens: int, world: int
-) -> Layout:
+def _layout(name: str, layout: Layout | None, schedule: str, tokens: int, world: int) -> Layout:
     """Return the given layout after checking it, or the schedule's default layout for shards of equal length."""
     if layout is None:
-        return default_layout(world * tokens, world)
+        return _default_layout(schedule, world * tokens, world)
     if layout.world != world:
         raise ValueError(f"{name}: it is for {layout.world} ranks, the group has {world}")
     if world == 1 and layout.tokens != tokens:
@@ -161,6 +200,12 @@ def _layout(
     if world == 1 and layout != Layout.contiguous(tokens, 1):
         raise ValueError(f"{name}: on one rank positions must be in order; put the tokens in order, without a layout")
     return layout
+
+
+@lru_cache(maxsize=64)
+def _default_layout(schedule: str, tokens: int, world: int) -> Layout:
+    """Return a layout, the same object for all masks: one of thousands of ranks takes milliseconds to make."""
+    return schedules.default_layout(schedule)(tokens, world)
 
 
 def over_two_axes(schedule: str, inner: int) -> str:
@@ -230,6 +275,7 @@ def _agreed_fields(spec: AttentionSpec, plan: Plan, x: CallTensors) -> dict[str,
 _AUTOGRAD = {True: "records the call", False: "off: no_grad, or no input requires a gradient"}
 
 
+@lru_cache(maxsize=64)
 def _named(layout: Layout) -> str:
     """Return the text of a layout; equal layouts have equal texts, whether they were made by name or by ranges."""
     for make in (Layout.contiguous, Layout.zigzag, Layout.striped):
@@ -248,6 +294,7 @@ def _digest(x: Tensor | None) -> str:
 
 
 schedules.on_change.append(cache.clear)
+schedules.on_change.append(_default_layout.cache_clear)
 configs.on_change.append(partial(cache.drop, None))
 on_forget.append(partial(cache.drop, None))  # not those over ranks: all ranks must drop the same
 schedules.names()  # import all schedules now: torch.compile cannot trace imports in a first call

@@ -20,10 +20,11 @@ from meshflash.comm.transports.contract import Arena, Transport
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
-from meshflash.core.program import SAVES, Direction, Program
+from meshflash.core.program import DIRECTIONS, SAVES, Attend, AttendGrad, Direction, Program
+from meshflash.core.tiles import worklist
 from meshflash.engine import local
 from meshflash.engine.binding import Bound, Kernels, choose_kernels
-from meshflash.engine.group_context import GroupContext, checks_always, group_context
+from meshflash.engine.group_context import GroupContext, checks_always, group_context, still_exists
 from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement, Setting
 from meshflash.engine.pulls import Places, places
@@ -242,6 +243,10 @@ class MeshExecutable(Executable):
     def is_current(self) -> bool:
         return not self.is_dropped and group_context(self.group_name) is self.context and not checks_always()
 
+    def may_recur(self) -> bool:
+        """Return whether the same call may be made again: its group still exists. Any thread may ask."""
+        return not self.is_dropped and still_exists(self.group_name, self.context.group)
+
     def forward(self, x: CallTensors) -> Results:
         context = self.context
         with context.in_use():
@@ -299,6 +304,39 @@ class MeshExecutable(Executable):
                     f"schedule {self.plan.schedule!r}: its backward reads {buffer.name!r}, and its forward does not "
                     "save it so; check them with verify_programs(..., after=report of the forward)"
                 )
+
+    def plan_for(self, mask: Mask, layout: Layout | None = None) -> Plan:
+        """Return the plan of the same call with another mask; raise ValueError if they do not fit it.
+
+        Args:
+            mask: The mask of the call.
+            layout: The layout of queries and keys; None means the present ones.
+        """
+        plan = self.plan if layout is None else replace(self.plan, q=layout, k=layout)
+        if plan.q.world != self.problem.world:
+            raise ValueError(f"layout: it is for {plan.q.world} ranks, the group has {self.problem.world}")
+        mask.check(plan.q.tokens, plan.k.tokens, self.setting.batch, plan.q_offset)
+        return plan
+
+    @property
+    def exact_positions(self) -> bool:
+        """Whether kernels read positions, so that tables must keep them all."""
+        # A copy, since another thread may add the kernels of its first backward meanwhile.
+        return any(work.exact_positions for kernels in list(self._kernels.values()) for _, work in kernels.values())
+
+    def prepare(self, plan: Plan, mask: Mask) -> None:
+        """Build the programs and tables of the same call with another mask, into the caches that it will look into.
+
+        Args:
+            plan: The plan of the call, from `plan_for`.
+            mask: The mask of the call.
+        """
+        problem, exact = plan.problem(mask, self.problem.heads, self.problem.kv_heads), self.exact_positions
+        for direction in DIRECTIONS:
+            for step in self._build(plan.schedule, problem, self.rank, direction).steps:
+                if isinstance(step, Attend | AttendGrad):
+                    work = worklist(mask, step.q_positions, step.k_positions, exact)
+                    _ = work.by_query if direction == "forward" else work.by_key
 
     @property
     def groups(self) -> list[str]:
