@@ -123,6 +123,32 @@ def memory(
 
 
 @with_options
+def scale(
+    world: Annotated[
+        list[int] | None,
+        typer.Option(min=8, help="Ranks, a multiple of 8; repeat it for more. 8 to 16,384 by default."),
+    ] = None,
+    schedule: Annotated[
+        list[str] | None, typer.Option(help="Schedule; repeat it for more. All of them by default.")
+    ] = None,
+    documents: Annotated[
+        int, typer.Option(min=0, help="Documents in 16M tokens over 1,024 ranks, by layout; 0 leaves them out.")
+    ] = 10000,
+    options: RecordOptions = RECORD,
+) -> None:
+    """Programs of one rank of a large world: time and memory to build them, by schedule, mask and number of ranks."""
+    from benchmarks import scale as bench
+    from benchmarks.protocol import show
+
+    def measure(status: Status) -> Recorder:
+        return options.record(
+            "scale", partial(bench.run, world or bench.WORLDS, schedule or (), documents, status.update)
+        )
+
+    show(bench.BENCHMARK, options, measure)
+
+
+@with_options
 def tiles(
     tokens: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 131072,
     documents: Annotated[int, typer.Option(min=1, help="Documents packed into it.")] = 256,
@@ -135,6 +161,26 @@ def tiles(
 
     run = partial(bench.run, tokens, documents, ranks)
     show(bench.BENCHMARK, options, lambda _: options.record("tiles", run))
+
+
+@with_options
+def handshake(
+    clients: Annotated[list[int], typer.Option(min=2, help="Ranks over a real TCPStore; repeat.")] = [16, 64, 512],  # noqa: B006
+    counted: Annotated[list[int], typer.Option(min=2, help="Ranks in memory, only counted; repeat.")] = [4096],  # noqa: B006
+    rounds: Rounds = 5,
+    options: RecordOptions = RECORD,
+) -> None:
+    """Host handshakes: seconds with many clients of a real store, and calls of the store for thousands of ranks."""
+    from benchmarks import handshake as bench
+    from benchmarks.protocol import show
+
+    def measure(status: Status) -> Recorder:
+        found = options.recorder("handshake")
+        for rows in bench.run(clients, counted, rounds, status.update):
+            found.add(rows)
+        return found
+
+    show(bench.BENCHMARK, options, measure)
 
 
 @with_options

@@ -25,6 +25,8 @@ WITHOUT = {
     "fused": "GEMMs",
     "fused_cases": "GEMMs",
     "gemm": "GEMMs",
+    "handshake": "exchanges payloads on the host",
+    "scale": "builds programs on the host",
     "tiles": "builds tables on the host",
     "weights": "counts bytes of weights",
 }
