@@ -162,8 +162,8 @@ def rehearsals(rows: list[Row]) -> Table:
         Column("program\n(MB)", lambda row: f"{row['program_bytes'] / 1e6:,.2f}"),
         Column("scratch\n(MB)", lambda row: f"{row['scratch_bytes'] / 1e6:,.1f}"),
         Column("over half\nthe world", growth),
-        Column("recv\n(MB)", lambda row: f"{row['received_bytes'] / 1e6:,.1f}"),
-        Column("verified", "verified", is_text=True),
+        Column("recv\n(GB)", lambda row: f"{row['received_bytes'] / 1e9:,.2f}"),
+        Column("ranks\nverified", lambda row: row["verified"].partition(" of ")[0], is_text=True),
         Column("outcome", lambda row: "passed" if row["passed"] else "FAILED", is_text=True),
     )
     first = rows[0]
