@@ -157,6 +157,14 @@ def test_calls_that_the_mask_does_not_fit_are_left_out(pool):
     pool.run(2, check_calls_that_do_not_fit)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"), [((None,), "expected a Mask"), ((CAUSAL, 3), "layout=3.: expected a Layout")]
+)
+def test_other_arguments_than_a_mask_and_a_layout_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(*arguments)
+
+
 def test_nothing_is_prepared_before_the_first_call_over_ranks():
     x = torch.zeros(1, 4, 1, 8)
     attention(x, x, x)

@@ -83,6 +83,10 @@ def prepare(mask: Mask, layout: Layout | None = None) -> int:
     >>> prepare(Mask.causal() & Mask.documents([3, 5]))  # no call over ranks was made yet
     0
     """
+    if not isinstance(mask, Mask):
+        raise ValueError(f"prepare(mask={mask!r}): expected a Mask, such as Mask.causal() & Mask.documents(lengths)")
+    if not (layout is None or isinstance(layout, Layout)):
+        raise ValueError(f"prepare(layout={layout!r}): expected a Layout, or None for that of the calls so far")
     mask = mask.canonical()
     made: dict[Any, tuple[MeshExecutable, Plan]] = {}
     misfits = []
