@@ -10,8 +10,9 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Protocol
 
+from meshflash.core.contents import Content, VerificationError
 from meshflash.core.program import Part, Post
-from meshflash.core.symbols import Content, Posted, Rank, VerificationError
+from meshflash.core.symbols import Posted, Rank
 
 
 class Outside(Protocol):

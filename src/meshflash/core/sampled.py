@@ -39,12 +39,13 @@ from functools import cached_property
 
 import numpy as np
 
+from meshflash.core.contents import SUM_KINDS, ZERO, Content, Saved, VerificationError
 from meshflash.core.coverage import Bools, Ints, Visibility, expand, index
 from meshflash.core.delivery import check_groups, run
 from meshflash.core.problem import Problem
 from meshflash.core.program import SAVES, Attend, AttendGrad, Direction, Part, Post, Program, Sizes, Wait, slices
 from meshflash.core.sums import COMPLETE, Leaf, SymbolTable
-from meshflash.core.symbols import SUM_KINDS, ZERO, Content, Posted, Rank, Saved, VerificationError
+from meshflash.core.symbols import Posted, Rank
 from meshflash.core.verify import Report
 
 #: Up to this many ranks, programs are verified completely; beyond, by sampled ranks.

@@ -24,13 +24,13 @@ from typing import NoReturn
 
 import numpy as np
 
+from meshflash.core.contents import UNDEFINED, ZERO, Content, Saved, VerificationError
 from meshflash.core.coverage import Bools, Ints, Visibility, distinct, expand, table_pairs
+from meshflash.core.declarations import check_program
 from meshflash.core.problem import Problem
 from meshflash.core.program import (
     KEY_KINDS,
-    KINDS,
     LSE_KINDS,
-    SAVES,
     Add,
     Attend,
     AttendGrad,
@@ -47,67 +47,10 @@ from meshflash.core.program import (
     Wait,
     slices,
 )
-from meshflash.core.sums import COMPLETE, EMPTY, FIRST_UNKNOWN, Leaf, SymbolTable
+from meshflash.core.sums import COMPLETE, FIRST_UNKNOWN, Leaf, SymbolTable
 
-#: Symbols besides `position * heads + head` (which is >= 0): a cell that was never written or whose value is spent, and
-#: a cell that was set to zero and belongs to no token yet, so that anything may be added to it.
-UNDEFINED, ZERO = -1, -2
-assert FIRST_UNKNOWN < ZERO
-#: Kinds whose rows are sums over pairs.
-SUM_KINDS = frozenset({"out", "dq", "dkv"})
 #: From this many slices on, a step's slices are compared by marking their cells instead of pair by pair.
 MANY_SLICES = 16
-
-
-class VerificationError(ValueError):
-    """A program is wrong. The message names the direction, the rank, the step and the fault."""
-
-
-@dataclass(eq=False)
-class Content:
-    """The symbolic content of some rows and heads of a buffer. `Rank` makes one for each buffer."""
-
-    #: [rows, heads]: the symbol of each cell
-    cells: Ints
-    #: out, dq, dkv: [rows, heads], the sum in each cell; else None
-    sums: Ints | None
-    #: [rows, heads]: whether a result is final, with sink logits in it
-    finished: Bools
-    #: [rows, heads]: whether the LSE of a result, or the delta of its gradient, is unknown here
-    without_lse: Bools
-
-    def at(self, place: Slice) -> Content:
-        """Return some of these cells as a view: writing to it writes here."""
-        index = place.index
-        sums = None if self.sums is None else self.sums[index]
-        return Content(self.cells[index], sums, self.finished[index], self.without_lse[index])
-
-    def copy(self) -> Content:
-        """Return a copy that shares no memory."""
-        sums = None if self.sums is None else self.sums.copy()
-        return Content(self.cells.copy(), sums, self.finished.copy(), self.without_lse.copy())
-
-    def put(self, new: Content, without_lse: bool = False) -> None:
-        """Overwrite these cells.
-
-        Args:
-            new: The content to copy.
-            without_lse: Whether the rows travel without their LSE or delta, which are unknown afterwards.
-        """
-        self.cells[:], self.finished[:], self.without_lse[:] = new.cells, new.finished, new.without_lse | without_lse
-        if self.sums is not None:
-            assert new.sums is not None
-            self.sums[:] = new.sums
-
-    def clear(self) -> None:
-        """Set all cells to ZERO: no token, no pairs."""
-        self.cells[:], self.finished[:], self.without_lse[:] = ZERO, False, False
-        if self.sums is not None:
-            self.sums[:] = EMPTY
-
-
-#: The kind and the content of a saved buffer.
-Saved = tuple[str, Content]
 
 
 @dataclass(eq=False)
@@ -159,14 +102,14 @@ class Rank:
         #: (symbols, sums) of results -> whether they are complete
         self._complete: dict[tuple[bytes, bytes], bool] = {}
         self.members = {name: frozenset(members) for name, members in program.groups}
-        self._check_program()
+        check_program(self)
         # Scratch that `becomes` an output shares its memory only if their dtypes agree, which a program does not know.
         # The checks must hold in both cases. `memory` maps both names to one memory, `scratch_of` maps an output to its
         # scratch, and `finalized` marks scratch cells that have become the output and must not change any more.
         self.memory = {b.name: b.becomes or b.name for b in program.buffers}
         self.scratch_of = {b.becomes: b.name for b in program.buffers if b.becomes}
         self.finalized = {b.name: np.zeros((b.rows, b.heads), np.bool_) for b in program.buffers if b.becomes}
-        self.buffers = {b.name: self._empty(b.kind, b.rows, b.heads) for b in program.buffers}
+        self.buffers = {b.name: Content.empty(b.kind, b.rows, b.heads) for b in program.buffers}
         #: memory -> [sent or received, rows, heads]: how many slices in flight hold each cell
         self.moving = {self.memory[b.name]: np.zeros((2, b.rows, b.heads), np.int16) for b in program.buffers}
         for buffer in program.buffers:
@@ -323,75 +266,12 @@ class Rank:
                     extra += int((shown[..., covered > 1].sum((0, 2)) * times).sum())
         return missing, extra
 
-    def _check_program(self) -> None:
-        """Check what can be checked without running: groups, names, roles, shapes and dtypes of buffers."""
-        program, problem = self.program, self.problem
-        if program.world != problem.world:
-            self.fail(f"is written for {program.world} ranks, the problem has {problem.world}")
-        for name, members in program.groups:
-            if self.number not in members or list(members) != sorted(set(members)):
-                self.fail(f"group {name} must list its ranks once, in order, and this rank among them")
-        if len(program.group) != len(program.groups):
-            self.fail("two groups have the same name")
-        if len(program.buffer) != len(program.buffers):
-            self.fail("two buffers have the same name")
-        self._check_roles()
-        for b in program.buffers:
-            if b.kind not in KINDS or b.rows < 0 or b.heads < 1:
-                self.fail(f"{b.name} has an unknown kind or an invalid shape")
-            lengths = problem.k_lengths if b.kind in KEY_KINDS else problem.q_lengths
-            heads = problem.kv_heads if b.kind in KEY_KINDS else problem.heads
-            own = (b.kind, lengths[self.number], heads, "input", "")
-            if b.role in ("input", "output") and (b.name, b.rows, b.heads, b.dtype, b.becomes) != own:
-                self.fail(f"the caller's buffer {b.name} does not have the shape and dtype of the problem")
-            if b.becomes:
-                target = program.buffer.get(b.becomes)
-                if target is None or (target.role, target.kind) != ("output", b.kind) or b.dtype == "reduce":
-                    self.fail(f"{b.name} cannot become {b.becomes}")
-                if (target.rows, target.heads) != (b.rows, b.heads):
-                    self.fail(f"{b.name} becomes {b.becomes} but has another shape")
-                if sum(other.becomes == b.becomes for other in program.buffers) > 1:
-                    self.fail(f"two buffers become {b.becomes}")
-
-    def _check_roles(self) -> None:
-        """Check that the caller's buffers fit the direction, and that saved buffers match between the passes."""
-        program = self.program
-        forward = program.direction == "forward"
-        found = {b.name: b.role for b in program.buffers if b.role in ("input", "output")}
-        saved = {b.name: b for b in program.buffers if b.role == "saved"}
-        if forward:
-            wanted = {"q": "input", "kv": "input", "out": "output"}
-        else:
-            wanted = {"dout": "input", "dq": "output", "dkv": "output"}
-            wanted |= {name: "input" for name in SAVES if name in found and name in self.saved_inputs}
-        if found != wanted:
-            self.fail(f"the caller's buffers are {found}, expected {wanted}")
-        if len(set(program.saves)) != len(program.saves):
-            self.fail("saves a buffer twice")
-        needed = {"out", *saved}
-        if not (needed <= set(program.saves) <= needed | set(SAVES) if forward else not program.saves):
-            self.fail(f"saves {program.saves}, expected {sorted(needed) if forward else []}")
-        for name, b in saved.items():
-            if b.kind not in SAVES or b.dtype != "input" or b.becomes:
-                self.fail(f"{name} cannot be saved: queries, keys and results are, in the input's dtype")
-            there = self.saved_inputs.get(name)
-            if not forward and (there is None or there[1].cells.shape != (b.rows, b.heads)):
-                self.fail(f"reads {name}, which no forward saved with this number of rows and heads")
-            if not forward and there is not None and there[0] != b.kind:
-                self.fail(f"reads {name} as {b.kind}, which the forward saved as {there[0]}")
-
     def _expected_cells(self, kind: str) -> Ints:
         """Return the symbols of the caller's rows of this rank, [rows, heads]."""
         keys = kind in KEY_KINDS
         ranges = (self.problem.k if keys else self.problem.q)[self.number]
         heads = self.problem.kv_heads if keys else self.problem.heads
         return expand(ranges)[:, None] * heads + np.arange(heads)
-
-    def _empty(self, kind: str, rows: int, heads: int) -> Content:
-        """Return the content of a new buffer: all cells UNDEFINED, all sums EMPTY."""
-        sums = np.full((rows, heads), EMPTY) if kind in SUM_KINDS else None
-        flags = [np.zeros((rows, heads), np.bool_) for _ in range(2)]
-        return Content(np.full((rows, heads), UNDEFINED), sums, *flags)
 
     def _content(self, place: Slice) -> Content:
         return self.buffers[place.buffer].at(place)

@@ -26,12 +26,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from meshflash.core.contents import Saved, VerificationError
 from meshflash.core.coverage import Visibility
 from meshflash.core.delivery import check_groups, run
 from meshflash.core.problem import Problem
 from meshflash.core.program import SAVES, Program, Sizes
 from meshflash.core.sums import SymbolTable
-from meshflash.core.symbols import Rank, Saved, VerificationError
+from meshflash.core.symbols import Rank
 
 __all__ = ["Report", "VerificationError", "verify_programs"]
 
