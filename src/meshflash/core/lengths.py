@@ -48,6 +48,8 @@ def as_lengths(lengths: Any, name: str) -> Any:
         return lengths + 0
     if isinstance(lengths, np.ndarray) and np.issubdtype(lengths.dtype, np.integer):
         return on_host(lengths.copy(), name)
+    if isinstance(lengths, (list, tuple)) and set(map(type, lengths)) == {int}:  # the usual case, and much faster
+        return on_host(np.array(lengths), name)
     try:
         rows = [row if isinstance(row, _INTEGERS) or np.ndim(row) == 0 else list(row) for row in lengths]
         if rows and all(isinstance(row, list) for row in rows):
