@@ -186,6 +186,7 @@ def _pretend(name: str, built: list[Built]) -> None:
 
     from meshflash.kernels import rates
     from meshflash.kernels.hopper import launch as hopper_launch
+    from meshflash.kernels.hopper import support
     from meshflash.kernels.triton import configs as triton_configs
     from meshflash.kernels.triton import launch as triton_launch
     from meshflash.kernels.triton import rowwise
@@ -195,7 +196,7 @@ def _pretend(name: str, built: list[Built]) -> None:
     knobs.nvidia.dump_ptxas_log = True
     torch.version.hip = "6" if target.backend == "hip" else None
     vars(torch.cuda)["get_device_capability"] = lambda device: divmod(int(target.arch), 10)
-    for module in (hopper_launch, triton_configs, triton_launch):
+    for module in (support, triton_configs, triton_launch):
         vars(module)["has_descriptors"] = lambda device: target.descriptors
     vars(hopper_launch)["_counter"] = lambda device: torch.empty(1, dtype=torch.int32, device=device)
     vars(hopper_launch)["num_sms"] = lambda device: 132
@@ -301,7 +302,7 @@ def _make(call: Call) -> None:
     from meshflash.core.tiles import worklist
     from meshflash.kernels.contract import Features, Grads, Inputs, Rows
     from meshflash.kernels.hopper import launch as hopper_launch
-    from meshflash.kernels.hopper import split_kv
+    from meshflash.kernels.hopper import split_kv, support
     from meshflash.kernels.hopper.kernel import Hopper
     from meshflash.kernels.triton import rowwise
     from meshflash.kernels.triton.kernel import Triton
@@ -324,7 +325,7 @@ def _make(call: Call) -> None:
         rowwise.delta(out, out, lse, lse, lse)
         return
     os.environ["MESHFLASH_GLUON"] = str(int(call.hopper))
-    hopper_launch.has_gluon.cache_clear()
+    support.forget()
     vars(hopper_launch)["MIN_QUERIES_TO_SPREAD"] = 0 if call.spread_q_heads else TOKENS + 1
     mask, features = Mask.causal(), Features(scale=call.dim**-0.5)
     if call.mask == "full":

@@ -17,7 +17,7 @@ from meshflash.engine.executable import MeshExecutable, Plan
 from meshflash.engine.local import rows_of
 from meshflash.engine.placement import Setting
 from meshflash.kernels.contract import Features, Grads, new_outputs
-from meshflash.kernels.hopper.launch import has_gluon
+from meshflash.kernels.hopper.support import has_gluon
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import missing, mps
 from meshflash.runtime.processes import RankError, run_ranks

@@ -16,7 +16,7 @@ from meshflash.gemm.distributed import api as distributed_api
 from meshflash.gemm.distributed import launch as distributed_launch
 from meshflash.gemm.distributed.plan import VARIANTS, FusedPlan
 from meshflash.gemm.distributed.problem import DistributedGemm
-from meshflash.kernels.hopper.launch import has_gluon
+from meshflash.kernels.hopper.support import has_gluon
 from meshflash.runtime import mps
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.processes import RankError, run_ranks

@@ -1,6 +1,7 @@
 """Compile every shipped attention configuration for other GPUs: resources fit, and spills stay within bounds.
 
-The spill bounds hold for the pinned Triton version. Another version, or an improved kernel, may need new bounds.
+The spill bounds hold for every version of Triton from 3.6 to 3.9; `make test-triton` compiles with another one than
+the pinned one. An improved kernel may need new bounds.
 """
 
 from __future__ import annotations
@@ -125,30 +126,11 @@ SPILLS = {
     "sm_90 deterministic 128 bfloat16 unaligned bwd_dq": 650,
     **{f"sm_90 backward 128 {dtype} bwd_dkdv": 810 for dtype in ("bfloat16", "float16")},
     "sm_90 deterministic 128 bfloat16 bwd_dkdv": 420,
-    "sm_90 backward 64 bfloat16 hopper backward": 90,
-    "sm_90 backward 64 bfloat16 hopper window and first backward": 100,
-    "sm_90 backward 64 bfloat16 hopper carry backward": 90,
-    "sm_90 backward 64 float16 hopper backward": 90,
-    "sm_90 backward 128 bfloat16 hopper backward": 195,
-    "sm_90 backward 128 bfloat16 hopper carry backward": 325,
-    "sm_90 backward 128 float16 hopper backward": 195,
-    "sm_90 backward 64 bfloat16 hopper odd 8 kv heads backward": 205,
-    "sm_90 backward 64 bfloat16 hopper full carry odd 8 kv heads backward": 90,
-    "sm_90 backward 64 bfloat16 hopper window 8 kv heads backward": 80,
-    "sm_90 backward 128 bfloat16 hopper 8 kv heads backward": 320,
-    "sm_90 backward 128 bfloat16 hopper spread q heads backward": 320,
-    "sm_90 backward 128 bfloat16 hopper odd 8 kv heads backward": 410,
-    "sm_90 backward 64 bfloat16 hopper odd backward": 165,
-    "sm_90 backward 128 bfloat16 hopper odd backward": 240,
-    "sm_90 backward 128 bfloat16 features hopper backward": 615,
-    "sm_90 backward 64 bfloat16 hopper documents backward": 130,
-    "sm_90 backward 64 bfloat16 hopper documents 8 kv heads backward": 120,
-    "sm_90 backward 64 bfloat16 hopper padding 8 kv heads backward": 170,
-    "sm_90 backward 64 bfloat16 hopper full documents 8 kv heads backward": 100,
-    "sm_90 backward 64 bfloat16 hopper documents carry 8 kv heads backward": 105,
-    "sm_90 backward 64 bfloat16 hopper padding backward": 260,
-    "sm_90 backward 64 bfloat16 hopper padding 8 kv heads bwd_dkdv": 75,
-    "sm_90 deterministic 128 bfloat16 features hopper backward": 350,
+    "sm_90 backward 128 bfloat16 hopper carry backward": 80,
+    "sm_90 backward 128 bfloat16 hopper full carry odd 8 kv heads backward": 95,
+    "sm_90 backward 128 bfloat16 features hopper backward": 260,
+    "sm_90 deterministic 128 bfloat16 features hopper backward": 205,
+    "sm_90 backward 64 bfloat16 hopper padding 8 kv heads bwd_dkdv": 200,
     **{f"sm_90 backward 128 bfloat16 hopper padding{more} bwd_dkdv": 810 for more in ("", " 8 kv heads")},
     "sm_90 deterministic 128 bfloat16 hopper padding 8 kv heads bwd_dkdv": 300,
     "sm_100 forward 256 bfloat16 forward": 100,
@@ -242,9 +224,9 @@ def count_backward_local_accesses(built: list[Built]) -> int:
     return local
 
 
-def test_unmasked_backward_loop_at_dim_128_almost_avoids_local_memory(few):
-    """Masked blocks are in a separate loop, which spills more."""
-    assert count_backward_local_accesses(kernels(few, "sm_90", Call("backward", 128, hopper=True))) <= 2
+def test_unmasked_backward_loop_at_dim_128_uses_no_local_memory(few):
+    """Masked blocks are in a separate loop."""
+    assert count_backward_local_accesses(kernels(few, "sm_90", Call("backward", 128, hopper=True))) == 0
 
 
 def test_hopper_backward_computes_delta_in_its_preprocess_kernel(few):
@@ -254,10 +236,10 @@ def test_hopper_backward_computes_delta_in_its_preprocess_kernel(few):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dim", "mask", "max_accesses"), [(64, "causal", 4), (64, "full", 0), (128, "causal", 8), (128, "full", 0)]
+    ("dim", "mask", "max_accesses"), [(64, "causal", 0), (64, "full", 0), (128, "causal", 2), (128, "full", 4)]
 )
 def test_backward_loop_has_few_local_memory_accesses(every, dim, mask, max_accesses):
-    """The accesses reload loop invariants; at dim 64 the masked blocks are in the same loop."""
+    """The accesses reload loop invariants, under Triton 3.9 alone; at dim 64 masked blocks are in the same loop."""
     built = kernels(every, "sm_90", Call("backward", dim, hopper=True, mask=mask, kv_heads=8))
     assert count_backward_local_accesses(built) <= max_accesses
 

@@ -12,7 +12,7 @@ from meshflash.engine.cache import cache
 from meshflash.gemm import matmul
 from meshflash.kernels import launches as recorded
 from meshflash.kernels import prepared_launch
-from meshflash.kernels.hopper.launch import has_gluon
+from meshflash.kernels.hopper.support import has_gluon
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():

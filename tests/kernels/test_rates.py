@@ -211,7 +211,7 @@ def test_forced_configuration_applies_only_inside_its_context():
 
 
 def test_hopper_kernel_names_unsupported_arguments(monkeypatch):
-    monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
+    monkeypatch.setattr(hopper_launch, "kernels_off", lambda device: None)
     work = worklist(Mask.causal(), (range(64),), (range(64),))
 
     def reason(dim, direction="forward", dtype=torch.bfloat16, value_dim=None, scale=0.1, **features):
@@ -234,37 +234,8 @@ def test_hopper_kernel_names_unsupported_arguments(monkeypatch):
     assert reason(96, "backward", softcap=3.0) == reason(96)
 
 
-def test_hopper_kernel_names_unsupported_devices_and_triton_versions(monkeypatch):
-    work = worklist(Mask.causal(), (range(64),), (range(64),))
-
-    def reason(device):
-        return Hopper().unsupported_reason(
-            KernelRequest("forward", torch.device(device), torch.bfloat16, 64, 64, work, Features(0.1))
-        )
-
-    def pretend(capability=(9, 0), gluon="1", version="3.6.0"):
-        hopper_launch.has_gluon.cache_clear()
-        monkeypatch.setenv("MESHFLASH_GLUON", gluon)
-        monkeypatch.setattr(hopper_launch, "has_descriptors", lambda device: capability >= (9, 0))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(triton, "__version__", version)
-
-    triton = pytest.importorskip("triton")
-    assert reason("cpu") == "the device cpu; it runs on Hopper GPUs"
-    pretend()
-    assert reason("cuda") is None
-    for capability in ((8, 0), (10, 0)):
-        pretend(capability)
-        assert reason("cuda") == "this GPU; it runs on Hopper, NVIDIA's compute capability 9.0"
-    pretend(gluon="0")
-    assert reason("cuda") == "calls while MESHFLASH_GLUON=0 is set"
-    pretend(version="3.9.1")
-    assert reason("cuda") == "Triton 3.9.1; it was run with 3.6 and 3.7"
-    hopper_launch.has_gluon.cache_clear()
-
-
 def test_hopper_and_triton_have_separate_rates(monkeypatch):
-    monkeypatch.setattr(hopper_launch, "has_gluon", lambda device: True)
+    monkeypatch.setattr(hopper_launch, "kernels_off", lambda device: None)
     monkeypatch.setattr(Hopper, "missing", lambda self: None)
     registry.forget()
     rows = [Rate("hopper", "forward", True, 64, 512, 400.0), Rate("triton", "forward", True, 64, 512, 200.0)]

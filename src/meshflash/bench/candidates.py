@@ -31,7 +31,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def own_kernel(device: str) -> str:
     """Return the fastest of our own kernels that runs on a GPU: "hopper" on Hopper, "triton" elsewhere."""
-    from meshflash.kernels.hopper.launch import has_gluon
+    from meshflash.kernels.hopper.support import has_gluon
 
     return "hopper" if torch.cuda.is_available() and has_gluon(torch.device(device)) else "triton"
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshflash.cli.bench_options import explained
 from meshflash.cli.outputs import writable
+
+if TYPE_CHECKING:
+    import torch
 
 
 def command(
@@ -30,13 +33,15 @@ def command(
 ) -> None:
     """Measure every kernel on this GPU and write the rates by which kernel="auto" chooses.
 
-    Calls never measure anything themselves. Without a table for a device they use that of its architecture, or else a
-    fixed order. Tables are in the folder MESHFLASH_RATES, or in the user's cache.
+    With a version of Triton that the Hopper kernels were not tested with, they are checked first, in a process of their
+    own, and the verdict is remembered for this machine. Calls never measure anything themselves. Without a table for a
+    device they use that of its architecture, or else a fixed order. Tables are in the folder MESHFLASH_RATES, or in the
+    user's cache.
     """
     import torch
     from rich.console import Console
 
-    from meshflash.bench import calibrate, tables
+    from meshflash.bench import calibrate, tables, trial
     from meshflash.bench.cases import on_cpu, pick_device
     from meshflash.kernels import rates
 
@@ -56,8 +61,24 @@ def command(
         rates.own_file(rates.identity(torch.device(device))[0]).unlink()
         known = rates.known(torch.device(device))
     with console.status("starting") as status:
+        if trial.is_due(torch.device(device)):
+            status.update("trying the Hopper kernels with this version of Triton, which takes minutes")
+            _try_kernels(torch.device(device))
         configs = calibrate.tune(device, dims, say=status.update) if tune else known.rates.configs if known else {}
         found = calibrate.run(device, dims, lengths, rounds, configs, say=status.update)
     rates.write(found, path)
     console.print(tables.rates(found))
     typer.echo(f"written: {path}")
+
+
+def _try_kernels(device: torch.device) -> None:
+    """Try the Hopper kernels, and say how it ended."""
+    from meshflash.bench import trial
+
+    try:
+        verdict = trial.run(device)
+    except trial.RefusedError as refused:
+        typer.echo(f"kernel hopper stays off: {refused}", err=True)
+        return
+    outcome = "is right, and on from now on" if verdict.right else f"stays off: {verdict.reason}"
+    typer.echo(f"kernel hopper with Triton {verdict.triton} {outcome}")

@@ -16,7 +16,8 @@ from meshflash.gemm.configs import Config
 from meshflash.gemm.partition import Partition
 from meshflash.gemm.plan import TORCH, Plan, is_tma_aligned
 from meshflash.kernels.contract import HALF
-from meshflash.kernels.hopper.launch import descriptor, has_gluon
+from meshflash.kernels.hopper.launch import descriptor
+from meshflash.kernels.hopper.support import has_gluon
 from meshflash.kernels.launches import Launcher, Launches
 from meshflash.kernels.launches import run as run_launches
 from meshflash.kernels.triton import configs as triton_configs

@@ -267,6 +267,16 @@ class Kernel(ABC):
             request: The call, without its tensors.
         """
 
+    def off_reason(self, request: KernelRequest) -> str | None:
+        """Return why this kernel is switched off here for a call that it supports, and what to do; None otherwise.
+
+        "auto" tells the user, because another kernel serves the call more slowly. By default a kernel is never off.
+
+        Args:
+            request: The call, without its tensors.
+        """
+        return None
+
     def serving(self, request: KernelRequest) -> Kernel:
         """Return the instance that serves a call: this one, or one of the same name with other settings.
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 from meshflash.core.tiles import Worklist
 from meshflash.kernels import rates
@@ -83,6 +87,7 @@ class KernelLog(list[tuple[str, Pass]]):
 #: Registry of open logs, by their id: two logs that are equal as lists are two logs. Most calls find none, and need
 #: not call `log_kernel`.
 open_logs: dict[int, KernelLog] = {}
+log = logging.getLogger("meshflash")
 #: Choices, attached to the worklist that they are for. They hold no tensor.
 _choices: WeakKeyDictionary[Worklist, dict[Any, Choice]] = WeakKeyDictionary()
 
@@ -154,6 +159,27 @@ def _choose(name: str, request: KernelRequest) -> Choice:
         known = rates.known(request.device) if request.dtype in HALF else None
         predicted = known.rates.predict(name, request, kernel.launches(request)) if known else None
         return Choice(kernel.serving(request), "requested", predicted)
+    choice = _fastest(request)
+    off = _tell_kernels_off(request)
+    return replace(choice, reason=f"{choice.reason}; {off}") if off else choice
+
+
+def _tell_kernels_off(request: KernelRequest) -> str:
+    """Return which kernels are off here although they support a call, and why; log each once, on rank 0 alone."""
+    found = [f"kernel {kernel.name} is off: {why}" for kernel in kernels() if (why := kernel.off_reason(request))]
+    for text in found:
+        _warn_once(text)
+    return "; ".join(found)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        log.warning("%s", text)
+
+
+def _fastest(request: KernelRequest) -> Choice:
+    """Return the kernel with the shortest predicted time of those that support a call."""
     supported = [kernel for kernel in kernels() if may_be_chosen(kernel, request) and refusal(kernel, request) is None]
     assert supported, "the tiled kernel can do everything"
     known = rates.known(request.device) if request.dtype in HALF else None

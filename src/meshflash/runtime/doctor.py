@@ -203,9 +203,28 @@ def _kernels() -> Iterator[Finding]:
             missing = _describe(error)
         if missing:
             yield Finding("kernels", kernel.name, "note", f"cannot run here: {missing}")
+        elif kernel.name == "hopper" and (off := _hopper_off()):
+            yield Finding("kernels", kernel.name, off.status, off.detail, off.advice)
         else:
             yield Finding("kernels", kernel.name, "ok", kernel.summary)
     yield from _rates()
+
+
+def _hopper_off() -> Finding | None:
+    """Return why the Hopper kernels are off on a GPU of this machine; on a Hopper GPU, that is a problem."""
+    import torch
+
+    from meshflash.kernels.hopper.support import kernels_off
+    from meshflash.runtime.devices import device_of
+
+    if not torch.cuda.is_available():
+        return Finding("kernels", "hopper", "note", "off: there is no Hopper GPU")
+    for n in range(torch.cuda.device_count()):
+        off = kernels_off(device_of(n))
+        if off:
+            status: Status = "problem" if off.fixable else "note"
+            return Finding("kernels", "hopper", status, f"off: {off.reason}", off.remedy if off.fixable else "")
+    return None
 
 
 def _rates() -> Iterator[Finding]:

@@ -12,8 +12,11 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
+#: Where clients look for the service unless CUDA_MPS_PIPE_DIRECTORY says otherwise.
+DEFAULT_PIPES = "/tmp/nvidia-mps"
 #: Hardware queues of each client, unless CUDA_DEVICE_MAX_CONNECTIONS is set. MPS gives few by default, and streams that
 #: share one wait for each other: a kernel would wait for a message that another rank has not sent yet.
 CONNECTIONS = 8
@@ -22,6 +25,14 @@ CONNECTIONS = 8
 def missing() -> str | None:
     """Return why MPS cannot be started; None if it can."""
     return None if shutil.which(CONTROL) else f"{CONTROL} is not there; it comes with NVIDIA's driver"
+
+
+def client_reason() -> str | None:
+    """Return why this process would use its GPU through MPS, or None if it would not."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+    if folder:
+        return f"CUDA_MPS_PIPE_DIRECTORY={folder} is set"
+    return f"{DEFAULT_PIPES} has the pipe of a control daemon" if Path(DEFAULT_PIPES, "control").exists() else None
 
 
 @contextmanager

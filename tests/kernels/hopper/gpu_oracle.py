@@ -8,15 +8,15 @@ from torch import Tensor
 
 from meshflash import Mask
 from meshflash.kernels.contract import Grads, Inputs, Rows
-from meshflash.kernels.hopper import launch as hopper_launch
 from meshflash.kernels.hopper.kernel import Hopper
+from meshflash.kernels.hopper.support import has_gluon
 from meshflash.kernels.tiled import Tiled
 
 #: Marks of every module that runs the Hopper kernels.
 needs_hopper = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not hopper_launch.has_gluon(torch.device("cuda")), reason="needs a Hopper GPU"
+        not torch.cuda.is_available() or not has_gluon(torch.device("cuda")), reason="needs a Hopper GPU"
     ),
 ]
 

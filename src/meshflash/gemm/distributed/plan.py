@@ -16,7 +16,7 @@ from meshflash.gemm.distributed.tiles import collective_name
 from meshflash.gemm.partition import Partition, data_parallel, stream_k
 from meshflash.gemm.plan import GemmProblem
 from meshflash.kernels.contract import HALF
-from meshflash.kernels.hopper.launch import has_gluon
+from meshflash.kernels.hopper.support import has_gluon
 
 BULK = "bulk"
 #: Where communication happens: in the epilogue of each tile, on SMs of its own during the GEMM, or after the whole

@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from meshflash.gemm import partition
-from meshflash.kernels.hopper.common import barriers, copy_block, store_block
+from meshflash.kernels.hopper.common import barriers
+from meshflash.kernels.hopper.gluon_compat import copy_block, store_block
 
 first_iter_of_cta = gluon.jit(partition.first_iter_of_cta)
 swizzle_tile = gluon.jit(partition.swizzle_tile)

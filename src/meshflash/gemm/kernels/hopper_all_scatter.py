@@ -15,10 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from meshflash.gemm.kernels.hopper import cta_work, halves, mainloop, next_segment, producer, store_partial
-from meshflash.kernels.hopper.common import barriers, store_block
-
-#: Barrier over all threads of a warp-specialized partition; Triton 3.7 renamed it.
-partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from meshflash.kernels.hopper.common import barriers
+from meshflash.kernels.hopper.gluon_compat import partition_barrier, store_block
 
 
 @gluon.jit

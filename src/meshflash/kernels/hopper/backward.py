@@ -27,13 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from meshflash.kernels.hopper.common import (
     INF,
     NAMED_BARRIER,
-    add_block,
     bar_arrive,
     bar_sync,
     barriers,
     begin_gqa_loop,
     block_start,
-    copy_block,
+    buffer_rows,
     exp2_around_wait,
     load_run,
     load_tile,
@@ -45,6 +44,7 @@ from meshflash.kernels.hopper.common import (
     store_layout,
     tanh,
 )
+from meshflash.kernels.hopper.gluon_compat import add_block, copy_block, reinterpret
 
 
 @gluon.jit
@@ -125,12 +125,17 @@ def _ds_buffers(q_count, smem_ds):
 
 
 @gluon.jit
-def _start_dq(ds_0, ds_1, k_0, k_1, WG_ID: gl.constexpr, BLOCK_M: gl.constexpr):
+def _start_dq(ds_0, ds_1, smem_k, WG_ID: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
     """Start the wgmmas of this warpgroup's half of dQ = dS K, once both warpgroups have stored dS of the block."""
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    k_0 = buffer_rows(smem_k, 0, ROWS, D)
+    k_1 = buffer_rows(smem_k, 1, ROWS, D)
     if BLOCK_M == 128:  # warpgroups split dQ by rows, else by columns; each half is 64 x 64
         ds_0 = ds_0.slice(WG_ID * 64, 64, dim=1)
         ds_1 = ds_1.slice(WG_ID * 64, 64, dim=1)
+    else:
+        k_0 = k_0.slice(WG_ID * 64, 64, dim=1)
+        k_1 = k_1.slice(WG_ID * 64, 64, dim=1)
     zero = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
     dq_async = warpgroup_mma(ds_0.permute((1, 0)), k_0, zero, use_acc=False, is_async=True)
     return warpgroup_mma(ds_1.permute((1, 0)), k_1, dq_async, is_async=True)
@@ -198,7 +203,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
     """
     smem_q, smem_dout, smem_lse, smem_delta, smem_ds, smem_dq_wg = smem
     q_full, q_empty, dout_full, dout_empty = mbarriers
-    k, v, k_0, k_1, n, positions, min_pos, max_pos, pad_rows = keys
+    smem_k, smem_v, n, positions, min_pos, max_pos, pad_rows = keys
     batch, heads, q_tiles_per_head, scale, scale2, inner_scale = scalars
     DTYPE: gl.constexpr = smem_q.dtype
     # lse and delta take BLOCK_M / 4 registers each: for a large block they are loaded only when they are used
@@ -208,6 +213,8 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DKV_LAYOUT, 2)
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
+    k = buffer_rows(smem_k, WG_ID, ROWS, D)
+    v = buffer_rows(smem_v, WG_ID, ROWS, D)
     stage = q_count % STAGES
     phase = (q_count // STAGES) & 1
     q = smem_q.index(stage).reshape([BLOCK_M, D])
@@ -250,6 +257,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
     p_frag = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
     if LOAD_LSE_LATE:
         delta = smem_delta.index(stage).reshape([BLOCK_M]).load(COLUMN_LAYOUT)
+    dout = buffer_rows(smem_dout, stage, BLOCK_M, D)
     if not DEFER_DQ:
         dv_async = warpgroup_mma(p_frag, dout, dv, is_async=True)
     # 3. dS = P (dP - delta): from registers to dK, and through shared memory to the dQ of both warpgroups
@@ -275,11 +283,11 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
         else:
             fence_async_shared()
             bar_sync(NAMED_BARRIER)  # one barrier is enough: a warpgroup one block ahead writes the other buffer
-        dq_async = _start_dq(ds_0, ds_1, k_0, k_1, WG_ID, BLOCK_M)
+        dq_async = _start_dq(ds_0, ds_1, smem_k, WG_ID, BLOCK_M, ROWS, D)
     # 4. dV += P dO, dK += dS Q and this warpgroup's half of dQ. dV completes before dK starts: with three wgmmas in
     # flight ptxas serializes them all.
     dv, p_frag = warpgroup_mma_wait(num_outstanding=2 if COMPUTE_DQ else 0, deps=(dv_async, p_frag))
-    dk_async = warpgroup_mma(ds_frag, q, dk, is_async=True)
+    dk_async = warpgroup_mma(ds_frag, buffer_rows(smem_q, stage, BLOCK_M, D), dk, is_async=True)
     if COMPUTE_DQ:
         tma.store_wait(pendings=0)  # TMA has read the previous dQ; the arrive below syncs the threads
     mbarrier.arrive(dout_empty.index(stage), count=1)
@@ -331,13 +339,6 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
     pad_rows = 0
     if PARTIAL_TILES:
         pad_rows = BLOCK_N - rows
-    k = smem_k.index(WG_ID).reshape([ROWS, D])
-    v = smem_v.index(WG_ID).reshape([ROWS, D])
-    k_0 = smem_k.index(0).reshape([ROWS, D])
-    k_1 = smem_k.index(1).reshape([ROWS, D])
-    if BLOCK_M == 64:
-        k_0 = k_0.slice(WG_ID * 64, 64, dim=1)
-        k_1 = k_1.slice(WG_ID * 64, 64, dim=1)
     dk = gl.zeros([ROWS, D], gl.float32, DKV_LAYOUT)
     dv = gl.zeros([ROWS, D], gl.float32, DKV_LAYOUT)
     zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
@@ -349,6 +350,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
     s = zero
     if PREFETCH_S:
         mbarrier.wait(q_full.index(0), 0)
+        k = smem_k.index(WG_ID).reshape([ROWS, D])
         s = warpgroup_mma(k, smem_q.index(0).reshape([BLOCK_M, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     run = first_run
@@ -356,7 +358,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
     head, run_block, head_end = begin_gqa_loop(first_head, blocks, num_m_blocks, HEADS_PER_CTA, SINGLE_RUN, ROTATE)
     smem = (smem_q, smem_dout, smem_lse, smem_delta, smem_ds, smem_dq.index(WG_ID))
     mbarriers = (q_full, q_empty, dout_full, dout_empty)
-    keys = (k, v, k_0, k_1, n, positions, min_pos, max_pos, pad_rows)
+    keys = (smem_k, smem_v, n, positions, min_pos, max_pos, pad_rows)
     scalars = (batch, heads, q_tiles_per_head, scale, scale2, inner_scale)
     # DEFER_DQ needs registers: at dim 128 it is faster only where masked blocks have a loop of their own
     DEFER_DQ: gl.constexpr = BLOCK_M == 128 or (SPLIT_MASKED_LOOP and not SOFTCAP)
@@ -404,7 +406,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
     if COMPUTE_DQ and DEFER_DQ:  # epilogue: dQ of the last block
         _wait_ds_stored(num_m_blocks * HEADS_PER_CTA - 1, WG_ID)
         ds_0, ds_1 = _ds_buffers(num_m_blocks * HEADS_PER_CTA - 1, smem_ds)
-        dq_async = _start_dq(ds_0, ds_1, k_0, k_1, WG_ID, BLOCK_M)
+        dq_async = _start_dq(ds_0, ds_1, smem_k, WG_ID, BLOCK_M, ROWS, D)
         tma.store_wait(pendings=0)
         dq_half = warpgroup_mma_wait(num_outstanding=0, deps=(dq_async,))
         _stage_dq(dq_half, smem_dq.index(WG_ID), scale, DQ_TILED)
@@ -412,7 +414,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
         _reduce_add_dq(dq, smem_dq.index(WG_ID), dq_at, batch, WG_ID, BLOCK_M, DQ_TILED)
     dk = dk * scale  # dS is the gradient of scale * q.k
     if TMA_REDUCE_DKDV:  # dQ needs its buffer no more: dK and dV leave through it
-        smem = smem_dq._reinterpret(gl.float32, [2, 1, 1, 64, 64], dk_sums.layout).index(WG_ID)
+        smem = reinterpret(smem_dq, gl.float32, [2, 1, 1, 64, 64], dk_sums.layout).index(WG_ID)
         _reduce_add_rows(dk, dk_sums, smem, batch, key_head, row + WG_ID * ROWS)
         _reduce_add_rows(dv, dv_sums, smem, batch, key_head, row + WG_ID * ROWS)
     else:
@@ -480,7 +482,7 @@ def backward(q, k, v, dout, lse, delta, dq, dk_sums, dv_sums, DK, DV, TILES, RUN
         if TMA_REDUCE_DKDV:  # allocated in the layout of dK and dV, which needs the larger alignment
             smem_dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dk_sums.layout)
             if DQ_TILED:
-                smem_dq = smem_dq._reinterpret(gl.float32, [2, 16, 256], dq.layout)
+                smem_dq = reinterpret(smem_dq, gl.float32, [2, 16, 256], dq.layout)
         elif DQ_TILED:
             smem_dq = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq.layout)
         else:

@@ -23,7 +23,6 @@ from meshflash.kernels.hopper.common import (
     INF,
     LOG2E,
     barriers,
-    copy_block,
     load_kv_block,
     load_run,
     load_tile,
@@ -33,6 +32,7 @@ from meshflash.kernels.hopper.common import (
     store_layout,
     tanh,
 )
+from meshflash.kernels.hopper.gluon_compat import copy_block
 
 
 @gluon.jit

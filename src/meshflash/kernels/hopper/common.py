@@ -1,4 +1,4 @@
-"""Device functions that the Gluon kernels share: tiles and runs of blocks, masks, barriers, TMA under several Tritons.
+"""Device functions that the Gluon kernels share: tiles and runs of blocks, masks, barriers.
 
 Gluon is Triton's lower level: code states register layouts, shared-memory layouts and barriers. These kernels need
 NVIDIA's Hopper (sm_90) and Triton 3.6 or later; there is no interpreter for Gluon.
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import _core
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from meshflash.kernels.hopper.gluon_compat import copy_block
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -25,24 +26,6 @@ MIN_NORMAL = gl.constexpr(2.0**-126)
 #: The first of the 16 named barriers of a CTA (PTX `bar.sync`) that these kernels use. Triton allocates barriers from 0
 #: on, one for each warp partition. The backward uses four from here on, the forward one for each consumer warpgroup.
 NAMED_BARRIER = gl.constexpr(8)
-
-#: TMA load: start to copy a block of global to shared memory; it completes on an mbarrier. Renamed in Triton 3.8.
-copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-#: TMA store: start to copy a block of shared memory to global memory.
-store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
-if hasattr(tma, "async_atomic_add"):
-    #: TMA reduce-add: start to add a block of shared memory to global memory.
-    add_block = tma.async_atomic_add
-else:  # Triton 3.6 and 3.7 have the operation, but no Python function for it
-    from triton._C.libtriton import ir as _ir
-
-    @_core.builtin
-    def add_block(descriptor, coordinates, source, _semantic=None):
-        """TMA reduce-add: start to add a block of shared memory to global memory."""
-        at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-        kind = _ir.DESCRIPTOR_REDUCE_KIND.ADD
-        _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, at, source.handle)
 
 
 @gluon.constexpr_function
@@ -66,6 +49,19 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     for n in gl.static_range(NUMBER):
         mbarrier.init(made.index(n), count=ARRIVALS)
     return made
+
+
+@gluon.jit
+def buffer_rows(smem, index, ROWS: gl.constexpr, D: gl.constexpr):
+    """Return one of several buffers in shared memory as [ROWS, D]; its wgmma descriptors are computed at this place.
+
+    Descriptors of a buffer that a loop does not change, or uses twice, would otherwise be computed once and stay in
+    registers: about two dozen in the backward, which ptxas then spills. (Triton up to 3.8 built them by one addition
+    each, which ptxas repeated where registers ran out; 3.9 takes three instructions, and ptxas does not.) The 0 that
+    is added to the index comes from inline assembly, so the compiler can neither see nor move it.
+    """
+    zero = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return smem.index(index + zero).reshape([ROWS, D])
 
 
 @gluon.jit

@@ -33,7 +33,6 @@ from meshflash.kernels.hopper.common import (
     bar_arrive,
     bar_sync,
     barriers,
-    copy_block,
     exp2_around_wait,
     load_kv_block,
     load_run,
@@ -43,10 +42,10 @@ from meshflash.kernels.hopper.common import (
     next_work_id,
     publish_work,
     receive_work,
-    store_block,
     store_layout,
     tanh,
 )
+from meshflash.kernels.hopper.gluon_compat import copy_block, store_block
 
 
 @gluon.jit

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshflash.kernels.contract import HALF, Features, Grads, Inputs, KernelRequest, Outputs, Rows
+from meshflash.kernels.hopper.support import kernels_off
 from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import WG_ROWS, TileTable
-from meshflash.kernels.triton.configs import has_descriptors
 from meshflash.kernels.triton.launch import MIN_SCALE, tma_aligned, tma_strides
 
-#: Versions of Triton with which the kernels were run. Gluon is young, and a miscompiled kernel hangs the GPU.
-#: MESHFLASH_GLUON=0 disables the kernels.
-TRITON_VERSIONS = ("3.6", "3.7")
 #: Bytes of K and V, of all batch rows, that the CTAs of a forward work on at a time: they stay in the L2 cache.
 L2_KV_BYTES = 32 << 20
 LOG2E = 1.4426950408889634
@@ -135,6 +130,15 @@ def unsupported_reason(request: KernelRequest) -> str | None:
     return reason
 
 
+def off_reason(request: KernelRequest) -> str | None:
+    """Return why the kernels are off on a GPU although they support a call, and what to do; None otherwise."""
+    call = (request.features, request.dtype, request.head_dim, request.value_dim)
+    if request.device.type != "cuda" or _unsupported_call(*call):
+        return None
+    off = kernels_off(request.device)
+    return str(off) if off else None
+
+
 def _supports_softcap(features: Features, dim: int) -> bool:
     return not features.softcap or (BACKWARD[dim].supports_softcap and features.softcap >= MIN_SOFTCAP)
 
@@ -149,39 +153,24 @@ def _serves(x: Inputs, *others: Tensor) -> bool:
 def _unsupported(features: Features, dtype: torch.dtype, dim: int, value_dim: int, device: torch.device) -> str | None:
     if device.type == "cpu":
         return "the device cpu; it runs on Hopper GPUs"
+    if reason := _unsupported_call(features, dtype, dim, value_dim):
+        return reason
+    off = kernels_off(device)
+    return f"this machine: {off}" if off else None
+
+
+def _unsupported_call(features: Features, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     if dtype not in HALF:
         return f"{dtype}; it takes float16 and bfloat16"
     if dim not in FORWARD:
         return f"a head dim of {dim}; it takes {' and '.join(map(str, FORWARD))}"
     if value_dim != dim:
         return f"a value dim of {value_dim} with a head dim of {dim}"
-    if not has_gluon(device):
-        return _why_no_gluon(device)
     if features.scale < MIN_SCALE:
         return "a scale of 0 or below"
     if features.dropout:
         return "dropout"
     return None if features.alibi_slopes_BH is None else "ALiBi"
-
-
-@cache
-def has_gluon(device: torch.device) -> bool:
-    """Return whether the Gluon kernels run on a device: Hopper, with a Triton that they were run with."""
-    return _why_no_gluon(device) is None
-
-
-def _why_no_gluon(device: torch.device) -> str | None:
-    if os.environ.get("MESHFLASH_GLUON") == "0":
-        return "calls while MESHFLASH_GLUON=0 is set"
-    if not has_descriptors(device) or torch.cuda.get_device_capability(device)[0] != 9:
-        return "this GPU; it runs on Hopper, NVIDIA's compute capability 9.0"
-    if find_spec("triton") is None:
-        return "Python without triton"
-    import triton
-
-    if triton.__version__.startswith(tuple(f"{version}." for version in TRITON_VERSIONS)):
-        return None
-    return f"Triton {triton.__version__}; it was run with {' and '.join(TRITON_VERSIONS)}"
 
 
 def forward(
