@@ -23,7 +23,7 @@ from meshflash.kernels.rates import Rate, Rates
 from meshflash.kernels.triton import configs as triton_configs
 
 #: Head dims and lengths that are measured by default.
-DIMS = (64, 128)
+DIMS = (64, 96, 128, 192, 256)
 TOKENS = (512, 2048, 8192, 32768)
 #: Batch times tokens, and heads times dim: enough to fill a GPU.
 ALL_TOKENS = 16384

@@ -19,7 +19,7 @@ def command(
         bool, typer.Option(help="Tune the Triton kernel's configurations first; compiling takes minutes.")
     ] = False,
     dim: Annotated[
-        list[int] | None, typer.Option(min=8, max=256, help="Head dim; repeat for several. Default: 64 and 128.")
+        list[int] | None, typer.Option(min=8, max=256, help="Head dim; repeat for several. Default: 64 to 256.")
     ] = None,
     tokens: Annotated[
         list[int] | None,

@@ -84,12 +84,52 @@ def test_vendor_kernels_name_unsupported_arguments():
             (dict(dtype=torch.float32), "float32"),
             (dict(head_dim=68, value_dim=68), "head dim of 68"),
             (dict(head_dim=512, value_dim=512), "head dim of 512"),
-            (dict(value_dim=32), "value dim of 32"),
             (dict(features=Features(0.1, softcap=2.0)), "softcap"),
             (dict(lse_gradient=True), "LSE"),
             (dict(work=worklist(Mask.window(4, 0), (range(9),), (range(9),))), "windows"),
         ):
             assert word in (kernel.unsupported_reason(make_request(**wanted)) or ""), (kernel.name, word)
+
+
+@pytest.mark.usefixtures("hopper_gpu")
+def test_only_cudnn_takes_a_value_dim_of_its_own():
+    request = make_request(head_dim=192, value_dim=128)
+    assert Cudnn().unsupported_reason(request) is None
+    assert "value dim of 260" in (Cudnn().unsupported_reason(make_request(head_dim=192, value_dim=260)) or "")
+    for kernel in (Flash2(), Flash2Package(), Flash3(), Flash4()):
+        assert "value dim of 128" in (kernel.unsupported_reason(request) or ""), kernel.name
+
+
+def test_cudnn_serves_wide_heads_on_hopper_alone(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    wide = make_request(head_dim=256, value_dim=256)
+    for capability, served in (((8, 0), False), ((9, 0), True), ((10, 0), False)):
+        monkeypatch.setattr(vendor_gpu, "_capability", lambda device, found=capability: found)
+        assert (Cudnn().unsupported_reason(wide) is None) == served
+        assert Cudnn().unsupported_reason(make_request()) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["cudnn", "fa2", "fa4"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_every_head_dim_that_a_vendor_kernel_claims_is_right(kernel, causal):
+    found = registry.find(kernel)
+    device = torch.device("cuda")
+    if registry.refusal(found, make_request()):
+        pytest.skip(registry.refusal(found, make_request()))
+    dims = found.head_dims(device)
+    pairs = [(dim, dim) for dim in range(dims.multiple, dims.largest + 1, dims.multiple)]
+    if dims.own_value_dim:
+        pairs += [(192, 128), (128, 192), (64, 256), (256, 8)]
+    wrong = {}
+    for dim, value_dim in pairs:
+        case = Case(CAUSAL if causal else Mask.full(), tokens=130, heads=4, kv_heads=2, dim=dim, value_dim=value_dim)
+        leaves = case.inputs(torch.bfloat16, "cuda")
+        try:
+            check(gradients(case.run(leaves, kernel), leaves, case), case, leaves)
+        except AssertionError as error:
+            wrong[dim, value_dim] = str(error)
+    assert not wrong
 
 
 @pytest.mark.usefixtures("hopper_gpu")

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +20,29 @@ from meshflash.kernels.contract import HALF, Kernel, KernelRequest, Outputs, Row
 from meshflash.kernels.vendor.rectangles import Rectangles
 
 
-class _OnGpu(Rectangles):
-    """Base of the GPU vendor kernels: half precision, head dims in steps of 8 up to a maximum."""
+class HeadDims(NamedTuple):
+    """The head dims that a kernel serves rightly: multiples of a number up to the largest one.
 
-    #: The largest head dim that the kernel takes.
-    max_head_dim = 256
+    The limits were found on an H200, by comparing both passes at every head dim with float64.
+
+    Args:
+        largest: The largest head dim.
+        multiple: Head dims must be a multiple of this.
+        own_value_dim: Whether values may have another head dim than keys, within the same limits.
+    """
+
+    largest: int
+    multiple: int
+    own_value_dim: bool = False
+
+
+class _OnGpu(Rectangles):
+    """Base of the GPU vendor kernels: half precision, some head dims."""
+
     #: The lowest compute capability (major, minor) of NVIDIA GPUs that the kernel runs on.
     min_capability = (8, 0)
     #: The first compute capability above it that the kernel does not run on; (99, 0) for no limit.
     first_unsupported_capability = (99, 0)
-    #: Head dims must be a multiple of this.
-    head_dim_multiple = 8
     #: Whether the kernel also runs on AMD GPUs.
     supports_amd = False
     #: Whether the backward has a mode that sums in a fixed order, and so gives the same bits twice.
@@ -38,6 +50,14 @@ class _OnGpu(Rectangles):
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
+
+    def head_dims(self, device: torch.device) -> HeadDims:
+        """Return the head dims that the kernel serves on a GPU.
+
+        Args:
+            device: The GPU.
+        """
+        return HeadDims(256, 8)
 
     def release(self) -> None:
         _no_dropout.cache_clear()
@@ -55,10 +75,12 @@ class _OnGpu(Rectangles):
             return "this GPU's compute capability, {}.{}".format(*_capability(request.device))
         if request.dtype not in HALF:
             return f"{request.dtype}"
-        if request.head_dim != request.value_dim:
+        dims = self.head_dims(request.device)
+        if request.head_dim != request.value_dim and not dims.own_value_dim:
             return f"a value dim of {request.value_dim} with a head dim of {request.head_dim}"
-        if request.head_dim % self.head_dim_multiple or request.head_dim > self.max_head_dim:
-            return f"a head dim of {request.head_dim}; multiples of {self.head_dim_multiple} up to {self.max_head_dim}"
+        for name, dim in (("head", request.head_dim), ("value", request.value_dim)):
+            if dim % dims.multiple or dim > dims.largest:
+                return f"a {name} dim of {dim}; it takes multiples of {dims.multiple} up to {dims.largest}"
         if request.features.scale <= 0:
             return "a scale of 0 or below"
         if request.direction == "backward" and request.deterministic and not self.supports_deterministic:
@@ -71,12 +93,15 @@ class Cudnn(_OnGpu):
 
     name = "cudnn"
     summary = "cuDNN through torch: NVIDIA GPUs, full and causal, few documents, GQA, half precision"
-    max_head_dim = 128
     op_has_derivative = True
     torch_autograd_seconds = 20e-6  # the op takes heads first: torch records four transposes and a copy
     #: The most rectangles of one call. cuDNN plans each new shape for milliseconds, and documents of ever new lengths
     #: would never amortize that.
     max_rectangles = 8
+
+    def head_dims(self, device: torch.device) -> HeadDims:
+        # cuDNN's wide kernels are those of Hopper; elsewhere nobody has tried them
+        return HeadDims(256, 8, own_value_dim=True) if _capability(device) == (9, 0) else HeadDims(128, 8)
 
     def missing(self) -> str | None:
         if not hasattr(torch, "_scaled_dot_product_cudnn_attention"):
@@ -205,9 +230,10 @@ class Flash4(_Package):
     summary = "the package flash-attn-4: Hopper and Blackwell, full, causal, documents, GQA, half precision"
     module = "flash_attn.cute.interface"
     min_capability = (9, 0)
-    max_head_dim = 128
-    head_dim_multiple = 32  # 4.0.0b36 takes 80 as well, and its gradients are wrong
     function_names = ("_flash_attn_fwd", "_flash_attn_bwd")
+
+    def head_dims(self, device: torch.device) -> HeadDims:
+        return HeadDims(128, 32)  # 4.0.0b36 takes 80 as well, and its gradients are wrong
 
 
 #: Arguments with the same value in every call, under all names that versions of the packages give them.
