@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu test-mpi fuzz soak digests lint types imports docs unit clean
+.PHONY: help demo test test-slow test-gpu test-mpi test-torch test-triton fuzz soak digests lint types imports docs unit clean
 
 help:
 	@echo "make demo   set up and run the main job"
@@ -13,6 +13,8 @@ help:
 	@echo "make test-slow  set up and run the tests that take more than a few seconds each (about an hour)"
 	@echo "make test-gpu   set up and run the tests that need a GPU"
 	@echo "make test-mpi   set up and run the tests that start ranks by mpiexec"
+	@echo "make test-torch VERSION=2.15.0   run the tests with another torch, in an environment of its own (its CUDA build, several GB)"
+	@echo "make test-triton VERSION=3.9.0   run the tests of the Triton kernels with another Triton, in an environment of its own"
 	@echo "make fuzz   set up and check CASES (10000) cases at random over 2, 3 and 4 ranks; goes on where it stopped"
 	@echo "make soak   set up and run the campaign of faults (hours); SOAK='damage --count 20' for a part of it"
 	@echo "make digests  set up and compare programs, machine code and bytes moved with tests/digests.json (half an hour)"
@@ -80,5 +82,27 @@ test-gpu: $(VENV)/.test-ready
 test-mpi: $(VENV)/.test-ready $(VENV)/.mpi-ready
 	$(BIN)/pytest -m 'not gpu' tests/runtime/test_jobs.py tests/runtime/test_slow_jobs.py
 
+# another torch or Triton, in .venv-torch-VERSION or .venv-triton-VERSION: the pins of all other packages hold
+OTHER = .venv-$(1)-$(VERSION)
+needs-version = $(if $(VERSION),,$(error give a version, such as make $@ VERSION=$(1)))
+define make-other
+	$(PYTHON) -m venv $(OTHER)
+	grep -v -E '^$(2)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+		-c $(OTHER)/constraints.txt -e '.[dev]' $(1)==$(VERSION)
+endef
+
+test-torch:
+	$(call needs-version,2.15.0)
+	$(call make-other,torch,(torch|triton))
+	$(call OTHER,torch)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+MARK ?= not slow and not gpu
+test-triton:
+	$(call needs-version,3.9.0)
+	$(call make-other,triton,triton)
+	$(call OTHER,triton)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m '$(MARK)' \
+		tests/kernels tests/gemm tests/comm/test_device.py
+
 clean:
-	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

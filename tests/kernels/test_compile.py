@@ -1,7 +1,7 @@
 """Compile every shipped attention configuration for other GPUs: resources fit, and spills stay within bounds.
 
-The spill bounds hold for every version of Triton from 3.6 to 3.9; `make test-triton` compiles with another one than
-the pinned one. An improved kernel may need new bounds.
+The spill bounds of the Hopper kernels hold for every version of Triton from 3.6 to 3.9, those of the portable kernels
+for the pinned one; `make test-triton` compiles with another version. An improved kernel may need new bounds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 
 from cross import TARGETS, TENSOR_MEMORY, Built, Call, compiled, missing_tool
 
+triton = pytest.importorskip("triton")
 hopper_common = pytest.importorskip("meshflash.kernels.hopper.common")
 
 Compilations = dict[str, "Future[dict[Call, list[Built] | str]]"]
@@ -91,6 +92,8 @@ ALL: Mapping[str, Sequence[Call]] = {
     "sm_90": (*CALLS, *HOPPER),
 }
 
+#: The version of Triton that constraints.txt pins.
+PINNED = "3.7."
 #: Default bound on spilled bytes per thread: enough for some scalars of a span, outside of the loops.
 MAX_SPILLED_BYTES = 64
 #: Target, call and kernel -> bound on spilled bytes per thread, at least a tenth above the present spill.
@@ -130,7 +133,7 @@ SPILLS = {
     "sm_90 backward 128 bfloat16 hopper full carry odd 8 kv heads backward": 95,
     "sm_90 backward 128 bfloat16 features hopper backward": 260,
     "sm_90 deterministic 128 bfloat16 features hopper backward": 205,
-    "sm_90 backward 64 bfloat16 hopper padding 8 kv heads bwd_dkdv": 200,
+    "sm_90 backward 64 bfloat16 hopper padding 8 kv heads bwd_dkdv": 75,
     **{f"sm_90 backward 128 bfloat16 hopper padding{more} bwd_dkdv": 810 for more in ("", " 8 kv heads")},
     "sm_90 deterministic 128 bfloat16 hopper padding 8 kv heads bwd_dkdv": 300,
     "sm_100 forward 256 bfloat16 forward": 100,
@@ -190,7 +193,9 @@ def check(built: list[Built], target: str, call: Call) -> None:
         assert kernel.shared <= limits.shared, kernel
         assert kernel.tensor_memory <= TENSOR_MEMORY, kernel
         assert kernel.registers <= limits.registers, kernel
-        assert kernel.spilled <= SPILLS.get(f"{target} {call} {kernel.kernel}", MAX_SPILLED_BYTES), kernel
+        is_gluon = call.hopper and kernel.kernel in ("forward", "backward")
+        if is_gluon or triton.__version__.startswith(PINNED):
+            assert kernel.spilled <= SPILLS.get(f"{target} {call} {kernel.kernel}", MAX_SPILLED_BYTES), kernel
         assert not kernel.serialized, kernel
         assert not call.hopper or kernel.barrier < hopper_common.NAMED_BARRIER.value, kernel
         assert not (call.hopper and kernel.reused_mbarriers), kernel

@@ -325,3 +325,14 @@ def test_empty_buffers_and_grids_are_repeated(driver):
     _, _, copied = replay_of(launcher)([other], {})
     assert torch.equal(copied, other)
     assert len(driver.launched) == 1
+
+
+def test_every_launch_requests_fused_multiply_add():
+    given = {}
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: given.update(constants)
+
+    Launcher().launch(Kernel(), (1,), BLOCK=4)
+    assert given == {"enable_fp_fusion": True, "BLOCK": 4}

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshflash.kernels import registry
+from meshflash.kernels.hopper import support
 from meshflash.runtime import doctor, listen
 from meshflash.runtime.doctor import Finding, examine
 from runtime import jobs
@@ -73,6 +74,21 @@ def test_supported_versions_match_the_package_metadata() -> None:
     assert f"triton>={doctor._dotted(doctor.OLDEST_TRITON)}" in needs
 
 
+def test_docs_and_kernels_state_the_supported_range() -> None:
+    install = " ".join((PYPROJECT.parent / "docs" / "install.md").read_text().split())
+    assert f"torch {doctor._dotted(doctor.OLDEST_TORCH)} to {doctor._dotted(doctor.NEWEST_TORCH)}" in install
+    assert f"Triton {doctor._dotted(doctor.OLDEST_TRITON)} to {doctor._dotted(doctor.NEWEST_TRITON)}" in install
+    tested = [doctor._dotted(doctor.OLDEST_TRITON), doctor._dotted(doctor.NEWEST_TRITON)]
+    assert [support.TRITON_VERSIONS[0], support.TRITON_VERSIONS[-1]] == tested
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.15.3+cu132", "ok"), ("2.16.0", "note"), ("3.0", "note")])
+def test_versions_newer_than_tested_are_noted(version: str, status: str) -> None:
+    found = doctor._newer("torch", version, doctor.NEWEST_TORCH)
+    assert found.status == status
+    assert version in found.detail
+
+
 def test_failing_probe_becomes_a_finding_and_keeps_its_earlier_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     def probe() -> Iterator[Finding]:
         yield Finding("odd", "first", "ok", "fine")
@@ -94,7 +110,7 @@ def test_missing_torch_is_a_problem_with_the_command_to_install_it(monkeypatch: 
     assert [f.name for f in examine() if f.status == "problem"] == ["version"]
 
 
-@pytest.mark.parametrize(("version", "status"), [("2.10.1", "problem"), ("2.11.0+cu130", "ok"), ("3.0", "ok")])
+@pytest.mark.parametrize(("version", "status"), [("2.10.1", "problem"), ("2.11.0+cu130", "ok"), ("3.0", "note")])
 def test_too_old_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
     monkeypatch.setattr("torch.__version__", version)
     assert found("torch")["version"].status == status

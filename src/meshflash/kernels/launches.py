@@ -73,10 +73,10 @@ class Launcher:
             arguments: The arguments in the order of the kernel's parameters.
             constants: The constexprs and launch options by name.
         """
-        # Our error bounds and speed assume that x * y + z is one instruction; from Triton 3.10 on that is no default
+        # Error bounds and speed assume that x * y + z is one instruction. From Triton 3.10 on that must be requested.
         # Triton's interpreter keeps the grid of a launch in a variable of its own: one launch at a time
         with _interpreter_lock if type(kernel).__name__ == "InterpretedFunction" else _NO_CONTEXT:
-            compiled = kernel[tuple(grid)](*arguments, **constants)
+            compiled = kernel[tuple(grid)](*arguments, enable_fp_fusion=True, **constants)
         if self._recorded and 0 not in grid:
             prepared = prepared_launch.prepare(compiled, grid, arguments, self._locate, self._numbers)
             if prepared is None:

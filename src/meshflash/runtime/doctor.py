@@ -26,8 +26,9 @@ from meshflash import __version__
 Status = Literal["ok", "note", "problem"]
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
-OLDEST_TORCH = (2, 11)
-OLDEST_TRITON = (3, 6)
+#: The supported range: pyproject.toml requires the oldest, and `make test-torch` runs the tests with any version.
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 
 GIB = 2**30
 
@@ -90,12 +91,19 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", "version", "problem", detail, f"pip install {wanted}")
         return
     version = str(torch.__version__)
-    if _numbers(version) >= OLDEST_TORCH:
-        yield Finding("torch", "version", "ok", version)
-    else:
+    if _numbers(version) < OLDEST_TORCH:
         yield Finding("torch", "version", "problem", version, f"pip install --upgrade {wanted}")
+    else:
+        yield _newer("torch", version, NEWEST_TORCH)
     build, number = _build()
     yield Finding("torch", "build", "ok", f"{build} {number}".strip())
+
+
+def _newer(topic: str, version: str, newest: tuple[int, int]) -> Finding:
+    """Return a version that is not too old: a note if it is newer than the newest one that was tested."""
+    if _numbers(version)[:2] <= newest:
+        return Finding(topic, "version", "ok", version)
+    return Finding(topic, "version", "note", f"{version}, newer than {_dotted(newest)}, the newest that was tested")
 
 
 def _triton() -> Iterator[Finding]:
@@ -115,10 +123,10 @@ def _triton() -> Iterator[Finding]:
         yield Finding("triton", "version", bad, f"cannot be imported: {_describe(error)}", advice)
         return
     version = str(triton.__version__)
-    if _numbers(version) >= OLDEST_TRITON:
-        yield Finding("triton", "version", "ok", version)
-    else:
+    if _numbers(version) < OLDEST_TRITON:
         yield Finding("triton", "version", bad, version, advice)
+    else:
+        yield _newer("triton", version, NEWEST_TRITON)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         detail = "TRITON_INTERPRET is set: kernels run in Python, slowly"
         yield Finding("triton", "interpreter", "note", detail, "unset TRITON_INTERPRET unless you debug a kernel")

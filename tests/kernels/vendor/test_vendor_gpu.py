@@ -114,10 +114,10 @@ def test_cudnn_serves_wide_heads_on_hopper_alone(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_every_head_dim_that_a_vendor_kernel_claims_is_right(kernel, causal):
     found = registry.find(kernel)
-    device = torch.device("cuda")
-    if registry.refusal(found, make_request()):
-        pytest.skip(registry.refusal(found, make_request()))
-    dims = found.head_dims(device)
+    assert isinstance(found, vendor_gpu._OnGpu)
+    if reason := registry.refusal(found, make_request()):
+        pytest.skip(reason)
+    dims = found.head_dims(torch.device("cuda"))
     pairs = [(dim, dim) for dim in range(dims.multiple, dims.largest + 1, dims.multiple)]
     if dims.own_value_dim:
         pairs += [(192, 128), (128, 192), (64, 256), (256, 8)]
