@@ -84,10 +84,10 @@ def test_tolerance_covers_the_rounding_of_delta_for_zero_gradients():
     case = Case(batch=3, tokens=1, heads=6, kv_heads=2, scale=0.4, softcap=3.0)
     leaves = case.inputs(torch.float32, seed=824267725)
     got = gradients(case.run(leaves), leaves, case)
-    errors = check(got, case, leaves, units=16)
-    assert 16 * torch.finfo(torch.float32).eps < errors["dq"].error <= errors["dq"].allowed < 1e-5
+    errors = check(got, case, leaves, units=8)  # the error is 11 units or more, depending on the CPU
+    assert 8 * torch.finfo(torch.float32).eps < errors["dq"].error <= errors["dq"].allowed < 1e-5
     with pytest.raises(AssertionError, match="dq: error"):
-        check(got | {"dq": got["dq"] + 1e-5}, case, leaves, units=16)
+        check(got | {"dq": got["dq"] + 1e-5}, case, leaves, units=8)
 
 
 def test_rerun_command_has_all_settings_of_a_case():

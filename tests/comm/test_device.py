@@ -327,7 +327,7 @@ def test_ptx_orders_stores_flags_and_loads():
         r"bar\.sync",
         r"ld\.global\.v4\.b32",
         r"bar\.sync",
-        r"atom\.global\.sys\.release\.add\.u32",
+        r"(atom|red)\.global\.sys\.release\.add\.u32",  # a reduction from Triton 3.9 on: nobody reads its result
         r"atom\.global\.sys\.acq_rel\.add\.u64",
         r"atom\.global\.sys\.acq_rel\.exch\.b64",
         r"atom\.global\.acq_rel\.sys\.cas\.b64",

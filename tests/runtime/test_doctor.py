@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from meshflash.kernels import registry
 from meshflash.kernels.hopper import support
@@ -336,7 +337,8 @@ def test_container_limits_of_cores_and_memory_are_respected(monkeypatch: pytest.
 def test_available_transports_are_reported(monkeypatch: pytest.MonkeyPatch, machine: Path) -> None:
     fake_torch(monkeypatch, "CPU")
     findings = found("transports")
-    assert (findings["process_group"].status, findings["process_group"].detail) == ("ok", "by gloo")
+    backends = ", ".join(name for name in ("nccl", "gloo") if getattr(dist, f"is_{name}_available")())
+    assert (findings["process_group"].status, findings["process_group"].detail) == ("ok", f"by {backends}")
     assert "none is visible here" in findings["symmetric, host_staged"].detail
     fake_torch(monkeypatch, "CUDA", "NVIDIA H200")
     findings = found("transports")

@@ -203,8 +203,10 @@ def gemm(
 def _load_two(part, cta, last, STRIDE: tl.constexpr):
     """Load the partial tiles of a CTA and of the next one; zeros past the last CTA."""
     at = part + cta * STRIDE
-    this = tl.load(at, mask=cta <= last, other=0.0)
-    return this, tl.load(at + STRIDE, mask=cta < last, other=0.0)
+    # masks are blocks: the interpreter of Triton 3.9 refuses scalar ones
+    index = tl.full([1, 1], cta, tl.int32)
+    this = tl.load(at, mask=index <= last, other=0.0)
+    return this, tl.load(at + STRIDE, mask=index < last, other=0.0)
 
 
 @device_function
