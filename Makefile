@@ -105,4 +105,4 @@ test-triton:
 		tests/kernels tests/gemm tests/comm/test_device.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-* site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .venv-triton-* site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

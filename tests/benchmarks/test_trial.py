@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,10 +40,11 @@ def python(code):
     return [sys.executable, "-S", "-c", code]
 
 
-def test_right_trial_switches_the_kernels_on():
+def test_right_trial_switches_the_kernels_on(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert trial.is_due(GPU)
-    verdict = trial.run(GPU, command=python("import os; assert os.environ['MESHFLASH_GLUON'] == 'try'"))
-    assert verdict == support.Verdict("4.2.0", __version__, right=True)
+    code = "import os; assert os.environ['MESHFLASH_GLUON'] == 'try'; assert 'TRITON_INTERPRET' not in os.environ"
+    assert trial.run(GPU, command=python(code)) == support.Verdict("4.2.0", __version__, right=True)
     assert support.has_gluon(GPU)
     assert not trial.is_due(GPU)
 
@@ -49,28 +52,49 @@ def test_right_trial_switches_the_kernels_on():
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("raise SystemExit('forward: relative error 0.3')", "forward: relative error 0.3 (exit status 1)"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "it printed nothing (exit status -11)"),
+        ("print('case 1'); print('WrongResultError: dq'); raise SystemExit(3)", "WrongResultError: dq at case 1"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
     ],
 )  # fmt: skip
-def test_failed_trial_keeps_the_kernels_off_with_its_last_line(code, reason):
+def test_wrong_results_and_crashes_keep_the_kernels_off_and_may_be_tried_again(code, reason):
     verdict = trial.run(GPU, command=python(code))
     assert not verdict.right
     assert verdict.reason == reason
     assert support.read_verdict(GPU) == verdict
     assert not support.has_gluon(GPU)
-    assert not trial.is_due(GPU), "a verdict is final for this version"
+    assert trial.is_due(GPU)
 
 
-def test_hanging_trial_is_ended_even_if_it_ignores_sigterm(monkeypatch):
+def test_trial_that_could_not_run_is_no_verdict():
+    with pytest.raises(trial.RefusedError, match=r"could not run: MemoryError: no memory \(exit status 1\)"):
+        trial.run(GPU, command=python("raise MemoryError('no memory')"))
+    assert support.read_verdict(GPU) is None
+
+
+def test_hanging_trial_is_ended_with_what_it_started(monkeypatch, tmp_path):
     monkeypatch.setattr(trial, "GRACE_S", 0.2)
     begin = time.monotonic()
-    ignoring = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
-    )
-    verdict = trial.run(GPU, timeout_s=1, command=python(ignoring))
-    assert verdict.reason == "not done after 1 s"
+    code = (
+        "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('case 7', flush=True);"
+        f"child = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid));"
+        "time.sleep(60)"
+    )  # fmt: skip
+    verdict = trial.run(GPU, timeout_s=1, command=python(code))
+    assert verdict.reason == "not done after 1 s at case 7"
     assert time.monotonic() - begin < 30
+    state = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    assert not state.exists() or ") Z " in state.read_text(), "the child of the trial still runs"
+
+
+def test_trial_ends_with_the_process_that_started_it(tmp_path):
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", "from meshflash.bench.trial import _end_with_parent; _end_with_parent()"],
+        stdin=subprocess.PIPE,
+    )
+    assert waiting.poll() is None
+    assert waiting.stdin is not None
+    waiting.stdin.close()
+    assert waiting.wait(60) == 1
 
 
 def test_trial_is_refused_under_mps(monkeypatch, tmp_path):
@@ -85,6 +109,19 @@ def test_trial_is_refused_under_mps(monkeypatch, tmp_path):
         trial.run(GPU, command=python(""))
 
 
-def test_trial_runs_both_head_dims_and_every_kind_of_mask():
-    shapes = {(case.head_dim, case.mask) for case in trial.cases("cuda")}
-    assert shapes == {(dim, mask) for dim in (64, 128) for mask in trial.MASKS}
+def test_trial_has_every_kind_of_mask_and_both_head_dims():
+    found = list(trial.cases())
+    assert {case.dim for case in found} == {64, 128}
+    assert any(case.sinks for case in found)
+    assert any(case.softcap for case in found)
+    kinds = {str(case.mask) for case in found if case.tokens == trial.TOKENS[0]}
+    assert len(kinds) == 4
+
+
+@pytest.mark.gpu
+def test_trial_passes_on_a_hopper_gpu(monkeypatch):
+    monkeypatch.undo()
+    run = subprocess.run(
+        [sys.executable, "-m", "meshflash.bench.trial", "cuda"], stdin=subprocess.PIPE, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -384,7 +384,7 @@ def hopper_gpu(monkeypatch):
     monkeypatch.setattr(configs, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(rates, "known", lambda device: None)
-    monkeypatch.setattr(distributed_plan, "has_gluon", lambda device: True)
+    monkeypatch.setattr(distributed_plan, "has_tested_gluon", lambda device: True)
     return torch.device("cuda")
 
 
@@ -482,7 +482,7 @@ def test_default_tiles_waste_the_fewest_elements(hopper_gpu, monkeypatch):
     ]
     small.append(chosen("all_scatter", 512, 16 * 512, world=16, ranks_per_device=1))
     with monkeypatch.context() as without:
-        without.setattr(distributed_plan, "has_gluon", lambda device: False)
+        without.setattr(distributed_plan, "has_tested_gluon", lambda device: False)
         small.append(chosen(*few, ranks_per_device=1))
     assert {(config.block_m, config.l2_swizzle, config.warp_specialized) for config in small} == {(64, 8, 0)}
     assert chosen("all_scatter", 8192, 4 * 4608) == replace(

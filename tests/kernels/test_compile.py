@@ -246,7 +246,7 @@ def test_hopper_backward_computes_delta_in_its_preprocess_kernel(few):
 def test_backward_loop_has_few_local_memory_accesses(every, dim, mask, max_accesses):
     """The accesses reload loop invariants, under Triton 3.9 alone; at dim 64 masked blocks are in the same loop."""
     built = kernels(every, "sm_90", Call("backward", dim, hopper=True, mask=mask, kv_heads=8))
-    assert count_backward_local_accesses(built) <= max_accesses
+    assert count_backward_local_accesses(built) <= (max_accesses if triton.__version__.startswith("3.9.") else 0)
 
 
 @pytest.mark.slow

@@ -79,6 +79,9 @@ def test_docs_and_kernels_state_the_supported_range() -> None:
     install = " ".join((PYPROJECT.parent / "docs" / "install.md").read_text().split())
     assert f"torch {doctor._dotted(doctor.OLDEST_TORCH)} to {doctor._dotted(doctor.NEWEST_TORCH)}" in install
     assert f"Triton {doctor._dotted(doctor.OLDEST_TRITON)} to {doctor._dotted(doctor.NEWEST_TRITON)}" in install
+    for page in ("kernels.md", "gemm.md"):
+        text = " ".join((PYPROJECT.parent / "docs" / page).read_text().split())
+        assert f"Triton {doctor._dotted(doctor.OLDEST_TRITON)} to {doctor._dotted(doctor.NEWEST_TRITON)}" in text, page
     tested = [doctor._dotted(doctor.OLDEST_TRITON), doctor._dotted(doctor.NEWEST_TRITON)]
     assert [support.TRITON_VERSIONS[0], support.TRITON_VERSIONS[-1]] == tested
 

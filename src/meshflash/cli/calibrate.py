@@ -33,9 +33,9 @@ def command(
 ) -> None:
     """Measure every kernel on this GPU and write the rates by which kernel="auto" chooses.
 
-    With a version of Triton that the Hopper kernels were not tested with, they are checked first, in a process of their
-    own, and the verdict is remembered for this machine. Calls never measure anything themselves. Without a table for a
-    device they use that of its architecture, or else a fixed order. Tables are in the folder MESHFLASH_RATES, or in the
+    Hopper kernels that were not tested with this version of Triton are checked first, in a process of their own. The
+    verdict is remembered for this machine. Calls never measure anything themselves. Without a table for a device they
+    use that of its architecture, or else a fixed order. Tables are in the folder MESHFLASH_RATES, or in the
     user's cache.
     """
     import torch
@@ -74,11 +74,13 @@ def command(
 def _try_kernels(device: torch.device) -> None:
     """Try the Hopper kernels, and say how it ended."""
     from meshflash.bench import trial
+    from meshflash.kernels.hopper.support import verdict_file
 
+    writable(verdict_file(device))
     try:
         verdict = trial.run(device)
     except trial.RefusedError as refused:
         typer.echo(f"kernel hopper stays off: {refused}", err=True)
         return
-    outcome = "is right, and on from now on" if verdict.right else f"stays off: {verdict.reason}"
+    outcome = "passed; it is now on" if verdict.right else f"failed; it stays off: {verdict.reason}"
     typer.echo(f"kernel hopper with Triton {verdict.triton} {outcome}")

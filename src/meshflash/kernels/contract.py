@@ -267,10 +267,10 @@ class Kernel(ABC):
             request: The call, without its tensors.
         """
 
-    def off_reason(self, request: KernelRequest) -> str | None:
-        """Return why this kernel is switched off here for a call that it supports, and what to do; None otherwise.
+    def off_reason(self, request: KernelRequest) -> tuple[str, bool] | None:
+        """Return why this kernel is off here although it supports a call, and whether the user can change that.
 
-        "auto" tells the user, because another kernel serves the call more slowly. By default a kernel is never off.
+        "auto" tells the user, because a slower kernel serves the call. By default a kernel is never off.
 
         Args:
             request: The call, without its tensors.

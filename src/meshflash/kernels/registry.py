@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
-
-import torch.distributed as dist
 
 from meshflash.core.tiles import Worklist
 from meshflash.kernels import rates
@@ -88,6 +87,8 @@ class KernelLog(list[tuple[str, Pass]]):
 #: not call `log_kernel`.
 open_logs: dict[int, KernelLog] = {}
 log = logging.getLogger("meshflash")
+#: Variables in which launchers tell a process its rank on its machine.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "PALS_LOCAL_RANKID")
 #: Choices, attached to the worklist that they are for. They hold no tensor.
 _choices: WeakKeyDictionary[Worklist, dict[Any, Choice]] = WeakKeyDictionary()
 
@@ -165,17 +166,23 @@ def _choose(name: str, request: KernelRequest) -> Choice:
 
 
 def _tell_kernels_off(request: KernelRequest) -> str:
-    """Return which kernels are off here although they support a call, and why; log each once, on rank 0 alone."""
-    found = [f"kernel {kernel.name} is off: {why}" for kernel in kernels() if (why := kernel.off_reason(request))]
-    for text in found:
-        _warn_once(text)
+    """Return which kernels are off here although they support a call, and why; log each reason once."""
+    found = []
+    for kernel in kernels():
+        off = kernel.off_reason(request)
+        if off:
+            text = f"kernel {kernel.name} is off: {off[0]}"
+            _log_once(text, logging.WARNING if off[1] else logging.INFO)
+            found.append(text)
     return "; ".join(found)
 
 
 @cache
-def _warn_once(text: str) -> None:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-        log.warning("%s", text)
+def _log_once(text: str, level: int) -> None:
+    """Log a line, on one rank of each machine: machines differ in GPUs and verdicts."""
+    local_rank = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
+    if local_rank == "0":
+        log.log(level, "%s", text)
 
 
 def _fastest(request: KernelRequest) -> Choice:

@@ -219,7 +219,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _hopper_off() -> Finding | None:
-    """Return why the Hopper kernels are off on a GPU of this machine; on a Hopper GPU, that is a problem."""
+    """Return why the Hopper kernels are off on a Hopper GPU here, or that there is none; None if they are on."""
     import torch
 
     from meshflash.kernels.hopper.support import kernels_off
@@ -227,12 +227,13 @@ def _hopper_off() -> Finding | None:
 
     if not torch.cuda.is_available():
         return Finding("kernels", "hopper", "note", "off: there is no Hopper GPU")
-    for n in range(torch.cuda.device_count()):
-        off = kernels_off(device_of(n))
-        if off:
-            status: Status = "problem" if off.fixable else "note"
-            return Finding("kernels", "hopper", status, f"off: {off.reason}", off.remedy if off.fixable else "")
-    return None
+    found = {n: kernels_off(device_of(n)) for n in range(torch.cuda.device_count())}
+    for n, off in found.items():
+        if off and off.fixable:
+            return Finding("kernels", "hopper", "problem", f"off on GPU {n}: {off.reason}", off.remedy)
+    if None in found.values():
+        return None
+    return Finding("kernels", "hopper", "note", "off: no GPU here is a Hopper GPU")
 
 
 def _rates() -> Iterator[Finding]:

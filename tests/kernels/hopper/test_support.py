@@ -40,9 +40,9 @@ def pretend(monkeypatch, tmp_path):
     registry.forget()
 
 
-def request(dim=64, dtype=torch.bfloat16, device=GPU):
+def request(dim=64, dtype=torch.bfloat16, device=GPU, direction="forward", features=Features(0.1)):  # noqa: B008
     work = worklist(Mask.causal(), (range(64),), (range(64),))
-    return KernelRequest("forward", device, dtype, dim, dim, work, Features(0.1))
+    return KernelRequest(direction, device, dtype, dim, dim, work, features)
 
 
 @pytest.mark.parametrize("version", [f"{tested}.0" for tested in support.TRITON_VERSIONS])
@@ -59,7 +59,7 @@ def test_other_gpus_are_named_without_a_remedy(pretend, capability):
     off = support.kernels_off(GPU)
     assert off is not None
     assert not off.fixable
-    assert off.reason == "a GPU (sm_{}{}) is no Hopper GPU".format(*capability)
+    assert off.reason == "a GPU (sm_{}{}) is not a Hopper GPU".format(*capability)
 
 
 def test_kernel_asked_for_by_name_is_refused_with_reason_and_remedy(pretend):
@@ -67,7 +67,7 @@ def test_kernel_asked_for_by_name_is_refused_with_reason_and_remedy(pretend):
         "the device cpu; it runs on Hopper GPUs"
     )
     pretend(switch="0")
-    assert Hopper().unsupported_reason(request()) == ("this machine: MESHFLASH_GLUON=0 is set; unset MESHFLASH_GLUON")
+    assert Hopper().unsupported_reason(request()) == ("this machine (MESHFLASH_GLUON=0 is set; unset MESHFLASH_GLUON)")
     pretend("4.2.0")
     with pytest.raises(ValueError, match=r"not tested with Triton 4\.2\.0; run `meshflash calibrate`"):
         registry.choose("hopper", request())
@@ -96,9 +96,10 @@ def test_failed_verdict_is_named_with_its_reason(pretend):
     off = support.kernels_off(GPU)
     assert off is not None
     assert str(off) == (
-        "they failed on this machine with Triton 4.2.0 (not done after 900 s); install Triton 3.6 to 3.9"
+        "failed on this machine with Triton 4.2.0 (not done after 900 s); "
+        "install Triton 3.6 to 3.9, or run `meshflash calibrate` again"
     )
-    assert not off.untested
+    assert off.untested, "a trial may be repeated"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"triton": 3}', '{"right": true, "more": 1}'])
@@ -111,30 +112,60 @@ def test_damaged_verdict_counts_as_none(pretend, text):
     assert off.untested
 
 
-def test_auto_says_once_in_the_log_and_in_each_plan_that_kernels_are_off(pretend, caplog, monkeypatch):
-    pretend("4.2.0")
+@pytest.fixture
+def auto(monkeypatch, caplog):
+    """Return a function that lets "auto" choose on a pretended GPU; the log starts empty."""
     monkeypatch.setattr(rates, "known", lambda device: None)
     for kernel in registry.kernels():
         monkeypatch.setattr(type(kernel), "missing", lambda self: None)
-    registry._warn_once.cache_clear()
-    expected = (
-        "kernel hopper is off: they were not tested with Triton 4.2.0; run `meshflash calibrate`, which tries them"
-    )
-    with caplog.at_level(logging.WARNING, "meshflash"):
-        choices = [registry.choose("auto", request(dim)) for dim in (64, 128)]
-    assert [record.message for record in caplog.records] == [expected]
+    for name in registry._LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    registry._log_once.cache_clear()
+    caplog.set_level(logging.INFO, "meshflash")
+    yield lambda **more: registry.choose("auto", request(**more))
+    registry._log_once.cache_clear()
+
+
+def test_auto_says_once_in_the_log_and_in_each_plan_that_kernels_are_off(pretend, auto, caplog):
+    pretend("4.2.0")
+    expected = "kernel hopper is off: not tested with Triton 4.2.0; run `meshflash calibrate`"
+    choices = [auto(dim=dim) for dim in (64, 128)]
+    assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", expected)]
     assert all(choice.reason.endswith(expected) for choice in choices)
-    caplog.clear()
-    unsupported = registry.choose("auto", request(dtype=torch.float32))
-    assert "off" not in unsupported.reason
+
+
+def test_auto_logs_what_nobody_can_change_as_information(pretend, auto, caplog):
+    pretend(capability=(8, 0), name="a GPU")
+    assert "a GPU (sm_80) is not a Hopper GPU" in auto().reason
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+@pytest.mark.parametrize("name", registry._LOCAL_RANKS)
+def test_one_rank_of_a_machine_logs(pretend, auto, caplog, monkeypatch, name):
+    pretend("4.2.0")
+    monkeypatch.setenv(name, "1")
+    assert "is off" in auto().reason
     assert not caplog.records
-    registry._warn_once.cache_clear()
 
 
-def test_auto_says_nothing_where_kernels_are_on(pretend, caplog, monkeypatch):
+def test_auto_says_nothing_of_kernels_that_do_not_support_the_call(pretend, auto, caplog):
+    pretend("4.2.0")
+    assert "off" not in auto(dtype=torch.float32).reason
+    backward = request(direction="backward", features=Features(0.1, softcap=3.0))
+    assert "off" not in registry.choose("auto", backward).reason
+    assert not caplog.records
+
+
+def test_auto_says_nothing_where_kernels_are_on(pretend, auto, caplog):
     pretend()
-    monkeypatch.setattr(rates, "known", lambda device: None)
-    registry._warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "meshflash"):
-        assert "off" not in registry.choose("auto", request()).reason
+    assert "off" not in auto().reason
     assert not caplog.records
+
+
+def test_kernels_that_wait_for_other_ranks_need_a_tested_triton(pretend):
+    pretend()
+    assert support.has_tested_gluon(GPU)
+    pretend("4.2.0")
+    support.remember(GPU, Verdict("4.2.0", __version__, right=True))
+    assert support.has_gluon(GPU)
+    assert not support.has_tested_gluon(GPU)

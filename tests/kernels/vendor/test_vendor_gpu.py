@@ -66,6 +66,7 @@ def make_request(**more):
 def hopper_gpu(monkeypatch):
     """Make vendor kernels believe in a Hopper GPU."""
     monkeypatch.setattr(vendor_gpu, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(vendor_gpu, "_cudnn_version", lambda: vendor_gpu.OLDEST_WIDE_CUDNN)
     monkeypatch.setattr(torch.version, "hip", None)
 
 
@@ -103,14 +104,16 @@ def test_only_cudnn_takes_a_value_dim_of_its_own():
 def test_cudnn_serves_wide_heads_on_hopper_alone(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     wide = make_request(head_dim=256, value_dim=256)
-    for capability, served in (((8, 0), False), ((9, 0), True), ((10, 0), False)):
+    cases = (((8, 0), 91900, False), ((9, 0), 91900, True), ((9, 0), 91000, False), ((10, 0), 91900, False))
+    for capability, version, served in cases:
         monkeypatch.setattr(vendor_gpu, "_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(vendor_gpu, "_cudnn_version", lambda found=version: found)
         assert (Cudnn().unsupported_reason(wide) is None) == served
         assert Cudnn().unsupported_reason(make_request()) is None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["cudnn", "fa2", "fa4"])
+@pytest.mark.parametrize("kernel", ["cudnn", "fa2", "fa2-package", "fa3", "fa4"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_every_head_dim_that_a_vendor_kernel_claims_is_right(kernel, causal):
     found = registry.find(kernel)

@@ -16,7 +16,7 @@ from meshflash.gemm.distributed.tiles import collective_name
 from meshflash.gemm.partition import Partition, data_parallel, stream_k
 from meshflash.gemm.plan import GemmProblem
 from meshflash.kernels.contract import HALF
-from meshflash.kernels.hopper.support import has_gluon
+from meshflash.kernels.hopper.support import has_tested_gluon
 
 BULK = "bulk"
 #: Where communication happens: in the epilogue of each tile, on SMs of its own during the GEMM, or after the whole
@@ -350,7 +350,7 @@ def default_config(problem: DistributedGemm, local: GemmProblem, num_sms: int, v
 
 def supports_warp_specialized_send(problem: DistributedGemm, device: torch.device) -> bool:
     """Return whether the warp-specialized all_scatter kernel serves a problem, if its operands are TMA-aligned."""
-    known = problem.collective == "all_scatter" and problem.world <= MAX_DESCRIPTOR_RANKS and has_gluon(device)
+    known = problem.collective == "all_scatter" and problem.world <= MAX_DESCRIPTOR_RANKS and has_tested_gluon(device)
     return known and all(dtype in HALF for dtype in (problem.dtype, problem.out_dtype))
 
 

@@ -33,8 +33,9 @@ class Hopper(Triton):
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         return hopper_launch.unsupported_reason(request)
 
-    def off_reason(self, request: KernelRequest) -> str | None:
-        return hopper_launch.off_reason(request)
+    def off_reason(self, request: KernelRequest) -> tuple[str, bool] | None:
+        off = hopper_launch.off_reason(request)
+        return (str(off), off.fixable) if off else None
 
     def _launch_forward(self, launcher: Launcher, x: Inputs, outputs: Outputs, carry: Outputs | None) -> None:
         config = hopper_launch.forward_config(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshflash.kernels.contract import HALF, Features, Grads, Inputs, KernelRequest, Outputs, Rows
-from meshflash.kernels.hopper.support import kernels_off
+from meshflash.kernels.hopper.support import Off, kernels_off
 from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import WG_ROWS, TileTable
 from meshflash.kernels.triton.launch import MIN_SCALE, tma_aligned, tma_strides
@@ -123,20 +123,27 @@ def unsupported_reason(request: KernelRequest) -> str | None:
 
     The alignment of tensors is not known here: where TMA cannot address one, the portable kernel serves the call.
     """
+    if request.device.type == "cpu":
+        return "the device cpu; it runs on Hopper GPUs"
+    if reason := _unsupported_request(request):
+        return reason
+    off = kernels_off(request.device)
+    return f"this machine ({off})" if off else None
+
+
+def off_reason(request: KernelRequest) -> Off | None:
+    """Return why the kernels are off on a GPU although they support a call, or None."""
+    if request.device.type != "cuda" or _unsupported_request(request):
+        return None
+    return kernels_off(request.device)
+
+
+def _unsupported_request(request: KernelRequest) -> str | None:
     features, dim = request.features, request.head_dim
-    reason = _unsupported(features, request.dtype, dim, request.value_dim, request.device)
+    reason = _unsupported_call(features, request.dtype, dim, request.value_dim)
     if reason is None and request.direction == "backward" and not _supports_softcap(features, dim):
         return f"a softcap of {features.softcap} in the backward at head dim {dim}"
     return reason
-
-
-def off_reason(request: KernelRequest) -> str | None:
-    """Return why the kernels are off on a GPU although they support a call, and what to do; None otherwise."""
-    call = (request.features, request.dtype, request.head_dim, request.value_dim)
-    if request.device.type != "cuda" or _unsupported_call(*call):
-        return None
-    off = kernels_off(request.device)
-    return str(off) if off else None
 
 
 def _supports_softcap(features: Features, dim: int) -> bool:
@@ -145,18 +152,9 @@ def _supports_softcap(features: Features, dim: int) -> bool:
 
 def _serves(x: Inputs, *others: Tensor) -> bool:
     q = x.q_BTHD
-    if _unsupported(x.features, q.dtype, q.shape[-1], x.v_BSKE.shape[-1], q.device):
+    if _unsupported_call(x.features, q.dtype, q.shape[-1], x.v_BSKE.shape[-1]) or kernels_off(q.device):
         return False
     return all(y.dtype == q.dtype and tma_aligned(y) for y in (q, x.k_BSKD, x.v_BSKE, *others))
-
-
-def _unsupported(features: Features, dtype: torch.dtype, dim: int, value_dim: int, device: torch.device) -> str | None:
-    if device.type == "cpu":
-        return "the device cpu; it runs on Hopper GPUs"
-    if reason := _unsupported_call(features, dtype, dim, value_dim):
-        return reason
-    off = kernels_off(device)
-    return f"this machine: {off}" if off else None
 
 
 def _unsupported_call(features: Features, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:

@@ -1,8 +1,8 @@
 """Whether the Hopper kernels are on for a device, and if not, why and what to do.
 
-Gluon is young, and a miscompiled kernel hangs the GPU, so the kernels run only with versions of Triton with which all
-their tests ran. `meshflash calibrate` tries them with another version in a process of its own, and remembers the
-verdict for this machine: `remember` writes it, and `kernels_off` reads it.
+Gluon is young, and a miscompiled kernel hangs the GPU. So the kernels run only with versions of Triton with which all
+their tests ran. `meshflash calibrate` tries them with another version in a process of its own. It remembers the verdict
+for this machine: `remember` writes it, and `kernels_off` reads it. Processes that run already keep their answer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Off:
     Args:
         reason: The reason.
         remedy: What to do, or what the kernels are for.
-        untested: The version of Triton that nobody has tried yet, where that is the reason.
-        fixable: Whether the remedy switches them on.
+        untested: The version of Triton, where it is the reason: a trial may switch the kernels on.
+        fixable: Whether the remedy can switch them on.
 
     >>> print(Off("MESHFLASH_GLUON=0 is set", "unset MESHFLASH_GLUON"))
     MESHFLASH_GLUON=0 is set; unset MESHFLASH_GLUON
@@ -77,6 +77,21 @@ def has_gluon(device: torch.device) -> bool:
     return kernels_off(device) is None
 
 
+def has_tested_gluon(device: torch.device) -> bool:
+    """Return whether the Hopper kernels are on, with a Triton that all tests ran with.
+
+    A kernel that waits for other ranks asks this: a trial has one rank, and a fault would hang all of them.
+
+    Args:
+        device: Any device.
+    """
+    if not has_gluon(device):
+        return False
+    import triton
+
+    return is_tested(triton.__version__)
+
+
 @cache
 def kernels_off(device: torch.device) -> Off | None:
     """Return why the Hopper kernels are off for a device, or None if they are on.
@@ -85,12 +100,10 @@ def kernels_off(device: torch.device) -> Off | None:
         device: Any device.
     """
     if device.type != "cuda" and not has_descriptors(device):
-        return Off(f"the device is {device.type}", "they are for Hopper GPUs", fixable=False)
+        return Off(f"the device is {device.type}", "it needs a Hopper GPU", fixable=False)
     if not has_descriptors(device) or torch.cuda.get_device_capability(device)[0] != 9:
         name, architecture = rates.identity(device)
-        return Off(
-            f"{name} ({architecture}) is no Hopper GPU", "they are for compute capability 9.0 alone", fixable=False
-        )
+        return Off(f"{name} ({architecture}) is not a Hopper GPU", "it needs compute capability 9.0", fixable=False)
     if os.environ.get(SWITCH) == "0":
         return Off(f"{SWITCH}=0 is set", f"unset {SWITCH}")
     if find_spec("triton") is None:
@@ -101,12 +114,12 @@ def kernels_off(device: torch.device) -> Off | None:
         return None
     verdict = read_verdict(device)
     if verdict is None or (verdict.triton, verdict.meshflash) != (triton.__version__, __version__):
-        reason = f"they were not tested with Triton {triton.__version__}"
-        return Off(reason, "run `meshflash calibrate`, which tries them", triton.__version__)
+        return Off(f"not tested with Triton {triton.__version__}", "run `meshflash calibrate`", triton.__version__)
     if verdict.right:
         return None
-    advice = f"install Triton {TRITON_VERSIONS[0]} to {TRITON_VERSIONS[-1]}"
-    return Off(f"they failed on this machine with Triton {verdict.triton} ({verdict.reason})", advice)
+    remedy = f"install Triton {TRITON_VERSIONS[0]} to {TRITON_VERSIONS[-1]}, or run `meshflash calibrate` again"
+    reason = f"failed on this machine with Triton {verdict.triton} ({verdict.reason})"
+    return Off(reason, remedy, triton.__version__)
 
 
 def is_tested(version: str) -> bool:
@@ -128,7 +141,7 @@ def read_verdict(device: torch.device) -> Verdict | None:
         device: The GPU.
     """
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
-        return Verdict(**read_json(_file(device)))
+        return Verdict(**read_json(verdict_file(device)))
     return None
 
 
@@ -139,7 +152,7 @@ def remember(device: torch.device, verdict: Verdict) -> Path:
         device: The GPU.
         verdict: The verdict.
     """
-    file = _file(device)
+    file = verdict_file(device)
     rates.write_whole(asdict(verdict), file)
     forget()
     return file
@@ -151,7 +164,11 @@ def forget() -> None:
     kernels_off.cache_clear()
 
 
-def _file(device: torch.device) -> Path:
-    """Return the file of the verdict: next to the user's own table of rates."""
+def verdict_file(device: torch.device) -> Path:
+    """Return the file of the verdict: next to the user's own table of rates.
+
+    Args:
+        device: The GPU.
+    """
     table = rates.own_file(rates.identity(device)[0])
     return table.with_name(f"{table.stem}-triton.json")

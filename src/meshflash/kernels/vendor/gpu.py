@@ -19,11 +19,12 @@ from torch import Tensor
 from meshflash.kernels.contract import HALF, Kernel, KernelRequest, Outputs, Rows
 from meshflash.kernels.vendor.rectangles import Rectangles
 
+#: The oldest cuDNN whose wide heads were tested: on Hopper, by comparing both passes with float64.
+OLDEST_WIDE_CUDNN = 91900
+
 
 class HeadDims(NamedTuple):
-    """The head dims that a kernel serves rightly: multiples of a number up to the largest one.
-
-    The limits were found on an H200, by comparing both passes at every head dim with float64.
+    """The head dims that a kernel computes correctly: multiples of a number up to the largest one.
 
     Args:
         largest: The largest head dim.
@@ -100,8 +101,8 @@ class Cudnn(_OnGpu):
     max_rectangles = 8
 
     def head_dims(self, device: torch.device) -> HeadDims:
-        # cuDNN's wide kernels are those of Hopper; elsewhere nobody has tried them
-        return HeadDims(256, 8, own_value_dim=True) if _capability(device) == (9, 0) else HeadDims(128, 8)
+        wide = _capability(device) == (9, 0) and _cudnn_version() >= OLDEST_WIDE_CUDNN
+        return HeadDims(256, 8, own_value_dim=True) if wide else HeadDims(128, 8)
 
     def missing(self) -> str | None:
         if not hasattr(torch, "_scaled_dot_product_cudnn_attention"):
@@ -278,6 +279,12 @@ def _import_module(module: str) -> Any:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+@cache
+def _cudnn_version() -> int:
+    """Return the version of cuDNN, such as 91900 for 9.19.0; 0 if there is none."""
+    return torch.backends.cudnn.version() or 0
 
 
 @cache
