@@ -12,6 +12,7 @@ import torch
 
 from meshflash import __version__
 from meshflash.bench import trial
+from meshflash.check.suite import TRIAL_TOKENS, trial_cases
 from meshflash.kernels import rates
 from meshflash.kernels.hopper import support
 from meshflash.runtime import mps
@@ -110,11 +111,11 @@ def test_trial_is_refused_under_mps(monkeypatch, tmp_path):
 
 
 def test_trial_has_every_kind_of_mask_and_both_head_dims():
-    found = list(trial.cases())
+    found = list(trial_cases())
     assert {case.dim for case in found} == {64, 128}
     assert any(case.sinks for case in found)
     assert any(case.softcap for case in found)
-    kinds = {str(case.mask) for case in found if case.tokens == trial.TOKENS[0]}
+    kinds = {str(case.mask) for case in found if case.tokens == TRIAL_TOKENS[0]}
     assert len(kinds) == 4
 
 

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
-from meshflash import Mask, __version__
+from meshflash import __version__
 from meshflash.api import flash_attention
-from meshflash.check.oracle import Case, check, gradients
+from meshflash.check.oracle import check, gradients
+from meshflash.check.suite import trial_cases
 from meshflash.gemm import matmul
 from meshflash.kernels import registry
 from meshflash.kernels.hopper.support import SWITCH, TRY, Verdict, kernels_off, remember
@@ -32,8 +33,6 @@ TIMEOUT_S = 1200
 GRACE_S = 30
 #: Exit status of a trial that found a wrong result. Any other failure but a signal says nothing about the kernels.
 WRONG = 3
-#: Lengths of the trial: full tiles only, a partial last tile, and a sequence shorter than a tile.
-TOKENS = (512, 500, 63)
 
 
 class RefusedError(RuntimeError):
@@ -115,19 +114,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def cases() -> Iterator[Case]:
-    """Yield the calls of a trial: head dims, masks, GQA, features, full and partial tiles."""
-    causal = Mask.causal()
-    for dim in (64, 128):
-        for tokens in TOKENS:
-            lengths = [tokens // 2, tokens - tokens // 2]
-            for mask in (causal, Mask.full(), causal & Mask.window(100, 0), causal & Mask.documents(lengths)):
-                yield Case(mask, tokens=tokens, heads=4, kv_heads=2, dim=dim)
-        yield Case(causal, tokens=TOKENS[0], heads=4, dim=dim)
-        yield Case(causal, tokens=TOKENS[0], heads=4, kv_heads=1, dim=dim, sinks=True)
-    yield Case(causal, tokens=TOKENS[0], heads=4, kv_heads=2, dim=128, softcap=5.0)
-
-
 def main(device: str) -> None:
     """Check every case; exit with WRONG at the first wrong result.
 
@@ -135,23 +121,22 @@ def main(device: str) -> None:
         device: The name of the GPU.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.cuda.set_device(torch.device(device).index or 0)
     try:
-        _check_attention()
-        _check_gemm()
+        _check_attention(device)
+        _check_gemm(device)
     except AssertionError as error:
         print(f"WrongResultError: {str(error).partition(chr(10))[0]}", flush=True)
         sys.exit(WRONG)
 
 
-def _check_attention() -> None:
+def _check_attention(device: str) -> None:
     """Compare every case in bfloat16, and some in float16 or with deterministic gradients."""
-    made = list(cases())
+    made = list(trial_cases())
     runs = [(case, torch.bfloat16, False) for case in made]
     runs += [(made[0], torch.float16, False), (made[0], torch.bfloat16, True), (made[-1], torch.bfloat16, True)]
     for case, dtype, deterministic in runs:
         print(f"case {case} {dtype}{' deterministic' * deterministic}", flush=True)
-        leaves = case.inputs(dtype, "cuda")
+        leaves = case.inputs(dtype, device)
         with registry.record_kernels() as ran:
             outputs = flash_attention(
                 leaves["q"], leaves["k"], leaves["v"], **case.options(leaves),
@@ -163,9 +148,9 @@ def _check_attention() -> None:
         check(found, case, leaves)
 
 
-def _check_gemm() -> None:
+def _check_gemm(device: str) -> None:
     print("case GEMM", flush=True)
-    a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((1000, 776), (776, 504)))
+    a, b = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in ((1000, 776), (776, 504)))
     product, wanted = matmul(a, b, mode="stream_k"), a.double() @ b.double()
     error = float((product.double() - wanted).norm() / wanted.norm())
     assert error < 1e-2, f"GEMM: relative error {error:.1e}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -90,3 +90,20 @@ def everything(
             item = Item(case, schedule, world, DTYPES[n % 2], held, device=device, transport=transport)
             out.append(Check(layout, mask, feature, item))
     return out
+
+
+#: Lengths of a trial: full tiles only, a partial last tile, and a sequence shorter than a tile.
+TRIAL_TOKENS = (512, 500, 63)
+
+
+def trial_cases() -> Iterator[Case]:
+    """Yield the calls that try a kernel on a GPU: head dims, masks, GQA, features, full and partial tiles."""
+    causal = Mask.causal()
+    for dim in (64, 128):
+        for tokens in TRIAL_TOKENS:
+            lengths = [tokens // 2, tokens - tokens // 2]
+            for mask in (causal, Mask.full(), causal & Mask.window(100, 0), causal & Mask.documents(lengths)):
+                yield Case(mask, tokens=tokens, heads=4, kv_heads=2, dim=dim)
+        yield Case(causal, tokens=TRIAL_TOKENS[0], heads=4, dim=dim)
+        yield Case(causal, tokens=TRIAL_TOKENS[0], heads=4, kv_heads=1, dim=dim, sinks=True)
+    yield Case(causal, tokens=TRIAL_TOKENS[0], heads=4, kv_heads=2, dim=128, softcap=5.0)
