@@ -82,14 +82,16 @@ test-gpu: $(VENV)/.test-ready
 test-mpi: $(VENV)/.test-ready $(VENV)/.mpi-ready
 	$(BIN)/pytest -m 'not gpu' tests/runtime/test_jobs.py tests/runtime/test_slow_jobs.py
 
-# another torch or Triton, in .venv-torch-VERSION or .venv-triton-VERSION: the pins of all other packages hold
+# another torch or Triton, in .venv-torch-VERSION or .venv-triton-VERSION: the pins of all other packages hold, but for
+# numpy where the interpreter of an old Triton needs an old one: NUMPY=2.3.5 for Triton 3.6, and so for torch 2.11
+NUMPY ?=
 OTHER = .venv-$(1)-$(VERSION)
 needs-version = $(if $(VERSION),,$(error give a version, such as make $@ VERSION=$(1)))
 define make-other
 	$(PYTHON) -m venv $(OTHER)
-	grep -v -E '^$(2)==' constraints.txt > $(OTHER)/constraints.txt
+	grep -v -E '^($(2)$(if $(NUMPY),|numpy))==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
-		-c $(OTHER)/constraints.txt -e '.[dev]' $(1)==$(VERSION)
+		-c $(OTHER)/constraints.txt -e '.[dev]' $(1)==$(VERSION) $(addprefix numpy==,$(NUMPY))
 endef
 
 test-torch:

@@ -31,6 +31,8 @@ from meshflash.kernels.triton.common import INTERPRETED
 STATUS_WORDS, LIMIT = 8, 5
 _LIMIT = tl.constexpr(LIMIT)
 _HIP = tl.constexpr(torch.version.hip is not None)
+#: The default memory order of atomics. Triton 3.6 refuses a plain string as a default.
+ACQ_REL = tl.constexpr("acq_rel")
 
 
 def device_function(function: Callable[..., Any]) -> Any:
@@ -156,21 +158,21 @@ def wait(flag, epoch, status, peer, step):
 
 
 @device_function
-def atomic_add(pointer, value, bases, rank, peer, SEM: tl.constexpr = "acq_rel"):
+def atomic_add(pointer, value, bases, rank, peer, SEM: tl.constexpr = ACQ_REL):
     """Add to an int32 or int64 of a peer atomically, and return the old value."""
     value = tl.cast(value, pointer.dtype.element_ty)
     return tl.atomic_add(translate(pointer, bases, rank, peer), value, sem=SEM, scope="sys")
 
 
 @device_function
-def atomic_exchange(pointer, value, bases, rank, peer, SEM: tl.constexpr = "acq_rel"):
+def atomic_exchange(pointer, value, bases, rank, peer, SEM: tl.constexpr = ACQ_REL):
     """Set an int32 or int64 of a peer atomically, and return the old value."""
     value = tl.cast(value, pointer.dtype.element_ty)
     return tl.atomic_xchg(translate(pointer, bases, rank, peer), value, sem=SEM, scope="sys")
 
 
 @device_function
-def atomic_cas(pointer, expected, value, bases, rank, peer, SEM: tl.constexpr = "acq_rel"):
+def atomic_cas(pointer, expected, value, bases, rank, peer, SEM: tl.constexpr = ACQ_REL):
     """Set an int32 or int64 of a peer if it equals `expected`, atomically, and return the old value."""
     expected = tl.cast(expected, pointer.dtype.element_ty)
     value = tl.cast(value, pointer.dtype.element_ty)
