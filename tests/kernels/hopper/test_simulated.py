@@ -31,7 +31,8 @@ def kernel(monkeypatch):
     kernel = simulated.SimulatedBackward(hopper_backward.backward, simulated.patch_scalar_functions(monkeypatch))
     monkeypatch.setattr(hopper_backward, "backward", kernel)
     monkeypatch.setattr(hopper_launch, "descriptor", simulated.SimulatedDescriptor)
-    monkeypatch.setattr(hopper_launch, "_unsupported", lambda *_: None)
+    monkeypatch.setattr(hopper_launch, "_unsupported_call", lambda *_: None)
+    monkeypatch.setattr(hopper_launch, "kernels_off", lambda _: None)
     monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 10**6)
     return kernel
 
