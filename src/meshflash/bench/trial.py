@@ -151,8 +151,8 @@ def _check_attention(device: str) -> None:
 def _check_gemm(device: str) -> None:
     print("case GEMM", flush=True)
     a, b = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in ((1000, 776), (776, 504)))
-    product, wanted = matmul(a, b, mode="stream_k"), a.double() @ b.double()
-    error = float((product.double() - wanted).norm() / wanted.norm())
+    out, expected = matmul(a, b, mode="stream_k"), a.double() @ b.double()
+    error = float((out.double() - expected).norm() / expected.norm())
     assert error < 1e-2, f"GEMM: relative error {error:.1e}"
 
 
