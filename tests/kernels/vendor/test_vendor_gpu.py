@@ -76,6 +76,15 @@ def test_flash_attention_4_refuses_head_dims_with_wrong_gradients():
     assert Flash4().unsupported_reason(make_request(head_dim=96, value_dim=96)) is None
 
 
+def test_flash_attention_4_serves_wide_heads_on_hopper_alone(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    wide = make_request(head_dim=192, value_dim=192)
+    for capability, served in (((9, 0), True), ((10, 0), False)):
+        monkeypatch.setattr(vendor_gpu, "_capability", lambda device, found=capability: found)
+        assert (Flash4().unsupported_reason(wide) is None) == served
+        assert Flash4().unsupported_reason(make_request()) is None
+
+
 @pytest.mark.usefixtures("hopper_gpu")
 def test_vendor_kernels_name_unsupported_arguments():
     for kernel in (Cudnn(), Flash2(), Flash2Package(), Flash3(), Flash4()):
