@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from meshflash.bench import cases, gemm
 from meshflash.bench.check import WrongError
 from meshflash.bench.host import undisturbed
-from meshflash.bench.timing import synchronize
+from meshflash.bench.timing import loop_milliseconds
 
 #: The milliseconds of a sample, about: all candidates are timed over samples of the same length, because the clock of a
 #: GPU follows its load. The wait for the last call at the end of a sample counts once, and does not show.
@@ -156,11 +155,5 @@ def _calls(microseconds: float) -> int:
 
 def _sample(call: Call, device: torch.device, calls: int) -> float:
     """Return the microseconds of one call in a loop of several that ends with a synchronize."""
-    function = call.function
     with call.setting():
-        synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(calls):
-            function()
-        synchronize(device)
-        return (time.perf_counter() - begin) * 1e6 / calls
+        return loop_milliseconds(call.function, device, calls) * 1e3

@@ -40,6 +40,8 @@ NO_TIME = "no time"
 NO_MEMORY = "memory: it ran out"
 ABSENT = "absent"
 
+#: Each pass is timed twice: on the device alone, and in a plain loop.
+TIMINGS = 2
 #: Calls of each pass besides those of the rounds: to check, to measure memory, and to warm up.
 OTHER_CALLS = 6
 #: Safety factor of predicted seconds, which do not include the oracle.
@@ -62,12 +64,16 @@ ON_CPU = Scale((128, 256), (16, 32), 64, 256)
 
 @dataclass(frozen=True)
 class Peer(KernelRow):
-    """A kernel's row with its version, the rounds, the seconds to check it, and a note if it has no figures."""
+    """A kernel's row with its version, the rounds, the seconds to check it, and a note if it has no figures.
+
+    `ms` is the time of the device; `loop_ms` is that of a call in a plain loop, the host's time included.
+    """
 
     version: str
     rounds: int
     check_s: float
     note: str | None
+    loop_ms: float | None
 
 
 def default_kernels(device: str) -> tuple[str, ...]:
@@ -199,11 +205,13 @@ def _measured(case: Case, names: tuple[str, ...], taken: tuple[str, ...], rounds
     notes |= {name: f"{ABSENT}: {reason}" for name, reason in missing.items() if reason}
     present = tuple(name for name in taken if not missing.get(name))
     rows: list[KernelRow] = []
+    loop_ms: dict[tuple[str, str], float] = {}
     if present:
         ours = own_among(names)
         oracle = truth if case.tokens <= DENSE_TOKENS else sampled
-        measured = measure(case, present, rounds, oracle, say, noted=set(names) - {ours})
+        measured = measure(case, present, rounds, oracle, say, noted=set(names) - {ours}, loops=True)
         rows = list(rows_of(case, measured))
+        loop_ms = {(p, name): ms for name, figures in measured.items() for p, ms in figures.loop_ms.items()}
         notes |= {name: figures.note or NO_MEMORY for name, figures in measured.items()}
         seconds |= {name: figures.check_s for name, figures in measured.items()}
     found = {(row.direction, row.kernel): row for row in rows}
@@ -217,6 +225,7 @@ def _measured(case: Case, names: tuple[str, ...], taken: tuple[str, ...], rounds
             rounds=rounds,
             check_s=seconds[row.kernel],
             note=notes[row.kernel] if row.ms is None else None,
+            loop_ms=loop_ms.get((row.direction, row.kernel)),
         )
         for row in (found.get((row.direction, row.kernel), row) for row in empty)
     ]
@@ -238,7 +247,7 @@ def _seconds(case: Case, name: str, rounds: int, rows: Rows) -> float:
         if row["tokens"] == longest:
             ms = row["ms"] * case.flops(row["pass"]) / _case(row).flops(row["pass"])
             total += row["check_s"] / len(PASSES) if name == FLEX else 0.0
-            total += (rounds * (ms + max(ms, SAMPLE_MS)) + OTHER_CALLS * ms) / 1e3
+            total += (TIMINGS * rounds * (ms + max(ms, SAMPLE_MS)) + OTHER_CALLS * ms) / 1e3
     return total * SAFETY_FACTOR
 
 

@@ -33,6 +33,7 @@ def row(kernel, ms, note=None, tokens=4096, direction="forward", check_s=0.0, **
     base = replace(CASES[0], tokens=tokens, head_dim=64, mask=other.pop("mask", "causal"), device="cuda")
     figures = dict(ms=ms, tflops=None if ms is None else 600.0, error=None, oracle="", peak_bytes=None)
     own = dict(version=peers.version_of(kernel), rounds=1, check_s=check_s, note=note)
+    own["loop_ms"] = None if ms is None else 2 * ms
     return record.flat(peers.Peer(kernel=kernel, ran=kernel, direction=direction, case=base, **figures, **own))
 
 
@@ -64,6 +65,7 @@ def test_peers_are_measured_shown_and_not_measured_again(tmp_path, monkeypatch):
             "failed: NotImplementedError" if own["kernel"] == "flex" else "absent"
         )
         assert own["ms"] is None or (own["ms"] > 0 and own["error"] < 1e-5 and own["check_s"] > 0)
+        assert (own["loop_ms"] is None) == (own["ms"] is None)
     text = " ".join(result.output.split())
     assert "cudnn, 4 of 4 cells: absent: " in text
     assert "auto against torch sdpa: at least 1.00x in " in text
@@ -139,7 +141,7 @@ def test_slow_peers_are_left_out_first():
     short, long = (replace(CASES[0], tokens=t, head_dim=64, device="cuda") for t in (4096, 8192))
     rows = [row(name, 1000.0, direction=p) for name in names for p in check.PASSES]
     each = peers._seconds(long, "triton", 1, rows)
-    assert each == pytest.approx(1.2 * 2 * 4 * (2 * 1 + peers.OTHER_CALLS), rel=1e-3)  # two passes of 4 s a call
+    assert each == pytest.approx(1.2 * 2 * 4 * (2 * 2 * 1 + peers.OTHER_CALLS), rel=1e-3)  # two passes of 4 s a call
     for share, taken in ((4.1, names), (3.1, names[:3]), (2.1, names[:2]), (0.5, ())):
         budget = peers.Budget(share * each / 60, clock=lambda: 0.0)
         assert budget.affords([long], names, 1, rows) == taken, share
@@ -187,12 +189,22 @@ def test_summary_counts_speedups_and_names_the_smallest():
     rows += [row(name, ms, direction="backward") for name, ms in (("triton", 1.0), ("fa4", 1.1), ("cudnn", 0.9))]
     cudnn, fa4 = peers_table.summary(rows)
     cell = "4,096 tokens, dim 64, causal"
-    assert cudnn == f"triton against cudnn: at least 1.00x in 1 of 2 cells; smallest 0.900x: {cell}, backward"
-    assert fa4.startswith("triton against fa4: at least 0.97x in 2 of 2 cells, at least 1.03x in 1 of 2 cells; ")
-    assert fa4.endswith(f"smallest 0.980x: {cell}, forward")
+    counts = "at least 1.00x in 1 of 2 cells; median 1.050x"
+    assert cudnn == f"triton against cudnn: {counts}; smallest 0.900x: {cell}, backward"
+    assert fa4.startswith("triton against fa4: at least 0.95x in 2 of 2 cells, at least 1.00x in 1 of 2 cells; ")
+    assert fa4.endswith(f"median 1.040x; smallest 0.980x: {cell}, forward")
     text = peers_table.markdown(rows)
     assert "| 16x4,096 | 64 | causal | forward | 600 | 600 | 600 | no time | 1.20 | 0.98 |" in text
     assert text.endswith("- flex, 1 of 2 cells: no time: over")
+
+
+def test_plain_loops_have_a_table_of_their_own():
+    rows = [row("triton", 1.0), row("cudnn", 1.2) | {"loop_ms": 1.0}]
+    kernel_time, loops = peers_table.markdown(rows).split("\n\nPlain loops, host time included:\n\n")
+    assert "| forward | 600 | 600 | 1.20 |" in kernel_time  # both rows say 600, whatever their time
+    assert "| forward | 300 | 720 | 0.50 |" in loops
+    assert "at least 1.00x in 1 of 1 cells" in kernel_time
+    assert "at least 1.00x in 0 of 1 cells" in loops
 
 
 def test_table_of_all_peers_fits_80_columns():

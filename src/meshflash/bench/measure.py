@@ -24,9 +24,10 @@ Oracle = Callable[[Case, Tensors], Truth]
 class Measured:
     """The figures of one candidate: by pass its milliseconds, error, kernel that ran, and peak bytes.
 
-    A pass that ran out of memory has no entries. `peak_bytes` is of each pass beyond what was held before it,
-    `both_bytes` of forward and backward together beyond the inputs. `check_s` is the seconds of the check, compilation
-    included. `note` says why a candidate has no figures.
+    `ms` is the time of the device, and `loop_ms` that of a call in a plain loop, if it was measured. A pass that ran
+    out of memory has no entries. `peak_bytes` is of each pass beyond what was held before it, `both_bytes` of forward
+    and backward together beyond the inputs. `check_s` is the seconds of the check, compilation included. `note` says
+    why a candidate has no figures.
     """
 
     oracle: str
@@ -37,6 +38,7 @@ class Measured:
     both_bytes: int | None
     check_s: float
     note: str | None
+    loop_ms: dict[str, float]
 
 
 def both(forward: str, backward: str) -> str:
@@ -55,6 +57,7 @@ def measure(
     oracle: Oracle = truth,
     say: Say = lambda _: None,
     noted: Collection[str] = (),
+    loops: bool = False,
 ) -> dict[str, Measured]:
     """Measure each candidate; a wrong one raises WrongError.
 
@@ -65,6 +68,7 @@ def measure(
         oracle: A function that gives the results to check against.
         say: A function that is called with progress messages.
         noted: The candidates that get a note instead of raising if they fail.
+        loops: Whether to also time plain loops, in which the host's time counts.
     """
     check_names(names)
     device, tensors = torch.device(case.device), case.tensors()
@@ -91,22 +95,32 @@ def measure(
     del want
     say("measuring memory")
     peaks = {name: _peaks(function, tensors, device) for name, function in functions.items()}
-    say("timing forward")
-    times = {"forward": interleaved({n: partial(f, *tensors[:3]) for n, f in functions.items()}, device, rounds)}
-    say("timing backward")
-    times["backward"] = interleaved(_backwards(functions, verdicts, tensors), device, rounds)
+    times: dict[str, dict[str, float]] = {}
+    loop_times: dict[str, dict[str, float]] = {}
+    for direction in PASSES:
+        say(f"timing {direction}")
+        forward = {name: partial(function, *tensors[:3]) for name, function in functions.items()}
+        calls = forward if direction == "forward" else _backwards(functions, verdicts, tensors)
+        times[direction] = interleaved(calls, device, rounds)
+        loop_times[direction] = interleaved(calls, device, rounds, count_host=True) if loops else {}
     return {
         name: Measured(
             judged_by,
-            {direction: times[direction][name] for direction in PASSES if name in times[direction]},
+            _by_pass(times, name),
             verdicts[name].errors,
             verdicts[name].ran,
             *peaks.get(name, ({}, None)),
             seconds[name],
             notes.get(name),
+            _by_pass(loop_times, name),
         )
         for name in names
     }
+
+
+def _by_pass(times: dict[str, dict[str, float]], name: str) -> dict[str, float]:
+    """Return the times of one candidate in the passes that it ran."""
+    return {direction: times[direction][name] for direction in PASSES if name in times[direction]}
 
 
 def _checked(case: Case, name: str, tensors: Tensors, want: Truth) -> tuple[Verdict, Attention | None]:

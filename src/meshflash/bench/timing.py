@@ -34,20 +34,23 @@ SPARE = 1.5
 CYCLES = 1.8e6
 
 
-def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, float]:
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, count_host: bool = False
+) -> dict[str, float]:
     """Return the median milliseconds of a call of each function over `rounds` rounds, each with one sample of all.
 
     The functions have run before. A sample is several calls back to back. The order is shuffled in each round, because
     a GPU is faster after a function that left it cool. A function that runs out of memory is left out, and one that
     takes seconds is timed once.
 
-    A GPU is kept busy while the host issues a sample, so the host's own time, which `python -m benchmarks host` shows,
-    does not count.
+    By default a GPU is kept busy while the host issues a sample, so the host's own time does not count. With
+    `count_host` a sample is a plain loop, which begins with an idle GPU and ends with a synchronize.
 
     Args:
         functions: The functions by name.
         device: The device that they run on.
         rounds: The number of rounds.
+        count_host: Whether the host's time counts, as in a user's loop.
     """
     times: dict[str, list[float]] = {}
     once: dict[str, float] = {}
@@ -65,10 +68,27 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], device: torch.device
     longest = 0.0 if device.type == CPU else min(LONGEST_MS, max((once[name] for name in waiting), default=0.0))
     calls = {name: _calls(once[name], longest) for name in waiting}
     order = random.Random(0)
+    sample = loop_milliseconds if count_host else _milliseconds
     for _ in range(rounds):
         for name in order.sample(waiting, len(waiting)):
-            times[name].append(_milliseconds(functions[name], device, calls[name]))
+            times[name].append(sample(functions[name], device, calls[name]))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def loop_milliseconds(function: Callable[[], Any], device: torch.device, calls: int) -> float:
+    """Return the milliseconds of one call in a plain loop: what a user pays for it, the host's time included.
+
+    Args:
+        function: The function to call.
+        device: The device that it runs on; it is idle when the loop begins, and when it ends.
+        calls: The number of calls.
+    """
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3 / calls
 
 
 @dataclass(frozen=True)
@@ -132,10 +152,7 @@ def _milliseconds(function: Callable[[], Any], device: torch.device, calls: int,
         end.record(stream)
         end.synchronize()
         return float(begin.elapsed_time(end)) / calls
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    return (time.perf_counter() - start) * 1e3 / calls
+    return loop_milliseconds(function, device, calls)
 
 
 def _issued_while_held(calls: int, host: float) -> int:
