@@ -25,6 +25,7 @@ for command in (
     cli_training.weights,
 ):
     app.command()(command)
+app.command("held-out")(cli_peers.held_out)
 app.command("bytes")(cli_kernels.bytes_moved)
 
 if __name__ == "__main__":

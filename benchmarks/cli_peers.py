@@ -1,4 +1,4 @@
-"""The command that times our kernels beside FlashAttention and cuDNN in 24 cells; it continues an earlier record."""
+"""Commands that time our kernels beside FlashAttention and cuDNN, in 24 cells and on held-out shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.status import Status
 
-from benchmarks.options import RECORD_AND_PLOT, PlotOptions, with_options
+from benchmarks.options import RECORD, RECORD_AND_PLOT, PlotOptions, RecordOptions, with_options
 from meshflash.bench.record import Recorder
 from meshflash.cli.bench_options import MASKS, Device, Rounds
 
@@ -56,3 +56,30 @@ def peers(
         return found
 
     show(BENCHMARK, options, measure)
+
+
+@with_options
+def held_out(
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Only shapes of this length; repeat.")] = None,
+    device: Device = None,
+    rounds: Rounds = 7,
+    options: RecordOptions = RECORD,
+) -> None:
+    """Compare `auto` with every kernel that it could have chosen, on shapes that no table of rates has.
+
+    Odd lengths, GQA, float16, head dims 32 to 256, windows and documents, forward and backward.
+    """
+    from benchmarks import held_out as bench
+    from benchmarks.protocol import show
+    from meshflash.bench.cases import pick_device
+
+    def measure(status: Status) -> Recorder:
+        picked = pick_device(device)
+        cases = bench.cases_of(picked, tokens)
+        found = options.recorder(f"held-out-{picked}")
+        for n, case in enumerate(cases):
+            say = lambda text, n=n: status.update(f"{n + 1} of {len(cases)}: {text}")  # noqa: E731
+            found.add(bench.run(case, rounds, say))
+        return found
+
+    show(bench.BENCHMARK, options, measure)
