@@ -52,16 +52,19 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def buffer_rows(smem, index, ROWS: gl.constexpr, D: gl.constexpr):
+def buffer_rows(smem, index, ROWS: gl.constexpr, D: gl.constexpr, HIDE_INDEX: gl.constexpr = True):
     """Return one of several buffers in shared memory as [ROWS, D]; its wgmma descriptors are computed at this place.
+
+    Without HIDE_INDEX the compiler chooses the place.
 
     The compiler computes the descriptors of a buffer that a loop does not change, or uses twice, only once. They then
     stay in registers: about two dozen in the backward, which ptxas spills. Triton up to 3.8 builds a descriptor by one
     addition, which ptxas repeats where registers run out. Triton 3.9 takes three instructions, which it does not
     repeat. So the index gets a 0 from inline assembly, which the compiler can neither see nor move.
     """
-    zero = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    return smem.index(index + zero).reshape([ROWS, D])
+    if HIDE_INDEX:
+        index += gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return smem.index(index).reshape([ROWS, D])
 
 
 @gluon.jit
