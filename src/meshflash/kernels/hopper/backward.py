@@ -125,11 +125,12 @@ def _ds_buffers(q_count, smem_ds):
 
 
 @gluon.jit
-def _start_dq(ds_0, ds_1, smem_k, WG_ID: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+def _start_dq(ds_0, ds_1, smem_k, WG_ID: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
+              HIDE_DQ_K: gl.constexpr):  # fmt: skip
     """Start the wgmmas of this warpgroup's half of dQ = dS K, once both warpgroups have stored dS of the block."""
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    k_0 = buffer_rows(smem_k, 0, ROWS, D)
-    k_1 = buffer_rows(smem_k, 1, ROWS, D)
+    k_0 = buffer_rows(smem_k, 0, ROWS, D, HIDE_DQ_K)
+    k_1 = buffer_rows(smem_k, 1, ROWS, D, HIDE_DQ_K)
     if BLOCK_M == 128:  # warpgroups split dQ by rows, else by columns; each half is 64 x 64
         ds_0 = ds_0.slice(WG_ID * 64, 64, dim=1)
         ds_1 = ds_1.slice(WG_ID * 64, 64, dim=1)
@@ -195,7 +196,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
                    STAGES: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr, LOWER: gl.constexpr,
                    UPPER: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL_TILES: gl.constexpr, COMPUTE_DQ: gl.constexpr,
                    DQ_TILED: gl.constexpr, PREFETCH_S: gl.constexpr, DEFER_DQ: gl.constexpr,
-                   HIDE_INDEX: gl.constexpr):  # fmt: skip
+                   HIDE_K_V: gl.constexpr, HIDE_Q_DO: gl.constexpr, HIDE_DQ_K: gl.constexpr):  # fmt: skip
     """Process one block of queries: add its part to dK and dV, and half of its dQ to the sums.
 
     `q_count` counts the blocks so far; the stage of the pipeline and the mbarrier phase follow from it. With DEFER_DQ
@@ -214,8 +215,8 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DKV_LAYOUT, 2)
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
-    k = buffer_rows(smem_k, WG_ID, ROWS, D, HIDE_INDEX)
-    v = buffer_rows(smem_v, WG_ID, ROWS, D, HIDE_INDEX)
+    k = buffer_rows(smem_k, WG_ID, ROWS, D, HIDE_K_V)
+    v = buffer_rows(smem_v, WG_ID, ROWS, D, HIDE_K_V)
     stage = q_count % STAGES
     phase = (q_count // STAGES) & 1
     q = smem_q.index(stage).reshape([BLOCK_M, D])
@@ -258,7 +259,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
     p_frag = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
     if LOAD_LSE_LATE:
         delta = smem_delta.index(stage).reshape([BLOCK_M]).load(COLUMN_LAYOUT)
-    dout = buffer_rows(smem_dout, stage, BLOCK_M, D, HIDE_INDEX)
+    dout = buffer_rows(smem_dout, stage, BLOCK_M, D, HIDE_Q_DO)
     if not DEFER_DQ:
         dv_async = warpgroup_mma(p_frag, dout, dv, is_async=True)
     # 3. dS = P (dP - delta): from registers to dK, and through shared memory to the dQ of both warpgroups
@@ -284,11 +285,11 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
         else:
             fence_async_shared()
             bar_sync(NAMED_BARRIER)  # one barrier is enough: a warpgroup one block ahead writes the other buffer
-        dq_async = _start_dq(ds_0, ds_1, smem_k, WG_ID, BLOCK_M, ROWS, D)
+        dq_async = _start_dq(ds_0, ds_1, smem_k, WG_ID, BLOCK_M, ROWS, D, HIDE_DQ_K)
     # 4. dV += P dO, dK += dS Q and this warpgroup's half of dQ. dV completes before dK starts: with three wgmmas in
     # flight ptxas serializes them all.
     dv, p_frag = warpgroup_mma_wait(num_outstanding=2 if COMPUTE_DQ else 0, deps=(dv_async, p_frag))
-    q_rows = buffer_rows(smem_q, stage, BLOCK_M, D, HIDE_INDEX)
+    q_rows = buffer_rows(smem_q, stage, BLOCK_M, D, HIDE_Q_DO)
     dk_async = warpgroup_mma(ds_frag, q_rows, dk, is_async=True)
     if COMPUTE_DQ:
         tma.store_wait(pendings=0)  # TMA has read the previous dQ; the arrive below syncs the threads
@@ -364,10 +365,13 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
     scalars = (batch, heads, q_tiles_per_head, scale, scale2, inner_scale)
     # DEFER_DQ needs registers: at dim 128 it is faster only where masked blocks have a loop of their own
     DEFER_DQ: gl.constexpr = BLOCK_M == 128 or (SPLIT_MASKED_LOOP and not SOFTCAP)
-    # Hidden indices prevent spills where registers are short. Elsewhere they cost 2 to 8% under Triton 3.9: with
-    # descriptors of K, V, Q and dO kept over the loop, dim 64 reaches 546 TFLOP/s in place of 504 full, 509 in place of
-    # 498 causal, and 519 in place of 504 with GQA, although that then reloads two invariants in the loop.
-    HIDE_INDEX: gl.constexpr = D == 128 or CLIPPED or ((LOWER or UPPER) and (ACCUMULATE or not SINGLE_RUN))
+    # Hidden indices prevent spills where registers are short; elsewhere most of them cost speed under Triton 3.9. At
+    # dim 64 these are the fastest of all eight combinations: hide only Q and dO under a causal mask with one query head
+    # per CTA (+10% at 16,384 tokens), and only the K of dQ otherwise (+8% full, +6% causal with GQA).
+    HIDE_ALL: gl.constexpr = D == 128 or CLIPPED or ((LOWER or UPPER) and (ACCUMULATE or not SINGLE_RUN))
+    HIDE_K_V: gl.constexpr = HIDE_ALL
+    HIDE_Q_DO: gl.constexpr = HIDE_ALL or (SPLIT_MASKED_LOOP and HEADS_PER_CTA == 1 and not PARTIAL_TILES)
+    HIDE_DQ_K: gl.constexpr = HIDE_ALL or not HIDE_Q_DO
     dq_at = batch, key_head  # a placeholder of the right type: without DEFER_DQ nothing reads it
     if COMPUTE_DQ and DEFER_DQ:
         # prologue: store dS = 0 as that of a block before the first one; its dQ of 0 is added to a block of the run
@@ -386,7 +390,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
                 dk, dv, s, dq_at = _process_block(
                     dk, dv, s, dq_at, q_count, head, block, block, run_end, band_lo, band_hi, dq, smem, mbarriers, keys,
                     scalars, WG_ID, BLOCK_M, ROWS, D, STAGES, EXACT_BEGIN, CLIPPED, False, False, SOFTCAP, False,
-                    COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, HIDE_INDEX
+                    COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, HIDE_K_V, HIDE_Q_DO, HIDE_DQ_K
                 )  # fmt: skip
             for m_block in range(num_unmasked, num_m_blocks):
                 block = run_begin + (num_m_blocks - 1 - m_block) * BLOCK_M
@@ -394,7 +398,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
                 dk, dv, s, dq_at = _process_block(
                     dk, dv, s, dq_at, q_count, head, block, block, run_end, band_lo, band_hi, dq, smem, mbarriers, keys,
                     scalars, WG_ID, BLOCK_M, ROWS, D, STAGES, EXACT_BEGIN, CLIPPED, LOWER, UPPER, SOFTCAP,
-                    PARTIAL_TILES, COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, HIDE_INDEX
+                    PARTIAL_TILES, COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, HIDE_K_V, HIDE_Q_DO, HIDE_DQ_K
                 )  # fmt: skip
     else:
         for q_count in range(num_m_blocks * HEADS_PER_CTA):
@@ -407,12 +411,12 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
             dk, dv, s, dq_at = _process_block(
                 dk, dv, s, dq_at, q_count, head, first_new, block, run_end, band_lo, band_hi, dq, smem, mbarriers, keys,
                 scalars, WG_ID, BLOCK_M, ROWS, D, STAGES, EXACT_BEGIN, CLIPPED, LOWER, UPPER, SOFTCAP, PARTIAL_TILES,
-                COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, HIDE_INDEX
+                COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, HIDE_K_V, HIDE_Q_DO, HIDE_DQ_K
             )  # fmt: skip
     if COMPUTE_DQ and DEFER_DQ:  # epilogue: dQ of the last block
         _wait_ds_stored(num_m_blocks * HEADS_PER_CTA - 1, WG_ID)
         ds_0, ds_1 = _ds_buffers(num_m_blocks * HEADS_PER_CTA - 1, smem_ds)
-        dq_async = _start_dq(ds_0, ds_1, smem_k, WG_ID, BLOCK_M, ROWS, D)
+        dq_async = _start_dq(ds_0, ds_1, smem_k, WG_ID, BLOCK_M, ROWS, D, HIDE_DQ_K)
         tma.store_wait(pendings=0)
         dq_half = warpgroup_mma_wait(num_outstanding=0, deps=(dq_async,))
         _stage_dq(dq_half, smem_dq.index(WG_ID), scale, DQ_TILED)
