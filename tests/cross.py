@@ -326,7 +326,7 @@ def _make(call: Call) -> None:
         return
     os.environ["MESHFLASH_GLUON"] = str(int(call.hopper))
     support.forget()
-    vars(hopper_launch)["MIN_QUERIES_TO_SPREAD"] = 0 if call.spread_q_heads else TOKENS + 1
+    vars(hopper_launch)["spreads_heads"] = lambda *_: call.spread_q_heads
     mask, features = Mask.causal(), Features(scale=call.dim**-0.5)
     if call.mask == "full":
         mask = Mask.full()

@@ -53,10 +53,11 @@ def dq_accumulation(request, monkeypatch):
     monkeypatch.setattr(hopper_launch, "BACKWARD", configs)
 
 
-@pytest.fixture(params=[0, 1 << 30], ids=["spread", "together"])
+@pytest.fixture(params=[True, False], ids=["spread", "together"])
 def spread_q_heads(request, monkeypatch):
-    """Give each query head of a GQA group its own CTA, or one CTA to all, regardless of the number of queries."""
-    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", request.param)
+    """Give each query head of a GQA group its own CTA, or one CTA to all, whatever the shape; return which."""
+    monkeypatch.setattr(hopper_launch, "spreads_heads", lambda *_: request.param)
+    return request.param
 
 
 @pytest.fixture

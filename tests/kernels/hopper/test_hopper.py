@@ -378,7 +378,25 @@ def test_query_heads_are_spread_over_ctas_where_key_tiles_see_many_queries(dim, 
     device = torch.device("cpu")
     tables, portable = make_run_tables(work, True, 128, config.block_m, 128, 1, device, filled=True, grid=True)
     assert not len(portable)
-    assert hopper_launch.spreads_heads(tables, config) == spread
+    num_ctas = 8 * len(tables)
+    assert hopper_launch.spreads_heads(tables, config, num_ctas, num_sms=64) == spread
+
+
+@pytest.mark.parametrize(
+    ("mask", "num_ctas", "num_sms", "spread"),
+    [
+        (Mask.full(), 64, 132, True),  # half of the SMs would be idle
+        (Mask.full(), 128, 132, True),
+        (Mask.full(), 256, 132, False),
+        (CAUSAL, 256, 132, True),  # the longest CTA has twice the blocks of the mean one
+        (CAUSAL, 512, 132, False),
+    ],
+)
+def test_query_heads_are_spread_over_ctas_where_few_ctas_would_leave_sms_idle(mask, num_ctas, num_sms, spread):
+    config = hopper_launch.BACKWARD[128]
+    work = worklist(mask, (range(2048),), (range(2048),))
+    tables, _ = make_run_tables(work, True, 128, config.block_m, 128, 1, torch.device("cpu"), filled=True, grid=True)
+    assert hopper_launch.spreads_heads(tables, config, num_ctas, num_sms) == spread
 
 
 MASKS = [CAUSAL, Mask.full(), *(Mask.window(*width) for width in ((0, 0), (100, 0), (200, 30), (30, 200), (128, 128)))]

@@ -34,6 +34,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(hopper_launch, "_unsupported_call", lambda *_: None)
     monkeypatch.setattr(hopper_launch, "kernels_off", lambda _: None)
     monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 10**6)
+    monkeypatch.setattr(hopper_launch, "spreads_heads", lambda *_: False)
     return kernel
 
 
@@ -111,10 +112,10 @@ def test_simulated_backward_matches_float64(name, into, kernel, monkeypatch):
     assert (launch.ACCUMULATE and launch.D == 128 and not launch.PARTIAL_TILES) == launch.TMA_REDUCE_DKDV
 
 
-@pytest.mark.parametrize(("kv_heads", "min_queries_to_spread"), [(2, 1 << 30), (1, 0)])
-def test_portable_kernel_serves_the_remaining_tiles(kv_heads, min_queries_to_spread, kernel, monkeypatch):
+@pytest.mark.parametrize(("kv_heads", "spread"), [(2, False), (1, True)])
+def test_portable_kernel_serves_the_remaining_tiles(kv_heads, spread, kernel, monkeypatch):
     """Both kernels add to the same dQ; the portable one writes its dK and dV after accumulated ones are converted."""
-    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", min_queries_to_spread)
+    monkeypatch.setattr(hopper_launch, "spreads_heads", lambda *_: spread)
     check(contiguous_work(CAUSAL & Mask.documents([128, 64, 64, 50]), 306), 64, 1, 2, kv_heads, add=False, padded=False)
     (launch,) = kernel.launches
     assert len(launch.TILES) == 1
@@ -135,7 +136,7 @@ def test_split_tail_wave_and_spread_query_heads_match_float64(name, spread_q_hea
         for d, c in hopper_launch.BACKWARD.items()
     }
     monkeypatch.setattr(hopper_launch, "BACKWARD", configs)
-    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", 0 if spread_q_heads else 1 << 30)
+    monkeypatch.setattr(hopper_launch, "spreads_heads", lambda *_: spread_q_heads)
     work = WORK[name]()
     tiles, groups = 2 * -(-sum(map(len, work.k_ranges)) // 128), 4 if spread_q_heads else 2
     monkeypatch.setattr(
@@ -161,6 +162,6 @@ def test_split_tail_wave_and_spread_query_heads_match_float64(name, spread_q_hea
 
 def test_unaligned_gradients_are_accumulated_by_atomics(kernel, monkeypatch):
     monkeypatch.setattr(hopper_launch, "tma_aligned", lambda x: x.dtype != torch.float32)
-    monkeypatch.setattr(hopper_launch, "MIN_QUERIES_TO_SPREAD", 0)
+    monkeypatch.setattr(hopper_launch, "spreads_heads", lambda *_: True)
     check(contiguous_work(FULL, 256), 128, 1, 4, 2, add=False, padded=False)
     assert [(launch.ACCUMULATE, launch.TMA_REDUCE_DKDV) for launch in kernel.launches] == [(True, False)]

@@ -72,7 +72,7 @@ def test_carry_reaches_a_split_tail_wave(
     assert launch_counts["forward"] == 6
 
 
-@pytest.mark.usefixtures("dq_accumulation", "spread_q_heads")
+@pytest.mark.usefixtures("dq_accumulation")
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("keys", [1024, 1150, 1190])
 @pytest.mark.parametrize(("queries", "blind"), [(1024, 0), (1090, 0), (1027, 3)])
@@ -80,11 +80,11 @@ def test_carry_reaches_a_split_tail_wave(
     ("dim", "batch", "heads", "kv_heads"), [(64, 1, 3, 3), (64, 2, 4, 2), (128, 1, 6, 2), (128, 2, 3, 3)]
 )
 def test_backward_tail_wave_split_by_queries_matches_the_oracle(
-    dim, batch, heads, kv_heads, queries, blind, keys, add, num_splits, monkeypatch
+    dim, batch, heads, kv_heads, queries, blind, keys, add, spread_q_heads, num_splits, monkeypatch
 ):
     """Blind first queries make blocks start at any row, which needs four shifted copies of lse and delta."""
     mask = Mask.documents([blind, queries - blind], k_lengths=[0, keys]) if blind else Mask.full()
-    num_ctas = -(-keys // 128) * batch * (kv_heads if hopper_launch.MIN_QUERIES_TO_SPREAD else heads)
+    num_ctas = -(-keys // 128) * batch * (heads if spread_q_heads else kv_heads)
     num_sms = num_ctas // 2 - 1  # two full waves and a few tiles
     monkeypatch.setattr(hopper_launch, "num_sms", lambda device: num_sms)
     for seed in range(3):

@@ -22,6 +22,9 @@ LOG2E = 1.4426950408889634
 #: KV head over CTAs of their own. These add to the same dK and dV, and each has a prologue and an epilogue. Measured on
 #: an H200: docs/dev/kernels.md.
 MIN_QUERIES_TO_SPREAD = 6144
+#: The most blocks of the longest CTA, over an even share of all blocks, up to which heads are not spread. Measured like
+#: the number above.
+MAX_IMBALANCE = 0.75
 #: The smallest softcap of a backward: the slope of the cap is recovered from P, less exactly the flatter the cap is.
 MIN_SOFTCAP = 0.05
 
@@ -320,7 +323,8 @@ def backward(
     lse_delta = launcher.empty(2, batch * heads * shifts, padded_tokens, like=lse, dtype=lse.dtype)
     dk, dv, accumulate = grads.dk_BSKD, grads.dv_BSKE, grads.add_dkv
     heads_per_cta, ctas_per_kv_head = heads // x.k_BSKD.shape[2], 1
-    if sums and spreads_heads(tables, config):
+    num_ctas = len(tables) * heads // heads_per_cta
+    if sums and heads_per_cta > 1 and spreads_heads(tables, config, num_ctas, num_sms(lse.device)):
         heads_per_cta, ctas_per_kv_head = 1, heads_per_cta
     num_work = len(tables) * heads // heads_per_cta
     tail = None
@@ -404,9 +408,20 @@ class _BackwardTensors(NamedTuple):
     dv: Tensor
 
 
-def spreads_heads(tables: TileTable, config: BackwardConfig) -> bool:
-    """Return whether the query heads of a KV head have CTAs of their own, which add to the same dK and dV."""
-    return tables.mean_blocks * config.block_m >= MIN_QUERIES_TO_SPREAD
+def spreads_heads(tables: TileTable, config: BackwardConfig, num_ctas: int, num_sms: int) -> bool:
+    """Return whether the query heads of a KV head have CTAs of their own, which add to the same dK and dV.
+
+    They have where a CTA loops over many queries, and where there are so few CTAs that SMs would wait for the longest.
+
+    Args:
+        tables: The tiles of keys.
+        config: The configuration of the launch.
+        num_ctas: The number of CTAs if each loops over all query heads of a KV head.
+        num_sms: The number of CTAs that run at a time.
+    """
+    if tables.mean_blocks * config.block_m >= MIN_QUERIES_TO_SPREAD:
+        return True
+    return tables.max_blocks * num_sms > MAX_IMBALANCE * tables.mean_blocks * num_ctas
 
 
 def _launch_backward(

@@ -51,6 +51,7 @@ class TileTable:
         tile_aligned: Whether all tiles have multiples of 64 rows.
         masks_first_only: Whether a band crosses at most the first block that each 64 rows see, walked from the last.
         mean_blocks: The mean number of blocks of the other side that a tile loops over.
+        max_blocks: The largest number of them.
         uniform: Whether all tiles loop over the same number of blocks.
     """
 
@@ -67,6 +68,7 @@ class TileTable:
     tile_aligned: bool = False
     masks_first_only: bool = False
     mean_blocks: float = 0.0
+    max_blocks: int = 0
     uniform: bool = False
 
     def __len__(self) -> int:
@@ -215,6 +217,7 @@ def _run_table(
         and not lower.any()
         and _masks_first_only(rows, start, count, most, other, size),
         mean_blocks=float(mine[:, 6].mean()) if len(mine) else 0.0,
+        max_blocks=int(mine[:, 6].max(initial=0)),
         uniform=not np.ptp(mine[:, 6]) if len(mine) else False,
     )
 
