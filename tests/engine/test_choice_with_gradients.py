@@ -26,9 +26,9 @@ class FakeKernel:
         return self.differentiated
 
 
-def choice(name, device_us, host_us, differentiated, extra_us=0):
+def choice(name, device_us, host_us, differentiated, extra_us=0, layer_us=(0, 0)):
     kernel: Any = FakeKernel(name, differentiated, extra_us * 1e-6)
-    return Choice(kernel, "", Predicted(device_us * 1e-6, host_us * 1e-6))
+    return Choice(kernel, "", Predicted(*(us * 1e-6 for us in (device_us, host_us, *layer_us))))
 
 
 def chosen(monkeypatch, ours, **others):
@@ -52,18 +52,23 @@ def test_a_short_call_takes_the_op_that_torch_differentiates(monkeypatch):
     assert chosen(monkeypatch, ours, fa2=choice("fa2", 8, 44, True)) == ("fa2", True)
 
 
-def test_a_longer_call_takes_our_own_kernel_once_it_saves_more_on_the_device_than_a_function_costs(monkeypatch):
-    function_us = FUNCTION_SECONDS * 1e6 / 2  # of each pass
-    ours = choice("hopper", 50, 34, False)
-    slower, faster = 50 + function_us - 10 + 1, 50 + function_us - 10 - 1
-    assert chosen(monkeypatch, ours, fa2=choice("fa2", slower, 44, True)) == ("auto", False)
-    assert chosen(monkeypatch, ours, fa2=choice("fa2", faster, 44, True)) == ("fa2", True)
+def test_a_long_layer_takes_the_kernel_that_computes_fastest(monkeypatch):
+    for layer_us, want in (((1000, 120), ("auto", False)), ((50, 120), ("fa2", True))):
+        ours = choice("hopper", 50, 34, False, layer_us=layer_us)
+        assert chosen(monkeypatch, ours, fa2=choice("fa2", 51, 44, True, layer_us=layer_us)) == want
+
+
+def test_a_function_costs_the_host_what_our_kernel_saves_on_the_device(monkeypatch):
+    ours = choice("hopper", 10, 34, False)
+    bound_us = 34 + FUNCTION_SECONDS * 1e6 / 2  # of each pass, by the host
+    assert chosen(monkeypatch, ours, fa2=choice("fa2", bound_us + 1, 44, True)) == ("auto", False)
+    assert chosen(monkeypatch, ours, fa2=choice("fa2", bound_us - 1, 44, True)) == ("fa2", True)
 
 
 def test_what_torch_records_around_an_op_counts(monkeypatch):
-    ours = choice("hopper", 50, 34, False)
-    assert chosen(monkeypatch, ours, cudnn=choice("cudnn", 50, 54, True, extra_us=10)) == ("cudnn", True)
-    assert chosen(monkeypatch, ours, cudnn=choice("cudnn", 50, 54, True, extra_us=30)) == ("auto", False)
+    ours = choice("hopper", 10, 34, False)
+    assert chosen(monkeypatch, ours, cudnn=choice("cudnn", 10, 54, True, extra_us=10)) == ("cudnn", True)
+    assert chosen(monkeypatch, ours, cudnn=choice("cudnn", 10, 54, True, extra_us=30)) == ("auto", False)
 
 
 @pytest.mark.parametrize("predicted", [True, False])

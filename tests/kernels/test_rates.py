@@ -47,10 +47,10 @@ def test_predicted_seconds_are_flops_divided_by_the_rate():
     made = table(tiled=100.0)
     launch = Launch(1024.0 * 1024, 1024, causal=False)
     flops = 4 * 1024 * 1024 * 64 * 2 * 8
-    assert made.predict("tiled", make_request(), [launch]).seconds == pytest.approx(flops / 100e12)
-    backward = made.predict("tiled", make_request(direction="backward"), [launch]).seconds
+    assert made.predict("tiled", make_request(), [launch]).device == pytest.approx(flops / 100e12)
+    backward = made.predict("tiled", make_request(direction="backward"), [launch]).device
     assert backward == pytest.approx(2.5 * flops / 100e12)
-    half = made.predict("tiled", make_request(), [Launch(512.0 * 1024, 1024, causal=True)]).seconds
+    half = made.predict("tiled", make_request(), [Launch(512.0 * 1024, 1024, causal=True)]).device
     assert half == pytest.approx(flops / 100e12 / 2)
     assert made.predict("other", make_request(), [launch]) is None
 
@@ -67,7 +67,26 @@ def test_rates_are_interpolated_between_lengths_and_clamped_beyond():
 def test_many_small_launches_are_bound_by_host_time():
     made = table(tiled=100.0)
     predicted = made.predict("tiled", make_request(), [Launch(10.0, 4, causal=True)] * 100)
-    assert predicted.seconds == predicted.host == pytest.approx(100 * 10e-6)
+    assert predicted.host == pytest.approx(100 * 10e-6)
+    assert predicted.cost()[0] == predicted.host + rates.LAYER_HOST
+
+
+def test_the_hosts_time_counts_only_where_it_is_the_bottleneck_of_a_layer():
+    made = table(tiled=100.0)
+
+    def seconds(request, launch_tokens):
+        predicted = made.predict("tiled", request, [Launch(launch_tokens**2, launch_tokens, causal=False)])
+        return predicted, predicted.cost()[0]
+
+    short, in_layer = seconds(make_request(tokens=64), 64)
+    assert in_layer == short.host + rates.LAYER_HOST > short.device + short.layer_device
+    long, in_layer = seconds(make_request(tokens=8192), 8192)
+    gemms = 24 * 2 * 8192 * (8 * 64) ** 2 / 200e12  # at the highest rate of the table
+    assert in_layer == pytest.approx(long.device + gemms)
+    backward, in_layer = seconds(make_request(tokens=8192, direction="backward"), 8192)
+    assert in_layer == pytest.approx(backward.device + 2 * gemms)
+    step, alone = seconds(make_request(tokens=8192, partial=True), 8192)
+    assert alone == max(step.device, step.host)
 
 
 def test_launches_of_a_worklist_count_its_visible_pairs():
@@ -96,7 +115,7 @@ def test_auto_takes_the_kernel_with_the_shortest_predicted_time(fast, slow, monk
     monkeypatch.setattr(rates, "known", lambda device: Known(made, "a made-up table"))
     chosen = registry.choose("auto", make_request())
     assert chosen.kernel.name == fast
-    assert chosen.reason.startswith(f"predicted: {fast} ")
+    assert chosen.reason.startswith(f"predicted ms (host): {fast} ")
     assert chosen.reason.endswith("by a made-up table")
     x = torch.randn(2, 64, 8, 64, dtype=torch.bfloat16)
     _, plan = attention(x, x, x, mask=CAUSAL, return_plan=True)
@@ -245,7 +264,7 @@ def test_hopper_and_triton_have_separate_rates(monkeypatch):
     request = KernelRequest("forward", torch.device("cuda"), torch.bfloat16, 64, 64, work, Features(scale=0.1))
     chosen = registry.choose("auto", request)
     assert chosen.kernel.name == "hopper"
-    assert re.match(r"predicted: hopper .* ms, triton .* ms, by a made-up table", chosen.reason)
+    assert re.match(r"predicted ms \(host\): hopper \S+ \(\S+\), triton \S+ \(\S+\), by a made-up table", chosen.reason)
     wide = replace(request, head_dim=96, value_dim=96)
     assert registry.choose("auto", wide).kernel.name == "triton"
     with pytest.raises(ValueError, match='kernel="hopper" does not support a head dim of 96; it takes 64 and 128; sup'):

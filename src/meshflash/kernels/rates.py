@@ -28,6 +28,11 @@ from meshflash.kernels.contract import KernelRequest, Launch, Pass
 SHIPPED = Path(__file__).parent / "measured"
 #: FLOPs of a backward relative to a forward: five matrix multiplies instead of two.
 BACKWARD = 2.5
+#: FLOPs of the other GEMMs of a transformer layer in a forward, for each token and over the square of the width (heads
+#: times head dim): four projections, and an MLP of four times the width. A backward has twice as many.
+LAYER_FLOPS = 24.0
+#: The host's time for the rest of a layer in one pass, in seconds: about twelve launches of eager torch, 10 us each.
+LAYER_HOST = 120e-6
 
 
 @dataclass(frozen=True)
@@ -54,18 +59,30 @@ class Rate:
 class Predicted(NamedTuple):
     """The predicted time of one call, in seconds; `Rates.predict` makes it.
 
+    A call is part of a transformer layer, where the host runs ahead of the device while that computes the layer's other
+    GEMMs. So the host's time counts only in layers that it takes longer for than the device: short ones. A step of a
+    schedule stands alone, because a layer has many of them.
+
     Args:
         device: The time that the device computes.
         host: The time that the host takes to launch it.
+        layer_device: The time of the device for the rest of the layer.
+        layer_host: The time of the host for the rest of the layer.
     """
 
     device: float
     host: float
+    layer_device: float = 0.0
+    layer_host: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        """The time of a call in a loop, where the host launches the next one while the device computes."""
-        return max(self.device, self.host)
+    def cost(self, more_host: float = 0.0) -> tuple[float, float]:
+        """Return the time of the layer, by which kernels compare, and that of the call, for layers of equal time.
+
+        Args:
+            more_host: More time of the host for this call.
+        """
+        host = self.host + more_host
+        return max(self.device + self.layer_device, host + self.layer_host), self.device + host
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +121,13 @@ class Rates:
             rows = request.batch if launch.every_batch_row else 1
             device += 2.0 * (request.head_dim + request.value_dim) * launch.pairs * rows * request.heads / (rate * 1e12)
             host += self.host_us.get(kernel, {}).get(request.direction, 0.0) * 1e-6
-        return Predicted(device * (BACKWARD if request.direction == "backward" else 1.0), host)
+        is_backward = request.direction == "backward"
+        device *= BACKWARD if is_backward else 1.0
+        if request.partial:
+            return Predicted(device, host)
+        rows = request.batch * sum(map(len, request.work.q_ranges))
+        flops = LAYER_FLOPS * rows * (request.heads * request.head_dim) ** 2 * (2.0 if is_backward else 1.0)
+        return Predicted(device, host, flops / (self._best_tflops * 1e12), LAYER_HOST)
 
     def _rate(self, kernel: str, direction: Pass, causal: bool, dim: int, keys: int) -> float | None:
         """Interpolate TFLOP/s between the nearest lengths, at the next wider head dim that was measured."""
@@ -120,6 +143,11 @@ class Rates:
             return curve[-1][1]
         (low, slow), (high, fast) = curve[at - 1 : at + 1]
         return slow + (fast - slow) * math.log(keys / low) / math.log(high / low)
+
+    @cached_property
+    def _best_tflops(self) -> float:
+        """The highest rate of all, which is about that of a large GEMM."""
+        return max(rate.tflops for rate in self.rates)
 
     @cached_property
     def _curves(self) -> dict[tuple[str, str, bool], dict[int, list[tuple[int, float]]]]:

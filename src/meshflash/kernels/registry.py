@@ -186,7 +186,7 @@ def _log_once(text: str, level: int) -> None:
 
 
 def _fastest(request: KernelRequest) -> Choice:
-    """Return the kernel with the shortest predicted time of those that support a call."""
+    """Return the kernel with the shortest predicted time of those that support a call: that of its layer."""
     supported = [kernel for kernel in kernels() if may_be_chosen(kernel, request) and refusal(kernel, request) is None]
     assert supported, "the tiled kernel can do everything"
     known = rates.known(request.device) if request.dtype in HALF else None
@@ -198,12 +198,12 @@ def _fastest(request: KernelRequest) -> Choice:
         )
         return Choice(supported[0].serving(request), others + (", by a fixed order" if supported[1:] else ""))
     times = [(known.rates.predict(kernel.name, request, kernel.launches(request)), kernel) for kernel in supported]
-    measured = sorted(((t, kernel) for t, kernel in times if t is not None), key=lambda pair: pair[0].seconds)
+    measured = sorted(((t, kernel) for t, kernel in times if t is not None), key=lambda pair: pair[0].cost())
     if not measured:
         return Choice(supported[0].serving(request), f"by a fixed order: no supported kernel is in {known.source}")
-    fastest = ", ".join(f"{kernel.name} {t.seconds * 1e3:.3g} ms" for t, kernel in measured[:3])
+    fastest = ", ".join(f"{kernel.name} {t.device * 1e3:.3g} ({t.host * 1e3:.3g})" for t, kernel in measured[:3])
     best, kernel = measured[0]
-    return Choice(kernel.serving(request), f"predicted: {fastest}, by {known.source}", best)
+    return Choice(kernel.serving(request), f"predicted ms (host): {fastest}, by {known.source}", best)
 
 
 def may_be_chosen(kernel: Kernel, request: KernelRequest) -> bool:
