@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from meshflash import flash_attention
 from meshflash.bench import check, kernels, plots, record, timing
 from meshflash.bench.cases import Case, parse_mask
 from meshflash.bench.timing import interleaved, watched
@@ -199,3 +200,14 @@ def test_plot_without_matplotlib_names_the_package(monkeypatch, tmp_path: Path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(RuntimeError, match=r"pip install matplotlib"):
         plots.kernels([], "", tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("tokens", [48, 50])  # documents of equal length, and not
+def test_oracle_of_documents_is_that_of_the_mask(tokens):
+    case = Case(tokens=tokens, batch=2, heads=4, kv_heads=2, head_dim=8, mask="documents-4", dtype="float64")
+    tensors = case.tensors()
+    found = check.truth(case, tensors)
+    out = flash_attention(*tensors[:3], mask=case.rule, kernel="reference")
+    want = (out, *torch.autograd.grad(out, tensors[:3], tensors[3]))
+    for got, exact in zip(found.results, want, strict=True):
+        torch.testing.assert_close(got, exact.detach())

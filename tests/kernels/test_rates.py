@@ -10,6 +10,7 @@ from meshflash import Mask, attention
 from meshflash.bench import calibrate
 from meshflash.check.oracle import replace
 from meshflash.core.tiles import worklist
+from meshflash.engine import local
 from meshflash.kernels import rates, registry
 from meshflash.kernels.contract import Features, KernelRequest, Launch
 from meshflash.kernels.hopper import launch as hopper_launch
@@ -62,6 +63,28 @@ def test_rates_are_interpolated_between_lengths_and_clamped_beyond():
     assert made._rate("tiled", "forward", True, 64, 512) == 50.0
     assert made._rate("tiled", "forward", True, 80, 1024) == 100.0
     assert made._rate("tiled", "forward", True, 256, 1024) == 100.0
+
+
+@pytest.mark.parametrize("variant", ["gqa", "documents"])
+def test_variants_scale_the_rate_of_both_masks_by_that_of_causal_calls(variant):
+    slow = [Rate("tiled", "forward", True, 64, tokens, 60.0, variant) for tokens in (1024, 2048)]
+    made = replace(table(tiled=100.0), rates=(*table(tiled=100.0).rates, *slow))
+    special = dict(gqa=True) if variant == "gqa" else dict(mask=CAUSAL & Mask.documents([500, 524]))
+    for causal in (True, False):
+        for keys, factor in ((1024, 0.6), (512, 0.6), (2048, 60 / 150), (10**6, 60 / 150)):
+            launch = [Launch(10.0**6, keys, causal)]
+            plain, other = (made.predict("tiled", make_request(**more), launch).device for more in ({}, special))
+            assert plain / other == pytest.approx(factor)
+    backward = [made.predict("tiled", make_request(direction="backward", **more), launch) for more in ({}, special)]
+    assert backward[0] == backward[1]  # it was not measured
+    assert Rates.from_json(made.to_json()).rates == made.rates
+
+
+def test_request_says_whether_query_heads_share_a_kv_head():
+    q, k = torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 8)
+    for kv, gqa in ((k, True), (q, False)):
+        x = local.inputs(q, kv, kv, Mask.full(), Features(1.0))
+        assert local.kernel_request(x, "forward").gqa == gqa
 
 
 def test_many_small_launches_are_bound_by_host_time():
@@ -209,10 +232,10 @@ def test_calibrating_measures_every_supported_kernel(monkeypatch):
     monkeypatch.setattr(calibrate, "HOST_TOKENS", 8)
     found = calibrate.run("cpu", (16,), (16, 32), rounds=1, say=lambda text: None)
     assert {rate.kernel for rate in found.rates} == {"vendor", "tiled"}
-    assert {(rate.direction, rate.causal, rate.tokens) for rate in found.rates} == {
-        (direction, causal, tokens)
+    assert {(rate.direction, rate.causal, rate.variant, rate.tokens) for rate in found.rates} == {
+        (direction, causal, variant, tokens)
         for direction in ("forward", "backward")
-        for causal in (True, False)
+        for causal, variant in ((True, ""), (False, ""), (True, "gqa"), (True, "documents"))
         for tokens in (16, 32)
     }
     assert set(found.host_us) == {"vendor", "tiled"}

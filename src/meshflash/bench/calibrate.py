@@ -19,15 +19,24 @@ from meshflash.bench.timing import interleaved
 from meshflash.engine import local
 from meshflash.kernels import rates, registry
 from meshflash.kernels.contract import Features, Pass
-from meshflash.kernels.rates import Rate, Rates
+from meshflash.kernels.rates import PLAIN, Rate, Rates, Variant
 from meshflash.kernels.triton import configs as triton_configs
 
 #: Head dims and lengths that are measured by default.
 DIMS = (64, 96, 128, 192, 256)
 TOKENS = (512, 2048, 8192, 32768)
+#: Masks of plain calls, and variants, which are causal.
+MASKS = ("causal", "full")
+VARIANTS: tuple[Variant, ...] = ("gqa", "documents")
 #: Batch times tokens, and heads times dim: enough to fill a GPU.
 ALL_TOKENS = 16384
 WIDTH = 2048
+#: The query heads of a KV head in the variant "gqa".
+GQA_RATIO = 4
+#: Variants are measured at lengths up to this, and at head dims that are powers of two: other dims take the factor of
+#: the next wider one. Kernels differ most at short lengths. There, summing the gradients of keys over query heads and
+#: launching a kernel for each document take the largest part of the time.
+VARIANT_TOKENS = 8192
 #: So few tokens that the host takes longer than the device.
 HOST_TOKENS = 512
 #: A kernel this many times slower than the fastest so far is not measured at longer lengths.
@@ -38,10 +47,16 @@ Say = Callable[[str], None]
 Configs = dict[str, list[int]]
 
 
-def case_of(tokens: int, dim: int, mask: str, device: str) -> Case:
-    """Return the case that is measured at one length."""
+def case_of(tokens: int, dim: int, mask: str, device: str, variant: Variant = PLAIN) -> Case:
+    """Return the case that is measured at one length, which is that of each document in the variant "documents"."""
     heads = max(1, WIDTH // dim)
-    return Case(tokens, max(1, ALL_TOKENS // tokens), heads, heads, dim, mask, "bfloat16", device)
+    batch = max(1, ALL_TOKENS // tokens)
+    if variant == "gqa":
+        kv_heads = max(1, heads // GQA_RATIO)
+        return Case(tokens, batch, kv_heads * GQA_RATIO, kv_heads, dim, mask, "bfloat16", device)
+    if variant == "documents":
+        return Case(tokens * batch, 1, heads, heads, dim, f"documents-{batch}", "bfloat16", device)
+    return Case(tokens, batch, heads, heads, dim, mask, "bfloat16", device)
 
 
 def run(
@@ -79,17 +94,20 @@ def run(
 def _rates(device: str, dims: tuple[int, ...], tokens: tuple[int, ...], rounds: int, say: Say) -> tuple[Rate, ...]:
     found: list[Rate] = []
     hopeless: set[tuple[str, int, str]] = set()
-    for dim, mask, length in product(dims, ("causal", "full"), sorted(tokens)):
-        case = case_of(length, dim, mask, device)
+    kinds = [*((mask, PLAIN) for mask in MASKS), *(("causal", variant) for variant in VARIANTS)]
+    for dim, (mask, variant), length in product(dims, kinds, sorted(tokens)):
+        if variant and (length > VARIANT_TOKENS or dim & (dim - 1)):
+            continue
+        case = case_of(length, dim, mask, device, variant)
         names = tuple(name for name in supported(case) if (name, dim, mask) not in hopeless)
-        say(f"{mask}, dim {dim}, {length:,} tokens")
+        say(f"{variant or mask}, dim {dim}, {length:,} tokens")
         measured = measure(case, names, rounds)
         best = min((result.ms["forward"] for result in measured.values() if "forward" in result.ms), default=0.0)
         for name, result in measured.items():
             for direction in PASSES:
                 if direction in result.ms:
                     tflops = case.flops(direction) / result.ms[direction] / 1e9
-                    found.append(Rate(name, _pass(direction), mask == "causal", dim, length, tflops))
+                    found.append(Rate(name, _pass(direction), mask == "causal", dim, length, tflops, variant))
             if result.ms.get("forward", 0.0) > HOPELESS * best:
                 hopeless.add((name, dim, mask))
     return tuple(found)

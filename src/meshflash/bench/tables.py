@@ -176,9 +176,10 @@ def rehearsals(rows: list[Row]) -> Table:
 
 def rates(found: Rates) -> Table:
     """Return the measured rates in TFLOP/s, kernels beside each other; the fastest of a row is bold."""
-    rows: dict[tuple[str, bool, int, int], Row] = {}
+    rows: dict[tuple[str, str, int, int], Row] = {}
     for rate in found.rates:
-        key = (rate.direction, rate.causal, rate.head_dim, rate.tokens)
+        mask = rate.variant or ("causal" if rate.causal else "full")
+        key = (rate.direction, mask, rate.head_dim, rate.tokens)
         rows.setdefault(key, {})[rate.kernel] = rate.tflops
 
     def cell(kernel: str) -> Any:
@@ -198,8 +199,8 @@ def rates(found: Rates) -> Table:
         *(Column(name, cell(name)) for name in dict.fromkeys(rate.kernel for rate in found.rates)),
     )
     shown = [
-        {"pass": direction, "mask": "causal" if causal else "full", "dim": dim, "tokens": tokens, "rates": own}
-        for (direction, causal, dim, tokens), own in sorted(rows.items(), key=lambda item: item[0], reverse=True)
+        {"pass": direction, "mask": mask, "dim": dim, "tokens": tokens, "rates": own}
+        for (direction, mask, dim, tokens), own in sorted(rows.items(), key=lambda item: item[0], reverse=True)
     ]
     return terminal(f"{found.device}: TFLOP/s", columns, shown)
 

@@ -90,6 +90,7 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
             deterministic=setting.deterministic,
             batch=setting.batch,
             heads=step.heads[1] - step.heads[0],
+            gqa=step.heads[1] - step.heads[0] > step.kv.shape[1],
         )
         out[step] = choose(setting.kernel, request), work
     return out

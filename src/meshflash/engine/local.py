@@ -105,6 +105,7 @@ def kernel_request(
         deterministic=deterministic,
         batch=batch,
         heads=heads,
+        gqa=heads > x.k_BSKD.shape[2],
     )
 
 

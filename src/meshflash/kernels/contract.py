@@ -187,6 +187,7 @@ class KernelRequest:
         deterministic: Whether the backward must give the same bits twice.
         batch: The number of batch rows.
         heads: The number of query heads.
+        gqa: Whether several query heads share a KV head.
     """
 
     direction: Pass
@@ -201,6 +202,7 @@ class KernelRequest:
     deterministic: bool = False
     batch: int = 1
     heads: int = 1
+    gqa: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -210,7 +212,7 @@ class KernelRequest:
         """
         features = tuple(x > 0 if isinstance(x, float | int) else x is None for x in vars(self.features).values())
         sizes = (self.head_dim, self.value_dim, self.batch, self.heads)
-        modes = (self.partial, self.lse_gradient, self.deterministic)
+        modes = (self.partial, self.lse_gradient, self.deterministic, self.gqa)
         return self.direction, self.device, self.dtype, sizes, modes, features
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -26,6 +26,9 @@ from meshflash.kernels.contract import KernelRequest, Launch, Pass
 
 #: The folder of the tables that meshflash ships.
 SHIPPED = Path(__file__).parent / "measured"
+#: What is special in a call whose rate is measured apart; PLAIN is nothing.
+Variant = Literal["", "gqa", "documents"]
+PLAIN: Variant = ""
 #: FLOPs of a backward relative to a forward: five matrix multiplies instead of two.
 BACKWARD = 2.5
 #: FLOPs of the other GEMMs of a transformer layer in a forward, for each token and over the square of the width (heads
@@ -46,6 +49,8 @@ class Rate:
         head_dim: The head dim of queries, keys and values.
         tokens: The number of queries, and of keys.
         tflops: The rate in TFLOP/s; masked pairs do not count as work.
+        variant: What was special in the call: "" if nothing, "gqa" if four query heads shared a KV head, "documents" if
+            the tokens were packed documents of `tokens` tokens each.
     """
 
     kernel: str
@@ -54,6 +59,7 @@ class Rate:
     head_dim: int
     tokens: int
     tflops: float
+    variant: Variant = PLAIN
 
 
 class Predicted(NamedTuple):
@@ -118,6 +124,8 @@ class Rates:
             rate = self._rate(kernel, request.direction, launch.causal, request.head_dim, launch.keys)
             if rate is None:
                 return None
+            for variant in _variants(request):
+                rate *= self._factor(variant, kernel, request.direction, request.head_dim, launch.keys)
             rows = request.batch if launch.every_batch_row else 1
             device += 2.0 * (request.head_dim + request.value_dim) * launch.pairs * rows * request.heads / (rate * 1e12)
             host += self.host_us.get(kernel, {}).get(request.direction, 0.0) * 1e-6
@@ -129,9 +137,11 @@ class Rates:
         flops = LAYER_FLOPS * rows * (request.heads * request.head_dim) ** 2 * (2.0 if is_backward else 1.0)
         return Predicted(device, host, flops / (self._best_tflops * 1e12), LAYER_HOST)
 
-    def _rate(self, kernel: str, direction: Pass, causal: bool, dim: int, keys: int) -> float | None:
+    def _rate(
+        self, kernel: str, direction: Pass, causal: bool, dim: int, keys: int, variant: Variant = PLAIN
+    ) -> float | None:
         """Interpolate TFLOP/s between the nearest lengths, at the next wider head dim that was measured."""
-        curves = self._curves.get((kernel, direction, causal))
+        curves = self._curves.get((kernel, direction, causal, variant))
         if not curves:
             return None
         curve = curves[min((d for d in curves if d >= dim), default=max(curves))]
@@ -144,17 +154,27 @@ class Rates:
         (low, slow), (high, fast) = curve[at - 1 : at + 1]
         return slow + (fast - slow) * math.log(keys / low) / math.log(high / low)
 
+    def _factor(self, variant: Variant, kernel: str, direction: Pass, dim: int, keys: int) -> float:
+        """Return the speed of a variant over that of plain calls, from causal rates; 1 where it was not measured."""
+        curves = self._curves.get((kernel, direction, True, variant))
+        if not curves:
+            return 1.0
+        tokens = [t for t, _ in curves[min((d for d in curves if d >= dim), default=max(curves))]]
+        keys = min(max(keys, tokens[0]), tokens[-1])
+        special, plain = (self._rate(kernel, direction, True, dim, keys, name) for name in (variant, PLAIN))
+        return special / plain if special and plain else 1.0
+
     @cached_property
     def _best_tflops(self) -> float:
         """The highest rate of all, which is about that of a large GEMM."""
         return max(rate.tflops for rate in self.rates)
 
     @cached_property
-    def _curves(self) -> dict[tuple[str, str, bool], dict[int, list[tuple[int, float]]]]:
-        """(tokens, TFLOP/s) in the order of tokens: by (kernel, pass, causal), then by head dim."""
-        out: dict[tuple[str, str, bool], dict[int, list[tuple[int, float]]]] = {}
+    def _curves(self) -> dict[tuple[str, str, bool, str], dict[int, list[tuple[int, float]]]]:
+        """(tokens, TFLOP/s) in the order of tokens: by (kernel, pass, causal, variant), then by head dim."""
+        out: dict[tuple[str, str, bool, str], dict[int, list[tuple[int, float]]]] = {}
         for rate in sorted(self.rates, key=lambda rate: rate.tokens):
-            by_dim = out.setdefault((rate.kernel, rate.direction, rate.causal), {})
+            by_dim = out.setdefault((rate.kernel, rate.direction, rate.causal, rate.variant), {})
             by_dim.setdefault(rate.head_dim, []).append((rate.tokens, rate.tflops))
         return out
 
@@ -175,6 +195,7 @@ class Rates:
                     "tokens": rate.tokens,
                     "tflops": float(f"{rate.tflops:.4g}"),
                 }
+                | ({"variant": rate.variant} if rate.variant else {})
                 for rate in self.rates
             ],
         }
@@ -187,7 +208,15 @@ class Rates:
             data: What `to_json` returned.
         """
         rates = tuple(
-            Rate(row["kernel"], row["pass"], row["mask"] == "causal", row["head_dim"], row["tokens"], row["tflops"])
+            Rate(
+                kernel=row["kernel"],
+                direction=row["pass"],
+                causal=row["mask"] == "causal",
+                head_dim=row["head_dim"],
+                tokens=row["tokens"],
+                tflops=row["tflops"],
+                variant=row.get("variant", PLAIN),
+            )
             for row in data["rates"]
         )
         about, host = (str(data["device"]), str(data["architecture"])), dict(data["host_us"])
@@ -198,6 +227,13 @@ class Rates:
         if not all(_is_config(numbers) for numbers in data.get("configs", {}).values()):
             raise ValueError("configurations must be four numbers > 0, and one >= 0 or none")
         return Rates(*about, rates, host, data.get("measured_with", {}), data.get("configs", {}))
+
+
+def _variants(request: KernelRequest) -> list[Variant]:
+    """Return what is special in a call."""
+    rectangles = request.work.rectangles
+    found: list[Variant] = ["gqa"] if request.gqa else []
+    return [*found, "documents"] if rectangles is not None and len(rectangles) > 1 else found
 
 
 def _is_config(numbers: list[int]) -> bool:
