@@ -78,6 +78,8 @@ def held_out(
         cases = bench.cases_of(picked, tokens)
         found = options.recorder(f"held-out-{picked}")
         for n, case in enumerate(cases):
+            # a line for each shape on stderr, so that a run whose output goes to a file shows its progress
+            typer.echo(f"{n + 1} of {len(cases)}: {case}", err=True)
             say = lambda text, n=n: status.update(f"{n + 1} of {len(cases)}: {text}")  # noqa: E731
             found.add(bench.run(case, rounds, say))
         return found

@@ -1,7 +1,7 @@
 """`auto` beside every kernel that it could have chosen, on shapes that `meshflash calibrate` does not measure.
 
 The shapes differ from the calibrated ones in length, head counts, head dim, dtype and mask: `auto` has to predict their
-times. Each kernel runs both passes. `auto` chooses for each pass, so it may mix two kernels.
+times. Each kernel runs both passes, and counts by the time of both together. `auto` may choose two kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshflash.bench.check import PASSES
 from meshflash.bench.columns import Column, Row, terminal
 from meshflash.bench.columns import markdown as write_markdown
 from meshflash.bench.kernels import KernelRow, rows_of
-from meshflash.bench.measure import Say, measure
+from meshflash.bench.measure import Say, both, measure
 
 AUTO = "auto"
 #: The least speed of `auto` over that of the best kernel that counts as a right choice.
@@ -102,72 +102,64 @@ def run(case: Case, rounds: int, say: Say) -> Iterator[HeldOutRow]:
 
 
 def summary(rows: Rows) -> list[str]:
-    """Return in how many cells `auto` reaches the floor, by each kind of time, and which cells it misses."""
+    """Return at how many shapes `auto` reaches the floor, by each kind of time, and which shapes it misses."""
     out = []
     for words, ratio, best in (("kernel time", "ratio", "best"), ("plain loops", "loop_ratio", "loop_best")):
-        cells = [cell for cell in _cells(rows) if cell[ratio] is not None]
-        missed = [cell for cell in cells if cell[ratio] < FLOOR]
-        reached = f"{len(cells) - len(missed)} of {len(cells)} cells"
-        out.append(f"{words}: auto reaches {FLOOR:.2f}x of the best kernel in {reached}")
-        for cell in missed:
-            out.append(f"  {cell[ratio]:.2f}x: {cell['shape']}, {cell['pass']}: {cell['ran']}, best {cell[best]}")
+        lines = [line for line in _lines(rows) if line[ratio] is not None]
+        missed = [line for line in lines if line[ratio] < FLOOR]
+        reached = f"{len(lines) - len(missed)} of {len(lines)} shapes"
+        out.append(f"{words}: auto reaches {FLOOR:.2f}x of the best kernel at {reached}")
+        out += [f"  {line[ratio]:.2f}x: {line['shape']}: {line['ran']}, best {line[best]}" for line in missed]
     notes = dict.fromkeys(f"{row['kernel']} at {_shape(row)}: {row['note']}" for row in rows if row["note"])
     return [*out, *notes]
 
 
 def tables(rows: Rows) -> list[RenderableType]:
     """Return the table, and below it the summary."""
-    return [terminal(title(rows), COLUMNS, _cells(rows), dense=True), *map(Text, summary(rows))]
+    return [terminal(title(rows), COLUMNS, _lines(rows), dense=True), *map(Text, summary(rows))]
 
 
 def markdown(rows: Rows) -> str:
     """Return the same for a document."""
     below = "\n".join(f"- {line.strip()}" for line in summary(rows))
-    return f"{write_markdown(COLUMNS, _cells(rows))}\n\n{below}"
+    return f"{write_markdown(COLUMNS, _lines(rows))}\n\n{below}"
 
 
 def title(rows: Rows) -> str:
     """Return what was measured, in words."""
-    return f"auto on held-out shapes, TFLOP/s and speed over the best kernel, on {rows[0]['device']}"
+    return f"auto on held-out shapes: TFLOP/s, and speed over the best kernel in both passes, on {rows[0]['device']}"
 
 
-def _cells(rows: Rows) -> list[Row]:
-    """Return a row of the table for each shape and pass: `auto` and the best kernel by each kind of time."""
-    groups: dict[tuple[str, str], Rows] = {}
+def _lines(rows: Rows) -> list[Row]:
+    """Return a row of the table for each shape: `auto`, and the best kernel by each kind of time."""
+    groups: dict[str, Rows] = {}
     for row in rows:
-        groups.setdefault((_shape(row), row["pass"]), []).append(row)
-    cells = []
-    for direction in PASSES:
-        for (shape, own), group in groups.items():
-            if own == direction:
-                cells.append(_cell(shape, direction, group))
-    return sorted(cells, key=lambda cell: int(cell["tokens"]))
+        groups.setdefault(_shape(row), []).append(row)
+    lines = []
+    for shape, group in groups.items():
+        auto = {row["pass"]: row for row in group if row["kernel"] == AUTO}
+        best, ratio = _best(group, "ms")
+        loop_best, loop_ratio = _best(group, "loop_ms")
+        lines.append(
+            {"shape": shape, "ran": both(*(auto[direction]["ran"] for direction in PASSES))}
+            | {direction: auto[direction]["tflops"] for direction in PASSES}
+            | {"best": best, "ratio": ratio, "loop_best": loop_best, "loop_ratio": loop_ratio}
+        )
+    return lines
 
 
-def _cell(shape: str, direction: str, group: Rows) -> Row:
-    auto = next(row for row in group if row["kernel"] == AUTO)
-    best, ratio = _best(group, auto, "ms")
-    loop_best, loop_ratio = _best(group, auto, "loop_ms")
-    return {
-        "tokens": auto["tokens"],
-        "shape": shape,
-        "pass": direction,
-        "ran": auto["ran"],
-        "tflops": auto["tflops"],
-        "best": best,
-        "ratio": ratio,
-        "loop_best": loop_best,
-        "loop_ratio": loop_ratio,
-    }
-
-
-def _best(group: Rows, auto: Row, key: str) -> tuple[str, float | None]:
-    """Return the fastest kernel but `auto`, and the speed of `auto` over its own."""
-    timed = [row for row in group if row["kernel"] != AUTO and row[key] is not None]
-    if not timed or auto[key] is None:
+def _best(group: Rows, key: str) -> tuple[str, float | None]:
+    """Return the fastest kernel but `auto` over both passes, and the speed of `auto` over its own."""
+    times: dict[str, float] = {}
+    for name in dict.fromkeys(row["kernel"] for row in group):
+        own = [row[key] for row in group if row["kernel"] == name]
+        if len(own) == len(PASSES) and None not in own:
+            times[name] = sum(own)
+    auto = times.pop(AUTO, None)
+    if auto is None or not times:
         return "", None
-    best = min(timed, key=lambda row: float(row[key]))
-    return best["kernel"], best[key] / auto[key]
+    best = min(times, key=lambda name: times[name])
+    return best, times[best] / auto
 
 
 def _shape(row: Row) -> str:
@@ -181,11 +173,14 @@ def _speed(key: str) -> Column:
     return Column(header, lambda row: "" if row[key] is None else f"{row[key]:.2f}")
 
 
+def _rate(direction: str) -> Column:
+    return Column(direction, lambda row: "" if row[direction] is None else f"{row[direction]:.3g}")
+
+
 COLUMNS = (
-    Column("batch x tokens, heads x dim, mask", "shape", is_text=True, once=True),
-    Column("pass", "pass", is_text=True),
+    Column("batch x tokens, heads x dim, mask", "shape", is_text=True),
     Column("auto ran", "ran", is_text=True),
-    Column("TFLOP/s", lambda row: "" if row["tflops"] is None else f"{row['tflops']:.3g}"),
+    *map(_rate, PASSES),
     Column("best", "best", is_text=True),
     _speed("ratio"),
     _speed("loop_ratio"),

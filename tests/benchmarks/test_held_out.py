@@ -51,7 +51,7 @@ def test_run_measures_auto_beside_the_kernels_that_it_may_choose(tmp_path):
     ]
     assert all(row["ms"] > 0 and row["loop_ms"] > 0 and row["ran"] == "vendor" for row in rows)
     shown = CliRunner().invoke(app, ["benchmarks", "held-out", "--from", str(output), "--markdown"])
-    assert "| 1x37 4/2x16 causal fp32 | backward | vendor | " in shown.output
+    assert "| 1x37 4/2x16 causal fp32 | vendor | " in shown.output
 
 
 def test_wrong_result_of_auto_raises(monkeypatch):
@@ -69,25 +69,31 @@ def test_wrong_result_of_auto_raises(monkeypatch):
         list(held_out.run(window, 1, lambda _: None))
 
 
-def test_summary_names_cells_where_auto_is_slow():
-    rows = [row("auto", 1.0, 3.0, ran="fa2"), row("cudnn", 0.98, 2.0), row("fa2", 1.0, 4.0)]
-    rows += [row("auto", 2.0, direction="backward", ran="cudnn"), row("cudnn", 1.0, 2.5, direction="backward")]
+def test_summary_names_shapes_where_auto_is_slow():
+    rows = [row("auto", 1.0, 3.0, ran="fa2"), row("cudnn", 0.5, 3.0), row("fa2", 1.0, 4.0)]
+    rows += [row("auto", 2.0, direction="backward", ran="cudnn"), row("cudnn", 2.0, 3.0, direction="backward")]
+    rows += [row("fa2", 3.0, direction="backward")]
     lines = held_out.summary(rows)
-    cell = "4x256 16x64 causal bf16"
+    shape = "4x256 16x64 causal bf16"
     assert lines == [
-        "kernel time: auto reaches 0.97x of the best kernel in 1 of 2 cells",
-        f"  0.50x: {cell}, backward: cudnn, best cudnn",
-        "plain loops: auto reaches 0.97x of the best kernel in 1 of 2 cells",
-        f"  0.67x: {cell}, forward: fa2, best cudnn",
+        "kernel time: auto reaches 0.97x of the best kernel at 0 of 1 shapes",
+        f"  0.83x: {shape}: fa2, cudnn, best cudnn",
+        "plain loops: auto reaches 0.97x of the best kernel at 1 of 1 shapes",
     ]
-    assert f"| {cell} | forward | fa2 | 100 | cudnn | 0.98 | 0.67 |" in held_out.markdown(rows)
+    assert f"| {shape} | fa2, cudnn | 100 | 50 | cudnn | 0.83 | 1.20 |" in held_out.markdown(rows)
 
 
 def test_kernels_without_figures_are_named():
-    rows = [row("auto", 1.0), row("fa4", None, note="failed: RuntimeError: no")]
+    rows = [row(name, ms, direction=direction, note=note) for direction in ("forward", "backward")
+            for name, ms, note in (("auto", 1.0, None), ("fa4", None, "failed: RuntimeError: no"))]  # fmt: skip
     *counts, note = held_out.summary(rows)
-    assert [line.split(": ")[1] for line in counts] == ["auto reaches 0.97x of the best kernel in 0 of 0 cells"] * 2
+    assert [line.split(": ")[1] for line in counts] == ["auto reaches 0.97x of the best kernel at 0 of 0 shapes"] * 2
     assert note == "fa4 at 4x256 16x64 causal bf16: failed: RuntimeError: no"
+
+
+def test_kernel_of_one_pass_is_not_the_best_of_both():
+    rows = [row("auto", 1.0), row("auto", 1.0, direction="backward"), row("fa4", 0.1)]
+    assert held_out.summary(rows)[0].endswith("at 0 of 0 shapes")
 
 
 def test_table_fits_100_columns():
