@@ -205,6 +205,8 @@ def test_plain_loops_have_a_table_of_their_own():
     assert "| forward | 300 | 720 | 0.50 |" in loops
     assert "at least 1.00x in 1 of 1 cells" in kernel_time
     assert "at least 1.00x in 0 of 1 cells" in loops
+    older = [{key: value for key, value in own.items() if key != "loop_ms"} for own in rows]
+    assert peers_table.markdown(older) == kernel_time
 
 
 def test_table_of_all_peers_fits_80_columns():
