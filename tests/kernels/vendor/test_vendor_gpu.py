@@ -102,12 +102,23 @@ def test_vendor_kernels_name_unsupported_arguments():
 
 
 @pytest.mark.usefixtures("hopper_gpu")
-def test_only_cudnn_takes_a_value_dim_of_its_own():
+def test_only_cudnn_takes_any_value_dim_of_its_own():
     request = make_request(head_dim=192, value_dim=128)
     assert Cudnn().unsupported_reason(request) is None
     assert "value dim of 260" in (Cudnn().unsupported_reason(make_request(head_dim=192, value_dim=260)) or "")
-    for kernel in (Flash2(), Flash2Package(), Flash3(), Flash4()):
+    for kernel in (Flash2(), Flash2Package(), Flash3()):
         assert "value dim of 128" in (kernel.unsupported_reason(request) or ""), kernel.name
+
+
+@pytest.mark.usefixtures("hopper_gpu")
+def test_flash_attention_4_takes_the_dims_of_latent_attention_without_gqa():
+    request = make_request(head_dim=192, value_dim=128)
+    assert Flash4().unsupported_reason(request) is None
+    assert (
+        Flash4().unsupported_reason(replace(request, gqa=True)) == "a value dim of 128 with a head dim of 192 and GQA"
+    )
+    other = make_request(head_dim=128, value_dim=64)
+    assert Flash4().unsupported_reason(other) == "a value dim of 64 with a head dim of 128"
 
 
 def test_cudnn_serves_wide_heads_on_hopper_alone(monkeypatch):
@@ -130,12 +141,14 @@ def test_every_head_dim_that_a_vendor_kernel_claims_is_right(kernel, causal):
     if reason := registry.refusal(found, make_request()):
         pytest.skip(reason)
     dims = found.head_dims(torch.device("cuda"))
-    pairs = [(dim, dim) for dim in range(dims.multiple, dims.largest + 1, dims.multiple)]
+    runs = [(dim, dim, 2) for dim in range(dims.multiple, dims.largest + 1, dims.multiple)]
     if dims.own_value_dim:
-        pairs += [(192, 128), (128, 192), (64, 256), (256, 8)]
+        runs += [(192, 128, 2), (128, 192, 2), (64, 256, 2), (256, 8, 2)]
+    runs += [(dim, value_dim, 4) for dim, value_dim in dims.pairs]
     wrong = {}
-    for dim, value_dim in pairs:
-        case = Case(CAUSAL if causal else Mask.full(), tokens=130, heads=4, kv_heads=2, dim=dim, value_dim=value_dim)
+    for dim, value_dim, kv_heads in runs:
+        mask = CAUSAL if causal else Mask.full()
+        case = Case(mask, tokens=130, heads=4, kv_heads=kv_heads, dim=dim, value_dim=value_dim)
         leaves = case.inputs(torch.bfloat16, "cuda")
         try:
             check(gradients(case.run(leaves, kernel), leaves, case), case, leaves)
