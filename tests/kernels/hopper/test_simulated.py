@@ -165,3 +165,26 @@ def test_unaligned_gradients_are_accumulated_by_atomics(kernel, monkeypatch):
     monkeypatch.setattr(hopper_launch, "spreads_heads", lambda *_: True)
     check(contiguous_work(FULL, 256), 128, 1, 4, 2, add=False, padded=False)
     assert [(launch.ACCUMULATE, launch.TMA_REDUCE_DKDV) for launch in kernel.launches] == [(True, False)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "kv_heads", "spread", "hidden"),
+    [
+        (CAUSAL, 2, 2, False, {"q, dout"}),
+        (FULL, 2, 2, False, {"k of dq"}),
+        (FULL, 4, 2, False, {"k of dq"}),
+        (CAUSAL, 4, 2, True, {"k of dq"}),
+        (CAUSAL, 4, 2, False, {"k, v", "q, dout", "k of dq"}),
+        (CAUSAL & Mask.window(90, 0), 2, 2, False, {"k of dq"}),
+    ],
+)
+def test_launches_at_dim_64_hide_the_indices_that_cost_least(
+    mask, heads, kv_heads, spread, hidden, kernel, monkeypatch
+):
+    monkeypatch.setattr(hopper_launch, "spreads_heads", lambda *_: spread)
+    check(contiguous_work(mask, 384), 64, 1, heads, kv_heads, add=False, padded=False)
+    (launch,) = kernel.launches
+    names = ("D", "LOWER", "UPPER", "CLIPPED", "SINGLE_RUN", "HEADS_PER_CTA", "PARTIAL_TILES", "ACCUMULATE")
+    constants = [getattr(launch, name) for name in names]
+    operands = ("k, v", "q, dout", "k of dq")
+    assert {operand for operand in operands if hopper_backward.hides_index(operand, *constants)} == hidden

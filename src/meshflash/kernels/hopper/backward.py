@@ -47,6 +47,20 @@ from meshflash.kernels.hopper.common import (
 from meshflash.kernels.hopper.gluon_compat import add_block, copy_block, reinterpret
 
 
+@gluon.constexpr_function
+def hides_index(operand, dim, lower, upper, clipped, single_run, heads_per_cta, partial_tiles, accumulate):
+    """Return whether `buffer_rows` hides the index of an operand of the main loop: "k, v", "q, dout" or "k of dq".
+
+    Hidden indices prevent spills where registers are short. Elsewhere most of them cost speed under Triton 3.9. At head
+    dim 64 it is fastest to hide only those of Q and dO under a causal mask (+10% at 16,384 tokens), and otherwise only
+    that of K in dQ = dS K (+8% full, +6% where causal query heads are spread): docs/dev/kernels.md.
+    """
+    if dim == 128 or clipped or ((lower or upper) and (heads_per_cta > 1 or not single_run)):
+        return True
+    is_causal = lower and not upper and not (partial_tiles or accumulate)
+    return operand == ("q, dout" if is_causal else "k of dq")
+
+
 @gluon.jit
 def _producer(q, k, v, dout, lse, delta, smem_q, smem_k, smem_v, smem_dout, smem_lse, smem_delta, kv_full, q_full,
               q_empty, dout_full, dout_empty, TILES, RUNS, heads, HEADS_PER_CTA: gl.constexpr,
@@ -365,13 +379,15 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
     scalars = (batch, heads, q_tiles_per_head, scale, scale2, inner_scale)
     # DEFER_DQ needs registers: at dim 128 it is faster only where masked blocks have a loop of their own
     DEFER_DQ: gl.constexpr = BLOCK_M == 128 or (SPLIT_MASKED_LOOP and not SOFTCAP)
-    # Hidden indices prevent spills where registers are short; elsewhere most of them cost speed under Triton 3.9. At
-    # dim 64 these are the fastest of all eight combinations: hide only Q and dO under a causal mask with one query head
-    # per CTA (+10% at 16,384 tokens), and only the K of dQ otherwise (+8% full, +6% causal with GQA).
-    HIDE_ALL: gl.constexpr = D == 128 or CLIPPED or ((LOWER or UPPER) and (ACCUMULATE or not SINGLE_RUN))
-    HIDE_K_V: gl.constexpr = HIDE_ALL
-    HIDE_Q_DO: gl.constexpr = HIDE_ALL or (SPLIT_MASKED_LOOP and HEADS_PER_CTA == 1 and not PARTIAL_TILES)
-    HIDE_DQ_K: gl.constexpr = HIDE_ALL or not HIDE_Q_DO
+    HIDE_K_V: gl.constexpr = hides_index(
+        "k, v", D, LOWER, UPPER, CLIPPED, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
+    )
+    HIDE_Q_DO: gl.constexpr = hides_index(
+        "q, dout", D, LOWER, UPPER, CLIPPED, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
+    )
+    HIDE_DQ_K: gl.constexpr = hides_index(
+        "k of dq", D, LOWER, UPPER, CLIPPED, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
+    )
     dq_at = batch, key_head  # a placeholder of the right type: without DEFER_DQ nothing reads it
     if COMPUTE_DQ and DEFER_DQ:
         # prologue: store dS = 0 as that of a block before the first one; its dQ of 0 is added to a block of the run
