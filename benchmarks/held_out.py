@@ -25,8 +25,8 @@ AUTO = "auto"
 #: The least speed of `auto` over that of the best kernel that counts as a right choice.
 FLOOR = 0.97
 
-#: The shapes: short ones up to 2,048 tokens, then long ones. Each has an odd length, GQA, float16, a head dim or a mask
-#: that no table of rates has.
+#: The shapes: short ones up to 2,048 tokens, then long ones. Each has a length, a number of heads, a dtype, a head dim
+#: or a mask that no table of rates has.
 ON_GPU = tuple(
     Case(tokens, batch, heads, kv_heads, dim, mask, dtype, "cuda")
     for tokens, batch, heads, kv_heads, dim, mask, dtype in (

@@ -80,6 +80,22 @@ def test_variants_scale_the_rate_of_both_masks_by_that_of_causal_calls(variant):
     assert Rates.from_json(made.to_json()).rates == made.rates
 
 
+def test_factor_of_a_variant_is_that_of_the_next_wider_dim_it_was_measured_at():
+    rows = [Rate("tiled", "forward", True, dim, 1024, tflops) for dim, tflops in ((96, 400.0), (128, 600.0))]
+    rows.append(Rate("tiled", "forward", True, 128, 1024, 540.0, "gqa"))
+    made = replace(table(tiled=1.0), rates=tuple(rows))
+    assert made._factor("gqa", "tiled", "forward", 96, 1024) == pytest.approx(0.9)
+    assert made._factor("gqa", "tiled", "forward", 256, 1024) == pytest.approx(0.9)
+    without = replace(made, rates=(rows[0], rows[2]))  # dim 128 has no plain rate to compare with
+    assert without._factor("gqa", "tiled", "forward", 96, 1024) == 1.0
+
+
+def test_layers_that_take_about_as_long_are_compared_by_device_time():
+    costs = {"slow": rates.Cost(146e-6, 47e-6), "fast": rates.Cost(147e-6, 34e-6), "late": rates.Cost(160e-6, 1e-6)}
+    assert rates.cheapest(costs) == "fast"
+    assert rates.cheapest(costs | {"quick": rates.Cost(100e-6, 90e-6)}) == "quick"
+
+
 def test_request_says_whether_query_heads_share_a_kv_head():
     q, k = torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 8)
     for kv, gqa in ((k, True), (q, False)):
@@ -91,7 +107,7 @@ def test_many_small_launches_are_bound_by_host_time():
     made = table(tiled=100.0)
     predicted = made.predict("tiled", make_request(), [Launch(10.0, 4, causal=True)] * 100)
     assert predicted.host == pytest.approx(100 * 10e-6)
-    assert predicted.cost()[0] == predicted.host + rates.LAYER_HOST
+    assert predicted.cost().layer == predicted.host + rates.LAYER_HOST
 
 
 def test_the_hosts_time_counts_only_where_it_is_the_bottleneck_of_a_layer():
@@ -99,7 +115,7 @@ def test_the_hosts_time_counts_only_where_it_is_the_bottleneck_of_a_layer():
 
     def seconds(request, launch_tokens):
         predicted = made.predict("tiled", request, [Launch(launch_tokens**2, launch_tokens, causal=False)])
-        return predicted, predicted.cost()[0]
+        return predicted, predicted.cost().layer
 
     short, in_layer = seconds(make_request(tokens=64), 64)
     assert in_layer == short.host + rates.LAYER_HOST > short.device + short.layer_device
@@ -108,7 +124,7 @@ def test_the_hosts_time_counts_only_where_it_is_the_bottleneck_of_a_layer():
     assert in_layer == pytest.approx(long.device + gemms)
     backward, in_layer = seconds(make_request(tokens=8192, direction="backward"), 8192)
     assert in_layer == pytest.approx(backward.device + 2 * gemms)
-    step, alone = seconds(make_request(tokens=8192, partial=True), 8192)
+    step, alone = seconds(make_request(tokens=8192, is_step=True), 8192)
     assert alone == max(step.device, step.host)
 
 
@@ -184,6 +200,7 @@ def test_own_table_precedes_shipped_tables_of_the_device_or_architecture(tmp_pat
     "wrong",
     [
         dict(host_us=None),
+        dict(rates=[]),
         dict(rates=[dict(kernel="tiled", mask="full", head_dim=8, tokens=8, tflops=0.0) | {"pass": "forward"}]),
         dict(configs={"forward/64": [1, 2]}),
         dict(device=None, rates=3),

@@ -91,6 +91,7 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
             batch=setting.batch,
             heads=step.heads[1] - step.heads[0],
             gqa=step.heads[1] - step.heads[0] > step.kv.shape[1],
+            is_step=True,
         )
         out[step] = choose(setting.kernel, request), work
     return out

@@ -29,7 +29,7 @@ from meshflash.engine.memory import pool
 from meshflash.engine.placement import Placement, Setting
 from meshflash.engine.pulls import Places, places
 from meshflash.engine.spec import AttentionSpec, CallTensors
-from meshflash.kernels import registry
+from meshflash.kernels import rates, registry
 from meshflash.kernels.contract import Features, Grads, Inputs, new_outputs
 from meshflash.kernels.launches import Launches
 from meshflash.kernels.registry import Choice, log_kernel, open_logs
@@ -109,8 +109,8 @@ class Executable(ABC):
 FUNCTION_SECONDS = 60e-6
 
 
-def _cost_with_gradients(forward: Choice, backward: Choice, more_host: float) -> tuple[float, float] | None:
-    """Return the cost of a forward and its backward, by which kernels compare; None where no rates are known.
+def _cost_with_gradients(forward: Choice, backward: Choice, more_host: float) -> rates.Cost | None:
+    """Return the cost of a forward and its backward together; None where no rates are known.
 
     Args:
         forward: The kernel of the forward.
@@ -120,7 +120,7 @@ def _cost_with_gradients(forward: Choice, backward: Choice, more_host: float) ->
     if forward.predicted is None or backward.predicted is None:
         return None
     costs = forward.predicted.cost(more_host / 2), backward.predicted.cost(more_host / 2)
-    return costs[0][0] + costs[1][0], costs[0][1] + costs[1][1]
+    return rates.Cost(costs[0].layer + costs[1].layer, costs[0].device + costs[1].device)
 
 
 class LocalExecutable(Executable):
@@ -169,10 +169,10 @@ class LocalExecutable(Executable):
             return spec.kernel, False
         if forward.kernel.name == backward.kernel.name and forward.kernel.has_torch_autograd(inputs):
             return forward.kernel.name, True
-        least = _cost_with_gradients(forward, backward, FUNCTION_SECONDS)
-        if spec.kernel != "auto" or least is None:  # named, or nobody knows what is faster
+        fastest = _cost_with_gradients(forward, backward, FUNCTION_SECONDS)
+        if spec.kernel != "auto" or fastest is None:  # named, or nobody knows what is faster
             return spec.kernel, False
-        best = spec.kernel, False
+        costs = {(spec.kernel, False): fastest}
         for name in registry.names()[1:]:
             pair = local.choices(inputs, name, spec.deterministic)
             if pair is None:
@@ -180,9 +180,9 @@ class LocalExecutable(Executable):
             differentiated = pair[0].kernel.has_torch_autograd(inputs)
             more_host = pair[0].kernel.torch_autograd_seconds if differentiated else FUNCTION_SECONDS
             cost = _cost_with_gradients(*pair, more_host)
-            if cost is not None and cost < least:
-                best, least = (name, differentiated), cost
-        return best
+            if cost is not None:
+                costs[name, differentiated] = cost
+        return rates.cheapest(costs)
 
     def forward(self, x: CallTensors) -> Results:
         if open_logs:

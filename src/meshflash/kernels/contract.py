@@ -188,6 +188,7 @@ class KernelRequest:
         batch: The number of batch rows.
         heads: The number of query heads.
         gqa: Whether several query heads share a KV head.
+        is_step: Whether the call is a step of a schedule, of which a layer may have several.
     """
 
     direction: Pass
@@ -203,6 +204,7 @@ class KernelRequest:
     batch: int = 1
     heads: int = 1
     gqa: bool = False
+    is_step: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -212,7 +214,7 @@ class KernelRequest:
         """
         features = tuple(x > 0 if isinstance(x, float | int) else x is None for x in vars(self.features).values())
         sizes = (self.head_dim, self.value_dim, self.batch, self.heads)
-        modes = (self.partial, self.lse_gradient, self.deterministic, self.gqa)
+        modes = (self.partial, self.lse_gradient, self.deterministic, self.gqa, self.is_step)
         return self.direction, self.device, self.dtype, sizes, modes, features
 
 

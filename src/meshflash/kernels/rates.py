@@ -12,7 +12,7 @@ import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -26,6 +26,8 @@ from meshflash.kernels.contract import KernelRequest, Launch, Pass
 
 #: The folder of the tables that meshflash ships.
 SHIPPED = Path(__file__).parent / "measured"
+#: Layers whose predicted times differ by less than this factor take about as long: host time is noisy.
+SIMILAR = 1.05
 #: What is special in a call whose rate is measured apart; PLAIN is nothing.
 Variant = Literal["", "gqa", "documents"]
 PLAIN: Variant = ""
@@ -67,7 +69,7 @@ class Predicted(NamedTuple):
 
     A call is part of a transformer layer, where the host runs ahead of the device while that computes the layer's other
     GEMMs. So the host's time counts only in layers that it takes longer for than the device: short ones. A step of a
-    schedule stands alone, because a layer has many of them.
+    schedule stands alone, because a layer may have many of them.
 
     Args:
         device: The time that the device computes.
@@ -81,14 +83,33 @@ class Predicted(NamedTuple):
     layer_device: float = 0.0
     layer_host: float = 0.0
 
-    def cost(self, more_host: float = 0.0) -> tuple[float, float]:
-        """Return the time of the layer, by which kernels compare, and that of the call, for layers of equal time.
+    def cost(self, more_host: float = 0.0) -> Cost:
+        """Return what kernels compare for this call.
 
         Args:
             more_host: More time of the host for this call.
         """
-        host = self.host + more_host
-        return max(self.device + self.layer_device, host + self.layer_host), self.device + host
+        return Cost(max(self.device + self.layer_device, self.host + more_host + self.layer_host), self.device)
+
+
+class Cost(NamedTuple):
+    """The seconds by which kernels compare: of a layer, and of the device for its attention; `cheapest` takes many."""
+
+    layer: float
+    device: float
+
+
+K = TypeVar("K")
+
+
+def cheapest(costs: Mapping[K, Cost]) -> K:
+    """Return the key of the shortest layer; of layers that take about as long, the one with the least device time.
+
+    Args:
+        costs: The cost of each kernel, or of each pair of kernels.
+    """
+    longest = SIMILAR * min(cost.layer for cost in costs.values())
+    return min((key for key, cost in costs.items() if cost.layer <= longest), key=lambda key: costs[key].device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +152,7 @@ class Rates:
             host += self.host_us.get(kernel, {}).get(request.direction, 0.0) * 1e-6
         is_backward = request.direction == "backward"
         device *= BACKWARD if is_backward else 1.0
-        if request.partial:
+        if request.is_step:
             return Predicted(device, host)
         rows = request.batch * sum(map(len, request.work.q_ranges))
         flops = LAYER_FLOPS * rows * (request.heads * request.head_dim) ** 2 * (2.0 if is_backward else 1.0)
@@ -159,7 +180,10 @@ class Rates:
         curves = self._curves.get((kernel, direction, True, variant))
         if not curves:
             return 1.0
-        tokens = [t for t, _ in curves[min((d for d in curves if d >= dim), default=max(curves))]]
+        dim = min((d for d in curves if d >= dim), default=max(curves))
+        if dim not in self._curves.get((kernel, direction, True, PLAIN), {}):
+            return 1.0
+        tokens = [t for t, _ in curves[dim]]
         keys = min(max(keys, tokens[0]), tokens[-1])
         special, plain = (self._rate(kernel, direction, True, dim, keys, name) for name in (variant, PLAIN))
         return special / plain if special and plain else 1.0
@@ -220,6 +244,8 @@ class Rates:
             for row in data["rates"]
         )
         about, host = (str(data["device"]), str(data["architecture"])), dict(data["host_us"])
+        if not rates:
+            raise ValueError("no rates")
         if not all(0 < rate.tflops < math.inf and rate.tokens > 0 for rate in rates):
             raise ValueError("rates must be numbers > 0")
         if not all(us >= 0 for by_pass in host.values() for us in by_pass.values()):
@@ -230,7 +256,7 @@ class Rates:
 
 
 def _variants(request: KernelRequest) -> list[Variant]:
-    """Return what is special in a call."""
+    """Return what is special in a call; whatever a vendor kernel launches several times for counts as documents."""
     rectangles = request.work.rectangles
     found: list[Variant] = ["gqa"] if request.gqa else []
     return [*found, "documents"] if rectangles is not None and len(rectangles) > 1 else found

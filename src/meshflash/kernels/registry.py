@@ -198,12 +198,17 @@ def _fastest(request: KernelRequest) -> Choice:
         )
         return Choice(supported[0].serving(request), others + (", by a fixed order" if supported[1:] else ""))
     times = [(known.rates.predict(kernel.name, request, kernel.launches(request)), kernel) for kernel in supported]
-    measured = sorted(((t, kernel) for t, kernel in times if t is not None), key=lambda pair: pair[0].cost())
+    measured = {kernel: t for t, kernel in times if t is not None}
     if not measured:
         return Choice(supported[0].serving(request), f"by a fixed order: no supported kernel is in {known.source}")
-    fastest = ", ".join(f"{kernel.name} {t.device * 1e3:.3g} ({t.host * 1e3:.3g})" for t, kernel in measured[:3])
-    best, kernel = measured[0]
-    return Choice(kernel.serving(request), f"predicted ms (host): {fastest}, by {known.source}", best)
+    costs = {kernel: t.cost() for kernel, t in measured.items()}
+    chosen = rates.cheapest(costs)
+    shown = sorted(measured, key=lambda kernel: (kernel is not chosen, costs[kernel]))[:3]
+    of_kernels = ", ".join(
+        f"{kernel.name} {measured[kernel].device * 1e3:.3g} ({measured[kernel].host * 1e3:.3g})" for kernel in shown
+    )
+    reason = f"predicted ms (host): {of_kernels}, by {known.source}"
+    return Choice(chosen.serving(request), reason, measured[chosen])
 
 
 def may_be_chosen(kernel: Kernel, request: KernelRequest) -> bool:
