@@ -335,7 +335,8 @@ def backward(
         num_work -= tail.num_tiles if tail else 0
     _launch_preprocess(launcher, rows, lse_delta, padded_tokens, shifts, sums)
     if ctas_per_kv_head > 1 and not accumulate:
-        dk, dv, accumulate = launcher.zeros(*dk.shape, like=dk), launcher.zeros(*dv.shape, like=dv), True
+        dk, dv = launcher.zeros(2, *dk.shape, like=dk).unbind()  # one fill, because short calls are bound by the host
+        accumulate = True
     loops = _Loops(heads, heads_per_cta, ctas_per_kv_head)
     tensors = _BackwardTensors(x.q_BTHD, x.k_BSKD, x.v_BSKE, rows.dout_BTHE, lse_delta, dk, dv)
     _launch_backward(launcher, x.features, tensors, accumulate, sums, config, tables, num_work, loops)
