@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -83,15 +84,19 @@ def oracle_of(case: Case, exact: bool = False) -> str:
 def truth(case: Case, tensors: Tensors, exact: bool = False) -> Truth:
     """Return the results of the oracle, computed some heads at a time so that they fit in memory.
 
-    Packed documents of equal length are computed as sequences of their own.
+    Packed documents are computed one by one, as sequences of their own.
     """
-    kind, _, count = case.mask.rpartition("-")
-    if kind == "documents" and case.tokens % int(count) == 0:
-        sizes = (case.batch, int(count))
-        alone = replace(case, tokens=case.tokens // sizes[1], batch=sizes[0] * sizes[1], mask="causal")
-        q, k, v, dout = (x.unflatten(1, (sizes[1], -1)).flatten(0, 1) for x in tensors)
-        found = truth(alone, (q, k, v, dout), exact)
-        return Truth(found.oracle, tuple(x.unflatten(0, sizes).flatten(1, 2) for x in found.results))
+    if case.mask.startswith("documents"):
+        (documents,) = case.rule.documents_nodes
+        found = []
+        for begin, end in pairwise(documents.q_cuts(0)):
+            q, k, v, dout = (x[:, begin:end] for x in tensors)
+            found.append(truth(replace(case, tokens=int(end - begin), mask="causal"), (q, k, v, dout), exact))
+        longest = max(found, key=lambda own: own.results[0].shape[1])
+        return Truth(
+            longest.oracle,
+            tuple(torch.cat(parts, dim=1) for parts in zip(*(own.results for own in found), strict=True)),
+        )
     oracle = oracle_of(case, exact)
     name, _, dtype = oracle.partition(" in ")
     rows = []
