@@ -201,6 +201,20 @@ def test_own_table_precedes_shipped_tables_of_the_device_or_architecture(tmp_pat
     [
         dict(host_us=None),
         dict(rates=[]),
+        dict(
+            rates=[
+                dict(kernel="tiled", mask="full", head_dim=8, tokens=8, tflops=1.0)
+                | {"pass": "forward"}
+                | {"variant": "other"}
+            ]
+        ),
+        dict(
+            rates=[
+                dict(kernel="tiled", mask="full", head_dim=8, tokens=8, tflops=1.0)
+                | {"pass": "forward"}
+                | {"head_dim": "8"}
+            ]
+        ),
         dict(rates=[dict(kernel="tiled", mask="full", head_dim=8, tokens=8, tflops=0.0) | {"pass": "forward"}]),
         dict(configs={"forward/64": [1, 2]}),
         dict(device=None, rates=3),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 
@@ -246,6 +246,10 @@ class Rates:
         about, host = (str(data["device"]), str(data["architecture"])), dict(data["host_us"])
         if not rates:
             raise ValueError("no rates")
+        if unknown := {rate.variant for rate in rates} - set(get_args(Variant)):
+            raise ValueError(f"unknown variants {unknown}")
+        if not all(isinstance(size, int) for rate in rates for size in (rate.head_dim, rate.tokens)):
+            raise ValueError("head dims and tokens must be whole numbers")
         if not all(0 < rate.tflops < math.inf and rate.tokens > 0 for rate in rates):
             raise ValueError("rates must be numbers > 0")
         if not all(us >= 0 for by_pass in host.values() for us in by_pass.values()):
