@@ -1,4 +1,4 @@
-"""Which kernel "auto" takes for a call with gradients: one that torch differentiates, or one of our own Function."""
+"""Which kernel "auto" takes for a call with gradients or a step: one that torch differentiates, or one of our own."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,12 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from meshflash import Mask
+from meshflash import Layout, Mask
+from meshflash.engine import binding
 from meshflash.engine import executable as executables
-from meshflash.engine.executable import FUNCTION_SECONDS, LocalExecutable
+from meshflash.engine.executable import FUNCTION_SECONDS, LocalExecutable, MeshExecutable, Plan
+from meshflash.engine.placement import Setting
 from meshflash.engine.spec import AttentionSpec, CallTensors
+from meshflash.kernels import registry
+from meshflash.kernels.contract import Features
 from meshflash.kernels.rates import Predicted
 from meshflash.kernels.registry import Choice
+from meshflash.schedules import registry as schedules
 
 
 @dataclass
@@ -83,3 +88,21 @@ def test_without_rates_nothing_is_compared(monkeypatch):
     kernel: Any = FakeKernel("hopper", False)
     ours = Choice(kernel, "")
     assert chosen(monkeypatch, ours, fa2=choice("fa2", 1, 1, True)) == ("auto", False)
+
+
+@pytest.mark.parametrize(("kv_heads", "gqa"), [(8, False), (2, True)])
+def test_every_step_of_a_schedule_is_compared_alone(kv_heads, gqa, monkeypatch):
+    requests = []
+
+    def spy(name, request):
+        requests.append(request)
+        return registry.choose(name, request)
+
+    monkeypatch.setattr(binding, "choose", spy)
+    layout = Layout.contiguous(64, 2)
+    setting = Setting(1, 16, 16, torch.float32, torch.float32, torch.device("cpu"), "auto", False)
+    made = MeshExecutable(Plan("ulysses", layout, layout), Mask.causal(), 8, kv_heads, 0, setting, schedules.build)
+    program = made.program("forward")
+    binding.choose_kernels(program, Mask.causal(), setting, Features(1.0))
+    assert requests
+    assert all(request.is_step and request.gqa == gqa for request in requests)
