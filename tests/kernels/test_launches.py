@@ -230,12 +230,15 @@ def test_without_a_cuda_driver_nothing_is_recorded(monkeypatch):
 
 
 def test_copies_are_repeated(driver):
-    """From a buffer in the workspace, and from an input."""
+    """From a part of a buffer in the workspace, and from an input."""
     x = torch.randn(4, 8)
     launcher = Launcher([x])
-    out, buffer = launcher.result(4, 8, like=x), launcher.empty(4, 8, like=x, dtype=torch.float64)
-    launcher.launch(FakeKernel(), (1,), x, out, buffer, x, 5, 0.5, 11, BLOCK=16)
-    launcher.copy(out, buffer.fill_(2.0))
+    launcher.empty(3, like=x, dtype=torch.float32)  # another buffer before it
+    out, buffer = launcher.result(4, 8, like=x), launcher.empty(2, 4, 8, like=x, dtype=torch.float64)
+    second = buffer[1]
+    launcher.launch(FakeKernel(), (1,), x, out, second, x, 5, 0.5, 11, BLOCK=16)
+    buffer[0], buffer[1] = 1.0, 2.0
+    launcher.copy(out, second)
     assert torch.equal(out, torch.full((4, 8), 2.0))
     both = launcher.result(4, 8, like=x)
     launcher.copy(both, x)
@@ -258,6 +261,14 @@ def test_copy_of_an_unknown_tensor_is_not_recorded(driver):
     launcher = Launcher([x])
     launch_code(FakeKernel(), x, launcher)
     launcher.copy(x, torch.ones(4, 8))
+    assert launcher.replay(STREAM) is None
+
+
+def test_copy_of_scattered_rows_of_a_buffer_is_not_recorded(driver):
+    x = torch.zeros(4, 8)
+    launcher = Launcher([x])
+    launch_code(FakeKernel(), x, launcher)
+    launcher.copy(x, launcher.zeros(4, 16, like=x)[:, ::2])
     assert launcher.replay(STREAM) is None
 
 

@@ -129,18 +129,18 @@ class Launcher:
 
         Args:
             into: The tensor to write: an input or a result.
-            source: The tensor to read: an input, a result, or a buffer of this launcher.
+            source: The tensor to read: an input, a result, or a buffer of this launcher or a contiguous part of one.
         """
         into.copy_(source)
         if self._recorded and into.numel():
             targets, sources = ([n for n, x in enumerate(self._tensors) if x is y] for y in (into, source))
-            buffers = [buffer for buffer in self._buffers if buffer.tensor is source]
-            if not targets or not (sources or buffers):
-                self._recorded = False
-            elif sources:
+            offset = self._workspace_offset(source) if source.is_contiguous() else None
+            if targets and sources:
                 self._operations.append(_copy(targets[0], sources[0]))
+            elif targets and offset is not None:
+                self._operations.append(_copy_from_workspace(targets[0], source, offset))
             else:
-                self._operations.append(_copy_from_workspace(targets[0], buffers[0]))
+                self._recorded = False
 
     def keep(self, *tensors: Tensor) -> None:
         """Allow arguments that point into these tensors; replays use the same ones and keep them alive.
@@ -170,9 +170,9 @@ class Launcher:
         for n, tensor in enumerate(self._tensors):
             if tensor.data_ptr() == address:
                 return Address(n, 0)
-        for buffer in self._buffers:
-            if 0 <= address - buffer.tensor.data_ptr() < buffer.tensor.nbytes:
-                return Address(WORKSPACE, buffer.offset + address - buffer.tensor.data_ptr())
+        offset = self._workspace_offset(x)
+        if offset is not None:
+            return Address(WORKSPACE, offset)
         for constant in self._constants:
             if 0 <= address - constant.data_ptr() < constant.nbytes:
                 return Address(CONSTANT, address)
@@ -181,14 +181,21 @@ class Launcher:
                 return Address(n, address - tensor.data_ptr())
         return None
 
+    def _workspace_offset(self, x: Tensor) -> int | None:
+        """Return where a tensor begins in the workspace of replays, or None where it is in none of the buffers."""
+        for buffer in self._buffers:
+            distance = x.data_ptr() - buffer.tensor.data_ptr()
+            if 0 <= distance < buffer.tensor.nbytes:
+                return buffer.offset + distance
+        return None
+
 
 def _copy(target: int, source: int) -> _Operation:
     return lambda _, __, tensors, ___: tensors[target].copy_(tensors[source])
 
 
-def _copy_from_workspace(target: int, buffer: _Buffer) -> _Operation:
-    begin, end = buffer.offset, buffer.offset + buffer.tensor.nbytes
-    dtype, shape = buffer.tensor.dtype, buffer.tensor.shape
+def _copy_from_workspace(target: int, source: Tensor, begin: int) -> _Operation:
+    end, dtype, shape = begin + source.nbytes, source.dtype, source.shape
     return lambda _, __, tensors, ___: tensors[target].copy_(tensors[-1][begin:end].view(dtype).view(shape))
 
 

@@ -10,9 +10,11 @@ import torch
 
 from meshflash import Layout, Mask
 from meshflash.core.tiles import worklist
+from meshflash.kernels import prepared_launch
 from meshflash.kernels.contract import Features, Grads, Inputs, Rows
 from meshflash.kernels.hopper import launch as hopper_launch
 from meshflash.kernels.hopper.kernel import Hopper
+from meshflash.kernels.launches import Launcher
 from meshflash.kernels.tiled import Tiled
 
 pytest.importorskip("meshflash.kernels.hopper.backward")
@@ -35,7 +37,16 @@ def kernel(monkeypatch):
     monkeypatch.setattr(hopper_launch, "kernels_off", lambda _: None)
     monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 10**6)
     monkeypatch.setattr(hopper_launch, "spreads_heads", lambda *_: False)
+    monkeypatch.setattr(prepared_launch, "has_driver", lambda: True)
+    monkeypatch.setattr(prepared_launch, "prepare", locate_arguments)
+    monkeypatch.setattr(prepared_launch, "fill_with_zeros", lambda address, words: None)
     return kernel
+
+
+def locate_arguments(compiled, grid, arguments, locate, numbers):
+    """Stand in for `prepare`: a launch is recorded if it is known what each tensor and each descriptor points to."""
+    tensors = [x if isinstance(x, torch.Tensor) else getattr(x, "x", None) for x in arguments]
+    return None if any(x is not None and locate(x) is None for x in tensors) else object()
 
 
 def assert_close(got_BTHD, want_BTHD):
@@ -46,7 +57,7 @@ def assert_close(got_BTHD, want_BTHD):
 
 
 def check(work, dim, batch, heads, kv_heads, add, padded):
-    """Check gradients against float64.
+    """Check gradients against float64, and that later calls can repeat the launches.
 
     `add` adds them to ones, otherwise they overwrite NaN; `padded` gives their rows gaps in memory.
     """
@@ -66,7 +77,10 @@ def check(work, dim, batch, heads, kv_heads, add, padded):
         return whole.to(torch.float32 if add else torch.bfloat16)[:, :, :t, :d].transpose(1, 2)
 
     grads = Grads(buffer_like(q), buffer_like(k), buffer_like(v), add_dq=add, add_dkv=add)
-    Hopper().backward(x, Rows(out.bfloat16(), dout, lse.float(), delta.float()), grads)
+    rows = Rows(out.bfloat16(), dout, lse.float(), delta.float())
+    launcher = Launcher([q, k, v, dout, rows.lse_BHT, rows.delta_BHT, *grads[:3]])
+    Hopper()._backward(x, rows, grads, launcher)
+    assert launcher.replay(0), "the launches cannot be repeated: later calls run the launch code again"
     assert_close(grads.dq_BTHD - int(add), want.dq_BTHD)
     assert_close(grads.dk_BSKD - int(add), want.dk_BSKD)
     assert_close(grads.dv_BSKE - int(add), want.dv_BSKE)
