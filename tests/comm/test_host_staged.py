@@ -205,6 +205,7 @@ def test_each_group_has_its_own_throttled_link(clock):
 def test_throttled_device_waits_in_streams_and_not_on_the_host():
     streams = FakeStreams(max_delay_seconds=0.0)
     mover = Throttled(Loopback(0, 4), DEVICE, bytes_per_second=1e6, latency=0.02, streams=as_streams(streams))
+    assert mover.sm_margin == 1  # the kernel that sleeps
     message = torch.zeros(2500)  # 10 ms
     streams.gate.clear()
     mover.wait(mover.exchange("mesh", [(1, message)], []))

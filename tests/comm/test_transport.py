@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import distributed as _distributed
 from hub import in_threads
 from meshflash.comm.transports.contract import Transport, TransportError
 from meshflash.comm.transports.loopback import Hub, Loopback
-from meshflash.comm.transports.process_group import ProcessGroupTransport, backend_of
+from meshflash.comm.transports.process_group import NCCL_SMS, ProcessGroupTransport, backend_of, nccl_ctas
 
 dist: Any = _distributed  # torch's stubs do not declare all that this module exports
 
@@ -295,3 +296,31 @@ def test_loopback_counts_messages_without_delivering_them():
 def test_message_to_self_needs_a_receive():
     with pytest.raises(ValueError, match="zip"):
         Loopback(0, 2).exchange("mesh", [(0, elements(1))], [])
+
+
+@pytest.mark.parametrize(
+    ("max_ctas", "variables", "expected"),
+    [
+        (-(2**31), {}, NCCL_SMS),  # as NCCL writes "not set"
+        (4, {}, 4),
+        (-(2**31), {"NCCL_MAX_CTAS": "6"}, 6),
+        (12, {"NCCL_MAX_CTAS": "16", "NCCL_MAX_NCHANNELS": "3"}, 3),
+        (12, {"NCCL_MAX_NCHANNELS": "many"}, 12),
+    ],
+)
+def test_nccl_needs_the_sms_that_its_ctas_are_limited_to(max_ctas, variables, expected, monkeypatch):
+    for name in ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    backend = SimpleNamespace(options=SimpleNamespace(config=SimpleNamespace(max_ctas=max_ctas)))
+    group = SimpleNamespace(_get_backend=lambda device: backend)
+    assert nccl_ctas(group, torch.device("cuda")) == expected
+
+
+def test_messages_of_gloo_need_no_sms(pool):
+    assert pool.run(2, sm_margin_of_gloo) == [0, 0]
+
+
+def sm_margin_of_gloo(rank: int, world: int, group: Any) -> int:
+    return ProcessGroupTransport({"mesh": group}, CPU, timeout=20.0).sm_margin

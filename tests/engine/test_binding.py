@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from cases import CASES, SCHEDULES
-from hub import prepare, run_item
+from hub import in_threads, prepare, run_item, run_rank
 from meshflash import Layout, Mask
 from meshflash.check.oracle import Case, check
 from meshflash.check.spread import Item
+from meshflash.core.program import Attend
 from meshflash.engine.memory import Arena, Pool
+from meshflash.kernels.tiled import Tiled
 
 CAUSAL = Mask.causal()
 #: Small cases that cover all differences between programs.
@@ -111,3 +115,28 @@ def test_kernel_that_does_not_support_a_step_is_refused():
     features = item.case.features(item.case.inputs(item.dtype))
     with pytest.raises(ValueError, match=r'kernel="vendor" does not support .*; supported here: (triton, )?tiled'):
         prepare(item, 0).kernels("forward", features)
+
+
+@pytest.mark.parametrize(("schedule", "beside"), [("ring", [True] * 3 + [False]), ("allgather", [False])])
+def test_steps_beside_messages_leave_the_sms_that_the_transport_needs(schedule, beside, monkeypatch):
+    item = Item(Case(CAUSAL, tokens=64), schedule, 4, kernel="tiled")
+    found: dict[threading.Thread, list[int]] = {}
+    forward = Tiled.forward
+
+    def noted(self, x, *more):
+        found.setdefault(threading.current_thread(), []).append(x.sm_margin)
+        return forward(self, x, *more)
+
+    monkeypatch.setattr(Tiled, "forward", noted)
+    leaves = item.case.inputs(item.dtype)
+
+    def rank(me, hub):
+        hub.sm_margin = 3
+        run_rank(item, leaves, me, hub)
+
+    in_threads(4, rank)
+    program = prepare(item, 3).program("forward")
+    steps = zip(program.steps, program.runs_beside_messages, strict=True)
+    assert [run for step, run in steps if isinstance(step, Attend)] == beside
+    assert [3 * run for run in beside] in found.values()
+    assert len(found) == 4

@@ -145,7 +145,8 @@ class Bound:
         self._tensors: list[Tensor] = [memory] * (self._saved + 1)
         self._parts: list[tuple[int, Callable[[list[Tensor]], Tensor]]] = []
         self._numbers: dict[Any, int] = {}
-        bound = [(n, run) for n, step in enumerate(program.steps) for run in self._bind(step)]
+        steps = enumerate(zip(program.steps, program.runs_beside_messages, strict=True))
+        bound = [(n, run) for n, (step, beside_messages) in steps for run in self._bind(step, beside_messages)]
         self.runs, self._steps = [run for _, run in bound], [n for n, _ in bound]
 
     def call(self, tensors: list[Tensor], features: Features, transport: Transport, group: str = "") -> None:
@@ -167,10 +168,10 @@ class Bound:
         for run in self.runs:
             run(call)
 
-    def _bind(self, step: Step) -> list[Run]:
+    def _bind(self, step: Step, beside_messages: bool) -> list[Run]:
         match step:
             case Attend():
-                return [self._attend(step)]
+                return [self._attend(step, beside_messages)]
             case AttendGrad():
                 return [self._attend_grad(step)]
             case Post():
@@ -189,7 +190,7 @@ class Bound:
             case Delta():
                 return [self._delta(step)]
 
-    def _attend(self, step: Attend) -> Run:
+    def _attend(self, step: Attend, beside_messages: bool) -> Run:
         choice, work = self._kernels[step]
         kernel = choice.kernel
         features = self._features_of(step.heads, sinks=step.final)
@@ -200,7 +201,8 @@ class Bound:
             t = call.tensors
             outputs = t[out], t[lse]
             log_kernel(choice, "forward")
-            x = Inputs(t[q], t[k], t[v], work, call.features[features], launches)
+            margin = call.transport.sm_margin if beside_messages else 0
+            x = Inputs(t[q], t[k], t[v], work, call.features[features], launches, margin)
             kernel.forward(x, outputs, outputs if carry else None)
 
         return run

@@ -79,6 +79,8 @@ class Inputs(NamedTuple):
         work: The worklist: the visible (query, key) pairs to compute.
         features: The parameters of the call besides tensors and mask.
         launches: The recorded launches of earlier calls that were equal but for their tensors, or None.
+        sm_margin: The SMs that a persistent kernel leaves free for messages in flight. Other kernels ignore it: their
+            CTAs end one by one, and those of messages take their place.
     """
 
     q_BTHD: Tensor
@@ -87,6 +89,7 @@ class Inputs(NamedTuple):
     work: Worklist
     features: Features
     launches: Launches | None = None
+    sm_margin: int = 0
 
 
 #: (out_BTHE, lse_BHT)

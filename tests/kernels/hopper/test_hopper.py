@@ -15,8 +15,9 @@ import torch
 
 from meshflash import Layout, Mask
 from meshflash.core.tiles import worklist
-from meshflash.kernels.contract import Grads, Rows
+from meshflash.kernels.contract import Features, Grads, Inputs, Rows, new_outputs
 from meshflash.kernels.hopper import launch as hopper_launch
+from meshflash.kernels.hopper import split_kv
 from meshflash.kernels.launches import Launcher
 from meshflash.kernels.triton.block_tables import make_run_tables
 
@@ -530,3 +531,21 @@ def test_masked_blocks_come_last_where_the_masked_loop_is_split(name, size):
             assert needs_mask(columns, first + step * np.arange(rows), band_lo, band_hi)
         total_unmasked += num_unmasked
     assert total_unmasked > 0
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, Mask.full()])
+@pytest.mark.parametrize(("margin", "ctas"), [(0, 16), (3, 13), (16, 1), (40, 1)])
+def test_persistent_forward_leaves_sms_free_for_messages(mask, margin, ctas, monkeypatch):
+    monkeypatch.setattr(hopper_launch, "descriptor", simulated.SimulatedDescriptor)
+    monkeypatch.setattr(hopper_launch, "num_sms", lambda device: 16)
+    monkeypatch.setattr(hopper_launch, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(split_kv, "split_tail_wave", lambda *_, **__: None)
+    grids = []
+    monkeypatch.setattr(Launcher, "launch", lambda self, kernel, grid, *_, **__: grids.append(grid))
+    work = worklist(mask, (range(2048),), (range(2048),))
+    x = torch.zeros(1, 2048, 4, 64, dtype=torch.bfloat16)
+    inputs = Inputs(x, x, x, work, Features(0.125), sm_margin=margin)
+    config = hopper_launch.FORWARD[64]
+    tables, _ = make_run_tables(work, False, config.block_m, config.block_n, config.block_m, 1, torch.device("cpu"))
+    hopper_launch.forward(Launcher(), inputs, new_outputs(x, x), None, config, tables)
+    assert grids == [(ctas,)]

@@ -68,6 +68,8 @@ class Transport(ABC):
     reads_peers = False
     #: Why its messages cannot be captured in a CUDA graph; empty if they can.
     capture_unsupported_reason = ""
+    #: The SMs that its messages need while kernels run; 0 where copy engines move them, and no kernel.
+    sm_margin = 0
 
     def __init__(self) -> None:
         self.counters = Counters()

@@ -5,6 +5,7 @@ NCCL and XCCL coalesce the point-to-point messages of one exchange into one call
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,8 @@ from meshflash.core.program import Direction
 TAG_BASE, NUM_PASS_TAGS, MAX_GROUPS = 2**30, 2**26, 2**4
 #: Ranks that an error lists by number.
 MAX_NAMED = 8
+#: The SMs that kernels leave to NCCL where nothing limits its CTAs. Its own choice depends on topology and message.
+NCCL_SMS = 8
 
 
 class ProcessGroupTransport(Transport):
@@ -54,6 +57,8 @@ class ProcessGroupTransport(Transport):
         self._backends.add(backend)
         self.name = "+".join(sorted(self._backends))
         self._coalesces = "gloo" not in self._backends
+        if backend == "nccl":
+            self.sm_margin = max(self.sm_margin, nccl_ctas(group, self.device))
         if self._coalesces:  # NCCL connects all ranks of a group in its first call, and a program may not involve all
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
@@ -146,6 +151,21 @@ def backend_of(group: Any, device: torch.device) -> str | None:
         if kind == device.type:
             return backend
     return None
+
+
+def nccl_ctas(group: Any, device: torch.device) -> int:
+    """Return the most CTAs that NCCL launches for a call of a group, as its options or the environment limit them.
+
+    Args:
+        group: A process group of torch, whose backend for the device is NCCL.
+        device: The device of the tensors.
+    """
+    options = getattr(group._get_backend(device), "options", None)
+    limits = [getattr(getattr(options, "config", None), "max_ctas", 0)]  # NCCL's own value for "not set" is negative
+    for name in ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"):
+        given = os.environ.get(name, "")
+        limits.append(int(given) if given.isdecimal() else 0)
+    return min((limit for limit in limits if limit > 0), default=NCCL_SMS)
 
 
 def cannot_move(group: Any, device: torch.device) -> str | None:

@@ -70,6 +70,8 @@ class Symmetric(Transport):
 
     name = "symmetric memory"
     reads_peers = True
+    #: One SM for a signal that waits, and one for a copy between ranks that share a GPU.
+    sm_margin = 2
 
     def __init__(
         self,

@@ -35,7 +35,9 @@ class Throttled(StackedTransport):
         self.bytes_per_second, self.latency = bytes_per_second, latency
         self.name = f"{inner.name} at {bytes_per_second / 1e9:g} GB/s and {latency * 1e6:g} us"
         self.reads_peers, self.capture_unsupported_reason = inner.reads_peers, inner.capture_unsupported_reason
-        self._link = _HostLink() if device.type == "cpu" else _DeviceLink(streams(device))
+        on_host = device.type == "cpu"
+        self._link = _HostLink() if on_host else _DeviceLink(streams(device))
+        self.sm_margin = inner.sm_margin + (not on_host)  # the delay of a device is a kernel
 
     def close(self) -> None:
         self.inner.close()

@@ -190,7 +190,7 @@ def forward(
     num_work = num_full_tiles = len(tables) * heads
     _, scale, inner_scale = _scales(features)
     sinks = features.sink_logits_H
-    ctas = num_sms(q.device)
+    ctas = max(1, num_sms(q.device) - x.sm_margin)
     walked_tables, tail, partial = tables, None, (out, lse)
     if sinks is None:
         from meshflash.kernels.hopper.split_kv import combine_splits, split_tail_wave
