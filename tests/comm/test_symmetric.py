@@ -24,7 +24,7 @@ DEVICE = torch.device("cpu")
 def transport(heaps, rank, groups=("far",)):
     """Return a rank's symmetric transport on fake heaps and streams."""
     streams = HostStreams(max_delay_seconds=0.001)
-    made = Symmetric(None, rank, heaps.world, DEVICE, 20.0, heaps.maker(rank, streams), as_streams(streams))
+    made = Symmetric(None, rank, heaps.world, DEVICE, 20.0, heaps.maker(rank), as_streams(streams))
     for name in groups:
         made.add(name, None)
     return made
