@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from meshflash.core.balance import deal, pairs_before
+from meshflash.core.document_layout import place_documents, rows_moved
 from meshflash.core.lengths import Array, as_integer
 from meshflash.core.mask import Mask
 
@@ -178,7 +179,8 @@ class Layout:
         """Balance tokens and work: ranks hold about equally many tokens, with equal work under each of the masks.
 
         The sequence is cut into equal pieces, dealt out heaviest first. Pieces get finer until the busiest rank
-        is within 1% of the mean, or a rank would hold more than 16 ranges.
+        is within 1% of the mean, or a rank would hold more than 16 ranges. Whole documents are placed instead, and
+        only long ones cut, where that balances as well and ranks need fewer keys of others.
 
         Args:
             masks: The mask, or several masks if the layers of a model differ; each of them is balanced.
@@ -205,7 +207,14 @@ class Layout:
                 best, best_load, best_pieces = candidate, load, pieces
             pieces *= 2
         cuts = _even_cuts(tokens, world * best_pieces)
-        return _layout("balanced", [[range(cuts[p], cuts[p + 1]) for p in sorted(held)] for held in best])
+        ranges = [[range(cuts[p], cuts[p + 1]) for p in sorted(held)] for held in best]
+        documents = _document_cuts(masks, tokens)
+        if len(documents) > 2 and world > 1:
+            goal = max(BALANCE_GOAL, best_load)
+            placed = place_documents(masks, documents, world, goal)
+            if placed and rows_moved(masks, placed) < rows_moved(masks, ranges):
+                ranges = placed
+        return _layout("balanced", ranges)
 
 
 _NAMED = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
@@ -235,6 +244,19 @@ def _deal(masks: tuple[Mask, ...], tokens: int, world: int, pieces: int) -> tupl
     weight = np.stack([np.diff(pairs_before(mask, tokens, cuts)) for mask in masks]).astype(np.float64)
     totals = weight.sum(axis=1, keepdims=True)
     return deal(weight / np.where(totals == 0, 1, totals) * world, world, pieces)
+
+
+def _document_cuts(masks: tuple[Mask, ...], tokens: int) -> Array:
+    """Return where the documents of all masks begin, and the end of the sequence; padding counts as a document.
+
+    Only [0, tokens] where there are none, where batch rows have documents of their own, or keys have others.
+    """
+    cuts = [np.array([0, tokens], np.int64)]
+    for node in {node for mask in masks for node in mask.documents_nodes}:
+        if node.rows is not None or node.k_lengths is not None:
+            return cuts[0]
+        cuts.append(node.q_cuts(0))
+    return np.unique(np.concatenate(cuts))
 
 
 def _layout(name: str, ranges: list[list[range]], tokens: int | None = None) -> Layout:
