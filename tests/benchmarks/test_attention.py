@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 from benchmarks import engine
 from commands import app
-from meshflash.bench import attention, record, tables
+from meshflash import Layout, Mask
+from meshflash.bench import attention, exposed, record, tables
 from meshflash.bench.cases import Case
 from meshflash.bench.peers import peer_bytes
-from meshflash.schedules.registry import names
+from meshflash.core.problem import Problem
+from meshflash.schedules.registry import build, names
 
 SMALL = "--tokens 48 --heads 2 --dim 8"
 
@@ -50,6 +52,10 @@ def test_bench_attention_forward_only_over_a_slow_link_and_traced(tmp_path):
     assert rows[1]["ms"] > 1
     assert rows[1]["exposed_ms"] > 0
     assert rows[1]["simulated_ms"] > 1
+    assert rows[1]["attend_ms"] > 0
+    assert 0 < rows[1]["wait_ms"] <= rows[1]["exposed_ms"] * 1.5
+    assert rows[0]["attend_ms"] == rows[0]["wait_ms"] == 0
+    assert not tables.missing_efficiency(rows), "ranks share the cores of a CPU"
     assert rows[0]["simulated_ms"] is None
     assert rows[1]["mask"] == "full"
     assert len(list(tmp_path.glob("trace-*.json"))) == 2
@@ -76,6 +82,36 @@ def test_impossible_speeds_are_flagged_and_spread_is_shown():
     assert "exposed comm: measured" in words
     (calm,) = tables.schedules([slow])
     assert "impossible" not in str(calm.caption)
+
+
+def test_missing_efficiency_is_shown_by_its_parts():
+    about = {"mask": "causal", "tokens": 64, "batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": "bfloat16"}
+    about |= {"device": "cuda", "deterministic": False, "world": 4, "pass": "forward"}
+    single = about | {"schedule": tables.SINGLE_DEVICE, "ms": 8.0, "efficiency": 1.0, "attend_ms": 0.0}
+    zigzag = about | {"schedule": "zigzag", "ms": 10.0, "efficiency": 0.8, "attend_ms": 8.5}
+    zigzag |= {"wait_ms": 0.7, "rest_ms": 0.2}
+    old = about | {"schedule": "ring", "ms": 10.0, "efficiency": 0.8}  # of a record without these times
+    assert tables.missing_parts(zigzag) == {"kernels": 0.05, "comm": 0.07, "steps": 0.02, "idle": 0.06}
+    assert sum(tables.missing_parts(zigzag).values()) == pytest.approx(1 - 0.8)
+    (table,) = tables.missing_efficiency([single, zigzag, old])
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table)
+    text = console.export_text()
+    (line,) = [line for line in text.splitlines() if "zigzag" in line]
+    assert line.split() == ["forward", "zigzag", "0.800", "5.0%", "7.0%", "2.0%", "6.0%"]
+    assert "ring" not in text
+    assert not tables.missing_efficiency([single, old])
+
+
+def test_steps_are_counted_by_kind_as_means_over_ranks():
+    ranges = Layout.contiguous(8, 2).ranges
+    program = build("ring", Problem(ranges, ranges, Mask.causal()), 1, "forward")
+    kinds = [type(step).__name__ for step in program.steps]
+    seconds = [{"Attend": 0.010, "Wait": 0.004}.get(kind, 0.001) for kind in kinds]
+    attends, waits, rest = exposed._mean_by_kind([[(program, seconds)] * 2, []])
+    assert attends == pytest.approx(10.0 * kinds.count("Attend"))
+    assert waits == pytest.approx(4.0 * kinds.count("Wait"))
+    assert rest == pytest.approx(1.0 * (len(kinds) - kinds.count("Attend") - kinds.count("Wait")))
 
 
 def test_timeline_of_an_unmeasured_schedule_is_refused():

@@ -73,7 +73,8 @@ class ScheduleRow:
     `received_bytes` and `peak_bytes` are of the rank with the most, `received_mean` is over all ranks. `efficiency` is
     the speedup for each rank's part of the hardware: a whole device, or its part of a shared one. `tflops` is of a
     device, or of all ranks that share it. `exposed_ms` is the communication that the rank with the most waits for, as
-    measured; `simulated_ms` is the same in a simulation of the programs, which needs a throttled transport.
+    measured; `simulated_ms` is the same in a simulation of the programs, which needs a throttled transport. Means over
+    ranks are `attend_ms`, of steps that attend, `wait_ms`, of waits for messages, and `rest_ms`, of all other steps.
 
     `forward_ran` and `backward_ran` name the kernels that ranks ran, whatever `kernel` requested; a forward has no
     `backward_ran`.
@@ -94,6 +95,9 @@ class ScheduleRow:
     tflops: float
     exposed_ms: float
     simulated_ms: float | None
+    attend_ms: float
+    wait_ms: float
+    rest_ms: float
     transport: str
     kernel: str
     forward_ran: str
@@ -251,6 +255,9 @@ def _measure(
                     tflops=flops / ms[name] / 1e9 / devices,
                     exposed_ms=exposed_comm.measured,
                     simulated_ms=exposed_comm.simulated,
+                    attend_ms=exposed_comm.attends,
+                    wait_ms=exposed_comm.waits,
+                    rest_ms=exposed_comm.rest,
                     transport=calls[name].transport_name if name in here else "",
                     kernel="auto" if name == BEST else setup.kernel,
                     forward_ran=ran[name][0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +17,8 @@ CASE = ("mask", "tokens", "batch", "heads", "kv_heads", "head_dim", "dtype", "de
 MANY_SCHEDULES = 24
 #: The baseline of schedules: the same work on one device.
 SINGLE_DEVICE = "single device"
+#: The parts of the time of a call that keep it from an efficiency of 1.
+MISSING_PARTS = ("kernels", "comm", "steps", "idle")
 #: Marks an impossible figure.
 FLAG = "!"
 
@@ -84,6 +87,41 @@ def _schedules(rows: list[Row]) -> Table:
     )
     head = f"{title(rows[0])}, {max(row['world'] for row in rows)} ranks"
     return terminal(head, columns, rows, "pass", _schedules_caption(rows, shares_cores, has_simulation))
+
+
+def missing_efficiency(rows: list[Row]) -> list[Table]:
+    """Return a table for each case of what keeps schedules from an efficiency of 1; none for ranks that share cores."""
+    over_ranks = [row for row in rows if row.get("attend_ms") and row["device"] != "cpu"]
+    columns = (
+        Column("pass", lambda row: "forward" if row["pass"] == "forward" else "both", is_text=True, once=True),
+        SCHEDULE,
+        Column("eff.", lambda row: f"{row['efficiency']:.3f}"),
+        *(Column(name, partial(_missing_cell, name)) for name in MISSING_PARTS),
+    )
+    caption = (
+        "percent of the time of a call, means over ranks, in runs of their own: kernels: attention beyond the time of "
+        "the single device's kernel; comm: waits for messages; steps: copies, sums, merges; idle: no step runs, such "
+        "as on ranks that finish early"
+    )
+    return [
+        terminal(f"{title(own[0])}, missing efficiency", columns, own, "pass", caption) for own in _by_case(over_ranks)
+    ]
+
+
+def _missing_cell(part: str, row: Row) -> str:
+    return f"{missing_parts(row)[part]:.1%}"
+
+
+def missing_parts(row: Row) -> dict[str, float]:
+    """Return the parts of a call's time that are missing from an efficiency of 1, which they add up to.
+
+    >>> row = {"ms": 10.0, "efficiency": 0.75, "attend_ms": 8.0, "wait_ms": 1.0, "rest_ms": 0.5}
+    >>> missing_parts(row)
+    {'kernels': 0.05, 'comm': 0.1, 'steps': 0.05, 'idle': 0.05}
+    """
+    attends, waits, rest = (row[name] / row["ms"] for name in ("attend_ms", "wait_ms", "rest_ms"))
+    found = (attends - row["efficiency"], waits, rest, 1 - attends - waits - rest)
+    return {name: round(part, 6) for name, part in zip(MISSING_PARTS, found, strict=True)}
 
 
 def _schedules_caption(rows: list[Row], shares_cores: bool, has_simulation: bool) -> str:

@@ -139,7 +139,8 @@ def attention(
         listen = status.update if console.is_terminal else lambda text: typer.echo(text, err=True)
         found.add(bench.run(case, tuple(schedule), setup, listen).rows)
     title = f"{mask}, {tokens:,} tokens over {world} ranks on {device}"
-    report(console, tables.schedules(found.rows), found, plot, plots.schedules, title)
+    shown = [*tables.schedules(found.rows), *tables.missing_efficiency(found.rows)]
+    report(console, shown, found, plot, plots.schedules, title)
 
 
 app.command()(bench_gemm.gemm)
