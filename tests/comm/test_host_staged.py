@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -208,7 +210,13 @@ def test_throttled_device_waits_in_streams_and_not_on_the_host():
     assert mover.sm_margin == 1  # the kernel that sleeps
     message = torch.zeros(2500)  # 10 ms
     streams.gate.clear()
+    found: list[tuple[Any, Any]] = []
+    marks: Any = SimpleNamespace(mark=streams.current_stream, moved=lambda begin, end: found.append((begin, end)))
+    mover.timer = marks
     mover.wait(mover.exchange("mesh", [(1, message)], []))
+    link: Any = mover._link
+    assert found == [(link._links["mesh"],) * 2], "both marks are in the stream of the link"
+    mover.timer = None
     assert streams.sleeping
     streams.gate.set()
     streams.synchronize()

@@ -119,3 +119,53 @@ def test_symmetric_transport_refuses_exchange_and_collective():
         mover.exchange("mesh", [], [])
     with pytest.raises(RuntimeError, match="moves messages by pull"):
         mover.collective("all_gather", "mesh", torch.zeros(1), torch.zeros(1))
+
+
+class StreamTimer:
+    """Marks the time at which a stream comes to the mark."""
+
+    def __init__(self, streams):
+        self._streams, self.moves = streams, []
+
+    def mark(self):
+        found = []
+        self._streams.current_stream().submit(lambda: found.append(time.monotonic()))
+        return found
+
+    def moved(self, begin, end):
+        self.moves.append((begin, end))
+
+
+def test_messages_are_timed_from_when_the_sender_is_ready():
+    """Rank 1 posts late: rank 0's message begins only then."""
+    heaps, late = FakeHeaps(2), 0.3
+
+    def rank(me, hub):
+        mover = transport(heaps, me)
+        memory, target = mover.arena(64).memory, torch.zeros(4)
+        time.sleep(late * me)
+        timer = mover.timer = StreamTimer(mover._streams)
+        posted = time.monotonic()
+        mover.wait(mover.pull("mesh", [(1 - me, memory[16:32].view(torch.float32))], [(1 - me, target)], [16]))
+        mover._streams.synchronize()
+        (((begin,), (end,)),) = timer.moves
+        assert posted <= begin <= end
+        return begin - posted
+
+    waited, _ = in_threads(2, rank)
+    assert waited > 0.8 * late
+
+
+def test_a_rank_that_only_sends_times_no_message():
+    heaps = FakeHeaps(2)
+
+    def rank(me, hub):
+        mover = transport(heaps, me)
+        memory, target = mover.arena(64).memory, torch.zeros(4)
+        timer = mover.timer = StreamTimer(mover._streams)
+        sends = [] if me else [(1, memory[16:32].view(torch.float32))]
+        recvs = [(0, target)] if me else []
+        mover.wait(mover.pull("mesh", sends, recvs, [16] * me))
+        return len(timer.moves)
+
+    assert in_threads(2, rank) == [0, 1]

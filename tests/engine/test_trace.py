@@ -1,6 +1,7 @@
 """Traces of real runs: they hold every attend step and every transfer in order, and can be drawn."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from meshflash import Layout, Mask, attention, build_program
 from meshflash.cli import app
+from meshflash.comm.transports.loopback import Loopback
 from meshflash.engine import trace
 from meshflash.engine.cache import cache
 from meshflash.engine.group_context import group_context
@@ -107,6 +109,41 @@ def test_trace_keeps_at_most_the_configured_number_of_calls(monkeypatch, tmp_pat
     made = trace.Trace()
     monkeypatch.setattr(trace, "trace", made)
     for _ in range(5):
-        made.run(program, "g", torch.device("cpu"), [(0, lambda: None)])
+        made.run(program, "g", torch.device("cpu"), [(0, lambda: None)], Loopback(0, 1))
     assert made.write() == tmp_path / "trace-3.json"
     assert json.loads((tmp_path / "trace-3.json").read_text())["otherData"] == {"calls": 5, "recorded": 2}
+
+
+def test_messages_last_as_long_as_the_transport_says():
+    """From when they moved, not from the post to the end of the wait; without marks from the post to the wait."""
+    program = build_program("ring", Layout.contiguous(8, 2), Mask.full(), 1)
+    kinds = [type(step).__name__ for step in program.steps]
+    (post,), (wait,) = ([n for n, kind in enumerate(kinds) if kind == name] for name in ("Post", "Wait"))
+    transport, made = Loopback(0, 2), trace.Trace()
+
+    def moving():
+        assert transport.timer is not None
+        for seconds in (0.02, 0.03):  # two messages of one post
+            begin = transport.timer.mark()
+            time.sleep(seconds)
+            transport.timer.moved(begin, transport.timer.mark())
+
+    for moves in (moving, lambda: None):
+        steps = [(post, moves), (wait, lambda: time.sleep(0.2))]
+        made.run(program, "g", torch.device("cpu"), steps, transport)
+    assert transport.timer is None
+    known, unknown = ([e["dur"] * 1e-6 for e in r.events(0) if e["cat"] == "move"] for r in made.records)
+    assert known == [pytest.approx(0.05, abs=0.02)]
+    assert unknown[0] >= 0.2
+
+
+def test_a_step_that_fails_leaves_no_timer_in_the_transport():
+    program = build_program("ring", Layout.contiguous(4, 1), Mask.causal(), 0)
+    transport = Loopback(0, 1)
+
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        trace.Trace().run(program, "g", torch.device("cpu"), [(0, fail)], transport)
+    assert transport.timer is None

@@ -163,7 +163,7 @@ class Bound:
         recorder = None if capturing(self.setting.device) else active()
         if recorder is not None:
             steps = [(n, partial(run, call)) for n, run in zip(self._steps, self.runs, strict=True)]
-            recorder.run(self.program, group, self.setting.device, steps)
+            recorder.run(self.program, group, self.setting.device, steps, transport)
             return
         for run in self.runs:
             run(call)

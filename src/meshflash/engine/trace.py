@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from meshflash.comm.transports.contract import Transport
 from meshflash.core.program import Attend, AttendGrad, Post, Program, Wait
 
 #: The number of calls that a rank records. The file also says how many calls there were.
@@ -83,9 +84,24 @@ class _Record:
     clock: _HostClock | _DeviceClock
     base: Any
     marks: list[tuple[int, Any, Any]] = field(default_factory=list)
+    #: The marks before and after the messages of posts, where the transport knows them, by step.
+    moves: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    #: The step that runs now.
+    present: int = 0
+
+    def mark(self) -> Any:
+        """Return a mark of the present, for messages."""
+        return self.clock.mark()
+
+    def moved(self, begin: Any, end: Any) -> None:
+        """Note when the messages of the present step moved; several posts of a step are one."""
+        first, _ = self.moves.get(self.present, (begin, end))
+        self.moves[self.present] = first, end
 
     def events(self, number: int) -> list[dict[str, Any]]:
         """Return the events of a trace viewer: computation ("attend"), messages ("move") and waits ("other").
+
+        A message lasts from its post to the end of its wait where the transport does not know when it moved.
 
         Args:
             number: The number of the call in its group.
@@ -99,7 +115,10 @@ class _Record:
                 posted[step.name] = index, begin
             elif isinstance(step, Wait) and step.post in posted:
                 post, since = posted.pop(step.post)
-                out.append(self._event(number, post, "move", since, end))
+                until = end
+                if post in self.moves:
+                    since, until = (self.clock.seconds(self.base, mark) for mark in self.moves[post])
+                out.append(self._event(number, post, "move", since, until))
                 out.append(self._event(number, index, "other", begin, end))
             elif isinstance(step, Attend | AttendGrad):
                 out.append(self._event(number, index, "attend", begin, end))
@@ -142,7 +161,12 @@ class Trace:
         self._path: Path | None = None
 
     def run(
-        self, program: Program, group: str, device: torch.device, steps: Sequence[tuple[int, Callable[[], Any]]]
+        self,
+        program: Program,
+        group: str,
+        device: torch.device,
+        steps: Sequence[tuple[int, Callable[[], Any]]],
+        transport: Transport,
     ) -> None:
         """Run the steps of a call, and record when each began and ended.
 
@@ -151,16 +175,21 @@ class Trace:
             group: The name of the process group.
             device: The device that computes; its stream gives the times.
             steps: The steps as functions, each with its number in the program.
+            transport: The transport of the call, which tells when messages move.
         """
         if self is trace:
             self._prepare()
         self.calls += 1
         clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         record = _Record(program, group, time.time(), clock, clock.mark())
-        for index, step in steps:
-            before = clock.mark()
-            step()
-            record.marks.append((index, before, clock.mark()))
+        transport.timer = record
+        try:
+            for index, step in steps:
+                record.present, before = index, clock.mark()
+                step()
+                record.marks.append((index, before, clock.mark()))
+        finally:
+            transport.timer = None
         if len(self.records) < MOST_CALLS:
             self.records.append(record)
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,21 @@ from meshflash.runtime.liveness import LostRankError
 #: The peer, by its rank in the group, and a flat tensor.
 Message = tuple[int, Tensor]
 Collective = Literal["all_gather", "all_to_all"]
+
+
+class MessageTimer(Protocol):
+    """Times messages where a trace is wanted."""
+
+    def mark(self) -> Any:
+        """Return a mark of the present: an event in the current stream of a device, or the host's time."""
+
+    def moved(self, begin: Any, end: Any) -> None:
+        """Note when the messages of the present post moved.
+
+        Args:
+            begin: The mark when the first one began.
+            end: The mark when the last one ended.
+        """
 
 
 class TransportError(LostRankError):
@@ -70,6 +85,8 @@ class Transport(ABC):
     capture_unsupported_reason = ""
     #: The SMs that its messages need while kernels run; 0 where copy engines move them, and no kernel.
     sm_margin = 0
+    #: Set while a trace is recorded. Transports whose messages move in streams of their own call it.
+    timer: MessageTimer | None = None
 
     def __init__(self) -> None:
         self.counters = Counters()

@@ -198,18 +198,23 @@ class Symmetric(Transport):
         begin = streams.record_event(streams.current_stream())  # the sends are written, the targets are free
         streams.wait_event(stream, begin)
         senders, receivers = (list(dict.fromkeys(peer for peer, _ in side)) for side in (recvs, sends))
+        timer = self.timer if senders else None
         with streams.stream_context(stream):
             # Signal before waiting: two ranks that exchange messages would wait for each other otherwise.
             for peer in receivers:
                 heap.put(stream, peer, ready)
             for sender in senders:
                 heap.take(stream, sender, ready)
+                if timer and sender == senders[0]:
+                    moves_from = timer.mark()
                 for (peer, target), offset in zip(recvs, offsets, strict=True):
                     if peer == sender:
                         source = heap.of(peer)[offset : offset + target.nbytes].view(target.dtype)
                         streams.copy(target, source)
                         streams.record_stream(target, stream)
                 heap.put(stream, sender, done)
+            if timer:
+                timer.moved(moves_from, timer.mark())
             # The caller may overwrite what it sent only after every receiver has copied it.
             for peer in receivers:
                 heap.take(stream, peer, done)

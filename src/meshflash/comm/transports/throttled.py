@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from meshflash.comm.streams import DeviceStreams, MakeStreams
-from meshflash.comm.transports.contract import Arena, Collective, Message, StackedTransport, Transport
+from meshflash.comm.transports.contract import (
+    Arena,
+    Collective,
+    Message,
+    MessageTimer,
+    StackedTransport,
+    Transport,
+)
 
 
 class Throttled(StackedTransport):
@@ -68,7 +75,7 @@ class Throttled(StackedTransport):
         return self.inner._collective(form, group, source, target), self._begin(group, moved)
 
     def _begin(self, group: str, moved: int) -> Any:
-        return self._link.begin(group, self.latency + moved / self.bytes_per_second)
+        return self._link.begin(group, self.latency + moved / self.bytes_per_second, self.timer)
 
 
 class _HostLink:
@@ -77,7 +84,7 @@ class _HostLink:
     def __init__(self) -> None:
         self._free: dict[str, float] = {}
 
-    def begin(self, group: str, seconds: float) -> float:
+    def begin(self, group: str, seconds: float, _: MessageTimer | None) -> float:
         self._free[group] = max(time.monotonic(), self._free.get(group, 0.0)) + seconds
         return self._free[group]
 
@@ -92,12 +99,16 @@ class _DeviceLink:
         self._streams = streams
         self._links: dict[str, Any] = {}
 
-    def begin(self, group: str, seconds: float) -> Any:
+    def begin(self, group: str, seconds: float, timer: MessageTimer | None) -> Any:
         if group not in self._links:
             self._links[group] = self._streams.new_stream()
         link = self._links[group]
         self._streams.wait_event(link, self._streams.record_event(self._streams.current_stream()))
-        self._streams.delay(link, seconds)
+        with self._streams.stream_context(link):
+            begin = timer.mark() if timer else None
+            self._streams.delay(link, seconds)
+            if timer:
+                timer.moved(begin, timer.mark())
         return self._streams.record_event(link)
 
     def wait(self, event: Any) -> None:
