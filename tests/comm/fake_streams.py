@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import random
 import threading
@@ -13,9 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from meshflash.comm.stream_memory import StreamSignals
-from meshflash.comm.transports.symmetric import MAX_CHANNELS
 
 
 class FakeStream:
@@ -131,64 +127,54 @@ class HostStreams(FakeStreams):
             super().wait_event(stream, event)
 
 
-class FakeStreamMemory:
-    """Stream memory operations on words of this process: a stream does them when its turn comes."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-
-    def write(self, stream: FakeStream, address: int, value: int) -> None:
-        def write() -> None:
-            with self._changed:
-                ctypes.c_int32.from_address(address).value = value
-                self._changed.notify_all()
-
-        stream.submit(write)
-
-    def wait(self, stream: FakeStream, address: int, value: int) -> None:
-        word = ctypes.c_int32.from_address(address)
-
-        def wait() -> None:
-            with self._changed:
-                assert self._changed.wait_for(lambda: word.value >= value, 20), "a signal was not set within 20 s"
-
-        stream.submit(wait)
-
-
 class FakeHeaps:
     """The heaps and signals of ranks that are threads of this process."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.made: dict[int, dict[int, Tensor]] = {}
-        self._operations = FakeStreamMemory()
-        self._words: dict[int, dict[int, Tensor]] = {}
-        self._lock = threading.Lock()
+        self._marks: dict[Any, threading.Event] = {}
+        self._condition = threading.Condition()
         self._barrier = threading.Barrier(world)
 
-    def maker(self, rank: int) -> Any:
+    def maker(self, rank: int, streams: FakeStreams) -> Any:
         """Return a factory that makes a rank's heap for a transport."""
 
         def make(count: int, group: Any, device: torch.device, timeout: float) -> Any:
-            with self._lock:
-                memories, words = self.made.setdefault(count, {}), self._words.setdefault(count, {})
+            with self._condition:
+                memories = self.made.setdefault(count, {})
                 memories[rank] = torch.full((count,), 0xFF, dtype=torch.uint8)
-                words[rank] = torch.zeros(MAX_CHANNELS, self.world, dtype=torch.int32)
             self._barrier.wait(20)
-            signals = StreamSignals(self._operations, [words[peer] for peer in range(self.world)], rank)
-            return FakeHeap(memories, rank, signals)
+            return FakeHeap(self, rank, memories, streams)
 
         return make
+
+    def change(self, key: Any, to: bool) -> None:
+        """Wait until a signal is clear and set it, or wait until it is set and clear it."""
+        with self._condition:
+            changed = self._condition.wait_for(lambda: (key in self._marks) != to, 20)
+            assert changed, f"no rank changed signal {key} within 20 s"
+            if to:
+                self._marks[key] = threading.Event()
+            else:
+                del self._marks[key]
+            self._condition.notify_all()
 
 
 class FakeHeap:
     """The heap of one rank, which `FakeHeaps.maker` makes."""
 
-    has_timeout = False
-
-    def __init__(self, memories: dict[int, Tensor], rank: int, signals: StreamSignals) -> None:
-        self._memories, self.memory = memories, memories[rank]
-        self.put, self.take, self.release = signals.put, signals.take, signals.release
+    def __init__(self, heaps: FakeHeaps, rank: int, memories: dict[int, Tensor], streams: FakeStreams) -> None:
+        self._heaps, self._rank, self._memories, self._streams = heaps, rank, memories, streams
+        self.memory = memories[rank]
 
     def of(self, rank: int) -> Tensor:
         return self._memories[rank]
+
+    def put(self, rank: int, channel: int) -> None:
+        key = (self._rank, rank, channel)
+        self._streams.current_stream().submit(lambda: self._heaps.change(key, to=True))
+
+    def take(self, rank: int, channel: int) -> None:
+        key = (rank, self._rank, channel)
+        self._streams.current_stream().submit(lambda: self._heaps.change(key, to=False))

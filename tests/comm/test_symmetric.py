@@ -24,7 +24,7 @@ DEVICE = torch.device("cpu")
 def transport(heaps, rank, groups=("far",)):
     """Return a rank's symmetric transport on fake heaps and streams."""
     streams = HostStreams(max_delay_seconds=0.001)
-    made = Symmetric(None, rank, heaps.world, DEVICE, 20.0, heaps.maker(rank), as_streams(streams))
+    made = Symmetric(None, rank, heaps.world, DEVICE, 20.0, heaps.maker(rank, streams), as_streams(streams))
     for name in groups:
         made.add(name, None)
     return made
@@ -79,6 +79,11 @@ def test_throttled_transport_delays_pulls_from_symmetric_memory():
         return made
 
     check(whole(item, in_threads(2, rank)), case, leaves)
+
+
+def test_each_group_and_copies_need_an_sm():
+    assert transport(FakeHeaps(1), 0, groups=()).sm_margin == 2
+    assert transport(FakeHeaps(1), 0, groups=("far",)).sm_margin == 3
 
 
 def test_heap_grows_on_all_ranks_and_replaces_the_old_one(monkeypatch):

@@ -12,6 +12,7 @@ from hub import in_threads, prepare, run_item, run_rank
 from meshflash import Layout, Mask
 from meshflash.check.oracle import Case, check
 from meshflash.check.spread import Item
+from meshflash.comm.transports.loopback import HubTransport
 from meshflash.core.program import Attend
 from meshflash.engine.memory import Arena, Pool
 from meshflash.kernels.tiled import Tiled
@@ -117,26 +118,28 @@ def test_kernel_that_does_not_support_a_step_is_refused():
         prepare(item, 0).kernels("forward", features)
 
 
-@pytest.mark.parametrize(("schedule", "beside"), [("ring", [True] * 3 + [False]), ("allgather", [False])])
-def test_steps_beside_messages_leave_the_sms_that_the_transport_needs(schedule, beside, monkeypatch):
+@pytest.mark.parametrize("schedule", ["ring", "zigzag", "double_ring(inner=2)", "allgather"])
+def test_steps_beside_messages_leave_the_sms_that_the_transport_needs(schedule, monkeypatch):
     item = Item(Case(CAUSAL, tokens=64), schedule, 4, kernel="tiled")
-    found: dict[threading.Thread, list[int]] = {}
-    forward = Tiled.forward
+    found: dict[int, list[int]] = {rank: [] for rank in range(4)}
+    here, forward = threading.local(), Tiled.forward
 
     def noted(self, x, *more):
-        found.setdefault(threading.current_thread(), []).append(x.sm_margin)
+        found[here.rank].append(x.sm_margin)
         return forward(self, x, *more)
 
     monkeypatch.setattr(Tiled, "forward", noted)
+    monkeypatch.setattr(HubTransport, "sm_margin", 3)
     leaves = item.case.inputs(item.dtype)
 
     def rank(me, hub):
-        hub.sm_margin = 3
+        here.rank = me
         run_rank(item, leaves, me, hub)
 
     in_threads(4, rank)
-    program = prepare(item, 3).program("forward")
-    steps = zip(program.steps, program.runs_beside_messages, strict=True)
-    assert [run for step, run in steps if isinstance(step, Attend)] == beside
-    assert [3 * run for run in beside] in found.values()
-    assert len(found) == 4
+    for me, margins in found.items():
+        program = prepare(item, me).program("forward")
+        steps = zip(program.steps, program.runs_beside_messages, strict=True)
+        assert margins == [3 * beside for step, beside in steps if isinstance(step, Attend)]
+    assert found[3][-1] == 0, "the last step of the last rank has no messages beside it"
+    assert (3 in found[0]) == (schedule != "allgather")

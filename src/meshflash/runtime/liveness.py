@@ -179,16 +179,10 @@ class Liveness:
             scope: The process group that the cause concerns, or JOB.
             rank: The rank to look at, as the whole job numbers it.
         """
-        return self.blame(scope, Cause(rank, ENDED)) if self.has_ended(rank) else None
-
-    def has_ended(self, rank: int) -> bool:
-        """Return whether the process of a rank has certainly ended, as `find_ended` does, but blame nobody.
-
-        Args:
-            rank: The rank to look at, as the whole job numbers it.
-        """
         address = self.peers.get(rank)
-        return address is not None and address.node == self._node and _state(address) in _ENDED_STATES
+        if address is None or address.node != self._node or _state(address) not in _ENDED_STATES:
+            return None
+        return self.blame(scope, Cause(rank, ENDED))
 
     def blame(self, scope: str, cause: Cause) -> Cause:
         """Record a cause and send it to all ranks, unless an earlier cause is known. Return the one that counts.

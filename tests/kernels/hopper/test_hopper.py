@@ -18,7 +18,9 @@ from meshflash.core.tiles import worklist
 from meshflash.kernels.contract import Features, Grads, Inputs, Rows, new_outputs
 from meshflash.kernels.hopper import launch as hopper_launch
 from meshflash.kernels.hopper import split_kv
+from meshflash.kernels.hopper.kernel import Hopper
 from meshflash.kernels.launches import Launcher
+from meshflash.kernels.triton import kernel as triton_kernel
 from meshflash.kernels.triton.block_tables import make_run_tables
 
 common = pytest.importorskip("meshflash.kernels.hopper.common")
@@ -549,3 +551,14 @@ def test_persistent_forward_leaves_sms_free_for_messages(mask, margin, ctas, mon
     tables, _ = make_run_tables(work, False, config.block_m, config.block_n, config.block_m, 1, torch.device("cpu"))
     hopper_launch.forward(Launcher(), inputs, new_outputs(x, x), None, config, tables)
     assert grids == [(ctas,)]
+
+
+def test_launches_are_repeated_only_with_the_same_sm_margin(monkeypatch):
+    names = []
+    monkeypatch.setattr(triton_kernel, "run", lambda launches, name, *_: names.append(name))
+    x = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
+    work = worklist(CAUSAL, (range(8),), (range(8),))
+    outputs = new_outputs(x, x)
+    for margin in (0, 2, 0):
+        Hopper().forward(Inputs(x, x, x, work, Features(0.125), sm_margin=margin), outputs)
+    assert names[0] == names[2] != names[1]

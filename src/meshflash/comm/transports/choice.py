@@ -83,19 +83,17 @@ def choose(
     if not supported:
         listed = "; ".join(f"{one}: {reason}" for one, reason in reasons.items())
         raise ValueError(f"transport={requested!r} cannot move tensors on {device.type}: {listed}")
-    shares_device = len({(rank.host, rank.device) for rank in where}) < len(where)
-    made = _make(supported[0], groups, device, timeout, shares_device)
+    made = _make(supported[0], groups, device, timeout)
     return Throttled(made, device, throttle[0] * 1e9, throttle[1] * 1e-6) if throttle else made
 
 
-def _make(name: str, groups: Mapping[str, Any], device: torch.device, timeout: float, shares_device: bool) -> Transport:
+def _make(name: str, groups: Mapping[str, Any], device: torch.device, timeout: float) -> Transport:
     if name == "process_group":
         return ProcessGroupTransport(groups, device, timeout)
     if name == "host_staged":
         return HostStaged(ProcessGroupTransport(groups, CPU, timeout), device, timeout)
     mesh = groups["mesh"]
-    rank, world = dist.get_rank(mesh), dist.get_world_size(mesh)
-    found = Symmetric(mesh, rank, world, device, timeout, shares_device=shares_device)
+    found = Symmetric(mesh, dist.get_rank(mesh), dist.get_world_size(mesh), device, timeout)
     for other in groups:
         if other != "mesh":
             found.add(other, groups[other])

@@ -83,13 +83,16 @@ class Transport(ABC):
     reads_peers = False
     #: Why its messages cannot be captured in a CUDA graph; empty if they can.
     capture_unsupported_reason = ""
-    #: The SMs that its messages need while kernels run; 0 where copy engines move them, and no kernel.
-    sm_margin = 0
     #: Set while a trace is recorded. Transports whose messages move in streams of their own call it.
     timer: MessageTimer | None = None
 
     def __init__(self) -> None:
         self.counters = Counters()
+
+    @property
+    def sm_margin(self) -> int:
+        """The SMs that its messages need while kernels run; 0 where no kernel moves them."""
+        return 0
 
     @property
     def held_bytes(self) -> int:

@@ -22,7 +22,8 @@ from meshflash.core.program import Direction
 TAG_BASE, NUM_PASS_TAGS, MAX_GROUPS = 2**30, 2**26, 2**4
 #: Ranks that an error lists by number.
 MAX_NAMED = 8
-#: The SMs that kernels leave to NCCL where nothing limits its CTAs. Its own choice depends on topology and message.
+#: The SMs that kernels leave to NCCL where nothing limits its CTAs. NCCL's own choice depends on topology and message;
+#: CTAs beyond these wait for the kernel.
 NCCL_SMS = 8
 
 
@@ -40,6 +41,7 @@ class ProcessGroupTransport(Transport):
         self._numbers: dict[str, int] = {}
         self._global_ranks: dict[str, list[int]] = {}
         self._backends: set[str] = set()
+        self._nccl_ctas = 0
         for name, group in groups.items():
             self.add(name, group)
 
@@ -58,9 +60,14 @@ class ProcessGroupTransport(Transport):
         self.name = "+".join(sorted(self._backends))
         self._coalesces = "gloo" not in self._backends
         if backend == "nccl":
-            self.sm_margin = max(self.sm_margin, nccl_ctas(group, self.device))
+            self._nccl_ctas += nccl_ctas(group, self.device)
         if self._coalesces:  # NCCL connects all ranks of a group in its first call, and a program may not involve all
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    @property
+    def sm_margin(self) -> int:
+        """The CTAs of NCCL's kernels: messages of all groups may be in flight at the same time."""
+        return self._nccl_ctas
 
     def set_message_tag(self, number: int, direction: Direction) -> None:
         """Tag the messages of a pass: a rank that skipped a pass times out, but never receives a wrong message."""

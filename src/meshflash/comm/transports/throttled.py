@@ -42,9 +42,7 @@ class Throttled(StackedTransport):
         self.bytes_per_second, self.latency = bytes_per_second, latency
         self.name = f"{inner.name} at {bytes_per_second / 1e9:g} GB/s and {latency * 1e6:g} us"
         self.reads_peers, self.capture_unsupported_reason = inner.reads_peers, inner.capture_unsupported_reason
-        on_host = device.type == "cpu"
-        self._link = _HostLink() if on_host else _DeviceLink(streams(device))
-        self.sm_margin = inner.sm_margin + (not on_host)  # the delay of a device is a kernel
+        self._link = _HostLink() if device.type == "cpu" else _DeviceLink(streams(device))
 
     def close(self) -> None:
         self.inner.close()
@@ -57,6 +55,11 @@ class Throttled(StackedTransport):
     def _exchange(self, group: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Any:
         moved = max(sum(tensor.nbytes for _, tensor in side) for side in (sends, recvs))
         return self.inner._exchange(group, sends, recvs), self._begin(group, moved)
+
+    @property
+    def sm_margin(self) -> int:
+        """One more than the inner transport needs, on a device: its delay is a kernel."""
+        return self.inner.sm_margin + isinstance(self._link, _DeviceLink)
 
     @property
     def held_bytes(self) -> int:

@@ -63,11 +63,10 @@ class Triton(Kernel):
         if outputs is None and carry is None:
             inputs: tuple[Tensor, ...] = (x.q_BTHD, x.k_BSKD, x.v_BSKE, *features.tensors)
             made: Sequence[Tensor] | None = None
-            name = (self.name, x.sm_margin) if x.sm_margin else self.name
             if x.launches is not None:
-                made = x.launches.repeat(name, inputs, features.numbers)
+                made = x.launches.repeat(self.name, inputs, features.numbers)
             if made is None:
-                made = run(x.launches, name, inputs, partial(self._forward, x, None, None), features.numbers)
+                made = run(x.launches, self.name, inputs, partial(self._forward, x, None, None), features.numbers)
             out, lse = made
             return out, lse
         outputs = outputs or new_outputs(x.q_BTHD, x.v_BSKE)
