@@ -15,9 +15,13 @@ from meshflash.core.shards import Shards
 
 #: The most that a part of a document may weigh, tried in this order, where 1 is the load of a rank.
 MAX_PARTS = (1.0, 0.7, 0.5, 0.35, 0.25)
-#: Neighbouring documents are placed together while they weigh at most this fraction of the largest part, or so much
-#: that there are about this many parts.
-TOGETHER, MANY_PARTS = 1 / 64, 8192
+#: Neighbouring documents form one part up to this fraction of the largest part.
+TOGETHER = 1 / 32
+#: The most ranks: the time of dealing grows with ranks times parts, to seconds at a thousand ranks, and placing gained
+#: little there.
+MAX_RANKS = 128
+#: The most ranges of a rank.
+MAX_RANGES = 64
 #: The most exchanges of pieces between ranks, and the ranks with the least load that each tries.
 MAX_EXCHANGES, PARTNERS = 100, 4
 
@@ -33,9 +37,11 @@ def place_documents(masks: Sequence[Mask], cuts: Array, world: int, goal: float)
         masks: The masks; each of them is balanced.
         cuts: The first position of each document, and the end of the last one, ascending.
         world: The number of ranks.
-        goal: The largest work of any rank, where 1 is the mean. Of several placements, the one with the fewest cuts
-            counts.
+        goal: The largest work of any rank, where 1 is the mean. The first placement that has it is returned; each
+            one that is tried cuts more documents than the one before.
     """
+    if world > MAX_RANKS:
+        return None
     shares = _shares(masks, cuts, world, [range(a, b) for a, b in pairwise(cuts.tolist())])
     if shares[-1][shares.max(axis=0) <= 1].sum() < world / 2:  # most tokens are in documents that no rank can hold
         return None
@@ -51,7 +57,7 @@ def place_documents(masks: Sequence[Mask], cuts: Array, world: int, goal: float)
         rank = np.repeat(np.arange(world), [len(taken) for taken in held])
         shares = _shares(masks, cuts, world, ranges)[:-1]
         load = max(float(np.bincount(rank, share, minlength=world).max()) for share in shares)
-        if load <= goal:
+        if load <= goal and max(map(len, held)) <= MAX_RANGES:
             return [sorted(taken, key=lambda r: r.start) for taken in held]
     return None
 
@@ -90,7 +96,7 @@ def _parts_of_documents(masks: Sequence[Mask], cuts: Array, world: int, most: fl
     documents = [range(a, b) for a, b in pairwise(cuts.tolist())]
     weight = _shares(masks, cuts, world, documents).max(axis=0).tolist()
     out: list[list[range]] = []
-    small = most * max(TOGETHER, world / MANY_PARTS)
+    small = most * TOGETHER
     together = 0.0  # the weight of the last part, if documents may join it
     for document, share in zip(documents, weight, strict=True):
         if out and 0.0 < together + share <= small and out[-1][-1].stop == document.start:

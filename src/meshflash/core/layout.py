@@ -24,6 +24,8 @@ BALANCE_GOAL = 1.01
 MAX_RANGES_PER_RANK = 16
 #: ... or once pieces would have fewer tokens: one token more or less in each would unbalance the ranks.
 MIN_PIECE = 8
+#: Whole documents are placed on ranks if the rank that needs the most keys of others then needs less than this part.
+PLACED_GAIN = 0.9
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,8 @@ class Layout:
         """Balance tokens and work: ranks hold about equally many tokens, with equal work under each of the masks.
 
         The sequence is cut into equal pieces, dealt out heaviest first. Pieces get finer until the busiest rank
-        is within 1% of the mean, or a rank would hold more than 16 ranges. Whole documents are placed instead, and
-        only long ones cut, where that balances as well and ranks need fewer keys of others.
+        is within 1% of the mean, or a rank would hold more than 16 ranges. On up to 128 ranks whole documents are
+        placed instead, up to 64 ranges on each, if that balances as well and ranks need 10% fewer keys of others.
 
         Args:
             masks: The mask, or several masks if the layers of a model differ; each of them is balanced.
@@ -212,7 +214,7 @@ class Layout:
         if len(documents) > 2 and world > 1:
             goal = max(BALANCE_GOAL, best_load)
             placed = place_documents(masks, documents, world, goal)
-            if placed and rows_moved(masks, placed) < rows_moved(masks, ranges):
+            if placed and rows_moved(masks, placed) < PLACED_GAIN * rows_moved(masks, ranges):
                 ranges = placed
         return _layout("balanced", ranges)
 
