@@ -13,7 +13,9 @@ from commands import app
 from meshflash import Layout, Mask
 from meshflash.bench import attention, exposed, record, tables
 from meshflash.bench.cases import Case
+from meshflash.bench.masks import parse_mask
 from meshflash.bench.peers import peer_bytes
+from meshflash.core.document_layout import rows_moved
 from meshflash.core.problem import Problem
 from meshflash.schedules.registry import build, names
 
@@ -60,6 +62,22 @@ def test_bench_attention_forward_only_over_a_slow_link_and_traced(tmp_path):
     assert rows[1]["mask"] == "full"
     assert len(list(tmp_path.glob("trace-*.json"))) == 2
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["ring-0.json", "ring-1.json"]
+
+
+def test_bench_attention_on_a_balanced_layout_of_documents(tmp_path):
+    words = f"bench attention {SMALL} --rounds 1 -n 2 --schedule allgather --forward-only --layout balanced"
+    words += f" --mask documents-lognormal-6 --output {tmp_path / 'x.json'}"
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 0, result.output
+    single, row = record.read(tmp_path / "x.json")["rows"]
+    assert (single["layout"], row["layout"], row["peer_bytes"]) == ("", "balanced", None)
+    assert "layout: balanced" in " ".join(result.output.split())
+    layout = Layout.balanced(parse_mask("documents-lognormal-6", 48), 48, 2)
+    moved = 2 * 2 * 8 * 4 * rows_moved([parse_mask("documents-lognormal-6", 48)], layout.ranges)  # K, V; heads; dim
+    assert row["received_bytes"] == moved
+    result = CliRunner().invoke(app, [*words.replace("balanced", "even").split()])
+    assert result.exit_code == 2
+    assert "layout='even': expected a Layout, or one of zigzag" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_impossible_speeds_are_flagged_and_spread_is_shown():

@@ -39,6 +39,7 @@ from meshflash.engine.group_context import group_context
 from meshflash.engine.memory import pool
 from meshflash.engine.trace import recording
 from meshflash.kernels import registry
+from meshflash.parallel.step import resolve_layout
 from meshflash.runtime.cores import cores_here
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import mps
@@ -76,6 +77,8 @@ class ScheduleRow:
     measured; `simulated_ms` is the same in a simulation of the programs, which needs a throttled transport. Means over
     ranks are `attend_ms`, of steps that attend, `wait_ms`, of waits for messages, and `rest_ms`, of all other steps.
 
+    `layout` is the one that was asked for: a name, or "auto" for the schedule's own.
+
     `forward_ran` and `backward_ran` name the kernels that ranks ran, whatever `kernel` requested; a forward has no
     `backward_ran`.
     """
@@ -98,6 +101,7 @@ class ScheduleRow:
     attend_ms: float
     wait_ms: float
     rest_ms: float
+    layout: str
     transport: str
     kernel: str
     forward_ran: str
@@ -121,6 +125,7 @@ class Setup:
         kernel: The kernel of all ranks and of the single device.
         forward_only: Whether no backward is timed.
         mps: Whether ranks share a GPU through MPS.
+        layout: The layout of all schedules by name, or "auto" for the default one of each.
         profile: A folder for traces of torch's profiler. Empty means none.
         timeline: A schedule whose forward is recorded step by step. Empty means none.
     """
@@ -132,6 +137,7 @@ class Setup:
     kernel: str = "auto"
     forward_only: bool = False
     mps: bool = False
+    layout: str = "auto"
     profile: str = ""
     timeline: str = ""
 
@@ -165,6 +171,8 @@ def run(case: Case, schedules: tuple[str, ...], setup: Setup, listen: Tell | Non
     for schedule in schedules:
         if schedule not in (SINGLE_DEVICE, PLAIN):
             parse(schedule)
+    if setup.layout != "auto":
+        resolve_layout(setup.layout, Mask.full(), 1, 1)
     if PLAIN in schedules and not on_cpu(case.device):
         raise ValueError(f"{PLAIN!r} is measured on CPUs only: its matrix of the mask would not fit a GPU")
     baseline_process = not on_cpu(case.device)  # one more process, which has the whole GPU while the ranks wait
@@ -237,6 +245,7 @@ def _measure(
             speedup, exposed_comm = ms[SINGLE_DEVICE] / ms[name], seen[name].exposed[n]
             flops = case.flops("forward") + (case.flops("backward") if n else 0.0)
             ranks = 1 if name in baselines else world
+            has_peer_bytes = name not in (*baselines, PLAIN) and setup.layout == "auto"
             devices = 1 if setup.mps else ranks
             rows.append(
                 ScheduleRow(
@@ -258,13 +267,14 @@ def _measure(
                     attend_ms=exposed_comm.attends,
                     wait_ms=exposed_comm.waits,
                     rest_ms=exposed_comm.rest,
+                    layout="" if name in baselines else setup.layout,
                     transport=calls[name].transport_name if name in here else "",
                     kernel="auto" if name == BEST else setup.kernel,
                     forward_ran=ran[name][0],
                     backward_ran=ran[name][1] if n else "",
                     received_bytes=int(received),
                     received_mean=_sum_over_ranks(seen[name].received[n]) / world,
-                    peer_bytes=None if name in (*baselines, PLAIN) else peer_bytes(name, case, world, direction),
+                    peer_bytes=peer_bytes(name, case, world, direction) if has_peer_bytes else None,
                     peak_bytes=int(peak),
                     error=errors[name][n],
                 )
@@ -304,7 +314,10 @@ class _Candidate:
         self.layout: Layout | None = None
         self.local = whole
         if name not in (SINGLE_DEVICE, BEST):
-            self.layout = default_layout("ring" if name == PLAIN else name)(case.tokens, setup.world)
+            if setup.layout == "auto":
+                self.layout = default_layout("ring" if name == PLAIN else name)(case.tokens, setup.world)
+            else:
+                self.layout = resolve_layout(setup.layout, mask, case.tokens, setup.world)
             self.local = tuple(shard(x, self.layout, group).contiguous() for x in whole)  # type: ignore[assignment]
         self.leaves = [x.requires_grad_() for x in self.local[:3]]
         self.transport: Transport | None = None

@@ -134,6 +134,8 @@ def _schedules_caption(rows: list[Row], shares_cores: bool, has_simulation: bool
         f"{speed}; exposed comm: measured, of the rank that waits longest; recv: mean over ranks"
     )
     caption += "; sim.: exposed comm of the same programs, simulated" if has_simulation else ""
+    layouts = {row.get("layout", "auto") for row in rows} - {"", "auto"}
+    caption += f"; layout: {', '.join(sorted(layouts))}" if layouts else ""
     caption += f"; kernels that ran: {_kernels_that_ran(rows)}"
     limits = [row["speedup_limit"] for row in rows if impossible(row)]
     if limits:

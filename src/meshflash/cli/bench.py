@@ -103,6 +103,9 @@ def attention(
         str, typer.Option(help='As in attention: auto, symmetric, "throttled(auto, 50, 10)".')
     ] = "auto",
     kernel: Annotated[str, typer.Option(help="The kernel of all ranks and of the single device.")] = "auto",
+    layout: Annotated[
+        str, typer.Option(help='The layout of all schedules: contiguous, zigzag, striped, balanced, or "auto".')
+    ] = "auto",
     forward_only: Annotated[bool, typer.Option(help="Time no backward.")] = False,
     mps: Annotated[bool, typer.Option(help="Start CUDA MPS, and give each rank its part of the GPU.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Have ranks write traces there, for `meshflash trace`.")] = None,
@@ -135,7 +138,7 @@ def attention(
     with explained(), console.status("starting") as status, variables(**traced):
         case = Case(tokens, batch, heads, kv_heads or heads, dim, mask, dtype, pick_device(device))
         check_transport(transport)
-        setup = bench.Setup(world, rounds, threads, transport, kernel, forward_only, mps, str(profile or ""))
+        setup = bench.Setup(world, rounds, threads, transport, kernel, forward_only, mps, layout, str(profile or ""))
         listen = status.update if console.is_terminal else lambda text: typer.echo(text, err=True)
         found.add(bench.run(case, tuple(schedule), setup, listen).rows)
     title = f"{mask}, {tokens:,} tokens over {world} ranks on {device}"
