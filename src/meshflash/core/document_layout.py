@@ -22,7 +22,7 @@ TOGETHER = 1 / 32
 MAX_RANKS = 128
 #: The most ranges of a rank.
 MAX_RANGES = 64
-#: The most exchanges of pieces between ranks, and the ranks with the least load that each tries.
+#: The most exchanges of pieces between ranks, and how many of the ranks farthest from the mean each tries.
 MAX_EXCHANGES, PARTNERS = 100, 4
 
 

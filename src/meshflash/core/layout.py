@@ -24,7 +24,7 @@ BALANCE_GOAL = 1.01
 MAX_RANGES_PER_RANK = 16
 #: ... or once pieces would have fewer tokens: one token more or less in each would unbalance the ranks.
 MIN_PIECE = 8
-#: Whole documents are placed on ranks if the rank that needs the most keys of others then needs less than this part.
+#: Whole documents are placed if the rank that needs the most keys of others then needs less than this fraction of them.
 PLACED_GAIN = 0.9
 
 
