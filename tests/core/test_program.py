@@ -281,18 +281,3 @@ def test_buffers_and_groups_are_found_by_name() -> None:
     program = small_program()
     assert program.buffer["kv.recv"].rows == 6
     assert program.group == {"mesh": (0, 1)}
-
-
-def test_steps_between_a_post_and_its_wait_run_beside_messages() -> None:
-    first, second = Post("1", (Part(1, A),), (Part(2, B),)), Post("2", (), (Part(1, C),))
-    own = Post("own", (Part(0, A),), (Part(0, B),))  # a copy in this rank's memory
-    attend = Attend(A, B, C, AT, AT, (0, 2))
-    steps = (attend, first, attend, second, Wait("1"), attend, Wait("2"), attend, own, attend, Wait("own"))
-    program = Program("", "forward", 0, 3, (), steps, ())
-    assert [beside for step, beside in zip(steps, program.runs_beside_messages, strict=True) if step is attend] == [
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]

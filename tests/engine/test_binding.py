@@ -13,7 +13,8 @@ from meshflash import Layout, Mask
 from meshflash.check.oracle import Case, check
 from meshflash.check.spread import Item
 from meshflash.comm.transports.loopback import HubTransport
-from meshflash.core.program import Attend
+from meshflash.core.program import Attend, Part, Post, Program, Slice, Wait
+from meshflash.engine.binding import run_beside_messages
 from meshflash.engine.memory import Arena, Pool
 from meshflash.kernels.tiled import Tiled
 
@@ -139,7 +140,17 @@ def test_steps_beside_messages_leave_the_sms_that_the_transport_needs(schedule, 
     in_threads(4, rank)
     for me, margins in found.items():
         program = prepare(item, me).program("forward")
-        steps = zip(program.steps, program.runs_beside_messages, strict=True)
+        steps = zip(program.steps, run_beside_messages(program), strict=True)
         assert margins == [3 * beside for step, beside in steps if isinstance(step, Attend)]
     assert found[3][-1] == 0, "the last step of the last rank has no messages beside it"
     assert (3 in found[0]) == (schedule != "allgather")
+
+
+def test_steps_between_a_post_and_its_wait_run_beside_messages():
+    place, at = Slice("kv", (0, 4), (0, 2)), (range(0, 8, 2),)
+    first, second = Post("1", (Part(1, place),), (Part(2, place),)), Post("2", (), (Part(1, place),))
+    own = Post("own", (Part(0, place),), (Part(0, place),))  # a copy in this rank's memory
+    attend = Attend(place, place, place, at, at, (0, 2))
+    steps = (attend, first, attend, second, Wait("1"), attend, Wait("2"), attend, own, attend, Wait("own"))
+    beside = run_beside_messages(Program("", "forward", 0, 3, (), steps, ()))
+    assert [run for step, run in zip(steps, beside, strict=True) if step is attend] == [False, True, True, False, False]

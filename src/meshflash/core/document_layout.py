@@ -42,11 +42,13 @@ def place_documents(masks: Sequence[Mask], cuts: Array, world: int, goal: float)
     """
     if world > MAX_RANKS:
         return None
-    shares = _shares(masks, cuts, world, [range(a, b) for a, b in pairwise(cuts.tolist())])
-    if shares[-1][shares.max(axis=0) <= 1].sum() < world / 2:  # most tokens are in documents that no rank can hold
+    documents = [range(a, b) for a, b in pairwise(cuts.tolist())]
+    shares = _shares(masks, cuts, world, documents)
+    largest, tokens = shares.max(axis=0), shares[-1]
+    if tokens[largest <= 1].sum() < world / 2:  # most tokens are in documents that no rank can hold
         return None
     for most in MAX_PARTS:
-        pieces = _parts_of_documents(masks, cuts, world, most)
+        pieces = _parts_of_documents(documents, largest.tolist(), most)
         weight = _shares(masks, cuts, world, [r for part in pieces for r in part])
         weight = np.add.reduceat(weight, np.cumsum([0, *map(len, pieces[:-1])]), axis=1)
         dealt, _ = deal(weight, world, len(pieces))
@@ -91,10 +93,8 @@ def _shares(masks: Sequence[Mask], cuts: Array, world: int, ranges: Sequence[ran
     return shares
 
 
-def _parts_of_documents(masks: Sequence[Mask], cuts: Array, world: int, most: float) -> list[list[range]]:
+def _parts_of_documents(documents: list[range], weight: list[float], most: float) -> list[list[range]]:
     """Return the parts to place: neighbouring short documents, a document, or a pair of pieces of a long one."""
-    documents = [range(a, b) for a, b in pairwise(cuts.tolist())]
-    weight = _shares(masks, cuts, world, documents).max(axis=0).tolist()
     out: list[list[range]] = []
     small = most * TOGETHER
     together = 0.0  # the weight of the last part, if documents may join it

@@ -411,19 +411,6 @@ class Program:
         """The buffers that some step uses without LSE or delta; the engine skips these fields of out and dout."""
         return frozenset(place.buffer for step in self.steps for place, _ in slices(step) if place.without_lse)
 
-    @cached_property
-    def runs_beside_messages(self) -> tuple[bool, ...]:
-        """Whether each step runs while messages of this rank may be in flight: after a post and before its wait."""
-        posted: set[str] = set()
-        found = []
-        for step in self.steps:
-            found.append(bool(posted))
-            if isinstance(step, Post) and any(part.peer != self.rank for part in (*step.sends, *step.recvs)):
-                posted.add(step.name)
-            elif isinstance(step, Wait):
-                posted.discard(step.post)
-        return tuple(found)
-
     def fields(self, part: Slice) -> tuple[Field, ...]:
         """Return the fields that a slice holds for each of its rows.
 

@@ -97,6 +97,23 @@ def choose_kernels(program: Program, mask: Mask, setting: Setting, features: Fea
     return out
 
 
+def run_beside_messages(program: Program) -> list[bool]:
+    """Return whether each step runs while messages of this rank may be in flight: after a post and before its wait.
+
+    Args:
+        program: A program; messages of its rank to itself are copies.
+    """
+    posted: set[str] = set()
+    found = []
+    for step in program.steps:
+        found.append(bool(posted))
+        if isinstance(step, Post) and any(part.peer != program.rank for part in (*step.sends, *step.recvs)):
+            posted.add(step.name)
+        elif isinstance(step, Wait):
+            posted.discard(step.post)
+    return found
+
+
 def _reads_delta_of_peers(program: Program, step: Attend | AttendGrad) -> bool:
     """Whether a step reads the delta that another rank computed for its own rows.
 
@@ -145,7 +162,7 @@ class Bound:
         self._tensors: list[Tensor] = [memory] * (self._saved + 1)
         self._parts: list[tuple[int, Callable[[list[Tensor]], Tensor]]] = []
         self._numbers: dict[Any, int] = {}
-        steps = enumerate(zip(program.steps, program.runs_beside_messages, strict=True))
+        steps = enumerate(zip(program.steps, run_beside_messages(program), strict=True))
         bound = [(n, run) for n, (step, beside_messages) in steps for run in self._bind(step, beside_messages)]
         self.runs, self._steps = [run for _, run in bound], [n for n, _ in bound]
 
