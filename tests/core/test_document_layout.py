@@ -159,11 +159,12 @@ def test_exchanges_even_out_what_dealing_leaves_uneven() -> None:
         assert after < 1 + 0.6 * (before - 1)
 
 
-def test_documents_are_cut_into_equal_pieces_on_very_many_ranks(equal_pieces) -> None:
-    lengths = lengths_of(0, 65536, 100)
-    mask = CAUSAL & Mask.documents(lengths)
-    world = document_layout.MAX_RANKS + 1
-    assert Layout.balanced(mask, 65536, world) == equal_pieces(mask, 65536, world)
+def test_documents_are_not_placed_on_very_many_ranks() -> None:
+    most = document_layout.MAX_RANKS
+    lengths = [16] * (8 * most)
+    masks, cuts = [CAUSAL & Mask.documents(lengths)], np.cumsum([0, *lengths])
+    assert place_documents(masks, cuts, most, 1.01) is not None
+    assert place_documents(masks, cuts, most + 1, 1.5) is None
 
 
 def test_keys_of_other_ranks_are_counted() -> None:
