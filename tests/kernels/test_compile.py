@@ -16,6 +16,7 @@ from cross import TARGETS, TENSOR_MEMORY, Built, Call, compiled, missing_tool
 
 triton = pytest.importorskip("triton")
 hopper_common = pytest.importorskip("meshflash.kernels.hopper.common")
+gluon_compat = pytest.importorskip("meshflash.kernels.hopper.gluon_compat")
 
 Compilations = dict[str, "Future[dict[Call, list[Built] | str]]"]
 
@@ -129,8 +130,13 @@ SPILLS = {
     "sm_90 deterministic 128 bfloat16 unaligned bwd_dq": 650,
     **{f"sm_90 backward 128 {dtype} bwd_dkdv": 810 for dtype in ("bfloat16", "float16")},
     "sm_90 deterministic 128 bfloat16 bwd_dkdv": 420,
-    "sm_90 backward 128 bfloat16 hopper carry backward": 80,
-    "sm_90 backward 128 bfloat16 hopper full carry odd 8 kv heads backward": 95,
+    # dim 128: faster than with more hidden indices, which spill less; MAX_LOCAL bounds what their loops access
+    "sm_90 backward 128 bfloat16 hopper backward": 175,
+    "sm_90 backward 128 float16 hopper backward": 175,
+    "sm_90 backward 128 bfloat16 hopper 8 kv heads backward": 330,
+    "sm_90 backward 128 bfloat16 hopper odd 8 kv heads backward": 405,
+    "sm_90 backward 128 bfloat16 hopper spread q heads backward": 260,
+    "sm_90 backward 128 bfloat16 hopper carry backward": 130,
     "sm_90 backward 128 bfloat16 features hopper backward": 260,
     "sm_90 deterministic 128 bfloat16 features hopper backward": 205,
     "sm_90 backward 64 bfloat16 hopper padding 8 kv heads bwd_dkdv": 75,
@@ -151,6 +157,15 @@ SPILLS = {
     "sm_100 backward 128 bfloat16 unaligned bwd_dkdv": 150,
     "sm_100 deterministic 128 bfloat16 unaligned bwd_dkdv": 450,
     "sm_100 deterministic 128 bfloat16 unaligned bwd_dq": 300,
+}
+
+#: Default bound on accesses to local memory in the unmasked loops of a Hopper kernel.
+MAX_LOCAL = 8
+#: Target, call and kernel -> bound on these accesses, where it is not the default.
+LOCAL = {
+    "sm_90 backward 128 bfloat16 features hopper backward": 100,
+    "sm_90 backward 128 bfloat16 hopper padding backward": 24,
+    "sm_90 backward 128 bfloat16 hopper documents carry 8 kv heads backward": 24,
 }
 
 
@@ -198,6 +213,8 @@ def check(built: list[Built], target: str, call: Call) -> None:
             assert kernel.spilled <= SPILLS.get(f"{target} {call} {kernel.kernel}", MAX_SPILLED_BYTES), kernel
             # ptxas of Triton 3.9 serializes the portable forward at dim 96, which is as fast there as under 3.6
             assert not kernel.serialized, kernel
+        if is_gluon:
+            assert (kernel.local or 0) <= LOCAL.get(f"{target} {call} {kernel.kernel}", MAX_LOCAL), kernel
         assert not call.hopper or kernel.barrier < hopper_common.NAMED_BARRIER.value, kernel
         assert not (call.hopper and kernel.reused_mbarriers), kernel
     served = {"forward", "backward"} & {kernel.kernel for kernel in built}
@@ -231,8 +248,9 @@ def count_backward_local_accesses(built: list[Built]) -> int:
 
 
 def test_unmasked_backward_loop_at_dim_128_uses_no_local_memory(few):
-    """Masked blocks are in a separate loop."""
-    assert count_backward_local_accesses(kernels(few, "sm_90", Call("backward", 128, hopper=True))) == 0
+    """Masked blocks are in a separate loop. Under Triton 3.9 a few loop invariants are reloaded, which is faster."""
+    accesses = count_backward_local_accesses(kernels(few, "sm_90", Call("backward", 128, hopper=True)))
+    assert accesses <= (3 if gluon_compat.PACKS_DESCRIPTORS else 0)
 
 
 def test_hopper_backward_computes_delta_in_its_preprocess_kernel(few):
@@ -241,13 +259,13 @@ def test_hopper_backward_computes_delta_in_its_preprocess_kernel(few):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dim", "mask", "max_accesses"), [(64, "causal", 0), (64, "full", 0), (128, "causal", 2), (128, "full", 4)]
-)
-def test_backward_loop_has_few_local_memory_accesses(every, dim, mask, max_accesses):
-    """The accesses reload loop invariants, under Triton 3.9 alone; at dim 64 masked blocks are in the same loop."""
-    built = kernels(every, "sm_90", Call("backward", dim, hopper=True, mask=mask, kv_heads=8))
-    assert count_backward_local_accesses(built) <= (max_accesses if triton.__version__.startswith("3.9.") else 0)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_backward_loop_at_dim_64_uses_no_local_memory(every, mask):
+    """Masked blocks are in the same loop."""
+    assert (
+        count_backward_local_accesses(kernels(every, "sm_90", Call("backward", 64, hopper=True, mask=mask, kv_heads=8)))
+        == 0
+    )
 
 
 @pytest.mark.slow

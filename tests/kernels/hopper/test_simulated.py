@@ -181,24 +181,43 @@ def test_unaligned_gradients_are_accumulated_by_atomics(kernel, monkeypatch):
     assert [(launch.ACCUMULATE, launch.TMA_REDUCE_DKDV) for launch in kernel.launches] == [(True, False)]
 
 
+ALL_OPERANDS = {"k, v", "q, dout", "k of dq"}
+
+
 @pytest.mark.parametrize(
-    ("mask", "heads", "kv_heads", "spread", "hidden"),
+    ("dim", "packs_descriptors", "mask", "heads", "kv_heads", "spread", "hidden"),
     [
-        (CAUSAL, 2, 2, False, {"q, dout"}),
-        (FULL, 2, 2, False, {"k of dq"}),
-        (FULL, 4, 2, False, {"k of dq"}),
-        (CAUSAL, 4, 2, True, {"k of dq"}),
-        (CAUSAL, 4, 2, False, {"k, v", "q, dout", "k of dq"}),
-        (CAUSAL & Mask.window(90, 0), 2, 2, False, {"k of dq"}),
+        *(
+            (64, packs, *case)
+            for packs in (False, True)
+            for case in (
+                (CAUSAL, 2, 2, False, {"q, dout"}),
+                (FULL, 2, 2, False, {"k of dq"}),
+                (FULL, 4, 2, False, {"k of dq"}),
+                (CAUSAL, 4, 2, True, {"k of dq"}),
+                (CAUSAL, 4, 2, False, ALL_OPERANDS),
+                (CAUSAL & Mask.window(90, 0), 2, 2, False, {"k of dq"}),
+            )
+        ),
+        (128, False, CAUSAL, 2, 2, False, set()),
+        (128, False, FULL, 2, 2, False, set()),
+        (128, False, CAUSAL, 4, 2, True, set()),
+        (128, False, CAUSAL, 4, 2, False, {"k, v", "q, dout"}),
+        (128, False, CAUSAL & Mask.window(90, 0), 2, 2, False, set()),
+        (128, True, CAUSAL, 2, 2, False, {"q, dout"}),
+        (128, True, FULL, 2, 2, False, {"q, dout"}),
+        (128, True, CAUSAL, 4, 2, True, {"q, dout"}),
+        (128, True, CAUSAL, 4, 2, False, {"k, v", "q, dout"}),
+        (128, True, CAUSAL & Mask.window(90, 0), 2, 2, False, set()),
     ],
 )
-def test_launches_at_dim_64_hide_the_indices_that_cost_least(
-    mask, heads, kv_heads, spread, hidden, kernel, monkeypatch
+def test_launches_hide_the_indices_that_cost_least(
+    dim, packs_descriptors, mask, heads, kv_heads, spread, hidden, kernel, monkeypatch
 ):
+    monkeypatch.setattr(hopper_backward, "PACKS_DESCRIPTORS", packs_descriptors)
     monkeypatch.setattr(hopper_launch, "spreads_heads", lambda *_: spread)
-    check(contiguous_work(mask, 384), 64, 1, heads, kv_heads, add=False, padded=False)
+    check(contiguous_work(mask, 384), dim, 1, heads, kv_heads, add=False, padded=False)
     (launch,) = kernel.launches
-    names = ("D", "LOWER", "UPPER", "CLIPPED", "SINGLE_RUN", "HEADS_PER_CTA", "PARTIAL_TILES", "ACCUMULATE")
+    names = ("D", "LOWER", "UPPER", "CLIPPED", "SOFTCAP", "SINGLE_RUN", "HEADS_PER_CTA", "PARTIAL_TILES", "ACCUMULATE")
     constants = [getattr(launch, name) for name in names]
-    operands = ("k, v", "q, dout", "k of dq")
-    assert {operand for operand in operands if hopper_backward.hides_index(operand, *constants)} == hidden
+    assert {operand for operand in ALL_OPERANDS if hopper_backward.hides_index(operand, *constants)} == hidden

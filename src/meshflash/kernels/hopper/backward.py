@@ -44,21 +44,36 @@ from meshflash.kernels.hopper.common import (
     store_layout,
     tanh,
 )
-from meshflash.kernels.hopper.gluon_compat import add_block, copy_block, reinterpret
+from meshflash.kernels.hopper.gluon_compat import PACKS_DESCRIPTORS, add_block, copy_block, reinterpret
 
 
 @gluon.constexpr_function
-def hides_index(operand, dim, lower, upper, clipped, single_run, heads_per_cta, partial_tiles, accumulate):
+def hides_index(operand, dim, lower, upper, clipped, softcap, single_run, heads_per_cta, partial_tiles, accumulate):
     """Return whether `buffer_rows` hides the index of an operand of the main loop: "k, v", "q, dout" or "k of dq".
 
-    Hidden indices prevent spills where registers are short. Elsewhere most of them cost speed under Triton 3.9. At head
-    dim 64 it is fastest to hide only those of Q and dO under a causal mask (+10% at 16,384 tokens), and otherwise only
-    that of K in dQ = dS K (+8% full, +6% where causal query heads are spread): docs/dev/kernels.md.
+    Hidden indices prevent spills where registers are short; elsewhere most of them cost speed, by operand, mask and
+    version of Triton (`PACKS_DESCRIPTORS`). docs/dev/kernels.md has the measurements behind each line.
     """
-    if dim == 128 or clipped or ((lower or upper) and (heads_per_cta > 1 or not single_run)):
-        return True
-    is_causal = lower and not upper and not (partial_tiles or accumulate)
-    return operand == ("q, dout" if is_causal else "k of dq")
+    masked = lower or upper
+    loops_over_heads = masked and heads_per_cta > 1
+    if clipped:
+        hidden = ("k, v", "q, dout", "k of dq")
+    elif dim == 64:
+        if loops_over_heads or (masked and not single_run):
+            hidden = ("k, v", "q, dout", "k of dq")
+        elif lower and not upper and not (partial_tiles or accumulate):
+            hidden = ("q, dout",)
+        else:
+            hidden = ("k of dq",)
+    elif PACKS_DESCRIPTORS and (softcap or (loops_over_heads and (partial_tiles or accumulate))):
+        hidden = ("k, v", "q, dout", "k of dq")
+    elif loops_over_heads:
+        hidden = ("k, v", "q, dout")
+    elif PACKS_DESCRIPTORS and not upper:
+        hidden = ("q, dout",)
+    else:
+        hidden = ()
+    return operand in hidden
 
 
 @gluon.jit
@@ -380,13 +395,13 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
     # DEFER_DQ needs registers: at dim 128 it is faster only where masked blocks have a loop of their own
     DEFER_DQ: gl.constexpr = BLOCK_M == 128 or (SPLIT_MASKED_LOOP and not SOFTCAP)
     HIDE_K_V: gl.constexpr = hides_index(
-        "k, v", D, LOWER, UPPER, CLIPPED, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
+        "k, v", D, LOWER, UPPER, CLIPPED, SOFTCAP, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
     )
     HIDE_Q_DO: gl.constexpr = hides_index(
-        "q, dout", D, LOWER, UPPER, CLIPPED, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
+        "q, dout", D, LOWER, UPPER, CLIPPED, SOFTCAP, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
     )
     HIDE_DQ_K: gl.constexpr = hides_index(
-        "k of dq", D, LOWER, UPPER, CLIPPED, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
+        "k of dq", D, LOWER, UPPER, CLIPPED, SOFTCAP, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
     )
     dq_at = batch, key_head  # a placeholder of the right type: without DEFER_DQ nothing reads it
     if COMPUTE_DQ and DEFER_DQ:

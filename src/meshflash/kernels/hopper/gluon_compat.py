@@ -5,10 +5,14 @@ Gluon is young and renames freely. Every other file takes these operations from 
 
 from __future__ import annotations
 
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+#: Whether the compiler packs each wgmma descriptor from two halves, as since Triton 3.9. ptxas then keeps descriptors
+#: of buffers at constant indices in registers over whole loops.
+PACKS_DESCRIPTORS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 #: TMA load: start to copy a block of global to shared memory; it completes on an mbarrier. Renamed in Triton 3.8.
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 #: TMA store: start to copy a block of shared memory to global memory. Renamed in Triton 3.8.
