@@ -163,9 +163,11 @@ SPILLS = {
 MAX_LOCAL = 8
 #: Target, call and kernel -> bound on these accesses, where it is not the default.
 LOCAL = {
-    "sm_90 backward 128 bfloat16 features hopper backward": 100,
+    "sm_90 backward 128 bfloat16 features hopper backward": 110,
+    "sm_90 deterministic 128 bfloat16 features hopper backward": 65,
     "sm_90 backward 128 bfloat16 hopper padding backward": 24,
     "sm_90 backward 128 bfloat16 hopper documents carry 8 kv heads backward": 24,
+    "sm_90 backward 128 bfloat16 hopper window 8 kv heads backward": 24,
 }
 
 

@@ -56,24 +56,17 @@ def hides_index(operand, dim, lower, upper, clipped, softcap, single_run, heads_
     """
     masked = lower or upper
     loops_over_heads = masked and heads_per_cta > 1
-    if clipped:
-        hidden = ("k, v", "q, dout", "k of dq")
-    elif dim == 64:
-        if loops_over_heads or (masked and not single_run):
-            hidden = ("k, v", "q, dout", "k of dq")
-        elif lower and not upper and not (partial_tiles or accumulate):
-            hidden = ("q, dout",)
-        else:
-            hidden = ("k of dq",)
-    elif PACKS_DESCRIPTORS and (softcap or (loops_over_heads and (partial_tiles or accumulate))):
-        hidden = ("k, v", "q, dout", "k of dq")
-    elif loops_over_heads:
-        hidden = ("k, v", "q, dout")
-    elif PACKS_DESCRIPTORS and not upper:
-        hidden = ("q, dout",)
-    else:
-        hidden = ()
-    return operand in hidden
+    adds = partial_tiles or accumulate
+    if dim == 64:
+        if clipped or loops_over_heads or (masked and not single_run):
+            return True
+        is_causal = lower and not upper and not adds
+        return operand == ("q, dout" if is_causal else "k of dq")
+    if clipped or (PACKS_DESCRIPTORS and (softcap or (loops_over_heads and adds))):
+        return True
+    if loops_over_heads:
+        return operand != "k of dq"
+    return operand == "q, dout" and PACKS_DESCRIPTORS and not upper
 
 
 @gluon.jit
