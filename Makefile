@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu test-mpi test-torch test-triton fuzz soak digests lint types imports docs unit clean
+.PHONY: help demo test test-slow test-gpu test-mpi test-integrations test-torch test-triton fuzz soak digests lint types imports docs unit clean
 
 help:
 	@echo "make demo   set up and run the main job"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-slow  set up and run the tests that take more than a few seconds each (about an hour)"
 	@echo "make test-gpu   set up and run the tests that need a GPU"
 	@echo "make test-mpi   set up and run the tests that start ranks by mpiexec"
+	@echo "make test-integrations  set up and run the whole matrix of models with the pinned and the newest Transformers"
 	@echo "make test-torch VERSION=2.15.0   run the tests with another torch, in an environment of its own (its CUDA build, several GB)"
 	@echo "make test-triton VERSION=3.9.0   run the tests of the Triton kernels with another Triton, in an environment of its own"
 	@echo "make fuzz   set up and check CASES (10000) cases at random over 2, 3 and 4 ranks; goes on where it stopped"
@@ -82,6 +83,19 @@ test-gpu: $(VENV)/.test-ready
 test-mpi: $(VENV)/.test-ready $(VENV)/.mpi-ready
 	$(BIN)/pytest -m 'not gpu' tests/runtime/test_jobs.py tests/runtime/test_slow_jobs.py
 
+# the pinned Transformers in .venv, the newest one with the libraries around it in .venv-integrations
+INTEGRATIONS := .venv-integrations
+$(INTEGRATIONS)/.ready: pyproject.toml constraints.txt constraints-integrations.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	grep -v '^transformers==' constraints.txt > $(INTEGRATIONS)/constraints.txt
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+		-c $(INTEGRATIONS)/constraints.txt -c constraints-integrations.txt -e '.[dev,integrations]'
+	@touch $@
+
+test-integrations: $(VENV)/.test-ready $(INTEGRATIONS)/.ready
+	$(BIN)/pytest -n 2 -m 'integrations or not slow and not gpu' tests/integrations/transformers
+	$(INTEGRATIONS)/bin/pytest -n 2 -m 'integrations or not slow and not gpu' tests/integrations
+
 # another torch or Triton, in .venv-torch-VERSION or .venv-triton-VERSION: the pins of all other packages hold, but for
 # numpy where the interpreter of an old Triton needs an old one: NUMPY=2.3.5 for Triton 3.6, and so for torch 2.11
 NUMPY ?=
@@ -107,4 +121,4 @@ test-triton:
 		tests/kernels tests/gemm tests/comm/test_device.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-triton-* site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) .venv-torch-* .venv-triton-* site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

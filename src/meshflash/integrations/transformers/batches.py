@@ -1,0 +1,178 @@
+"""Cut a batch of a decoder-only model: every rank gets its tokens of the ids, positions and labels.
+
+Labels are shifted before the cut, so that a token's label is there whichever rank holds the next token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.integrations.transformers.attention import Sequence
+from meshflash.integrations.transformers.masks import documents, padding
+from meshflash.parallel.loss import IGNORE_INDEX
+from meshflash.parallel.step import resolve_layout
+from meshflash.sharding import shard
+
+#: The key of a cut batch that holds its `BatchShard`.
+KEY = "mesh_shard"
+#: What is cut along its dimension 1.
+TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "labels", "shift_labels", "token_type_ids")
+#: What checksums are multiplied by, modulo 2^64.
+FACTOR = 0x100000001B3
+#: Arguments that describe packed documents to other attention kernels.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass(frozen=True)
+class BatchShard:
+    """What a rank knows of the whole batch beside its own tokens.
+
+    Args:
+        sequence: The ranks and the layout.
+        documents: The documents, where the batch has packed documents or padding.
+        positions: The position ids of all tokens, `[1 or batch, tokens]`.
+        num_labels: The number of labels of all ranks; None without labels.
+        num_own_labels: The number of labels of this rank.
+        tokens: The number of tokens of the whole batch.
+    """
+
+    sequence: Sequence
+    documents: Mask | None
+    positions: Tensor
+    num_labels: Tensor | None
+    num_own_labels: Tensor | None
+
+
+def shard_batch(
+    batch: Mapping[str, Any], mesh: Any, *, layout: Layout | str = "auto", schedule: str = "auto", shifts: bool = True
+) -> dict[str, Any]:
+    """Return this rank's part of a whole batch for a decoder-only model, to call a `context_parallel` model with.
+
+    Args:
+        batch: The keyword arguments of the model, the same on all ranks: `input_ids` or `inputs_embeds`, and what else
+            the model takes, such as `attention_mask`, `position_ids`, `labels` and `num_items_in_batch`.
+        mesh: The ranks that share the sequence: a DeviceMesh of one dimension, or a process group.
+        layout: The layout, or its name. "auto" is zigzag, and balanced where documents are packed.
+        schedule: The schedule of attention over the ranks.
+        shifts: Whether the label of a token is the next token's, as for causal language models.
+    """
+    local = dict(batch)
+    ids = local.get("input_ids") if local.get("input_ids") is not None else local.get("inputs_embeds")
+    if ids is None:
+        raise ValueError("shard_batch: expected input_ids or inputs_embeds in the batch")
+    rows, tokens = ids.shape[:2]
+    _check_lengths(local, rows, tokens)
+    attention_mask, positions = local.get("attention_mask"), local.get("position_ids")
+    hidden, packed = padding(attention_mask), packed_documents(local, rows)
+    for name in PACKING:
+        local.pop(name, None)
+    if hidden is not None and packed is not None:
+        packed = None  # Transformers does not look for packed positions beside an attention mask
+    if positions is None:
+        positions = torch.arange(tokens, device=ids.device)[None]
+    if layout == "auto":
+        layout = "zigzag" if packed is None else "balanced"
+    mask = Mask.causal() if packed is None else packed & Mask.causal()
+    sequence = Sequence(mesh, resolve_layout(layout, mask, tokens, _size(mesh)), schedule)
+    num_labels = num_own = None
+    if local.get("labels") is not None or local.get("shift_labels") is not None:
+        if shifts and local.get("shift_labels") is None:
+            local["shift_labels"] = nn.functional.pad(local["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+        counted = local["shift_labels" if shifts else "labels"]
+        _check_padded_labels(counted, attention_mask)
+        num_labels = (counted != IGNORE_INDEX).sum()
+        num_own = (shard(counted, sequence.layout, mesh) != IGNORE_INDEX).sum()
+        if shifts and local.get("num_items_in_batch") is None:
+            local["num_items_in_batch"] = num_labels.clamp(min=1)
+    for name in TOKEN_INPUTS:
+        if local.get(name) is not None:
+            local[name] = shard(local[name], sequence.layout, mesh).contiguous()
+    local["position_ids"] = shard(positions, sequence.layout, mesh, dim=-1)
+    local[KEY] = BatchShard(sequence, hidden if packed is None else packed, positions, num_labels, num_own)
+    return local
+
+
+def digest(batch: Mapping[str, Any], device: torch.device | str) -> Tensor:
+    """Return a checksum of the tensors and numbers of a batch, without waiting for the device.
+
+    Args:
+        batch: The batch.
+        device: Where the checksum is computed.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for name, x in sorted(batch.items()):
+        if isinstance(x, Tensor):
+            text = f"{name} {tuple(x.shape)} {x.dtype}"
+            total = total * FACTOR + _sum_of_bits(x).to(device)
+        elif isinstance(x, int | float | str | bool):
+            text = f"{name} {x}"
+        else:
+            continue
+        total = total * FACTOR + zlib.crc32(text.encode())
+    return total
+
+
+def _sum_of_bits(x: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits, weighted by their place, modulo 2^64."""
+    x = x.detach()
+    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).long()
+    return ((torch.arange(len(bits), device=x.device) * 2 + 1) * FACTOR * bits).sum()
+
+
+def _size(mesh: Any) -> int:
+    from meshflash.groups import group_of
+
+    return group_of(mesh)[2]
+
+
+def _check_lengths(batch: Mapping[str, Any], rows: int, tokens: int) -> None:
+    for name in (*TOKEN_INPUTS, "position_ids"):
+        x = batch.get(name)
+        if x is None or (name == "attention_mask" and x.ndim != 2):
+            continue
+        if name == "position_ids" and x.ndim != 2:
+            raise ValueError(f'position_ids: {list(x.shape)} is not supported here; pass cut="layers"')
+        if x.shape[1] != tokens or (x.shape[0] != rows and not (name == "position_ids" and x.shape[0] == 1)):
+            raise ValueError(f"{name}: expected {rows} rows of {tokens} tokens, as the ids; got {list(x.shape[:2])}")
+
+
+def packed_documents(batch: Mapping[str, Any], rows: int) -> Mask | None:
+    """Return the packed documents that cumulative lengths or position ids describe, or None.
+
+    Args:
+        batch: The whole batch.
+        rows: The number of batch rows.
+    """
+    cuts, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    if cuts is not None:
+        if rows != 1:
+            raise ValueError(f"cu_seq_lens_q: expected a batch of one row, got {rows} rows")
+        return Mask.from_cu_seqlens(cuts.cpu())
+    if positions is None or positions.ndim != 2 or batch.get("attention_mask") is not None:
+        return None
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    ids = find_packed_sequence_indices(positions.expand(rows, -1))
+    return None if ids is None or not bool((ids != ids[:, :1]).any()) else documents(ids)
+
+
+def _check_padded_labels(labels: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise ValueError if padding has to predict a token: its rows of attention see nothing that is defined."""
+    if attention_mask is None:
+        return
+    bad = (labels != IGNORE_INDEX) & ~attention_mask.bool()
+    if bool(bad.any()):
+        row, token = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"labels: row {row} has a label that token {token}, which is padding, would predict; set it to "
+            f"{IGNORE_INDEX}. With padding on the left this is the label of the first token"
+        )

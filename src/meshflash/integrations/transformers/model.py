@@ -1,0 +1,403 @@
+"""`context_parallel`: shard the sequences of a Transformers model over ranks, in place.
+
+The ranks of the context axis look like replicas that were given the same batch. Each returns the loss of the whole
+batch, and the mean of their gradients, which DDP and FSDP take anyway, is the gradient of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshflash.core.layout import Layout
+from meshflash.core.mask import Mask
+from meshflash.integrations.transformers.attention import NAME, Stack, adopt, draw_seed, register, release
+from meshflash.integrations.transformers.batches import KEY, BatchShard, digest, packed_documents, shard_batch
+from meshflash.integrations.transformers.checks import check_call, check_model
+from meshflash.integrations.transformers.hooks import arguments_of, hook_layers, hook_rotary_embeddings, join_outputs
+from meshflash.integrations.transformers.release import check_release
+from meshflash.sharding import shard
+
+Cut = Literal["auto", "inputs", "layers"]
+
+#: What lists of layers are called.
+LAYER_LISTS = ("layers", "layer", "blocks", "block", "h")
+#: Parts of the names of modules that attend to another sequence.
+CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention")
+#: The losses that shift labels themselves.
+SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
+#: The largest difference to one device, relative to the largest value, that `verify` accepts.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def context_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    cut: Cut = "auto",
+    layout: Layout | str = "auto",
+    schedule: str = "auto",
+    outputs: Literal["own", "whole"] = "own",
+    average_gradients: bool | None = None,
+    stacks: Sequence[str] | None = None,
+    verify: bool = False,
+) -> ContextParallel:
+    """Shard the sequences of a Transformers model over the ranks of a mesh, in place.
+
+    Give every rank the same batch, or its part from `shard_batch`. Each rank returns the loss of the whole batch.
+
+    Args:
+        model: The model, a `PreTrainedModel`.
+        mesh: The ranks that share a sequence: a DeviceMesh of one dimension, such as `mesh["cp"]`.
+        cut: Where the sequence is cut. "inputs" cuts token ids, positions and labels before the model, for
+            decoder-only language models. "layers" cuts hidden states before the first layer of a stack and gathers
+            them after the last one, so all other parts see the whole sequence: for encoders, images, audio and
+            cross-attention. "auto" takes "inputs" for causal language models.
+        layout: The layout, or its name. "auto" is zigzag, and balanced where documents are packed.
+        schedule: The schedule of attention, as in `meshflash.attention`.
+        outputs: Whether logits and other outputs of tokens are this rank's own ("own") or gathered ("whole"). With
+            cut="layers" they are whole in any case.
+        average_gradients: Whether to average gradients over the ranks after each backward. None requires that DDP or
+            FSDP does it, and refuses to train otherwise. False leaves it to the caller.
+        stacks: The names of the lists of layers that are sharded with cut="layers". None finds them.
+        verify: Whether to compare the outputs of the first call with those of one device, which must hold the whole
+            sequence. This finds layers that mix tokens outside of attention.
+
+    Returns:
+        A `ContextParallel`, whose `remove` undoes it.
+    """
+    return ContextParallel(model, mesh, cut, layout, schedule, outputs, average_gradients, stacks, verify)
+
+
+class ContextParallel:
+    """A model whose sequences are sharded; `context_parallel` makes it.
+
+    Args:
+        model: The model.
+        mesh: The ranks.
+        cut: Where the sequence is cut.
+        layout: The layout or its name.
+        schedule: The schedule.
+        outputs: "own" or "whole".
+        average_gradients: Whether to average gradients here.
+        stacks: The names of the lists of layers.
+        verify: Whether to verify the first call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        cut: Cut,
+        layout: Layout | str,
+        schedule: str,
+        outputs: Literal["own", "whole"],
+        average_gradients: bool | None,
+        stacks: Sequence[str] | None,
+        verify: bool,
+    ) -> None:
+        if not isinstance(model, transformers.PreTrainedModel):
+            raise ValueError(
+                f"context_parallel: expected a PreTrainedModel, got {type(model).__name__}; pass the model inside of "
+                "DDP, PEFT or torch.compile"
+            )
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            raise ValueError('context_parallel: mesh must be a DeviceMesh of one dimension, such as mesh["cp"]')
+        if cut not in ("auto", "inputs", "layers"):
+            raise ValueError(f'context_parallel: cut={cut!r}: expected "auto", "inputs" or "layers"')
+        if outputs not in ("own", "whole"):
+            raise ValueError(f'context_parallel: outputs={outputs!r}: expected "own" or "whole"')
+        if getattr(model, "_meshflash", None) is not None:
+            raise ValueError("context_parallel: this model is sharded already; call remove() on what the call returned")
+        check_release(transformers.__version__, verify)
+        register()
+        self.model, self.mesh, self.outputs = model, mesh, outputs
+        self.average_gradients, self._verify = average_gradients, verify
+        self.cut = cut if cut != "auto" else ("inputs" if _is_causal_lm(model) else "layers")
+        self._undo: list[Any] = []
+        self._batch: BatchShard | None = None
+        self._wanted: Any = None
+        self._averaged: set[int] = set()
+        self._generator = torch.Generator().manual_seed(self._shared_seed())
+        found = self._find_stacks(layout, schedule, stacks)
+        lists = [layers for _, layers, _ in found]
+        self._stacks: list[tuple[Stack, nn.Module, Any]] = list(found)
+        if self.cut == "inputs":
+            self._stacks = [(Stack(mesh, layout, schedule, True), model, model.config)]
+        self._parts = [part for _, part, _ in self._stacks]
+        self._configs = [config for _, _, config in self._stacks]
+        check_model(model, self._parts, self._configs, lists)
+        for stack, part, config in self._stacks:
+            self._adopt(stack, config)
+            if isinstance(part, nn.ModuleList):
+                _mark(part, stack)
+                hook_layers(part, stack)
+            else:
+                hook_rotary_embeddings(part, stack)
+        handles = self._stacks[0][0].handles
+        handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
+        handles.append(model.register_forward_hook(self._after, with_kwargs=True))
+        object.__setattr__(model, "_meshflash", self)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the last batch."""
+        sequence = self._stacks[-1][0].sequence
+        if sequence is None:
+            raise ValueError("ContextParallel.layout: call the model first; the layout depends on the batch")
+        return sequence.layout
+
+    def remove(self) -> None:
+        """Undo `context_parallel`: the model attends as before."""
+        for stack, part, config in self._stacks:
+            for handle in stack.handles:
+                handle.remove()
+            release(config)
+            for module in part.modules():
+                for name in ("_meshflash_stack", "_meshflash_is_cross"):
+                    module.__dict__.pop(name, None)
+        for undo in reversed(self._undo):
+            undo()
+        self.model.__dict__.pop("_meshflash", None)
+
+    def _shared_seed(self) -> int:
+        seeds = [torch.initial_seed() % (1 << 62)]
+        if self.mesh.size() > 1:
+            dist.broadcast_object_list(seeds, group_src=0, group=self.mesh.get_group())
+        return seeds[0]
+
+    def _adopt(self, stack: Stack, config: Any) -> None:
+        before = config._attn_implementation_internal
+        if before != NAME:
+            self._undo.append(lambda: setattr(config, "_attn_implementation_internal", before))
+        config._attn_implementation_internal = NAME
+        adopt(config, stack)
+
+    def _find_stacks(
+        self, layout: Layout | str, schedule: str, names: Sequence[str] | None
+    ) -> list[tuple[Stack, nn.ModuleList, Any]]:
+        model = self.model
+        if names is None:
+            names = stack_names(model)
+        found: list[tuple[Stack, nn.ModuleList, Any]] = []
+        for name in names:
+            layers = model.get_submodule(name)
+            if not isinstance(layers, nn.ModuleList) or not len(layers):
+                raise ValueError(f"stacks: {name} is a {type(layers).__name__}; expected a ModuleList of layers")
+            memory = found[0][0] if found and getattr(model.config, "is_encoder_decoder", False) else None
+            found.append((Stack(self.mesh, layout, schedule, False, memory), layers, _config_of(model, name)))
+        return found
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._stacks[0][0].is_suspended:
+            return None
+        given = arguments_of(model, args, {k: v for k, v in kwargs.items() if k != KEY})
+        batch, local, error = kwargs.get(KEY), given, ""
+        documents = None if batch is None else batch.documents
+        first = self._stacks[0][0]
+        try:
+            self._check_call(given)
+            if self.cut == "layers":
+                documents = self._documents(given)
+            elif batch is None:
+                shifts = getattr(model, "loss_type", "") in SHIFTING_LOSSES
+                local = shard_batch(given, self.mesh, layout=first.layout, schedule=first.schedule, shifts=shifts)
+                batch = local.pop(KEY)
+                documents = batch.documents
+        except ValueError as problem:
+            error = str(problem)
+        self._agree(error, None if kwargs.get(KEY) is not None else given)
+        seed = draw_seed(self._generator)
+        for stack, _, _ in self._stacks:
+            stack.sequence, stack.seed, stack.documents = None, seed, documents
+        reference = self._reference(given) if self._verify else None
+        if self.cut == "inputs":
+            assert batch is not None
+            first.sequence, first.positions = batch.sequence, batch.positions
+        self._batch, self._wanted = batch, reference
+        if "use_cache" in _parameters(model):
+            local["use_cache"] = False
+        return (), local
+
+    def _check_call(self, given: Mapping[str, Any]) -> None:
+        check_call(self.model, given, self._parts, self._configs)
+        if self.average_gradients and self.mesh.size() > 1:
+            self._average_gradients()
+        is_training = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+        if is_training and self.average_gradients is None and self.mesh.size() > 1 and not self._is_averaged():
+            raise ValueError(
+                "context_parallel: nobody averages gradients over the ranks of the mesh: wrap the model in DDP or "
+                "fully_shard over a mesh with these ranks, or pass average_gradients=True, or False to do it yourself"
+            )
+
+    def _documents(self, given: Mapping[str, Any]) -> Mask | None:
+        """Return the packed documents of a batch for a model with one stack of layers."""
+        ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        return None if len(self._stacks) > 1 or ids is None else packed_documents(given, ids.shape[0])
+
+    def _is_averaged(self) -> bool:
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            return True
+        ranks = set(self.mesh.mesh.flatten().tolist())
+        return any(
+            isinstance(p, DTensor) and ranks <= set(p.device_mesh._get_root_mesh().mesh.flatten().tolist())
+            for p in self.model.parameters()
+        )
+
+    def _agree(self, error: str, given: Mapping[str, Any] | None = None) -> None:
+        """Raise ValueError on all ranks if one has an error, or another batch than the others."""
+        if self.mesh.size() == 1:
+            if error:
+                raise ValueError(error)
+            return
+        device, group, ranks = self.mesh.device_type, self.mesh.get_group(), self.mesh.size()
+        own = torch.stack([digest(given or {}, device), torch.tensor(int(bool(error)), device=device)])
+        every = torch.empty(2 * ranks, dtype=torch.int64, device=device)
+        dist.all_gather_into_tensor(every, own, group=group)
+        digests, failed = every.view(ranks, 2).T.tolist()
+        if any(failed):
+            said = [""] * ranks
+            dist.all_gather_object(said, error, group=group)
+            rank = failed.index(1)
+            raise ValueError(f"{said[rank]} (rank {rank} of the mesh)")
+        if len(set(digests)) > 1:
+            other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+            raise ValueError(
+                f"context_parallel: ranks 0 and {other} of the mesh got different batches; ranks that share a sequence "
+                "need the same one, or their parts from shard_batch"
+            )
+
+    def _after(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        if self._stacks[0][0].is_suspended:
+            return None
+        if self.cut == "inputs":
+            assert self._batch is not None
+            is_mean = getattr(model, "loss_type", "") not in SHIFTING_LOSSES
+            outputs = join_outputs(outputs, self._batch, self.outputs == "whole", is_mean)
+        if self._verify:
+            self._verify = False
+            self._compare(outputs)
+        return outputs
+
+    @torch.no_grad()
+    def _reference(self, given: dict[str, Any]) -> Any:
+        """Return the outputs of one device for the whole batch."""
+        if KEY in given:
+            raise ValueError("verify: expected a whole batch, not one from shard_batch")
+        for stack, _, _ in self._stacks:
+            stack.is_suspended = True
+        try:
+            extra = {"use_cache": False} if "use_cache" in _parameters(self.model) else {}
+            return self.model(**{**given, **extra})
+        finally:
+            for stack, _, _ in self._stacks:
+                stack.is_suspended = False
+
+    def _compare(self, outputs: Any) -> None:
+        """Raise ValueError on all ranks if outputs differ from those of one device."""
+        worst, where = 0.0, ""
+        for name, want in self._wanted.items():
+            got = outputs.get(name)
+            if not isinstance(want, Tensor) or not isinstance(got, Tensor) or not want.is_floating_point():
+                continue
+            if got.shape != want.shape and self._batch is not None:
+                want = shard(want, self._batch.sequence.layout, self.mesh)
+            error = (
+                float((got.detach() - want).abs().max() / want.abs().max().clamp(min=1e-30)) if want.numel() else 0.0
+            )
+            excess = error / TOLERANCES.get(want.dtype, 1e-3)
+            if not excess <= worst:
+                worst, where = excess, f"{name} differs from one device by {error:.1e} of its largest value"
+        self._agree(f"verify: {where}; a layer may mix tokens outside of attention" if not worst <= 1.0 else "")
+
+    def _average_gradients(self) -> None:
+        """Average the gradients of all parameters that are trained now: others may be frozen or thawed any time."""
+        for p in self.model.parameters():
+            if p.requires_grad and id(p) not in self._averaged:
+                self._averaged.add(id(p))
+                self._stacks[0][0].handles.append(p.register_post_accumulate_grad_hook(self._average))
+
+    def _average(self, parameter: Tensor) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        dist.all_reduce(grad, group=self.mesh.get_group())
+        grad.div_(self.mesh.size())
+
+
+def stack_names(model: Any) -> list[str]:
+    """Return the names of the lists of layers of a model's encoder and decoder, or of its only stack.
+
+    Args:
+        model: The model.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        return [_only_list(model, part()) for part in (model.get_encoder, model.get_decoder)]
+    # a model of text and images has several lists; only then ask it for its decoder, which is another thing in a BERT
+    return [_only_list(model, model if len(_lists(model, model)) == 1 else model.get_decoder())]
+
+
+def _only_list(model: nn.Module, part: nn.Module) -> str:
+    found = _lists(model, part)
+    if len(found) != 1:
+        raise ValueError(
+            f"stacks: name the lists of layers; found {', '.join(found) or 'none'} in {type(part).__name__}"
+        )
+    return found[0]
+
+
+def _lists(model: nn.Module, part: nn.Module) -> list[str]:
+    """Return the names of the lists of layers in a part of a model, but for lists inside of others."""
+    prefix = next(path for path, module in model.named_modules() if module is part)
+    found: list[str] = []
+    for path, module in part.named_modules(prefix=prefix):
+        is_list = isinstance(module, nn.ModuleList) and path.rpartition(".")[2] in LAYER_LISTS and len(module) > 0
+        if is_list and not any(path.startswith(f"{outer}.") for outer in found):
+            found.append(path)
+    return found
+
+
+def _config_of(model: nn.Module, name: str) -> Any:
+    """Return the config of the innermost module around a list of layers that has one."""
+    while name:
+        name = name.rpartition(".")[0]
+        config = getattr(model.get_submodule(name), "config", None)
+        if config is not None:
+            return config
+    raise ValueError("context_parallel: the model has no config")
+
+
+def _mark(layers: nn.ModuleList, stack: Stack) -> None:
+    """Let attention modules find their stack: some models make no mask."""
+    for path, module in layers.named_modules():
+        module.__dict__["_meshflash_stack"] = stack
+        if path.endswith(CROSS_ATTENTION) or "cross" in type(module).__name__.lower():
+            module.__dict__["_meshflash_is_cross"] = True
+
+
+def _is_causal_lm(model: nn.Module) -> bool:
+    """Return whether inputs can be cut: a causal language model without chunks, which count from the first token."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config: Any = model.config
+    is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    is_text = getattr(config, "vision_config", None) is None and not getattr(config, "is_encoder_decoder", False)
+    names = {name for found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(found)}
+    return is_text and not is_chunked and type(model).__name__ in names
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _parameters(model: nn.Module) -> Mapping[str, Any]:
+    import inspect
+
+    return inspect.signature(model.forward).parameters

@@ -1,0 +1,28 @@
+"""The releases of Transformers that are tested."""
+
+from __future__ import annotations
+
+#: The oldest and the newest tested release, by their first two numbers.
+OLDEST, NEWEST = (5, 10), (5, 23)
+
+
+def check_release(version: str, verify: bool) -> None:
+    """Raise ValueError for a release that is not tested, unless the first call is compared with one device.
+
+    Args:
+        version: The version of Transformers.
+        verify: Whether the first call is compared with one device.
+
+    >>> check_release("4.57.6", verify=False)
+    Traceback (most recent call last):
+    ...
+    ValueError: Transformers 4.57.6 is not tested; install 5.10 to 5.23, or pass verify=True, which compares ...
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if OLDEST <= numbers <= NEWEST or verify:
+        return
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
+    raise ValueError(
+        f"Transformers {version} is not tested; install {oldest} to {newest}, or pass verify=True, which compares the "
+        "first call with one device"
+    )

@@ -1,0 +1,200 @@
+"""What is not supported is an error on every rank, which names it, before data moves between ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from integrations.transformers.tiny_models import ROWS, TOKENS, batch_of, build
+from meshflash.integrations.transformers import context_parallel, shard_batch
+from meshflash.integrations.transformers.release import check_release
+
+
+def _said(function):
+    """Return what the ValueError of a call says."""
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _calls(rank, world, group):
+    """Return the messages of wrong calls on a rank, by what is wrong, and one of a right call after them."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    batch = batch_of("llama", "plain", torch.float32)
+    padded = batch_of("llama", "padded", torch.float32)
+    model = build("llama", torch.float32)
+    sharding = context_parallel(model, mesh, average_gradients=True)
+    holes = torch.ones(ROWS, TOKENS, dtype=torch.long)
+    holes[0, 5] = 0
+    wrong = {
+        "other batch": {**batch, "input_ids": batch["input_ids"] + rank},
+        "other number": {**batch, "num_items_in_batch": 5 + rank},
+        "labels of another length": {**batch, "labels": batch["labels"][:, 1:]},
+        "positions of another length": {**batch, "position_ids": torch.arange(9)[None]},
+        "a label for padding": {**padded, "labels": batch["labels"]},
+        "padding between tokens": {**batch, "attention_mask": holes},
+        "a matrix as mask": {**batch, "attention_mask": torch.ones(ROWS, 1, TOKENS, TOKENS)},
+        "cache": {**batch, "use_cache": True},
+        "attention weights": {**batch, "output_attentions": True},
+        "router loss": {**batch, "output_router_logits": True},
+        "error of one rank": {**batch, "use_cache": rank == 1},
+        "unknown argument of attention": {**batch, "relative_bias": torch.ones(1)},
+        "no tokens": dict(labels=batch["labels"]),
+    }
+    said = {what: _said(lambda given=given: model(**given)) for what, given in wrong.items()}
+    sharding.average_gradients = None
+    said["nobody averages"] = _said(lambda: model(**batch))
+    with torch.no_grad():
+        said["no gradients"] = _said(lambda: model(**batch))
+    return said
+
+
+SAYS = {
+    "other batch": "ranks 0 and 1 of the mesh got different batches",
+    "other number": "ranks 0 and 1 of the mesh got different batches",
+    "labels of another length": "labels: expected 2 rows of 37 tokens, as the ids; got [2, 36]",
+    "positions of another length": "position_ids: expected 2 rows of 37 tokens",
+    "a label for padding": "labels: row 0 has a label that token 30, which is padding, would predict; set it to -100",
+    "padding between tokens": "attention_mask: row 0 has padding between tokens",
+    "a matrix as mask": "attention_mask: expected [batch, tokens] or None, got [2, 1, 37, 37]",
+    "cache": "pass use_cache=False",
+    "attention weights": "output_attentions=True: attention weights never exist",
+    "router loss": "output_router_logits=True adds a loss over all tokens together",
+    "error of one rank": "pass use_cache=False (rank 1 of the mesh)",
+    "unknown argument of attention": "LlamaAttention passes relative_bias, which meshflash does not know",
+    "no tokens": "expected input_ids or inputs_embeds in the batch",
+    "nobody averages": "nobody averages gradients over the ranks of the mesh",
+    "no gradients": "no error",
+}
+
+
+def test_wrong_calls_are_errors_on_every_rank(pool):
+    for said in pool.run(2, _calls):
+        assert said.keys() == SAYS.keys()
+        assert not {what: text for what, text in said.items() if SAYS[what] not in text}
+
+
+def _models(rank, world, group):
+    """Return the messages of models that are not supported."""
+    import transformers
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    two = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
+    convolution = transformers.Lfm2Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+        pad_token_id=0,
+    )
+    biased = transformers.T5Config(vocab_size=61, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4)
+    bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0)
+    twice = build("llama", torch.float32)
+    context_parallel(twice, mesh)
+    embeddings = build("llama", torch.float32)
+    embeddings.model.layers[0].self_attn.rotary_emb = embeddings.model.rotary_emb
+
+    def shard(model, mesh=mesh, **arguments):
+        return _said(lambda: context_parallel(model, mesh, **arguments))
+
+    def call(model, **arguments):
+        context_parallel(model, mesh, average_gradients=True)
+        return _said(lambda: model(**(batch_of("bert", "plain", torch.float32) | arguments)))
+
+    ids = batch_of("bert", "plain", torch.float32)["input_ids"]
+    return {
+        "convolution": shard(transformers.Lfm2ForCausalLM(convolution)),
+        "own attention": shard(transformers.BloomForCausalLM(bloom)),
+        "position bias": call(transformers.T5ForConditionalGeneration(biased).eval(), decoder_input_ids=ids),
+        "hidden dropout": call(build("bert", torch.float32, hidden_dropout_prob=0.1)),
+        "dropout of a module": call(_with_dropout(build("llama", torch.float32))),
+        "router loss of a config": call(build("gpt-oss", torch.float32, output_router_logits=True)),
+        "no model": shard(nn.Linear(2, 2)),
+        "a mesh of two axes": shard(build("llama", torch.float32), two),
+        "twice": shard(twice),
+        "embeddings in layers": shard(embeddings),
+        "chunks at inputs": call_chunks(mesh),
+        "a word that is no cut": shard(build("llama", torch.float32), cut="tokens"),
+        "outputs": shard(build("llama", torch.float32), outputs="all"),
+        "a stack that is none": shard(build("llama", torch.float32), cut="layers", stacks=["model.norm"]),
+    }
+
+
+def call_chunks(mesh):
+    """Return what a model of chunks says whose inputs are cut."""
+    model = build("llama4", torch.float32)
+    context_parallel(model, mesh, cut="inputs", average_gradients=True)
+    return _said(lambda: model(**batch_of("llama4", "plain", torch.float32)))
+
+
+def _with_dropout(model):
+    model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.2))
+    return model
+
+
+MODELS_SAY = {
+    "convolution": "has layers of type conv, which mix tokens outside of attention",
+    "own attention": "BloomBlock 0 does not look up its attention by name",
+    "position bias": "T5Attention passes position_bias, which meshflash does not know",
+    "hidden dropout": "hidden_dropout_prob=0.1 draws random numbers for hidden values",
+    "dropout of a module": "model.layers.1.mlp.act_fn.1 drops hidden values",
+    "router loss of a config": "output_router_logits=True adds a loss over all tokens together",
+    "no model": "expected a PreTrainedModel",
+    "a mesh of two axes": 'mesh must be a DeviceMesh of one dimension, such as mesh["cp"]',
+    "twice": "this model is sharded already",
+    "embeddings in layers": 'layers compute rotary embeddings themselves; pass cut="layers"',
+    "chunks at inputs": 'pass cut="layers"',
+    "a word that is no cut": 'expected "auto", "inputs" or "layers"',
+    "outputs": 'expected "own" or "whole"',
+    "a stack that is none": "model.norm is a LlamaRMSNorm; expected a ModuleList of layers",
+}
+
+
+def test_models_that_are_not_supported_are_refused_by_name(pool):
+    for said in pool.run(2, _models):
+        assert said.keys() == MODELS_SAY.keys()
+        assert not {what: text for what, text in said.items() if MODELS_SAY[what] not in text}
+
+
+class _Mixing(nn.Module):
+    """A layer that mixes neighbouring tokens."""
+
+    def forward(self, x):
+        return x + torch.cat([x[:, :1], x[:, :-1]], 1)
+
+
+def _verified(rank, world, group):
+    """Return what `verify` says of a model with a layer that mixes tokens, and without verify."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    said = []
+    for verify in (True, False):
+        model = build("llama", torch.float32)
+        model.model.layers[1].mlp = _Mixing()
+        context_parallel(model, mesh, average_gradients=True, verify=verify)
+        said.append(_said(lambda model=model: model(**batch_of("llama", "plain", torch.float32))))
+    return said
+
+
+def test_verify_finds_layers_that_mix_tokens(pool):
+    for said, unverified in pool.run(2, _verified):
+        assert "differs from one device" in said
+        assert "a layer may mix tokens outside of attention" in said
+        assert unverified == "no error"
+
+
+def test_releases_outside_the_tested_range_need_verify():
+    for version in ("4.57.6", "5.9.0", "5.24.0.dev0"):
+        with pytest.raises(ValueError, match=f"Transformers {version} is not tested; install 5.10 to 5.23"):
+            check_release(version, verify=False)
+        check_release(version, verify=True)
+    check_release("5.22.2", verify=False)
+
+
+def test_shard_batch_names_what_is_missing():
+    with pytest.raises(ValueError, match="expected input_ids or inputs_embeds"):
+        shard_batch(dict(labels=torch.zeros(1, 4)), None)
