@@ -25,8 +25,8 @@ SMALL = [
 
 
 def _check(pool, world, name, case, dtype, **arguments):
-    for errors in pool.run(world, compare.run, name, case, dtype, arguments):
-        assert max(errors.values()) < compare.LIMITS[dtype], errors
+    for excess in pool.run(world, compare.run, name, case, dtype, arguments):
+        assert max(excess.values()) <= 1, excess
 
 
 @pytest.mark.parametrize(("name", "case", "cut", "world"), SMALL)

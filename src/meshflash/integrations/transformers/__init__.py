@@ -12,6 +12,7 @@ except ImportError as problem:
 
 from meshflash.integrations.transformers.attention import NAME
 from meshflash.integrations.transformers.batches import shard_batch
+from meshflash.integrations.transformers.loss import TiledLoss, tile_loss
 from meshflash.integrations.transformers.model import ContextParallel, context_parallel
 
-__all__ = ["NAME", "ContextParallel", "context_parallel", "shard_batch"]
+__all__ = ["NAME", "ContextParallel", "TiledLoss", "context_parallel", "shard_batch", "tile_loss"]
