@@ -119,10 +119,22 @@ def _models(rank, world, group):
         "twice": shard(twice),
         "embeddings in layers": shard(embeddings),
         "chunks at inputs": call_chunks(mesh),
+        **dict(zip(("one config, two models", "another model", "a part"), _shared_config(mesh), strict=True)),
+        "log-probabilities": _log_probabilities(mesh),
         "a word that is no cut": shard(build("llama", torch.float32), cut="tokens"),
         "outputs": shard(build("llama", torch.float32), outputs="all"),
         "a stack that is none": shard(build("llama", torch.float32), cut="layers", stacks=["model.norm"]),
     }
+
+
+def _shared_config(mesh):
+    """Return what a second model with the same config object says, and the first one's decoder when called alone."""
+    model = build("llama", torch.float32)
+    other = type(model)(model.config)
+    context_parallel(model, mesh, average_gradients=True)
+    ids = batch_of("llama", "plain", torch.float32)["input_ids"]
+    said = [_said(lambda: context_parallel(other, mesh))]
+    return said + [_said(lambda part=part: part(input_ids=ids, use_cache=False)) for part in (other, model.model)]
 
 
 def call_chunks(mesh):
@@ -130,6 +142,19 @@ def call_chunks(mesh):
     model = build("llama4", torch.float32)
     context_parallel(model, mesh, cut="inputs", average_gradients=True)
     return _said(lambda: model(**batch_of("llama4", "plain", torch.float32)))
+
+
+def _add_log_probabilities(model, args, out):
+    out["log_probs"] = out.logits.logsumexp(-1)
+    return out
+
+
+def _log_probabilities(mesh):
+    """Return what a model says that returns what a loss can be computed from, as those of TRL do."""
+    model = build("llama", torch.float32)
+    model.register_forward_hook(_add_log_probabilities)
+    context_parallel(model, mesh, average_gradients=True)
+    return _said(lambda: model(**batch_of("llama", "plain", torch.float32)))
 
 
 def _with_dropout(model):
@@ -149,6 +174,10 @@ MODELS_SAY = {
     "twice": "this model is sharded already",
     "embeddings in layers": 'layers compute rotary embeddings themselves; pass cut="layers"',
     "chunks at inputs": 'pass cut="layers"',
+    "one config, two models": "another model that is sharded has the same config object",
+    "another model": "the model whose sequences are sharded was not called",
+    "a part": "the model whose sequences are sharded was not called",
+    "log-probabilities": 'log_probs of each token, from which a loss can be computed; pass outputs="whole"',
     "a word that is no cut": 'expected "auto", "inputs" or "layers"',
     "outputs": 'expected "own" or "whole"',
     "a stack that is none": "model.norm is a LlamaRMSNorm; expected a ModuleList of layers",

@@ -94,6 +94,7 @@ class Stack:
         sequence: The sequence of the forward under way.
         documents: The documents of the forward under way: packed ones, and where inputs are cut padding too.
         positions: Its position ids of all tokens, where inputs are cut.
+        is_called: Whether a forward of the model is under way.
         is_suspended: Whether a forward on one device is under way.
         seed: The seed of dropout in the forward under way.
         handles: The hooks to remove in the end.
@@ -107,6 +108,7 @@ class Stack:
     sequence: Sequence | None = None
     documents: Mask | None = None
     positions: Tensor | None = None
+    is_called: bool = False
     is_suspended: bool = False
     seed: int = 0
     handles: list[Any] = field(default_factory=list)
@@ -134,13 +136,18 @@ _STACKS: dict[int, tuple[weakref.ref[Any], Stack]] = {}
 
 
 def adopt(config: Any, stack: Stack) -> None:
-    """Make the mask function use a stack for a config.
+    """Make the mask function use a stack for a config, or raise ValueError if another model has that config.
 
     Args:
         config: The config object of the stack's model.
         stack: The stack.
     """
     key = id(config)
+    if key in _STACKS and _STACKS[key][0]() is config:
+        raise ValueError(
+            "context_parallel: another model that is sharded has the same config object; give each model its own, for "
+            "example by copy.deepcopy(config)"
+        )
     _STACKS[key] = weakref.ref(config, lambda _: _STACKS.pop(key, None)), stack
 
 
@@ -200,6 +207,11 @@ def mesh_mask(
         config: The config object of the model, by which the stack is found.
     """
     stack = stack_of(config)
+    if not (stack.is_called or stack.is_suspended):
+        raise ValueError(
+            f"{NAME}: the model whose sequences are sharded was not called: call it, not a part of it, and not another "
+            "model with the same config object"
+        )
     if isinstance(q_offset, Tensor) or q_offset or kv_offset:
         raise ValueError(f"{NAME}: keys of a cache are not supported; pass use_cache=False")
     if stack.cuts_inputs and not stack.is_suspended:

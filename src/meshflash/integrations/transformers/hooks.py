@@ -137,11 +137,17 @@ def join_outputs(outputs: Any, batch: BatchShard, whole: bool, is_mean: bool) ->
             share = batch.num_own_labels.double() / batch.num_labels.clamp(min=1)
             loss = torch.where(batch.num_own_labels > 0, loss, 0.0) * share.to(loss.dtype)
         outputs.loss = sum_over(loss, sequence.mesh)
-    if whole:
-        own = sequence.layout.lengths[_rank(sequence.mesh)]
-        for name, x in list(outputs.items()):
-            if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == own:
-                outputs[name] = unshard(x, sequence.layout, sequence.mesh)
+    own = sequence.layout.lengths[_rank(sequence.mesh)]
+    for name, x in list(outputs.items()):
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] != own:
+            continue
+        if whole:
+            outputs[name] = unshard(x, sequence.layout, sequence.mesh)
+        elif x.ndim == 2 and x.requires_grad and sequence.mesh.size() > 1:
+            raise ValueError(
+                f"context_parallel: the model returns {name} of each token, from which a loss can be computed; pass "
+                'outputs="whole", so that it is that of all tokens'
+            )
     return outputs
 
 

@@ -126,6 +126,7 @@ class ContextParallel:
         self._batch: BatchShard | None = None
         self._wanted: Any = None
         self._averaged: set[int] = set()
+        self._adopted: list[tuple[Stack, Any]] = []
         self._generator = torch.Generator().manual_seed(self._shared_seed())
         found = self._find_stacks(layout, schedule, stacks)
         lists = [layers for _, layers, _ in found]
@@ -175,6 +176,9 @@ class ContextParallel:
         return seeds[0]
 
     def _adopt(self, stack: Stack, config: Any) -> None:
+        if any(own is config for _, own in self._adopted):  # of an encoder and a decoder, the decoder makes masks
+            release(config)
+        self._adopted.append((stack, config))
         before = config._attn_implementation_internal
         if before != NAME:
             self._undo.append(lambda: setattr(config, "_attn_implementation_internal", before))
@@ -219,6 +223,8 @@ class ContextParallel:
         for stack, _, _ in self._stacks:
             stack.sequence, stack.seed, stack.documents = None, seed, documents
         reference = self._reference(given) if self._verify else None
+        for stack, _, _ in self._stacks:
+            stack.is_called = True
         if self.cut == "inputs":
             assert batch is not None
             first.sequence, first.positions = batch.sequence, batch.positions
@@ -278,6 +284,8 @@ class ContextParallel:
     def _after(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         if self._stacks[0][0].is_suspended:
             return None
+        for stack, _, _ in self._stacks:
+            stack.is_called = False
         if self.cut == "inputs":
             assert self._batch is not None
             is_mean = getattr(model, "loss_type", "") not in SHIFTING_LOSSES

@@ -1,0 +1,92 @@
+"""Accelerate, and with it Trainer and TRL: ranks that share a sequence get the same batch, and nothing else changes.
+
+Accelerate's own context parallelism drops masks and cuts batches itself, so its sizes stay 1 here. Only the device mesh
+names the axis: data loaders read that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import ParallelismConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import TrainerCallback
+
+
+def same_batch(cp: int, dp: int = 1) -> SameBatch:
+    """Return the configuration of an `Accelerator` or of `TrainingArguments` whose ranks of `cp` get the same batch.
+
+    Shard the model's sequences over `accelerator.torch_device_mesh["cp"]` by `context_parallel`.
+
+    Args:
+        cp: The number of ranks that share a sequence.
+        dp: The number of ranks with different batches; `cp * dp` is the number of processes.
+    """
+    return SameBatch(cp, dp)
+
+
+class SameBatch(ParallelismConfig):
+    """What `same_batch` returns.
+
+    Args:
+        cp: The number of ranks that share a sequence.
+        dp: The number of ranks with different batches.
+    """
+
+    def __init__(self, cp: int, dp: int = 1) -> None:
+        if cp < 1 or dp < 1:
+            raise ValueError(f"same_batch: cp={cp}, dp={dp}: expected at least 1")
+        super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
+        self.cp, self.dp = cp, dp
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axis over which FSDP2 shards weights: all ranks."""
+        return ["dp_shard_cp"]
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh (dp, cp).
+
+        Args:
+            device_type: The kind of device.
+        """
+        mesh = init_device_mesh(device_type, (self.dp, self.cp), mesh_dim_names=("dp_shard", "cp"))
+        mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        return mesh
+
+    def counter(self) -> TrainerCallback:
+        """Return a callback that makes a `Trainer` count each batch once in its logs, not once for each rank of cp.
+
+        Other callbacks that log, such as those of `report_to`, run before it: their samples per second are `cp` times
+        as many.
+        """
+        return _CountBatchesOnce(self.cp)
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        if accelerator.num_processes != self.cp * self.dp:
+            raise ValueError(
+                f"same_batch: cp={self.cp} times dp={self.dp} ranks, but {accelerator.num_processes} processes"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SameBatch:
+        return self  # arguments of a trainer are copied, but process groups cannot be
+
+
+class _CountBatchesOnce(TrainerCallback):
+    """A callback that corrects the numbers of tokens, and samples per second."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._tokens = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._tokens = state.num_input_tokens_seen
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._tokens += (state.num_input_tokens_seen - self._tokens) // self._ranks
+        state.num_input_tokens_seen = self._tokens
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        for name in ("train_samples_per_second", "num_tokens"):
+            if logs and name in logs:
+                logs[name] = state.log_history[-1][name] = logs[name] / self._ranks

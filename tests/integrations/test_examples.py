@@ -1,0 +1,67 @@
+"""The examples of libraries print the same losses on one rank and on several, within two minutes and 60 lines."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshflash.runtime.listen import LOOPBACK
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+#: Example -> arguments with more ranks; the number of ranks is in front of a torchrun.
+RUNS = {
+    "transformers_fsdp": [(1, ""), (2, "")],
+    "transformers_trainer": [(1, ""), (2, ""), (4, "--dp 2")],
+    "transformers_accelerate": [(1, ""), (2, "")],
+    "trl_sft": [(1, ""), (2, "")],
+    "trl_dpo": [(1, ""), (2, "")],
+    "peft_lora": [(1, ""), (2, "")],
+    "lightning_context_parallel": [(0, "--cp 1"), (0, "--cp 2"), (0, "--cp 2 --dp 2")],
+}
+#: What a trainer's log says of a step beside its loss, and must be the same.
+SAME = ("grad_norm", "num_input_tokens_seen", "num_tokens", "entropy", "logps/chosen", "rewards/margins")
+
+
+def _run(name, ranks, arguments):
+    """Return what each step of an example printed: numbers by name."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    command = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py"), *arguments.split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, "MESHFLASH_TIMEOUT": "60"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [dict(loss=float(found)) for found in re.findall(r"^step \d+: loss ([0-9.]+)", done.stdout, re.MULTILINE)]
+    for line in re.findall(r"^\{'loss'.*\}$", done.stdout, re.MULTILINE):
+        logged = json.loads(line.replace("'", '"'))
+        steps.append({key: float(logged[key]) for key in ("loss", *SAME) if key in logged})
+    return steps
+
+
+def _check(name):
+    first, *others = [_run(name, ranks, arguments) for ranks, arguments in RUNS[name]]
+    assert len(first) >= 4
+    assert first[0]["loss"] != first[-1]["loss"]
+    for other in others:
+        assert len(other) == len(first)
+        for mine, theirs in zip(other, first, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+def test_fsdp_example_prints_the_losses_of_one_device():
+    _check("transformers_fsdp")
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "transformers_fsdp"])
+def test_examples_print_the_losses_of_one_device(name):
+    _check(name)
+
+
+def test_examples_are_short():
+    for path in EXAMPLES.glob("*.py"):
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        assert len(lines) <= 60, path.name
