@@ -5,7 +5,6 @@ Labels are shifted before the cut, so that a token's label is there whichever ra
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ from meshflash.sharding import shard
 KEY = "mesh_shard"
 #: What is cut along its dimension 1.
 TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "labels", "shift_labels", "token_type_ids")
-#: What checksums are multiplied by, modulo 2^64.
-FACTOR = 0x100000001B3
 #: Arguments that describe packed documents to other attention kernels.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -98,34 +95,6 @@ def shard_batch(
     local["position_ids"] = shard(positions, sequence.layout, mesh, dim=-1)
     local[KEY] = BatchShard(sequence, hidden if packed is None else packed, positions, num_labels, num_own)
     return local
-
-
-def digest(batch: Mapping[str, Any], device: torch.device | str) -> Tensor:
-    """Return a checksum of the tensors and numbers of a batch, without waiting for the device.
-
-    Args:
-        batch: The batch.
-        device: Where the checksum is computed.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for name, x in sorted(batch.items()):
-        if isinstance(x, Tensor):
-            text = f"{name} {tuple(x.shape)} {x.dtype}"
-            total = total * FACTOR + _sum_of_bits(x).to(device)
-        elif isinstance(x, int | float | str | bool):
-            text = f"{name} {x}"
-        else:
-            continue
-        total = total * FACTOR + zlib.crc32(text.encode())
-    return total
-
-
-def _sum_of_bits(x: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, weighted by their place, modulo 2^64."""
-    x = x.detach()
-    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
-    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).long()
-    return ((torch.arange(len(bits), device=x.device) * 2 + 1) * FACTOR * bits).sum()
 
 
 def _size(mesh: Any) -> int:

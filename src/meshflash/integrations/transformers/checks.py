@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from meshflash.integrations._replicas import refuse_convolutions, refuse_dropout
 from meshflash.integrations.transformers.hooks import is_rotary
 from meshflash.integrations.transformers.llama4 import ATTENTION as LLAMA4
 
@@ -53,11 +54,7 @@ def check_model(model: nn.Module, parts: list[nn.Module], configs: list[Any], li
                     "the sequence, so this model is not supported"
                 )
     for part in parts:
-        for path, module in part.named_modules():
-            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                raise ValueError(
-                    f"{name}: {path} is a {type(module).__name__}, which mixes tokens outside of attention"
-                )
+        refuse_convolutions(name, part.named_modules())
 
 
 def check_call(model: nn.Module, given: Mapping[str, Any], parts: list[nn.Module], configs: list[Any]) -> None:
@@ -96,12 +93,8 @@ def _check_dropout(model: nn.Module, parts: list[nn.Module], configs: list[Any])
                     "than on one device; set it to 0. Dropout of attention weights is supported"
                 )
     for part in parts:
-        for path, module in part.named_modules():
-            if isinstance(module, nn.Dropout) and module.p > 0 and not any(w in path for w in ATTENTION_DROPOUT):
-                raise ValueError(
-                    f"{type(model).__name__}: {path} drops hidden values, and other ones than on one device; set its p "
-                    "to 0"
-                )
+        modules = part.named_modules()
+        refuse_dropout(type(model).__name__, ((p, m) for p, m in modules if not any(w in p for w in ATTENTION_DROPOUT)))
 
 
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:

@@ -10,25 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from meshflash.integrations._replicas import arguments_of
 from meshflash.integrations.transformers.attention import Sequence, SequenceMask, Stack, shard_tree
 from meshflash.integrations.transformers.batches import BatchShard
 from meshflash.sharding import shard, unshard
-
-
-def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by name, those of `**kwargs` too.
-
-    Args:
-        module: The module that is called.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-    """
-    signature = inspect.signature(module.forward)
-    bound = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            bound.update(bound.pop(name, {}))
-    return bound
 
 
 def is_rotary(module: nn.Module) -> bool:

@@ -14,15 +14,14 @@ import transformers
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
+from meshflash.integrations._replicas import Replicas, arguments_of, check_mesh, difference
 from meshflash.integrations.transformers.attention import NAME, Stack, adopt, draw_seed, register, release
-from meshflash.integrations.transformers.batches import KEY, BatchShard, digest, packed_documents, shard_batch
+from meshflash.integrations.transformers.batches import KEY, BatchShard, packed_documents, shard_batch
 from meshflash.integrations.transformers.checks import check_call, check_model
-from meshflash.integrations.transformers.hooks import arguments_of, hook_layers, hook_rotary_embeddings, join_outputs
+from meshflash.integrations.transformers.hooks import hook_layers, hook_rotary_embeddings, join_outputs
 from meshflash.integrations.transformers.release import check_release
 from meshflash.sharding import shard
 
@@ -34,8 +33,6 @@ LAYER_LISTS = ("layers", "layer", "blocks", "block", "h")
 CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention")
 #: The losses that shift labels themselves.
 SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
-#: The largest difference to one device, relative to the largest value, that `verify` accepts.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def context_parallel(
@@ -109,8 +106,7 @@ class ContextParallel:
                 f"context_parallel: expected a PreTrainedModel, got {type(model).__name__}; pass the model inside of "
                 "DDP, PEFT or torch.compile"
             )
-        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-            raise ValueError('context_parallel: mesh must be a DeviceMesh of one dimension, such as mesh["cp"]')
+        check_mesh(mesh)
         if cut not in ("auto", "inputs", "layers"):
             raise ValueError(f'context_parallel: cut={cut!r}: expected "auto", "inputs" or "layers"')
         if outputs not in ("own", "whole"):
@@ -120,12 +116,11 @@ class ContextParallel:
         check_release(transformers.__version__, verify)
         register()
         self.model, self.mesh, self.outputs = model, mesh, outputs
-        self.average_gradients, self._verify = average_gradients, verify
+        self._verify = verify
         self.cut = cut if cut != "auto" else ("inputs" if _is_causal_lm(model) else "layers")
         self._undo: list[Any] = []
         self._batch: BatchShard | None = None
         self._wanted: Any = None
-        self._averaged: set[int] = set()
         self._adopted: list[tuple[Stack, Any]] = []
         self._generator = torch.Generator().manual_seed(self._shared_seed())
         found = self._find_stacks(layout, schedule, stacks)
@@ -144,6 +139,7 @@ class ContextParallel:
             else:
                 hook_rotary_embeddings(part, stack)
         handles = self._stacks[0][0].handles
+        self._replicas = Replicas(model, mesh, average_gradients, handles)
         handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
         handles.append(model.register_forward_hook(self._after, with_kwargs=True))
         object.__setattr__(model, "_meshflash", self)
@@ -155,6 +151,15 @@ class ContextParallel:
         if sequence is None:
             raise ValueError("ContextParallel.layout: call the model first; the layout depends on the batch")
         return sequence.layout
+
+    @property
+    def average_gradients(self) -> bool | None:
+        """Whether gradients are averaged here. It may be set between calls."""
+        return self._replicas.average_gradients
+
+    @average_gradients.setter
+    def average_gradients(self, value: bool | None) -> None:
+        self._replicas.average_gradients = value
 
     def remove(self) -> None:
         """Undo `context_parallel`: the model attends as before."""
@@ -218,7 +223,7 @@ class ContextParallel:
                 documents = batch.documents
         except ValueError as problem:
             error = str(problem)
-        self._agree(error, None if kwargs.get(KEY) is not None else given)
+        self._replicas.agree(error, None if kwargs.get(KEY) is not None else given)
         seed = draw_seed(self._generator)
         for stack, _, _ in self._stacks:
             stack.sequence, stack.seed, stack.documents = None, seed, documents
@@ -235,51 +240,12 @@ class ContextParallel:
 
     def _check_call(self, given: Mapping[str, Any]) -> None:
         check_call(self.model, given, self._parts, self._configs)
-        if self.average_gradients and self.mesh.size() > 1:
-            self._average_gradients()
-        is_training = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        if is_training and self.average_gradients is None and self.mesh.size() > 1 and not self._is_averaged():
-            raise ValueError(
-                "context_parallel: nobody averages gradients over the ranks of the mesh: wrap the model in DDP or "
-                "fully_shard over a mesh with these ranks, or pass average_gradients=True, or False to do it yourself"
-            )
+        self._replicas.check_averaging()
 
     def _documents(self, given: Mapping[str, Any]) -> Mask | None:
         """Return the packed documents of a batch for a model with one stack of layers."""
         ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         return None if len(self._stacks) > 1 or ids is None else packed_documents(given, ids.shape[0])
-
-    def _is_averaged(self) -> bool:
-        if DistributedDataParallel._get_active_ddp_module() is not None:
-            return True
-        ranks = set(self.mesh.mesh.flatten().tolist())
-        return any(
-            isinstance(p, DTensor) and ranks <= set(p.device_mesh._get_root_mesh().mesh.flatten().tolist())
-            for p in self.model.parameters()
-        )
-
-    def _agree(self, error: str, given: Mapping[str, Any] | None = None) -> None:
-        """Raise ValueError on all ranks if one has an error, or another batch than the others."""
-        if self.mesh.size() == 1:
-            if error:
-                raise ValueError(error)
-            return
-        device, group, ranks = self.mesh.device_type, self.mesh.get_group(), self.mesh.size()
-        own = torch.stack([digest(given or {}, device), torch.tensor(int(bool(error)), device=device)])
-        every = torch.empty(2 * ranks, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(every, own, group=group)
-        digests, failed = every.view(ranks, 2).T.tolist()
-        if any(failed):
-            said = [""] * ranks
-            dist.all_gather_object(said, error, group=group)
-            rank = failed.index(1)
-            raise ValueError(f"{said[rank]} (rank {rank} of the mesh)")
-        if len(set(digests)) > 1:
-            other = next(rank for rank, found in enumerate(digests) if found != digests[0])
-            raise ValueError(
-                f"context_parallel: ranks 0 and {other} of the mesh got different batches; ranks that share a sequence "
-                "need the same one, or their parts from shard_batch"
-            )
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         if self._stacks[0][0].is_suspended:
@@ -311,33 +277,13 @@ class ContextParallel:
 
     def _compare(self, outputs: Any) -> None:
         """Raise ValueError on all ranks if outputs differ from those of one device."""
-        worst, where = 0.0, ""
+        pairs = []
         for name, want in self._wanted.items():
             got = outputs.get(name)
-            if not isinstance(want, Tensor) or not isinstance(got, Tensor) or not want.is_floating_point():
-                continue
-            if got.shape != want.shape and self._batch is not None:
+            if isinstance(got, Tensor) and isinstance(want, Tensor) and got.shape != want.shape and self._batch:
                 want = shard(want, self._batch.sequence.layout, self.mesh)
-            error = (
-                float((got.detach() - want).abs().max() / want.abs().max().clamp(min=1e-30)) if want.numel() else 0.0
-            )
-            excess = error / TOLERANCES.get(want.dtype, 1e-3)
-            if not excess <= worst:
-                worst, where = excess, f"{name} differs from one device by {error:.1e} of its largest value"
-        self._agree(f"verify: {where}; a layer may mix tokens outside of attention" if not worst <= 1.0 else "")
-
-    def _average_gradients(self) -> None:
-        """Average the gradients of all parameters that are trained now: others may be frozen or thawed any time."""
-        for p in self.model.parameters():
-            if p.requires_grad and id(p) not in self._averaged:
-                self._averaged.add(id(p))
-                self._stacks[0][0].handles.append(p.register_post_accumulate_grad_hook(self._average))
-
-    def _average(self, parameter: Tensor) -> None:
-        grad = parameter.grad
-        assert grad is not None
-        dist.all_reduce(grad, group=self.mesh.get_group())
-        grad.div_(self.mesh.size())
+            pairs.append((name, got, want))
+        self._replicas.agree(difference(pairs))
 
 
 def stack_names(model: Any) -> list[str]:

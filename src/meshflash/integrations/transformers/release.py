@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from meshflash.integrations._replicas import check_release as check
+
 #: The oldest and the newest tested release, by their first two numbers.
 OLDEST, NEWEST = (5, 10), (5, 23)
 
@@ -18,11 +20,4 @@ def check_release(version: str, verify: bool) -> None:
     ...
     ValueError: Transformers 4.57.6 is not tested; install 5.10 to 5.23, or pass verify=True, which compares ...
     """
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    if OLDEST <= numbers <= NEWEST or verify:
-        return
-    oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
-    raise ValueError(
-        f"Transformers {version} is not tested; install {oldest} to {newest}, or pass verify=True, which compares the "
-        "first call with one device"
-    )
+    check("Transformers", version, verify, oldest=OLDEST, newest=NEWEST)
