@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Unpack
 
 from torch import Tensor
@@ -56,15 +57,30 @@ def scaled_dot_product_attention(
     unknown = features.keys() - FlashFeatures.__annotations__.keys()
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: expected only {', '.join(FlashFeatures.__annotations__)}")
+    mask = Mask.causal() if is_causal else attn_mask
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q, k, v, mask=mask, dropout=dropout_p, scale=scale, **features)
+
+    check_shapes(query, key, value, enable_gqa)
+    return call_with_tokens_first(compute, query, key, value)
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Raise ValueError unless the numbers of dimensions and heads and the batches fit together, as torch requires.
+
+    Args:
+        query: The queries, `[..., heads, tokens, dim]`, or `[tokens, dim]`.
+        key: The keys.
+        value: The values.
+        enable_gqa: Whether there may be fewer key heads than query heads.
+    """
     if query.ndim < 2 or not query.ndim == key.ndim == value.ndim:
         raise ValueError(
             f"query, key and value must have the same number of dimensions, at least [tokens, dim]; got "
             f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
         )
-    is_single_head = query.ndim == 2
-    if is_single_head:
-        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-    if not enable_gqa and query.shape[-3] != key.shape[-3]:
+    if query.ndim > 2 and not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"{query.shape[-3]} heads in query, {key.shape[-3]} in key: pass enable_gqa=True to share key heads"
         )
@@ -73,13 +89,26 @@ def scaled_dot_product_attention(
             f"query, key and value must have the same batch; got "
             f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
         )
+
+
+def call_with_tokens_first(
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Call an attention of `[batch, tokens, heads, dim]` on tensors with torch's order of axes.
+
+    Args:
+        compute: The attention, a function of q, k and v.
+        query: The queries, `[..., heads, tokens, dim]`, or `[tokens, dim]`.
+        key: The keys.
+        value: The values.
+
+    Returns:
+        The output in torch's order of axes.
+    """
+    is_single_head = query.ndim == 2
+    if is_single_head:
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
     batch = math.prod(query.shape[:-3])
-    out = flash_attention(
-        *(x.reshape(batch, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value)),
-        mask=Mask.causal() if is_causal else attn_mask,
-        dropout=dropout_p,
-        scale=scale,
-        **features,
-    )
+    out = compute(*(x.reshape(batch, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value)))
     out = out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
     return out.squeeze(0) if is_single_head else out
