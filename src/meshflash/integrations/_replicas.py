@@ -37,14 +37,14 @@ def check_mesh(mesh: Any) -> None:
 
 
 def check_release(
-    library: str, version: str, verify: bool, *, oldest: tuple[int, int], newest: tuple[int, int]
+    library: str, version: str, verify: bool | None, *, oldest: tuple[int, int], newest: tuple[int, int]
 ) -> None:
     """Raise ValueError for a release of a library that is not tested, unless the first call is verified.
 
     Args:
         library: The name of the library.
         version: Its version.
-        verify: Whether the first call is compared with one device.
+        verify: Whether the first call is compared with one device. None is where it cannot be.
         oldest: The oldest tested release, by its first two numbers.
         newest: The newest tested release.
     """
@@ -52,10 +52,8 @@ def check_release(
     if oldest <= numbers <= newest or verify:
         return
     tested = " to ".join(dict.fromkeys(".".join(map(str, release)) for release in (oldest, newest)))
-    raise ValueError(
-        f"{library} {version} is not tested; install {tested}, or pass verify=True, which compares the first call with "
-        "one device"
-    )
+    otherwise = "" if verify is None else ", or pass verify=True, which compares the first call with one device"
+    raise ValueError(f"{library} {version} is not tested; install {tested}{otherwise}")
 
 
 def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Names of ring-flash-attention: ring, zigzag and stripe, dense and varlen, and llama3's all-gather.
+"""Names of ring-flash-attention: ring, zigzag and stripe, dense and varlen, llama3's all-gather, and for Transformers.
 
 >>> from meshflash.integrations.compat.ring_flash_attn import zigzag_ring_flash_attn_func
 """
@@ -14,6 +14,8 @@ from torch import Tensor
 from meshflash.core.layout import Layout
 from meshflash.groups import group_of
 from meshflash.integrations.compat.calls import Window, call, dense, forms, mask_of, varlen
+from meshflash.integrations.compat.hf_adapter import substitute_hf_flash_attn as substitute_hf_flash_attn
+from meshflash.integrations.compat.hf_adapter import update_ring_flash_attn_params as update_ring_flash_attn_params
 
 
 def _contiguous(first: int, n: int, rank: int, world: int) -> list[range]:
@@ -118,15 +120,3 @@ def _llama3(
     llama3_flash_attn_varlen_kvpacked_func,
     llama3_flash_attn_varlen_qkvpacked_func,
 ) = forms("llama3_flash_attn_varlen_", _llama3)
-
-
-def substitute_hf_flash_attn(*arguments: Any, **named: Any) -> None:
-    """Raise NotImplementedError: there is no integration with Transformers yet."""
-    raise NotImplementedError(
-        "meshflash has no integration with Transformers yet; call meshflash.attention in the model"
-    )
-
-
-def update_ring_flash_attn_params(*arguments: Any, **named: Any) -> None:
-    """Raise NotImplementedError: there is no integration with Transformers yet."""
-    substitute_hf_flash_attn()

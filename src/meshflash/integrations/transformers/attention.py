@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshflash.api import attention, flash_attention
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
+from meshflash.groups import group_of
 from meshflash.integrations.transformers.llama4 import scale_queries
 from meshflash.integrations.transformers.masks import Tokens, padded_keys, padding, translate
 
@@ -295,7 +296,7 @@ def mesh_attention(
         features.update(dropout=dropout, seed=(mask.seed + 0x9E3779B97F4A7C15 * (layer + 1)) % MAX_SEED)
     own = mask.queries
     if own is not None:
-        query = scale_queries(module, query, own.layout, own.mesh.get_local_rank())
+        query = scale_queries(module, query, own.layout, group_of(own.mesh)[1])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if own is None:
         return flash_attention(q, k, v, **features), None

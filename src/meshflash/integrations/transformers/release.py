@@ -8,12 +8,12 @@ from meshflash.integrations._replicas import check_release as check
 OLDEST, NEWEST = (5, 10), (5, 23)
 
 
-def check_release(version: str, verify: bool) -> None:
+def check_release(version: str, verify: bool | None = None) -> None:
     """Raise ValueError for a release that is not tested, unless the first call is compared with one device.
 
     Args:
         version: The version of Transformers.
-        verify: Whether the first call is compared with one device.
+        verify: Whether the first call is compared with one device. None means that the caller cannot do so.
 
     >>> check_release("4.57.6", verify=False)
     Traceback (most recent call last):
