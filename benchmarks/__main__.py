@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import cli_fused, cli_kernels, cli_peers, cli_training, cli_variants
+from benchmarks import cli_fused, cli_integrations, cli_kernels, cli_peers, cli_training, cli_variants
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks behind docs/benchmarks.md.")
 for command in (
@@ -19,6 +19,7 @@ for command in (
     cli_kernels.tiles,
     cli_kernels.scale,
     cli_fused.fused,
+    cli_integrations.integrations,
     cli_training.ddp,
     cli_training.model,
     cli_training.step,

@@ -26,6 +26,7 @@ WITHOUT = {
     "fused_cases": "GEMMs",
     "gemm": "GEMMs",
     "handshake": "exchanges payloads on the host",
+    "integrations": "compares errors of models, ours and others'",
     "scale": "builds programs on the host",
     "tiles": "builds tables on the host",
     "weights": "counts bytes of weights",

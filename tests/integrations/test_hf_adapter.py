@@ -9,8 +9,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from benchmarks.tiny_models import WORDS, build
 from integrations.transformers.compare import Float64, gradients
-from integrations.transformers.tiny_models import WORDS, build
 from meshflash.integrations.compat import hf_adapter
 from meshflash.integrations.compat.ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params
 

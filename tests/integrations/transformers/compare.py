@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from integrations.transformers.tiny_models import batch_of, build, documents_of
+from benchmarks.one_device import gradients, one_device
+from benchmarks.tiny_models import batch_of, build, documents_of
 from meshflash.integrations.transformers import context_parallel
 
-IGNORED = -100
 #: Gradients smaller than this part of the largest one are compared with this part of it: those of a key's bias are 0
 #: but for rounding.
 SMALL = {torch.float64: 1e-2, torch.float32: 1e-1}
@@ -43,37 +43,12 @@ def checkpoint(model: Any) -> None:
     model.gradient_checkpointing_enable(dict(use_reentrant=False, **options))
 
 
-def one_device(model: nn.Module, name: str, case: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return logits, loss and gradients of one device; packed documents are computed one after another."""
-    model.zero_grad()
-    shifts = _shifts(model)
-    parts = documents_of(name, case, batch)
-    counts = [int((p["labels"][:, 1:] if shifts else p["labels"]).ne(IGNORED).sum()) for p in parts]
-    total, logits = torch.zeros((), dtype=torch.float64), []
-    for part, count in zip(parts, counts, strict=True):
-        out = model(**part)
-        if count:
-            share = out.loss * (count / sum(counts))
-            share.backward()
-            total += share.detach()
-        logits.append(out.logits.detach())
-    if len(parts) > 1:
-        half = len(parts) // 2
-        logits = [torch.cat([torch.cat(rows, 1) for rows in (logits[:half], logits[half:])])]
-    return logits[0], total, gradients(model)
-
-
 def sharded(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return logits of all tokens, loss and gradients of a model over ranks."""
     model.zero_grad()
     out = model(**batch)
     out.loss.backward()
     return out.logits.detach(), out.loss.detach(), gradients(model)
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Return a copy of the gradient of each parameter; zeros where it has none."""
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def excess(ours: Any, theirs: Any, reference: Any, keep: Tensor | None) -> dict[str, float]:
@@ -108,15 +83,12 @@ def run(
     model, batch = build(name, dtype), batch_of(name, case, dtype)
     ours = copy.deepcopy(model)
     with Float64():
-        reference = one_device(copy.deepcopy(model).double(), name, case, batch_of(name, case, torch.float64))
+        parts = documents_of(name, case, batch_of(name, case, torch.float64))
+        reference = one_device(copy.deepcopy(model).double(), parts)
     with Float64() if dtype is torch.float64 else nullcontext():
-        theirs = reference if dtype is torch.float64 else one_device(model, name, case, batch)
+        theirs = reference if dtype is torch.float64 else one_device(model, documents_of(name, case, batch))
         context_parallel(ours, mesh, outputs="whole", average_gradients=True, **arguments)
         mine = sharded(ours, batch)
     mask = batch.get("attention_mask")
     keep = mask.bool() if mask is not None and mine[0].shape[:2] == mask.shape else None
     return excess(mine, theirs, reference, keep)
-
-
-def _shifts(model: Any) -> bool:
-    return getattr(model, "loss_type", "") in ("ForCausalLM", "ForConditionalGeneration")

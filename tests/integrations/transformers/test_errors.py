@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from integrations.transformers.tiny_models import ROWS, TOKENS, batch_of, build
+from benchmarks.tiny_models import ROWS, TOKENS, batch_of, build
 from meshflash.integrations.transformers import context_parallel, shard_batch
 from meshflash.integrations.transformers.release import check_release
 
@@ -82,16 +82,6 @@ def _models(rank, world, group):
 
     mesh = DeviceMesh.from_group(group, "cpu")
     two = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
-    convolution = transformers.Lfm2Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-        pad_token_id=0,
-    )
     biased = transformers.T5Config(vocab_size=61, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4)
     bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0)
     twice = build("llama", torch.float32)
@@ -108,7 +98,7 @@ def _models(rank, world, group):
 
     ids = batch_of("bert", "plain", torch.float32)["input_ids"]
     return {
-        "convolution": shard(transformers.Lfm2ForCausalLM(convolution)),
+        "convolution": shard(build("lfm2", torch.float32)),
         "own attention": shard(transformers.BloomForCausalLM(bloom)),
         "position bias": call(transformers.T5ForConditionalGeneration(biased).eval(), decoder_input_ids=ids),
         "hidden dropout": call(build("bert", torch.float32, hidden_dropout_prob=0.1)),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.tiny_models import MODELS, cases_of, cuts_of
 from integrations.transformers import compare
-from integrations.transformers.tiny_models import MODELS, cases_of, cuts_of
 
 MATRIX = [(name, case, cut) for name in MODELS for case in cases_of(name) for cut in cuts_of(name)]
 #: One of each way of attending, cutting and packing.

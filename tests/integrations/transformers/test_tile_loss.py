@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.tiny_models import ROWS, TOKENS, WORDS, batch_of, build
 from integrations.transformers import compare
-from integrations.transformers.tiny_models import ROWS, TOKENS, WORDS, batch_of, build
 from meshflash.integrations.transformers import context_parallel, tile_loss
 
 LIMIT = 1e-12

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.tiny_models import ROWS, TOKENS, WORDS, batch_of, build
 from integrations.transformers import compare
-from integrations.transformers.tiny_models import ROWS, TOKENS, WORDS, batch_of, build
 from meshflash.integrations.transformers import context_parallel, shard_batch
 
 LIMIT = 1e-12

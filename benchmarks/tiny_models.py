@@ -1,6 +1,6 @@
 """Random-weight models of a few thousand parameters, one for each way of attending that Transformers has, and batches.
 
-The matrix of tests is over `MODELS`, `cases_of` and `cuts_of`.
+Tests are over `MODELS`, `cases_of` and `cuts_of`; `python -m benchmarks integrations` takes some of the models.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ transformers: Any = library  # its configs take options that type checkers do no
 ROWS, TOKENS, WORDS = 2, 37, 61
 #: The id of an image's token.
 IMAGE = 50
-#: Packed documents of each row.
-PACKED = ((20, 17), (9, 28))
-#: Padding of each row: on the left, on the right.
-PADDING = ((0, 7), (5, 0))
+#: The first packed document of each row; a second one has the other tokens.
+PACKED = (20, 9)
+#: Padding of each row by the kind of batch: on the left, on the right.
+PADDING = {"padded": ((0, 7), (5, 0)), "left padding": ((0, 0), (5, 0)), "right padding": ((0, 7), (0, 0))}
 
 BASE = dict(
     vocab_size=WORDS,
@@ -243,6 +243,11 @@ def _qwen_vl(name: str) -> Callable[..., nn.Module]:
     return make
 
 
+def _lfm2(**options: Any) -> nn.Module:
+    config = transformers.Lfm2Config(**{**WITHOUT_HEAD_DIM, "layer_types": ["conv", "full_attention"], **options})
+    return transformers.Lfm2ForCausalLM(config)
+
+
 #: Name -> what makes the model; keyword arguments are options of its config.
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": _decoder("Llama"),
@@ -279,6 +284,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "qwen2-vl": _qwen_vl("Qwen2VL"),
     "qwen2.5-vl": _qwen_vl("Qwen2_5_VL"),
 }
+#: Models that mix tokens by convolutions, which `context_parallel` refuses.
+CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {"lfm2": _lfm2}
 #: Models whose tokens are cut before their layers only.
 LAYERS_ONLY = (
     "gemma3 images",
@@ -317,7 +324,7 @@ def build(name: str, dtype: torch.dtype, seed: int = 0, **options: Any) -> Any:
     """Return a model with random weights, in training mode."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(seed)
-    model = MODELS[name](**options)
+    model = {**MODELS, **CONVOLUTIONS}[name](**options)
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
         config._attn_implementation_internal = "eager"
@@ -330,18 +337,19 @@ def build(name: str, dtype: torch.dtype, seed: int = 0, **options: Any) -> Any:
     return model.to(dtype).train()
 
 
-def batch_of(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a batch for a model: plain, padded or packed."""
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(3, IMAGE, (ROWS, TOKENS), generator=generator)
+def batch_of(name: str, case: str, dtype: torch.dtype, tokens: int = TOKENS, seed: int = 5) -> dict[str, Tensor]:
+    """Return a batch for a model: "plain", "packed", or padded as `PADDING` names it."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, IMAGE, (ROWS, tokens), generator=generator)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
+    n = tokens // 3 - tokens % 2  # of a decoder: odd where the encoder's is
+    short = dict(decoder_input_ids=ids[:, :n].contiguous(), labels=ids[:, 1 : n + 1].contiguous())
     if name == "vit":
         return dict(pixel_values=random(ROWS, 3, 24, 24), labels=torch.tensor([1, 2]))
     if name == "whisper":
-        short = dict(decoder_input_ids=ids[:, :11].contiguous(), labels=ids[:, 1:12].contiguous())
         return dict(input_features=random(ROWS, 8, 50), **short)
     labels = ids.clone()
     labels[0, :9] = -100
@@ -357,19 +365,17 @@ def batch_of(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
             pixel_values=random(ROWS * 16, 96), image_grid_thw=grid, mm_token_type_ids=(ids == IMAGE).long()
         )
     mask = torch.ones_like(ids)
-    if case == "padded":
-        for row, (left, right) in enumerate(PADDING):
-            mask[row, :left] = mask[row, TOKENS - right :] = 0
+    for row, (left, right) in enumerate(PADDING.get(case, ())):
+        mask[row, :left] = mask[row, tokens - right :] = 0
     if name == "t5gemma":
-        short = dict(decoder_input_ids=ids[:, :11].contiguous(), labels=ids[:, 1:12].contiguous())
         return dict(input_ids=ids, attention_mask=mask, **short)
     batch = dict(input_ids=ids, labels=labels)
-    if case == "padded":
+    if case in PADDING:
         labels = labels.masked_fill(mask == 0, -100)
-        labels[1, PADDING[1][0]] = -100  # padding would predict it
+        labels[1, PADDING[case][1][0]] = -100  # padding would predict it
         batch |= dict(attention_mask=mask, labels=labels)
     if case == "packed":
-        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKED])
+        batch["position_ids"] = torch.stack([torch.cat([torch.arange(n), torch.arange(tokens - n)]) for n in PACKED])
         labels[batch["position_ids"] == 0] = -100  # no document predicts the next one
     return batch
 
@@ -378,10 +384,6 @@ def documents_of(name: str, case: str, batch: dict[str, Tensor]) -> list[dict[st
     """Return the batches that one device computes one after another: packed documents each alone, else the batch."""
     if case != "packed":
         return [batch]
-    parts = []
-    for row, lengths in enumerate(PACKED):
-        begin = 0
-        for n in lengths:
-            parts.append({key: x[row : row + 1, begin : begin + n].contiguous() for key, x in batch.items()})
-            begin += n
-    return parts
+    cuts = [(row, slice(0, n)) for row, n in enumerate(PACKED)]
+    cuts = [cut for row, own in cuts for cut in ((row, own), (row, slice(own.stop, None)))]
+    return [{key: x[row : row + 1, own].contiguous() for key, x in batch.items()} for row, own in cuts]
