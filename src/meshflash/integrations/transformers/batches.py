@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
+from meshflash.integrations._documents import documents_of_positions
 from meshflash.integrations.transformers.attention import Sequence
-from meshflash.integrations.transformers.masks import documents, padding
+from meshflash.integrations.transformers.masks import padding
 from meshflash.parallel.loss import IGNORE_INDEX
 from meshflash.parallel.step import resolve_layout
 from meshflash.sharding import shard
@@ -128,10 +129,7 @@ def packed_documents(batch: Mapping[str, Any], rows: int) -> Mask | None:
         return Mask.from_cu_seqlens(cuts.cpu())
     if positions is None or positions.ndim != 2 or batch.get("attention_mask") is not None:
         return None
-    from transformers.masking_utils import find_packed_sequence_indices
-
-    ids = find_packed_sequence_indices(positions.expand(rows, -1))
-    return None if ids is None or not bool((ids != ids[:, :1]).any()) else documents(ids)
+    return documents_of_positions(positions.expand(rows, -1))
 
 
 def _check_padded_labels(labels: Tensor, attention_mask: Tensor | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshflash.core.mask import Mask
+from meshflash.integrations._documents import documents
 
 #: The most queries whose pairs are compared with a mask function.
 CHECKED_QUERIES = 24
@@ -97,30 +98,6 @@ def _translate(function: MaskFunction, tokens: Tokens) -> Mask:
         "function that meshflash knows. Use create_causal_mask, create_bidirectional_mask and the other functions of "
         "transformers.masking_utils without or_mask_function and and_mask_function"
     )
-
-
-def documents(ids: Tensor, single: int | None = None) -> Mask:
-    """Return the mask of documents whose tokens follow each other and have the same id.
-
-    Args:
-        ids: The id of each token, `[batch, tokens]`.
-        single: Each token with this id is a document of its own. None means that no id is special.
-
-    >>> documents(torch.tensor([[0, 0, 1, 1, 1]])) == Mask.documents([2, 3])
-    True
-    """
-    rows: list[list[int]] = []
-    for row in ids.cpu():
-        begins = torch.ones(len(row), dtype=torch.bool)
-        begins[1:] = row[1:] != row[:-1]
-        if single is not None:
-            begins |= row == single
-        cuts = torch.cat([begins.nonzero()[:, 0], torch.tensor([len(row)])])
-        rows.append(cuts.diff().tolist())
-    if all(row == rows[0] for row in rows):
-        return Mask.documents(rows[0])
-    most = max(map(len, rows))
-    return Mask.documents([row + [0] * (most - len(row)) for row in rows])
 
 
 def padding(attention_mask: Tensor | None) -> Mask | None:
