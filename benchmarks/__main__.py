@@ -23,6 +23,7 @@ for command in (
     cli_training.ddp,
     cli_training.model,
     cli_training.step,
+    cli_training.transformers,
     cli_training.weights,
 ):
     app.command()(command)

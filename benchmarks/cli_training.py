@@ -164,3 +164,41 @@ def step(
         return found
 
     show(bench.BENCHMARK, options, measure)
+
+
+@with_options
+def transformers(
+    nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks that share the sequence.")] = 1,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers; 16 on GPUs, 2 on CPUs by default.")] = None,
+    tokens: Tokens = None,
+    dtype: OneDtype = None,
+    device: Device = None,
+    rounds: Rounds = 3,
+    mps: Annotated[
+        bool, typer.Option("--mps", help="Start CUDA MPS; each rank gets 1 / ranks of the GPU, also a single one.")
+    ] = False,
+    options: RecordOptions = RECORD,
+) -> None:
+    """A training step of a Hugging Face Llama: ours beside SDPA on one device; with -n over ranks beside one rank.
+
+    Losses that differ are an error. Both have gradient checkpointing and the same tiled loss.
+    """
+    from benchmarks import transformers_step as bench
+    from benchmarks.protocol import show
+    from meshflash.bench.cases import on_cpu, pick_device, pick_dtype
+
+    def measure(status: Status) -> Recorder:
+        where = pick_device(device)
+        small = on_cpu(where)
+        case = bench.Step(
+            layers=layers or (2 if small else 16),
+            tokens=tokens or (1000 if small else 131072),
+            dtype=pick_dtype(dtype, where),
+            device=where,
+        )
+        if mps and (small or nproc == 1):
+            raise ValueError("mps: it divides a GPU among ranks; say --device cuda and --nproc 2 or more")
+        say = status.update if status.console.is_terminal else lambda text: typer.echo(text, err=True)
+        return options.record(f"transformers-{where}", lambda: bench.run(case, nproc, mps, rounds, say))
+
+    show(bench.BENCHMARK, options, measure)

@@ -165,9 +165,9 @@ class Replicas:
             return
         device, group, ranks = self.mesh.device_type, self.mesh.get_group(), self.mesh.size()
         own = torch.stack([digest(given or {}, device), torch.tensor(int(bool(error)), device=device)])
-        every = torch.empty(2 * ranks, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(every, own, group=group)
-        digests, failed = every.view(ranks, 2).T.tolist()
+        every = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(every, own, group=group)
+        digests, failed = torch.stack(every).T.tolist()
         if any(failed):
             said = [""] * ranks
             dist.all_gather_object(said, error, group=group)
