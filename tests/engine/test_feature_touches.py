@@ -28,7 +28,7 @@ ROLES = {
         "kernels/vendor/",
     ),
     "cases of the oracle and the suite": ("check/oracle.py", "check/suite.py"),
-    "signatures of other projects": ("integrations/compat/",),
+    "signatures of other projects": ("integrations/compat/", "integrations/transformers/"),
 }
 
 

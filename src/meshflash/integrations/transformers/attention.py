@@ -133,7 +133,7 @@ class Stack:
 
 
 #: Stacks by the identity of their config, with a reference that tells whether the config is still that object.
-_STACKS: dict[int, tuple[weakref.ref[Any], Stack]] = {}
+_stacks: dict[int, tuple[weakref.ref[Any], Stack]] = {}
 
 
 def adopt(config: Any, stack: Stack) -> None:
@@ -144,12 +144,12 @@ def adopt(config: Any, stack: Stack) -> None:
         stack: The stack.
     """
     key = id(config)
-    if key in _STACKS and _STACKS[key][0]() is config:
+    if key in _stacks and _stacks[key][0]() is config:
         raise ValueError(
             "context_parallel: another model that is sharded has the same config object; give each model its own, for "
             "example by copy.deepcopy(config)"
         )
-    _STACKS[key] = weakref.ref(config, lambda _: _STACKS.pop(key, None)), stack
+    _stacks[key] = weakref.ref(config, lambda _: _stacks.pop(key, None)), stack
 
 
 def release(config: Any) -> None:
@@ -158,7 +158,7 @@ def release(config: Any) -> None:
     Args:
         config: The config object.
     """
-    _STACKS.pop(id(config), None)
+    _stacks.pop(id(config), None)
 
 
 def stack_of(config: Any) -> Stack:
@@ -167,7 +167,7 @@ def stack_of(config: Any) -> Stack:
     Args:
         config: The config object of a model.
     """
-    reference, stack = _STACKS.get(id(config), (None, None))
+    reference, stack = _stacks.get(id(config), (None, None))
     if stack is None or reference is None or reference() is not config:
         raise ValueError(
             f"{NAME}: call context_parallel(model, mesh) on this model first; a copy of a model is another"
