@@ -137,6 +137,32 @@ def _deepseek_v3(**options: Any) -> nn.Module:
     return transformers.DeepseekV3ForCausalLM(config)
 
 
+def _gpt2(**options: Any) -> nn.Module:
+    dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    sizes = dict(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **dropout, **options}))
+
+
+def _opt(**options: Any) -> nn.Module:
+    config = transformers.OPTConfig(
+        vocab_size=WORDS,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=32,
+        dropout=0.0,
+        **options,
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def _roberta_classifier(**options: Any) -> nn.Module:
+    config = transformers.RobertaConfig(**{**BERT_LIKE, "pad_token_id": 1, "num_labels": 5, **options})
+    return transformers.RobertaForSequenceClassification(config)
+
+
 def _bert(**options: Any) -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**{**BERT_LIKE, **options}))
 
@@ -275,8 +301,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "phi": _phi,
     "phi3 longrope": _phi3_longrope,
     "deepseek-v3": _deepseek_v3,
+    "gpt2": _gpt2,
+    "opt": _opt,
     "bert": _bert,
     "roberta": _roberta,
+    "roberta classifier": _roberta_classifier,
     "modernbert": _modernbert,
     "vit": _vit,
     "whisper": _whisper,
@@ -290,6 +319,9 @@ CONVOLUTIONS: dict[str, Callable[..., nn.Module]] = {"lfm2": _lfm2}
 LAYERS_ONLY = (
     "gemma3 images",
     "llama4",
+    "gpt2",
+    "opt",
+    "roberta classifier",
     "bert",
     "roberta",
     "modernbert",
@@ -310,7 +342,7 @@ def cases_of(name: str) -> list[str]:
     # packed: chunks are not supported inside documents, and frequencies of longrope depend on the longest document
     return (
         ["plain", "padded"]
-        if name in ("t5gemma", "llama4", "roberta", "phi3 longrope")
+        if name in ("t5gemma", "llama4", "opt", "roberta", "roberta classifier", "phi3 longrope")
         else ["plain", "padded", "packed"]
     )
 
@@ -374,6 +406,8 @@ def batch_of(name: str, case: str, dtype: torch.dtype, tokens: int = TOKENS, see
         labels = labels.masked_fill(mask == 0, -100)
         labels[1, PADDING[case][1][0]] = -100  # padding would predict it
         batch |= dict(attention_mask=mask, labels=labels)
+    if name == "roberta classifier":
+        batch["labels"] = torch.tensor([1, 2])
     if case == "packed":
         batch["position_ids"] = torch.stack([torch.cat([torch.arange(n), torch.arange(tokens - n)]) for n in PACKED])
         labels[batch["position_ids"] == 0] = -100  # no document predicts the next one

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 #: What checksums are multiplied by, modulo 2^64.
@@ -192,13 +192,13 @@ class Replicas:
             )
 
     def _is_averaged(self) -> bool:
-        if DistributedDataParallel._get_active_ddp_module() is not None:
-            return True
+        """Return whether DDP or FSDP2 averages every gradient over groups that contain the ranks of the mesh."""
         ranks = set(self.mesh.mesh.flatten().tolist())
-        return any(
-            isinstance(p, DTensor) and ranks <= set(p.device_mesh._get_root_mesh().mesh.flatten().tolist())
-            for p in self.model.parameters()
-        )
+        ddp: Any = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None:
+            return ranks <= set(dist.get_process_group_ranks(ddp.process_group))
+        averaged = {id(p) for mesh, p in _sharded_parameters(self.model) if ranks <= set(mesh.mesh.flatten().tolist())}
+        return all(id(p) in averaged for p in self.model.parameters() if p.requires_grad)
 
     def _average_gradients(self) -> None:
         """Average the gradients of all parameters that are trained now: others may be frozen or thawed any time."""
@@ -208,10 +208,25 @@ class Replicas:
                 self._handles.append(p.register_post_accumulate_grad_hook(self._average))
 
     def _average(self, parameter: Tensor) -> None:
+        if not self.average_gradients:
+            return
         grad = parameter.grad
         assert grad is not None
         dist.all_reduce(grad, group=self.mesh.get_group())
         grad.div_(self.mesh.size())
+
+
+def _sharded_parameters(model: nn.Module) -> Iterator[tuple[DeviceMesh, Tensor]]:
+    """Yield the parameters that FSDP2 shards, in both of their forms, with the ranks over which it averages."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            for sharded in group.fsdp_params:
+                forms = (sharded.sharded_param, getattr(sharded, "_unsharded_param", None))
+                yield from ((group.mesh_info.mesh, p) for p in forms if p is not None)
 
 
 def difference(pairs: Iterable[tuple[str, Any, Any]]) -> str:

@@ -87,6 +87,8 @@ class _CountBatchesOnce(TrainerCallback):
         state.num_input_tokens_seen = self._tokens
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        for name in ("train_samples_per_second", "num_tokens"):
+        # of epochs Trainer counts samples, of max_steps the batches of all ranks
+        names = ("num_tokens", *(("train_samples_per_second",) * (args.max_steps > 0)))
+        for name in names:
             if logs and name in logs:
                 logs[name] = state.log_history[-1][name] = logs[name] / self._ranks

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.protocols.module import Module
@@ -116,12 +117,8 @@ def shard_inputs(
     own = resolve_layout(layout, rule, tokens, 1 if mesh is None else mesh.size())
     masks = SequenceMask(rule, mesh, own, schedule)
     if positions is None:  # a model without positions would count this rank's tokens
-        positions = inputs.new_zeros(inputs.shape).add(_arange(inputs))
+        positions = torch.arange(tokens, device=inputs.device)[None].expand_as(inputs)
     if mesh is None:
         return inputs, labels, dict(positions=positions, attention_masks=masks)
     inputs, labels, positions = (shard(x, own, mesh).contiguous() for x in (inputs, labels, positions))
     return inputs, labels, dict(positions=positions, attention_masks=masks)
-
-
-def _arange(inputs: Tensor) -> Tensor:
-    return inputs.new_ones(inputs.shape[1]).cumsum(0) - 1

@@ -9,7 +9,7 @@ from transformers import masking_utils
 
 from meshflash import Mask
 from meshflash.integrations.transformers import masks
-from meshflash.integrations.transformers.masks import Tokens, padded_keys, padding, translate
+from meshflash.integrations.transformers.masks import Tokens, padding, translate
 
 TOKENS = Tokens(23, 23)
 POSITIONS = torch.tensor([[*range(9), *range(14)], [*range(5), *range(18)]])
@@ -89,25 +89,24 @@ def test_what_counts_tokens_is_refused_for_a_part_of_the_sequence():
     assert translate(FUNCTIONS["packed"], local) == Mask.causal()  # documents are known from the whole batch
 
 
-def test_padding_on_either_side_hides_tokens_and_holes_are_refused():
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
-    rule = padding(mask)
+def test_padded_keys_are_hidden_from_every_query():
+    counts = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [0, 0, 0, 0, 0]])
+    rule = padding(counts)
     assert rule is not None
-    seen = _visible(rule, tokens=5)
-    assert all(np.array_equal(seen[b][mask[b].bool()], [mask[b].bool().numpy()] * int(mask[b].sum())) for b in range(2))
+    hidden = np.broadcast_to(counts.bool().numpy()[:, None], (3, 5, 5))
+    assert np.array_equal(_visible(rule, rows=3, tokens=5), hidden)
+    assert np.array_equal(_visible(rule & Mask.causal(), rows=3, tokens=5), hidden & np.tri(5, dtype=bool))
+    cross = padding(counts, queries=3)
+    assert cross is not None
+    i, j = np.arange(3)[:, None], np.arange(5)[None]
+    for b in range(3):
+        assert np.array_equal(cross.visible(i, j, batch=b), hidden[b, :3])
     assert padding(torch.ones(2, 5)) is None
     assert padding(None) is None
+
+
+def test_padding_between_tokens_and_masks_of_pairs_are_refused():
     with pytest.raises(ValueError, match="row 1 has padding between tokens"):
         padding(torch.tensor([[1, 1, 1], [1, 0, 1]]))
     with pytest.raises(ValueError, match=r"expected \[batch, tokens\] or None"):
         padding(torch.ones(2, 1, 5, 5))
-
-
-def test_padded_keys_are_hidden_from_every_query():
-    counts = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
-    rule = padded_keys(counts, 3)
-    assert rule is not None
-    for b in range(3):
-        i, j = np.arange(3)[:, None], np.arange(4)[None]
-        assert np.array_equal(rule.visible(i, j, batch=b), np.broadcast_to(counts[b].bool().numpy(), (3, 4)))
-    assert padded_keys(torch.ones(2, 4), 3) is None

@@ -18,6 +18,8 @@ SMALL = [
     ("phi3 longrope", "plain", "inputs", 3),
     ("deepseek-v3", "plain", "inputs", 2),
     ("bert", "packed", "layers", 2),
+    ("gpt2", "padded", "layers", 2),
+    ("roberta classifier", "padded", "layers", 2),
     ("whisper", "plain", "layers", 2),
     ("t5gemma", "padded", "layers", 4),
     ("qwen2.5-vl", "plain", "layers", 2),

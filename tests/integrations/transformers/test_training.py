@@ -227,3 +227,26 @@ def _removed(rank, world, group):
 
 def test_remove_restores_the_model(pool):
     assert pool.run(2, _removed) == [[True, True]] * 2
+
+
+def _labels_on_padding(rank, world, group, cut):
+    """Return errors of a batch whose labels go on into padding on the right, which sees the tokens before it."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    with compare.Float64():
+        model = build("llama", torch.float64)
+        mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
+        mask[0, 30:] = 0
+        batch = dict(input_ids=_ids(0), attention_mask=mask, labels=_ids(0))
+        loss, want = _wanted(model, [batch])
+        ours = copy.deepcopy(model)
+        context_parallel(ours, mesh, cut=cut, outputs="whole", average_gradients=True)
+        out = ours(**batch, output_hidden_states=True)
+        out.loss.backward()
+        return abs(float(out.loss) - loss) / loss, _error(ours, want), {x.shape[1] for x in out.hidden_states}
+
+
+@pytest.mark.parametrize("cut", ["inputs", "layers"])
+def test_labels_on_padding_count_as_on_one_device(pool, cut):
+    for *errors, lengths in pool.run(2, _labels_on_padding, cut):
+        assert max(errors) < LIMIT
+        assert lengths == {TOKENS} if cut == "inputs" else TOKENS in lengths

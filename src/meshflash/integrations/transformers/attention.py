@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from meshflash.api import attention, flash_attention
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.groups import group_of
 from meshflash.integrations.transformers.llama4 import scale_queries
-from meshflash.integrations.transformers.masks import Tokens, padded_keys, padding, translate
+from meshflash.integrations.transformers.masks import Tokens, padding, translate
 
 #: The name under which Transformers finds both functions. It takes names that contain "flash", "sdpa" or "flex" for
 #: its own.
@@ -46,6 +47,8 @@ IGNORED_ARGUMENTS = frozenset(
     )
 )
 
+#: The largest difference of ranks' hidden states before they are cut, relative to their norm.
+SAME = 1e-2
 #: Seeds of dropout are below this.
 MAX_SEED = 1 << 62
 
@@ -65,6 +68,28 @@ class Sequence:
     schedule: str
 
 
+def sequence_of(mesh: Any, layout: Layout | str, schedule: str, tokens: int, documents: Mask | None) -> Sequence:
+    """Return the sequence of a batch, or raise ValueError if a rank would hold no token.
+
+    Args:
+        mesh: The ranks.
+        layout: The layout or its name. "auto" is zigzag, and balanced where documents are packed.
+        schedule: The schedule of attention.
+        tokens: The number of tokens.
+        documents: The packed documents, or None.
+    """
+    from meshflash.parallel.step import resolve_layout
+
+    if layout == "auto":
+        layout = "zigzag" if documents is None else "balanced"
+    mask = Mask.causal() if documents is None else documents & Mask.causal()
+    ranks = group_of(mesh)[2]
+    found = resolve_layout(layout, mask, tokens, ranks)
+    if 0 in found.lengths:
+        raise ValueError(f"{tokens} tokens for {ranks} ranks: every rank needs at least one")
+    return Sequence(mesh, found, schedule)
+
+
 @dataclass(frozen=True)
 class SequenceMask:
     """What the mask function returns, and every layer gets as `attention_mask`.
@@ -73,13 +98,13 @@ class SequenceMask:
         rule: The keys that each query may see, by positions in the whole sequence.
         queries: The sequence of the queries; None is one that this device holds whole.
         keys: The sequence of the keys in cross-attention; None is that of the queries.
-        seed: The seed of dropout in this forward; equal on all ranks.
+        seed: The seed of dropout in this forward, equal on all ranks. None is a forward inside of a backward.
     """
 
     rule: Mask
     queries: Sequence | None
     keys: Sequence | None = None
-    seed: int = 0
+    seed: int | None = 0
 
 
 @dataclass(eq=False)
@@ -99,6 +124,7 @@ class Stack:
         is_suspended: Whether a forward on one device is under way.
         seed: The seed of dropout in the forward under way.
         handles: The hooks to remove in the end.
+        compared: Whether gradients were recorded in the calls whose hidden states were compared.
     """
 
     mesh: Any
@@ -111,8 +137,9 @@ class Stack:
     positions: Tensor | None = None
     is_called: bool = False
     is_suspended: bool = False
-    seed: int = 0
+    seed: int | None = 0
     handles: list[Any] = field(default_factory=list)
+    compared: set[bool] = field(default_factory=set)
 
     def share(self, tokens: int, documents: Mask | None) -> Sequence:
         """Return the sequence of this forward, with a layout that all of its masks share.
@@ -121,15 +148,32 @@ class Stack:
             tokens: The number of tokens.
             documents: The packed documents, by which a balanced layout is built.
         """
-        from meshflash.parallel.step import resolve_layout
-
         if self.sequence is None or self.sequence.layout.tokens != tokens:
-            layout = self.layout
-            if layout == "auto":
-                layout = "zigzag" if documents is None else "balanced"
-            mask = Mask.causal() if documents is None else documents & Mask.causal()
-            self.sequence = Sequence(self.mesh, resolve_layout(layout, mask, tokens, self.mesh.size()), self.schedule)
+            self.sequence = sequence_of(self.mesh, self.layout, self.schedule, tokens, documents)
         return self.sequence
+
+    @torch.no_grad()
+    def check_same(self, name: str, hidden: Tensor) -> None:
+        """Raise ValueError on all ranks if they have other hidden states, in the first call of training and of eval.
+
+        Args:
+            name: The class of the first layer.
+            hidden: Its hidden states, of all tokens.
+        """
+        mode = torch.is_grad_enabled()
+        if mode in self.compared or self.mesh.size() == 1:
+            return
+        self.compared.add(mode)
+        flat = hidden.detach().double().flatten()
+        own = torch.stack([(flat * torch.arange(len(flat), device=flat.device).cos()).sum(), flat.square().sum()])
+        every = [torch.empty_like(own) for _ in range(self.mesh.size())]
+        dist.all_gather(every, own, group=self.mesh.get_group())
+        sums, squares = torch.stack(every).T
+        if not float(sums.max() - sums.min()) <= SAME * float(squares.max()) ** 0.5:
+            raise ValueError(
+                f"{NAME}: ranks have other inputs of {name}: the model draws random numbers before its layers, so this "
+                "is not supported"
+            )
 
 
 #: Stacks by the identity of their config, with a reference that tells whether the config is still that object.
@@ -152,13 +196,15 @@ def adopt(config: Any, stack: Stack) -> None:
     _stacks[key] = weakref.ref(config, lambda _: _stacks.pop(key, None)), stack
 
 
-def release(config: Any) -> None:
-    """Undo `adopt`.
+def release(config: Any, stack: Stack) -> None:
+    """Undo `adopt`, unless the config has another stack by now.
 
     Args:
         config: The config object.
+        stack: The stack.
     """
-    _stacks.pop(id(config), None)
+    if _stacks.get(id(config), (None, None))[1] is stack:
+        _stacks.pop(id(config))
 
 
 def stack_of(config: Any) -> Stack:
@@ -224,7 +270,7 @@ def mesh_mask(
     is_cross = stack.memory is not None and rule == Mask.full()  # the decoder's own attention is causal
     if stack.documents is not None and not is_cross and not rule.has_documents:
         rule &= stack.documents  # some models pass no positions to their masks, which then miss packed documents
-    hidden = padded_keys(attention_mask, q_length) if is_cross else padding(attention_mask)
+    hidden = padding(attention_mask, q_length)
     if hidden is not None:
         rule &= hidden
     if stack.is_suspended:
@@ -236,7 +282,10 @@ def mesh_mask(
         assert stack.memory is not None
         keys = stack.memory.sequence
         if keys is None or keys.layout.tokens != kv_length:
-            raise ValueError(f"{NAME}: {kv_length} keys, but the stack that cross-attention reads has other tokens")
+            raise ValueError(
+                f"{NAME}: {kv_length} keys, but the stack that cross-attention reads has other tokens. A model whose "
+                "encoder and decoder share a config, and whose encoder makes a mask, is not supported"
+            )
     return SequenceMask(rule, queries, keys, stack.seed)
 
 
@@ -292,6 +341,11 @@ def mesh_attention(
             raise ValueError(
                 f"{NAME}: attention dropout of {type(module).__name__} is not supported, because it has no layer_idx "
                 "or its model makes no mask; set it to 0"
+            )
+        if mask.seed is None:
+            raise ValueError(
+                f"{NAME}: attention dropout is not supported where a checkpoint runs the whole model again, with other "
+                "numbers; checkpoint its layers, by model.gradient_checkpointing_enable()"
             )
         features.update(dropout=dropout, seed=(mask.seed + 0x9E3779B97F4A7C15 * (layer + 1)) % MAX_SEED)
     own = mask.queries

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.integrations._documents import documents_of_positions
-from meshflash.integrations.transformers.attention import Sequence
+from meshflash.integrations.transformers.attention import Sequence, sequence_of
 from meshflash.integrations.transformers.masks import padding
 from meshflash.parallel.loss import IGNORE_INDEX
-from meshflash.parallel.step import resolve_layout
 from meshflash.sharding import shard
 
 #: The key of a cut batch that holds its `BatchShard`.
@@ -26,7 +25,7 @@ KEY = "mesh_shard"
 #: What is cut along its dimension 1.
 TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "labels", "shift_labels", "token_type_ids")
 #: Arguments that describe packed documents to other attention kernels.
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True)
@@ -37,22 +36,19 @@ class BatchShard:
         sequence: The ranks and the layout.
         documents: The documents, where the batch has packed documents or padding.
         positions: The position ids of all tokens, `[1 or batch, tokens]`.
-        num_labels: The number of labels of all ranks; None without labels.
-        num_own_labels: The number of labels of this rank.
-        tokens: The number of tokens of the whole batch.
     """
 
     sequence: Sequence
     documents: Mask | None
     positions: Tensor
-    num_labels: Tensor | None
-    num_own_labels: Tensor | None
 
 
 def shard_batch(
-    batch: Mapping[str, Any], mesh: Any, *, layout: Layout | str = "auto", schedule: str = "auto", shifts: bool = True
+    batch: Mapping[str, Any], mesh: Any, *, layout: Layout | str = "auto", schedule: str = "auto"
 ) -> dict[str, Any]:
-    """Return this rank's part of a whole batch for a decoder-only model, to call a `context_parallel` model with.
+    """Return this rank's part of a whole batch for a causal language model, to call a `context_parallel` model with.
+
+    The label of a token is the next token's. The layout and the schedule of the batch are those of the call.
 
     Args:
         batch: The keyword arguments of the model, the same on all ranks: `input_ids` or `inputs_embeds`, and what else
@@ -60,7 +56,6 @@ def shard_batch(
         mesh: The ranks that share the sequence: a DeviceMesh of one dimension, or a process group.
         layout: The layout, or its name. "auto" is zigzag, and balanced where documents are packed.
         schedule: The schedule of attention over the ranks.
-        shifts: Whether the label of a token is the next token's, as for causal language models.
     """
     local = dict(batch)
     ids = local.get("input_ids") if local.get("input_ids") is not None else local.get("inputs_embeds")
@@ -76,32 +71,28 @@ def shard_batch(
         packed = None  # Transformers does not look for packed positions beside an attention mask
     if positions is None:
         positions = torch.arange(tokens, device=ids.device)[None]
-    if layout == "auto":
-        layout = "zigzag" if packed is None else "balanced"
-    mask = Mask.causal() if packed is None else packed & Mask.causal()
-    sequence = Sequence(mesh, resolve_layout(layout, mask, tokens, _size(mesh)), schedule)
-    num_labels = num_own = None
+    sequence = sequence_of(mesh, layout, schedule, tokens, packed)
     if local.get("labels") is not None or local.get("shift_labels") is not None:
-        if shifts and local.get("shift_labels") is None:
-            local["shift_labels"] = nn.functional.pad(local["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
-        counted = local["shift_labels" if shifts else "labels"]
-        _check_padded_labels(counted, attention_mask)
-        num_labels = (counted != IGNORE_INDEX).sum()
-        num_own = (shard(counted, sequence.layout, mesh) != IGNORE_INDEX).sum()
-        if shifts and local.get("num_items_in_batch") is None:
-            local["num_items_in_batch"] = num_labels.clamp(min=1)
+        if local.get("shift_labels") is None:
+            local["shift_labels"] = shifted(local["labels"])
+        check_padded_labels(local["shift_labels"], attention_mask)
+        if local.get("num_items_in_batch") is None:
+            local["num_items_in_batch"] = (local["shift_labels"] != IGNORE_INDEX).sum().clamp(min=1)
     for name in TOKEN_INPUTS:
         if local.get(name) is not None:
             local[name] = shard(local[name], sequence.layout, mesh).contiguous()
     local["position_ids"] = shard(positions, sequence.layout, mesh, dim=-1)
-    local[KEY] = BatchShard(sequence, hidden if packed is None else packed, positions, num_labels, num_own)
+    local[KEY] = BatchShard(sequence, hidden if packed is None else packed, positions)
     return local
 
 
-def _size(mesh: Any) -> int:
-    from meshflash.groups import group_of
+def shifted(labels: Tensor) -> Tensor:
+    """Return for each token the label of the next one.
 
-    return group_of(mesh)[2]
+    Args:
+        labels: The labels, `[batch, tokens]`.
+    """
+    return nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
 
 
 def _check_lengths(batch: Mapping[str, Any], rows: int, tokens: int) -> None:
@@ -132,14 +123,19 @@ def packed_documents(batch: Mapping[str, Any], rows: int) -> Mask | None:
     return documents_of_positions(positions.expand(rows, -1))
 
 
-def _check_padded_labels(labels: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise ValueError if padding has to predict a token: its rows of attention see nothing that is defined."""
-    if attention_mask is None:
+def check_padded_labels(labels: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise ValueError if padding on the left has to predict a token: it sees nothing, so that nothing is defined.
+
+    Args:
+        labels: The label that each token predicts, `[batch, tokens]`.
+        attention_mask: Whether each token counts, or None.
+    """
+    if attention_mask is None or attention_mask.ndim != 2 or attention_mask.shape != labels.shape:
         return
-    bad = (labels != IGNORE_INDEX) & ~attention_mask.bool()
+    bad = (labels != IGNORE_INDEX) & (attention_mask.bool().cumsum(1) == 0)
     if bool(bad.any()):
         row, token = bad.nonzero()[0].tolist()
         raise ValueError(
             f"labels: row {row} has a label that token {token}, which is padding, would predict; set it to "
-            f"{IGNORE_INDEX}. With padding on the left this is the label of the first token"
+            f"{IGNORE_INDEX}. Of a sequence behind padding this is the label of the first token"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from meshflash.groups import group_of
 from meshflash.integrations._replicas import arguments_of
 from meshflash.integrations.transformers.attention import Sequence, SequenceMask, Stack, shard_tree
 from meshflash.integrations.transformers.batches import BatchShard
@@ -67,6 +68,7 @@ def hook_layers(layers: nn.ModuleList, stack: Stack) -> None:
         if layer is first:
             sequence = sequence or stack.share(given[hidden].shape[1], None)
             stack.sequence = sequence
+            stack.check_same(type(layer).__name__, given[hidden])
             given[hidden] = shard(given[hidden], sequence.layout, sequence.mesh)
         assert sequence is not None
         for name, dim in (("position_embeddings", -2), ("position_ids", -1)):
@@ -104,35 +106,36 @@ def _sequence_of(given: Mapping[str, Any], stack: Stack) -> Sequence | None:
     return own or stack.sequence
 
 
-def join_outputs(outputs: Any, batch: BatchShard, whole: bool, is_mean: bool) -> Any:
+def join_outputs(outputs: Any, batch: BatchShard, whole: bool) -> Any:
     """Return a model's outputs with the loss of the whole batch on each rank.
 
     Args:
         outputs: The outputs of this rank.
         batch: The batch that the outputs are of.
         whole: Whether outputs of tokens are gathered.
-        is_mean: Whether the loss is a mean over this rank's labels, which must be weighted by their number.
     """
     sequence = batch.sequence
     if getattr(outputs, "loss", None) is not None:
-        loss = outputs.loss
-        if is_mean:
-            assert batch.num_labels is not None
-            assert batch.num_own_labels is not None
-            share = batch.num_own_labels.double() / batch.num_labels.clamp(min=1)
-            loss = torch.where(batch.num_own_labels > 0, loss, 0.0) * share.to(loss.dtype)
-        outputs.loss = sum_over(loss, sequence.mesh)
-    own = sequence.layout.lengths[_rank(sequence.mesh)]
-    for name, x in list(outputs.items()):
+        outputs.loss = sum_over(outputs.loss, sequence.mesh)
+    own = sequence.layout.lengths[group_of(sequence.mesh)[1]]
+
+    def gathered(name: str, x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)(gathered(name, y) for y in x)
         if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] != own:
-            continue
+            return x
         if whole:
-            outputs[name] = unshard(x, sequence.layout, sequence.mesh)
-        elif x.ndim == 2 and x.requires_grad and sequence.mesh.size() > 1:
+            return unshard(x, sequence.layout, sequence.mesh)
+        if x.ndim == 2 and x.requires_grad and sequence.mesh.size() > 1:
             raise ValueError(
                 f"context_parallel: the model returns {name} of each token, from which a loss can be computed; pass "
                 'outputs="whole", so that it is that of all tokens'
             )
+        return x
+
+    for name, x in list(outputs.items()):
+        if name != "loss" and x is not None:
+            outputs[name] = gathered(name, x)
     return outputs
 
 
@@ -162,8 +165,3 @@ def sum_over(x: Tensor, mesh: Any) -> Tensor:
     """
     result: Tensor = x if mesh.size() == 1 else _SumOverRanks.apply(x, mesh.get_group())
     return result
-
-
-def _rank(mesh: Any) -> int:
-    rank: int = mesh.get_local_rank()
-    return rank

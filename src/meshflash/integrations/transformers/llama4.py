@@ -25,7 +25,7 @@ def scale_queries(module: nn.Module, query: Tensor, layout: Layout, rank: int) -
         layout: The layout of the sequence.
         rank: The rank.
     """
-    if type(module).__name__ != ATTENTION or not _is_scaled(module):
+    if ATTENTION not in {kind.__name__ for kind in type(module).__mro__} or not _is_scaled(module):
         return query
     whole = torch.from_numpy(layout.positions(rank))
     factor = _scale(module, whole) / _scale(module, torch.arange(query.shape[2]))

@@ -6,16 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from meshflash.integrations.transformers.hooks import arguments_of
 from meshflash.parallel.loss import IGNORE_INDEX, MAX_LOGITS, cross_entropy_sum
 
-#: The losses that are computed in tiles.
-CAUSAL_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
 #: The largest difference of the first token's logits to the model's, relative to the largest one.
 TOLERANCE = 0.05
+
+
+def is_next_token_loss(function: Any) -> bool:
+    """Return whether a loss function of a model is that of the next token, which shifts labels.
+
+    Args:
+        function: The loss function.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return function is ForCausalLMLoss or isinstance(getattr(function, "__self__", None), TiledLoss)
 
 
 def tile_loss(model: nn.Module, tokens: int | None = None) -> TiledLoss:
@@ -49,10 +59,15 @@ class TiledLoss:
             raise ValueError(f"tile_loss: tokens={tokens}: expected at least 1")
         get_head = getattr(model, "get_output_embeddings", None)
         head = None if get_head is None else get_head()
-        if getattr(model, "loss_type", None) not in CAUSAL_LOSSES or not isinstance(head, nn.Module):
-            raise ValueError(f"tile_loss: {type(model).__name__} is not a causal language model with a head of its own")
         if "_loss_function" in vars(model):
             raise ValueError(f"tile_loss: {type(model).__name__} has another loss function already; remove it first")
+        if not is_next_token_loss(getattr(model, "loss_function", None)) or not isinstance(head, nn.Module):
+            raise ValueError(f"tile_loss: {type(model).__name__} is not a causal language model with a head of its own")
+        if isinstance(head, FSDPModule):
+            raise ValueError(
+                "tile_loss: fully_shard the head together with the rest of the model, not on its own: ranks may have "
+                "other numbers of tiles, and would wait for each other"
+            )
         self.model: Any = model
         self._head: Any = head
         self._tokens = tokens
@@ -63,6 +78,7 @@ class TiledLoss:
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             head.register_forward_pre_hook(self._keep_hidden),
             model.register_forward_hook(self._after),
+            model.register_forward_hook(self._end, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -87,10 +103,13 @@ class TiledLoss:
     def _after(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         if not self._is_active:
             return None
-        self._is_active, self._hidden = False, None
         if not self._was_called:
             raise ValueError(f"tile_loss: {type(model).__name__} does not compute its loss by self.loss_function")
         return type(outputs)(**{name: x for name, x in outputs.items() if name != "logits"})
+
+    def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        """End a forward, also one that raised an error."""
+        self._is_active, self._hidden = False, None
 
     def _loss(
         self,

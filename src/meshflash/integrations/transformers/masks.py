@@ -100,11 +100,12 @@ def _translate(function: MaskFunction, tokens: Tokens) -> Mask:
     )
 
 
-def padding(attention_mask: Tensor | None) -> Mask | None:
-    """Return a mask under which padding and tokens do not see each other, or None if there is no padding.
+def padding(attention_mask: Tensor | None, queries: int | None = None) -> Mask | None:
+    """Return the mask that hides padded keys from all queries, as on one device, or None if there is no padding.
 
     Args:
-        attention_mask: Whether each token counts, `[batch, tokens]`.
+        attention_mask: Whether each key counts, `[batch, keys]`.
+        queries: The number of queries; None is that of the keys.
 
     Raises:
         ValueError: Padding lies between tokens.
@@ -126,25 +127,10 @@ def padding(attention_mask: Tensor | None) -> Mask | None:
         raise ValueError(
             f"attention_mask: row {row} has padding between tokens; only padding on the left or right is supported"
         )
-    return documents(counts.int())
-
-
-def padded_keys(attention_mask: Tensor | None, queries: int) -> Mask | None:
-    """Return the mask of cross-attention to keys of which some are padding, or None if none are.
-
-    Args:
-        attention_mask: Whether each key counts, `[batch, keys]`.
-        queries: The number of queries; all of them see all keys that count.
-    """
-    if padding(attention_mask) is None:
-        return None
-    assert attention_mask is not None
-    counts = attention_mask.bool().cpu()
     keys = counts.shape[1]
-    seen = counts.sum(1).tolist()
-    left = [int(row.int().argmax()) if n else 0 for row, n in zip(counts, seen, strict=True)]
+    seen, left = counts.sum(1).tolist(), counts.int().argmax(1).tolist()
     k_lengths = [[a, n, keys - a - n] for a, n in zip(left, seen, strict=True)]
-    return Mask.documents([[0, queries, 0]] * len(counts), k_lengths=k_lengths)
+    return Mask.documents([[0, keys if queries is None else queries, 0]] * len(counts), k_lengths=k_lengths)
 
 
 def _closure(function: MaskFunction) -> dict[str, Any]:

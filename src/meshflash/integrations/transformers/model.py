@@ -7,6 +7,7 @@ batch, and the mean of their gradients, which DDP and FSDP take anyway, is the g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,17 @@ from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.integrations._replicas import Replicas, arguments_of, check_mesh, difference
 from meshflash.integrations.transformers.attention import NAME, Stack, adopt, draw_seed, register, release
-from meshflash.integrations.transformers.batches import KEY, BatchShard, packed_documents, shard_batch
+from meshflash.integrations.transformers.batches import (
+    KEY,
+    BatchShard,
+    check_padded_labels,
+    packed_documents,
+    shard_batch,
+    shifted,
+)
 from meshflash.integrations.transformers.checks import check_call, check_model
-from meshflash.integrations.transformers.hooks import hook_layers, hook_rotary_embeddings, join_outputs
+from meshflash.integrations.transformers.hooks import hook_layers, hook_rotary_embeddings, is_rotary, join_outputs
+from meshflash.integrations.transformers.loss import is_next_token_loss
 from meshflash.integrations.transformers.release import check_release
 from meshflash.sharding import shard
 
@@ -31,8 +40,6 @@ Cut = Literal["auto", "inputs", "layers"]
 LAYER_LISTS = ("layers", "layer", "blocks", "block", "h")
 #: Parts of the names of modules that attend to another sequence.
 CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention")
-#: The losses that shift labels themselves.
-SHIFTING_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def context_parallel(
@@ -119,9 +126,11 @@ class ContextParallel:
         self._verify = verify
         self.cut = cut if cut != "auto" else ("inputs" if _is_causal_lm(model) else "layers")
         self._undo: list[Any] = []
+        self._restore_loss: Any = None
         self._batch: BatchShard | None = None
         self._wanted: Any = None
         self._adopted: list[tuple[Stack, Any]] = []
+        self._is_removed = self._has_loss = False
         self._generator = torch.Generator().manual_seed(self._shared_seed())
         found = self._find_stacks(layout, schedule, stacks)
         lists = [layers for _, layers, _ in found]
@@ -141,7 +150,8 @@ class ContextParallel:
         handles = self._stacks[0][0].handles
         self._replicas = Replicas(model, mesh, average_gradients, handles)
         handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
-        handles.append(model.register_forward_hook(self._after, with_kwargs=True))
+        handles.append(model.register_forward_hook(self._after))
+        handles.append(model.register_forward_hook(self._end, always_call=True))
         object.__setattr__(model, "_meshflash", self)
 
     @property
@@ -163,10 +173,13 @@ class ContextParallel:
 
     def remove(self) -> None:
         """Undo `context_parallel`: the model attends as before."""
+        if self._is_removed:
+            return
+        self._is_removed = True
         for stack, part, config in self._stacks:
             for handle in stack.handles:
                 handle.remove()
-            release(config)
+            release(config, stack)
             for module in part.modules():
                 for name in ("_meshflash_stack", "_meshflash_is_cross"):
                     module.__dict__.pop(name, None)
@@ -181,8 +194,9 @@ class ContextParallel:
         return seeds[0]
 
     def _adopt(self, stack: Stack, config: Any) -> None:
-        if any(own is config for _, own in self._adopted):  # of an encoder and a decoder, the decoder makes masks
-            release(config)
+        for other, own in self._adopted:
+            if own is config:  # of an encoder and a decoder, the decoder makes masks
+                release(config, other)
         self._adopted.append((stack, config))
         before = config._attn_implementation_internal
         if before != NAME:
@@ -210,21 +224,22 @@ class ContextParallel:
             return None
         given = arguments_of(model, args, {k: v for k, v in kwargs.items() if k != KEY})
         batch, local, error = kwargs.get(KEY), given, ""
+        is_cut = batch is not None
         documents = None if batch is None else batch.documents
         first = self._stacks[0][0]
         try:
-            self._check_call(given)
+            self._check_call(given, is_cut)
             if self.cut == "layers":
                 documents = self._documents(given)
             elif batch is None:
-                shifts = getattr(model, "loss_type", "") in SHIFTING_LOSSES
-                local = shard_batch(given, self.mesh, layout=first.layout, schedule=first.schedule, shifts=shifts)
+                local = shard_batch(given, self.mesh, layout=first.layout, schedule=first.schedule)
                 batch = local.pop(KEY)
                 documents = batch.documents
         except ValueError as problem:
             error = str(problem)
-        self._replicas.agree(error, None if kwargs.get(KEY) is not None else given)
-        seed = draw_seed(self._generator)
+        self._replicas.agree(error, None if is_cut else given)
+        # layers that run again have the seed of their mask; a model that runs again would draw another one
+        seed = draw_seed(self._generator) if torch._C._current_graph_task_id() == -1 else None
         for stack, _, _ in self._stacks:
             stack.sequence, stack.seed, stack.documents = None, seed, documents
         reference = self._reference(given) if self._verify else None
@@ -233,39 +248,89 @@ class ContextParallel:
         if self.cut == "inputs":
             assert batch is not None
             first.sequence, first.positions = batch.sequence, batch.positions
+            self._watch_loss()
         self._batch, self._wanted = batch, reference
         if "use_cache" in _parameters(model):
             local["use_cache"] = False
         return (), local
 
-    def _check_call(self, given: Mapping[str, Any]) -> None:
+    def _check_call(self, given: Mapping[str, Any], is_cut: bool) -> None:
         check_call(self.model, given, self._parts, self._configs)
+        for stack, config in self._adopted:
+            is_ours = any(s is stack for s, _, _ in self._stacks) and config._attn_implementation_internal == NAME
+            if not is_ours:
+                raise ValueError(
+                    f"context_parallel: the model attends by {config._attn_implementation_internal!r} now; call "
+                    "remove() on what context_parallel returned before you choose another attention"
+                )
+        if is_cut and (self.cut == "layers" or self._verify):
+            what = "with verify=True" if self._verify else 'with cut="layers"'
+            raise ValueError(f"context_parallel: expected a whole batch {what}, not one from shard_batch")
+        labels = given.get("labels") if given.get("shift_labels") is None else given["shift_labels"]
+        loss = getattr(self.model, "loss_function", None)
+        if self.cut == "inputs" and labels is not None and not is_next_token_loss(loss):
+            name = getattr(loss, "__name__", type(loss).__name__)
+            raise ValueError(
+                f"{type(self.model).__name__}: its loss is {name}, not that of the next token; pass "
+                'cut="layers" to context_parallel'
+            )
+        if self.cut == "layers" and len(self._stacks) == 1 and isinstance(labels, Tensor) and labels.ndim == 2:
+            shifts = given.get("shift_labels") is None and is_next_token_loss(loss)
+            check_padded_labels(shifted(labels) if shifts else labels, given.get("attention_mask"))
         self._replicas.check_averaging()
+
+    def _watch_loss(self) -> None:
+        """Note whether the forward under way calls the model's loss function, which `_end` then restores."""
+        model: Any = self.model
+        self._has_loss = False
+        own = vars(model).get("_loss_function")
+        function = model.loss_function
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._has_loss = True
+            return function(*args, **kwargs)
+
+        model._loss_function = watched
+        self._restore_loss = (
+            (lambda: delattr(model, "_loss_function"))
+            if own is None
+            else partial(setattr, model, "_loss_function", own)
+        )
 
     def _documents(self, given: Mapping[str, Any]) -> Mask | None:
         """Return the packed documents of a batch for a model with one stack of layers."""
         ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         return None if len(self._stacks) > 1 or ids is None else packed_documents(given, ids.shape[0])
 
-    def _after(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    def _after(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         if self._stacks[0][0].is_suspended:
             return None
-        for stack, _, _ in self._stacks:
-            stack.is_called = False
         if self.cut == "inputs":
             assert self._batch is not None
-            is_mean = getattr(model, "loss_type", "") not in SHIFTING_LOSSES
-            outputs = join_outputs(outputs, self._batch, self.outputs == "whole", is_mean)
+            if getattr(outputs, "loss", None) is not None and not self._has_loss:
+                raise ValueError(
+                    f"{type(model).__name__} computes its loss itself, without self.loss_function; pass "
+                    'cut="layers" to context_parallel'
+                )
+            outputs = join_outputs(outputs, self._batch, self.outputs == "whole")
         if self._verify:
             self._verify = False
             self._compare(outputs)
         return outputs
 
+    def _end(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        """End a forward, also one that raised an error."""
+        if self._stacks[0][0].is_suspended:
+            return
+        for stack, _, _ in self._stacks:
+            stack.is_called = False
+        if self._restore_loss is not None:
+            self._restore_loss()
+            self._restore_loss = None
+
     @torch.no_grad()
     def _reference(self, given: dict[str, Any]) -> Any:
         """Return the outputs of one device for the whole batch."""
-        if KEY in given:
-            raise ValueError("verify: expected a whole batch, not one from shard_batch")
         for stack, _, _ in self._stacks:
             stack.is_suspended = True
         try:
@@ -336,15 +401,19 @@ def _mark(layers: nn.ModuleList, stack: Stack) -> None:
             module.__dict__["_meshflash_is_cross"] = True
 
 
-def _is_causal_lm(model: nn.Module) -> bool:
-    """Return whether inputs can be cut: a causal language model without chunks, which count from the first token."""
+def _is_causal_lm(model: Any) -> bool:
+    """Return whether inputs can be cut: a causal language model with rotary embeddings, without chunks.
+
+    Other positions may be counted from ids or padding; chunks are counted from the first token.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config: Any = model.config
     is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     is_text = getattr(config, "vision_config", None) is None and not getattr(config, "is_encoder_decoder", False)
     names = {name for found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(found)}
-    return is_text and not is_chunked and type(model).__name__ in names
+    is_causal = is_text and not is_chunked and type(model).__name__ in names
+    return is_causal and any(map(is_rotary, model.modules())) and is_next_token_loss(model.loss_function)
 
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:
