@@ -6,9 +6,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
 
 from benchmarks.tiny_models import ROWS, TOKENS, batch_of, build
 from meshflash.integrations.transformers import context_parallel, shard_batch, tile_loss
+from meshflash.integrations.transformers.model import Cut
 from meshflash.integrations.transformers.release import check_release
 
 
@@ -105,7 +107,8 @@ def _models(rank, world, group):
         return _said(lambda: context_parallel(model, mesh, **arguments))
 
     def call(model, **arguments):
-        context_parallel(model, mesh, average_gradients=True)
+        cut: Cut = "inputs" if isinstance(model, _OwnLoss) else "auto"
+        context_parallel(model, mesh, cut=cut, average_gradients=True)
         return _said(lambda: model(**(batch_of("bert", "plain", torch.float32) | arguments)))
 
     ids = batch_of("bert", "plain", torch.float32)["input_ids"]
@@ -122,6 +125,7 @@ def _models(rank, world, group):
         "twice": shard(twice),
         "embeddings in layers": shard(embeddings),
         "positions from ids": shard(build("gpt2", torch.float32), cut="inputs"),
+        "a loss of its own": call(_OwnLoss(build("llama", torch.float32).config)),
         "a cut batch for layers": _cut_batch(mesh),
         "a label for padding, at layers": _label_for_padding(mesh),
         "random inputs of layers": _random_inputs(mesh),
@@ -156,6 +160,15 @@ def _with_adapter_dropout(model):
     """Add what LoRA adds to a projection of attention."""
     model.model.layers[0].self_attn.q_proj.lora_dropout = nn.Dropout(0.1)
     return model
+
+
+class _OwnLoss(LlamaForCausalLM):
+    """A model that computes its loss without `loss_function`, and so from the labels of a rank's own tokens."""
+
+    def forward(self, input_ids=None, labels=None, **more):
+        out = super().forward(input_ids=input_ids, **more)
+        out.loss = nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+        return out
 
 
 def _cut_batch(mesh):
@@ -213,6 +226,7 @@ MODELS_SAY = {
     "hidden dropout": "hidden_dropout_prob=0.1 draws random numbers for hidden values",
     "dropout of an adapter": "model.layers.0.self_attn.q_proj.lora_dropout drops hidden values",
     "positions from ids": "it has no rotary embeddings",
+    "a loss of its own": "_OwnLoss computes its loss itself, without self.loss_function",
     "a cut batch for layers": 'expected a whole batch with cut="layers", not one from shard_batch',
     "a label for padding, at layers": "labels: row 1 has a label that token 0",
     "random inputs of layers": "ranks have other inputs of LlamaDecoderLayer",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.integrations._documents import documents_of_positions
+from meshflash.integrations._documents import documents, documents_of_positions
 from meshflash.integrations.transformers.attention import Sequence, sequence_of
 from meshflash.integrations.transformers.masks import padding
 from meshflash.parallel.loss import IGNORE_INDEX
@@ -24,8 +24,8 @@ from meshflash.sharding import shard
 KEY = "mesh_shard"
 #: What is cut along its dimension 1.
 TOKEN_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "labels", "shift_labels", "token_type_ids")
-#: Arguments that describe packed documents to other attention kernels.
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+#: Arguments that describe packed documents to other kernels; position ids do so too.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _check_lengths(batch: Mapping[str, Any], rows: int, tokens: int) -> None:
 
 
 def packed_documents(batch: Mapping[str, Any], rows: int) -> Mask | None:
-    """Return the packed documents that cumulative lengths or position ids describe, or None.
+    """Return the packed documents that cumulative lengths, position ids or ids of documents describe, or None.
 
     Args:
         batch: The whole batch.
@@ -118,7 +118,11 @@ def packed_documents(batch: Mapping[str, Any], rows: int) -> Mask | None:
         if rows != 1:
             raise ValueError(f"cu_seq_lens_q: expected a batch of one row, got {rows} rows")
         return Mask.from_cu_seqlens(cuts.cpu())
-    if positions is None or positions.ndim != 2 or batch.get("attention_mask") is not None:
+    if batch.get("attention_mask") is not None:
+        return None
+    if positions is None and batch.get("seq_idx") is not None:
+        return documents(batch["seq_idx"].expand(rows, -1))
+    if positions is None or positions.ndim != 2:
         return None
     return documents_of_positions(positions.expand(rows, -1))
 

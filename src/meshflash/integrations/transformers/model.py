@@ -307,7 +307,9 @@ class ContextParallel:
             return None
         if self.cut == "inputs":
             assert self._batch is not None
-            if getattr(outputs, "loss", None) is not None and not self._has_loss:
+            # forwards that others put in place, such as TRL's, take shifted labels themselves
+            knows_shifted = _takes_shifted_labels(model.forward)
+            if getattr(outputs, "loss", None) is not None and not (self._has_loss or knows_shifted):
                 raise ValueError(
                     f"{type(model).__name__} computes its loss itself, without self.loss_function; pass "
                     'cut="layers" to context_parallel'
@@ -414,6 +416,12 @@ def _is_causal_lm(model: Any) -> bool:
     names = {name for found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(found)}
     is_causal = is_text and not is_chunked and type(model).__name__ in names
     return is_causal and any(map(is_rotary, model.modules())) and is_next_token_loss(model.loss_function)
+
+
+def _takes_shifted_labels(forward: Any) -> bool:
+    """Return whether a forward itself takes shifted labels, without its loss function."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and "shift_labels" in code.co_varnames
 
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:
