@@ -190,7 +190,7 @@ def transformers(
     def measure(status: Status) -> Recorder:
         where = pick_device(device)
         small = on_cpu(where)
-        case = bench.Step(
+        case = bench.LlamaCase(
             layers=layers or (2 if small else 16),
             tokens=tokens or (1000 if small else 131072),
             dtype=pick_dtype(dtype, where),

@@ -28,6 +28,7 @@ from meshflash.bench.columns import Column, milliseconds, optional
 from meshflash.bench.measure import Say
 from meshflash.bench.timing import synchronize
 from meshflash.core.mask import Mask
+from meshflash.kernels import registry
 from meshflash.parallel import init_mesh
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import mps, variables
@@ -45,11 +46,10 @@ PLAIN = "plain_attn"
 OURS = "mesh_attn"
 #: The largest difference of losses, relative, by dtype.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-WARM_UP = 1
 
 
 @dataclass(frozen=True)
-class Step:
+class LlamaCase:
     """What is trained.
 
     Attributes:
@@ -114,9 +114,20 @@ class StepRow:
     over_plain: float | None
     efficiency: float | None
     loss: float
+    forward_ran: str
+    backward_ran: str
 
 
-def run(case: Step, ranks: int, share_gpu: bool, rounds: int, say: Say = lambda _: None) -> list[StepRow]:
+@dataclass(frozen=True)
+class _Checked:
+    """The loss of a first step, and the attention that ran in it."""
+
+    loss: float
+    forward_ran: str
+    backward_ran: str
+
+
+def run(case: LlamaCase, ranks: int, share_gpu: bool, rounds: int, say: Say = lambda _: None) -> list[StepRow]:
     """Return the rows of one device, and with more than one rank those of one rank and of all of them.
 
     Args:
@@ -131,15 +142,14 @@ def run(case: Step, ranks: int, share_gpu: bool, rounds: int, say: Say = lambda 
         share = 100 // ranks if share_gpu else None
         with mps() if share_gpu else nullcontext():
             found = {n: _over_ranks(case, n, share, rounds, say) for n in (1, ranks)}
-        _check({f"{n} ranks": loss for n, (_, loss) in found.items()}, case.dtype)
-        for n, (ms, loss) in found.items():
-            efficiency = found[1][0] / ms / n
-            rows.append(StepRow(OURS, n, share, **asdict(case), ms=ms, ratio=None, over_plain=None,
-                                efficiency=efficiency, loss=loss))  # fmt: skip
+        _check({f"{n} ranks": checked.loss for n, (_, checked) in found.items()}, case.dtype)
+        for n, (ms, checked) in found.items():
+            measured: dict[str, Any] = dict(ms=ms, ratio=None, over_plain=None, efficiency=found[1][0] / ms / n)
+            rows.append(StepRow(OURS, n, share, **asdict(case), **measured, **asdict(checked)))
     return rows
 
 
-def _one_device(case: Step, rounds: int, say: Say) -> list[StepRow]:
+def _one_device(case: LlamaCase, rounds: int, say: Say) -> list[StepRow]:
     from meshflash.integrations.transformers import context_parallel, tile_loss
 
     device = take_device(case.device, 0)
@@ -161,11 +171,11 @@ def _one_device(case: Step, rounds: int, say: Say) -> list[StepRow]:
         if name == OURS:
             context_parallel(model, mesh["cp"])
         steps[name] = partial(_step, model, ids, backends.get(name, nullcontext))
-    losses = {}
+    checked = {}
     for name, step in steps.items():
         say(f"checking {name}")
-        losses[name] = float(step())
-    _check(losses, case.dtype)
+        checked[name] = _checked(step, name)
+    _check({name: each.loss for name, each in checked.items()}, case.dtype)
     ms: dict[str, list[float]] = {name: [] for name in steps}
     for n in range(rounds):
         for name, step in steps.items():
@@ -187,22 +197,22 @@ def _one_device(case: Step, rounds: int, say: Say) -> list[StepRow]:
             ratio=time_ / fastest,
             over_plain=time_ / median[PLAIN],
             efficiency=None,
-            loss=losses[name],
+            **asdict(checked[name]),
         )
         for name, time_ in median.items()
     ]
 
 
-def _over_ranks(case: Step, ranks: int, share: int | None, rounds: int, say: Say) -> tuple[float, float]:
-    """Return the median over steps of the slowest rank's milliseconds, and the loss."""
+def _over_ranks(case: LlamaCase, ranks: int, share: int | None, rounds: int, say: Say) -> tuple[float, _Checked]:
+    """Return the median over steps of the slowest rank's milliseconds, and the first step of a rank."""
     part = {} if share is None else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)}
     with variables(**part):
         found = run_ranks(ranks, train, case, rounds, threads=1, timeout=1800.0, listen=say)
     return statistics.median(map(max, zip(*(ms for ms, _ in found), strict=True))), found[0][1]
 
 
-def train(rank: int, world: int, tell: Tell, case: Step, rounds: int) -> tuple[list[float], float]:
-    """Return the milliseconds of one rank's steps, and the loss.
+def train(rank: int, world: int, tell: Tell, case: LlamaCase, rounds: int) -> tuple[list[float], _Checked]:
+    """Return the milliseconds of one rank's steps, and its first step.
 
     Args:
         rank: The rank.
@@ -220,16 +230,25 @@ def train(rank: int, world: int, tell: Tell, case: Step, rounds: int) -> tuple[l
     tile_loss(model)
     context_parallel(model, mesh["cp"], average_gradients=False)
     step = partial(_step, model, case.ids(device), nullcontext)
-    ms, loss = [], torch.zeros(())
-    for n in range(-WARM_UP, rounds):
-        say(f"{world} ranks: warming up" if n < 0 else f"{world} ranks: step {n + 1} of {rounds}")
+    say(f"{world} ranks: warming up")
+    checked = _checked(step, OURS)
+    ms = []
+    for n in range(rounds):
+        say(f"{world} ranks: step {n + 1} of {rounds}")
         synchronize(device)
         dist.barrier()
         begin = time.perf_counter()
-        loss = step()
+        step()
         synchronize(device)
-        ms += [(time.perf_counter() - begin) * 1e3] if n >= 0 else []
-    return ms, float(loss)
+        ms.append((time.perf_counter() - begin) * 1e3)
+    return ms, checked
+
+
+def _checked(step: Callable[[], Tensor], name: str) -> _Checked:
+    """Run a step that is not timed."""
+    with registry.record_kernels() as ran:
+        loss = float(step())
+    return _Checked(loss, ran.names("forward") or name, ran.names("backward") or name)
 
 
 def _step(model: nn.Module, ids: Tensor, backend: Callable[[], Any]) -> Tensor:
