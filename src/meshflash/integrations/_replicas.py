@@ -197,8 +197,15 @@ class Replicas:
         ddp: Any = DistributedDataParallel._get_active_ddp_module()
         if ddp is not None:
             return ranks <= set(dist.get_process_group_ranks(ddp.process_group))
-        averaged = {id(p) for mesh, p in _sharded_parameters(self.model) if ranks <= set(mesh.mesh.flatten().tolist())}
-        return all(id(p) in averaged for p in self.model.parameters() if p.requires_grad)
+        averaged = {
+            place for mesh, place in _sharded_parameters(self.model) if ranks <= set(mesh.mesh.flatten().tolist())
+        }
+        return all(
+            (id(module), name) in averaged
+            for module in self.model.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if p.requires_grad
+        )
 
     def _average_gradients(self) -> None:
         """Average the gradients of all parameters that are trained now: others may be frozen or thawed any time."""
@@ -216,8 +223,11 @@ class Replicas:
         grad.div_(self.mesh.size())
 
 
-def _sharded_parameters(model: nn.Module) -> Iterator[tuple[DeviceMesh, Tensor]]:
-    """Yield the parameters that FSDP2 shards, in both of their forms, with the ranks over which it averages."""
+def _sharded_parameters(model: nn.Module) -> Iterator[tuple[DeviceMesh, tuple[int, str]]]:
+    """Yield the places of the parameters that FSDP2 shards, with the ranks over which it averages gradients.
+
+    A place is a module's id and the parameter's name there: the tensor changes with each gather.
+    """
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -225,8 +235,10 @@ def _sharded_parameters(model: nn.Module) -> Iterator[tuple[DeviceMesh, Tensor]]
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in filter(None, groups):
             for sharded in group.fsdp_params:
-                forms = (sharded.sharded_param, getattr(sharded, "_unsharded_param", None))
-                yield from ((group.mesh_info.mesh, p) for p in forms if p is not None)
+                place = sharded._module_info
+                yield group.mesh_info.mesh, (id(place.module), place.param_name)
+                for shared in zip(place.shared_modules, place.shared_param_names, strict=True):
+                    yield group.mesh_info.mesh, (id(shared[0]), shared[1])
 
 
 def difference(pairs: Iterable[tuple[str, Any, Any]]) -> str:
