@@ -92,6 +92,7 @@ def run(
     mask = batch.get("attention_mask")
     keep = None
     if mask is not None and mine[0].shape[:2] == mask.shape:
-        # padding on the left sees nothing in a causal model, that on the right may not in one of chunks
-        keep = mask.bool() if name == "llama4" else mask.cumsum(1) > 0
+        # padding on the left sees nothing in a causal model, nor does padding far from tokens in one of chunks or of
+        # windows on both sides
+        keep = mask.bool() if name in ("llama4", "modernbert") else mask.cumsum(1) > 0
     return excess(mine, theirs, reference, keep)
