@@ -23,31 +23,18 @@ PACKED = (20, 9)
 #: Padding of each row by the kind of batch: on the left, on the right.
 PADDING = {"padded": ((0, 7), (5, 0)), "left padding": ((0, 0), (5, 0)), "right padding": ((0, 7), (0, 0))}
 
-BASE = dict(
+ENCODER = dict(
     vocab_size=WORDS,
     hidden_size=32,
-    intermediate_size=48,
     num_hidden_layers=2,
     num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+    intermediate_size=48,
     max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
 )
+BASE = dict(**ENCODER, num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 WITHOUT_HEAD_DIM = {name: x for name, x in BASE.items() if name != "head_dim"}
 ALTERNATING = ["sliding_attention", "full_attention"]
-BERT_LIKE = dict(
-    vocab_size=WORDS,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=48,
-    max_position_embeddings=128,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
+BERT_LIKE = dict(**ENCODER, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
 def _decoder(name: str, **more: Any) -> Callable[..., nn.Module]:
@@ -173,12 +160,7 @@ def _roberta(**options: Any) -> nn.Module:
 
 def _modernbert(**options: Any) -> nn.Module:
     config = transformers.ModernBertConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=128,
+        **ENCODER,
         pad_token_id=0,
         global_attn_every_n_layers=2,
         local_attention=8,

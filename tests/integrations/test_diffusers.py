@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from integrations.transformers.compare import Float64, gradients
+from integrations.wrong_calls import Mixing, message
 from meshflash.core.layout import Layout
 from meshflash.integrations.diffusers import context_parallel
 
@@ -439,15 +440,6 @@ def test_the_example_of_the_docs_equals_one_device(pool):
         assert max(errors) < FLOAT32_LIMIT
 
 
-def _said(function, *args, **kwargs):
-    """Return what the ValueError of a call says."""
-    try:
-        function(*args, **kwargs)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 def _calls(rank, world, group):
     """Return the messages of calls that are not supported, by what is wrong, and one of a right call after them."""
     import diffusers
@@ -462,7 +454,7 @@ def _calls(rank, world, group):
     holes[0, 2], left[0, 0], hidden[1, -1] = False, False, False
 
     def call(**other):
-        return _said(model, **{**inputs, **other})
+        return message(model, **{**inputs, **other})
 
     def masked(mask):
         return call(joint_attention_kwargs=dict(attention_mask=mask))
@@ -501,10 +493,10 @@ def _calls(rank, world, group):
     ltx, others = _build("ltx")
     context_parallel(ltx, mesh, average_gradients=False)
     pairs = torch.zeros(BATCH, 45, WORDS, dtype=torch.float64)
-    said["pairs of cross-attention"] = _said(ltx, **{**others, "encoder_attention_mask": pairs})
+    said["pairs of cross-attention"] = message(ltx, **{**others, "encoder_attention_mask": pairs})
     sd3, others = _build("sd3")
     context_parallel(sd3, mesh, average_gradients=False)
-    said["skipped"] = _said(sd3, **others, skip_layers=[0])
+    said["skipped"] = message(sd3, **others, skip_layers=[0])
     said["layout of another length"] = _call("wan", mesh, layout=Layout.contiguous(9, world))
     return said
 
@@ -541,18 +533,11 @@ def test_wrong_calls_are_errors_on_every_rank(pool):
         assert not {what: text for what, text in said.items() if SAYS[what] not in text}
 
 
-class _Mixing(nn.Module):
-    """A layer that mixes neighbouring tokens."""
-
-    def forward(self, x):
-        return x + torch.cat([x[:, :1], x[:, :-1]], 1)
-
-
 def _call(name, mesh, **arguments):
     """Return what the first call of a sharded model says."""
     model, inputs = _build(name)
     context_parallel(model, mesh, average_gradients=False, **arguments)
-    return _said(model, **inputs)
+    return message(model, **inputs)
 
 
 def _models(rank, world, group):
@@ -562,7 +547,7 @@ def _models(rank, world, group):
     mesh = DeviceMesh.from_group(group, "cpu")
 
     def shard(model, **arguments):
-        return _said(context_parallel, model, mesh, **arguments)
+        return message(context_parallel, model, mesh, **arguments)
 
     class OwnForward(diffusers.WanTransformer3DModel):
         def forward(self, *args, **kwargs):
@@ -572,24 +557,23 @@ def _models(rank, world, group):
     convolution.blocks[1].ffn = nn.Sequential(nn.Conv1d(24, 24, 3))
     other.blocks[0] = nn.Identity()
     context_parallel(twice, mesh)
-    own = OwnForward(num_attention_heads=2, attention_head_dim=12, num_layers=1)
     said = {
         "another model": shard(nn.Linear(2, 2)),
-        "own forward": shard(own),
+        "own forward": shard(OwnForward(num_attention_heads=2, attention_head_dim=12, num_layers=1)),
         "convolution": shard(convolution),
         "another block": shard(other),
         "twice": shard(twice),
         "a layout by another name": _call("wan", mesh, layout="snake"),
-        "no mesh": _said(context_parallel, _build("wan")[0], group),
+        "no mesh": message(context_parallel, _build("wan")[0], group),
     }
     with mock.patch("meshflash.integrations.diffusers.model.version", return_value="0.43.1"):
         said["release"] = shard(_build("wan")[0])
         said["release, verify=True"] = shard(_build("wan")[0], verify=True)
     for verify in (True, False):
         model, inputs = _build("wan")
-        model.blocks[1].ffn = _Mixing()
+        model.blocks[1].ffn = Mixing()
         context_parallel(model, mesh, average_gradients=True, verify=verify)
-        said[f"mixing, verify={verify}"] = _said(model, **inputs)
+        said[f"mixing, verify={verify}"] = message(model, **inputs)
     return said
 
 

@@ -223,6 +223,21 @@ class Replicas:
         grad.div_(self.mesh.size())
 
 
+class AveragesGradients:
+    """A base class of what shards a model: its `_replicas` average gradients, or leave it to others."""
+
+    _replicas: Replicas
+
+    @property
+    def average_gradients(self) -> bool | None:
+        """Whether gradients are averaged here. It may be set between calls."""
+        return self._replicas.average_gradients
+
+    @average_gradients.setter
+    def average_gradients(self, value: bool | None) -> None:
+        self._replicas.average_gradients = value
+
+
 def _sharded_parameters(model: nn.Module) -> Iterator[tuple[DeviceMesh, tuple[int, str]]]:
     """Yield the places of the parameters that FSDP2 shards, with the ranks over which it averages gradients.
 

@@ -9,18 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 
 from benchmarks.tiny_models import ROWS, TOKENS, batch_of, build
+from integrations.wrong_calls import Mixing, message
 from meshflash.integrations.transformers import context_parallel, shard_batch, tile_loss
 from meshflash.integrations.transformers.model import Cut
 from meshflash.integrations.transformers.release import check_release
-
-
-def _said(function):
-    """Return what the ValueError of a call says."""
-    try:
-        function()
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
 def _calls(rank, world, group):
@@ -50,14 +42,14 @@ def _calls(rank, world, group):
         "unknown argument of attention": {**batch, "relative_bias": torch.ones(1)},
         "no tokens": dict(labels=batch["labels"]),
     }
-    said = {what: _said(lambda given=given: model(**given)) for what, given in wrong.items()}
+    said = {what: message(lambda given=given: model(**given)) for what, given in wrong.items()}
     model.set_attn_implementation("sdpa")
-    said["another attention"] = _said(lambda: model(**batch))
+    said["another attention"] = message(lambda: model(**batch))
     model.config._attn_implementation_internal = "mesh_attn"
     sharding.average_gradients = None
-    said["nobody averages"] = _said(lambda: model(**batch))
+    said["nobody averages"] = message(lambda: model(**batch))
     with torch.no_grad():
-        said["no gradients"] = _said(lambda: model(**batch))
+        said["no gradients"] = message(lambda: model(**batch))
     return said
 
 
@@ -104,12 +96,12 @@ def _models(rank, world, group):
     embeddings.model.layers[0].self_attn.rotary_emb = embeddings.model.rotary_emb
 
     def shard(model, mesh=mesh, **arguments):
-        return _said(lambda: context_parallel(model, mesh, **arguments))
+        return message(lambda: context_parallel(model, mesh, **arguments))
 
     def call(model, **arguments):
         cut: Cut = "inputs" if isinstance(model, _OwnLoss) else "auto"
         context_parallel(model, mesh, cut=cut, average_gradients=True)
-        return _said(lambda: model(**(batch_of("bert", "plain", torch.float32) | arguments)))
+        return message(lambda: model(**(batch_of("bert", "plain", torch.float32) | arguments)))
 
     ids = batch_of("bert", "plain", torch.float32)["input_ids"]
     return {
@@ -145,15 +137,15 @@ def _shared_config(mesh):
     other = type(model)(model.config)
     context_parallel(model, mesh, average_gradients=True)
     ids = batch_of("llama", "plain", torch.float32)["input_ids"]
-    said = [_said(lambda: context_parallel(other, mesh))]
-    return said + [_said(lambda part=part: part(input_ids=ids, use_cache=False)) for part in (other, model.model)]
+    said = [message(lambda: context_parallel(other, mesh))]
+    return said + [message(lambda part=part: part(input_ids=ids, use_cache=False)) for part in (other, model.model)]
 
 
 def call_chunks(mesh):
     """Return what a model of chunks says whose inputs are cut."""
     model = build("llama4", torch.float32)
     context_parallel(model, mesh, cut="inputs", average_gradients=True)
-    return _said(lambda: model(**batch_of("llama4", "plain", torch.float32)))
+    return message(lambda: model(**batch_of("llama4", "plain", torch.float32)))
 
 
 def _with_adapter_dropout(model):
@@ -174,14 +166,14 @@ class _OwnLoss(LlamaForCausalLM):
 def _cut_batch(mesh):
     model = build("llama", torch.float32)
     context_parallel(model, mesh, cut="layers", average_gradients=True)
-    return _said(lambda: model(**shard_batch(batch_of("llama", "plain", torch.float32), mesh, layout="contiguous")))
+    return message(lambda: model(**shard_batch(batch_of("llama", "plain", torch.float32), mesh, layout="contiguous")))
 
 
 def _label_for_padding(mesh):
     model = build("llama", torch.float32)
     context_parallel(model, mesh, cut="layers", average_gradients=True)
     padded = batch_of("llama", "padded", torch.float32)
-    return _said(lambda: model(**{**padded, "labels": padded["input_ids"]}))
+    return message(lambda: model(**{**padded, "labels": padded["input_ids"]}))
 
 
 def _random_inputs(mesh):
@@ -190,7 +182,7 @@ def _random_inputs(mesh):
     torch.manual_seed(mesh.get_local_rank())
     model.model.embed_tokens.register_forward_hook(lambda module, args, out: out + torch.randn_like(out))
     context_parallel(model, mesh, cut="layers", average_gradients=True)
-    return _said(lambda: model(**batch_of("llama", "plain", torch.float32)))
+    return message(lambda: model(**batch_of("llama", "plain", torch.float32)))
 
 
 def _whole_checkpoint(mesh):
@@ -198,7 +190,7 @@ def _whole_checkpoint(mesh):
     context_parallel(model, mesh, average_gradients=True)
     batch = batch_of("llama", "plain", torch.float32)
     loss = checkpoint(lambda: model(**batch).loss, use_reentrant=False)
-    return _said(loss.backward)
+    return message(loss.backward)
 
 
 def _add_log_probabilities(model, args, out):
@@ -211,7 +203,7 @@ def _log_probabilities(mesh):
     model = build("llama", torch.float32)
     model.register_forward_hook(_add_log_probabilities)
     context_parallel(model, mesh, average_gradients=True)
-    return _said(lambda: model(**batch_of("llama", "plain", torch.float32)))
+    return message(lambda: model(**batch_of("llama", "plain", torch.float32)))
 
 
 def _with_dropout(model):
@@ -270,7 +262,7 @@ def _averaging(rank, world, group):
                 for layer in model.model.layers:
                     fully_shard(layer, mesh=mesh[axis])
                 fully_shard(model, mesh=mesh[axis])
-            said.append((axis, _said(lambda run=run: run(**batch).loss.backward())))
+            said.append((axis, message(lambda run=run: run(**batch).loss.backward())))
     return said
 
 
@@ -297,7 +289,7 @@ def _after_an_error(rank, world, group):
         model(**batch)
     handle.remove()
     whole = model.lm_head(torch.ones(2, 9, 32)).shape[1] == 9
-    part = _said(lambda: model.model(input_ids=batch["input_ids"], use_cache=False))
+    part = message(lambda: model.model(input_ids=batch["input_ids"], use_cache=False))
     model(**batch).loss.backward()
     averaged = model.lm_head.weight.grad.clone()
     model.zero_grad()
@@ -321,22 +313,15 @@ def test_errors_and_removals_leave_nothing_behind(pool):
         assert difference > 1e-3
 
 
-class _Mixing(nn.Module):
-    """A layer that mixes neighbouring tokens."""
-
-    def forward(self, x):
-        return x + torch.cat([x[:, :1], x[:, :-1]], 1)
-
-
 def _verified(rank, world, group):
     """Return what `verify` says of a model with a layer that mixes tokens, and without verify."""
     mesh = DeviceMesh.from_group(group, "cpu")
     said = []
     for verify in (True, False):
         model = build("llama", torch.float32)
-        model.model.layers[1].mlp = _Mixing()
+        model.model.layers[1].mlp = Mixing()
         context_parallel(model, mesh, average_gradients=True, verify=verify)
-        said.append(_said(lambda model=model: model(**batch_of("llama", "plain", torch.float32))))
+        said.append(message(lambda model=model: model(**batch_of("llama", "plain", torch.float32))))
     return said
 
 

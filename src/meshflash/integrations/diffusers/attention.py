@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.integrations.diffusers.blocks import Stream, Tokens
+from meshflash.integrations.sdpa import call_with_tokens_first, check_shapes
 from meshflash.sharding import shard
 
 
@@ -181,8 +183,5 @@ def attend(
         raise ValueError(f"{name}: passes an attention mask of {list(attn_mask.shape)}, which is not supported")
     if dropout_p or is_causal:
         raise ValueError(f"{name}: dropout_p={dropout_p}, is_causal={is_causal}: dropout and causal are not supported")
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(f"{name}: {query.shape[1]} heads in query, {key.shape[1]} in key, without enable_gqa=True")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out: Tensor = attention(q, k, v, scale=scale, **arguments)
-    return out.transpose(1, 2)
+    check_shapes(query, key, value, enable_gqa)
+    return call_with_tokens_first(partial(attention, scale=scale, **arguments), query, key, value)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.integrations._replicas import (
+    AveragesGradients,
     Replicas,
     arguments_of,
     check_mesh,
@@ -76,7 +77,7 @@ def context_parallel(
     return ContextParallel(transformer, mesh, layout, schedule, average_gradients, verify)
 
 
-class ContextParallel:
+class ContextParallel(AveragesGradients):
     """A diffusion transformer whose sequences are sharded; `context_parallel` makes it.
 
     Args:
@@ -126,15 +127,6 @@ class ContextParallel:
         hook(transformer.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
         hook(transformer.register_forward_hook(self._after))
         object.__setattr__(transformer, "_meshflash", self)
-
-    @property
-    def average_gradients(self) -> bool | None:
-        """Whether gradients are averaged here. It may be set between calls."""
-        return self._replicas.average_gradients
-
-    @average_gradients.setter
-    def average_gradients(self, value: bool | None) -> None:
-        self._replicas.average_gradients = value
 
     def remove(self) -> None:
         """Undo `context_parallel`: the model attends as before."""
@@ -268,7 +260,7 @@ class ContextParallel:
 
     @torch.compiler.disable
     def _after_block(self, block: nn.Module, args: Any, out: Any, *, kind: Block, is_last: bool) -> Any:
-        """Gather the streams after the last block, and mark those of others."""
+        """Gather image and text tokens after the last block; after others, note the layouts on the hidden states."""
         if self._is_suspended:
             return None
         streams, _ = block.__dict__.pop(STREAMS)

@@ -180,7 +180,7 @@ class Stack:
 _stacks: dict[int, tuple[weakref.ref[Any], Stack]] = {}
 
 
-def adopt(config: Any, stack: Stack) -> None:
+def attach(config: Any, stack: Stack) -> None:
     """Make the mask function use a stack for a config, or raise ValueError if another model has that config.
 
     Args:
@@ -196,8 +196,8 @@ def adopt(config: Any, stack: Stack) -> None:
     _stacks[key] = weakref.ref(config, lambda _: _stacks.pop(key, None)), stack
 
 
-def release(config: Any, stack: Stack) -> None:
-    """Undo `adopt`, unless the config has another stack by now.
+def detach(config: Any, stack: Stack) -> None:
+    """Undo `attach`, unless the config has another stack by now.
 
     Args:
         config: The config object.

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
-from meshflash.integrations._replicas import Replicas, arguments_of, check_mesh, difference
-from meshflash.integrations.transformers.attention import NAME, Stack, adopt, draw_seed, register, release
+from meshflash.integrations._replicas import AveragesGradients, Replicas, arguments_of, check_mesh, difference
+from meshflash.integrations.transformers.attention import NAME, Stack, attach, detach, draw_seed, register
 from meshflash.integrations.transformers.batches import (
     KEY,
     BatchShard,
@@ -81,7 +81,7 @@ def context_parallel(
     return ContextParallel(model, mesh, cut, layout, schedule, outputs, average_gradients, stacks, verify)
 
 
-class ContextParallel:
+class ContextParallel(AveragesGradients):
     """A model whose sequences are sharded; `context_parallel` makes it.
 
     Args:
@@ -129,7 +129,7 @@ class ContextParallel:
         self._restore_loss: Any = None
         self._batch: BatchShard | None = None
         self._wanted: Any = None
-        self._adopted: list[tuple[Stack, Any]] = []
+        self._attached: list[tuple[Stack, Any]] = []
         self._is_removed = self._has_loss = False
         self._generator = torch.Generator().manual_seed(self._shared_seed())
         found = self._find_stacks(layout, schedule, stacks)
@@ -141,9 +141,9 @@ class ContextParallel:
         self._configs = [config for _, _, config in self._stacks]
         check_model(model, self._parts, self._configs, lists)
         for stack, part, config in self._stacks:
-            self._adopt(stack, config)
+            self._attach(stack, config)
             if isinstance(part, nn.ModuleList):
-                _mark(part, stack)
+                _tell_stack(part, stack)
                 hook_layers(part, stack)
             else:
                 hook_rotary_embeddings(part, stack)
@@ -162,15 +162,6 @@ class ContextParallel:
             raise ValueError("ContextParallel.layout: call the model first; the layout depends on the batch")
         return sequence.layout
 
-    @property
-    def average_gradients(self) -> bool | None:
-        """Whether gradients are averaged here. It may be set between calls."""
-        return self._replicas.average_gradients
-
-    @average_gradients.setter
-    def average_gradients(self, value: bool | None) -> None:
-        self._replicas.average_gradients = value
-
     def remove(self) -> None:
         """Undo `context_parallel`: the model attends as before."""
         if self._is_removed:
@@ -179,7 +170,7 @@ class ContextParallel:
         for stack, part, config in self._stacks:
             for handle in stack.handles:
                 handle.remove()
-            release(config, stack)
+            detach(config, stack)
             for module in part.modules():
                 for name in ("_meshflash_stack", "_meshflash_is_cross"):
                     module.__dict__.pop(name, None)
@@ -193,16 +184,16 @@ class ContextParallel:
             dist.broadcast_object_list(seeds, group_src=0, group=self.mesh.get_group())
         return seeds[0]
 
-    def _adopt(self, stack: Stack, config: Any) -> None:
-        for other, own in self._adopted:
+    def _attach(self, stack: Stack, config: Any) -> None:
+        for other, own in self._attached:
             if own is config:  # of an encoder and a decoder, the decoder makes masks
-                release(config, other)
-        self._adopted.append((stack, config))
+                detach(config, other)
+        self._attached.append((stack, config))
         before = config._attn_implementation_internal
         if before != NAME:
             self._undo.append(lambda: setattr(config, "_attn_implementation_internal", before))
         config._attn_implementation_internal = NAME
-        adopt(config, stack)
+        attach(config, stack)
 
     def _find_stacks(
         self, layout: Layout | str, schedule: str, names: Sequence[str] | None
@@ -256,7 +247,7 @@ class ContextParallel:
 
     def _check_call(self, given: Mapping[str, Any], is_cut: bool) -> None:
         check_call(self.model, given, self._parts, self._configs)
-        for stack, config in self._adopted:
+        for stack, config in self._attached:
             is_ours = any(s is stack for s, _, _ in self._stacks) and config._attn_implementation_internal == NAME
             if not is_ours:
                 raise ValueError(
@@ -395,7 +386,7 @@ def _config_of(model: nn.Module, name: str) -> Any:
     raise ValueError("context_parallel: the model has no config")
 
 
-def _mark(layers: nn.ModuleList, stack: Stack) -> None:
+def _tell_stack(layers: nn.ModuleList, stack: Stack) -> None:
     """Let attention modules find their stack: some models make no mask."""
     for path, module in layers.named_modules():
         module.__dict__["_meshflash_stack"] = stack
