@@ -58,15 +58,28 @@ def hides_index(operand, dim, lower, upper, clipped, softcap, single_run, heads_
     loops_over_heads = masked and heads_per_cta > 1
     adds = partial_tiles or accumulate
     if dim == 64:
-        if clipped or loops_over_heads or (masked and not single_run):
+        if clipped or (masked and not single_run):
             return True
+        if loops_over_heads:
+            return not PACKS_DESCRIPTORS
         is_causal = lower and not upper and not adds
         return operand == ("q, dout" if is_causal else "k of dq")
-    if clipped or (PACKS_DESCRIPTORS and (softcap or (loops_over_heads and adds))):
+    if clipped:
         return True
+    if PACKS_DESCRIPTORS and softcap:
+        return loops_over_heads or operand == "q, dout"
     if loops_over_heads:
-        return operand != "k of dq"
-    return operand == "q, dout" and PACKS_DESCRIPTORS and not upper
+        return operand != "k of dq" or (PACKS_DESCRIPTORS and adds)
+    return operand == "q, dout" and PACKS_DESCRIPTORS and not masked and (adds or heads_per_cta > 1)
+
+
+@gluon.constexpr_function
+def starts_dv_first(defer_dq, dim, accumulate):
+    """Return whether the wgmmas of dV start before dS is computed, not after it.
+
+    After it, ptxas schedules the exponentials, dS and their conversions together. Measured in docs/dev/kernels.md.
+    """
+    return not defer_dq or (PACKS_DESCRIPTORS and dim == 128 and not accumulate)
 
 
 @gluon.jit
@@ -217,7 +230,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
                    keys, scalars, WG_ID: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
                    STAGES: gl.constexpr, EXACT_BEGIN: gl.constexpr, CLIPPED: gl.constexpr, LOWER: gl.constexpr,
                    UPPER: gl.constexpr, SOFTCAP: gl.constexpr, PARTIAL_TILES: gl.constexpr, COMPUTE_DQ: gl.constexpr,
-                   DQ_TILED: gl.constexpr, PREFETCH_S: gl.constexpr, DEFER_DQ: gl.constexpr,
+                   DQ_TILED: gl.constexpr, PREFETCH_S: gl.constexpr, DEFER_DQ: gl.constexpr, DV_FIRST: gl.constexpr,
                    HIDE_K_V: gl.constexpr, HIDE_Q_DO: gl.constexpr, HIDE_DQ_K: gl.constexpr):  # fmt: skip
     """Process one block of queries: add its part to dK and dV, and half of its dQ to the sums.
 
@@ -282,7 +295,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
     if LOAD_LSE_LATE:
         delta = smem_delta.index(stage).reshape([BLOCK_M]).load(COLUMN_LAYOUT)
     dout = buffer_rows(smem_dout, stage, BLOCK_M, D, HIDE_Q_DO)
-    if not DEFER_DQ:
+    if DV_FIRST:
         dv_async = warpgroup_mma(p_frag, dout, dv, is_async=True)
     # 3. dS = P (dP - delta): from registers to dK, and through shared memory to the dQ of both warpgroups
     ds = p * (dp - delta[None, :])
@@ -299,7 +312,7 @@ def _process_block(dk, dv, s, dq_at, q_count, head, first_new, block, run_end, b
         else:
             ds_1.store(ds)
     ds_frag = gl.convert_layout(ds, A_LAYOUT)
-    if DEFER_DQ:  # dV only after dS: ptxas then schedules exponentials, dS and their conversion together
+    if not DV_FIRST:
         dv_async = warpgroup_mma(p_frag, dout, dv, is_async=True)
     if COMPUTE_DQ:
         if DEFER_DQ:
@@ -387,6 +400,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
     scalars = (batch, heads, q_tiles_per_head, scale, scale2, inner_scale)
     # DEFER_DQ needs registers: at dim 128 it is faster only where masked blocks have a loop of their own
     DEFER_DQ: gl.constexpr = BLOCK_M == 128 or (SPLIT_MASKED_LOOP and not SOFTCAP)
+    DV_FIRST: gl.constexpr = starts_dv_first(DEFER_DQ, D, ACCUMULATE)
     HIDE_K_V: gl.constexpr = hides_index(
         "k, v", D, LOWER, UPPER, CLIPPED, SOFTCAP, SINGLE_RUN, HEADS_PER_CTA, PARTIAL_TILES, ACCUMULATE
     )
@@ -414,7 +428,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
                 dk, dv, s, dq_at = _process_block(
                     dk, dv, s, dq_at, q_count, head, block, block, run_end, band_lo, band_hi, dq, smem, mbarriers, keys,
                     scalars, WG_ID, BLOCK_M, ROWS, D, STAGES, EXACT_BEGIN, CLIPPED, False, False, SOFTCAP, False,
-                    COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, HIDE_K_V, HIDE_Q_DO, HIDE_DQ_K
+                    COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, DV_FIRST, HIDE_K_V, HIDE_Q_DO, HIDE_DQ_K
                 )  # fmt: skip
             for m_block in range(num_unmasked, num_m_blocks):
                 block = run_begin + (num_m_blocks - 1 - m_block) * BLOCK_M
@@ -422,7 +436,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
                 dk, dv, s, dq_at = _process_block(
                     dk, dv, s, dq_at, q_count, head, block, block, run_end, band_lo, band_hi, dq, smem, mbarriers, keys,
                     scalars, WG_ID, BLOCK_M, ROWS, D, STAGES, EXACT_BEGIN, CLIPPED, LOWER, UPPER, SOFTCAP,
-                    PARTIAL_TILES, COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, HIDE_K_V, HIDE_Q_DO, HIDE_DQ_K
+                    PARTIAL_TILES, COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, DV_FIRST, HIDE_K_V, HIDE_Q_DO, HIDE_DQ_K
                 )  # fmt: skip
     else:
         for q_count in range(num_m_blocks * HEADS_PER_CTA):
@@ -435,7 +449,7 @@ def _consumer(dq, dk_sums, dv_sums, DK, DV, smem_q, smem_k, smem_v, smem_dout, s
             dk, dv, s, dq_at = _process_block(
                 dk, dv, s, dq_at, q_count, head, first_new, block, run_end, band_lo, band_hi, dq, smem, mbarriers, keys,
                 scalars, WG_ID, BLOCK_M, ROWS, D, STAGES, EXACT_BEGIN, CLIPPED, LOWER, UPPER, SOFTCAP, PARTIAL_TILES,
-                COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, HIDE_K_V, HIDE_Q_DO, HIDE_DQ_K
+                COMPUTE_DQ, DQ_TILED, PREFETCH_S, DEFER_DQ, DV_FIRST, HIDE_K_V, HIDE_Q_DO, HIDE_DQ_K
             )  # fmt: skip
     if COMPUTE_DQ and DEFER_DQ:  # epilogue: dQ of the last block
         _wait_ds_stored(num_m_blocks * HEADS_PER_CTA - 1, WG_ID)

@@ -13,6 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 #: Whether the compiler packs each wgmma descriptor from two halves, as since Triton 3.9. ptxas then keeps descriptors
 #: of buffers at constant indices in registers over whole loops.
 PACKS_DESCRIPTORS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
+#: Launch option: the register allocation that ptxas chooses by itself. Triton 3.9 asks for a simpler one, which spills
+#: more; earlier versions come with a ptxas that ignores what they ask for.
+DEFAULT_REGISTER_ALLOCATION = {"ptx_options": "--regAllocOptLevel=4"} if PACKS_DESCRIPTORS else {}
 #: TMA load: start to copy a block of global to shared memory; it completes on an mbarrier. Renamed in Triton 3.8.
 copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 #: TMA store: start to copy a block of shared memory to global memory. Renamed in Triton 3.8.
