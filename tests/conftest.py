@@ -24,6 +24,9 @@ pytest.register_assert_rewrite("core.definition", "train.checkpoints")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# torch looks up the name of each host that a store connects to. Where no name server answers, that takes 5 s at a time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Tensors of tests are small: more threads would synchronize longer than they compute.
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
