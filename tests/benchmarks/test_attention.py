@@ -56,7 +56,9 @@ def test_bench_attention_forward_only_over_a_slow_link_and_traced(tmp_path):
     assert rows[1]["simulated_ms"] > 1
     assert rows[1]["attend_ms"] > 0
     assert 0 < rows[1]["wait_ms"] <= rows[1]["exposed_ms"] * 1.5
-    assert rows[0]["attend_ms"] == rows[0]["wait_ms"] == 0
+    parts = [rows[1][name] for name in ("attend_ms", "wait_ms", "rest_ms")]
+    assert sum(parts) <= rows[1]["elapsed_ms"] * 1.001
+    assert rows[0]["attend_ms"] == rows[0]["wait_ms"] == rows[0]["elapsed_ms"] == 0
     assert not tables.missing_efficiency(rows), "ranks share the cores of a CPU"
     assert rows[0]["simulated_ms"] is None
     assert rows[1]["mask"] == "full"
@@ -105,9 +107,9 @@ def test_impossible_speeds_are_flagged_and_spread_is_shown():
 def test_missing_efficiency_is_shown_by_its_parts():
     about = {"mask": "causal", "tokens": 64, "batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": "bfloat16"}
     about |= {"device": "cuda", "deterministic": False, "world": 4, "pass": "forward"}
-    single = about | {"schedule": tables.SINGLE_DEVICE, "ms": 8.0, "efficiency": 1.0, "attend_ms": 0.0}
-    zigzag = about | {"schedule": "zigzag", "ms": 10.0, "efficiency": 0.8, "attend_ms": 8.5}
-    zigzag |= {"wait_ms": 0.7, "rest_ms": 0.2}
+    single = about | {"schedule": tables.SINGLE_DEVICE, "ms": 8.0, "efficiency": 1.0, "elapsed_ms": 0.0}
+    zigzag = about | {"schedule": "zigzag", "ms": 10.0, "efficiency": 0.8, "attend_ms": 17.0}
+    zigzag |= {"wait_ms": 1.4, "rest_ms": 0.4, "elapsed_ms": 20.0}
     old = about | {"schedule": "ring", "ms": 10.0, "efficiency": 0.8}  # of a record without these times
     assert tables.missing_parts(zigzag) == {"kernels": 0.05, "comm": 0.07, "steps": 0.02, "idle": 0.06}
     assert sum(tables.missing_parts(zigzag).values()) == pytest.approx(1 - 0.8)

@@ -75,7 +75,8 @@ class ScheduleRow:
     the speedup for each rank's part of the hardware: a whole device, or its part of a shared one. `tflops` is of a
     device, or of all ranks that share it. `exposed_ms` is the communication that the rank with the most waits for, as
     measured; `simulated_ms` is the same in a simulation of the programs, which needs a throttled transport. Means over
-    ranks are `attend_ms`, of steps that attend, `wait_ms`, of waits for messages, and `rest_ms`, of all other steps.
+    ranks are `attend_ms`, of steps that attend, `wait_ms`, of waits for messages, `rest_ms`, of all other steps,
+    and `elapsed_ms`, from the beginning of a call to that of the next one.
 
     `layout` is the one that was asked for: a name, or "auto" for the schedule's own.
 
@@ -101,6 +102,7 @@ class ScheduleRow:
     attend_ms: float
     wait_ms: float
     rest_ms: float
+    elapsed_ms: float
     layout: str
     transport: str
     kernel: str
@@ -267,6 +269,7 @@ def _measure(
                     attend_ms=exposed_comm.attends,
                     wait_ms=exposed_comm.waits,
                     rest_ms=exposed_comm.rest,
+                    elapsed_ms=exposed_comm.elapsed,
                     layout="" if name in baselines else setup.layout,
                     transport=calls[name].transport_name if name in here else "",
                     kernel="auto" if name == BEST else setup.kernel,

@@ -16,13 +16,16 @@ from meshflash.comm.transports.throttled import Throttled
 from meshflash.core.program import Attend, AttendGrad, Program, Wait
 from meshflash.engine.cache import cache
 from meshflash.engine.group_context import group_context
-from meshflash.engine.trace import recording
+from meshflash.engine.trace import Trace, recording
 from meshflash.viz.timeline import Rates, simulate
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
-#: Runs of each pass; the median counts.
-RUNS = 3
+#: Calls whose median counts. They run back to back, as in the timed loops: one call before them and one after.
+CALLS = 3
+
+#: The recorded programs of one call of a rank, each with the seconds of its steps.
+_Steps = Sequence[tuple[Program, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Exposed:
     """Milliseconds of the rank that waits longest; `simulated` is None unless the transport has known rates.
 
     `attends`, `waits` and `rest` are means over ranks: steps that attend, waits for messages, and all other steps.
+    `elapsed` is the time from the beginning of a call to that of the next one, also a mean over ranks.
     """
 
     measured: float = 0.0
@@ -37,6 +41,7 @@ class Exposed:
     attends: float = 0.0
     waits: float = 0.0
     rest: float = 0.0
+    elapsed: float = 0.0
 
     def __add__(self, other: Exposed) -> Exposed:
         known = self.simulated is not None and other.simulated is not None
@@ -46,30 +51,53 @@ class Exposed:
             self.attends + other.attends,
             self.waits + other.waits,
             self.rest + other.rest,
+            self.elapsed + other.elapsed,
         )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a rank: the seconds of its waits, its steps, and the seconds until the next call began."""
+
+    waited: float
+    steps: _Steps
+    elapsed: float
 
 
 def exposed(function: Callable[[], Any], device: torch.device, transport: Transport, group: Any) -> Exposed:
     """Return the exposed communication of a call that all ranks of a group make; the same on all of them."""
-    found = [_once(function, device, transport, group) for _ in range(RUNS)]
+    synchronize(device)
+    dist.barrier(group)
+    with recording() as trace:
+        for _ in range(CALLS + 2):
+            function()
+    synchronize(device)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, _calls(trace), group)
+    found = [_over_ranks(ranks, transport, group) for ranks in zip(*gathered, strict=True)]
     simulated = [one.simulated for one in found if one.simulated is not None]
-    names = ("measured", "attends", "waits", "rest")
+    names = ("measured", "attends", "waits", "rest", "elapsed")
     medians = {name: statistics.median(getattr(one, name) for one in found) for name in names}
     return Exposed(simulated=statistics.median(simulated) if simulated else None, **medians)
 
 
-def _once(function: Callable[[], Any], device: torch.device, transport: Transport, group: Any) -> Exposed:
-    synchronize(device)
-    dist.barrier(group)
-    with recording() as trace:
-        function()
-    synchronize(device)
-    waited = trace.seconds("other")
-    own = [(record.program, record.seconds()) for record in trace.records]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (waited, own), group)
-    by_kind = _mean_by_kind([calls for _, calls in gathered])
-    found = Exposed(max(waits for waits, _ in gathered) * 1e3, None, *by_kind)
+def _calls(trace: Trace) -> list[_Call]:
+    """Return the calls of this rank that count. A call may run several programs."""
+    per_call = len(trace.records) // (CALLS + 2)
+    found = []
+    for first in range(per_call, per_call * (CALLS + 1), per_call):
+        own = trace.records[first : first + per_call]
+        waited = sum(event["dur"] for record in own for event in record.events(0) if event["cat"] == "other") * 1e-6
+        elapsed = own[0].seconds_until(trace.records[first + per_call])
+        found.append(_Call(waited, [(record.program, record.seconds()) for record in own], elapsed))
+    return found
+
+
+def _over_ranks(ranks: Sequence[_Call], transport: Transport, group: Any) -> Exposed:
+    """Return the exposed communication of one call, from what each rank recorded of it."""
+    attends, waits, rest = _mean_by_kind([call.steps for call in ranks])
+    elapsed = statistics.mean(call.elapsed for call in ranks) * 1e3
+    found = Exposed(max(call.waited for call in ranks) * 1e3, None, attends, waits, rest, elapsed)
     if not isinstance(transport, Throttled):
         return found
     last = cache.newest(group_context(group.group_name))
@@ -77,14 +105,14 @@ def _once(function: Callable[[], Any], device: torch.device, transport: Transpor
         1.0, transport.bytes_per_second, transport.latency
     )  # kernel times are the measured ones, so the rate of pairs does not count
     simulated = 0.0
-    for calls in zip(*(calls for _, calls in gathered), strict=True):
-        programs, seconds = zip(*calls, strict=True)
+    for steps in zip(*(call.steps for call in ranks), strict=True):
+        programs, seconds = zip(*steps, strict=True)
         timeline = simulate(programs, last.problem, last.setting.sizes, rates, seconds)
         simulated += max(map(timeline.exposed, range(timeline.world)))
     return replace(found, simulated=simulated * 1e3)
 
 
-def _mean_by_kind(ranks: Sequence[Sequence[tuple[Program, list[float]]]]) -> tuple[float, float, float]:
+def _mean_by_kind(ranks: Sequence[_Steps]) -> tuple[float, float, float]:
     """Return the milliseconds of attends, of waits and of all other steps, as means over ranks.
 
     Args:

@@ -91,7 +91,7 @@ def _schedules(rows: list[Row]) -> Table:
 
 def missing_efficiency(rows: list[Row]) -> list[Table]:
     """Return a table for each case of what keeps schedules from an efficiency of 1; none for ranks that share cores."""
-    over_ranks = [row for row in rows if row.get("attend_ms") and row["device"] != "cpu"]
+    over_ranks = [row for row in rows if row.get("elapsed_ms") and row["device"] != "cpu"]
     columns = (
         Column("pass", lambda row: "forward" if row["pass"] == "forward" else "both", is_text=True, once=True),
         SCHEDULE,
@@ -99,9 +99,9 @@ def missing_efficiency(rows: list[Row]) -> list[Table]:
         *(Column(name, partial(_missing_cell, name)) for name in MISSING_PARTS),
     )
     caption = (
-        "percent of the time of a call, means over ranks, in runs of their own: kernels: attention beyond the time of "
+        "percent of the time of a call, means over ranks, in calls back to back: kernels: attention beyond the time of "
         "the single device's kernel; comm: waits for messages; steps: copies, sums, merges; idle: no step runs, such "
-        "as on ranks that finish early"
+        "as where the host is late"
     )
     return [
         terminal(f"{title(own[0])}, missing efficiency", columns, own, "pass", caption) for own in _by_case(over_ranks)
@@ -115,11 +115,11 @@ def _missing_cell(part: str, row: Row) -> str:
 def missing_parts(row: Row) -> dict[str, float]:
     """Return the parts of a call's time that are missing from an efficiency of 1, which they add up to.
 
-    >>> row = {"ms": 10.0, "efficiency": 0.75, "attend_ms": 8.0, "wait_ms": 1.0, "rest_ms": 0.5}
+    >>> row = {"efficiency": 0.75, "attend_ms": 16.0, "wait_ms": 2.0, "rest_ms": 1.0, "elapsed_ms": 20.0}
     >>> missing_parts(row)
     {'kernels': 0.05, 'comm': 0.1, 'steps': 0.05, 'idle': 0.05}
     """
-    attends, waits, rest = (row[name] / row["ms"] for name in ("attend_ms", "wait_ms", "rest_ms"))
+    attends, waits, rest = (row[name] / row["elapsed_ms"] for name in ("attend_ms", "wait_ms", "rest_ms"))
     found = (attends - row["efficiency"], waits, rest, 1 - attends - waits - rest)
     return {name: round(part, 6) for name, part in zip(MISSING_PARTS, found, strict=True)}
 

@@ -131,6 +131,10 @@ class _Record:
             out[index] += self.clock.seconds(before, after)
         return out
 
+    def seconds_until(self, later: _Record) -> float:
+        """Return the seconds from the beginning of this call to that of a later one on the same device."""
+        return self.clock.seconds(self.base, later.base)
+
     def _event(self, number: int, index: int, kind: str, begin: float, end: float) -> dict[str, Any]:
         program = self.program
         return {
