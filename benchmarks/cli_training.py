@@ -175,7 +175,7 @@ def transformers(
     device: Device = None,
     rounds: Rounds = 3,
     mps: Annotated[
-        bool, typer.Option("--mps", help="Start CUDA MPS; each rank gets 1 / ranks of the GPU, also a single one.")
+        bool, typer.Option("--mps", help="Start CUDA MPS; each rank gets 1 / ranks of the GPU, a single one all of it.")
     ] = False,
     options: RecordOptions = RECORD,
 ) -> None:

@@ -1,8 +1,9 @@
 """A training step of a Hugging Face Llama: our attention beside SDPA in one process, and over ranks beside one rank.
 
 A step is a forward and a backward with gradient checkpointing, and with the same tiled loss everywhere: whole logits
-would not fit. Ranks that share a GPU get equal parts of it from MPS, also a single one. Gradients of ranks are not
-averaged: that is the work of DDP or FSDP, and the same with any attention.
+would not fit. Ranks that share a GPU get equal parts of it from MPS, and are compared with one rank of the whole GPU: a
+part of it alone runs at a higher clock than all parts together. Gradients of ranks are not averaged: that is the work
+of DDP or FSDP, and the same with any attention.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class StepRow:
     """The median step of one attention, or of the slowest of several ranks.
 
     `ratio` is its time over that of the fastest SDPA in the same process, `over_plain` over that of our attention
-    without the integration. `efficiency` is the speedup over one rank with the same part of the GPU, for each rank.
+    without the integration. `efficiency` is the speedup over one rank, for each rank's part of the hardware.
     """
 
     attention: str
@@ -139,13 +140,14 @@ def run(case: LlamaCase, ranks: int, share_gpu: bool, rounds: int, say: Say = la
     """
     rows = _one_device(case, rounds, say) if ranks == 1 else []
     if ranks > 1:
-        share = 100 // ranks if share_gpu else None
+        shares = {n: 100 // n if share_gpu else None for n in (1, ranks)}
         with mps() if share_gpu else nullcontext():
-            found = {n: _over_ranks(case, n, share, rounds, say) for n in (1, ranks)}
+            found = {n: _over_ranks(case, n, share, rounds, say) for n, share in shares.items()}
         _check({f"{n} ranks": checked.loss for n, (_, checked) in found.items()}, case.dtype)
         for n, (ms, checked) in found.items():
-            measured: dict[str, Any] = dict(ms=ms, ratio=None, over_plain=None, efficiency=found[1][0] / ms / n)
-            rows.append(StepRow(OURS, n, share, **asdict(case), **measured, **asdict(checked)))
+            efficiency = found[1][0] / ms / (1 if share_gpu else n)
+            measured: dict[str, Any] = dict(ms=ms, ratio=None, over_plain=None, efficiency=efficiency)
+            rows.append(StepRow(OURS, n, shares[n], **asdict(case), **measured, **asdict(checked)))
     return rows
 
 
