@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Attend, Direction, Program, Sizes, Slice
+from meshflash.planner.simulator import Rates
+from meshflash.planner.timeline import Event, Timeline
 from meshflash.schedules.registry import build, default_layout
 from meshflash.viz.draw import NUMBERS, coverage_svg, coverage_text, picture_svg, timeline_svg, timeline_text
-from meshflash.viz.timeline import Event, Rates, Timeline, simulate
+from planner.at_rates import simulate_at
 
 CAUSAL = Mask.causal()
 SCHEDULES = ("ring", "zigzag", "striped", "allgather(head_stride=1)")
@@ -132,7 +134,7 @@ def test_coverage_text_fits_a_terminal() -> None:
     for schedule in SCHEDULES:
         for world in (1, 4, 12):
             programs, problem = build_all_ranks(schedule, 16_384, world, CAUSAL & Mask.window(3000, 0))
-            timeline = simulate(programs, problem, Sizes(), RATES)
+            timeline = simulate_at(programs, problem, Sizes(), RATES)
             for text in (coverage_text(programs, problem), timeline_text(timeline)):
                 assert max(map(len, text.splitlines())) <= 80
                 assert text.isascii()
@@ -241,7 +243,7 @@ def test_svg_of_long_sequences_is_small_and_complete(schedule: str) -> None:
 
 def test_svg_of_many_ranks_merges_shapes_of_one_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     programs, problem = build_all_ranks("zigzag", 1 << 14, 17)
-    timeline = simulate(programs, problem, Sizes(), Rates(1e12, 1e9))
+    timeline = simulate_at(programs, problem, Sizes(), Rates(1e12, 1e9))
     separate = picture_svg(programs, problem, timeline)
     monkeypatch.setattr("meshflash.viz.svg.TITLED", 100)
     merged = picture_svg(programs, problem, timeline)
@@ -261,7 +263,7 @@ def test_svg_of_many_ranks_merges_shapes_of_one_colour(monkeypatch: pytest.Monke
 
 def test_svg_is_self_contained() -> None:
     programs, problem = build_all_ranks("zigzag", 64, 4, CAUSAL & Mask.documents([40, 24]))
-    timeline = simulate(programs, problem, Sizes(), RATES)
+    timeline = simulate_at(programs, problem, Sizes(), RATES)
     both = picture_svg(programs, problem, timeline, title="Tom & Jerry <1>")
     for picture in (coverage_svg(programs, problem), timeline_svg(timeline), both):
         root = ElementTree.fromstring(picture)
@@ -283,7 +285,7 @@ def test_svg_is_self_contained() -> None:
 def test_every_event_is_in_the_timeline(schedule: str, tokens: int, world: int, direction: Direction) -> None:
     programs, problem = build_all_ranks(schedule, tokens, world, direction=direction)
     for rates in (RATES, Rates(1e6, inf), Rates(1e12, 1e6, 1e-6)):
-        timeline = simulate(programs, problem, Sizes(), rates)
+        timeline = simulate_at(programs, problem, Sizes(), rates)
         lines = timeline_text(timeline).splitlines()
         for rank in range(world):
             at = next(n for n, line in enumerate(lines) if line.startswith(f"rank {rank} "))

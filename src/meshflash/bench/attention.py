@@ -40,6 +40,7 @@ from meshflash.engine.memory import pool
 from meshflash.engine.trace import recording
 from meshflash.kernels import registry
 from meshflash.parallel.step import resolve_layout
+from meshflash.planner.timeline import Timeline
 from meshflash.runtime.cores import cores_here
 from meshflash.runtime.devices import take_device
 from meshflash.runtime.mps import mps
@@ -47,7 +48,6 @@ from meshflash.runtime.processes import Tell, run_ranks
 from meshflash.schedules.registry import default_layout, parse
 from meshflash.sharding import shard
 from meshflash.viz import recorded
-from meshflash.viz.timeline import Timeline
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 

@@ -17,7 +17,7 @@ from meshflash.core.program import Attend, AttendGrad, Program, Wait
 from meshflash.engine.cache import cache
 from meshflash.engine.group_context import group_context
 from meshflash.engine.trace import Trace, recording
-from meshflash.viz.timeline import Rates, simulate
+from meshflash.planner.simulator import RateCosts, Rates, simulate
 
 dist: Any = _distributed  # torch does not declare all that it exports here
 
@@ -107,7 +107,7 @@ def _over_ranks(ranks: Sequence[_Call], transport: Transport, group: Any) -> Exp
     simulated = 0.0
     for steps in zip(*(call.steps for call in ranks), strict=True):
         programs, seconds = zip(*steps, strict=True)
-        timeline = simulate(programs, last.problem, last.setting.sizes, rates, seconds)
+        timeline = simulate(programs, RateCosts(last.problem, last.setting.sizes, rates, seconds))
         simulated += max(map(timeline.exposed, range(timeline.world)))
     return replace(found, simulated=simulated * 1e3)
 

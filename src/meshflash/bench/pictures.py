@@ -11,9 +11,10 @@ from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
 from meshflash.core.program import Direction, Program, Sizes
 from meshflash.core.verify import Report
+from meshflash.planner.simulator import RateCosts, Rates, simulate
+from meshflash.planner.timeline import Timeline
 from meshflash.schedules import registry
 from meshflash.viz.draw import coverage_svg, coverage_text, picture_svg, timeline_svg, timeline_text
-from meshflash.viz.timeline import Rates, Timeline, simulate
 
 #: Rates of no machine, for timelines without a measurement. The title gives them: the picture shows order, not speed.
 RATES = Rates(pairs_per_second=1e9, bytes_per_second=2e10, latency=1e-7)
@@ -87,7 +88,7 @@ def draw(
         f"no machine's rates: {rates.pairs_per_second:.1e} pairs a second, "
         f"links of {rates.bytes_per_second / 1e9:g} GB/s"
     )
-    simulated = simulate(built.programs, built.problem, built.sizes, rates, assumes=assumes)
+    simulated = simulate(built.programs, RateCosts(built.problem, built.sizes, rates), assumes)
     shown = [simulated, *([] if measured is None else [measured])]
     return Drawing(
         coverage_text(built.programs, built.problem),

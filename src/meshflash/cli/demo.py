@@ -42,9 +42,9 @@ def command(
     from meshflash.core.files import write_whole
     from meshflash.core.program import Sizes
     from meshflash.core.tiles import worklist
+    from meshflash.planner.simulator import Rates
     from meshflash.runtime.cores import cores_here
     from meshflash.schedules.registry import schedule_variants
-    from meshflash.viz.timeline import Rates
 
     writable_folder(folder)
     console = Console()

@@ -10,9 +10,9 @@ from string import ascii_lowercase, digits
 
 from meshflash.core.problem import Problem
 from meshflash.core.program import Program
+from meshflash.planner.timeline import Event, Timeline, format_seconds
 from meshflash.viz import shapes, svg
 from meshflash.viz.coverage import HIDDEN, MISSING, Grid, grids, head_sets, headline
-from meshflash.viz.timeline import Event, Timeline, format_seconds
 
 #: Step numbers and ranks as one character; larger ones are MORE.
 NUMBERS, MORE = digits + ascii_lowercase, "+"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshflash.core.reading import read_object
-from meshflash.viz.timeline import Event, Timeline
+from meshflash.planner.timeline import Event, Timeline
 
 #: The limit on the size of one rank's trace, in bytes.
 TRACE_BYTES = 1 << 30

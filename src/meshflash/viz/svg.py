@@ -11,10 +11,10 @@ from itertools import groupby
 
 from meshflash.core.problem import Problem
 from meshflash.core.program import Program
+from meshflash.planner.timeline import Event, Timeline, format_seconds
 from meshflash.viz import shapes
 from meshflash.viz.coverage import HIDDEN, MISSING, Grid, Side, attends, grids, head_sets, headline
 from meshflash.viz.shapes import Drawing
-from meshflash.viz.timeline import Event, Timeline, format_seconds
 
 #: A coverage picture: its size in pixels, the most cells on a side, and the most cells if ranks share cells (striped
 #: layouts), where each cell must be large enough to be seen.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from meshflash.planner.timeline import format_seconds
 from meshflash.viz import shapes
 from meshflash.viz.shapes import Drawing
 from meshflash.viz.svg import SPAN, TITLED
-from meshflash.viz.timeline import format_seconds
 
 #: The events of a tile, in the order in which kernels record them, and their colours.
 EVENTS = ("computed", "sent", "received")

@@ -1,16 +1,16 @@
-"""Timelines, and a discrete-event simulation of programs: when ranks compute, communicate and wait.
+"""A discrete-event simulation of programs: when ranks compute, communicate and wait.
 
     rank 0   [ attend 0 ][ attend 1 ]....[ attend 2 ]      .... = exposed communication: a Wait that takes time
       link   <== hop 1 ==><===== hop 2 ======>
-
-The model (no measurement): attention takes `visible pairs / pairs_per_second`; a post takes `latency + bytes /
-bytes_per_second`; all other steps take no time. Alternatively the durations of compute steps come from a real run, and
-only communication is modelled.
 
 How: each rank has a clock. `_Rank.advance` runs its steps up to the first Wait whose post has no known end. A post
 starts when it is issued, the previous post of its group has completed, and the same holds for every peer's matching
 post (`_Move.ready`). As soon as all of these times are known, `_Move.resolve` fixes its start and end, which lets ranks
 advance. `simulate` alternates the two until nothing is left. Posts of different groups do not slow each other.
+
+How long steps and posts take is the business of `Costs`. `RateCosts` is the simplest one: attention takes `visible
+pairs / pairs_per_second`, a post `latency + bytes / bytes_per_second`, and all other steps take no time. Alternatively
+the durations of compute steps come from a real run, and only communication is modelled.
 """
 
 from __future__ import annotations
@@ -18,19 +18,39 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
-from typing import Literal, get_args
+from typing import Protocol
 
 from meshflash.core.problem import Problem
-from meshflash.core.program import Attend, AttendGrad, Part, Post, Program, Sizes, Step, Wait
+from meshflash.core.program import Attend, AttendGrad, Post, Program, Sizes, Wait
 from meshflash.core.tiles import worklist
-
-Kind = Literal["attend", "move", "other"]
-#: Where the times of a timeline come from; titles and summaries state it.
-Source = Literal["simulated", "measured"]
+from meshflash.planner.timeline import Event, Kind, Timeline
 
 #: Time of a backward over that of a forward, for the same pairs: a backward does five GEMMs, a forward two.
 BACKWARD_COST = 2.5
+
+
+class Costs(Protocol):
+    """How long steps and messages take, and the sizes that turn rows into bytes."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the call."""
+
+    def step_seconds(self, program: Program, index: int) -> float:
+        """Return the seconds that a rank spends in a step that is no Wait; for a Post, those to issue it.
+
+        Args:
+            program: The program of the rank.
+            index: The number of the step.
+        """
+
+    def post_seconds(self, program: Program, post: Post) -> float:
+        """Return the seconds that the messages of a post take, once all ranks have issued their sides.
+
+        Args:
+            program: The program of the rank.
+            post: The post.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,127 +74,78 @@ class Rates:
                 raise ValueError(f"Rates({each.name}={value}): expected a positive number")
 
 
-@dataclass(frozen=True)
-class Event:
-    """One step of a rank, from `begin` to `end` in seconds. A Wait is an "other" event that takes time."""
+class RateCosts:
+    """Costs at one rate of attention and one of messages, or with measured steps and messages at a rate."""
 
-    rank: int
-    kind: Kind
-    begin: float
-    end: float
-    label: str
-    step: int
+    def __init__(
+        self, problem: Problem, sizes: Sizes, rates: Rates, seconds: Sequence[Sequence[float]] | None = None
+    ) -> None:
+        """Set the rates.
 
-    @property
-    def seconds(self) -> float:
-        """The duration in seconds."""
-        return self.end - self.begin
+        Args:
+            problem: The problem that the programs solve.
+            sizes: The sizes that turn rows into bytes.
+            rates: The speed of compute and communication.
+            seconds: For each rank, the measured seconds of each of its steps. They replace the model of compute.
+        """
+        self.sizes = sizes
+        self._problem, self._rates, self._seconds = problem, rates, seconds
+
+    def step_seconds(self, program: Program, index: int) -> float:
+        """Return the measured seconds of a step, or those of its pairs. Only attention takes time then."""
+        if self._seconds is not None:
+            return self._seconds[program.rank][index]
+        step = program.steps[index]
+        return self._pairs(step) / self._rates.pairs_per_second if isinstance(step, Attend | AttendGrad) else 0.0
+
+    def post_seconds(self, program: Program, post: Post) -> float:
+        """Return the latency, plus the time of the bytes received or sent, whichever are more."""
+        if all(part.peer == program.rank for part in (*post.sends, *post.recvs)):
+            return 0.0
+        return self._rates.latency + max(moved_bytes(program, post, self.sizes)) / self._rates.bytes_per_second
+
+    def _pairs(self, step: Attend | AttendGrad) -> float:
+        """Return the work of a step, in pairs of one head and batch row of a forward."""
+        mask = self._problem.mask
+        pairs = worklist(mask, step.q_positions, step.k_positions).pairs * (step.heads[1] - step.heads[0])
+        batch = self.sizes.batch if mask.batch_rows is None else 1
+        return pairs * batch * (BACKWARD_COST if isinstance(step, AttendGrad) else 1.0)
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """The events of all ranks; the events of a rank are in the order of its steps. A "move" is the event of a post.
+def moved_bytes(program: Program, post: Post, sizes: Sizes) -> tuple[int, int]:
+    """Return the bytes that a post receives from other ranks, and those that it sends to them.
 
-    `simulate` makes simulated timelines, `recorded.timeline` measured ones: `source` tells which. `assumes` describes
-    the rates of a simulation.
+    Args:
+        program: The program of the post.
+        post: The post.
+        sizes: The sizes that turn rows into bytes.
     """
-
-    name: str
-    world: int
-    events: tuple[Event, ...]
-    source: Source
-    assumes: str = ""
-
-    @cached_property
-    def total(self) -> float:
-        """The seconds until the last rank is done."""
-        return max((event.end for event in self.events), default=0.0)
-
-    @property
-    def efficiency(self) -> float:
-        """The fraction of the time in which ranks compute, on average."""
-        return sum(map(self.busy, range(self.world))) / self.world / self.total if self.total else 1.0
-
-    def of(self, rank: int, kind: Kind) -> list[Event]:
-        """Return the events of one kind of a rank. The n-th "attend" is its attend step n."""
-        return self._sorted[rank, kind]
-
-    def busy(self, rank: int) -> float:
-        """Return the seconds in which a rank computes."""
-        return sum(event.seconds for event in self.of(rank, "attend"))
-
-    def exposed(self, rank: int) -> float:
-        """Return the seconds of exposed communication of a rank: it waits and computes nothing."""
-        return sum(event.seconds for event in self.of(rank, "other"))
-
-    @cached_property
-    def _sorted(self) -> dict[tuple[int, Kind], list[Event]]:
-        kinds: tuple[Kind, ...] = get_args(Kind)
-        out: dict[tuple[int, Kind], list[Event]] = {(rank, kind): [] for rank in range(self.world) for kind in kinds}
-        for event in self.events:
-            out[event.rank, event.kind].append(event)
-        return out
-
-    @property
-    def title(self) -> str:
-        """The schedule, the number of ranks, and whether times are simulated or measured."""
-        assumes = f" ({self.assumes})" if self.assumes else ""
-        return f"{self.name} on {self.world} rank{'' if self.world == 1 else 's'}, {self.source}{assumes}"
-
-    @property
-    def summary(self) -> str:
-        """Total time, efficiency and exposed communication in one line, labelled simulated or measured."""
-        worst = max(range(self.world), key=self.exposed, default=0)
-        exposed = self.exposed(worst)
-        where = f" (rank {worst})" if exposed else ""
-        return (
-            f"{self.source}: total {format_seconds(self.total)}, efficiency {self.efficiency:.1%}, "
-            f"exposed comm {format_seconds(exposed)}{where}"
-        )
+    received, sent = (
+        sum(program.slice_bytes(part.slice, sizes) for part in side if part.peer != program.rank)
+        for side in (post.recvs, post.sends)
+    )
+    return received, sent
 
 
-def format_seconds(seconds: float) -> str:
-    """Format a time in a suitable unit.
-
-    >>> format_seconds(0.00125), format_seconds(2.5e-7), format_seconds(0)
-    ('1.25 ms', '250 ns', '0')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds * 1e9:.4g} ns" if seconds else "0"
-
-
-def simulate(
-    programs: Sequence[Program],
-    problem: Problem,
-    sizes: Sizes,
-    rates: Rates,
-    seconds: Sequence[Sequence[float]] | None = None,
-    assumes: str = "",
-) -> Timeline:
+def simulate(programs: Sequence[Program], costs: Costs, assumes: str = "") -> Timeline:
     """Simulate the programs of all ranks.
 
     A post starts when it and all matching posts of its peers are issued and the earlier posts of their groups are
-    complete. It takes the latency, plus the time of the bytes it receives or sends, whichever are more. Messages of a
-    rank to itself take no time.
+    complete. Messages of a rank to itself take no time.
 
     Args:
         programs: One program for each rank, in rank order.
-        problem: The problem that the programs solve.
-        sizes: The sizes that turn rows into bytes.
-        rates: The speed of compute and communication.
-        seconds: For each rank, the measured seconds of each of its steps. They replace the model of compute.
-        assumes: A description of where the rates come from; the timeline's title shows it.
+        costs: How long steps and messages take.
+        assumes: A description of where the costs come from; the timeline's title shows it.
 
     >>> from meshflash.core.mask import Mask
     >>> from meshflash.schedules.registry import build
     >>> problem = Problem(((range(4),),), ((range(4),),), Mask.causal())
-    >>> simulate([build("ring", problem, 0, "forward")], problem, Sizes(), Rates(1.0, 1.0)).total
+    >>> costs = RateCosts(problem, Sizes(), Rates(1.0, 1.0))
+    >>> simulate([build("ring", problem, 0, "forward")], costs).total
     10.0
     """
-    known: Sequence[Sequence[float] | None] = seconds or [None] * len(programs)
-    ranks = [_Rank(program, problem, sizes, rates, took) for program, took in zip(programs, known, strict=True)]
+    ranks = [_Rank(program, costs) for program in programs]
     _match(ranks)
     waiting: list[_Move] = []
     progress = True
@@ -197,13 +168,11 @@ def simulate(
 
 @dataclass(eq=False)
 class _Move:
-    """A post in the simulation: its bytes and duration, and the times at which it is issued, starts and ends."""
+    """A post in the simulation: its duration, and the times at which it is issued, starts and ends."""
 
     rank: int
     step: int
     post: Post
-    recv_bytes: int
-    sent_bytes: int
     seconds: float
     #: the previous post of the same rank and group, which must complete first
     previous: _Move | None
@@ -235,22 +204,16 @@ class _Move:
 class _Rank:
     """One rank of the simulation: its program, the index of the next step, and its clock in seconds."""
 
-    def __init__(
-        self, program: Program, problem: Problem, sizes: Sizes, rates: Rates, took: Sequence[float] | None = None
-    ) -> None:
-        self.program, self.problem, self.sizes, self.rates, self.took = program, problem, sizes, rates, took
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.costs = program, costs
         self.at, self.clock = 0, 0.0
         self.events: list[Event] = []
         self.moves: dict[str, _Move] = {}
         last: dict[str, _Move] = {}
         for n, step in enumerate(program.steps):
             if isinstance(step, Post):
-                recv_bytes, sent_bytes = (self._bytes(side) for side in (step.recvs, step.sends))
-                only_itself = all(part.peer == program.rank for part in (*step.sends, *step.recvs))
-                transfer = max(recv_bytes, sent_bytes) / rates.bytes_per_second  # links are full duplex
-                seconds = 0.0 if only_itself else rates.latency + transfer
-                move = _Move(program.rank, n, step, recv_bytes, sent_bytes, seconds, last.get(step.group))
-                self.moves[step.name] = last[step.group] = move
+                seconds = costs.post_seconds(program, step)
+                self.moves[step.name] = last[step.group] = _Move(program.rank, n, step, seconds, last.get(step.group))
 
     def advance(self) -> list[_Move] | None:
         """Run steps up to the first Wait whose end is unknown. Return the posts issued, or None if no step ran."""
@@ -259,7 +222,7 @@ class _Rank:
             start = self.clock
             kind: Kind = "other"
             if isinstance(step, Post):
-                self.clock += self._seconds(step)
+                self.clock += self.costs.step_seconds(self.program, self.at)
                 self.moves[step.name].issued = self.clock
                 issued.append(self.moves[step.name])
                 self.at += 1
@@ -270,7 +233,7 @@ class _Rank:
                     break
                 self.clock = max(self.clock, complete)
             else:
-                self.clock += self._seconds(step)
+                self.clock += self.costs.step_seconds(self.program, self.at)
                 if isinstance(step, Attend | AttendGrad):
                     kind = "attend"
                 else:
@@ -283,29 +246,13 @@ class _Rank:
         """Return the events of all steps and of all moves."""
         for move in self.moves.values():
             assert move.complete is not None
-            label = f"{move.post.name}: {move.recv_bytes:,} bytes in, {move.sent_bytes:,} out"
+            received, sent = moved_bytes(self.program, move.post, self.costs.sizes)
+            label = f"{move.post.name}: {received:,} bytes in, {sent:,} out"
             self._record("move", move.begin, move.complete, label, move.step)
         return self.events
 
     def _record(self, kind: Kind, begin: float, end: float, label: str, step: int) -> None:
         self.events.append(Event(self.program.rank, kind, begin, end, label, step))
-
-    def _bytes(self, side: tuple[Part, ...]) -> int:
-        others = (part.slice for part in side if part.peer != self.program.rank)
-        return sum(self.program.slice_bytes(part, self.sizes) for part in others)
-
-    def _seconds(self, step: Step) -> float:
-        """Return the duration of the next step, which is not a Wait."""
-        if self.took is not None:
-            return self.took[self.at]
-        return self._pairs(step) / self.rates.pairs_per_second if isinstance(step, Attend | AttendGrad) else 0.0
-
-    def _pairs(self, step: Attend | AttendGrad) -> float:
-        """Return the work of a step, in pairs of one head and batch row of a forward."""
-        mask = self.problem.mask
-        pairs = worklist(mask, step.q_positions, step.k_positions).pairs * (step.heads[1] - step.heads[0])
-        batch = self.sizes.batch if mask.batch_rows is None else 1
-        return pairs * batch * (BACKWARD_COST if isinstance(step, AttendGrad) else 1.0)
 
 
 def _match(ranks: list[_Rank]) -> None:

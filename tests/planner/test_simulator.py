@@ -29,8 +29,10 @@ from meshflash.core.program import (
     Wait,
 )
 from meshflash.core.tiles import worklist
+from meshflash.planner.simulator import Rates
+from meshflash.planner.timeline import Event, Timeline
 from meshflash.schedules.registry import build, default_layout
-from meshflash.viz.timeline import Event, Rates, Timeline, simulate
+from planner.at_rates import simulate_at
 
 CAUSAL = Mask.causal()
 SCHEDULES = ("ring", "zigzag", "striped", "allgather", "allgather(head_stride=1)")
@@ -68,7 +70,7 @@ def simulate_steps(*steps: Sequence[Step], rates: Rates = UNIT) -> Timeline:
     buffers = (Buffer("q", "q", 100, 1, role="input"),)
     programs = [Program("", "forward", r, world, buffers, tuple(s), group) for r, s in enumerate(steps)]
     problem = Problem(((),) * world, ((),) * world, Mask.full())
-    return simulate(programs, problem, Sizes(dim=1, input_bytes=1), rates)
+    return simulate_at(programs, problem, Sizes(dim=1, input_bytes=1), rates)
 
 
 def times(timeline: Timeline, rank: int) -> dict[int, Interval]:
@@ -141,7 +143,7 @@ def test_single_device_takes_time_in_proportion_to_its_pairs(schedule: str, mask
     costs: dict[Direction, float] = {"forward": 1.0, "backward": 2.5}
     for direction, cost in costs.items():
         programs, problem = build_all_ranks(schedule, 40, 1, mask, direction)
-        timeline = simulate(programs, problem, Sizes(batch=batch), Rates(100.0, 1e-6, 1e3))
+        timeline = simulate_at(programs, problem, Sizes(batch=batch), Rates(100.0, 1e-6, 1e3))
         assert timeline.total == pytest.approx(pairs * cost / 100.0)
         assert timeline.efficiency == pytest.approx(1.0)
         assert timeline.exposed(0) == 0
@@ -160,8 +162,8 @@ def test_simulated_steps_are_in_order_and_waits_last_until_their_transfers_end(
     schedule: str, tokens: int, world: int, mask: Mask, direction: Direction, rates: Rates
 ) -> None:
     programs, problem = build_all_ranks(schedule, tokens, world, mask, direction)
-    timeline = simulate(programs, problem, Sizes(), rates)
-    free = simulate(programs, problem, Sizes(), replace(rates, bytes_per_second=inf, latency=0.0))
+    timeline = simulate_at(programs, problem, Sizes(), rates)
+    free = simulate_at(programs, problem, Sizes(), replace(rates, bytes_per_second=inf, latency=0.0))
     assert timeline.total >= max(timeline.busy(rank) for rank in range(world)) * (1 - 1e-9)
     assert timeline.total >= free.total * (1 - 1e-9)
     whole = (range(tokens),)
@@ -188,7 +190,7 @@ def test_simulated_steps_are_in_order_and_waits_last_until_their_transfers_end(
 
 def test_causal_zigzag_is_balanced_and_causal_ring_is_not() -> None:
     world, tokens = 4, 4096
-    even, uneven = (simulate(*build_all_ranks(name, tokens, world), Sizes(), FREE) for name in ("zigzag", "ring"))
+    even, uneven = (simulate_at(*build_all_ranks(name, tokens, world), Sizes(), FREE) for name in ("zigzag", "ring"))
     assert even.efficiency > 0.95
     busy = [uneven.busy(rank) for rank in range(world)]
     # in a causal matrix of W bands, the last band has 2 W - 1 times the pairs of the first
@@ -200,21 +202,21 @@ def test_causal_zigzag_is_balanced_and_causal_ring_is_not() -> None:
 def test_total_time_on_slow_links_is_the_communication_time() -> None:
     programs, problem = build_all_ranks("ring", 64, 4, Mask.full())
     sizes = Sizes(batch=2, dim=32, value_dim=16, input_bytes=4)
-    timeline = simulate(programs, problem, sizes, Rates(1e9, 1.0))
+    timeline = simulate_at(programs, problem, sizes, Rates(1e9, 1.0))
     # three hops of 16 rows of k and v
     moved = 3 * 16 * 2 * (32 + 16) * 4 * 2
     assert timeline.total == pytest.approx(moved, rel=1e-3)
     assert timeline.efficiency < 1e-3
     assert all(timeline.exposed(rank) == pytest.approx(moved, rel=1e-3) for rank in range(4))
-    late = simulate(programs, problem, sizes, Rates(1e9, inf, latency=5.0))
+    late = simulate_at(programs, problem, sizes, Rates(1e9, inf, latency=5.0))
     assert late.total == pytest.approx(15.0, rel=1e-3)
 
 
 def test_ranks_without_tokens_take_no_time() -> None:
-    timeline = simulate(*build_all_ranks("ring", 2, 5), Sizes(), Rates(1.0, 1.0))
+    timeline = simulate_at(*build_all_ranks("ring", 2, 5), Sizes(), Rates(1.0, 1.0))
     assert timeline.world == 5
     assert [bool(timeline.busy(rank)) for rank in range(5)] == [True, True, False, False, False]
-    nothing = simulate(*build_all_ranks("ring", 0, 2), Sizes(), Rates(1.0, 1.0))
+    nothing = simulate_at(*build_all_ranks("ring", 0, 2), Sizes(), Rates(1.0, 1.0))
     assert (nothing.total, nothing.efficiency) == (0.0, 1.0)
 
 
@@ -226,7 +228,7 @@ def test_measured_step_times_replace_the_model():
     assert kinds == ["Post", "Attend", "Wait", "Attend", "Finish"]
     step_seconds = [[1.0, 4.0, 99.0, 8.0, 2.0], [3.0, 4.0, 99.0, 8.0, 2.0]]
     sizes = Sizes(dim=1, value_dim=1, input_bytes=1)
-    timeline = simulate(programs, problem, sizes, Rates(1.0, 1.0, 0.5), step_seconds)
+    timeline = simulate_at(programs, problem, sizes, Rates(1.0, 1.0, 0.5), step_seconds)
     moved = 3.0 + 0.5 + 8.0  # both ready, latency, 8 bytes at 1 byte per second
     assert [timeline.exposed(rank) for rank in range(2)] == [moved - 5.0, moved - 7.0]
     assert timeline.total == moved + 8.0 + 2.0
