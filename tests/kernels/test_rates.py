@@ -15,7 +15,8 @@ from meshflash.kernels import rates, registry
 from meshflash.kernels.contract import Features, KernelRequest, Launch
 from meshflash.kernels.hopper import launch as hopper_launch
 from meshflash.kernels.hopper.kernel import Hopper
-from meshflash.kernels.rates import Known, Rate, Rates
+from meshflash.kernels.rate_curves import Rate
+from meshflash.kernels.rates import Known, Rates
 from meshflash.kernels.triton import configs as triton_configs
 
 CAUSAL = Mask.causal()
@@ -58,11 +59,11 @@ def test_predicted_seconds_are_flops_divided_by_the_rate():
 
 def test_rates_are_interpolated_between_lengths_and_clamped_beyond():
     made = table(tiled=100.0)
-    assert made._rate("tiled", "forward", True, 64, 2048) == pytest.approx(150.0)
-    assert made._rate("tiled", "forward", True, 64, 10**6) == 200.0
-    assert made._rate("tiled", "forward", True, 64, 512) == 50.0
-    assert made._rate("tiled", "forward", True, 80, 1024) == 100.0
-    assert made._rate("tiled", "forward", True, 256, 1024) == 100.0
+    assert made._curves.tflops("tiled", "forward", True, 64, 2048) == pytest.approx(150.0)
+    assert made._curves.tflops("tiled", "forward", True, 64, 10**6) == 200.0
+    assert made._curves.tflops("tiled", "forward", True, 64, 512) == 50.0
+    assert made._curves.tflops("tiled", "forward", True, 80, 1024) == 100.0
+    assert made._curves.tflops("tiled", "forward", True, 256, 1024) == 100.0
 
 
 @pytest.mark.parametrize("variant", ["gqa", "documents"])
@@ -84,10 +85,10 @@ def test_factor_of_a_variant_is_that_of_the_next_wider_dim_it_was_measured_at():
     rows = [Rate("tiled", "forward", True, dim, 1024, tflops) for dim, tflops in ((96, 400.0), (128, 600.0))]
     rows.append(Rate("tiled", "forward", True, 128, 1024, 540.0, "gqa"))
     made = replace(table(tiled=1.0), rates=tuple(rows))
-    assert made._factor("gqa", "tiled", "forward", 96, 1024) == pytest.approx(0.9)
-    assert made._factor("gqa", "tiled", "forward", 256, 1024) == pytest.approx(0.9)
+    assert made._curves.factor("gqa", "tiled", "forward", 96, 1024) == pytest.approx(0.9)
+    assert made._curves.factor("gqa", "tiled", "forward", 256, 1024) == pytest.approx(0.9)
     without = replace(made, rates=(rows[0], rows[2]))  # dim 128 has no plain rate to compare with
-    assert without._factor("gqa", "tiled", "forward", 96, 1024) == 1.0
+    assert without._curves.factor("gqa", "tiled", "forward", 96, 1024) == 1.0
 
 
 def test_layers_that_take_about_as_long_are_compared_by_device_time():

@@ -19,7 +19,8 @@ from meshflash.bench.timing import interleaved
 from meshflash.engine import local
 from meshflash.kernels import rates, registry
 from meshflash.kernels.contract import Features, Pass
-from meshflash.kernels.rates import PLAIN, Rate, Rates, Variant
+from meshflash.kernels.rate_curves import PLAIN, Rate, Variant
+from meshflash.kernels.rates import Rates
 from meshflash.kernels.triton import configs as triton_configs
 
 #: Head dims and lengths that are measured by default.

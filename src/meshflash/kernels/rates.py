@@ -8,29 +8,25 @@ that of one of the same architecture. Nothing is ever measured in a call.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from meshflash.core import files
 from meshflash.core.reading import read_json
-from meshflash.kernels.contract import KernelRequest, Launch, Pass
+from meshflash.kernels.contract import KernelRequest, Launch
+from meshflash.kernels.rate_curves import Rate, RateCurves, Variant
 
 #: The folder of the tables that meshflash ships.
 SHIPPED = Path(__file__).parent / "measured"
 #: Layers whose predicted times differ by less than this factor take about as long: host time is noisy.
 SIMILAR = 1.05
-#: What is special in a call whose rate is measured apart; PLAIN is nothing.
-Variant = Literal["", "gqa", "documents"]
-PLAIN: Variant = ""
 #: FLOPs of a backward relative to a forward: five matrix multiplies instead of two.
 BACKWARD = 2.5
 #: FLOPs of the other GEMMs of a transformer layer in a forward, for each token and over the square of the width (heads
@@ -38,30 +34,6 @@ BACKWARD = 2.5
 LAYER_FLOPS = 24.0
 #: The host's time for the rest of a layer in one pass, in seconds: about twelve launches of eager torch, 10 us each.
 LAYER_HOST = 120e-6
-
-
-@dataclass(frozen=True)
-class Rate:
-    """The measured rate of one kernel in one pass.
-
-    Args:
-        kernel: The name of the kernel.
-        direction: The pass, "forward" or "backward".
-        causal: Whether the mask was causal; otherwise it was full.
-        head_dim: The head dim of queries, keys and values.
-        tokens: The number of queries, and of keys.
-        tflops: The rate in TFLOP/s; masked pairs do not count as work.
-        variant: What was special in the call: "" if nothing, "gqa" if four query heads shared a KV head, "documents" if
-            the tokens were packed documents of `tokens` tokens each.
-    """
-
-    kernel: str
-    direction: Pass
-    causal: bool
-    head_dim: int
-    tokens: int
-    tflops: float
-    variant: Variant = PLAIN
 
 
 class Predicted(NamedTuple):
@@ -142,11 +114,11 @@ class Rates:
         """
         device = host = 0.0
         for launch in launches:
-            rate = self._rate(kernel, request.direction, launch.causal, request.head_dim, launch.keys)
+            rate = self._curves.tflops(kernel, request.direction, launch.causal, request.head_dim, launch.keys)
             if rate is None:
                 return None
             for variant in _variants(request):
-                rate *= self._factor(variant, kernel, request.direction, request.head_dim, launch.keys)
+                rate *= self._curves.factor(variant, kernel, request.direction, request.head_dim, launch.keys)
             rows = request.batch if launch.every_batch_row else 1
             device += 2.0 * (request.head_dim + request.value_dim) * launch.pairs * rows * request.heads / (rate * 1e12)
             host += self.host_us.get(kernel, {}).get(request.direction, 0.0) * 1e-6
@@ -158,49 +130,14 @@ class Rates:
         flops = LAYER_FLOPS * rows * (request.heads * request.head_dim) ** 2 * (2.0 if is_backward else 1.0)
         return Predicted(device, host, flops / (self._best_tflops * 1e12), LAYER_HOST)
 
-    def _rate(
-        self, kernel: str, direction: Pass, causal: bool, dim: int, keys: int, variant: Variant = PLAIN
-    ) -> float | None:
-        """Interpolate TFLOP/s between the nearest lengths, at the next wider head dim that was measured."""
-        curves = self._curves.get((kernel, direction, causal, variant))
-        if not curves:
-            return None
-        curve = curves[min((d for d in curves if d >= dim), default=max(curves))]
-        tokens = [t for t, _ in curve]
-        at = bisect_left(tokens, keys)
-        if at == 0:
-            return curve[0][1] * min(1.0, keys / tokens[0])
-        if at == len(curve):
-            return curve[-1][1]
-        (low, slow), (high, fast) = curve[at - 1 : at + 1]
-        return slow + (fast - slow) * math.log(keys / low) / math.log(high / low)
-
-    def _factor(self, variant: Variant, kernel: str, direction: Pass, dim: int, keys: int) -> float:
-        """Return the speed of a variant over that of plain calls, from causal rates; 1 where it was not measured."""
-        curves = self._curves.get((kernel, direction, True, variant))
-        if not curves:
-            return 1.0
-        dim = min((d for d in curves if d >= dim), default=max(curves))
-        if dim not in self._curves.get((kernel, direction, True, PLAIN), {}):
-            return 1.0
-        tokens = [t for t, _ in curves[dim]]
-        keys = min(max(keys, tokens[0]), tokens[-1])
-        special, plain = (self._rate(kernel, direction, True, dim, keys, name) for name in (variant, PLAIN))
-        return special / plain if special and plain else 1.0
+    @cached_property
+    def _curves(self) -> RateCurves:
+        return RateCurves(self.rates)
 
     @cached_property
     def _best_tflops(self) -> float:
         """The highest rate of all, which is about that of a large GEMM."""
         return max(rate.tflops for rate in self.rates)
-
-    @cached_property
-    def _curves(self) -> dict[tuple[str, str, bool, str], dict[int, list[tuple[int, float]]]]:
-        """(tokens, TFLOP/s) in the order of tokens: by (kernel, pass, causal, variant), then by head dim."""
-        out: dict[tuple[str, str, bool, str], dict[int, list[tuple[int, float]]]] = {}
-        for rate in sorted(self.rates, key=lambda rate: rate.tokens):
-            by_dim = out.setdefault((rate.kernel, rate.direction, rate.causal, rate.variant), {})
-            by_dim.setdefault(rate.head_dim, []).append((rate.tokens, rate.tflops))
-        return out
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as JSON data."""
@@ -210,18 +147,7 @@ class Rates:
             "measured_with": self.measured_with,
             "host_us": self.host_us,
             "configs": self.configs,
-            "rates": [
-                {
-                    "kernel": rate.kernel,
-                    "pass": rate.direction,
-                    "mask": "causal" if rate.causal else "full",
-                    "head_dim": rate.head_dim,
-                    "tokens": rate.tokens,
-                    "tflops": float(f"{rate.tflops:.4g}"),
-                }
-                | ({"variant": rate.variant} if rate.variant else {})
-                for rate in self.rates
-            ],
+            "rates": [rate.to_json() for rate in self.rates],
         }
 
     @staticmethod
@@ -231,27 +157,10 @@ class Rates:
         Args:
             data: What `to_json` returned.
         """
-        rates = tuple(
-            Rate(
-                kernel=row["kernel"],
-                direction=row["pass"],
-                causal=row["mask"] == "causal",
-                head_dim=row["head_dim"],
-                tokens=row["tokens"],
-                tflops=row["tflops"],
-                variant=row.get("variant", PLAIN),
-            )
-            for row in data["rates"]
-        )
+        rates = tuple(map(Rate.from_json, data["rates"]))
         about, host = (str(data["device"]), str(data["architecture"])), dict(data["host_us"])
         if not rates:
             raise ValueError("no rates")
-        if unknown := {rate.variant for rate in rates} - set(get_args(Variant)):
-            raise ValueError(f"unknown variants {unknown}")
-        if not all(isinstance(size, int) for rate in rates for size in (rate.head_dim, rate.tokens)):
-            raise ValueError("head dims and tokens must be whole numbers")
-        if not all(0 < rate.tflops < math.inf and rate.tokens > 0 for rate in rates):
-            raise ValueError("rates must be numbers > 0")
         if not all(us >= 0 for by_pass in host.values() for us in by_pass.values()):
             raise ValueError("host times must be numbers >= 0")
         if not all(_is_config(numbers) for numbers in data.get("configs", {}).values()):
