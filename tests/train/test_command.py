@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from meshflash import shutdown
 from meshflash.cli import app
+from meshflash.core.reading import read_toml
 from meshflash.train import config as configs
 from meshflash.train import loop
-from meshflash.train.config import PRESETS, preset, read_toml, to_toml
+from meshflash.train.config import PRESETS, preset, to_toml
 from meshflash.train.report import ProgressLine
 
 #: Time limit of a subprocess, in seconds; a loaded machine takes 20 to import torch.

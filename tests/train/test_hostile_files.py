@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from meshflash.bench import record
+from meshflash.core.reading import read_toml
 from meshflash.gemm import rates as gemm_rates
 from meshflash.kernels import rates as kernel_rates
 from meshflash.models import huggingface
@@ -28,7 +29,6 @@ from meshflash.models.gpt import GPT, tiny
 from meshflash.train import images, texts
 from meshflash.train.checkpoint import CheckpointError, Checkpoints
 from meshflash.train.checkpoint_files import TensorFile
-from meshflash.train.config import read_toml
 from meshflash.train.tokenizer import FolderTokenizer
 from meshflash.train.tokens import TokenFile, write_tokens
 from meshflash.viz import recorded

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from meshflash import shutdown
 from meshflash.cli import app
+from meshflash.core.reading import read_toml
 from meshflash.train import config as configs
 from meshflash.train import loop
 from meshflash.train.report import METRICS_FILE, Report, read_metrics
@@ -279,7 +280,7 @@ def test_non_finite_loss_ends_the_run(pool):
 def test_configuration_fields_are_changed_by_path_and_type_checked(tmp_path):
     base = configs.preset("gpt", "tiny")
     (tmp_path / "run.toml").write_text('[model]\nlayers = 3\n[model.scaling]\nfactor = 4\n[data]\nsource = "needle"\n')
-    found = configs.change(base, configs.read_toml(tmp_path / "run.toml"))
+    found = configs.change(base, read_toml(tmp_path / "run.toml"))
     assert (found.model.layers, found.model.scaling.factor, found.data.source) == (3, 4.0, "needle")
     assert configs.from_dict(json.loads(json.dumps(configs.as_dict(found)))) == found
     for kind, presets in configs.PRESETS.items():

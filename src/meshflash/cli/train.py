@@ -80,10 +80,11 @@ def _configure(
     kind: str | None, preset: str, file: Path | None, options: dict[str, dict[str, Any]], assigned: list[str]
 ) -> Config:
     """Return the configuration: the preset, changed by the file, then by options, then by --set. It needs no torch."""
+    from meshflash.core.reading import read_toml
     from meshflash.train import config as configs
 
     with explained():
-        changes = {} if file is None else configs.read_toml(file)
+        changes = {} if file is None else read_toml(file)
         named = changes.pop("kind", None)
         if named is not None and kind is not None and named != kind:
             raise ValueError(f"{file}: kind={named!r}, and the command says {kind!r}; leave one out")

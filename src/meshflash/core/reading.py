@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tomllib
 from pathlib import Path
 from typing import Any
 
 #: The default limit on the size of a JSON file, in bytes.
 MOST_BYTES = 1 << 28
+#: The most bytes of a TOML file, and dots in a line of it: tomllib takes a minute over a key of 32,000 dots.
+TOML_BYTES, TOML_DOTS = 1 << 18, 256
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
@@ -60,6 +63,25 @@ def read_object(path: Path, expected: str, most: int = MOST_BYTES) -> dict[str, 
     if not isinstance(found, dict):
         raise ValueError(f"{path}: JSON of a {type(found).__name__}; expected {expected}")
     return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file; raise ValueError if it is missing, too large or not TOML.
+
+    Args:
+        path: The file.
+    """
+    try:
+        data = read_bytes(path, TOML_BYTES)
+        if max((line.count(b".") for line in data.splitlines()), default=0) > TOML_DOTS:
+            raise ValueError(f"more than {TOML_DOTS} dots in a line")
+        return tomllib.loads(data.decode())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not TOML: it is nested too deeply") from None
+    except ValueError as error:  # tomllib's own errors, numbers with too many digits, invalid UTF-8
+        raise ValueError(f"{path}: not TOML: {error}") from None
 
 
 def is_plain(name: Any) -> bool:

@@ -10,11 +10,9 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from meshflash.core.reading import read_bytes
 from meshflash.models import gpt_config as gpt
 from meshflash.models import vit_config as vit
 from meshflash.models.gpt_config import GPTConfig
@@ -22,8 +20,6 @@ from meshflash.models.vit_config import ViTConfig
 
 #: The dtypes of compute; master weights are float32.
 DTYPES = ("float32", "bfloat16", "float16")
-#: The most bytes of a TOML file, and dots in a line of it: tomllib takes a minute over a key of 32,000 dots.
-TOML_BYTES, TOML_DOTS = 1 << 18, 256
 #: The value None, which TOML lacks.
 NONE = "none"
 
@@ -299,25 +295,6 @@ def preset(kind: str, name: str) -> Config:
     if name not in PRESETS[kind]:
         raise ValueError(f"preset={name!r}: expected one of {', '.join(PRESETS[kind])}")
     return PRESETS[kind][name]()
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the changes of a TOML file, by tables.
-
-    Args:
-        path: The file, as `to_toml` or a user wrote it.
-    """
-    try:
-        data = read_bytes(path, TOML_BYTES)
-        if max((line.count(b".") for line in data.splitlines()), default=0) > TOML_DOTS:
-            raise ValueError(f"more than {TOML_DOTS} dots in a line")
-        return tomllib.loads(data.decode())
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file") from None
-    except RecursionError:
-        raise ValueError(f"{path}: not TOML: it is nested too deeply") from None
-    except ValueError as error:  # tomllib's own errors, numbers with too many digits, invalid UTF-8
-        raise ValueError(f"{path}: not TOML: {error}") from None
 
 
 def assignments(texts: list[str]) -> dict[str, Any]:
