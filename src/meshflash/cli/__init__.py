@@ -25,6 +25,7 @@ from meshflash.cli import (
     gemm,
     generate,
     launch,
+    plan,
     predict,
     rehearse,
     trace,
@@ -88,6 +89,7 @@ app.command("launch", context_settings={"ignore_unknown_options": True, "allow_i
     launch.command
 )
 app.command("generate")(generate.command)
+app.command("plan")(plan.command)
 app.command("predict")(predict.command)
 app.command("rehearse")(rehearse.command)
 app.command("trace")(trace.command)
