@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import inf
 
@@ -114,8 +115,7 @@ def test_balanced_layouts_win_causal_training_and_the_reason_says_so():
     for each in ranked:
         parts = each.kernels + each.imbalance + each.communication
         assert each.seconds * (1 - each.efficiency) == pytest.approx(parts)
-    assert "which loses 4" in why(ranked)
-    assert "to ranks with unequal work; zigzag loses" in why(ranked)
+    assert re.search(r"which loses 4\d% more of its time to ranks with unequal work\.", why(ranked))
 
 
 def test_slow_links_favour_what_moves_less():

@@ -127,7 +127,7 @@ def why(ranked: Sequence[Prediction]) -> str:
     >>> fast = Prediction("zigzag", "zigzag", 1.0, 0.9, 0.02, 0.0, 0.08)
     >>> slow = Prediction("ring", "contiguous", 2.0, 0.45, 0.04, 1.0, 0.06)
     >>> why([fast, slow])
-    'zigzag is 2.00x as fast as ring, which loses 50% of its time to ranks with unequal work; zigzag loses 0%.'
+    'zigzag is 2.00x as fast as ring, which loses 50% more of its time to ranks with unequal work.'
     """
     runs = [each for each in ranked if not each.refused]
     if not runs:
@@ -143,10 +143,9 @@ def why(ranked: Sequence[Prediction]) -> str:
     slower = runs[len(close)]
     gains = {part: getattr(slower, part) / slower.seconds - getattr(first, part) / first.seconds for part in PARTS}
     part = max(gains, key=lambda each: gains[each])
-    lost, kept = (max(0.0, getattr(each, part) / each.seconds) for each in (slower, first))
     return (
         f"{text} {first.text} is {slower.seconds / first.seconds:.2f}x as fast as {slower.text}, which loses "
-        f"{lost:.0%} of its time {PARTS[part]}; {first.text} loses {kept:.0%}."
+        f"{gains[part]:.0%} more of its time {PARTS[part]}."
     ).lstrip()
 
 
