@@ -122,6 +122,37 @@ def test_balanced_ranks_have_equal_tokens_and_work(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("full", "contiguous"),
+        ("causal", "zigzag"),
+        ("window", "contiguous"),
+        ("documents", "balanced"),
+        ("causal documents", "balanced"),
+        ("rows", "balanced"),
+        ("prefix", "balanced"),
+        ("sinks", "contiguous"),
+    ],
+)
+def test_auto_takes_the_simplest_layout_of_equal_work(name: str, expected: str) -> None:
+    layout = Layout.auto(MASKS[name], TOKENS, WORLD)
+    assert layout.name == expected
+    assert loads(layout, MASKS[name]).max() <= (1.05 if expected != "balanced" else 1.06)
+
+
+def test_auto_balances_all_masks_of_a_model_and_the_best_it_can() -> None:
+    assert Layout.auto([MASKS["window"], MASKS["causal"]], TOKENS, WORLD).name == "zigzag"
+    assert Layout.auto(MASKS["causal"], TOKENS, 1).name == "contiguous"
+    assert Layout.auto(MASKS["causal documents"], TOKENS, 1).name == "contiguous"
+    assert Layout.auto(Mask.causal(), 0, 3).lengths == (0, 0, 0)
+    for tokens in range(1, 12):  # too few tokens for equal work: no candidate is better
+        best = min(loads(other(tokens, 4), Mask.causal()).max() for other in (Layout.contiguous, Layout.zigzag))
+        assert loads(Layout.auto(Mask.causal(), tokens, 4), Mask.causal()).max() <= best
+    with pytest.raises(ValueError, match=r"auto\(masks\): expected a mask"):
+        Layout.auto([], TOKENS, WORLD)
+
+
+@pytest.mark.parametrize(
     "names", [("causal", "window"), ("causal", "full", "documents"), ("causal documents", "sinks", "causal")]
 )
 def test_balanced_balances_several_masks_at_once(names: tuple[str, ...]) -> None:

@@ -106,7 +106,7 @@ def test_invalid_arguments_are_refused(pool):
         "Linear has no meshflash.parallel.MeshAttention", "schedule='rings': expected one of auto",
         "weights are on the meta device", "ranks share the sequence; give layout=",
         "activation_checkpointing='some': expected one of full, selective",
-        "layout='spiral': expected a Layout, or one of zigzag", "a rank has no batch", "this module has no mesh",
+        "layout='spiral': expected a Layout, or one of auto, zigzag", "a rank has no batch", "this module has no mesh",
         "1 samples for 2 data ranks",
     )  # fmt: skip
     for messages in pool.run(2, invalid_call_messages):

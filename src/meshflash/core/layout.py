@@ -24,6 +24,8 @@ BALANCE_GOAL = 1.01
 MAX_RANGES_PER_RANK = 16
 #: ... or once pieces would have fewer tokens: one token more or less in each would unbalance the ranks.
 MIN_PIECE = 8
+#: `auto` takes a layout whose busiest rank has at most this much work, where 1 is the mean.
+AUTO_GOAL = 1.05
 #: Whole documents are placed if the rank that needs the most keys of others then needs less than this fraction of them.
 PLACED_GAIN = 0.9
 
@@ -192,12 +194,8 @@ class Layout:
         >>> Layout.balanced(Mask.causal(), 1024, 4).lengths
         (256, 256, 256, 256)
         """
-        masks = (masks,) if isinstance(masks, Mask) else tuple(masks)
-        if not masks or not all(isinstance(mask, Mask) for mask in masks):
-            raise ValueError(f"balanced(masks): expected a mask, or a list of masks; got {masks!r}")
+        masks = _checked("balanced", masks, tokens)
         tokens, world = _sizes(tokens, world)
-        for mask in masks:
-            mask.check(tokens, tokens, mask.batch_rows or 1)
         best: list[list[int]] = []
         best_load, best_pieces = np.inf, 1
         pieces = 1
@@ -218,6 +216,34 @@ class Layout:
                 ranges = placed
         return _layout("balanced", ranges)
 
+    @staticmethod
+    def auto(masks: Mask | Sequence[Mask], tokens: int, world: int) -> Layout:
+        """Choose a layout by the work that masks give each rank.
+
+        The first of these under which the busiest rank has at most 5% more work than the mean: contiguous, under which
+        the fewest keys move if there is a window, zigzag, and `balanced`. If none has, as for a handful of tokens, the
+        best one. For masks with documents it is always `balanced`: that keeps most of them whole.
+
+        Args:
+            masks: The mask, or several masks if the layers of a model differ.
+            tokens: The length of the sequence.
+            world: The number of ranks.
+
+        >>> [Layout.auto(mask, 4096, 4).name for mask in (Mask.causal(), Mask.full(), Mask.window(99, 0))]
+        ['zigzag', 'contiguous', 'contiguous']
+        """
+        masks = _checked("auto", masks, tokens)
+        tokens, world = _sizes(tokens, world)
+        if world > 1 and any(mask.has_documents for mask in masks):
+            return Layout.balanced(masks, tokens, world)
+        loads: dict[Layout, float] = {}
+        for name in ("contiguous", "zigzag", "balanced"):
+            layout = Layout.balanced(masks, tokens, world) if name == "balanced" else _NAMED[name](tokens, world)
+            loads[layout] = _busiest(layout, masks, tokens)
+            if loads[layout] <= AUTO_GOAL:
+                return layout
+        return min(loads, key=lambda each: loads[each])
+
 
 _NAMED = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 
@@ -235,6 +261,28 @@ def positions(layout: Layout, rank: int) -> Array:
     if not 0 <= as_integer(rank, "positions(rank)") < layout.world:
         raise ValueError(f"positions(rank={rank}): expected a rank from 0 to {layout.world - 1}")
     return layout.positions(rank)
+
+
+def _checked(name: str, masks: Mask | Sequence[Mask], tokens: int) -> tuple[Mask, ...]:
+    """Return the masks of a layout as a tuple; ValueError if they are none, or fit no sequence of this length."""
+    masks = (masks,) if isinstance(masks, Mask) else tuple(masks)
+    if not masks or not all(isinstance(mask, Mask) for mask in masks):
+        raise ValueError(f"{name}(masks): expected a mask, or a list of masks; got {masks!r}")
+    for mask in masks:
+        mask.check(tokens, tokens, mask.batch_rows or 1)
+    return masks
+
+
+def _busiest(layout: Layout, masks: tuple[Mask, ...], tokens: int) -> float:
+    """Return the largest work of any rank under any mask, where 1 is the mean. Ranges are without a step."""
+    cuts = sorted({0, tokens, *(end for held in layout.ranges for r in held for end in (r.start, r.stop))})
+    at = {cut: n for n, cut in enumerate(cuts)}
+    loads = [1.0]
+    for mask in masks:
+        before = pairs_before(mask, tokens, cuts)
+        work = [sum(int(before[at[r.stop]] - before[at[r.start]]) for r in held) for held in layout.ranges]
+        loads.append(max(work) * layout.world / max(1, sum(work)))
+    return max(loads)
 
 
 def _deal(masks: tuple[Mask, ...], tokens: int, world: int, pieces: int) -> tuple[list[list[int]], float]:

@@ -101,7 +101,7 @@ def shard_inputs(
         labels: Labels, `[batch, tokens]`.
         extra_kwargs: The other arguments of the model: positions, which begin again with each document.
         mesh: The ranks that share the sequence: a DeviceMesh of one dimension. None is one device.
-        layout: The layout, or its name. "auto" is zigzag, and balanced where documents are packed.
+        layout: The layout, or its name. "auto" asks `Layout.auto`: zigzag, or balanced for packed documents.
         schedule: The schedule of attention.
     """
     extra = dict(extra_kwargs)
@@ -112,8 +112,6 @@ def shard_inputs(
     tokens = inputs.shape[1]
     packed = None if positions is None else documents_of_positions(positions)
     rule = Mask.causal() if packed is None else packed & Mask.causal()
-    if layout == "auto":
-        layout = "zigzag" if packed is None else "balanced"
     own = resolve_layout(layout, rule, tokens, 1 if mesh is None else mesh.size())
     masks = SequenceMask(rule, mesh, own, schedule)
     if positions is None:  # a model without positions would count this rank's tokens

@@ -19,7 +19,7 @@ from meshflash.parallel.weights import synchronized
 from meshflash.sharding import shard
 
 #: The layouts that can be given by name.
-LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
+LAYOUTS = ("auto", "zigzag", "striped", "contiguous", "balanced")
 
 #: The keyword arguments of a call of the model, `labels` among them.
 Batch = Mapping[str, Any]
@@ -109,7 +109,7 @@ def resolve_layout(layout: Layout | str, mask: Mask, tokens: int, ranks: int) ->
 
     Args:
         layout: A layout, or the name of one.
-        mask: The mask, by which a balanced layout is built.
+        mask: The mask, by which "auto" chooses and a balanced layout is built.
         tokens: The tokens of the whole sequence.
         ranks: The number of ranks that share it.
 
@@ -120,8 +120,8 @@ def resolve_layout(layout: Layout | str, mask: Mask, tokens: int, ranks: int) ->
         return layout
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: expected a Layout, or one of {', '.join(LAYOUTS)}")
-    if layout == "balanced":
-        return Layout.balanced(mask, tokens, ranks)
+    if layout in ("auto", "balanced"):
+        return getattr(Layout, layout)(mask, tokens, ranks)
     return getattr(Layout, layout)(tokens, ranks)
 
 

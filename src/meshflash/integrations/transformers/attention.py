@@ -73,15 +73,13 @@ def sequence_of(mesh: Any, layout: Layout | str, schedule: str, tokens: int, doc
 
     Args:
         mesh: The ranks.
-        layout: The layout or its name. "auto" is zigzag, and balanced where documents are packed.
+        layout: The layout or its name. "auto" asks `Layout.auto`: zigzag, or balanced for packed documents.
         schedule: The schedule of attention.
         tokens: The number of tokens.
         documents: The packed documents, or None.
     """
     from meshflash.parallel.step import resolve_layout
 
-    if layout == "auto":
-        layout = "zigzag" if documents is None else "balanced"
     mask = Mask.causal() if documents is None else documents & Mask.causal()
     ranks = group_of(mesh)[2]
     found = resolve_layout(layout, mask, tokens, ranks)

@@ -54,7 +54,7 @@ def shard_batch(
         batch: The keyword arguments of the model, the same on all ranks: `input_ids` or `inputs_embeds`, and what else
             the model takes, such as `attention_mask`, `position_ids`, `labels` and `num_items_in_batch`.
         mesh: The ranks that share the sequence: a DeviceMesh of one dimension, or a process group.
-        layout: The layout, or its name. "auto" is zigzag, and balanced where documents are packed.
+        layout: The layout, or its name. "auto" asks `Layout.auto`: zigzag, or balanced for packed documents.
         schedule: The schedule of attention over the ranks.
     """
     local = dict(batch)

@@ -65,7 +65,7 @@ def context_parallel(
             decoder-only language models. "layers" cuts hidden states before the first layer of a stack and gathers
             them after the last one, so all other parts see the whole sequence: for encoders, images, audio and
             cross-attention. "auto" takes "inputs" for causal language models.
-        layout: The layout, or its name. "auto" is zigzag, and balanced where documents are packed.
+        layout: The layout, or its name. "auto" asks `Layout.auto`: zigzag, or balanced for packed documents.
         schedule: The schedule of attention, as in `meshflash.attention`.
         outputs: Whether logits and other outputs of tokens are this rank's own ("own") or gathered ("whole"). With
             cut="layers" they are whole in any case.
