@@ -145,7 +145,7 @@ def run(case: LlamaCase, ranks: int, share_gpu: bool, rounds: int, say: Say = la
             found = {n: _over_ranks(case, n, share, rounds, say) for n, share in shares.items()}
         _check({f"{n} ranks": checked.loss for n, (_, checked) in found.items()}, case.dtype)
         for n, (ms, checked) in found.items():
-            efficiency = found[1][0] / ms / (1 if share_gpu else n)
+            efficiency = found[1][0] / ms / (n * (shares[n] or 100) / 100)
             measured: dict[str, Any] = dict(ms=ms, ratio=None, over_plain=None, efficiency=efficiency)
             rows.append(StepRow(OURS, n, shares[n], **asdict(case), **measured, **asdict(checked)))
     return rows

@@ -79,7 +79,9 @@ def test_bench_attention_on_a_balanced_layout_of_documents(tmp_path):
     assert row["received_bytes"] == moved
     result = CliRunner().invoke(app, [*words.replace("balanced", "even").split()])
     assert result.exit_code == 2
-    assert "layout='even': expected a Layout, or one of auto, zigzag" in " ".join(result.output.replace("│", " ").split())
+    assert "layout='even': expected a Layout, or one of auto, zigzag" in " ".join(
+        result.output.replace("│", " ").split()
+    )
 
 
 def test_impossible_speeds_are_flagged_and_spread_is_shown():

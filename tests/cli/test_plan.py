@@ -27,8 +27,20 @@ def test_plan_prints_schedules_from_the_fastest_and_writes_them(tmp_path):
     assert "65,536 tokens over 4 ranks of NVIDIA H200" in result.output
     plan = json.loads(output.read_text())["plan"]
     assert plan[0]["schedule"] == "zigzag"
+    written = json.loads(output.read_text())
+    assert (written["call"]["tokens"], written["call"]["mask"], written["call"]["world"]) == (65536, "causal", 4)
+    assert [link["name"] for link in written["machine"]["links"]] == ["NVLink 4", "InfiniBand NDR"]
     assert [each["seconds"] for each in plan] == sorted(each["seconds"] for each in plan)
-    assert "Sources: meshflash calibrate on an H200" in " ".join(result.output.split())
+    assert "meshflash calibrate on an H200" in " ".join(result.output.split())
+
+
+def test_plan_prints_titles_as_they_are(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", DOCS, re.DOTALL)
+    (tmp_path / "mine.toml").write_text(text.replace("four workstations", "rack [red] of [/x] workstations"))
+    words = ("--tokens", "8K", "-n", "1", "--machine", str(tmp_path / "mine.toml"), "--schedule", "ring")
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    assert "8,192 tokens over 1 rank of rack [red] of [/x] workstations" in " ".join(result.output.split())
 
 
 def test_plan_reads_lengths_of_documents(tmp_path):
@@ -51,6 +63,10 @@ def test_plan_reads_lengths_of_documents(tmp_path):
         (("--tokens", "1K", "-n", "2", "--heads", "8/"), "tokens over 2 ranks"),
         (("--tokens", "1K", "-n", "2", "--machine", "b300"), "expected one of h100, h200"),
         (("--tokens", "1K", "-n", "2", "--schedule", "rings"), "expected one of auto"),
+        (("--tokens", "1K", "-n", "2", "--schedule", "auto"), "the plan compares schedules"),
+        (("--tokens", "1K", "-n", "2", "--schedule", "ring[/b]"), "expected a name, or name(option=value)"),
+        (("--tokens", "2048M", "-n", "64"), "expected a number from 1 to 67,108,864"),
+        (("--tokens", "1K", "-n", "2", "--dim", "512"), "h200: no forward rates at head dim 512"),
         (("--tokens", "1K", "-n", "65"), "expected 1 to 64 ranks"),
     ],
 )

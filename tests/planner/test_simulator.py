@@ -122,6 +122,16 @@ def test_messages_of_a_rank_to_itself_take_no_time() -> None:
     assert more.total == 2
 
 
+def test_a_message_arrives_no_earlier_than_its_sender_has_sent_it() -> None:
+    """Rank 0 sends 100 bytes to each of two ranks, which its link takes 200 s for."""
+    timeline = simulate_steps(
+        [post("a", {1: 100, 2: 100}, {}), Wait("a")],
+        [post("a", {}, {0: 100}), Wait("a")],
+        [post("a", {}, {0: 100}), Wait("a")],
+    )
+    assert [timeline.exposed(rank) for rank in range(3)] == [200, 200, 200]
+
+
 def test_simulate_refuses_programs_that_do_not_match() -> None:
     with pytest.raises(ValueError, match="deadlock"):
         simulate_steps(

@@ -83,7 +83,10 @@ def exposed(function: Callable[[], Any], device: torch.device, transport: Transp
 
 def _calls(trace: Trace) -> list[_Call]:
     """Return the calls of this rank that count. A call may run several programs."""
-    per_call = len(trace.records) // (CALLS + 2)
+    if not trace.records or trace.calls != len(trace.records) or trace.calls % (CALLS + 2):
+        counts = f"{trace.calls} programs, of which {len(trace.records)} are recorded"
+        raise RuntimeError(f"{CALLS + 2} calls ran {counts}: too many, or not equally many in each call")
+    per_call = trace.calls // (CALLS + 2)
     found = []
     for first in range(per_call, per_call * (CALLS + 1), per_call):
         own = trace.records[first : first + per_call]

@@ -99,9 +99,9 @@ def missing_efficiency(rows: list[Row]) -> list[Table]:
         *(Column(name, partial(_missing_cell, name)) for name in MISSING_PARTS),
     )
     caption = (
-        "percent of the time of a call, means over ranks, in calls back to back: kernels: attention beyond the time of "
-        "the single device's kernel; comm: waits for messages; steps: copies, sums, merges; idle: no step runs, such "
-        "as where the host is late"
+        "percent of the time of a call, means over ranks, in traced calls back to back: kernels: attention beyond the "
+        "time of the single device's kernel; comm: waits for messages; steps: copies, sums, merges; idle: no step "
+        "runs, such as where the host is late"
     )
     return [
         terminal(f"{title(own[0])}, missing efficiency", columns, own, "pass", caption) for own in _by_case(over_ranks)

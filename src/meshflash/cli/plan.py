@@ -14,13 +14,18 @@ from meshflash.cli.bench_options import MASKS, Dim, explained
 from meshflash.cli.outputs import writable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.table import Table
+
     from meshflash.core.mask import Mask
-    from meshflash.planner.ranking import Case, Prediction
+    from meshflash.planner.hardware import Machine
+    from meshflash.planner.ranking import PlannedCall, Prediction
 
 #: What a suffix of a number of tokens stands for.
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 #: The most tokens that can be planned.
-MOST_TOKENS = 1 << 34
+MOST_TOKENS = 1 << 26
 
 
 def command(
@@ -44,6 +49,7 @@ def command(
 ) -> None:
     """Predict times, bytes and memory of every schedule on a machine, and say which one wins and why."""
     from rich.console import Console
+    from rich.markup import escape
 
     from meshflash.core.files import write_whole
     from meshflash.planner import hardware, ranking
@@ -53,22 +59,27 @@ def command(
     with explained():
         count = number_of_tokens(tokens)
         described = hardware.load(machine, per_node)
-        case = _case(count, nproc, heads, dim, batch, _mask(mask, documents, count))
+        call = _planned_call(count, nproc, heads, dim, batch, _mask(mask, documents, count))
         if forward_only:
-            case = replace(case, directions=("forward",))
+            call = replace(call, directions=("forward",))
     console, errors = Console(), Console(stderr=True)
+    limit = described.memory_bytes if memory is None else memory * 1e9
     with explained(), errors.status("") as status:
-        limit = None if memory is None else memory * 1e9
-        ranked = ranking.rank_schedules(case, described, limit, schedule, status.update)
-    title = f"{count:,} tokens over {nproc} ranks of {described.title}"
+        tell = lambda text: status.update(escape(text))  # noqa: E731
+        ranked = ranking.rank_schedules(call, described, limit, schedule, tell)
+    title = f"{count:,} tokens over {nproc} rank{'s' * (nproc > 1)} of {described.title}"
     console.print(table(ranked, title, documents.name if documents else mask, described))
-    for refused in (each for each in ranked if each.refused):
-        console.print(f"refused: {refused.text}: {refused.refused}", soft_wrap=True)
-    console.print(ranking.why(ranked), soft_wrap=True)
+    lines = [f"refused: {each.text}: {each.unsupported_reason}" for each in ranked if each.unsupported_reason]
+    lines.append(ranking.explain_ranking(ranked))
     if output is not None:
-        data = {"machine": described.title, "sources": dict(described.sources), "plan": [asdict(p) for p in ranked]}
+        asked = asdict(call) | {"mask": str(call.mask), "memory_limit_bytes": limit}
+        links = [asdict(link) for link in described.links]
+        about = {"title": described.title, "sources": dict(described.sources), "links": links}
+        data = {"call": asked, "machine": about, "plan": [asdict(each) for each in ranked]}
         write_whole(output, json.dumps(data, indent=1) + "\n")
-        console.print(f"written: {output}", soft_wrap=True)
+        lines.append(f"written: {output}")
+    for line in filter(None, lines):
+        console.print(escape(line), soft_wrap=True)
 
 
 def number_of_tokens(text: str) -> int:
@@ -84,9 +95,9 @@ def number_of_tokens(text: str) -> int:
     return count
 
 
-def _case(tokens: int, nproc: int, heads: str, dim: int, batch: int, mask: Mask) -> Case:
+def _planned_call(tokens: int, nproc: int, heads: str, dim: int, batch: int, mask: Mask) -> PlannedCall:
     from meshflash.core.program import Sizes
-    from meshflash.planner.ranking import Case
+    from meshflash.planner.ranking import PlannedCall
 
     query_heads, _, kv_heads = heads.partition("/")
     if not (query_heads.isdecimal() and (kv_heads or query_heads).isdecimal()):
@@ -94,7 +105,7 @@ def _case(tokens: int, nproc: int, heads: str, dim: int, batch: int, mask: Mask)
     counts = int(query_heads), int(kv_heads or query_heads)
     if not (1 <= counts[1] <= counts[0] and counts[0] % counts[1] == 0):
         raise ValueError(f"heads={heads!r}: expected a number of KV heads that divides the query heads")
-    return Case(tokens, nproc, mask, *counts, Sizes(batch=batch, dim=dim, value_dim=dim))
+    return PlannedCall(tokens, nproc, mask, *counts, Sizes(batch=batch, dim=dim, value_dim=dim))
 
 
 def _mask(name: str, documents: Path | None, tokens: int) -> Mask:
@@ -113,7 +124,7 @@ def _mask(name: str, documents: Path | None, tokens: int) -> Mask:
     return Mask.causal() & Mask.documents(lengths, pad=True)
 
 
-def table(ranked: list[Prediction], title: str, mask: str, machine: Any) -> Any:
+def table(ranked: list[Prediction], title: str, mask: str, machine: Machine) -> Table:
     """Return the predictions as a table for the terminal.
 
     Args:
@@ -122,28 +133,34 @@ def table(ranked: list[Prediction], title: str, mask: str, machine: Any) -> Any:
         mask: The mask in words.
         machine: The machine.
     """
+    from rich.markup import escape
+
     from meshflash.bench.columns import Column, terminal
 
-    def part(name: str) -> Any:
-        return lambda row: "" if row["refused"] else f"{row[name] / row['seconds']:.1%}"
+    def if_it_runs(cell: Callable[[Any], str]) -> Callable[[Any], str]:
+        return lambda row: cell(row) if row["seconds"] and not row["unsupported_reason"] else ""
+
+    def lost(header: str, part: str) -> Column:
+        return Column(header, if_it_runs(lambda row: f"{row[part] / row['seconds']:.1%}"))
 
     columns = (
-        Column("schedule", lambda row: row["text"], is_text=True),
-        Column("layout", "layout", is_text=True),
-        Column("ms", lambda row: "" if row["refused"] else f"{row['seconds'] * 1e3:,.2f}"),
-        Column("eff.", lambda row: "" if row["refused"] else f"{row['efficiency']:.3f}"),
-        Column("kernels", part("kernels")),
-        Column("uneven\nwork", part("imbalance")),
-        Column("comm", part("communication")),
+        Column("schedule", lambda row: escape(row["text"]), is_text=True),
+        Column("layout", lambda row: escape(row["layout"]), is_text=True),
+        Column("ms", if_it_runs(lambda row: f"{row['seconds'] * 1e3:,.2f}")),
+        Column("eff.", if_it_runs(lambda row: f"{row['efficiency']:.3f}")),
+        lost("kernels", "kernels"),
+        lost("steps", "steps"),
+        lost("imbal-\nance", "imbalance"),
+        lost("comm", "communication"),
         Column("recv\n(MB)", lambda row: f"{row['received_bytes'] / 1e6:,.0f}" if row["memory_bytes"] else ""),
         Column("GB", lambda row: f"{row['memory_bytes'] / 1e9:.2f}" if row["memory_bytes"] else ""),
     )
     rows = [asdict(each) | {"text": each.text} for each in ranked]
-    sources = "; ".join(dict.fromkeys((machine.sources["kernels"], *(link.source for link in machine.links))))
+    sources = "; ".join(dict.fromkeys((*machine.sources.values(), *(link.source for link in machine.links))))
     caption = (
-        f"{mask}; predicted, nothing ran. ms: of the slowest rank. eff.: over one call on one device, for each rank; "
-        "it may exceed 1, because whole blocks compute faster than causal ones. Lost to kernels: attention slower than "
-        "one call; to uneven work of ranks; to comm: waits for messages. recv and GB: of the rank with the most, "
-        f"tensors and buffers of the call. Sources: {sources}"
+        f"{mask}; predicted, nothing ran. ms: of the slowest rank. eff.: over one call on a single device, for each "
+        "rank; it may exceed 1, because whole blocks compute faster than causal ones. Lost, as means over ranks, to "
+        "kernels: attention below the rate of a single call; steps: copies, sums, merges; load imbalance; comm: waits "
+        f"for messages. recv and GB: of the rank with the most, tensors and buffers of the call. Sources: {sources}"
     )
-    return terminal(title, columns, rows, caption=caption)
+    return terminal(escape(title), columns, rows, caption=escape(caption))

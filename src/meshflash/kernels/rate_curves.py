@@ -13,6 +13,10 @@ from meshflash.core.program import Direction
 #: What is special in a call whose rate is measured apart; PLAIN is nothing.
 Variant = Literal["", "gqa", "documents"]
 PLAIN: Variant = ""
+#: FLOPs of a backward relative to a forward: five matrix multiplies instead of two.
+BACKWARD = 2.5
+#: More tokens, and more TFLOP/s, than any table has.
+MOST_TOKENS, MOST_TFLOPS = 1 << 40, 1e9
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Rate:
         Args:
             row: What `to_json` returned.
         """
+        if row["pass"] not in get_args(Direction) or row["mask"] not in ("causal", "full"):
+            given = f"pass={row['pass']!r}, mask={row['mask']!r}"
+            raise ValueError(f"{given}: expected forward or backward, and causal or full")
         rate = Rate(
             kernel=row["kernel"],
             direction=row["pass"],
@@ -56,9 +63,9 @@ class Rate:
         )
         if rate.variant not in get_args(Variant):
             raise ValueError(f"unknown variant {rate.variant!r}")
-        if not all(isinstance(size, int) for size in (rate.head_dim, rate.tokens)):
-            raise ValueError("head dims and tokens must be whole numbers")
-        if not (0 < rate.tflops < math.inf and rate.tokens > 0):
+        if not all(type(size) is int and 0 < size <= MOST_TOKENS for size in (rate.head_dim, rate.tokens)):
+            raise ValueError("head dims and tokens must be whole numbers > 0")
+        if type(rate.tflops) not in (int, float) or not 0 < rate.tflops < MOST_TFLOPS:
             raise ValueError("rates must be numbers > 0")
         return rate
 
@@ -115,6 +122,16 @@ class RateCurves:
             return curve[-1][1]
         (low, slow), (high, fast) = curve[at - 1 : at + 1]
         return slow + (fast - slow) * math.log(keys / low) / math.log(high / low)
+
+    def head_dims(self, kernel: str, direction: Direction, causal: bool) -> list[int]:
+        """Return the head dims at which plain calls of a kernel were measured.
+
+        Args:
+            kernel: The name of the kernel.
+            direction: The pass.
+            causal: Whether the mask is causal; otherwise it is full.
+        """
+        return sorted(self._curves.get((kernel, direction, causal, PLAIN), {}))
 
     def factor(self, variant: Variant, kernel: str, direction: Direction, dim: int, keys: int) -> float:
         """Return the speed of a variant over that of plain calls, from causal rates; 1 where it was not measured.

@@ -21,14 +21,12 @@ import torch
 from meshflash.core import files
 from meshflash.core.reading import read_json
 from meshflash.kernels.contract import KernelRequest, Launch
-from meshflash.kernels.rate_curves import Rate, RateCurves, Variant
+from meshflash.kernels.rate_curves import BACKWARD, Rate, RateCurves, Variant
 
 #: The folder of the tables that meshflash ships.
 SHIPPED = Path(__file__).parent / "measured"
 #: Layers whose predicted times differ by less than this factor take about as long: host time is noisy.
 SIMILAR = 1.05
-#: FLOPs of a backward relative to a forward: five matrix multiplies instead of two.
-BACKWARD = 2.5
 #: FLOPs of the other GEMMs of a transformer layer in a forward, for each token and over the square of the width (heads
 #: times head dim): four projections, and an MLP of four times the width. A backward has twice as many.
 LAYER_FLOPS = 24.0

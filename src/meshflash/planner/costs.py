@@ -9,17 +9,18 @@ from math import isqrt
 from meshflash.core.problem import Problem
 from meshflash.core.program import Attend, AttendGrad, Post, Program, Sizes, slices
 from meshflash.core.tiles import worklist
+from meshflash.kernels.rate_curves import BACKWARD
 from meshflash.planner.hardware import Link, Machine
-from meshflash.planner.simulator import BACKWARD_COST
 
 
 class MachineCosts:
     """Costs of a problem on a machine: measured or published rates of kernels, and links by level.
 
-    - Attention takes its FLOPs over the rate of the fastest kernel in a call of as much work for each query. Where it
-      continues a partial result, it also reads and writes that.
+    - Attention takes its FLOPs over the rate of the fastest kernel, at the sequence length whose causal (or full) call
+      has as many keys for each query. Where it adds to partial results, it also reads and writes these.
     - Other steps take the bytes that they touch over the bandwidth of memory.
-    - The messages of a post move over all levels of links at once; the slowest level counts.
+    - Each step also takes the overhead of a launch.
+    - The messages of a post take latency + bytes / bandwidth on each interconnect level; the slowest level counts.
     """
 
     def __init__(self, machine: Machine, problem: Problem, sizes: Sizes) -> None:
@@ -44,16 +45,19 @@ class MachineCosts:
         if isinstance(step, Attend | AttendGrad):
             heads = step.heads[1] - step.heads[0]
             seconds = self._attention(step.q_positions, step.k_positions, heads, program.direction)
-            if isinstance(step, Attend) and step.carry:
-                seconds += 2 * program.slice_bytes(step.out, self.sizes) / self._machine.memory_bytes_per_second
-            return seconds + self._machine.step_seconds
+            if isinstance(step, Attend):
+                sums = [step.out] if step.carry else []
+            else:
+                sums = [step.dq] * step.add_dq + [step.dkv] * step.add_dkv
+            added = 2 * sum(program.slice_bytes(part, self.sizes) for part in sums)
+            return seconds + added / self._machine.memory_bytes_per_second + self._machine.overhead_seconds
         touched = sum(
             program.slice_bytes(part, self.sizes) * (2 if how == "update" else 1) for part, how in slices(step)
         )
-        return touched / self._machine.memory_bytes_per_second + self._machine.step_seconds
+        return touched / self._machine.memory_bytes_per_second + self._machine.overhead_seconds
 
     def post_seconds(self, program: Program, post: Post) -> float:
-        """Return the seconds of the slowest level of links that a post uses."""
+        """Return the seconds of the slowest interconnect level that a post uses."""
         moved: dict[Link, list[int]] = defaultdict(lambda: [0, 0])
         for side, parts in enumerate((post.recvs, post.sends)):
             for part in parts:
@@ -63,14 +67,15 @@ class MachineCosts:
         return max((link.latency + max(both) / link.bytes_per_second for link, both in moved.items()), default=0.0)
 
     def ideal_seconds(self, tokens: int, directions: tuple[str, ...]) -> float:
-        """Return the seconds that a single device would take for the whole problem, divided by the number of ranks.
+        """Return the seconds of one call for the whole problem on a single device, divided by the number of ranks.
 
         Args:
             tokens: The number of tokens.
             directions: The passes.
         """
         whole = ((range(tokens),), (range(tokens),))
-        return sum(self._attention(*whole, self._problem.heads, each) for each in directions) / self._problem.world
+        attention = sum(self._attention(*whole, self._problem.heads, each) for each in directions)
+        return (attention + len(directions) * self._machine.overhead_seconds) / self._problem.world
 
     def _attention_seconds(self, q: tuple[range, ...], k: tuple[range, ...], heads: int, direction: str) -> float:
         mask, sizes = self._problem.mask, self.sizes
@@ -91,7 +96,7 @@ class MachineCosts:
             max(1, tokens),
             self._problem.heads > self._problem.kv_heads,
         )
-        flops = 2.0 * (sizes.dim + sizes.value_dim) * pairs * batch * heads * (BACKWARD_COST if is_backward else 1.0)
+        flops = 2.0 * (sizes.dim + sizes.value_dim) * pairs * batch * heads * (BACKWARD if is_backward else 1.0)
         return flops / (rate * 1e12)
 
 

@@ -5,10 +5,10 @@ A description is a TOML file. `machines/` has those that ship; a path names one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ SHIPPED = Path(__file__).parent / "machines"
 TABLES = Path(__file__).parents[1] / "kernels" / "measured"
 #: The kernel of rates that a description lists itself.
 PUBLISHED = "published"
+#: Numbers of a description are below this.
+MOST = 1e15
 
 
 @dataclass(frozen=True)
 class Link:
-    """A level of links between ranks, such as NVLink within a node.
+    """An interconnect level, such as NVLink within a node.
 
     Attributes:
         name: What connects ranks at this level.
@@ -42,14 +44,14 @@ class Link:
     latency: float
     source: str
 
-    def connects(self, one: int, other: int) -> bool:
+    def connects(self, rank: int, peer: int) -> bool:
         """Return whether the level connects two ranks.
 
         Args:
-            one: A rank.
-            other: Another rank.
+            rank: A rank.
+            peer: Another rank.
         """
-        return self.ranks is None or one // self.ranks == other // self.ranks
+        return self.ranks is None or rank // self.ranks == peer // self.ranks
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class Machine:
         title: What it is, in words.
         memory_bytes: The memory of a rank.
         memory_bytes_per_second: The bandwidth of that memory.
-        step_seconds: The seconds of a step besides its work.
-        links: The levels of links, from the innermost one.
-        kernels: The kernels that may run, by their names in `curves`.
+        overhead_seconds: The seconds of a step besides its work.
+        links: The interconnect levels, from the innermost one.
+        kernels: The kernels that may run, each with the head dims that it serves; none listed means any.
         curves: The rates of the kernels.
         sources: Where the numbers come from, by table of the file.
     """
@@ -72,44 +74,47 @@ class Machine:
     title: str
     memory_bytes: float
     memory_bytes_per_second: float
-    step_seconds: float
+    overhead_seconds: float
     links: tuple[Link, ...]
-    kernels: tuple[str, ...]
+    kernels: Mapping[str, tuple[int, ...]] = field(compare=False)
     curves: RateCurves = field(compare=False)
     sources: Mapping[str, str] = field(compare=False)
 
-    def link(self, one: int, other: int) -> Link:
-        """Return the innermost level that connects two ranks; ValueError if none does.
+    def link(self, rank: int, peer: int) -> Link:
+        """Return the innermost level that connects two ranks.
 
         Args:
-            one: A rank.
-            other: Another rank.
+            rank: A rank.
+            peer: Another rank.
         """
-        for link in self.links:
-            if link.connects(one, other):
-                return link
-        raise ValueError(f"{self.name}: no link connects ranks {one} and {other}; leave out `ranks` of the last link")
+        return next(link for link in self.links if link.connects(rank, peer))
 
     def tflops(self, direction: Direction, causal: bool, dim: int, tokens: int, gqa: bool) -> float:
-        """Return the rate of the fastest kernel; where causal calls were not measured, that of full ones.
+        """Return the rate of the fastest kernel that serves a head dim, which may be padded to a measured one.
+
+        Where causal calls were not measured at that head dim, the rate is that of full ones.
 
         Args:
             direction: The pass.
             causal: Whether a part of the pairs is masked.
             dim: The head dim.
-            tokens: The number of tokens of a square call with as much work for each query.
+            tokens: The sequence length of a causal or full call with as many keys for each query.
             gqa: Whether query heads share KV heads.
         """
-        found = []
-        for kernel in self.kernels:
-            rate = self.curves.tflops(kernel, direction, causal, dim, tokens)
-            if rate is None and causal:
-                rate = self.curves.tflops(kernel, direction, False, dim, tokens)
-            if rate is not None:
-                found.append(rate * (self.curves.factor("gqa", kernel, direction, dim, tokens) if gqa else 1.0))
-        if not found:
-            raise ValueError(f"{self.name}: no rates of a {direction}; list them under kernels.rates")
-        return max(found)
+        rates = [rate for kernel in self.kernels if (rate := self._tflops(kernel, direction, causal, dim, tokens, gqa))]
+        if not rates:
+            raise ValueError(f"{self.name}: no {direction} rates at head dim {dim}; list them under kernels.rates")
+        return max(rates)
+
+    def _tflops(self, kernel: str, direction: Direction, causal: bool, dim: int, tokens: int, gqa: bool) -> float:
+        """Return the rate of a kernel, or 0 where it does not serve the head dim."""
+        if self.kernels[kernel] and dim not in self.kernels[kernel]:
+            return 0.0
+        measured = {way: self.curves.head_dims(kernel, direction, way) for way in (False, True)}
+        wider = min((d for dims in measured.values() for d in dims if d >= dim), default=0)
+        way = causal if wider in measured[causal] else not causal
+        rate = self.curves.tflops(kernel, direction, way, wider, tokens) if wider else None
+        return (rate or 0.0) * (self.curves.factor("gqa", kernel, direction, wider, tokens) if gqa else 1.0)
 
 
 def names() -> list[str]:
@@ -141,23 +146,24 @@ def load(name: str, per_node: int | None = None) -> Machine:
     table = _Table(read_toml(path), f"{path}: ")
     memory, steps, kernels = (table.table(key) for key in ("memory", "steps", "kernels"))
     links = tuple(_link(each) for each in table.tables("links"))
-    if not links:
-        raise ValueError(f"{path}: links: expected at least one")
+    title = table.string("title")
     if per_node is not None:
-        if per_node < 1:
-            raise ValueError(f"per_node={per_node}: expected at least 1")
-        links = (Link(links[0].name, per_node, *_numbers(links[0])), *links[1:])
-    used, rates = _rates(kernels)
+        if per_node < 1 or len(links) < 2:
+            raise ValueError(f"per_node={per_node}: expected at least 1, and a machine with links between nodes")
+        links = (replace(links[0], ranks=per_node), *links[1:])
+        title += f", here {per_node} a node"
+    _check_levels(links, f"{path}: links")
+    served, rates = _rates(kernels, path)
     machine = Machine(
         path.stem,
-        table.text("title"),
+        title,
         memory.number("gb") * 1e9,
         memory.number("gb_per_s") * 1e9,
         steps.number("us") * 1e-6,
         links,
-        used,
+        served,
         RateCurves(rates),
-        {key: each.text("source") for key, each in (("memory", memory), ("steps", steps), ("kernels", kernels))},
+        {key: each.string("source") for key, each in (("memory", memory), ("steps", steps), ("kernels", kernels))},
     )
     for each in (table, memory, steps, kernels):
         each.done()
@@ -165,50 +171,65 @@ def load(name: str, per_node: int | None = None) -> Machine:
 
 
 def _link(table: _Table) -> Link:
-    ranks = table.number("ranks", None)
+    efficiency = table.number("efficiency", 1.0)
+    if efficiency > 1:
+        raise ValueError(f"{table.where}efficiency={efficiency}: expected a number from 0 to 1")
     link = Link(
-        table.text("name"),
-        None if ranks is None else int(ranks),
-        table.number("gb_per_s") * 1e9 * table.number("efficiency", 1.0),
+        table.string("name"),
+        table.whole("ranks") if table.has("ranks") else None,
+        table.number("gb_per_s") * 1e9 * efficiency,
         table.number("latency_us") * 1e-6,
-        table.text("source"),
+        table.string("source"),
     )
     table.done()
     return link
 
 
-def _numbers(link: Link) -> tuple[float, float, str]:
-    return link.bytes_per_second, link.latency, link.source
+def _check_levels(links: tuple[Link, ...], where: str) -> None:
+    """Raise ValueError unless each level connects more ranks than the one before, and the last one all."""
+    inner = [link.ranks for link in links[:-1]]
+    if not links or links[-1].ranks is not None or None in inner:
+        raise ValueError(f"{where}: expected `ranks` in all but the last one, which connects all ranks")
+    sizes = [ranks for ranks in inner if ranks is not None]
+    if any(outer % each or outer == each for each, outer in pairwise(sizes)):
+        raise ValueError(f"{where}: expected each level to connect several of the groups of the level before")
 
 
-def _rates(table: _Table) -> tuple[tuple[str, ...], list[Rate]]:
-    """Return the kernels that may run, and all rates: those of a measured table, or those of the file."""
-    measured = table.text("table", "")
-    if measured:
-        path = TABLES / f"{measured}.json" if Path(measured).name == measured else Path(measured)
-        rows = read_object(path, "a table of `meshflash calibrate`").get("rates", [])
-        rates = [Rate.from_json(row) for row in rows]
-        present = dict.fromkeys(rate.kernel for rate in rates)
-        used = table.texts("use", tuple(present))
-        for kernel in used:
-            if kernel not in present:
-                raise ValueError(f"{table.where}use: {kernel!r} is not in {path.name}, which has {', '.join(present)}")
-        return used, rates
-    rates = []
-    for row in table.tables("rates"):
-        tokens, tflops = row.raw("tokens"), row.raw("tflops")
-        if not (isinstance(tokens, list) and isinstance(tflops, list) and len(tokens) == len(tflops) > 0):
-            raise ValueError(f"{row.where}tokens and tflops: expected two lists of as many numbers")
-        common = {"kernel": PUBLISHED, "pass": row.text("pass"), "mask": row.text("mask")}
-        common |= {"head_dim": row.raw("head_dim")}
-        if common["pass"] not in ("forward", "backward") or common["mask"] not in ("causal", "full"):
-            raise ValueError(f"{row.where}pass or mask: expected forward or backward, and causal or full")
-        row.done()
-        try:
-            rates += [Rate.from_json(common | {"tokens": t, "tflops": x}) for t, x in zip(tokens, tflops, strict=True)]
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{row.where}{error}") from None
-    return (PUBLISHED,), rates
+def _rates(table: _Table, file: Path) -> tuple[dict[str, tuple[int, ...]], list[Rate]]:
+    """Return the kernels that may run with their head dims, and all rates: of a measured table, or of the file."""
+    if not table.has("table"):
+        rates = [rate for row in table.tables("rates") for rate in _published(row)]
+        return {PUBLISHED: ()}, rates
+    measured = table.string("table")
+    path = file.parent / measured if measured.endswith(".json") else TABLES / f"{measured}.json"
+    try:
+        rates = [Rate.from_json(row) for row in read_object(path, "a table of `meshflash calibrate`")["rates"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a table of `meshflash calibrate` ({error!r})") from None
+    present = dict.fromkeys(rate.kernel for rate in rates)
+    used = table.table("use") if table.has("use") else None
+    served: dict[str, tuple[int, ...]] = dict.fromkeys(present, ())
+    if used is not None:
+        served = {kernel: used.dims(kernel) for kernel in used.names()}
+    for kernel in served:
+        if kernel not in present:
+            raise ValueError(f"{table.where}use.{kernel}: not in {path.name}, which has {', '.join(present)}")
+    if not served:
+        raise ValueError(f"{table.where}use: expected at least one kernel")
+    return served, rates
+
+
+def _published(row: _Table) -> list[Rate]:
+    """Return the rates of a table of the file, one for each length."""
+    tokens, tflops = row.raw("tokens"), row.raw("tflops")
+    if not (isinstance(tokens, list) and isinstance(tflops, list) and len(tokens) == len(tflops) > 0):
+        raise ValueError(f"{row.where}tokens and tflops: expected two lists of equal length")
+    common = {key: row.raw(key) for key in ("pass", "mask", "head_dim")} | {"kernel": PUBLISHED}
+    row.done()
+    try:
+        return [Rate.from_json(common | {"tokens": t, "tflops": x}) for t, x in zip(tokens, tflops, strict=True)]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{row.where}{error}") from None
 
 
 class _Table:
@@ -218,41 +239,53 @@ class _Table:
         if not isinstance(data, dict):
             raise ValueError(f"{where.rstrip('. :')}: expected a table")
         self.where, self._data = where, data
-        self._asked: list[str] = []
+        self._known: list[str] = []
+
+    def names(self) -> list[str]:
+        """Return all keys."""
+        return list(self._data)
+
+    def has(self, key: str) -> bool:
+        """Return whether a key that may be left out is there."""
+        self._known.append(key)
+        return key in self._data
 
     def raw(self, key: str) -> Any:
         """Return the value of a key that must be there."""
-        self._asked.append(key)
+        self._known.append(key)
         if key not in self._data:
-            raise ValueError(f"{self.where}{key}: missing{self._hint(key)}")
+            near = get_close_matches(key, self._data, 1)
+            raise ValueError(f"{self.where}{key}: missing{f'; there is {near[0]}' if near else ''}")
         return self._data[key]
 
-    def number(self, key: str, default: Any = ...) -> Any:
-        """Return a number > 0, or the default."""
-        if key not in self._data and default is not ...:
-            self._asked.append(key)
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number > 0; without one the default, if there is any."""
+        if default is not None and not self.has(key):
             return default
         value = self.raw(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ValueError(f"{self.where}{key}={value!r}: expected a number > 0")
+        if type(value) not in (int, float) or not 0 < value < MOST:
+            raise ValueError(f"{self.where}{key}={str(value)[:40]}: expected a number > 0, below {MOST:g}")
+        return float(value)
+
+    def whole(self, key: str) -> int:
+        """Return a whole number > 0."""
+        value = self.raw(key)
+        if type(value) is not int or not 0 < value < MOST:
+            raise ValueError(f"{self.where}{key}={str(value)[:40]}: expected a whole number > 0")
         return value
 
-    def text(self, key: str, default: str | None = None) -> str:
-        """Return a text, or the default."""
-        if key not in self._data and default is not None:
-            self._asked.append(key)
-            return default
+    def string(self, key: str) -> str:
+        """Return a string."""
         value = self.raw(key)
         if not isinstance(value, str):
-            raise ValueError(f"{self.where}{key}={value!r}: expected a text")
+            raise ValueError(f"{self.where}{key}={str(value)[:40]}: expected a string")
         return value
 
-    def texts(self, key: str, default: tuple[str, ...]) -> tuple[str, ...]:
-        """Return a list of texts, or the default."""
-        self._asked.append(key)
-        value = self._data.get(key, list(default))
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise ValueError(f"{self.where}{key}={value!r}: expected a list of texts")
+    def dims(self, key: str) -> tuple[int, ...]:
+        """Return a list of head dims, which may be empty."""
+        value = self.raw(key)
+        if not isinstance(value, list) or not all(type(each) is int and each > 0 for each in value):
+            raise ValueError(f"{self.where}{key}={str(value)[:40]}: expected a list of head dims, or [] for any")
         return tuple(value)
 
     def table(self, key: str) -> _Table:
@@ -262,18 +295,14 @@ class _Table:
     def tables(self, key: str) -> list[_Table]:
         """Return a list of tables."""
         value = self.raw(key)
-        if not isinstance(value, list):
+        if not isinstance(value, list) or not value:
             raise ValueError(f"{self.where}{key}: expected tables, each as [[{key}]]")
         return [_Table(each, f"{self.where}{key}[{n}].") for n, each in enumerate(value)]
 
     def done(self) -> None:
-        """Raise ValueError for a key that nobody asked for."""
+        """Raise ValueError for an unknown key."""
         for key in self._data:
-            if key not in self._asked:
-                near = get_close_matches(key, self._asked, 1)
-                hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(self._asked)}"
-                raise ValueError(f"{self.where}{key}: there is no such key; {hint}")
-
-    def _hint(self, key: str) -> str:
-        near = get_close_matches(key, self._data, 1)
-        return f"; there is {near[0]}" if near else ""
+            if key not in self._known:
+                near = get_close_matches(key, self._known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(self._known)}"
+                raise ValueError(f"{self.where}{key}: unknown key; {hint}")

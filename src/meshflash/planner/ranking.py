@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
 from meshflash.core.problem import Problem
-from meshflash.core.program import Direction, Program, Sizes
+from meshflash.core.program import Attend, AttendGrad, Direction, Program, Sizes, Wait
 from meshflash.planner.costs import FreeLinks, MachineCosts
 from meshflash.planner.hardware import Machine
 from meshflash.planner.simulator import simulate
@@ -16,20 +16,21 @@ from meshflash.schedules import registry
 
 #: The most ranks that are simulated one by one.
 MOST_RANKS = 64
-#: Further schedules besides `registry.schedule_variants`: those on the balanced layout of documents.
+#: The schedules that are also planned on the balanced layout of documents.
 BALANCED = ("ring", "allgather")
 #: Times that differ by less than this factor count as equal.
-SIMILAR = 1.03
-#: The parts of a time, and what they say of a schedule that has more of them than another one.
+SIMILAR = 1.05
+#: The parts that a time beyond the ideal one is lost to, in words.
 PARTS = {
-    "kernels": "to steps that compute more slowly than one call",
-    "imbalance": "to ranks with unequal work",
-    "communication": "to messages that it waits for",
+    "kernels": "steps that attend below the rate of a single call",
+    "steps": "steps that copy, merge and reduce",
+    "imbalance": "load imbalance",
+    "communication": "waits for messages",
 }
 
 
 @dataclass(frozen=True)
-class Case:
+class PlannedCall:
     """The call that is planned.
 
     Attributes:
@@ -71,10 +72,11 @@ class Case:
 class Prediction:
     """What a schedule costs; `rank_schedules` makes it.
 
-    `seconds` is the time of the passes. Of it, `kernels` is attention beyond the time of one call on a single device,
-    `imbalance` is lost to ranks with unequal work, and `communication` to messages. `received_bytes` and
-    `memory_bytes` are of the rank with the most: what it receives, and the tensors and buffers of the call. `refused`
-    says why a schedule cannot run, and is "" otherwise.
+    `seconds` is the time of the passes, and `efficiency` that of one call on a single device, divided by the number of
+    ranks, over it. The rest is lost, as means over ranks, to `kernels`: attention beyond the time of one call, `steps`
+    that do not attend, `imbalance` of the load, and `communication`. `received_bytes` and `memory_bytes` are of the
+    rank with the most: what it receives, and the tensors and buffers of the call. `unsupported_reason` says why a
+    schedule cannot run, and is "" otherwise.
     """
 
     schedule: str
@@ -82,11 +84,12 @@ class Prediction:
     seconds: float = 0.0
     efficiency: float = 0.0
     kernels: float = 0.0
+    steps: float = 0.0
     imbalance: float = 0.0
     communication: float = 0.0
     received_bytes: int = 0
     memory_bytes: int = 0
-    refused: str = ""
+    unsupported_reason: str = ""
 
     @property
     def text(self) -> str:
@@ -95,7 +98,7 @@ class Prediction:
 
 
 def rank_schedules(
-    case: Case,
+    call: PlannedCall,
     machine: Machine,
     memory_bytes: float | None = None,
     names: Sequence[str] | None = None,
@@ -104,34 +107,39 @@ def rank_schedules(
     """Return the schedules from the fastest one; those that cannot run come last.
 
     Args:
-        case: The call.
+        call: The call.
         machine: The machine.
         memory_bytes: The memory that a rank may use; that of the machine by default.
         names: The schedules, as texts; all by default.
         say: A function that is told the progress.
     """
     limit = machine.memory_bytes if memory_bytes is None else memory_bytes
-    candidates = [(name, name) for name in names or registry.schedule_variants(case.world)]
-    if names is None and case.mask.has_documents:
-        candidates += [(name, "balanced") for name in BALANCED]
+    if "auto" in (names or ()):
+        raise ValueError("schedule 'auto': the plan compares schedules; name them, or leave them out to compare all")
+    texts = list(dict.fromkeys(map(registry.canonical, names or registry.schedule_variants(call.world))))
+    candidates = [(text, text) for text in texts]
+    if call.mask.has_documents:
+        candidates += [(text, "balanced") for text in BALANCED if text in texts]
     found: list[Prediction] = []
-    for name, layout in candidates:
-        say(f"{name}, {len(found) + 1} of {len(candidates)}")
-        found.append(_predict(case, machine, limit, name, layout))
-    return sorted(found, key=lambda each: (bool(each.refused), each.seconds))
+    for text, layout in candidates:
+        say(f"{text}, {len(found) + 1} of {len(candidates)}")
+        found.append(_predict(call, machine, limit, text, layout))
+    return sorted(found, key=lambda each: (bool(each.unsupported_reason), each.seconds))
 
 
-def why(ranked: Sequence[Prediction]) -> str:
-    """Return why the first schedule is faster than others, in a sentence or two.
+def explain_ranking(ranked: Sequence[Prediction]) -> str:
+    """Return why the first schedule is faster than others, in a sentence or two; "" if only one was planned.
 
-    >>> fast = Prediction("zigzag", "zigzag", 1.0, 0.9, 0.02, 0.0, 0.08)
-    >>> slow = Prediction("ring", "contiguous", 2.0, 0.45, 0.04, 1.0, 0.06)
-    >>> why([fast, slow])
-    'zigzag is 2.00x as fast as ring, which loses 50% more of its time to ranks with unequal work.'
+    >>> fast = Prediction("zigzag", "zigzag", 1.0, 0.9, communication=0.1)
+    >>> slow = Prediction("ring", "contiguous", 2.0, 0.45, imbalance=1.0, communication=0.1)
+    >>> explain_ranking([fast, slow])
+    'zigzag is 2.00x as fast as ring, which loses 50 percentage points more to load imbalance.'
     """
-    runs = [each for each in ranked if not each.refused]
+    runs = [each for each in ranked if not each.unsupported_reason]
     if not runs:
         return "No schedule can run."
+    if len(runs) == 1:
+        return "" if len(ranked) == 1 else f"{runs[0].text} is the only one that can run."
     first = runs[0]
     close = [each for each in runs if each.seconds < first.seconds * SIMILAR]
     text = ""
@@ -139,68 +147,80 @@ def why(ranked: Sequence[Prediction]) -> str:
         among = ", ".join(each.text for each in close[:-1]) + f" and {close[-1].text}"
         text = f"{among} are within {SIMILAR - 1:.0%} of each other, which is less than this prediction can tell apart."
     if len(close) == len(runs):
-        return text or f"{first.text} is the only one that can run."
+        return text
     slower = runs[len(close)]
     gains = {part: getattr(slower, part) / slower.seconds - getattr(first, part) / first.seconds for part in PARTS}
     part = max(gains, key=lambda each: gains[each])
     return (
         f"{text} {first.text} is {slower.seconds / first.seconds:.2f}x as fast as {slower.text}, which loses "
-        f"{gains[part]:.0%} more of its time {PARTS[part]}."
+        f"{gains[part] * 100:.0f} percentage points more to {PARTS[part]}."
     ).lstrip()
 
 
-def _predict(case: Case, machine: Machine, limit: float, name: str, layout_name: str) -> Prediction:
+def _predict(call: PlannedCall, machine: Machine, limit: float, name: str, layout_name: str) -> Prediction:
     try:
-        layout = case.layout(layout_name)
-        problem = Problem(layout.ranges, layout.ranges, case.mask, case.heads, case.kv_heads, lse=False)
+        layout = call.layout(layout_name)
+        problem = Problem(layout.ranges, layout.ranges, call.mask, call.heads, call.kv_heads, lse=False)
         passes = {
-            each: [registry.build(name, problem, rank, each) for rank in range(case.world)] for each in case.directions
+            each: [registry.build(name, problem, rank, each) for rank in range(call.world)] for each in call.directions
         }
     except ValueError as error:
-        return Prediction(name, layout_name, refused=str(error))
-    costs = MachineCosts(machine, problem, case.sizes)
-    total, free, busy = _seconds(case, costs, passes)
-    ideal = costs.ideal_seconds(case.tokens, case.directions)
-    memory = max(_memory(case, problem, [programs[rank] for programs in passes.values()]) for rank in range(case.world))
+        return Prediction(name, layout_name, unsupported_reason=str(error))
+    costs = MachineCosts(machine, problem, call.sizes)
+    total, free, attends, others = _seconds(call, costs, passes)
+    ideal = costs.ideal_seconds(call.tokens, call.directions)
+    memory = max(_memory(call, problem, [programs[rank] for programs in passes.values()]) for rank in range(call.world))
     received = max(
-        sum(sum(programs[rank].received(case.sizes).values()) for programs in passes.values())
-        for rank in range(case.world)
+        sum(sum(programs[rank].received(call.sizes).values()) for programs in passes.values())
+        for rank in range(call.world)
     )
-    refused = "" if memory <= limit else f"needs {memory / 1e9:.3g} GB a rank, and there are {limit / 1e9:.3g}"
+    reason = "" if memory <= limit else f"needs {memory / 1e9:.3g} GB a rank, and there are {limit / 1e9:.3g}"
     return Prediction(
         schedule=name,
         layout=layout.name,
         seconds=total,
         efficiency=ideal / total if total else 1.0,
-        kernels=busy - ideal,
-        imbalance=free - busy,
+        kernels=attends - ideal,
+        steps=others,
+        imbalance=free - attends - others,
         communication=total - free,
         received_bytes=received,
         memory_bytes=memory,
-        refused=refused,
+        unsupported_reason=reason,
     )
 
 
-def _seconds(case: Case, costs: MachineCosts, passes: dict[Direction, list[Program]]) -> tuple[float, float, float]:
-    """Return the seconds of all passes, those with free links, and the mean seconds in which ranks attend."""
-    total = free = busy = 0.0
+def _seconds(
+    call: PlannedCall, costs: MachineCosts, passes: dict[Direction, list[Program]]
+) -> tuple[float, float, float, float]:
+    """Return the seconds of all passes, those with free links, and as means over ranks those of attends and others."""
+    total = free = attends = others = 0.0
     for programs in passes.values():
         timeline = simulate(programs, costs)
         total += timeline.total
-        busy += sum(map(timeline.busy, range(case.world))) / case.world
+        attends += sum(map(timeline.busy, range(call.world))) / call.world
+        others += (
+            sum(
+                costs.step_seconds(program, n)
+                for program in programs
+                for n, step in enumerate(program.steps)
+                if not isinstance(step, Attend | AttendGrad | Wait)
+            )
+            / call.world
+        )
         free += simulate(programs, FreeLinks(costs)).total
-    return total, free, busy
+    return total, free, attends, others
 
 
-def _memory(case: Case, problem: Problem, programs: list[Program]) -> int:
+def _memory(call: PlannedCall, problem: Problem, programs: list[Program]) -> int:
     """Return the bytes of a rank's tensors in a call, and of the buffers of the pass with the most."""
     rank = programs[0].rank
-    sizes, rows, keys = case.sizes, problem.q_lengths[rank], problem.k_lengths[rank]
-    q = sizes.row_bytes("q", "input") * rows * case.heads
-    kv = sizes.row_bytes("kv", "input") * keys * case.kv_heads
-    out = sizes.row_bytes("out", "input") * rows * case.heads
+    sizes, rows, keys = call.sizes, problem.q_lengths[rank], problem.k_lengths[rank]
+    q = sizes.row_bytes("q", "input") * rows * call.heads
+    kv = sizes.row_bytes("kv", "input") * keys * call.kv_heads
+    out = sizes.row_bytes("out", "input") * rows * call.heads
     tensors = q + kv + out
-    if "backward" in case.directions:
+    if "backward" in call.directions:
         tensors *= 2  # the gradients of each
     saved = max(program.saved_bytes(sizes) for program in programs)
     return tensors + saved + max(program.scratch_bytes(sizes) for program in programs)

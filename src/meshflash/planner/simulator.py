@@ -23,10 +23,8 @@ from typing import Protocol
 from meshflash.core.problem import Problem
 from meshflash.core.program import Attend, AttendGrad, Post, Program, Sizes, Wait
 from meshflash.core.tiles import worklist
+from meshflash.kernels.rate_curves import BACKWARD
 from meshflash.planner.timeline import Event, Kind, Timeline
-
-#: Time of a backward over that of a forward, for the same pairs: a backward does five GEMMs, a forward two.
-BACKWARD_COST = 2.5
 
 
 class Costs(Protocol):
@@ -109,7 +107,7 @@ class RateCosts:
         mask = self._problem.mask
         pairs = worklist(mask, step.q_positions, step.k_positions).pairs * (step.heads[1] - step.heads[0])
         batch = self.sizes.batch if mask.batch_rows is None else 1
-        return pairs * batch * (BACKWARD_COST if isinstance(step, AttendGrad) else 1.0)
+        return pairs * batch * (BACKWARD if isinstance(step, AttendGrad) else 1.0)
 
 
 def moved_bytes(program: Program, post: Post, sizes: Sizes) -> tuple[int, int]:
@@ -131,7 +129,7 @@ def simulate(programs: Sequence[Program], costs: Costs, assumes: str = "") -> Ti
     """Simulate the programs of all ranks.
 
     A post starts when it and all matching posts of its peers are issued and the earlier posts of their groups are
-    complete. Messages of a rank to itself take no time.
+    complete. It ends no earlier than those that send to it. Messages of a rank to itself take no time.
 
     Args:
         programs: One program for each rank, in rank order.
@@ -176,8 +174,9 @@ class _Move:
     seconds: float
     #: the previous post of the same rank and group, which must complete first
     previous: _Move | None
-    #: the posts of peers that it exchanges parts with
+    #: the posts of peers that it exchanges parts with, and those that send to it
     peers: list[_Move] = field(default_factory=list)
+    senders: list[_Move] = field(default_factory=list)
     #: None until known
     issued: float | None = None
     begin: float = 0.0
@@ -197,7 +196,7 @@ class _Move:
         if len(known) < len(sides):
             return False
         self.begin = max(known)
-        self.complete = self.begin + self.seconds
+        self.complete = self.begin + max(self.seconds, *(sender.seconds for sender in self.senders), 0.0)
         return True
 
 
@@ -276,3 +275,4 @@ def _match(ranks: list[_Rank]) -> None:
             if one is not other:
                 one.peers.append(other)
                 other.peers.append(one)
+                other.senders.append(one)
