@@ -2,6 +2,8 @@
 
 import io
 import json
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -123,6 +125,32 @@ def test_missing_efficiency_is_shown_by_its_parts():
     assert line.split() == ["forward", "zigzag", "0.800", "5.0%", "7.0%", "2.0%", "6.0%"]
     assert "ring" not in text
     assert not tables.missing_efficiency([single, old])
+
+
+def test_the_first_and_the_last_call_do_not_count_in_the_breakdown():
+    """Two programs a call; program n begins at n * n seconds and waits for n seconds."""
+
+    def record(n):
+        events = [{"cat": "other", "dur": n * 1e6}, {"cat": "attend", "dur": 1e9}]
+        program = SimpleNamespace(name=n)
+        return SimpleNamespace(
+            at=n * n,
+            program=program,
+            events=lambda number: events,
+            seconds=lambda: [n],
+            seconds_until=lambda later: later.at - n * n,
+        )
+
+    count = 2 * (exposed.CALLS + 2)
+    trace: Any = SimpleNamespace(records=[record(n) for n in range(count)], calls=count)
+    calls = exposed._calls(trace)
+    assert [call.waited for call in calls] == [2 + 3, 4 + 5, 6 + 7]
+    assert [call.elapsed for call in calls] == [16 - 4, 36 - 16, 64 - 36]
+    assert [seconds for _, seconds in calls[0].steps] == [[2], [3]]
+    for records, ran in ((trace.records[:-1], count), ([], 0), ([*trace.records, record(count)], count + 1)):
+        trace = SimpleNamespace(records=records, calls=ran)
+        with pytest.raises(RuntimeError, match=r"5 calls ran .* programs, of which"):
+            exposed._calls(trace)
 
 
 def test_steps_are_counted_by_kind_as_means_over_ranks():

@@ -33,7 +33,7 @@ def _run(name, ranks, arguments):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     command = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py"), *arguments.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, "MESHFLASH_TIMEOUT": "60"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = [dict(loss=float(found)) for found in re.findall(r"^step \d+: loss ([0-9.]+)", done.stdout, re.MULTILINE)]
     for line in re.findall(r"^\{'loss'.*\}$", done.stdout, re.MULTILINE):
