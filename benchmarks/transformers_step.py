@@ -46,7 +46,7 @@ SMALL = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_k
 PLAIN = "plain_attn"
 OURS = "mesh_attn"
 #: The largest difference of losses, relative, by dtype.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,14 @@ class LlamaCase:
     dtype: str
     device: str
 
-    def model(self, attention: str, device: torch.device) -> Any:
+    def model(self, attention: str, device: torch.device, draw_on_cpu: bool = False) -> Any:
         """Return the model with random weights, the same for every attention.
 
         Args:
             attention: The name of the attention for Transformers.
             device: Where it is.
+            draw_on_cpu: Whether the weights are also the same for every share of a GPU, which takes 20 seconds. The
+                numbers that a GPU draws depend on how many SMs a process has.
         """
         library: Any = import_module("transformers")
         library.logging.set_verbosity_error()
@@ -80,8 +82,8 @@ class LlamaCase:
             tie_word_embeddings=True, use_cache=False, pad_token_id=0,
         )  # fmt: skip
         torch.manual_seed(0)
-        with device:
-            model = library.LlamaForCausalLM(config).to(getattr(torch, self.dtype)).train()
+        with torch.device("cpu") if draw_on_cpu else device:
+            model = library.LlamaForCausalLM(config).to(device, getattr(torch, self.dtype)).train()
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
         return model
 
@@ -228,7 +230,7 @@ def train(rank: int, world: int, tell: Tell, case: LlamaCase, rounds: int) -> tu
     say = tell if rank == 0 else lambda _: None
     device = take_device(case.device, rank)
     mesh = init_mesh(cp=world, device=device.type)
-    model = case.model("sdpa", device)
+    model = case.model("sdpa", device, draw_on_cpu=True)
     tile_loss(model)
     context_parallel(model, mesh["cp"], average_gradients=False)
     step = partial(_step, model, case.ids(device), nullcontext)
