@@ -28,15 +28,21 @@ RUNS = {
 SAME = ("grad_norm", "num_input_tokens_seen", "num_tokens", "entropy", "logps/chosen", "rewards/margins")
 
 
-def _run(name, ranks, arguments):
-    """Return what each step of an example printed: numbers by name."""
+def _output(path, ranks, arguments):
+    """Return what a script printed on several ranks; with 0 ranks it starts them itself."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    command = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py"), *arguments.split()]
+    command = [sys.executable, *torchrun, str(path), *arguments.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK, "MESHFLASH_TIMEOUT": "60"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    steps = [dict(loss=float(found)) for found in re.findall(r"^step \d+: loss ([0-9.]+)", done.stdout, re.MULTILINE)]
-    for line in re.findall(r"^\{'loss'.*\}$", done.stdout, re.MULTILINE):
+    return done.stdout
+
+
+def _run(name, ranks, arguments):
+    """Return what each step of an example printed: numbers by name."""
+    stdout = _output(EXAMPLES / f"{name}.py", ranks, arguments)
+    steps = [dict(loss=float(found)) for found in re.findall(r"^step \d+: loss ([0-9.]+)", stdout, re.MULTILINE)]
+    for line in re.findall(r"^\{'loss'.*\}$", stdout, re.MULTILINE):
         logged = json.loads(line.replace("'", '"'))
         steps.append({key: float(logged[key]) for key in ("loss", *SAME) if key in logged})
     return steps
@@ -61,6 +67,20 @@ def test_fsdp_example_runs():
 @pytest.mark.parametrize("name", RUNS)
 def test_examples_print_the_losses_of_one_device(name):
     _check(name)
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize("dp", [1, 2])
+def test_trainer_evaluates_and_predicts_each_row_once(dp):
+    def evaluated(cp):
+        stdout = _output(Path(__file__).parent / "evaluate_trainer.py", cp * dp, f"--dp {dp}")
+        return json.loads(next(line for line in stdout.splitlines() if line.startswith('{"eval_loss')))
+
+    one, two = evaluated(1), evaluated(2)
+    assert one["eval_rows"] == two["eval_rows"] == len(two["logits"]) == 11
+    for key in ("eval_loss", "eval_right", "logits"):
+        assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
+    assert two["gathered"] == [f"rank {2 * n}" for n in range(dp)]
 
 
 def test_examples_are_short():

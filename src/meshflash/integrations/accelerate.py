@@ -6,9 +6,13 @@ names the axis: data loaders read that.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from accelerate import ParallelismConfig
+from accelerate.utils import gather_object, recursively_apply
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import TrainerCallback
 
@@ -67,9 +71,38 @@ class SameBatch(ParallelismConfig):
             raise ValueError(
                 f"same_batch: cp={self.cp} times dp={self.dp} ranks, but {accelerator.num_processes} processes"
             )
+        if self.cp > 1:
+            accelerator.gather_for_metrics = partial(_gather_batches_once, accelerator, self.cp)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SameBatch:
         return self  # arguments of a trainer are copied, but process groups cannot be
+
+
+def _gather_batches_once(accelerator: Any, cp: int, input_data: Any, use_gather_object: bool = False) -> Any:
+    """Do what `Accelerator.gather_for_metrics` does, with the rows of one rank of each context axis.
+
+    The accelerator's own method returns every row `cp` times, and then cuts the last batch as if rows came once.
+
+    Args:
+        accelerator: The accelerator.
+        cp: The number of ranks that share a sequence.
+        input_data: Tensors or objects of this rank, possibly nested. The first dimension counts rows.
+        use_gather_object: Whether to gather tensors as objects, which may differ in size.
+    """
+    try:
+        recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+    except TypeError:
+        use_gather_object = True
+    state = accelerator.gradient_state
+    num_rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+    if use_gather_object:
+        of_ranks = gather_object([input_data])[::cp]
+        return [row for rows in of_ranks for row in rows][:num_rows]
+
+    def first_of_each_axis(gathered: Tensor) -> Tensor:
+        return torch.cat(gathered.chunk(accelerator.num_processes)[::cp])[:num_rows]
+
+    return recursively_apply(first_of_each_axis, accelerator.gather(input_data))
 
 
 class _CountBatchesOnce(TrainerCallback):
@@ -88,7 +121,6 @@ class _CountBatchesOnce(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         # of epochs Trainer counts samples, of max_steps the batches of all ranks
-        names = ("num_tokens", *(("train_samples_per_second",) * (args.max_steps > 0)))
-        for name in names:
-            if logs and name in logs:
-                logs[name] = state.log_history[-1][name] = logs[name] / self._ranks
+        name = "train_samples_per_second"
+        if args.max_steps > 0 and logs and name in logs:
+            logs[name] = state.log_history[-1][name] = logs[name] / self._ranks
