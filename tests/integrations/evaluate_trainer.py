@@ -9,10 +9,6 @@ import os
 import tempfile
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-from meshflash.integrations.accelerate import same_batch
-from meshflash.integrations.transformers import context_parallel
 
 TOKENS = 37
 #: No multiple of the batch of all ranks: the last batch is short.
@@ -20,7 +16,13 @@ ROWS = 11
 
 
 def main() -> None:
-    """Print the loss, the metrics and the predictions' sums."""
+    """Print the loss, the metrics and a part of the predictions."""
+    # here, because doctests import this file where Accelerate is not installed
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from meshflash.integrations.accelerate import same_batch
+    from meshflash.integrations.transformers import context_parallel
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--dp", type=int, default=1)
     dp = parser.parse_args().dp
