@@ -35,16 +35,21 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 }
 #: Up to this world size every mask is tested; beyond, each world size has some masks, and each mask some world sizes.
 ALL_MASKS_UP_TO = 4
+#: The cost of a proof grows faster than the world: most of these masks are tested on worlds up to this one.
+FOUR_MASKS_UP_TO = 8
 TABLES_UP_TO = 5
 
 
 def masks_of(schedule: str, world: int) -> list[str]:
-    """Return the masks to verify on a world size: all of them, or two on large worlds."""
+    """Return the masks to verify on a world size: all of them, four on larger worlds, or one on the largest."""
     names = list(MASKS)
     if world <= ALL_MASKS_UP_TO:
         return names
-    first = 2 * world + SCHEDULES.index(schedule)
-    return [names[(first + n) % len(names)] for n in range(2)]
+    # the worlds after each other take the masks after each other
+    count = 4 if world <= FOUR_MASKS_UP_TO else 1
+    before = 4 * (min(world - 1, FOUR_MASKS_UP_TO) - ALL_MASKS_UP_TO) + max(0, world - 1 - FOUR_MASKS_UP_TO)
+    first = before + SCHEDULES.index(schedule)
+    return [names[(first + n) % len(names)] for n in range(count)]
 
 
 def verify_forward_and_backward(schedule: str, problem: Problem, tables: bool = True) -> None:

@@ -6,6 +6,7 @@ Costs are counted, not timed: function calls, and the peak of allocated memory.
 from __future__ import annotations
 
 import ast
+import cProfile
 import gc
 import sys
 import tracemalloc
@@ -62,21 +63,11 @@ def clear_caches() -> None:
 
 def count_calls(schedule: str, problem: Problem, rank: int) -> int:
     """Return the function calls of building both programs of a rank."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
     clear_caches()
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
+    with cProfile.Profile() as profile:
         for direction in DIRECTIONS:
             build(schedule, problem, rank, direction)
-    finally:
-        sys.setprofile(before)
-    return calls
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 def peak_bytes(schedule: str, problem: Problem, rank: int) -> int:
