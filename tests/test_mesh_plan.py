@@ -10,9 +10,11 @@ import torch
 from mesh_cases import CAUSAL, SCHEDULES, cut, default_layout, qkv
 from meshflash import Layout, Mask, attention
 from meshflash.engine.check import WrongResultError
+from meshflash.engine.compile import make_plan
 from meshflash.engine.executable import MeshExecutable, Results
 from meshflash.engine.explain import Explanation
 from meshflash.engine.group_context import group_context
+from meshflash.engine.spec import AttentionSpec
 
 
 def check_plan(rank, world, group):
@@ -57,9 +59,36 @@ def auto_schedules(rank, world, group, limit):
 
 def test_auto_gathers_up_to_a_size_limit_and_keeps_the_layout(pool):
     gathered_bytes = 16 * 2 * 2 * (8 + 8) * 4  # tokens, batch, key heads, dims, bytes
-    for limit, schedules in ((gathered_bytes, ["allgather", "allgather"]), (gathered_bytes - 1, ["zigzag", "ring"])):
+    for limit, schedules in ((gathered_bytes, ["allgather", "allgather"]), (gathered_bytes - 1, ["zigzag", "ulysses"])):
         for ran in pool.run(2, auto_schedules, limit):
             assert ran == list(zip(schedules, ["zigzag", "contiguous"], strict=True))
+
+
+UNEVEN = Layout(((range(3),), (range(3, 16),)), "custom")
+DOCUMENTS = CAUSAL & Mask.documents([2, 14])
+
+
+@pytest.mark.parametrize(
+    ("options", "kv_heads", "schedule"),
+    [
+        (dict(mask=CAUSAL), 2, "ulysses"),
+        (dict(mask=CAUSAL), 3, "ring"),
+        (dict(mask=Mask.full()), 2, "ring"),
+        (dict(mask=CAUSAL & Mask.window(1, 0)), 2, "ring"),
+        (dict(mask=DOCUMENTS), 2, "ring"),
+        (dict(mask=CAUSAL, layout=Layout.zigzag(16, 2)), 2, "zigzag"),
+        (dict(mask=CAUSAL, layout=Layout.striped(16, 2)), 2, "striped"),
+        (dict(mask=Mask.full(), layout=UNEVEN), 2, "ulysses"),
+        (dict(mask=CAUSAL, k_layout=Layout.zigzag(16, 2)), 2, "ring"),
+        (dict(mask=CAUSAL, q_offset=4), 2, "ring"),
+    ],
+)
+def test_auto_exchanges_heads_where_a_ring_would_give_ranks_unequal_work(monkeypatch, options, kv_heads, schedule):
+    monkeypatch.setattr("meshflash.engine.compile.GATHER_BYTES", 0)
+    spec = AttentionSpec(scale=1.0, **options)
+    plan = make_plan(spec, 8, 8, 64, kv_heads, 2)
+    assert plan.schedule == schedule
+    assert ("the busiest rank has 1.47 times" in plan.reason) == (schedule == "ulysses" and "layout" not in options)
 
 
 def auto_schedule_on_uneven_shards(rank, world, group, limit):
@@ -71,7 +100,7 @@ def auto_schedule_on_uneven_shards(rank, world, group, limit):
         return attention(*inputs, layout=layout, mask=CAUSAL, return_plan=True)[1].schedule
 
 
-@pytest.mark.parametrize(("limit", "schedule"), [(7, "allgather"), (6, "ring")])
+@pytest.mark.parametrize(("limit", "schedule"), [(7, "allgather"), (6, "ulysses")])
 def test_auto_selects_the_same_schedule_on_ranks_with_uneven_shards(pool, limit, schedule):
     assert pool.run(2, auto_schedule_on_uneven_shards, limit) == [schedule] * 2
 

@@ -182,7 +182,9 @@ def attention(
         schedule: The parallel algorithm: "ring", "zigzag", "striped", "allgather", "ringx1" to "ringx4", "ulysses",
             "hybrid", "double_ring", or a registered name. Options stand in brackets, as in
             "allgather(head_stride=2)" or "hybrid(inner=4, ring=zigzag)". "auto" gathers while the keys and values of
-            the whole sequence take at most 64 MiB and uses a ring beyond. It never changes the layout.
+            the whole sequence take at most 64 MiB and uses a ring beyond. Where a ring would give ranks unequal work,
+            as a causal mask does on contiguous shards, it uses "ulysses" if the number of ranks divides the KV heads.
+            It never changes the layout.
         mask: The keys that each query may attend to, by positions in the whole sequence. All ranks must pass the same
             mask. None means all keys.
         scale: The factor that multiplies all scores. None means `dim ** -0.5`.

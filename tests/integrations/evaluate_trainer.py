@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import tempfile
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def main() -> None:
         for parameter in model.parameters():
             parameter.mul_(3)  # rows of different losses
     ids = torch.randint(1, 64, (ROWS, TOKENS))
-    data = [dict(input_ids=row, labels=row) for row in ids]
+    data: Any = [dict(input_ids=row, labels=row) for row in ids]
 
     def metrics(found):
         best = found.predictions.argmax(-1)
@@ -52,7 +53,7 @@ def main() -> None:
     context_parallel(model, trainer.accelerator.torch_device_mesh["cp"], outputs="whole")
     for _ in range(2):  # a trainer sets its gathering again after each evaluation
         found = trainer.evaluate()
-    predicted = trainer.predict(data).predictions
+    predicted: Any = trainer.predict(data).predictions
     rows = trainer.accelerator.gather_for_metrics([f"rank {trainer.accelerator.process_index}"])
     if trainer.accelerator.is_main_process:
         logits = predicted.reshape(len(predicted), -1)[:, :50].tolist()

@@ -239,7 +239,7 @@ class Layout:
         loads: dict[Layout, float] = {}
         for name in ("contiguous", "zigzag", "balanced"):
             layout = Layout.balanced(masks, tokens, world) if name == "balanced" else _NAMED[name](tokens, world)
-            loads[layout] = _busiest(layout, masks, tokens)
+            loads[layout] = busiest_load(layout, masks)
             if loads[layout] <= AUTO_GOAL:
                 return layout
         return min(loads, key=lambda each: loads[each])
@@ -273,8 +273,17 @@ def _checked(name: str, masks: Mask | Sequence[Mask], tokens: int) -> tuple[Mask
     return masks
 
 
-def _busiest(layout: Layout, masks: tuple[Mask, ...], tokens: int) -> float:
-    """Return the largest work of any rank under any mask, where 1 is the mean. Ranges are without a step."""
+def busiest_load(layout: Layout, masks: Sequence[Mask]) -> float:
+    """Return the largest work of any rank under any mask, where 1 is the mean.
+
+    Args:
+        layout: A layout whose ranges have no step.
+        masks: The masks.
+
+    >>> busiest_load(Layout.contiguous(4096, 4), [Mask.full()]), busiest_load(Layout.zigzag(4096, 4), [Mask.causal()])
+    (1.0, 1.0)
+    """
+    tokens = layout.tokens
     cuts = sorted({0, tokens, *(end for held in layout.ranges for r in held for end in (r.start, r.stop))})
     at = {cut: n for n, cut in enumerate(cuts)}
     loads = [1.0]

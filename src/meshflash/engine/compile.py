@@ -14,7 +14,7 @@ from torch import Tensor
 
 import meshflash
 from meshflash.comm.streams import capturing
-from meshflash.core.layout import Layout
+from meshflash.core.layout import Layout, busiest_load
 from meshflash.core.mask import Mask
 from meshflash.engine.cache import cache
 from meshflash.engine.executable import Executable, LocalExecutable, MeshExecutable, Plan
@@ -28,6 +28,8 @@ from meshflash.schedules import registry as schedules
 
 #: "auto" all-gathers while the keys and values of the whole sequence take at most this many bytes on each rank.
 GATHER_BYTES = 64 * 2**20
+#: "auto" does not take a ring under which the busiest rank has more than this much of the mean work.
+RING_LOAD = 1.25
 
 
 def compile_spec(spec: AttentionSpec, x: CallTensors) -> Executable:
@@ -111,7 +113,7 @@ def prepare(mask: Mask, layout: Layout | None = None) -> int:
 def _compile_local(spec: AttentionSpec, x: CallTensors) -> LocalExecutable:
     plan = None
     if spec.gathered_rank < 0:
-        plan = make_plan(spec, x.q.shape[1], x.k.shape[1], 0, 1)  # raises where a layout does not fit one device
+        plan = make_plan(spec, x.q.shape[1], x.k.shape[1], 0, 1, 1)  # raises where a layout does not fit one device
     return LocalExecutable(spec, x, plan)
 
 
@@ -139,7 +141,7 @@ def _compile_over_ranks(
 def _build(spec: AttentionSpec, x: CallTensors, context: GroupContext) -> MeshExecutable:
     q, k, v = x.q, x.k, x.v
     token_bytes = (k.shape[3] + v.shape[3]) * k.shape[0] * k.shape[2] * k.element_size()
-    plan = make_plan(spec, q.shape[1], k.shape[1], token_bytes, context.world)
+    plan = make_plan(spec, q.shape[1], k.shape[1], token_bytes, k.shape[2], context.world)
     for name, tensor, layout in (("q", q, plan.q), ("k", k, plan.k)):
         if tensor.shape[1] != layout.lengths[context.rank]:
             raise ValueError(
@@ -166,7 +168,7 @@ def _build(spec: AttentionSpec, x: CallTensors, context: GroupContext) -> MeshEx
     return executable
 
 
-def make_plan(spec: AttentionSpec, q_tokens: int, k_tokens: int, token_bytes: int, world: int) -> Plan:
+def make_plan(spec: AttentionSpec, q_tokens: int, k_tokens: int, token_bytes: int, kv_heads: int, world: int) -> Plan:
     """Return the schedule and the layouts of a call.
 
     Args:
@@ -174,18 +176,43 @@ def make_plan(spec: AttentionSpec, q_tokens: int, k_tokens: int, token_bytes: in
         q_tokens: The number of this rank's queries.
         k_tokens: The number of this rank's keys.
         token_bytes: The bytes of one token's keys and values. "auto" compares those of all tokens with GATHER_BYTES.
+        kv_heads: The number of KV heads.
         world: The number of ranks.
     """
     schedule, reason = spec.schedule, "requested"
     if schedule == "auto":
-        gathered = token_bytes * (world * k_tokens if spec.k_layout is None else spec.k_layout.tokens)
-        schedule = "allgather" if gathered <= GATHER_BYTES else _ring_of(spec.layout)
-        word = "at most" if gathered <= GATHER_BYTES else "more than"
-        reason = f"auto: keys and values of the whole sequence take {word} {GATHER_BYTES >> 20} MiB a rank"
+        schedule, reason = _choose(spec, q_tokens, k_tokens, token_bytes, kv_heads, world)
     schedule = schedules.canonical(schedule)
     q = _layout("layout", spec.layout, schedule, q_tokens, world)
     k = _layout("k_layout", spec.k_layout, schedule, k_tokens, world)
     return Plan(schedule, q, k, spec.q_offset, spec.reduce_dtype, spec.transport, spec.needs_lse, reason)
+
+
+def _choose(
+    spec: AttentionSpec, q_tokens: int, k_tokens: int, token_bytes: int, kv_heads: int, world: int
+) -> tuple[str, str]:
+    """Return the schedule that "auto" stands for, and the reason. All ranks return the same."""
+    gathered = token_bytes * (world * k_tokens if spec.k_layout is None else spec.k_layout.tokens)
+    limit = f"{GATHER_BYTES >> 20} MiB"
+    if gathered <= GATHER_BYTES:
+        return "allgather", f"auto: keys and values of the whole sequence take at most {limit} a rank"
+    ring = _ring_of(spec.layout)
+    is_square = spec.k_layout in (None, spec.layout) and q_tokens == k_tokens and spec.q_offset == 0
+    # Documents: a ring moves only the keys of documents that are cut, an exchange of heads moves every row.
+    if is_square and kv_heads % world == 0 and not spec.mask.has_documents:
+        load = _ring_load(spec.layout or _default_layout(ring, world * q_tokens, world), spec.mask)
+        if load > RING_LOAD:
+            return "ulysses", (
+                f"auto: under {ring} the busiest rank has {load:.2f} times the mean work; ulysses gives every rank the "
+                "same number of heads"
+            )
+    return ring, f"auto: keys and values of the whole sequence take more than {limit} a rank"
+
+
+@lru_cache(maxsize=64)
+def _ring_load(layout: Layout, mask: Mask) -> float:
+    """Return the work of the busiest rank under a ring, where 1 is the mean. Layouts with steps count as balanced."""
+    return 1.0 if any(r.step != 1 for held in layout.ranges for r in held) else busiest_load(layout, [mask])
 
 
 def _ring_of(layout: Layout | None) -> str:
