@@ -70,8 +70,8 @@ imports: $(VENV)/.test-ready
 docs: $(VENV)/.test-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# kept bytecode saves each worker the rewriting of assertions, from the second run on; tests of processes wait a part of
-# their time, so that three workers end sooner on two cores than two
+# kept bytecode saves each worker the rewriting of assertions, from the second run on; tests that start processes spend
+# part of their time waiting, so three workers finish sooner than two on two cores
 unit: $(VENV)/.test-ready $(VENV)/.mpi-ready
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 

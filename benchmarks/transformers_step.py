@@ -71,8 +71,8 @@ class LlamaCase:
         Args:
             attention: The name of the attention for Transformers.
             device: Where it is.
-            draw_on_cpu: Whether the weights are also the same for every share of a GPU, which takes 20 seconds. The
-                numbers that a GPU draws depend on how many SMs a process has.
+            draw_on_cpu: Whether to draw the weights on the CPU, so that they are the same on any share of a GPU. What a
+                GPU draws depends on how many SMs the process has.
         """
         library: Any = import_module("transformers")
         library.logging.set_verbosity_error()

@@ -37,19 +37,24 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 ALL_MASKS_UP_TO = 4
 #: The cost of a proof grows faster than the world: most of these masks are tested on worlds up to this one.
 FOUR_MASKS_UP_TO = 8
+#: Worlds of several factors, whose ranks form groups in several ways.
+TWO_MASKS = (9, 12, 16)
 TABLES_UP_TO = 5
 
 
 def masks_of(schedule: str, world: int) -> list[str]:
-    """Return the masks to verify on a world size: all of them, four on larger worlds, or one on the largest."""
+    """Return the masks to verify on a world size: all of them, four on larger worlds, one or two on the largest."""
     names = list(MASKS)
     if world <= ALL_MASKS_UP_TO:
         return names
-    # the worlds after each other take the masks after each other
-    count = 4 if world <= FOUR_MASKS_UP_TO else 1
-    before = 4 * (min(world - 1, FOUR_MASKS_UP_TO) - ALL_MASKS_UP_TO) + max(0, world - 1 - FOUR_MASKS_UP_TO)
-    first = before + SCHEDULES.index(schedule)
-    return [names[(first + n) % len(names)] for n in range(count)]
+    # consecutive worlds take consecutive masks
+    first = sum(map(num_masks, range(ALL_MASKS_UP_TO + 1, world))) + SCHEDULES.index(schedule)
+    return [names[(first + n) % len(names)] for n in range(num_masks(world))]
+
+
+def num_masks(world: int) -> int:
+    """Return how many masks are verified on a world above ALL_MASKS_UP_TO."""
+    return 4 if world <= FOUR_MASKS_UP_TO else 2 if world in TWO_MASKS else 1
 
 
 def verify_forward_and_backward(schedule: str, problem: Problem, tables: bool = True) -> None:
@@ -86,6 +91,8 @@ def test_every_mask_is_tested_on_two_large_worlds_per_schedule() -> None:
     for schedule in SCHEDULES:
         tested = [name for world in range(ALL_MASKS_UP_TO + 1, 17) for name in masks_of(schedule, world)]
         assert all(tested.count(name) >= 2 for name in MASKS)
+        largest = [name for world in range(FOUR_MASKS_UP_TO + 1, 17) for name in masks_of(schedule, world)]
+        assert set(largest) == set(MASKS)
 
 
 @pytest.mark.parametrize(("schedule", "mask"), list(zip(SCHEDULES, MASKS, strict=False)))

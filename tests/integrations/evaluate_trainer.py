@@ -26,7 +26,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--dp", type=int, default=1)
-    dp = parser.parse_args().dp
+    parser.add_argument("--outputs", default="whole")
+    options = parser.parse_args()
+    dp = options.dp
     parallelism = same_batch(cp=int(os.environ["WORLD_SIZE"]) // dp, dp=dp)
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -50,9 +52,9 @@ def main() -> None:
         use_cpu=True, parallelism_config=parallelism,
     )  # fmt: skip
     trainer = Trainer(model, arguments, eval_dataset=data, compute_metrics=metrics)
-    context_parallel(model, trainer.accelerator.torch_device_mesh["cp"], outputs="whole")
-    for _ in range(2):  # a trainer sets its gathering again after each evaluation
-        found = trainer.evaluate()
+    context_parallel(model, trainer.accelerator.torch_device_mesh["cp"], outputs=options.outputs)
+    found, again = trainer.evaluate(), trainer.evaluate()  # a trainer sets its gathering again after each evaluation
+    assert all(found[f"eval_{name}"] == again[f"eval_{name}"] for name in ("loss", "rows", "right"))
     predicted: Any = trainer.predict(data).predictions
     rows = trainer.accelerator.gather_for_metrics([f"rank {trainer.accelerator.process_index}"])
     if trainer.accelerator.is_main_process:

@@ -1,4 +1,7 @@
-"""The examples of libraries print the same losses on one rank and on several, within two minutes and 60 lines."""
+"""The examples of libraries print the same losses on one rank and on several, within two minutes and 60 lines.
+
+Also evaluation by a Trainer, which runs as a script of its own.
+"""
 
 import json
 import os
@@ -83,6 +86,13 @@ def test_trainer_evaluates_and_predicts_each_row_once(dp):
     for row, same in zip(two["logits"], one["logits"], strict=True):
         assert row == pytest.approx(same, rel=1e-4, abs=1e-5)
     assert two["gathered"] == [f"rank {2 * n}" for n in range(dp)]
+
+
+@pytest.mark.integrations
+def test_trainer_refuses_to_gather_logits_of_each_ranks_own_tokens():
+    script = Path(__file__).parent / "evaluate_trainer.py"
+    with pytest.raises(AssertionError, match="ranks that share a sequence hold different values"):
+        _output(script, 2, "--outputs own")
 
 
 def test_examples_are_short():

@@ -18,7 +18,7 @@ MANY_SCHEDULES = 24
 #: The baseline of schedules: the same work on one device.
 SINGLE_DEVICE = "single device"
 #: The parts of the time of a call that keep it from an efficiency of 1.
-MISSING_PARTS = ("kernels", "comm", "steps", "idle")
+MISSING_PARTS = ("kernels", "comm", "steps", "idle", "untraced")
 #: Marks an impossible figure.
 FLAG = "!"
 
@@ -99,9 +99,9 @@ def missing_efficiency(rows: list[Row]) -> list[Table]:
         *(Column(name, partial(_missing_cell, name)) for name in MISSING_PARTS),
     )
     caption = (
-        "percent of the time of a call, means over ranks, in traced calls back to back: kernels: attention beyond the "
-        "time of the single device's kernel; comm: waits for messages; steps: copies, sums, merges; idle: no step "
-        "runs, such as where the host is late"
+        "percent of the time of a call, means over ranks, from traced calls back to back: kernels: attention beyond "
+        "the time of the single device; comm: waits for messages; steps: copies, sums, merges; idle: no step runs, "
+        "such as where the host is late; untraced: how much longer the timed calls took than the traced ones"
     )
     return [
         terminal(f"{title(own[0])}, missing efficiency", columns, own, "pass", caption) for own in _by_case(over_ranks)
@@ -115,12 +115,14 @@ def _missing_cell(part: str, row: Row) -> str:
 def missing_parts(row: Row) -> dict[str, float]:
     """Return the parts of a call's time that are missing from an efficiency of 1, which they add up to.
 
-    >>> row = {"efficiency": 0.75, "attend_ms": 16.0, "wait_ms": 2.0, "rest_ms": 1.0, "elapsed_ms": 20.0}
+    >>> row = {"efficiency": 0.75, "ms": 20.0, "attend_ms": 16.0, "wait_ms": 2.0, "rest_ms": 1.0, "elapsed_ms": 19.5}
     >>> missing_parts(row)
-    {'kernels': 0.05, 'comm': 0.1, 'steps': 0.05, 'idle': 0.05}
+    {'kernels': 0.05, 'comm': 0.1, 'steps': 0.05, 'idle': 0.025, 'untraced': 0.025}
     """
-    attends, waits, rest = (row[name] / row["elapsed_ms"] for name in ("attend_ms", "wait_ms", "rest_ms"))
-    found = (attends - row["efficiency"], waits, rest, 1 - attends - waits - rest)
+    attends, waits, rest, elapsed = (
+        row[name] / row["ms"] for name in ("attend_ms", "wait_ms", "rest_ms", "elapsed_ms")
+    )
+    found = (attends - row["efficiency"], waits, rest, elapsed - attends - waits - rest, 1 - elapsed)
     return {name: round(part, 6) for name, part in zip(MISSING_PARTS, found, strict=True)}
 
 

@@ -1,7 +1,7 @@
-"""Accelerate, and with it Trainer and TRL: ranks that share a sequence get the same batch, and nothing else changes.
+"""Accelerate, and with it Trainer and TRL: ranks that share a sequence get the same batch, and metrics count it once.
 
 Accelerate's own context parallelism drops masks and cuts batches itself, so its sizes stay 1 here. Only the device mesh
-names the axis: data loaders read that.
+names the axis: data loaders read that. The accelerator's `gather_for_metrics` is replaced by one that knows the axis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from transformers import TrainerCallback
 def same_batch(cp: int, dp: int = 1) -> SameBatch:
     """Return the configuration of an `Accelerator` or of `TrainingArguments` whose ranks of `cp` get the same batch.
 
-    Shard the model's sequences over `accelerator.torch_device_mesh["cp"]` by `context_parallel`.
+    Shard the model's sequences over `accelerator.torch_device_mesh["cp"]` by `context_parallel`. The accelerator's
+    `gather_for_metrics` returns each row once, and raises where ranks that share a sequence hold different values.
 
     Args:
         cp: The number of ranks that share a sequence.
@@ -71,7 +72,7 @@ class SameBatch(ParallelismConfig):
             raise ValueError(
                 f"same_batch: cp={self.cp} times dp={self.dp} ranks, but {accelerator.num_processes} processes"
             )
-        if self.cp > 1:
+        if self.cp > 1:  # here, because nothing else of a configuration gets the accelerator
             accelerator.gather_for_metrics = partial(_gather_batches_once, accelerator, self.cp)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SameBatch:
@@ -100,9 +101,24 @@ def _gather_batches_once(accelerator: Any, cp: int, input_data: Any, use_gather_
         return [row for rows in of_ranks for row in rows][:num_rows]
 
     def first_of_each_axis(gathered: Tensor) -> Tensor:
-        return torch.cat(gathered.chunk(accelerator.num_processes)[::cp])[:num_rows]
+        parts = gathered.chunk(accelerator.num_processes)
+        # all ranks hold the same parts, so that all of them raise
+        if not all(_agree(parts[n - n % cp], part) for n, part in enumerate(parts)):
+            raise ValueError(
+                "gather_for_metrics: ranks that share a sequence hold different values, such as the logits of their "
+                'own tokens; pass outputs="whole" to context_parallel, or gather these values with accelerator.gather'
+            )
+        return torch.cat(parts[::cp])[:num_rows]
 
     return recursively_apply(first_of_each_axis, accelerator.gather(input_data))
+
+
+def _agree(first: Tensor, other: Tensor) -> bool:
+    """Return whether two ranks hold the same values, up to rounding."""
+    if not first.is_floating_point():
+        return torch.equal(first, other)
+    largest = float(first.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if first.numel() else 0.0
+    return torch.allclose(first, other, rtol=1e-2, atol=1e-2 * largest, equal_nan=True)
 
 
 class _CountBatchesOnce(TrainerCallback):
