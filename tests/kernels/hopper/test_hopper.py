@@ -194,7 +194,6 @@ BEGINS_WITHIN = (
     "documents, one short of full blocks",
     "documents, both sides",
     "documents, other keys",
-    "zigzag, own",
 )
 
 
@@ -228,6 +227,22 @@ def test_backward_tables_on_a_grid_cover_every_visible_pair_once(name, other):
     assert not got[:, :128].any()
     assert (got[:, 128:, :queries][covered] == want[covered]).all()
     check_portable_covers_the_other_rows(portable, covered)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_tiles_of_a_ranks_own_zigzag_shard_have_a_single_run(world, by_key):
+    layout = Layout.zigzag(2048 * world, world)
+    for rank in range(world):
+        own = tuple(layout.ranges[rank])
+        served, rest = make_run_tables(
+            worklist(CAUSAL, own, own), by_key, 128, 128, 64, 1, torch.device("cpu"), by_key, by_key
+        )
+        assert served.single_run
+        assert served.exact_begin
+        assert served.splits_masked_loop == by_key
+        assert served.masks_first_only == (not by_key)
+        assert not len(rest)
 
 
 @pytest.mark.parametrize("rotate", [0, 5])

@@ -173,30 +173,29 @@ def _run_table(
     device: torch.device,
 ) -> TileTable:
     pairs = pairs.of(served[pairs.tile])
-    rows = tiles[pairs.tile, 2]
-    begin, end, limit = (pairs.row + n for n in (pairs.begin, pairs.end, pairs.rows))
-    shift = pairs.first - pairs.position
-    least = np.where(pairs.lo > -UNBOUNDED, -((-pairs.lo - shift) // pairs.step) + pairs.row, -UNBOUNDED)
-    most = np.where(pairs.hi < UNBOUNDED, (pairs.hi + shift) // pairs.step + pairs.row, UNBOUNDED)
-    start = begin - begin % other if grid else begin
-    count = -(-(end - start) // other)
-    stop = np.minimum(start + count * other, tokens if grid else limit)
+    order = _heaviest_first(pairs, len(tiles))
+    runs = _merged(_runs_of(pairs), tiles)
+    rows = tiles[runs.tile, 2]
+    least, most = runs.least, runs.most
+    start = runs.begin - runs.begin % other if grid else runs.begin
+    count = -(-(runs.end - start) // other)
+    stop = np.minimum(start + count * other, tokens if grid else runs.limit)
     if grid:  # rows outside of the run that no band hides; for a tile of one row, a band can hide them
-        least = np.where(rows == 1, np.maximum(least, begin), least)
-        before, after = (start < begin) & (least < begin), (limit < stop) & (rows + most > limit)
+        least = np.where(rows == 1, np.maximum(least, runs.begin), least)
+        before = (start < runs.begin) & (least < runs.begin)
+        after = (runs.limit < stop) & (rows + most > runs.limit)
     else:
-        before, after = start + count * other > limit, np.zeros(len(begin), np.bool_)
+        before, after = start + count * other > runs.limit, np.zeros(len(start), np.bool_)
     lower = before | (rows - 1 + least > start)
     upper = most < stop - 1
     exact_begin, clipped = not before.any(), grid and bool((before | after).any())
-    num_blocks = np.bincount(pairs.tile, count, minlength=len(tiles)).astype(np.int64)
-    first = np.searchsorted(pairs.tile, np.arange(len(tiles)))
+    num_blocks = np.bincount(runs.tile, count, minlength=len(tiles)).astype(np.int64)
+    first = np.searchsorted(runs.tile, np.arange(len(tiles)))
     counted = np.tile([0, 1], (len(tiles), 1))
     mine = np.concatenate([tiles[:, :3], counted, first[:, None], num_blocks[:, None]], axis=1)
-    order = _heaviest_first(pairs, len(tiles))
     mine = _every_batch_row(mine[order[served[order]]], batch)
-    table = np.stack([start if exact_begin else begin, count, limit, least, most], axis=1)
-    single_run = len(np.unique(pairs.tile)) == len(pairs.tile)
+    table = np.stack([start if exact_begin else runs.begin, count, runs.limit, least, most], axis=1)
+    single_run = len(np.unique(runs.tile)) == len(runs.tile)
     if single_run:  # a run has the index of its tile, so a kernel loads both at once
         table = table[mine[:, 5]]
         mine[:, 5] = np.arange(len(mine))
@@ -207,7 +206,7 @@ def _run_table(
         bool(upper.any()),
         partial_tiles=bool((mine[:, 2] < size).any()),
         single_run=single_run,
-        aligned=grid or not ((begin | limit) % 4).any(),
+        aligned=grid or not ((runs.begin | runs.limit) % 4).any(),
         exact_begin=exact_begin,
         on_grid=grid or (exact_begin and not (start % other).any()),
         clipped=clipped,
@@ -219,6 +218,54 @@ def _run_table(
         mean_blocks=float(mine[:, 6].mean()) if len(mine) else 0.0,
         max_blocks=int(mine[:, 6].max(initial=0)),
         uniform=not np.ptp(mine[:, 6]) if len(mine) else False,
+    )
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Ranges of rows of the other side that tiles loop over, in order of the tiles.
+
+    Row t of tile `tile` sees the rows from `begin` to `end` between `t + least` and `t + most`. `limit` is the end of
+    the span that they are of.
+    """
+
+    tile: Ints
+    begin: Ints
+    end: Ints
+    limit: Ints
+    least: Ints
+    most: Ints
+
+
+def _runs_of(pairs: _Pairs) -> _Runs:
+    """Return the run of each pair of a tile and a span, with its band in rows."""
+    shift = pairs.first - pairs.position
+    least = np.where(pairs.lo > -UNBOUNDED, -((-pairs.lo - shift) // pairs.step) + pairs.row, -UNBOUNDED)
+    most = np.where(pairs.hi < UNBOUNDED, (pairs.hi + shift) // pairs.step + pairs.row, UNBOUNDED)
+    begin, end, limit = (pairs.row + n for n in (pairs.begin, pairs.end, pairs.rows))
+    return _Runs(pairs.tile, begin, end, limit, least, most)
+
+
+def _merged(runs: _Runs, tiles: Ints) -> _Runs:
+    """Merge neighbouring runs of a tile where one band describes both: the first's lower and the last's upper side.
+
+    Zigzag shards have such runs: a tile of keys is crossed by the diagonal in one chunk of queries, and all queries of
+    the next chunk see it. Kernels are faster where each tile has a single run, and a merged run has no ragged block in
+    its middle.
+    """
+    if not len(runs.tile):
+        return runs
+    last_row = tiles[runs.tile, 2] - 1
+    follows = (runs.tile[1:] == runs.tile[:-1]) & (runs.end[:-1] == runs.begin[1:])
+    # what the first run's lower side and the last run's upper side would hide of the other run must be nothing
+    follows &= (last_row + runs.least)[:-1] <= runs.begin[1:]
+    follows &= runs.most[1:] >= runs.end[:-1] - 1
+    # and the other two sides must hide nothing of their own run
+    follows &= runs.most[:-1] >= runs.end[:-1] - 1
+    follows &= (last_row + runs.least)[1:] <= runs.begin[1:]
+    first, last = np.append(True, ~follows), np.append(~follows, True)
+    return _Runs(
+        runs.tile[first], runs.begin[first], runs.end[last], runs.limit[last], runs.least[first], runs.most[last]
     )
 
 
