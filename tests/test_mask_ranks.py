@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from meshflash import Mask, attention, flash_attention
@@ -20,17 +21,29 @@ def spelled_mask(spelling):
     ][spelling]
 
 
-def check_different_spellings(rank, world, group):
+def spelled_slices(spelling):
+    """Return the same mask of slices in one of four spellings."""
+    spans = [(1, 3), (4, 8)]
+    return [
+        Mask.causal() | Mask.slices(spans, spans),
+        Mask.slices(spans[::-1], spans[::-1]) | Mask.causal(),
+        Mask.slices([*spans, (5, 5)], [*spans, (0, 8)]) | Mask.causal(),
+        Mask.causal() | Mask.slices(torch.tensor(spans), spans, ["full", "full"]),
+    ][spelling]
+
+
+def check_different_spellings(rank, world, group, spelled):
     """Call attention with another spelling of the mask on each rank; assert that results match."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 8, 2, 8, generator=generator, dtype=torch.float64)
-    want = flash_attention(x, x, x, mask=spelled_mask(0))
+    want = flash_attention(x, x, x, mask=spelled(0))
     local = x.chunk(world, dim=1)[rank]
     # If a spelling counted as a new mask, its rank would start a handshake and wait for the other rank forever.
     for repeat in range(4):
-        out = attention(local, local, local, mask=spelled_mask((rank * repeat) % 4), schedule="ring")
+        out = attention(local, local, local, mask=spelled((rank * repeat) % 4), schedule="ring")
         assert torch.allclose(out, want.chunk(world, dim=1)[rank], rtol=0, atol=1e-12)
 
 
-def test_ranks_agree_on_equal_masks_written_differently(pool):
-    pool.run(2, check_different_spellings)
+@pytest.mark.parametrize("spelled", [spelled_mask, spelled_slices])
+def test_ranks_agree_on_equal_masks_written_differently(pool, spelled):
+    pool.run(2, check_different_spellings, spelled)

@@ -24,6 +24,12 @@ FAMILIES = {
     "documents": CAUSAL & Mask.documents([5, 0, 20, 12]),
     "documents by row": Mask.documents([[5, 32], [37]]),
     "padding": CAUSAL & Mask.documents([[5, 20], [30]], pad=True),
+    "image spans": CAUSAL | Mask.slices([(4, 9), (20, 31)], [(4, 9), (20, 31)]),
+    "slices by row": Mask.slices(
+        [[(0, 15), (18, 37)], [(3, 30)]],
+        [[(0, 15), (5, 30)], [(0, 37)]],
+        [["causal", "bi_causal"], ["inv_causal"]],
+    ),
 }
 HEADS = ((4, 4), (4, 2), (3, 1))
 

@@ -67,7 +67,12 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "documents": (
         dict(mask=CAUSAL & Mask.documents([5, 7])),
         dict(mask=CAUSAL & Mask.documents([6, 6])),
-        r"mask's documents: rank 0 has .*, rank {} has ",
+        r"mask's documents and slices: rank 0 has .*, rank {} has ",
+    ),
+    "slices": (
+        dict(mask=CAUSAL | Mask.slices([(1, 5)], [(1, 5)])),
+        dict(mask=CAUSAL | Mask.slices([(1, 6)], [(1, 6)])),
+        r"mask's documents and slices: rank 0 has .*, rank {} has ",
     ),
     "documents of a tensor": (
         dict(mask=CAUSAL & Mask.documents(torch.tensor([5, 7]))),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from meshflash.core.mask import Mask
 
 # A mask as nested tuples: ("causal",), ("window", left, right), ("first", n), ("first_of_own", n),
-# ("documents", index), ("and", a, b), ("or", a, b).
+# ("documents", index), ("slices", ((batch or None, q_begin, q_end, k_begin, k_end, kind), ...), rows or None),
+# ("and", a, b), ("or", a, b).
 Expression = tuple[Any, ...]
 
 
@@ -62,11 +63,46 @@ def sees(e: Expression, i: int, j: int, batch: int, sets: Sequence[DocumentSet])
             q, k = sets[0].lengths(batch)
             query, key = locate(q, i), locate(k, j)
             return query is not None and key is not None and query[0] == key[0] and bool(key[1] < n)
+        case ("slices", slices, _):
+            return any(row in (None, batch) and sees_in_slice(i, j, *slice_) for row, *slice_ in slices)
         case ("and", a, b):
             return sees(a, i, j, batch, sets) and sees(b, i, j, batch, sets)
         case ("or", a, b):
             return sees(a, i, j, batch, sets) or sees(b, i, j, batch, sets)
     raise AssertionError(e)
+
+
+def sees_in_slice(i: int, j: int, q_begin: int, q_end: int, k_begin: int, k_end: int, kind: str) -> bool:
+    """Return whether a slice shows a pair: keys missing at the end for earlier queries, at the beginning for later."""
+    if not (q_begin <= i < q_end and k_begin <= j < k_end):
+        return False
+    missing_at_end = q_end - 1 - i if kind in ("causal", "bi_causal") else 0
+    missing_at_begin = i - q_begin if kind in ("inv_causal", "bi_causal") else 0
+    return k_begin + missing_at_begin <= j < k_end - missing_at_end
+
+
+def build_slices(slices: Sequence[Any], rows: int | None) -> Mask:
+    """Return the mask of some slices."""
+    lists = [[s[1:] for s in slices if s[0] == row] for row in (range(rows) if rows else [None])]
+    columns = [
+        [[pick(s) for s in one] for one in lists] for pick in (lambda s: s[:2], lambda s: s[2:4], lambda s: s[4])
+    ]
+    return Mask.slices(*(columns if rows else [column[0] for column in columns]))
+
+
+@st.composite
+def slice_expressions(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int | None) -> Expression:
+    """Draw some slices of a sequence, of any kind, which may be empty or overlap; for each batch row if `rows`."""
+
+    def interval(tokens: int) -> tuple[int, int]:
+        begin = draw(st.integers(0, tokens))
+        return begin, draw(st.integers(begin, tokens))
+
+    kinds = st.sampled_from(["full", "causal", "inv_causal", "bi_causal"])
+    row = st.integers(0, rows - 1) if rows else st.none()
+    count = draw(st.integers(1, 5))
+    made = [(draw(row), *interval(q_tokens), *interval(k_tokens), draw(kinds)) for _ in range(count)]
+    return "slices", tuple(made), rows
 
 
 def build(e: Expression, sets: Sequence[DocumentSet]) -> Mask:
@@ -84,6 +120,8 @@ def build(e: Expression, sets: Sequence[DocumentSet]) -> Mask:
             return sets[index].mask()
         case ("first_of_own", n):
             return Mask.first(n, per_document=True)
+        case ("slices", slices, rows):
+            return build_slices(slices, rows)
         case ("and", a, b):
             return build(a, sets) & build(b, sets)
         case ("or", a, b):
@@ -93,7 +131,7 @@ def build(e: Expression, sets: Sequence[DocumentSet]) -> Mask:
 
 def assert_same(mask: Mask, e: Expression, q_tokens: int, k_tokens: int, sets: Sequence[DocumentSet]) -> None:
     """Check that a mask shows exactly the pairs of the expression's definition."""
-    for batch in range(next((s.rows for s in sets if s.rows is not None), 1)):
+    for batch in range(mask.batch_rows or 1):
         want = [[sees(e, i, j, batch, sets) for j in range(k_tokens)] for i in range(q_tokens)]
         got = mask.visible(np.arange(q_tokens)[:, None], np.arange(k_tokens)[None, :], batch=batch)
         assert got.dtype == np.bool_

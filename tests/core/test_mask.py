@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.definition import DocumentSet, Expression, assert_same, build, split
+from core.definition import DocumentSet, Expression, assert_same, build, slice_expressions, split
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
 from meshflash.core.terms import Term
@@ -40,14 +40,15 @@ def document_sets(draw: st.DrawFn, q_tokens: int, k_tokens: int, rows: int) -> D
 limits = st.none() | st.integers(0, 12)
 
 
-def expressions(sets: int) -> st.SearchStrategy[Expression]:
-    """Return a strategy for nested mask expressions over the given number of document sets."""
+def expressions(sets: int, slices: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression]:
+    """Return a strategy for nested mask expressions over the given number of document sets, and slices."""
     leaves = [
         st.just(("full",)),
         st.just(("causal",)),
         st.tuples(st.just("window"), limits, limits),
         st.tuples(st.just("first"), st.integers(1, 12)),
         st.tuples(st.just("documents"), st.integers(0, sets - 1)),
+        slices,
     ]
     if sets == 1:
         leaves.append(st.tuples(st.just("first_of_own"), st.integers(1, 6)))
@@ -61,7 +62,9 @@ def problems(draw: st.DrawFn) -> tuple[Expression, int, int, list[DocumentSet]]:
     k_tokens = draw(st.integers(0, 20) | st.just(q_tokens))
     rows = draw(st.integers(1, 3))
     sets = draw(st.lists(document_sets(q_tokens, k_tokens, rows), min_size=1, max_size=2))
-    e = draw(expressions(len(sets)))
+    own_rows = rows if any(s.rows is not None for s in sets) else None
+    slices = st.one_of([slice_expressions(q_tokens, k_tokens, n) for n in {None, own_rows}])
+    e = draw(expressions(len(sets), slices))
     if "first_of_own" in leaf_names(e) and "documents" not in leaf_names(e):
         e = (draw(st.sampled_from(["and", "or"])), ("documents", 0), e)
     return e, q_tokens, k_tokens, sets
@@ -96,7 +99,9 @@ def test_terms_cover_the_same_pairs_as_visible(
     for batch in range(mask.batch_rows or 1):
         seen = np.zeros((q_tokens, k_tokens), np.bool_)
         for term in mask.terms:
-            shown = (term.lo <= j - i) & (j - i <= term.hi) & (j < term.first)
+            shown = (term.lo <= j - i) & (j - i <= term.hi) & (term.batch in (None, batch))
+            for position, (begin, end) in ((i, term.queries), (j, term.keys)):
+                shown &= (begin <= position) & (position < end)
             sets_of_term = [documents for documents in term.documents if isinstance(documents, Mask)]
             assert len(sets_of_term) == len(term.documents)
             for documents in sets_of_term:
@@ -303,7 +308,7 @@ def test_terms_drop_those_that_another_term_contains() -> None:
     assert (Mask.causal() | Mask.full()).terms == (Term(),)
     assert (Mask.window(2, 0) | Mask.causal()).terms == (Term(hi=0),)
     assert (Mask.causal() | Mask.window(2, 0)).terms == (Term(hi=0),)
-    assert (Mask.first(2) | Mask.first(5)).terms == (Term(first=5),)
+    assert (Mask.first(2) | Mask.first(5)).terms == (Term(keys=(0, 5)),)
     assert (documents | (documents & Mask.causal())).terms == documents.terms
     assert (Mask.causal() | (documents & Mask.window(2, 0))).terms == (Term(hi=0),)
     assert (documents | (documents & Mask.documents([4, 1]))).terms == documents.terms

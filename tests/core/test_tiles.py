@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from core.definition import build, slice_expressions
 from meshflash.core.layout import Layout
 from meshflash.core.lengths import UNBOUNDED
 from meshflash.core.mask import Mask
@@ -189,7 +190,10 @@ def masks(draw: st.DrawFn, q_tokens: int, k_tokens: int) -> Mask:
     limit = st.none() | st.integers(0, 4) | st.integers(0, 50)
 
     def leaf() -> Mask:
-        match draw(st.integers(0, 7)):
+        match draw(st.integers(0, 8)):
+            case 8:
+                own_rows = draw(st.sampled_from([None, *{s.batch_rows for s in sets}]))
+                return build(draw(slice_expressions(q_tokens, k_tokens, own_rows)), ())
             case 0:
                 return Mask.causal()
             case 1:

@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from meshflash.core.block_masks import slices_of_blocks
 from meshflash.core.documents import LENGTHS_ARGUMENTS, DocumentLengths
 from meshflash.core.lengths import UNBOUNDED, Array, as_cumulative, as_integer, as_lengths, counts, starts
-from meshflash.core.terms import Term
+from meshflash.core.slices import SliceTable, slice_table
+from meshflash.core.terms import Term, without_contained
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -127,6 +129,43 @@ class Mask:
         k = None if cu_seqlens_k is None else as_cumulative(cu_seqlens_k, k_name)
         return Documents(as_cumulative(cu_seqlens, q_name), k, pad=False, cumulative=True)
 
+    @staticmethod
+    def slices(q_ranges: Any, k_ranges: Any, kinds: Any = "full") -> Mask:
+        """A query sees a key if both are in a slice: the queries of a range see keys of another range.
+
+        A pair may be in several slices; queries in none of them see nothing. The kind of a slice says what is cut off:
+
+        - "full": nothing.
+        - "causal": the last query sees up to the last key, and each query before it one key less.
+        - "inv_causal": the first query sees from the first key on, and each query after it one key less.
+        - "bi_causal": both.
+
+        Args:
+            q_ranges: The ranges of positions of queries, as pairs `[begin, end)`: a list of pairs for all batch rows,
+                or such a list for each row.
+            k_ranges: The ranges of positions of keys, one for each range of queries.
+            kinds: The kind of all slices, or a list with the kind of each one.
+
+        >>> text_with_image = Mask.causal() | Mask.slices([(2, 5)], [(2, 5)])
+        >>> text_with_image.visible(3, [1, 4, 5]).tolist()
+        [True, True, False]
+        """
+        made = slice_table(q_ranges, k_ranges, kinds)
+        return Slices(made.table, made.rows)
+
+    @staticmethod
+    def from_block_mask(block_mask: Any) -> Mask:
+        """Return the mask of FlexAttention's `BlockMask`, as slices.
+
+        Its `mask_mod` is evaluated on blocks that are seen in part, so the result is exact. A mask that differs by head
+        or takes more than 4,096 slices raises ValueError.
+
+        Args:
+            block_mask: The block mask, as `create_block_mask` makes it.
+        """
+        made = slices_of_blocks(block_mask)
+        return Slices(made.table, made.rows)
+
     def __bool__(self) -> bool:
         raise TypeError("a mask is neither true nor false: combine masks with & and |, not with and, or, not")
 
@@ -164,11 +203,17 @@ class Mask:
 
     @cached_property
     def batch_rows(self) -> int | None:
-        """The number of batch rows with documents of their own, or None if one mask serves all rows."""
-        rows = {node.rows for node in self.documents_nodes if node.rows is not None}
+        """The number of batch rows with documents or slices of their own, or None if one mask serves all rows."""
+        rows = {leaf.rows for leaf in self._leaves_by_row if leaf.rows is not None}
         if len(rows) > 1:
-            raise ValueError(f"documents(lengths): masks for {sorted(rows)} batch rows cannot be combined")
+            names = " and ".join(dict.fromkeys(leaf.argument for leaf in self._leaves_by_row))
+            raise ValueError(f"{names}: masks for {sorted(rows)} batch rows cannot be combined")
         return rows.pop() if rows else None
+
+    @property
+    def _leaves_by_row(self) -> list[Documents | Slices]:
+        """The parts with documents or slices of their own for each batch row."""
+        return [leaf for leaf in self._leaves() if isinstance(leaf, Documents | Slices) and leaf.rows is not None]
 
     def check(self, q_tokens: int, k_tokens: int, batch: int, q_offset: int = 0) -> None:
         """Raise ValueError unless this mask fits queries and keys of these lengths.
@@ -185,8 +230,9 @@ class Mask:
         ValueError: documents(lengths): 5 tokens in the documents, 6 in the sequence; ...
         """
         if self.batch_rows is not None and self.batch_rows != batch:
+            leaf = self._leaves_by_row[0]
             raise ValueError(
-                f"documents(lengths): {self.batch_rows} rows of documents for a batch of {batch}; "
+                f"{leaf.argument}: {self.batch_rows} rows of {leaf.kind} for a batch of {batch}; "
                 "give one list for all rows, or a list for each row"
             )
         for node in self._leaves():
@@ -197,6 +243,9 @@ class Mask:
                 )
         for documents in self.documents_nodes:
             documents.check_lengths(q_tokens, k_tokens, q_offset)
+        for slices in self._leaves():
+            if isinstance(slices, Slices):
+                slices.check_range(q_offset + q_tokens, k_tokens)
 
     def positions_in_document(self, tokens: int) -> Array:
         """Return each token's index in its own document, for RoPE: `[tokens]`, or `[batch rows, tokens]`.
@@ -220,15 +269,10 @@ class Mask:
     @cached_property
     def terms(self) -> tuple[Term, ...]:
         """This mask as a union of terms, without terms that another one contains."""
-        found: list[Term] = []
-        for term in self._terms(self.documents_node):
-            if any(term.within(other) for other in found):
-                continue
-            found = [other for other in found if not other.within(term)] + [term]
-        return tuple(found)
+        return without_contained(self._terms(self.documents_node))
 
     def pack(self) -> tuple[str, list[Any]]:
-        """Return this mask as a text, and the arrays of document lengths that the text refers to by index."""
+        """Return this mask as a text, and the arrays of document lengths and slices that it refers to by index."""
         arrays: list[Any] = []
         return self._pack(arrays), arrays
 
@@ -338,7 +382,7 @@ class First(Mask):
 
     def _terms(self, documents: Documents | None) -> list[Term]:
         if not self.per_document:
-            return [Term(first=min(self.n, UNBOUNDED))]
+            return [Term(keys=(0, min(self.n, UNBOUNDED)))]
         own = (_the_documents(documents, self),)
         return [Term(documents=own, first_in_document=min(self.n, UNBOUNDED))]
 
@@ -352,6 +396,9 @@ class First(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(DocumentLengths, Mask):
     """Query and key are in the same document. `Mask.documents` and `Mask.from_cu_seqlens` make it."""
+
+    argument: ClassVar[str] = "documents(lengths)"
+    kind: ClassVar[str] = "documents"
 
     def canonical(self) -> Mask:
         q_lengths, k_lengths = self.nonempty
@@ -378,6 +425,30 @@ class Documents(DocumentLengths, Mask):
         k = "null" if self.k_lengths is None else f"{len(arrays) - 1}"
         q = len(arrays) - (1 if self.k_lengths is None else 2)
         return f'["documents", {q}, {k}, {"true" if self.pad else "false"}, {"true" if self.cumulative else "false"}]'
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Slices(SliceTable, Mask):
+    """Query and key are in one of some slices. `Mask.slices` and `Mask.from_block_mask` make it."""
+
+    argument: ClassVar[str] = "slices(q_ranges)"
+    kind: ClassVar[str] = "slices"
+
+    def canonical(self) -> Mask:
+        return Slices(self.sorted_table, self.rows)
+
+    def _order(self) -> tuple[Any, ...]:
+        return 5, *self._key
+
+    def _visible(self, i: Array, j: Array, batch: int, documents: Documents | None) -> BoolArray:
+        return self.sees(i, j, batch)
+
+    def _terms(self, documents: Documents | None) -> list[Term]:
+        return list(self.terms_of_slices())
+
+    def _pack(self, arrays: list[Any]) -> str:
+        arrays.append(self.table)
+        return f'["slices", {len(arrays) - 1}, {"null" if self.rows is None else self.rows}]'
 
 
 @dataclass(frozen=True, repr=False)
@@ -421,7 +492,7 @@ class And(_Combination):
         product = [Term()]
         for part in self.parts:
             product = [left & right for left in product for right in part._terms(documents)]
-        return [term for term in product if term.lo <= term.hi]
+        return [term for term in product if not term.is_empty]
 
 
 class Or(_Combination):
@@ -447,6 +518,9 @@ def _unpack(node: list[Any], arrays: Sequence[Any]) -> Mask:
         case "documents":
             q, k, pad, cumulative = fields
             return Documents(arrays[q], None if k is None else arrays[k], pad, cumulative)
+        case "slices":
+            table, rows = fields
+            return Slices(arrays[table], rows)
         case "and":
             return And(tuple(_unpack(part, arrays) for part in fields))
         case "or":

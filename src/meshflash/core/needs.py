@@ -259,6 +259,7 @@ class Needs:
                 [self._make_cells(view) for view in self._key_views(term, batch, runs)]
                 for batch in range(self.mask.batch_rows or 1)
                 for term in self.mask.terms
+                if term.is_in(batch)
             ]
         return self._cells[len(owners)]
 

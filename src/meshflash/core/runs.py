@@ -59,12 +59,12 @@ class Runs:
 
 def term_cuts(terms: tuple[Term, ...], batch: int, by_key: bool) -> Ints:
     """Return the positions of the row side at which the interval of a term may change: a segment never crosses one."""
-    cuts = [np.zeros(0, np.int64)]
+    terms = tuple(term for term in terms if term.is_in(batch))
+    sides = np.array([term.keys if by_key else term.queries for term in terms], np.int64).ravel()
+    cuts = [sides[(sides > 0) & (sides < UNBOUNDED)]]
     for term in terms:
         for documents in term.documents:
             cuts.append(documents.k_cuts(batch) if by_key else documents.q_cuts(batch))
-        if by_key and term.first < UNBOUNDED:
-            cuts.append(np.array([term.first]))
         if by_key and term.first_in_document < UNBOUNDED:
             k_cuts = term.documents[0].k_cuts(batch)
             cuts.append(np.minimum(k_cuts[:-1] + term.first_in_document, k_cuts[1:]))
@@ -110,28 +110,32 @@ def _split_rows(runs: Runs, cuts: Ints) -> Runs:
 
 def term_intervals(terms: tuple[Term, ...], batch: int, position: Ints, by_key: bool) -> tuple[Ints, Ints]:
     """Return lo and hi, [segments, terms]: the column interval of each segment and term, without the band."""
-    lo = np.zeros((len(position), len(terms)), np.int64)
-    hi = np.full_like(lo, UNBOUNDED)
+    queries, keys = (
+        np.array(x, np.int64).reshape(-1, 2) for x in ([t.queries for t in terms], [t.keys for t in terms])
+    )
+    own, other = (keys, queries) if by_key else (queries, keys)
+    holds = np.array([term.is_in(batch) for term in terms], np.bool_)
+    inside = (own[:, 0] <= position[:, None]) & (position[:, None] < own[:, 1]) & holds
+    lo = np.where(inside, other[:, 0], 0)
+    hi = np.where(inside, other[:, 1], 0)
     for t, term in enumerate(terms):
         for n, documents in enumerate(term.documents):
             q_cuts, k_cuts = documents.q_cuts(batch), documents.k_cuts(batch)
-            own, other = (k_cuts, q_cuts) if by_key else (q_cuts, k_cuts)
-            document = own.searchsorted(position, "right") - 1
-            inside = document < len(own) - 1
-            document = np.minimum(document, len(own) - 2)
-            if len(own) < 2:
+            own_cuts, other_cuts = (k_cuts, q_cuts) if by_key else (q_cuts, k_cuts)
+            document = own_cuts.searchsorted(position, "right") - 1
+            is_document = document < len(own_cuts) - 1
+            document = np.minimum(document, len(own_cuts) - 2)
+            if len(own_cuts) < 2:
                 hi[:, t] = 0
                 continue
-            lo[:, t] = np.maximum(lo[:, t], other[document])
-            hi[:, t] = np.minimum(hi[:, t], np.where(inside, other[document + 1], 0))
+            lo[:, t] = np.maximum(lo[:, t], other_cuts[document])
+            hi[:, t] = np.minimum(hi[:, t], np.where(is_document, other_cuts[document + 1], 0))
             if n == 0 and term.first_in_document < UNBOUNDED:
                 limit = k_cuts[document] + term.first_in_document
                 if by_key:
                     hi[:, t] = np.where(position < limit, hi[:, t], 0)
                 else:
                     hi[:, t] = np.minimum(hi[:, t], limit)
-        if term.first < UNBOUNDED:
-            hi[:, t] = np.where(position < term.first, hi[:, t], 0) if by_key else np.minimum(hi[:, t], term.first)
     return lo, hi
 
 
@@ -228,7 +232,7 @@ def views(mask: Mask, runs: Runs, by_key: bool) -> Iterator[View]:
         by_key: The rows are keys instead, and "see" the queries that see them.
     """
     for batch in range(mask.batch_rows or 1):
-        for term in mask.terms:
+        for term in (term for term in mask.terms if term.is_in(batch)):
             yield view_of(term, batch, runs, by_key, term_cuts((term,), batch, by_key))
 
 

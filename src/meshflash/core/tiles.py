@@ -155,7 +155,11 @@ def _is_fully_visible(mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[
     first_q, last_q = min(r.start for r in q_ranges if r), max(r[-1] for r in q_ranges if r)
     first_k, last_k = min(r.start for r in k_ranges if r), max(r[-1] for r in k_ranges if r)
     for term in mask.terms:
-        if not (term.lo <= first_k - last_q and last_k - first_q <= term.hi and last_k < term.first):
+        if not (term.lo <= first_k - last_q and last_k - first_q <= term.hi):
+            continue
+        if not (term.queries[0] <= first_q and last_q < term.queries[1]):
+            continue
+        if not (term.keys[0] <= first_k and last_k < term.keys[1]):
             continue
         for n, documents in enumerate(term.documents):
             q_cuts, k_cuts = documents.q_cuts(0), documents.k_cuts(0)
@@ -359,32 +363,36 @@ def _sweep(lo: Ints, hi: Ints, bands: list[tuple[int, int]]) -> tuple[Ints, Ints
     Between two neighbouring end points the set of active terms is constant. The union of their bands is one band, or a
     few disjoint ones, so no pair is in two tiles.
     """
+    band_lo, band_hi = np.array(bands, np.int64).reshape(-1, 2).T
+    # Few of many terms have an interval in one segment: each segment keeps its own ones, side by side.
+    used = lo < hi
+    width = int(used.sum(axis=1).max(initial=0))
+    term = np.argsort(~used, axis=1, kind="stable")[:, :width]
+    lo, hi = np.take_along_axis(lo, term, axis=1), np.take_along_axis(hi, term, axis=1)
+    if width <= 1:
+        segment = np.flatnonzero((lo < hi).any(axis=1))
+        of_term = term[segment].ravel()
+        return segment, lo[segment].ravel(), hi[segment].ravel(), band_lo[of_term], band_hi[of_term]
     points = np.sort(np.concatenate([lo, hi], axis=1), axis=1)
     left, right = points[:, :-1], points[:, 1:]
     active = (lo[:, None, :] <= left[:, :, None]) & (right[:, :, None] <= hi[:, None, :])
     active &= (left < right)[:, :, None]
-    bits = [1 << t for t in range(len(bands))]
-    code = active @ np.array(bits, dtype=np.int64 if len(bits) < 63 else object)
-    found: list[Ints] = [np.zeros((5, 0), np.int64)]
-    for subset in np.unique(code):
-        where = code == subset
-        segment = np.nonzero(where)[0]
-        for band_lo, band_hi in _union([band for t, band in enumerate(bands) if subset >> t & 1]):
-            limits = np.full((2, len(segment)), [[band_lo], [band_hi]])
-            found.append(np.stack([segment, left[where], right[where], *limits]))
-    segment, lo, hi, lower, upper = np.concatenate(found, axis=1)
-    return segment, lo, hi, lower, upper
-
-
-def _union(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge closed intervals of integers that overlap or touch."""
-    out: list[tuple[int, int]] = []
-    for lo, hi in sorted(bands):
-        if out and lo <= out[-1][1] + 1:
-            out[-1] = (out[-1][0], max(hi, out[-1][1]))
-        else:
-            out.append((lo, hi))
-    return out
+    segment, piece = np.nonzero(active.any(axis=2))
+    active, term = active[segment, piece], term[segment]
+    # Each piece gets the bands of its active terms, by their lower limits; those of the others are empty and come last.
+    empty = 4 * UNBOUNDED
+    lower, upper = np.where(active, band_lo[term], empty), np.where(active, band_hi[term], -empty)
+    order = np.argsort(lower, axis=1, kind="stable")
+    lower, upper = np.take_along_axis(lower, order, axis=1), np.take_along_axis(upper, order, axis=1)
+    reach = np.maximum.accumulate(upper, axis=1)
+    # a band begins where none of those before reaches it or touches it
+    begins = lower < empty
+    begins[:, 1:] &= lower[:, 1:] > reach[:, :-1] + 1
+    ends = np.ones_like(begins)
+    ends[:, :-1] = begins[:, 1:] | (lower[:, 1:] == empty)
+    ends &= lower < empty
+    owner, _ = np.nonzero(begins)
+    return segment[owner], left[segment, piece][owner], right[segment, piece][owner], lower[begins], reach[ends]
 
 
 def _intersect(columns: Runs, lo: Ints, hi: Ints) -> tuple[Ints, Runs]:

@@ -279,7 +279,7 @@ def _agreed_fields(spec: AttentionSpec, plan: Plan, x: CallTensors) -> dict[str,
     plain = spec._asdict()
     for name in ("group", "layout", "k_layout", "mask", "gathered_rank", "will_backward", "needs_lse"):
         del plain[name]
-    documents = [_digest(x if isinstance(x, Tensor) else torch.tensor(x)) for x in spec.mask.pack()[1]]
+    arrays = [_digest(x if isinstance(x, Tensor) else torch.tensor(x)) for x in spec.mask.pack()[1]]
     return plain | {
         "version": meshflash.__version__,
         "schedule": plan.schedule,
@@ -287,7 +287,7 @@ def _agreed_fields(spec: AttentionSpec, plan: Plan, x: CallTensors) -> dict[str,
         "key layout": _named(plan.k),
         "return_lse": plan.lse,
         "mask": repr(spec.mask),
-        "mask's documents": documents,
+        "mask's documents and slices": arrays,
         "batch": x.q.shape[0],
         "heads": x.q.shape[2],
         "key heads": x.v.shape[2],
