@@ -60,6 +60,19 @@ CASES = {
         False,
         False,
     ),
+    "slices": (
+        Case(
+            Mask.slices(
+                [[(0, 15), (9, 30), (30, 37)], [(3, 30)]],
+                [[(0, 15), (5, 33), (0, 37)], [(0, 37)]],
+                [["causal", "bi_causal", "full"], ["inv_causal"]],
+            ),
+            heads=4,
+            kv_heads=2,
+        ),
+        False,
+        False,
+    ),
     "more keys": (Case(CAUSAL, tokens=13, k_tokens=37), True, True),
     "fewer keys": (Case(CAUSAL, tokens=37, k_tokens=13), True, True),
     "decoding": (Case(CAUSAL, tokens=1, k_tokens=37, q_offset=36), True, True),

@@ -61,6 +61,8 @@ WORK = {
     "padding": (CAUSAL & Mask.documents([400, 237], pad=True), *WHOLE),
     "padding, whole blocks": (CAUSAL & Mask.documents([397, 243], pad=True), *WHOLE),
     "padding, a short document": (CAUSAL & Mask.documents([[640, 5], [325, 320]], pad=True), *WHOLE),
+    "image spans": (CAUSAL | Mask.slices([(100, 250), (400, 633)], [(100, 250), (400, 633)]), *WHOLE),
+    "slices": (Mask.slices([(0, 300), (250, 700)], [(0, 400), (128, 700)], ["inv_causal", "bi_causal"]), *WHOLE),
     "documents by row": (CAUSAL & Mask.documents([[5, 395, 300], [700], [130, 1, 569]]), *WHOLE),
     "padding by row": (CAUSAL & Mask.documents([[400, 300], [397, 242]], pad=True), *WHOLE),
     "first keys": (CAUSAL & (Mask.window(64, 0) | Mask.first(130)), *WHOLE),
@@ -194,6 +196,8 @@ BEGINS_WITHIN = (
     "documents, one short of full blocks",
     "documents, both sides",
     "documents, other keys",
+    "image spans",
+    "slices",
 )
 
 
