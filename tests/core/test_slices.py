@@ -78,10 +78,11 @@ def test_a_slice_is_a_term_with_two_intervals() -> None:
     assert len(Mask.slices(many, many).terms) == MAX_COMPARED + 1
 
 
-def test_a_thousand_slices_make_tables_that_show_their_pairs() -> None:
-    tokens, cuts = 4000, np.arange(0, 4001, 4)
+def test_hundreds_of_slices_make_tables_that_show_their_pairs() -> None:
+    tokens, cuts = 1200, np.arange(0, 1201, 4)
     spans = np.stack([cuts[:-1], cuts[1:] - 1], axis=1)
     mask, whole = Mask.causal() | Mask.slices(spans, spans), (range(tokens),)
+    assert len(mask.terms) > MAX_COMPARED
     work = worklist(mask, whole, whole)
     assert work.pairs == tokens * (tokens + 1) // 2 + len(spans) * 3
     assert work.pairs == int(mask.visible(np.arange(tokens)[:, None], np.arange(tokens)[None, :]).sum())

@@ -89,9 +89,10 @@ class SliceTable:
         seen = np.zeros(np.broadcast_shapes(i.shape, j.shape), np.bool_)
         cuts = list(KINDS.values())
         for row, q_begin, q_end, k_begin, k_end, kind in self.table.tolist():
-            if row not in (-1, batch):
+            queries, keys = (q_begin <= i) & (i < q_end), (k_begin <= j) & (j < k_end)
+            if row not in (-1, batch) or not queries.any() or not keys.any():
                 continue
-            inside = (q_begin <= i) & (i < q_end) & (k_begin <= j) & (j < k_end)
+            inside = queries & keys
             cut_above, cut_below = cuts[kind]
             if cut_above:
                 inside = inside & (j - i <= k_end - q_end)
