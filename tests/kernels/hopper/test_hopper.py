@@ -35,6 +35,11 @@ def ranges_of(layout: Layout, q: int, k: int):
     return tuple(layout.ranges[q]), tuple(layout.ranges[k])
 
 
+def keys(begin: int, end: int) -> Mask:
+    """Return the mask in which all queries see some keys."""
+    return Mask.slices([(0, TOKENS)], [(begin, end)])
+
+
 #: Document lengths: a short one first, and some that share a block with others.
 LENGTHS = [5, 63, 1, 64, 200, 128, 239]
 ZIGZAG, STRIPED = Layout.zigzag(TOKENS, 2), Layout.striped(TOKENS, 2)
@@ -63,6 +68,9 @@ WORK = {
     "padding, a short document": (CAUSAL & Mask.documents([[640, 5], [325, 320]], pad=True), *WHOLE),
     "image spans": (CAUSAL | Mask.slices([(100, 250), (400, 633)], [(100, 250), (400, 633)]), *WHOLE),
     "slices": (Mask.slices([(0, 300), (250, 700)], [(0, 400), (128, 700)], ["inv_causal", "bi_causal"]), *WHOLE),
+    # neighbouring runs that one band does not describe: it would hide keys of the other run from some rows
+    "lower side beyond its run": (Mask.window(100, None) & keys(0, 200) | keys(200, 700), *WHOLE),
+    "upper side before its run": (keys(0, 400) | Mask.window(None, 100) & keys(400, 700), *WHOLE),
     "documents by row": (CAUSAL & Mask.documents([[5, 395, 300], [700], [130, 1, 569]]), *WHOLE),
     "padding by row": (CAUSAL & Mask.documents([[400, 300], [397, 242]], pad=True), *WHOLE),
     "first keys": (CAUSAL & (Mask.window(64, 0) | Mask.first(130)), *WHOLE),
