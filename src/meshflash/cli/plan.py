@@ -163,4 +163,4 @@ def table(ranked: list[Prediction], title: str, mask: str, machine: Machine) -> 
         "kernels: attention below the rate of a single call; steps: copies, sums, merges; load imbalance; comm: waits "
         f"for messages. recv and GB: of the rank with the most, tensors and buffers of the call. Sources: {sources}"
     )
-    return terminal(escape(title), columns, rows, caption=escape(caption))
+    return terminal(escape(title), columns, rows, caption=escape(caption), dense=True)
