@@ -26,9 +26,9 @@ FAMILIES = {
     "padding": CAUSAL & Mask.documents([[5, 20], [30]], pad=True),
     "image spans": CAUSAL | Mask.slices([(4, 9), (20, 31)], [(4, 9), (20, 31)]),
     "slices by row": Mask.slices(
-        [[(0, 15), (18, 37)], [(3, 30)]],
-        [[(0, 15), (5, 30)], [(0, 37)]],
-        [["causal", "bi_causal"], ["inv_causal"]],
+        [[(0, 15), (18, 37)], [(3, 30), (0, 9)]],
+        [[(0, 15), (5, 30)], [(0, 37), (10, 12)]],  # the last slice shows no pair
+        [["causal", "bi_causal"], ["inv_causal", "bi_causal"]],
     ),
 }
 HEADS = ((4, 4), (4, 2), (3, 1))

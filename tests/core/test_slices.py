@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 
+from meshflash.core.layout import Layout
 from meshflash.core.mask import Mask
+from meshflash.core.problem import Problem
 from meshflash.core.slices import KINDS
 from meshflash.core.terms import MAX_COMPARED, Term
 from meshflash.core.tiles import worklist
+from meshflash.schedules.registry import verified
 
 
 def shown(mask: Mask, q_tokens: int, k_tokens: int, batch: int = 0) -> list[str]:
@@ -59,6 +63,8 @@ def test_arrays_and_lists_say_the_same() -> None:
     assert Mask.slices(np.array([ranges]), np.array([ranges])) == Mask.slices([ranges], [ranges])
     assert hash(Mask.slices(ranges, ranges)) == hash(want)
     assert Mask.slices(ranges, ranges, "causal") != want
+    assert Mask.slices([range(2), range(3, 7)], ranges) == want
+    assert Mask.slices([[range(3, 5)]], [[range(2)]]) == Mask.slices([[(3, 5)]], [[(0, 2)]])
 
 
 def test_equal_masks_have_one_canonical_form() -> None:
@@ -68,6 +74,40 @@ def test_equal_masks_have_one_canonical_form() -> None:
     assert (a & Mask.causal()).canonical() == (Mask.causal() & b).canonical()
     assert str(a) == "slices(3 full)"
     assert str(Mask.slices([[(0, 1)], [(0, 1)]], [[(0, 1)], [(0, 1)]], "causal")) == "slices(2 causal in 2 rows)"
+
+
+def test_a_slice_without_pairs_is_no_term() -> None:
+    hidden = Mask.slices([(0, 9)], [(10, 12)], "bi_causal")
+    assert hidden.terms == ()
+    assert (Mask.causal() | hidden).terms == (Term(hi=0),)
+    layout = Layout.contiguous(16, 2)
+    for schedule in ("ring", "allgather", "ulysses"):
+        verified(schedule, Problem(layout.ranges, layout.ranges, Mask.causal() | hidden, 2, 2))
+
+
+def test_overlapping_slices_of_one_kind_take_little_memory() -> None:
+    """Frames that see all frames before them: from the keys, as many queries overlap as there are frames."""
+    count = 600
+    ends = np.arange(1, count + 1) * 2
+    mask = Mask.slices(np.stack([ends - 2, ends], axis=1), np.stack([0 * ends, ends], axis=1))
+    work = worklist(mask, (range(2 * count),), (range(2 * count),))
+    tracemalloc.start()
+    assert len(work.by_key.spans) == count
+    assert tracemalloc.get_traced_memory()[1] < 2e8
+    tracemalloc.stop()
+
+
+def test_intersections_of_too_many_slices_raise_an_error() -> None:
+    spans = [(n, n + 1) for n in range(600)]
+    one = Mask.slices(spans, spans)
+    with pytest.raises(ValueError, match="an intersection of 600 and 600 parts; expected at most 262,144 pairs"):
+        _ = (one & Mask.slices(spans, spans, "causal")).terms
+    assert len((one & Mask.causal() & Mask.slices([(0, 600)], [(0, 300)])).terms) == 300
+
+
+def test_full_masks_keep_the_checks_of_slices() -> None:
+    with pytest.raises(ValueError, match="a slice ends at 9, the sequence at 5"):
+        (Mask.full() | Mask.slices([(0, 9)], [(0, 2)])).check(5, 5, 1)
 
 
 def test_a_slice_is_a_term_with_two_intervals() -> None:
@@ -99,6 +139,9 @@ def test_hundreds_of_slices_make_tables_that_show_their_pairs() -> None:
         (([[(0, 2)]], [[(0, 2)]], [["full"], []]), "slices(kinds): 2 batch rows, q_ranges has 1"),
         (([(0, 2)], [(0, 2)], "diagonal"), f"slices(kinds): 'diagonal'; expected one of {', '.join(KINDS)}"),
         (([(0, 2)], [(0, 2)], [1]), "slices(kinds): 1; expected one of"),
+        (([(0, 2)], [(0, 2)], None), "slices(kinds): None; expected one of"),
+        (([[(0, 2)]], [[(0, 2)]], [3]), "slices(kinds): [3]; expected one of"),
+        ((np.array([[0, 2]], "m8[s]"), [(0, 2)]), "slices(q_ranges): expected pairs [begin, end]"),
         (([(2, 0)], [(0, 2)]), "slices(q_ranges): expected 0 <= begin <= end <= 1073741824, got [2, 0]"),
         (([(0, 2)], [(-1, 2)]), "slices(k_ranges): expected 0 <= begin <= end <= 1073741824, got [-1, 2]"),
         (([(0, 2**31)], [(0, 2)]), "slices(q_ranges): expected 0 <= begin <= end <= 1073741824"),

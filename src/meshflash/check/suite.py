@@ -30,7 +30,9 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "documents": lambda n: CAUSAL & Mask.documents([n // 7, 0, n // 2, n - n // 7 - n // 2]),
     "documents by row": lambda n: Mask.documents([[n // 7, n - n // 7], [n, 0]]),
     "padding": lambda n: CAUSAL & Mask.documents([[n // 7, n // 2], [n - n // 5, 0]], pad=True),
-    "image spans": lambda n: CAUSAL | Mask.slices(*2 * [[(n // 9, n // 3), (n // 2, n - n // 6)]]),
+    "image spans": lambda n: (
+        CAUSAL | Mask.slices([(n // 9, n // 3), (n // 2, n - n // 6)], [(n // 9, n // 3), (n // 2, n - n // 6)])
+    ),
     "slices by row": lambda n: Mask.slices(
         [[(0, n // 2), (n // 3, n)], [(n // 5, n)]],
         [[(0, n // 2), (n // 4, n - n // 8)], [(0, n - n // 5)]],

@@ -1,31 +1,31 @@
 """FlexAttention's block masks as slices: each row's intervals of keys, joined over rows that follow one pattern.
 
-A block mask lists the blocks that are seen whole, and those that are seen in part. The `mask_mod` of the latter is
-evaluated. From row to row, an end of an interval may stay or move by one: that makes a slice, whose kind says which
-ends move. Nothing here imports torch: the tensors of the block mask make the ones that its function is called with.
+A block mask lists its full and its partial blocks; `mask_mod` is evaluated on the partial ones. From row to row, an end
+of an interval may stay or move by one: that makes a slice, whose kind says which ends move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshflash.core.lengths import Array
-from meshflash.core.slices import KINDS, SliceTable
+from meshflash.core.slices import DIAGONALS, BoolArray, SliceTable
 
-#: A mask of more slices than this is not a mask of rectangles: tables and programs would take seconds to build.
+#: A block mask of more slices than this has no rectangles: tables and programs would take seconds to build.
 MAX_SLICES = 4096
 
-Bools = npt.NDArray[np.bool_]
 #: The interval of keys of one row, `[begin, end)`.
 Interval = tuple[int, int]
 
 
 def slices_of_blocks(block_mask: Any) -> SliceTable:
-    """Return the slices of a block mask; raise ValueError if it is none, differs by head, or needs too many slices.
+    """Return the slices of a block mask.
+
+    ValueError if the argument is no block mask, or it has several heads or needs too many slices.
 
     Args:
         block_mask: A `BlockMask` of torch.nn.attention.flex_attention.
@@ -37,42 +37,49 @@ def slices_of_blocks(block_mask: Any) -> SliceTable:
             f"from_block_mask(block_mask): expected a BlockMask of FlexAttention, got {type(block_mask).__name__} "
             f"without {missing[0]}"
         )
-    batches, heads = block_mask.kv_num_blocks.shape[:2]
+    shape, (q_tokens, k_tokens) = tuple(block_mask.kv_num_blocks.shape), map(int, block_mask.seq_lengths)
+    if len(shape) != 3 or shape[2] * block_mask.BLOCK_SIZE[0] < q_tokens:
+        raise ValueError(
+            f"from_block_mask(block_mask): kv_num_blocks has the shape {list(shape)}; expected [batch, heads, blocks] "
+            f"with all blocks of its {q_tokens} queries"
+        )
+    batches, heads, _ = shape
     if heads != 1:
         raise ValueError(
-            f"from_block_mask(block_mask): a mask for each of {heads} heads; masks here are those of all heads, so "
-            "call attention once for each group of heads that share one"
+            f"from_block_mask(block_mask): a mask for each of {heads} heads; here all heads share a mask, so create it "
+            "with H=None, or call attention for each group of heads that share one"
         )
     table: list[list[int]] = []
     for batch in range(batches):
         for slice_ in _join_rows(_rows_of(block_mask, batch)):
             table.append([batch if batches > 1 else -1, *slice_])
             if len(table) > MAX_SLICES:
-                raise ValueError(f"from_block_mask(block_mask): it takes more than {MAX_SLICES:,} slices")
-    return SliceTable(np.array(table, np.int64).reshape(-1, 6), batches if batches > 1 else None)
+                raise ValueError(f"from_block_mask(block_mask): the mask takes more than {MAX_SLICES:,} slices")
+    rows = batches if batches > 1 else None
+    return SliceTable(np.array(table, np.int64).reshape(-1, 6), rows, (q_tokens, k_tokens))
 
 
 def _rows_of(block_mask: Any, batch: int) -> Iterator[tuple[int, list[Interval]]]:
     """Yield each query with the intervals of keys that it sees, in order."""
     q_block, k_block = block_mask.BLOCK_SIZE
     q_tokens, k_tokens = block_mask.seq_lengths
-    partial, whole = (_lists(block_mask, name, batch) for name in ("", "full_"))
+    partial_blocks, full_blocks = (_lists(block_mask, name, batch) for name in ("", "full_"))
     for block in range(-(-q_tokens // q_block)):
         rows = range(block * q_block, min((block + 1) * q_block, q_tokens))
-        seen_whole = {n for n in whole[block] if n * k_block < k_tokens}
-        listed = sorted(seen_whole | {n for n in partial[block] if n * k_block < k_tokens})
-        # a block that is seen whole is one column, of all its keys
+        full = {n for n in full_blocks[block] if n * k_block < k_tokens}
+        listed = sorted(full | {n for n in partial_blocks[block] if n * k_block < k_tokens})
+        # a full block is one column, of all its keys
         columns = [
             np.array([[n * k_block, min((n + 1) * k_block, k_tokens)]])
-            if n in seen_whole
+            if n in full
             else np.arange(n * k_block, min((n + 1) * k_block, k_tokens))[:, None] + np.array([0, 1])
             for n in listed
         ]
         spans = np.concatenate([np.zeros((0, 2), np.int64), *columns])
-        is_whole = np.repeat([n in seen_whole for n in listed], list(map(len, columns))).astype(np.bool_)
+        is_full = np.repeat([n in full for n in listed], list(map(len, columns))).astype(np.bool_)
         seen = np.ones((len(rows), len(spans)), np.bool_)
-        if not is_whole.all():
-            seen[:, ~is_whole] = _evaluate(block_mask, batch, rows, spans[~is_whole, 0])
+        if not is_full.all():
+            seen[:, ~is_full] = _evaluate(block_mask, batch, rows, spans[~is_full, 0])
         for n, intervals in enumerate(_intervals(seen, spans)):
             yield rows[n], intervals
 
@@ -88,14 +95,21 @@ def _lists(block_mask: Any, prefix: str, batch: int) -> list[list[int]]:
     ]
 
 
-def _evaluate(block_mask: Any, batch: int, rows: range, keys: Array) -> Bools:
-    """Return which of some keys the function of the mask shows to each of some queries."""
-    make = block_mask.kv_indices.new_tensor
-    shown = block_mask.mask_mod(make(batch), make(0), make(list(rows))[:, None], make(keys.tolist())[None, :])
-    return np.broadcast_to(np.asarray(shown.cpu().numpy(), np.bool_), (len(rows), len(keys)))
+def _evaluate(block_mask: Any, batch: int, rows: range, keys: Array) -> BoolArray:
+    """Return which of some keys `mask_mod` shows to each of some queries.
+
+    It is a function of scalars, which FlexAttention evaluates by vmap: sums and indices mean one pair there.
+    """
+    torch = import_module("torch")  # loaded already, since block masks are torch's; nothing else here needs it
+    by_key = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
+    by_pair = torch.vmap(by_key, in_dims=(None, None, 0, None))
+    device = block_mask.kv_indices.device
+    numbers = (torch.tensor(x, dtype=torch.int64, device=device) for x in (batch, 0, list(rows), keys.tolist()))
+    shown: BoolArray = by_pair(*numbers).cpu().numpy().astype(np.bool_)
+    return shown
 
 
-def _intervals(seen: Bools, spans: Array) -> Iterator[list[Interval]]:
+def _intervals(seen: BoolArray, spans: Array) -> Iterator[list[Interval]]:
     """Yield the intervals of keys of each row; column c of `seen` is the keys `spans[c]`, which may have gaps."""
     touches = spans[1:, 0] == spans[:-1, 1]
     begins, ends = seen.copy(), seen.copy()
@@ -117,7 +131,7 @@ class _Track:
         self.first, self.last = interval, interval
         self.moves: tuple[int, int] | None = None
 
-    def takes(self, row: int, interval: Interval) -> bool:
+    def try_extend(self, row: int, interval: Interval) -> bool:
         """Add the interval of the next row if it follows the pattern; return whether it does."""
         moves = interval[0] - self.last[0], interval[1] - self.last[1]
         if row != self.last_row + 1 or moves != (self.moves or moves) or not {0, 1}.issuperset(moves):
@@ -125,10 +139,10 @@ class _Track:
         self.last_row, self.last, self.moves = row, interval, moves
         return True
 
-    def slice(self) -> tuple[int, int, int, int, int]:
+    def as_slice(self) -> tuple[int, int, int, int, int]:
         """Return it as a slice: the ranges of queries and of keys, and the number of the kind."""
         begin_moves, end_moves = self.moves or (0, 0)
-        kind = list(KINDS.values()).index((bool(end_moves), bool(begin_moves)))
+        kind = DIAGONALS.index((bool(end_moves), bool(begin_moves)))
         return self.first_row, self.last_row + 1, self.first[0], self.last[1], kind
 
 
@@ -138,14 +152,14 @@ def _join_rows(rows: Iterator[tuple[int, list[Interval]]]) -> Iterator[tuple[int
     for row, intervals in rows:
         kept = []
         if len(tracks) != len(intervals):
-            yield from (track.slice() for track in tracks)
+            yield from (track.as_slice() for track in tracks)
             tracks = []
         for n, interval in enumerate(intervals):
-            if n < len(tracks) and tracks[n].takes(row, interval):
+            if n < len(tracks) and tracks[n].try_extend(row, interval):
                 kept.append(tracks[n])
                 continue
             if n < len(tracks):
-                yield tracks[n].slice()
+                yield tracks[n].as_slice()
             kept.append(_Track(row, interval))
         tracks = kept
-    yield from (track.slice() for track in tracks)
+    yield from (track.as_slice() for track in tracks)

@@ -19,7 +19,7 @@ from meshflash.core.block_masks import slices_of_blocks
 from meshflash.core.documents import LENGTHS_ARGUMENTS, DocumentLengths
 from meshflash.core.lengths import UNBOUNDED, Array, as_cumulative, as_integer, as_lengths, counts, starts
 from meshflash.core.slices import SliceTable, slice_table
-from meshflash.core.terms import Term, without_contained
+from meshflash.core.terms import Term, intersect, without_contained
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -150,21 +150,20 @@ class Mask:
         >>> text_with_image.visible(3, [1, 4, 5]).tolist()
         [True, True, False]
         """
-        made = slice_table(q_ranges, k_ranges, kinds)
-        return Slices(made.table, made.rows)
+        return Slices(**vars(slice_table(q_ranges, k_ranges, kinds)))
 
     @staticmethod
     def from_block_mask(block_mask: Any) -> Mask:
-        """Return the mask of FlexAttention's `BlockMask`, as slices.
+        """Return the mask of FlexAttention's `BlockMask`, as slices, for sequences of its lengths.
 
-        Its `mask_mod` is evaluated on blocks that are seen in part, so the result is exact. A mask that differs by head
-        or takes more than 4,096 slices raises ValueError.
+        Its `mask_mod` is evaluated on partial blocks as FlexAttention does, for head 0, and for batch row 0 if the
+        block mask has one row. Block masks of several heads, and those that take more than 4,096 slices, raise
+        ValueError.
 
         Args:
             block_mask: The block mask, as `create_block_mask` makes it.
         """
-        made = slices_of_blocks(block_mask)
-        return Slices(made.table, made.rows)
+        return Slices(**vars(slices_of_blocks(block_mask)))
 
     def __bool__(self) -> bool:
         raise TypeError("a mask is neither true nor false: combine masks with & and |, not with and, or, not")
@@ -181,7 +180,7 @@ class Mask:
         Args:
             i: The position of the query, an integer or an array.
             j: The position of the key, an integer or an array.
-            batch: The batch row, for masks with documents for each row.
+            batch: The batch row, for masks with documents or slices for each row.
 
         >>> Mask.causal().visible([[0], [1]], [0, 1]).tolist()
         [[True, False], [True, True]]
@@ -208,7 +207,7 @@ class Mask:
         if len(rows) > 1:
             names = " and ".join(dict.fromkeys(leaf.argument for leaf in self._leaves_by_row))
             raise ValueError(f"{names}: masks for {sorted(rows)} batch rows cannot be combined")
-        return rows.pop() if rows else None
+        return next(iter(rows), None)
 
     @property
     def _leaves_by_row(self) -> list[Documents | Slices]:
@@ -232,8 +231,7 @@ class Mask:
         if self.batch_rows is not None and self.batch_rows != batch:
             leaf = self._leaves_by_row[0]
             raise ValueError(
-                f"{leaf.argument}: {self.batch_rows} rows of {leaf.kind} for a batch of {batch}; "
-                "give one list for all rows, or a list for each row"
+                f"{leaf.argument}: {self.batch_rows} rows of {leaf.kind} for a batch of {batch}; {leaf.remedy}"
             )
         for node in self._leaves():
             if isinstance(node, First) and node.per_document and self.documents_node is None:
@@ -317,6 +315,11 @@ class Mask:
         """Whether this mask has document lengths, which may be a tensor on a device."""
         return any(isinstance(node, Documents) for node in self._leaves())
 
+    @property
+    def has_arrays(self) -> bool:
+        """Whether this mask has document lengths or slices: they are checked against a sequence."""
+        return any(isinstance(node, Documents | Slices) for node in self._leaves())
+
     def _terms(self, documents: Documents | None) -> list[Term]:
         raise NotImplementedError
 
@@ -397,8 +400,9 @@ class First(Mask):
 class Documents(DocumentLengths, Mask):
     """Query and key are in the same document. `Mask.documents` and `Mask.from_cu_seqlens` make it."""
 
-    argument: ClassVar[str] = "documents(lengths)"
+    argument: ClassVar[str] = LENGTHS_ARGUMENTS[False][0]
     kind: ClassVar[str] = "documents"
+    remedy: ClassVar[str] = "give one list for all rows, or a list for each row"
 
     def canonical(self) -> Mask:
         q_lengths, k_lengths = self.nonempty
@@ -431,11 +435,10 @@ class Documents(DocumentLengths, Mask):
 class Slices(SliceTable, Mask):
     """Query and key are in one of some slices. `Mask.slices` and `Mask.from_block_mask` make it."""
 
-    argument: ClassVar[str] = "slices(q_ranges)"
     kind: ClassVar[str] = "slices"
 
     def canonical(self) -> Mask:
-        return Slices(self.sorted_table, self.rows)
+        return Slices(self.sorted_table, self.rows, self.lengths)
 
     def _order(self) -> tuple[Any, ...]:
         return 5, *self._key
@@ -448,7 +451,9 @@ class Slices(SliceTable, Mask):
 
     def _pack(self, arrays: list[Any]) -> str:
         arrays.append(self.table)
-        return f'["slices", {len(arrays) - 1}, {"null" if self.rows is None else self.rows}]'
+        rows = "null" if self.rows is None else f"{self.rows}"  # no json here: a compiler traces this function
+        lengths = "null" if self.lengths is None else f"[{self.lengths[0]}, {self.lengths[1]}]"
+        return f'["slices", {len(arrays) - 1}, {rows}, {lengths}]'
 
 
 @dataclass(frozen=True, repr=False)
@@ -489,10 +494,7 @@ class And(_Combination):
         return " & ".join(f"({part})" if isinstance(part, Or) else str(part) for part in self.parts)
 
     def _terms(self, documents: Documents | None) -> list[Term]:
-        product = [Term()]
-        for part in self.parts:
-            product = [left & right for left in product for right in part._terms(documents)]
-        return [term for term in product if not term.is_empty]
+        return intersect([part._terms(documents) for part in self.parts])
 
 
 class Or(_Combination):
@@ -519,8 +521,8 @@ def _unpack(node: list[Any], arrays: Sequence[Any]) -> Mask:
             q, k, pad, cumulative = fields
             return Documents(arrays[q], None if k is None else arrays[k], pad, cumulative)
         case "slices":
-            table, rows = fields
-            return Slices(arrays[table], rows)
+            table, rows, lengths = fields
+            return Slices(arrays[table], rows, lengths and tuple(lengths))
         case "and":
             return And(tuple(_unpack(part, arrays) for part in fields))
         case "or":
@@ -540,8 +542,8 @@ def _combine(kind: type[And] | type[Or], left: Mask, right: Mask) -> Mask:
 def _simplified(kind: type[_Combination], parts: Sequence[Mask], read: bool = False) -> Mask:
     """Return a combination without redundant parts, in order; a single part is returned by itself.
 
-    Documents stay: a `first(..., per_document=True)` may refer to them, and their lengths must be checked. `read` says
-    whether to compare documents, which reads their tensors.
+    Documents stay: a `first(..., per_document=True)` may refer to them, and their lengths must be checked, as slices
+    must. `read` says whether to compare them, which reads tensors.
     """
     kept: list[Mask] = []
     for part in parts:
@@ -553,7 +555,7 @@ def _simplified(kind: type[_Combination], parts: Sequence[Mask], read: bool = Fa
                 del kept[n]
         kept.insert(place, part)
     if any(_is_full(part) for part in kept):
-        others = [part for part in kept if not _is_full(part) and (kind is And or part.has_documents)]
+        others = [part for part in kept if not _is_full(part) and (kind is And or part.has_arrays)]
         kept = (others if kind is And else [Band(None, None), *others]) or [Band(None, None)]
     return kept[0] if len(kept) == 1 else kind(tuple(kept))
 
@@ -570,7 +572,7 @@ def _merged(kind: type[_Combination], a: Mask, b: Mask, read: bool) -> Mask | No
         return None
     if isinstance(a, First) and isinstance(b, First) and a.per_document == b.per_document:
         return First(min(a.n, b.n) if kind is And else max(a.n, b.n), a.per_document)
-    if type(a) is type(b) and (read or not (a.has_documents or b.has_documents)) and a == b:
+    if type(a) is type(b) and (read or not (a.has_arrays or b.has_arrays)) and a == b:
         return a
     return None
 

@@ -19,32 +19,31 @@ from meshflash.core.terms import Term
 
 BoolArray = npt.NDArray[np.bool_]
 
-#: Which diagonals cut a slice: (the one that ends at its last query and last key, the one that begins at its first
-#: query and first key).
-KINDS = {
-    "full": (False, False),
-    "causal": (True, False),
-    "inv_causal": (False, True),
-    "bi_causal": (True, True),
-}
-#: The names of the columns of a table. The batch row is -1 in a table for all rows.
-COLUMNS = ("batch", "q_begin", "q_end", "k_begin", "k_end", "kind")
+#: The kinds of slices, by number. A causal diagonal ends at the last query and the last key, and hides the keys after
+#: it. An inverse causal one begins at the first query and the first key, and hides the keys before it.
+KINDS = ("full", "causal", "inv_causal", "bi_causal")
+#: By the number of a kind: whether it has a causal diagonal, and an inverse causal one.
+DIAGONALS = ((False, False), (True, False), (False, True), (True, True))
+#: Columns of a table.
+BATCH, Q_BEGIN, Q_END, K_BEGIN, K_END, KIND = range(6)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SliceTable:
-    """Slices as rows of `COLUMNS`; a kind is its place in `KINDS`. `Mask.slices` makes it.
+    """Slices, a row for each. `Mask.slices` and `Mask.from_block_mask` make it.
 
     Attributes:
-        table: The slices, int64.
+        table: The batch row (-1 is all of them), the ranges of queries and keys, and the number of the kind, int64.
         rows: The number of batch rows with slices of their own, or None if the slices are those of all rows.
+        lengths: The numbers of queries and keys of a block mask, which serves no other lengths; None for others.
     """
 
     table: Array
     rows: int | None = None
+    lengths: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
-        counts = np.bincount(self.table[:, 5], minlength=len(KINDS)).tolist()
+        counts = np.bincount(self.table[:, KIND], minlength=len(KINDS)).tolist()
         kinds = ", ".join(f"{count} {kind}" for kind, count in zip(KINDS, counts, strict=True) if count)
         by_row = f" in {self.rows} rows" if self.rows is not None else ""
         return f"slices({kinds or 'none'}{by_row})"
@@ -55,24 +54,38 @@ class SliceTable:
     def __hash__(self) -> int:
         return hash(self._key)
 
+    @property
+    def argument(self) -> str:
+        """How errors name what the caller gave."""
+        return "slices(q_ranges)" if self.lengths is None else "from_block_mask(block_mask)"
+
+    @property
+    def remedy(self) -> str:
+        """What errors advise if the batch has another number of rows."""
+        return (
+            "give one list for all rows, or a list for each row"
+            if self.lengths is None
+            else "create it for this batch, or with B=None"
+        )
+
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return -1 if self.rows is None else self.rows, self.table.tobytes()
+        return -1 if self.rows is None else self.rows, self.lengths or (), self.table.tobytes()
 
     @cached_property
     def sorted_table(self) -> Array:
         """The slices in order, each once, without empty ones."""
-        some = (self.table[:, 1] < self.table[:, 2]) & (self.table[:, 3] < self.table[:, 4])
-        return np.unique(self.table[some], axis=0)
+        table = self.table
+        some = (table[:, Q_BEGIN] < table[:, Q_END]) & (table[:, K_BEGIN] < table[:, K_END])
+        return np.unique(table[some], axis=0)
 
     def terms_of_slices(self) -> Iterator[Term]:
         """Yield each slice as a term: its rectangle, and a band if diagonals cut it."""
-        cuts = list(KINDS.values())
         for batch, q_begin, q_end, k_begin, k_end, kind in self.sorted_table.tolist():
-            cut_above, cut_below = cuts[kind]
+            causal, inv_causal = DIAGONALS[kind]
             yield Term(
-                k_begin - q_begin if cut_below else -UNBOUNDED,
-                k_end - q_end if cut_above else UNBOUNDED,
+                k_begin - q_begin if inv_causal else -UNBOUNDED,
+                k_end - q_end if causal else UNBOUNDED,
                 queries=(q_begin, q_end),
                 keys=(k_begin, k_end),
                 batch=None if batch < 0 else batch,
@@ -87,28 +100,32 @@ class SliceTable:
             batch: The batch row.
         """
         seen = np.zeros(np.broadcast_shapes(i.shape, j.shape), np.bool_)
-        cuts = list(KINDS.values())
         for row, q_begin, q_end, k_begin, k_end, kind in self.table.tolist():
             queries, keys = (q_begin <= i) & (i < q_end), (k_begin <= j) & (j < k_end)
             if row not in (-1, batch) or not queries.any() or not keys.any():
                 continue
             inside = queries & keys
-            cut_above, cut_below = cuts[kind]
-            if cut_above:
+            causal, inv_causal = DIAGONALS[kind]
+            if causal:
                 inside = inside & (j - i <= k_end - q_end)
-            if cut_below:
+            if inv_causal:
                 inside = inside & (j - i >= k_begin - q_begin)
             seen |= inside
         return seen
 
     def check_range(self, q_end: int, k_end: int) -> None:
-        """Raise ValueError if a slice ends beyond the sequence.
+        """Raise ValueError if a slice ends beyond the sequence, or a block mask is one of other lengths.
 
         Args:
             q_end: The end of the positions of queries.
             k_end: The end of the positions of keys.
         """
-        for name, column, end in (("q_ranges", 2, q_end), ("k_ranges", 4, k_end)):
+        if self.lengths not in (None, (q_end, k_end)):
+            raise ValueError(
+                f"from_block_mask(block_mask): a mask of {self.lengths[0]} queries and {self.lengths[1]} keys, "
+                f"positions end at {q_end} and {k_end}; create it for these lengths"
+            )
+        for name, column, end in (("q_ranges", Q_END, q_end), ("k_ranges", K_END, k_end)):
             most = int(self.table[:, column].max(initial=0))
             if most > end:
                 raise ValueError(f"slices({name}): a slice ends at {most}, the sequence at {end}")
@@ -128,10 +145,12 @@ def slice_table(q_ranges: Any, k_ranges: Any, kinds: Any) -> SliceTable:
         raise ValueError(f"slices(k_ranges): {len(k_rows)} batch rows, q_ranges has {len(q_rows)}")
     if not any(map(len, q_rows)):
         raise ValueError("slices(q_ranges): expected at least one range; without any, every key is hidden")
-    if isinstance(kinds, str):
-        kind_rows: Sequence[Any] = [[kinds] * len(q) for q in q_rows]
-    else:
-        kind_rows = list(kinds) if by_row else [list(kinds)]
+    kind_rows: Sequence[Any] = [[kinds] * len(q) for q in q_rows]
+    if not isinstance(kinds, str):
+        try:
+            kind_rows = [list(row) for row in (kinds if by_row else [kinds])]
+        except TypeError:
+            raise _not_kinds(kinds) from None
     if len(kind_rows) != len(q_rows):
         raise ValueError(f"slices(kinds): {len(kind_rows)} batch rows, q_ranges has {len(q_rows)}")
     parts = []
@@ -151,7 +170,8 @@ def _has_rows(ranges: Any) -> bool:
     if hasattr(ranges, "ndim"):
         return bool(ranges.ndim == 3)
     try:
-        return any(np.ndim(row[0]) == 1 for row in ranges if len(row))
+        rows = [row for row in ranges if not isinstance(row, range) and len(row)]
+        return any(isinstance(row[0], range) or np.ndim(row[0]) == 1 for row in rows)
     except (TypeError, ValueError, KeyError):
         return False
 
@@ -162,12 +182,15 @@ def _by_row(ranges: Any, name: str, by_row: bool) -> list[Array]:
         rows = list(ranges) if by_row else [ranges]
         found = []
         for row in rows:
-            array = np.asarray(row.cpu().numpy() if is_tensor(row) else row)
+            pairs = row.detach().cpu().numpy() if is_tensor(row) else row
+            if not hasattr(pairs, "shape"):
+                pairs = [(pair.start, pair.stop) if isinstance(pair, range) else pair for pair in pairs]
+            array = np.asarray(pairs)
             found.append(array.reshape(-1, 2) if array.size == 0 else array)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor without values
         raise _not_ranges(name, ranges) from error
     for array in found:
-        if array.size and (array.ndim != 2 or array.shape[1] != 2 or not np.issubdtype(array.dtype, np.integer)):
+        if array.size and (array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu"):
             raise _not_ranges(name, ranges)
         wrong = (array[:, 0] < 0) | (array[:, 1] < array[:, 0]) | (array[:, 1] > UNBOUNDED)
         if wrong.any():
@@ -180,8 +203,13 @@ def _not_ranges(name: str, ranges: Any) -> ValueError:
     return ValueError(f"slices({name}): expected pairs [begin, end], or a list of them for each row; got {ranges!r}")
 
 
+def _not_kinds(kinds: Any) -> ValueError:
+    return ValueError(
+        f"slices(kinds): {kinds!r}; expected one of {', '.join(KINDS)}, or a list with one for each slice"
+    )
+
+
 def _number(kind: Any) -> int:
-    names = list(KINDS)
-    if not isinstance(kind, str) or kind not in names:
-        raise ValueError(f"slices(kinds): {kind!r}; expected one of {', '.join(names)}")
-    return names.index(kind)
+    if kind not in KINDS:
+        raise _not_kinds(kind)
+    return KINDS.index(kind)

@@ -10,14 +10,16 @@ from meshflash.core.lengths import UNBOUNDED
 
 #: Terms beyond this many are not compared with each other: the time grows with the square of their number.
 MAX_COMPARED = 256
+#: The most pairs of terms of an intersection.
+MAX_INTERSECTIONS = 1 << 18
 
 
 @dataclass(frozen=True)
 class Term:
-    """One conjunction: `lo <= j - i <= hi`, the same document in each of `documents`, i and j in some intervals.
+    """One conjunction: `lo <= j - i <= hi`, the same document in each of `documents`, i in `queries` and j in `keys`.
 
-    `queries` and `keys` are the intervals of positions `[begin, end)` of i and j. `first_in_document` limits j to the
-    first keys of the document in `documents[0]`. `batch` is the only batch row that the term holds for, or None.
+    These are intervals of positions, `[begin, end)`. `first_in_document` limits j to the first keys of the document in
+    `documents[0]`. `batch` is the only batch row that the term holds for, or None.
     """
 
     lo: int = -UNBOUNDED
@@ -62,13 +64,33 @@ class Term:
         )
 
 
+def intersect(parts: Iterable[list[Term]]) -> list[Term]:
+    """Return the intersection of several unions of terms, as a union of terms.
+
+    Args:
+        parts: The terms of each union.
+    """
+    product = [Term()]
+    for terms in parts:
+        if len(product) * len(terms) > MAX_INTERSECTIONS:
+            raise ValueError(
+                f"mask: an intersection of {len(product):,} and {len(terms):,} parts; expected at most "
+                f"{MAX_INTERSECTIONS:,} pairs, so combine masks with fewer slices"
+            )
+        both = [left & right for left in product for right in terms]
+        product = [term for term in both if not term.is_empty]
+    return product
+
+
 def without_contained(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """Return terms without those that another one contains. If they are very many, only equal ones are left out.
+    """Return terms without empty ones and those that another one contains.
+
+    If there are very many, contained ones stay, unless they are equal.
 
     Args:
         terms: The terms of a mask.
     """
-    different = tuple(dict.fromkeys(terms))
+    different = tuple(dict.fromkeys(term for term in terms if not term.is_empty))
     if len(different) > MAX_COMPARED:
         return different
     found: list[Term] = []

@@ -2,7 +2,8 @@
 
 A worklist has two tables. `by_query` cuts the query rows into disjoint segments, each with an ordered list of key
 spans; `by_key` is the transpose, for gradients of keys. Both are built from the mask by the same code, with the roles
-of the two sides exchanged. Building takes O(documents x ranges), in numpy. Kernels and schedules are not known here.
+of the two sides exchanged. Building takes O((documents + slices) x ranges), in numpy. Kernels and schedules are not
+known here.
 
     keys ->      span 0 (full)   span 1 (band: lo <= j - i <= hi)
     segment 0   [############]  [##.         ]
@@ -26,10 +27,13 @@ import numpy.typing as npt
 
 from meshflash.core.lengths import UNBOUNDED, Array
 from meshflash.core.mask import BoolArray, Mask
-from meshflash.core.runs import Ints, Runs, expand, row_at, split_runs, term_cuts, term_intervals
+from meshflash.core.runs import Ints, Runs, expand, merge_intervals, row_at, split_runs, term_cuts, term_intervals
 from meshflash.core.terms import Term
 
 Int32 = npt.NDArray[np.int32]
+
+#: The most pairs of an interval and a piece of it that are compared at a time.
+SWEEP_CELLS = 1 << 22
 
 #: The columns of `Table.segments`.
 SEGMENT = ("batch", "row", "rows", "position", "step")
@@ -363,25 +367,41 @@ def _sweep(lo: Ints, hi: Ints, bands: list[tuple[int, int]]) -> tuple[Ints, Ints
     Between two neighbouring end points the set of active terms is constant. The union of their bands is one band, or a
     few disjoint ones, so no pair is in two tiles.
     """
-    band_lo, band_hi = np.array(bands, np.int64).reshape(-1, 2).T
-    # Few of many terms have an interval in one segment: each segment keeps its own ones, side by side.
-    used = lo < hi
-    width = int(used.sum(axis=1).max(initial=0))
-    term = np.argsort(~used, axis=1, kind="stable")[:, :width]
-    lo, hi = np.take_along_axis(lo, term, axis=1), np.take_along_axis(hi, term, axis=1)
-    if width <= 1:
-        segment = np.flatnonzero((lo < hi).any(axis=1))
-        of_term = term[segment].ravel()
-        return segment, lo[segment].ravel(), hi[segment].ravel(), band_lo[of_term], band_hi[of_term]
+    distinct = sorted(set(bands))
+    number = np.array([distinct.index(band) for band in bands], np.int64)
+    band_lo, band_hi = np.array(distinct, np.int64).reshape(-1, 2).T
+    # Intervals of terms with the same band are merged first, so that only different bands overlap in a segment.
+    segment, term = np.nonzero(lo < hi)
+    key, lo, hi = merge_intervals(segment * len(distinct) + number[term], lo[segment, term], hi[segment, term])
+    segment, band = np.divmod(key, max(1, len(distinct)))
+    counts = np.bincount(segment)
+    if counts.max(initial=0) <= 1:
+        return segment, lo, hi, band_lo[band], band_hi[band]
+    found = []
+    first = np.cumsum(counts) - counts
+    for width in np.unique(counts[counts > 0]).tolist():
+        owners = np.flatnonzero(counts == width)
+        size = max(1, SWEEP_CELLS // (2 * width * width))
+        for begin in range(0, len(owners), size):
+            some = owners[begin : begin + size]
+            own = first[some, None] + np.arange(width)
+            piece, *columns = _sweep_segments(lo[own], hi[own], band_lo[band[own]], band_hi[band[own]])
+            found.append(np.stack([some[piece], *columns]))
+    segment, lo, hi, lower, upper = np.concatenate(found, axis=1)
+    return segment, lo, hi, lower, upper
+
+
+def _sweep_segments(lo: Ints, hi: Ints, band_lo: Ints, band_hi: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Turn the intervals of segments, [segments, intervals], into disjoint ones, each with a band."""
     points = np.sort(np.concatenate([lo, hi], axis=1), axis=1)
     left, right = points[:, :-1], points[:, 1:]
     active = (lo[:, None, :] <= left[:, :, None]) & (right[:, :, None] <= hi[:, None, :])
     active &= (left < right)[:, :, None]
     segment, piece = np.nonzero(active.any(axis=2))
-    active, term = active[segment, piece], term[segment]
-    # Each piece gets the bands of its active terms, by their lower limits; those of the others are empty and come last.
+    active = active[segment, piece]
+    # Each piece gets the bands of its active intervals, by their lower limits; those of others are empty and come last.
     empty = 4 * UNBOUNDED
-    lower, upper = np.where(active, band_lo[term], empty), np.where(active, band_hi[term], -empty)
+    lower, upper = np.where(active, band_lo[segment], empty), np.where(active, band_hi[segment], -empty)
     order = np.argsort(lower, axis=1, kind="stable")
     lower, upper = np.take_along_axis(lower, order, axis=1), np.take_along_axis(upper, order, axis=1)
     reach = np.maximum.accumulate(upper, axis=1)

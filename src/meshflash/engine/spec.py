@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
     """A spec as arguments of the op; `AttentionSpec.encode` makes it.
 
     Args:
-        documents: The document lengths of the mask, as tensors, so that compiled code serves all lengths.
+        documents: The document lengths and slices of the mask, as tensors, so that compiled code serves all of them.
         text: The fields that are texts, flags and layouts, in one text.
         numbers: The fields that are floating-point numbers.
         offsets: The fields that are offsets.
@@ -145,7 +145,7 @@ class AttentionSpec(NamedTuple):
         """Return the spec that `encode` encoded, with its mask in canonical form.
 
         Args:
-            documents: The document lengths of the mask.
+            documents: The document lengths and slices of the mask.
             text: The fields that are texts, flags and layouts, in one text.
             numbers: The fields that are floating-point numbers.
             offsets: The fields that are offsets.
