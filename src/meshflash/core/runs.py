@@ -1,6 +1,7 @@
 """Runs of rows at affine positions as arrays, and the positions that they see: what tiles and problems are built from.
 
-Everything here is numpy over all runs at once, in O(runs + documents) for each term. Which rank holds a run is not known here.
+Everything here is numpy over all runs at once, in O(runs + documents) for each term. Which rank holds a run is not
+known here.
 """
 
 from __future__ import annotations
