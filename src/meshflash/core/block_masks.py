@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from meshflash.core.lengths import Array
-from meshflash.core.slices import DIAGONALS, BoolArray, SliceTable
+from meshflash.core.lengths import Array, BoolArray
+from meshflash.core.slices import DIAGONALS, SliceTable
 
 #: A block mask of more slices than this has no rectangles: tables and programs would take seconds to build.
 MAX_SLICES = 4096

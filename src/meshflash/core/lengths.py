@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 #: "No limit" in bands and intervals. Positions stay below it, and the sum of two such values fits int32.
 UNBOUNDED = 2**30

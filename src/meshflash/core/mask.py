@@ -13,15 +13,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from meshflash.core.block_masks import slices_of_blocks
 from meshflash.core.documents import LENGTHS_ARGUMENTS, DocumentLengths
-from meshflash.core.lengths import UNBOUNDED, Array, as_cumulative, as_integer, as_lengths, counts, starts
+from meshflash.core.lengths import UNBOUNDED, Array, BoolArray, as_cumulative, as_integer, as_lengths, counts, starts
 from meshflash.core.slices import SliceTable, slice_table
 from meshflash.core.terms import Term, intersect, without_contained
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class Mask:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshflash.core.lengths import UNBOUNDED
-from meshflash.core.mask import BoolArray, Mask
+from meshflash.core.lengths import UNBOUNDED, BoolArray
+from meshflash.core.mask import Mask
 from meshflash.core.terms import Term
 
 #: Rows, positions and indices: int64, or int32 after narrowing.

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from meshflash.core.mask import BoolArray
+from meshflash.core.lengths import BoolArray
 from meshflash.core.program import Ranges
 from meshflash.core.rows import Rows
 from meshflash.core.runs import Ints, Runs, expand, merge_intervals, row_at

@@ -12,12 +12,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from meshflash.core.lengths import UNBOUNDED, Array, is_tensor
+from meshflash.core.lengths import UNBOUNDED, Array, BoolArray, is_tensor
 from meshflash.core.terms import Term
-
-BoolArray = npt.NDArray[np.bool_]
 
 #: The kinds of slices, by number. A causal diagonal ends at the last query and the last key, and hides the keys after
 #: it. An inverse causal one begins at the first query and the first key, and hides the keys before it.

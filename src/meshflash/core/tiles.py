@@ -25,8 +25,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from meshflash.core.lengths import UNBOUNDED, Array
-from meshflash.core.mask import BoolArray, Mask
+from meshflash.core.lengths import UNBOUNDED, Array, BoolArray
+from meshflash.core.mask import Mask
 from meshflash.core.runs import Ints, Runs, expand, merge_intervals, row_at, split_runs, term_cuts, term_intervals
 from meshflash.core.terms import Term
 
