@@ -367,9 +367,9 @@ def _sweep(lo: Ints, hi: Ints, bands: list[tuple[int, int]]) -> tuple[Ints, Ints
     Between two neighbouring end points the set of active terms is constant. The union of their bands is one band, or a
     few disjoint ones, so no pair is in two tiles.
     """
-    distinct = sorted(set(bands))
-    number = np.array([distinct.index(band) for band in bands], np.int64)
-    band_lo, band_hi = np.array(distinct, np.int64).reshape(-1, 2).T
+    distinct = {band: n for n, band in enumerate(dict.fromkeys(bands))}
+    number = np.array([distinct[band] for band in bands], np.int64)
+    band_lo, band_hi = np.array(list(distinct), np.int64).reshape(-1, 2).T
     # Intervals of terms with the same band are merged first, so that only different bands overlap in a segment.
     segment, term = np.nonzero(lo < hi)
     key, lo, hi = merge_intervals(segment * len(distinct) + number[term], lo[segment, term], hi[segment, term])
