@@ -64,6 +64,8 @@ def test_arrays_and_lists_say_the_same() -> None:
     assert hash(Mask.slices(ranges, ranges)) == hash(want)
     assert Mask.slices(ranges, ranges, "causal") != want
     assert Mask.slices([range(2), range(3, 7)], ranges) == want
+    assert Mask.slices(iter(ranges), zip([0, 3], [2, 7], strict=True)) == want
+    assert Mask.slices(iter([ranges, ranges]), [ranges, ranges]) == Mask.slices([ranges] * 2, [ranges] * 2)
     assert Mask.slices([[range(3, 5)]], [[range(2)]]) == Mask.slices([[(3, 5)]], [[(0, 2)]])
 
 
@@ -139,6 +141,10 @@ def test_hundreds_of_slices_make_tables_that_show_their_pairs() -> None:
         (([[(0, 2)]], [[(0, 2)]], [["full"], []]), "slices(kinds): 2 batch rows, q_ranges has 1"),
         (([(0, 2)], [(0, 2)], "diagonal"), f"slices(kinds): 'diagonal'; expected one of {', '.join(KINDS)}"),
         (([(0, 2)], [(0, 2)], [1]), "slices(kinds): 1; expected one of"),
+        (([range(0, 9, 2)], [(0, 2)]), "slices(q_ranges): expected pairs [begin, end]"),
+        (({(0, 2), (3, 7)}, [(0, 2), (3, 7)]), "slices(q_ranges): expected pairs [begin, end]"),
+        (([(0, 2), (3, 7)], {(0, 2), (3, 7)}), "slices(k_ranges): expected pairs [begin, end]"),
+        (([(0, 2), (3, 7)], [(0, 2), (3, 7)], {"full", "causal"}), "slices(kinds): {"),
         (([(0, 2)], [(0, 2)], None), "slices(kinds): None; expected one of"),
         (([[(0, 2)]], [[(0, 2)]], [3]), "slices(kinds): [3]; expected one of"),
         ((np.array([[0, 2]], "m8[s]"), [(0, 2)]), "slices(q_ranges): expected pairs [begin, end]"),

@@ -6,7 +6,7 @@ of a video, holes. The kinds and their names are those of MagiAttention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -136,6 +136,9 @@ def slice_table(q_ranges: Any, k_ranges: Any, kinds: Any) -> SliceTable:
         k_ranges: The ranges of keys in the same form.
         kinds: The kind of all slices, or of each one in the same form.
     """
+    q_ranges, k_ranges = _in_order(q_ranges, "q_ranges"), _in_order(k_ranges, "k_ranges")
+    if isinstance(kinds, Set):
+        raise _not_kinds(kinds)
     by_row = _has_rows(q_ranges)
     q_rows, k_rows = (_by_row(x, name, by_row) for x, name in ((q_ranges, "q_ranges"), (k_ranges, "k_ranges")))
     if len(q_rows) != len(k_rows):
@@ -162,6 +165,13 @@ def slice_table(q_ranges: Any, k_ranges: Any, kinds: Any) -> SliceTable:
     return SliceTable(np.ascontiguousarray(np.concatenate(parts)), len(q_rows) if by_row else None)
 
 
+def _in_order(ranges: Any, name: str) -> Any:
+    """Return ranges that can be read twice: those of an iterator as a list. A set has no order to pair them by."""
+    if isinstance(ranges, Set):
+        raise _not_ranges(name, ranges)
+    return list(ranges) if isinstance(ranges, Iterator) else ranges
+
+
 def _has_rows(ranges: Any) -> bool:
     """Whether ranges are given for each batch row: a list of lists of pairs, of which some may be empty."""
     if hasattr(ranges, "ndim"):
@@ -181,7 +191,7 @@ def _by_row(ranges: Any, name: str, by_row: bool) -> list[Array]:
         for row in rows:
             pairs = row.detach().cpu().numpy() if is_tensor(row) else row
             if not hasattr(pairs, "shape"):
-                pairs = [(pair.start, pair.stop) if isinstance(pair, range) else pair for pair in pairs]
+                pairs = [_pair(pair) for pair in _in_order(pairs, name)]
             array = np.asarray(pairs)
             found.append(array.reshape(-1, 2) if array.size == 0 else array)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor without values
@@ -194,6 +204,15 @@ def _by_row(ranges: Any, name: str, by_row: bool) -> list[Array]:
             begin, end = array[np.argmax(wrong)].tolist()
             raise ValueError(f"slices({name}): expected 0 <= begin <= end <= {UNBOUNDED}, got [{begin}, {end}]")
     return found
+
+
+def _pair(pair: Any) -> Any:
+    """Return a range as its ends, and other pairs as they are."""
+    if not isinstance(pair, range):
+        return pair
+    if pair.step != 1:
+        raise ValueError(f"{pair} skips positions")
+    return pair.start, pair.stop
 
 
 def _not_ranges(name: str, ranges: Any) -> ValueError:

@@ -70,16 +70,16 @@ def intersect(parts: Iterable[list[Term]]) -> list[Term]:
     Args:
         parts: The terms of each union.
     """
-    product = [Term()]
+    found = [Term()]
     for terms in parts:
-        if len(product) * len(terms) > MAX_INTERSECTIONS:
+        if len(found) * len(terms) > MAX_INTERSECTIONS:
             raise ValueError(
-                f"mask: an intersection of {len(product):,} and {len(terms):,} parts; expected at most "
+                f"mask: an intersection of {len(found):,} and {len(terms):,} parts; expected at most "
                 f"{MAX_INTERSECTIONS:,} pairs, so combine masks with fewer slices"
             )
-        both = [left & right for left in product for right in terms]
-        product = [term for term in both if not term.is_empty]
-    return product
+        both = [left & right for left in found for right in terms]
+        found = [term for term in both if not term.is_empty]
+    return found
 
 
 def without_contained(terms: Iterable[Term]) -> tuple[Term, ...]:
