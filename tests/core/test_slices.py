@@ -99,6 +99,20 @@ def test_overlapping_slices_of_one_kind_take_little_memory() -> None:
     tracemalloc.stop()
 
 
+def test_two_bands_on_the_same_keys_show_each_pair_once() -> None:
+    mask, whole = Mask.causal() | Mask.slices([(0, 30)], [(12, 37)], "inv_causal"), (range(37),)
+    work = worklist(mask, whole, whole)
+    shown = mask.visible(np.arange(37)[:, None], np.arange(37)[None, :])
+    for table in (work.by_query, work.by_key):
+        counts = np.zeros((37, 37), int)
+        for n, (_, row, rows, first, _) in enumerate(table.segments.tolist()):
+            for other, size, position, _, lo, hi in table.spans[table.indptr[n] : table.indptr[n + 1]].tolist():
+                own, theirs = np.arange(rows)[:, None] + first, np.arange(size)[None, :] + position
+                distance = theirs - own if table is work.by_query else own - theirs
+                counts[row : row + rows, other : other + size] += (lo <= distance) & (distance <= hi)
+        assert (counts == (shown if table is work.by_query else shown.T)).all()
+
+
 def test_intersections_of_too_many_slices_raise_an_error() -> None:
     spans = [(n, n + 1) for n in range(600)]
     one = Mask.slices(spans, spans)

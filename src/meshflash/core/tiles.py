@@ -49,7 +49,8 @@ class Table:
     `position + step * n`, of one batch row or of all of them (-1). Its spans are `spans[indptr[s]:indptr[s + 1]]`,
     each (row, rows, position, step, lo, hi): the tile has the pairs with `lo <= j - i <= hi`, where i is the position
     of the query and j that of the key, in both tables. A limit that cannot exclude a pair of the tile is +-UNBOUNDED.
-    If both are, spans of several ranges may be merged; their `position` and `step` are then meaningless.
+    If both are, spans of several ranges may be merged; their `position` and `step` are then meaningless. Two spans of a
+    segment share rows only if their bands have no distance in common, as those of slices on both sides of a diagonal.
     """
 
     segments: Int32

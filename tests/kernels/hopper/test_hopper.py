@@ -68,6 +68,7 @@ WORK = {
     "padding, a short document": (CAUSAL & Mask.documents([[640, 5], [325, 320]], pad=True), *WHOLE),
     "image spans": (CAUSAL | Mask.slices([(100, 250), (400, 633)], [(100, 250), (400, 633)]), *WHOLE),
     "slices": (Mask.slices([(0, 300), (250, 700)], [(0, 400), (128, 700)], ["inv_causal", "bi_causal"]), *WHOLE),
+    "two bands on the same keys": (CAUSAL | Mask.slices([(0, 500)], [(200, 700)], "inv_causal"), *WHOLE),
     # neighbouring runs that one band does not describe: it would hide keys of the other run from some rows
     "lower side beyond its run": (Mask.window(100, None) & keys(0, 200) | keys(200, 700), *WHOLE),
     "upper side before its run": (keys(0, 400) | Mask.window(None, 100) & keys(400, 700), *WHOLE),
